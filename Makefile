@@ -47,7 +47,7 @@ help:
 
 .venv/dev.stamp: .venv/tools.stamp pyproject.toml setup.py
 	@echo "installing the dependencies and the tools of development, and building the native modules"
-	PIPESPEC_WERROR=on $(PIP) --no-build-isolation -e '.[dev,docs]'
+	PIPESPEC_WERROR=on $(PIP) --no-build-isolation -e '.[bench,dev,docs]'
 	@touch .venv/runtime.stamp $@
 
 env: $(DEV)

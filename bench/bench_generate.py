@@ -1,13 +1,13 @@
 """End-to-end speed of all ways to generate the target's text, in one run on one device.
 
-On a CPU with the bundled family, or on a GPU with models of LLaMA's sizes and planted agreement (``python/pipespec/bench/planted.py``)::
+On a CPU with the bundled family, or on a GPU with models of LLaMA's sizes and planted agreement (``bench/planted.py``)::
 
     python -m bench.bench_generate --json bench/results/generate_cpu.json --docs docs/speed.md --readme README.md
     python -m bench.bench_generate --device cuda --planted 1B 8B --agreement 0.8 --json generate.json
 
 All rows generate the same prompts, one at a time, and take turns prompt by prompt (``python/pipespec/bench/comparison.py``). transformers' rows are tuned
-first, on prompts that are not measured; the published schedules (``python/pipespec/bench/published.py``) are tuned, too; ours run with their defaults. Every
-row in one process also tries one and two CPU threads. A row that fails is listed with the reason. With ``--json`` a picture is written beside the file (``.svg``). Exit status 1
+first, on prompts that are not measured; the published schedules (``bench/published.py``) are tuned, too; ours run with their defaults. Every
+row in one process also tries one and two CPU threads. A row that fails is listed with the reason. With ``--json`` and ``--docs`` a picture is written beside the file (``.svg``). Exit status 1
 if a float32 text of pipespec or transformers differs from the reference, otherwise 0; slower rows and other products' texts do not change it.
 
 Columns: *tokens/s*, the median of the repeats; the ratios to transformers' plain ``generate()`` and to its fastest row; *same text*, texts equal to
@@ -37,17 +37,17 @@ from typing import Any
 import torch
 
 from bench import gpu
+from bench.baselines import all_contenders
 from bench.harness import markdown_table, replace_table, save
 from bench.openvino import openvino_contenders
+from bench.planted import SHAPES, bytes_per_step, plant, random_prompts
+from bench.plot import OTHERS, OURS, Bar, bars
+from bench.timing import copy_bytes_per_second, read_bytes_per_second
 from pipespec.bench import comparison
-from pipespec.bench.comparison import Measurement, SpeedComparison, footnotes, shown
+from pipespec.bench.comparison import IsolatedComparison, Measurement, footnotes, shown
 from pipespec.bench.contenders import GREEDY, Contender, Family, GeneratedText, Workload, standard_contenders
 from pipespec.bench.machine import provenance
-from pipespec.bench.planted import SHAPES, bytes_per_step, plant, random_prompts
-from pipespec.bench.rivals import AttentionIsolation, all_contenders
-from pipespec.bench.timing import copy_bytes_per_second, read_bytes_per_second
 from pipespec.demo import family_path, load_family, prompts
-from pipespec.observe.plot import OTHERS, OURS, Bar, bars
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.process.table import aligned
 
@@ -57,17 +57,11 @@ PROGRESS_EVERY_S = 5.0
 TURN_SHARE, LEAST_TURN_S = 0.3, 10.0
 """A start or a text that takes longer than this share of ``--seconds`` and longer than these seconds has failed."""
 
-ALONE_SHARE = 0.85
-"""The same share where all rows but the reference are slow to start: nothing else needs the time."""
-
 POSITIONS = 1024
 """At least as many positions calibrate the agreement of planted models, and as many measure it."""
 
 PROFILED = (8, 24)
 """New tokens of the two profiled runs whose difference is counted."""
-
-TRACED = 64
-"""New tokens of the call that ``--trace`` profiles: some 20 rounds where four of five draft tokens are accepted."""
 
 SYNCS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemcpy2D"}
 LAUNCHES = {"cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch"}
@@ -86,7 +80,7 @@ class DeviceMeasurement(Measurement):
     decode_tokens_per_second: float | None = None
 
 
-class DeviceComparison(SpeedComparison):
+class DeviceComparison(IsolatedComparison):
     """A comparison that isolates its contenders, limits the time of a turn, and relates the speeds to the device.
 
     Args:
@@ -110,7 +104,6 @@ class DeviceComparison(SpeedComparison):
         self.first_token: dict[str, float] = {}
         self.counted: dict[str, tuple[float, float]] = {}
         self.bytes = {name: bytes_per_step(model) for name, model in workload.family.models.items()}
-        self._attention = AttentionIsolation(list(workload.family.models.values()))
         self._shown = 0.0
 
     def _show_progress(self, what: str, done: int, total: int) -> None:
@@ -120,21 +113,8 @@ class DeviceComparison(SpeedComparison):
 
     @contextmanager
     def turn(self, contender: Contender) -> Iterator[None]:
-        share = ALONE_SHARE if self._slow_alone else TURN_SHARE
-        with self._attention.of(contender.key), within(max(LEAST_TURN_S, share * self.limit)):
+        with super().turn(contender), within(max(LEAST_TURN_S, TURN_SHARE * self.limit)):
             yield
-
-    @property
-    def _slow_alone(self) -> bool:
-        """Whether only the reference runs beside contenders that take long to start."""
-        others = [contender for contender in self.contenders if contender.key != "plain"]
-        return bool(others) and all(contender.slow for contender in others)
-
-    def start(self, ids: torch.Tensor, *keys: str) -> None:
-        if self._slow_alone and not keys:
-            # A compiler without rivals begins at once. The reference is measured in the time that it leaves.
-            super().start(ids, *(contender.key for contender in self.contenders if contender.slow))
-        super().start(ids, *keys)
 
     def run(self, contender: Contender, ids: torch.Tensor, new_tokens: int | None = None) -> GeneratedText | None:
         return super().run(contender, ids, new_tokens or self._new_tokens)
@@ -158,19 +138,6 @@ class DeviceComparison(SpeedComparison):
             runs = [text for ids in (texts[0], *texts) if (text := self.run(contender, ids, 1))]
             if len(runs) > 1:
                 self.first_token[contender.key] = statistics.median(text.seconds for text in runs[1:])
-
-    def save_trace(self, ids: torch.Tensor, new_tokens: int, path: Path) -> None:
-        """Write a profile of one call of our first row with captured rounds, else of our first row, for Perfetto. A name ``.gz`` compresses."""
-        if self.elapsed > self.limit:
-            return
-        ours = (c for c in self.active if c.group == "ours" and c.visible)
-        contender = min(ours, key=lambda c: not c.key.startswith("lockstep-graphs"), default=None)
-        # The first call of a size captures graphs.
-        if contender is None or self.run(contender, ids, new_tokens) is None:
-            return
-        with self._profiler() as profile:
-            self.run(contender, ids, new_tokens)
-        profile.export_chrome_trace(str(path))
 
     def _profiler(self) -> torch.profiler.profile:
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -379,21 +346,11 @@ def report(record: dict[str, Any]) -> int:
     return 1 if record["run"]["dtype"] == "float32" and not all(r.is_identical for r in ours) else 0
 
 
-def write(path: Path | None, record: dict[str, Any]) -> None:
-    """Write the JSON file, and a picture beside it."""
-    if path is None:
-        return
-    save(path, record)
-    results = results_of(record)
-    if any(r.tokens_per_second for r in results):
-        path.with_suffix(".svg").write_text(picture(results, summary(record)), encoding="utf-8")
-
-
 def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     if args.earlier:
         record = json.loads(args.earlier.read_text(encoding="utf-8"))
-        write(args.json, record)
+        save(args.json, record)
     else:
         if args.device == "cuda":
             gpu.refuse_without_gpu("bench.bench_generate")
@@ -408,6 +365,8 @@ def main(arguments: list[str] | None = None) -> int:
             record = measure(args)
     status = report(record)
     if args.docs:
+        if args.json:
+            args.json.with_suffix(".svg").write_text(picture(results_of(record), summary(record)), encoding="utf-8")
         is_planted = record["family"]["name"].startswith("planted")
         mark = f"planted-{record['run']['dtype']}" if is_planted else "generate"
         replace_table(args.docs, f"{markdown(results_of(record))}\n{summary(record)}", mark)
@@ -458,7 +417,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--first-token", action="store_true", help="measure the time to the first token apart")
     parser.add_argument("--tuning-tokens", type=int, metavar="T", help="most per prompt while tuning (--new-tokens)")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="profile about 20 steps of our rounds, for Perfetto")
     parser.add_argument("--settings", type=int, metavar="N", help="candidates of tuning per row, at most (all)")
     parser.add_argument(
         "--rows",
@@ -477,7 +435,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="seed of planted weights and of sampling (%(default)s)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="time limit: no new round begins after it")
     parser.add_argument("--quick", action="store_true", help="two prompts of 48 tokens (GPU: 256), twice")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurement, and a picture beside it")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurement")
     parser.add_argument("--docs", type=Path, metavar="PAGE", help="rewrite the whole table between its comments there")
     parser.add_argument("--readme", type=Path, metavar="FILE", help="rewrite the README's table between its comments")
     parser.add_argument(
@@ -580,17 +538,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             }
 
         bench.start(calibration[0])
-        write(args.json, record())
+        save(args.json, record())
         bench.tune(calibration, args.settings)
         if args.first_token:
             bench.measure_first_token(measured)
         for _ in bench.measure(measured, args.repeats):
-            write(args.json, record())
-        if args.trace:
-            bench.save_trace(calibration[0], TRACED, args.trace)
+            save(args.json, record())
         bench.count(calibration[0])
         found = record()
-        write(args.json, found)
+        save(args.json, found)
         return found
 
 

@@ -24,36 +24,21 @@ _GENERATE = (
     *_ENGINE,
     "python/pipespec/bench/comparison.py",
     "python/pipespec/bench/contenders.py",
-    "python/pipespec/bench/published.py",
-    "python/pipespec/bench/rivals.py",
+    "bench/published.py",
+    "bench/baselines.py",
     "bench/bench_generate.py",
 )
 
 SOURCES: dict[str, tuple[str, ...]] = {
     "acceptance.json": (*_ENGINE, "bench/bench_acceptance.py"),
-    "confidence.json": (*_ENGINE, "bench/bench_confidence.py"),
-    "drafts.json": (*_ENGINE, "bench/bench_drafts.py"),
-    "exact.json": (*_ENGINE, "bench/bench_exact.py"),
     "generate_cpu.json": (*_GENERATE, "python/pipespec/demo"),
     "kernels_cpu.json": (*_KERNELS, "bench/kernels.py"),
-    "kills.json": (
-        *_ENGINE,
-        "python/pipespec/process",
-        "python/pipespec/spd",
-        "bench/kills.py",
-        "bench/kills_ranks.py",
-        "bench/strikes.py",
-    ),
-    "planted_bfloat16.json": (*_GENERATE, "python/pipespec/bench/planted.py"),
-    "planted_float32.json": (*_GENERATE, "python/pipespec/bench/planted.py"),
-    "prompt_lookup.json": (*_GENERATE, "bench/bench_prompt_lookup.py", "bench/bench_confidence.py"),
-    "ranks.json": (*_ENGINE, "python/pipespec/process/ranks.py", "bench/bench_ranks.py"),
+    "planted_bfloat16.json": (*_GENERATE, "bench/planted.py"),
+    "planted_float32.json": (*_GENERATE, "bench/planted.py"),
     "prompt.json": (*_ENGINE, "bench/bench_prompt.py"),
     "real.json": (*_ENGINE, "bench/bench_real.py"),
-    "sampling.json": (*_ENGINE, "bench/bench_sampling.py"),
     "spd.json": (*_KERNELS, "python/pipespec/engine", "python/pipespec/spd", "bench/bench_spd.py"),
     "spd_real.json": ("python/pipespec/spd", "bench/bench_spd_real.py", "bench/recipes"),
-    "tokenizers.json": (*_ENGINE, "bench/bench_tokenizers.py"),
 }
 """By results file: the files and folders whose changes outdate it."""
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from bench.harness import Maker, Shape
+from bench.timing import seconds
 from pipespec.bench.machine import last_level_cache_bytes
-from pipespec.bench.timing import seconds
 from pipespec_kernels import _native
 
 SECONDS_PER_CASE = 1.0

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bench.harness import Call, Maker, Shape
-from pipespec.bench.timing import repeated
+from bench.timing import repeated
 
 MOST_BYTES = 8 << 30
 """Memory for the copies of one case."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +29,54 @@ class KernelCase:
 
 
 Maker = Callable[[Shape, torch.dtype, int], KernelCase]  # of a shape, a dtype and a number of copies
+
+
+BATCHES, WIDTHS, VOCABS = (1, 4, 16, 64), (1, 5, 9, 17), (32000, 128256, 151936)
+QUICK = [(1, 1, 128256), (1, 5, 128256), (4, 5, 128256), (8, 5, 128256), (16, 5, 128256), (64, 5, 32000)]
+
+
+def logits_shapes(device: str, quick: bool) -> list[Shape]:
+    return QUICK if quick else list(itertools.product(BATCHES, WIDTHS, VOCABS))
+
+
+def logits_dtypes(device: str, quick: bool) -> list[torch.dtype]:
+    # On the CPU one dtype, since the others differ only by their bytes.
+    return [torch.bfloat16] if quick or device == "cpu" else [torch.bfloat16, torch.float32]
+
+
+def logits_bytes(shape: Shape, dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """An operation.
+
+    Attributes:
+        name: In the results.
+        make: Of a device and ``quick``: makes the cases.
+        axes: Headings of a shape.
+        shapes: Of a device and ``quick``: the shapes to measure.
+        dtypes: Of a device and ``quick``: the dtypes to measure.
+        input_bytes: Bytes of one copy of the inputs that a call touches.
+    """
+
+    name: str
+    make: Callable[[str, bool], Maker]
+    axes: tuple[str, str, str] = ("B", "Q", "V")
+    shapes: Callable[[str, bool], list[Shape]] = logits_shapes
+    dtypes: Callable[[str, bool], list[torch.dtype]] = logits_dtypes
+    input_bytes: Callable[[Shape, torch.dtype], int] = logits_bytes
+
+
+def rivals(device: str, quick: bool, eager: Callable[..., object]) -> dict[str, Callable[..., object]]:
+    """Eager torch, and its compiled form where that is measured."""
+    found = {"eager": eager}
+    if device == "cuda" and not quick:
+        from bench.gpu import compiled
+
+        found["compile"] = compiled(eager)
+    return found
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:

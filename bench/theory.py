@@ -20,7 +20,7 @@ import numpy as np
 
 from bench import bounds, published_runs
 from bench.harness import markdown_table, replace_table
-from pipespec.observe.plot import Panel, Series, chart
+from bench.plot import Panel, Series, chart
 from pipespec.planning import closed_form
 from pipespec.planning.perf_model import SimulatedPolicy, StageModel, simulate, simulate_spd
 from pipespec.spd import law

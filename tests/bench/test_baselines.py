@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from pipespec.bench import published
-from pipespec.bench.published import Asynchronous, BaselineStage, Lockstep, StageFailed, end_of
+from bench import published
+from bench.published import Asynchronous, BaselineStage, Lockstep, StageFailed, end_of
 from tests.conftest import always_right, always_wrong, noisy, random_llama, random_prompts
 
 NEW = 32

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import bench.datasets  # noqa: F401  adds the published formats
 from pipespec.bench.datasets import Conversation, guessed, messages, prompt_text, read
 
 HUMAN_EVAL = {

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from pipespec.bench import planted
-from pipespec.bench.planted import Cycle, PlantedChain, nested, plant, random_prompts
+from bench import planted
+from bench.planted import Cycle, PlantedChain, nested, plant, random_prompts
 
 NAMES = ("tiny-small", "tiny-medium", "tiny-target")
 TEXTS, TOKENS = 16, 96

@@ -12,7 +12,6 @@ import pytest
 
 from bench import bounds, published_runs
 from bench.harness import replace_table
-from pipespec.observe.plot import Panel, Series, chart
 from pipespec.planning.perf_model import Answers, SimulatedPolicy, StageModel, simulate
 
 ONE, WIDE, SMALL, MIDDLE, MIDDLE_WIDE, START = 0.120, 0.420, 0.011, 0.022, 0.026, 0.5
@@ -374,18 +373,6 @@ def test_blocks_of_the_page_are_replaced(tmp_path):
     assert page.read_text() == "a\n<!-- x:begin -->\n1 \\1\n2\n<!-- x:end -->\nb\n<!-- y:begin -->\n3\n<!-- y:end -->\n"
     with pytest.raises(ValueError, match="z:begin"):
         replace_table(page, "", "z")
-
-
-def test_charts_show_their_series():
-    curves = [Series("line", [0, 1, 2], [1, 2, 4]), Series("dots", [1], [3], 1, marks=True)]
-    picture = chart("t < u", [Panel(curves, "panel", "x", "y")])
-    assert picture.count("<polyline") == 1
-    assert picture.count("<circle") == 2  # the dot and its legend entry
-    assert "t &lt; u" in picture
-    with pytest.raises(ValueError, match="finite"):
-        chart("t", [Panel([Series("line", [0.0], [float("nan")])])])
-    with pytest.raises(ValueError, match="finite"):
-        chart("t", [Panel([])])
 
 
 def test_the_page_has_every_block_and_figure():

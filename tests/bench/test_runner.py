@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,31 +13,37 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from pipespec.bench import dry_run, planted, predict, runner
-from pipespec.bench.config import BenchConfig, load_config, with_prompts
+from bench import baselines, planted, plot
+from bench import run as papers
+from bench.baselines import EarlyExitContender, OwnLayersContender, kept_layers
+from bench.configuration import load_config
+from pipespec.bench import runner
+from pipespec.bench.config import BenchConfig, with_prompts
 from pipespec.bench.contenders import Contender, Family, GeneratedText, HFContender
-from pipespec.bench.energy import Meter, Nvml
 from pipespec.bench.machine import provenance
 from pipespec.bench.results import (
     DatasetSettings,
     ResultsFolder,
     Sample,
     Settings,
-    Step,
     StepCounts,
     SystemSettings,
-    file_name,
 )
-from pipespec.bench.rivals import EarlyExitContender, OwnLayersContender, kept_layers
 from pipespec.bench.runner import PreparedDataset, PreparedRun, Runner, prepare
 from pipespec.bench.summary import summarise
-from pipespec.bench.systems import KINDS, NOT_MEASURED, contender_of, systems_of
+from pipespec.bench.systems import KINDS, contender_of, systems_of
 from pipespec.cli.main import main
 from pipespec.demo import draft_module_path, family_path
 from pipespec.spd.draft_module import CONFIG_FILE, anchors_for, types_for
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "bench" / "configs").glob("*.toml"))
+
+
+@pytest.fixture(autouse=True)
+def _baselines(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, row in baselines.BASELINES.items():
+        monkeypatch.setitem(KINDS, kind, row)
 
 
 class Scripted(Contender):
@@ -112,7 +117,7 @@ def test_systems_take_turns_and_every_text_is_compared(trial: Trial) -> None:
     assert trial.measured() == [(a, 0), (b, 0), (c, 0), (b, 1), (c, 1), (a, 1), (c, 2), (a, 2), (b, 2)]
     assert summary.complete
     assert [summary.row("set", key).identical for key in KEYS] == [1.0, 1.0, 0.0]
-    assert trial.folder.sample("set", "wrong", "1").differs_at == 1
+    assert trial.folder.samples["set", "wrong", "1"].differs_at == 1
     row = summary.row("set", "right")
     assert row.accepted_length == {"target": 1.5}
     assert row.acceptance_rate == {"target": 0.5}
@@ -123,12 +128,12 @@ def test_systems_take_turns_and_every_text_is_compared(trial: Trial) -> None:
 
 def test_a_second_start_does_nothing_and_more_samples_are_added(trial: Trial) -> None:
     first = trial.start().run()
-    kept = {path: path.read_bytes() for path in trial.folder.path.rglob("samples/**/*.json")}
+    kept = (trial.folder.path / "samples.jsonl").read_bytes()
     assert trial.start().run() == first
     assert trial.measured() == []
     assert trial.start(samples=4, keys=(*KEYS, "late")).run().complete
     assert sorted(trial.measured()) == sorted([*((key, 3) for key in KEYS), *(("late", i) for i in range(4))])
-    assert all(path.read_bytes() == data for path, data in kept.items())
+    assert (trial.folder.path / "samples.jsonl").read_bytes().startswith(kept)
 
 
 @pytest.mark.parametrize("fault", [KeyboardInterrupt(), SystemExit(1)])
@@ -136,7 +141,7 @@ def test_an_interruption_loses_the_sample_in_progress_only(trial: Trial, fault: 
     trial.faults = {"wrong": {1: fault}}
     with pytest.raises(type(fault)):
         trial.start().run()
-    done = {(s.system, s.sample) for s in trial.folder.samples()}
+    done = {(s.system, s.sample) for s in trial.folder.samples.values()}
     assert done == {("hf", "0"), ("right", "0"), ("wrong", "0"), ("right", "1")}
     assert not trial.folder.summary().complete
     assert not list(trial.folder.path.rglob("*.half"))
@@ -145,13 +150,13 @@ def test_an_interruption_loses_the_sample_in_progress_only(trial: Trial, fault: 
     assert again.run().complete
     assert trial.measured() == [("wrong", 1), ("hf", 1), ("wrong", 2), ("hf", 2), ("right", 2)]
     # Compared later with a reference that came after it.
-    assert trial.folder.sample("set", "right", "1").identical is True
+    assert trial.folder.samples["set", "right", "1"].identical is True
 
 
 def test_a_failure_is_a_sample_with_an_error_that_a_second_start_measures(trial: Trial) -> None:
     trial.faults = {"right": {1: RuntimeError("out of memory\nand more")}}
     summary = trial.start().run()
-    assert trial.folder.sample("set", "right", "1").error == "RuntimeError: out of memory"
+    assert trial.folder.samples["set", "right", "1"].error == "RuntimeError: out of memory"
     row = summary.row("set", "right")
     assert (row.samples, row.errors, row.identical) == (2, 1, 1.0)
     assert not summary.complete
@@ -209,22 +214,26 @@ def test_the_folder_says_what_is_wrong_with_it(tmp_path: Path) -> None:
 
 def test_a_sample_is_read_as_it_was_written(tmp_path: Path) -> None:
     folder = ResultsFolder(tmp_path)
-    step = Step(start=0.0, end=0.1, fed=2, draft_tokens=1, accepted=1, rolled_back=0)
     sample = Sample(
         dataset="mt/bench", system="workers-a+b-L5", sample="HumanEval/0", tokens=[1, 2], commits=[(0.1, 1), (0.2, 2)], seconds=0.2,
-        stages=[StepCounts("target", 2, histogram=(1, 1))], energy_joules={"gpu 0": 1.5}, steps={"target": [step]}, phases={"draft": 0.1},
+        stages=[StepCounts("target", 2, histogram=(1, 1))], phases={"draft": 0.1},
     )  # fmt: skip
-    folder.write_sample(sample)
-    assert folder.sample("mt/bench", "workers-a+b-L5", "HumanEval/0") == sample
-    assert (tmp_path / "samples" / "mt_bench" / "workers-a+b-L5" / "HumanEval_0.json").is_file()
-    assert file_name("../x") == "_x"
-    long = file_name("é" * 300)
-    assert len(long.encode()) <= 200
-    assert long != file_name("é" * 301)
-    assert file_name("\ud800" * 300)
-    assert file_name("a" * 200) == "a" * 200
+    folder.add(sample)
+    assert ResultsFolder(tmp_path).samples == {sample.key: sample}
     with pytest.raises(ValueError, match="Out of range"):  # JSON has no NaN
-        folder.write_sample(Sample(dataset="a", system="b", sample="c", seconds=float("nan")))
+        folder.add(Sample(dataset="a", system="b", sample="c", seconds=float("nan")))
+
+
+def test_the_last_line_counts_and_half_a_line_does_not(tmp_path: Path) -> None:
+    folder = ResultsFolder(tmp_path)
+    for error in ("first", None):
+        folder.add(Sample(dataset="d", system="s", sample="1", error=error))
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write('{"dataset": "d", "sys')
+    folder = ResultsFolder(tmp_path)
+    assert [s.error for s in folder.samples.values()] == [None]
+    folder.add(Sample(dataset="d", system="s", sample="2"))
+    assert list(ResultsFolder(tmp_path).samples) == [("d", "s", "1"), ("d", "s", "2")]
 
 
 def test_speed_up_is_against_the_strongest_baseline_prompt_by_prompt(tmp_path: Path) -> None:
@@ -241,14 +250,12 @@ def test_speed_up_is_against_the_strongest_baseline_prompt_by_prompt(tmp_path: P
             text = Sample(
                 dataset="d", system=key, sample=str(i), tokens=[1] * 5, seconds=s, seconds_to_first_token=s / 5
             )
-            text.energy_joules = {"gpu 0": 3.0, "cpu package 0": 2.0}
-            folder.write_sample(text)
+            folder.add(text)
     summary = summarise(folder, settings)
     row = summary.row("d", "ours")
     assert summary.baseline == {"d": "plain"}
     assert row.speedup == 2.5
     assert row.tokens_per_second == 3.75
-    assert row.joules_per_token == 1.0
     assert row.decode_ms_per_token == pytest.approx(300)
     assert summary.row("d", "plain").speedup == 1.0
 
@@ -288,7 +295,7 @@ def test_defaults_chains_and_further_axes() -> None:
     assert [s.key for s in sampled] == ["hf", "plain", "lookup"]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in NOT_MEASURED])
+@pytest.mark.parametrize("kind", sorted({*KINDS, *baselines.BASELINES} - {"eagle3"}))
 def test_every_kind_has_a_contender(kind: str) -> None:
     systems = systems_of(BenchConfig(systems=(kind,), chains="whole", drafters=("ngram",)), ["small"])
     contender = contender_of(systems[-1])
@@ -408,94 +415,14 @@ def test_self_speculation_writes_the_target_s_text(target: LlamaForCausalLM, mak
     assert target.generation_config.to_dict() == before
 
 
-# ---- energy
+# ---- configurations
 
 
-class FakeNvml:
-    """The bindings with counters that advance with each reading."""
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self) -> None:
-        self.energy = 1000
-
-    def nvmlInit(self) -> None:
-        pass
-
-    def nvmlDeviceGetHandleByUUID(self, name: str) -> int:
-        if name != "GPU-1234":
-            raise self.NVMLError("Not Found")
-        return 7
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:
-        assert handle == 7
-        self.energy += 2500
-        return self.energy - 2500
-
-    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
-        raise self.NVMLError("Not Supported")
-
-
-def test_energy_of_gpus_and_packages(tmp_path: Path) -> None:
-    nvml = Nvml(["1234"], FakeNvml())
-    assert [nvml.joules(0), nvml.joules(0)] == [1.0, 3.5]
-    assert nvml.utilization(0) is None
-    with pytest.raises(OSError, match="Not Found"):
-        Nvml(["5678"], FakeNvml())
-    package, part = tmp_path / "intel-rapl:0", tmp_path / "intel-rapl:0:0"
-    for folder in (package, part):
-        folder.mkdir()
-        (folder / "energy_uj").write_text("9000000")
-        (folder / "max_energy_range_uj").write_text("10000000")
-    stat = tmp_path / "stat"
-    stat.write_text("cpu 100 0 100 700 100 0 0 0 0 0\n")
-    meter = Meter(["cpu", "cuda:0"], nvml=nvml, powercap=tmp_path, stat=stat)
-    meter.start()
-    (package / "energy_uj").write_text("1000000")  # the counter began again
-    stat.write_text("cpu 130 0 100 710 100 0 0 0 0 0\n")
-    meter.stop()
-    assert meter.energy_joules == {"gpu 0": 2.5, "cpu package 0": 2.0}
-    assert meter.utilization == {"cpu": 0.75}
-
-
-def test_energy_of_gpus_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(ImportError, match=r"pip install 'pipespec\[energy\]'"):
-        Nvml(["1234"])
-
-
-def test_what_cannot_be_read_is_null(tmp_path: Path) -> None:
-    meter = Meter(["cpu"], powercap=tmp_path, stat=tmp_path / "none")
-    meter.start()
-    meter.stop()
-    assert (meter.energy_joules, meter.utilization) == (None, None)
-
-
-# ---- configurations and dry runs
-
-
-@pytest.fixture
-def _no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (dry_run, predict):
-        monkeypatch.setattr(module, "read_bytes_per_second", lambda threads: 1e10)
-
-
-@pytest.mark.usefixtures("_no_probe")
-@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
-def test_each_configuration_has_a_dry_run(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--config", str(file), "--dry-run", "--json", "--samples", "2"]) == 0
-    run = json.loads(capsys.readouterr().out)
-    assert run["seconds"] > 0
-    assert {m["known_from"] for m in run["models"]} != {"unknown"}
-    assert all(p["tokens_per_second"] or p["why"] for p in run["predictions"])
-    assert main(["bench", "--config", str(file), "--planted", "--dry-run"]) == 0
-    shown = capsys.readouterr().out
-    assert "Planted shapes, widths divided by" in shown
-    assert "All samples: about" in shown
-
-
-def test_there_are_configurations_for_both_papers() -> None:
+def test_every_configuration_has_its_systems() -> None:
+    for file in CONFIGS:
+        config = load_config(file)
+        drafts = [f"draft {i}" for i in range(len(config.drafts))]
+        assert len(systems_of(config, drafts)) > len(config.systems) / 2
     assert len([f for f in CONFIGS if f.stem.startswith("pipespec")]) >= 3
     assert len([f for f in CONFIGS if f.stem.startswith("spd")]) >= 3
 
@@ -552,12 +479,14 @@ def test_planted_shapes_are_divided_until_they_fit() -> None:
 # ---- whole runs
 
 
-@pytest.mark.usefixtures("_no_probe")
-def test_a_planted_run_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["bench", "--planted", "tiny-small", "tiny-target", "--agreement", "0.8", "--samples", "2", "--new-tokens", "8", "--threads", "1",
+def test_a_planted_run_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(papers, "read_bytes_per_second", lambda threads: 1e10)
+    arguments = ["--planted", "tiny-small", "tiny-target", "--agreement", "0.8", "--samples", "2", "--new-tokens", "8", "--threads", "1",
                  "--systems", "hf,plain,assisted,layerskip,draft-verify,lockstep,published-lockstep,spd,ppsd", "--stages", "2", "--tuning", "0",
-                 "--out", str(tmp_path / "r"), "--no-profile"]  # fmt: skip
-    assert main(arguments) == 0
+                 "--out", str(tmp_path / "r")]  # fmt: skip
+    assert papers.main(arguments) == 0
     shown = capsys.readouterr().out
     assert "PPSD, 2 stages" in shown
     folder = ResultsFolder(tmp_path / "r")
@@ -567,19 +496,23 @@ def test_a_planted_run_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
     assert len(measured) == 10
     assert all(r.identical == 1.0 and r.samples == 2 for r in measured)
     assert settings.planted["requested"]
-    ours = folder.sample("planted", "lockstep-tiny-small", "0")
+    ours = folder.samples["planted", "lockstep-tiny-small", "0"]
     assert len(ours.tokens) == 8 == ours.commits[-1][1]
     assert sum(ours.stages[-1].histogram) == ours.stages[-1].steps
-    assert len(ours.steps["target"]) >= ours.stages[-1].steps
-    assert folder.sample("planted", "lockstep-tiny-small", "1").steps is None  # only the first sample is traced
-    staged = folder.sample("planted", "spd-ngram-n2", "0")
+    staged = folder.samples["planted", "spd-ngram-n2", "0"]
     assert staged.phases["stages"] > 0
     assert summary.row("planted", "spd-ngram-n2").equivalent_accepted_length >= 1
-    published = folder.sample("planted", "published-lockstep-tiny-small", "0")
+    published = folder.samples["planted", "published-lockstep-tiny-small", "0"]
     assert published.commits[-1][1] == 8
-    before = {path: path.stat().st_mtime_ns for path in folder.path.rglob("samples/**/*.json")}
-    assert main(arguments) == 0
-    assert {path: path.stat().st_mtime_ns for path in folder.path.rglob("samples/**/*.json")} == before
+    before = (folder.path / "samples.jsonl").read_bytes()
+    assert papers.main(arguments) == 0
+    assert (folder.path / "samples.jsonl").read_bytes() == before
+    pytest.importorskip("matplotlib")
+    assert plot.main([str(folder.path)]) == 0
+    page = (folder.path / "report.html").read_text()
+    assert f"{summary.row('planted', 'lockstep-tiny-small').tokens_per_second:.3f}" in page
+    drawn = {path.stem.split("-")[0] for path in folder.path.glob("*.svg")}
+    assert drawn == {"speedup", "sweep", "accepted", "time", "spd"}
 
 
 def test_turns_follow_the_answers_of_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -604,7 +537,7 @@ def test_turns_follow_the_answers_of_the_reference(tmp_path: Path, monkeypatch: 
     summary = Runner(prepared, folder, tuning=0).run()
     assert summary.complete
     assert summary.row("talk", "plain").identical == 1.0
-    first, second = (folder.sample("talk", "hf", name) for name in ("1-1", "1-2"))
+    first, second = (folder.samples["talk", "hf", name] for name in ("1-1", "1-2"))
     tokenizer = prepared.family.tokenizer
     answer = tokenizer.decode(first.tokens, skip_special_tokens=True)
     assert second.prompt_tokens == len(tokenizer(f"def a():\n\n{answer}\n\ndef b():").input_ids)
@@ -617,9 +550,7 @@ def test_turns_follow_the_answers_of_the_reference(tmp_path: Path, monkeypatch: 
         (["--prompts", "{tmp}/none.jsonl", "--out", "{tmp}/x"], "there is no file"),
         (["--prompts", "a.jsonl"], "give --out DIR"),
         (["--draft", "d", "--prompts", "a.jsonl", "--out", "{tmp}/x"], "--draft needs a --target"),
-        (["--planted", "--out", "{tmp}/x"], "--planted: name the shapes"),
         (["--systems", "hf,magic", "--out", "{tmp}/x"], "no system 'magic'"),
-        (["--config", "{tmp}/none.toml", "--out", "{tmp}/x"], "there is no configuration file"),
         (["--prompts", "a.jsonl", "--out", "{tmp}"], "holds other files"),
     ],
 )
@@ -635,7 +566,6 @@ def test_the_list_names_every_system(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["bench", "--list"]) == 0
     shown = capsys.readouterr().out
     assert all(kind in shown for kind in KINDS)
-    assert all(f"not measured: {reason}" in shown for reason in NOT_MEASURED.values())
     assert not [line for line in shown.splitlines() if line != line.rstrip()]
 
 
@@ -649,18 +579,12 @@ def test_an_interrupted_command_says_how_to_continue(
         runner.Runner.__init__, "__kwdefaults__",
         runner.Runner.__init__.__kwdefaults__ | {"make": lambda s: Scripted(s, trial.calls, faults)},
     )  # fmt: skip
-    command = ["bench", "--out", str(tmp_path / "r"), "--prompts", "a.jsonl", "--no-profile"]
+    command = ["bench", "--out", str(tmp_path / "r"), "--prompts", "a.jsonl"]
     assert main(command) == 130
     assert "r keeps the complete samples, and the same command continues" in capsys.readouterr().err
     assert main(command) == 0
-    assert f"`pipespec bench report {tmp_path / 'r'}` makes a page" in capsys.readouterr().err
+    assert f"{tmp_path / 'r'} has the results" in capsys.readouterr().err
     assert trial.measured() == [("hf", 0), ("hf", 1), ("hf", 1), ("hf", 2)]
-
-
-def test_llama_3_2_has_one_matrix_as_embedding_and_head() -> None:
-    """2.47 and 6.43 GB in 16 bits, as published; Llama 3.1 8B has 16.06."""
-    for name, expected in (("Llama-3.2-1B", 2.47), ("Llama-3.2-3B", 6.43), ("Llama-3.1-8B", 16.06)):
-        assert predict.size_of("m", f"meta-llama/{name}-Instruct", 2.0).bytes / 1e9 == pytest.approx(expected, abs=0.01)
 
 
 def test_a_wrong_text_in_float32_is_exit_code_1(
@@ -672,4 +596,4 @@ def test_a_wrong_text_in_float32_is_exit_code_1(
         runner.Runner.__init__, "__kwdefaults__",
         runner.Runner.__init__.__kwdefaults__ | {"make": lambda s: Scripted(s, trial.calls, {})},
     )  # fmt: skip
-    assert main(["bench", "--out", str(tmp_path / "r"), "--prompts", "a.jsonl", "--no-profile"]) == 1
+    assert main(["bench", "--out", str(tmp_path / "r"), "--prompts", "a.jsonl"]) == 1

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pipespec.bench import timing
+from bench import timing
 from pipespec.bench.machine import describe, provenance
 
 

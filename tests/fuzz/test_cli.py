@@ -115,8 +115,7 @@ BUGS = (
 @pytest.mark.parametrize(
     "line",
     [
-        "bench --dry-run --agreement nan",
-        "bench --dry-run --threads 0",
+        "bench --prompts a.jsonl --threads 0",
         "generate --draft-vocabulary ²",
         "generate --system spd --device 0",
         "generate --system spd --device auto",

@@ -10,34 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import (
-    bench_attention,
-    bench_cutoff,
-    bench_decoder,
-    bench_kv,
-    bench_layers,
-    bench_logprobs,
-    bench_rejection_sample,
-    bench_select,
-    bench_verify,
-    cpu,
-    gpu,
-    kernels,
-)
+from bench import cpu, gpu, harness, kernels, layer_cases, selection_cases
 from bench.harness import KernelCase
 from pipespec_kernels import ops
 
 SHAPE = (2, 3, 200)
 
 
-@pytest.mark.parametrize(
-    "module",
-    [bench_select, bench_verify, bench_rejection_sample, bench_cutoff, bench_logprobs],
-    ids=lambda m: m.__name__,
-)
-def test_cases_run_and_rivals_do_the_same(module: types.ModuleType) -> None:
+def test_cases_run_and_rivals_do_the_same() -> None:
     torch.manual_seed(0)
-    for benchmark in module.BENCHMARKS:
+    for benchmark in selection_cases.BENCHMARKS:
         case = benchmark.make("cpu", True)(SHAPE, torch.bfloat16, 2)
         assert set(case.rivals) == {"eager"}
         assert case.bytes_moved >= torch.Size(SHAPE).numel() * 2
@@ -54,7 +36,7 @@ def test_cases_run_and_rivals_do_the_same(module: types.ModuleType) -> None:
 
 def test_attention_cases_run_and_rivals_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    (benchmark,) = bench_attention.BENCHMARKS
+    benchmark = layer_cases.BENCHMARKS[0]
     make = benchmark.make("cpu", True)
     for width, others in ((1, {"sdpa", "gqa", "invariant", "unmasked"}), (3, {"sdpa", "gqa", "invariant"})):
         case = make((2, width, 40), torch.float32, 2)
@@ -76,17 +58,17 @@ def test_flex_attention_sees_what_ours_sees(monkeypatch: pytest.MonkeyPatch) -> 
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 32, 5, 128), torch.randn(2, 8, 150, 128), torch.randn(2, 8, 150, 128)
     lengths = torch.tensor([140, 60], dtype=torch.int32)
-    got = bench_attention.flexible(lengths, 5, 150)(q, k, v)
+    got = layer_cases.flexible(lengths, 5, 150)(q, k, v)
     torch.testing.assert_close(got, ops.verify_attention(q, k, v, lengths), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("benchmark", bench_kv.BENCHMARKS, ids=lambda b: b.name)
+@pytest.mark.parametrize("benchmark", layer_cases.BENCHMARKS[1:4], ids=lambda b: b.name)
 def test_moves_of_keys_are_checked_before_they_are_timed(
-    benchmark: kernels.Benchmark, monkeypatch: pytest.MonkeyPatch
+    benchmark: harness.Benchmark, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = benchmark.make("cpu", True)
     for shape in benchmark.shapes("cpu", True):
-        tokens = sum(bench_kv.lengths_of(shape)) if benchmark.name == "kv_gather" else shape[0] * shape[1]
+        tokens = sum(layer_cases.lengths_of(shape)) if benchmark.name == "kv_gather" else shape[0] * shape[1]
         case = make(shape, torch.float32, 2)  # compares the results of both
         assert case.bytes_moved == benchmark.input_bytes(shape, torch.float32) == tokens * 2 * 2 * 8 * 128 * 4
         case.ours(1)
@@ -96,9 +78,9 @@ def test_moves_of_keys_are_checked_before_they_are_timed(
         make(shape, torch.float32, 2)
 
 
-@pytest.mark.parametrize("benchmark", bench_layers.BENCHMARKS, ids=lambda b: b.name)
+@pytest.mark.parametrize("benchmark", layer_cases.BENCHMARKS[4:], ids=lambda b: b.name)
 def test_layers_are_checked_before_they_are_timed(
-    benchmark: kernels.Benchmark, monkeypatch: pytest.MonkeyPatch
+    benchmark: harness.Benchmark, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = benchmark.make("cpu", True)
     numbers = {"add_rms_norm": 4 * 4096, "silu_mul": 3 * 14336, "rope_append": (2 * 32 + 4 * 8) * 128}
@@ -123,8 +105,8 @@ def test_layers_are_checked_before_they_are_timed(
 def test_a_table_on_the_cpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kernels, "QUICK", [SHAPE, (1, 1, 50)])
-    monkeypatch.setattr(bench_attention, "CPU_SHAPES", [(2, 3, 40)])
+    monkeypatch.setattr(harness, "QUICK", [SHAPE, (1, 1, 50)])
+    monkeypatch.setattr(layer_cases, "CPU_SHAPES", [(2, 3, 40)])
     monkeypatch.setattr(cpu, "cold_bytes", lambda: 1 << 20)
     monkeypatch.setattr(cpu, "SECONDS_PER_CASE", 0.0)
     monkeypatch.setattr(sys, "argv", ["x", "--quick", "--threads", "1", "--json", str(tmp_path / "out.json")])
@@ -137,7 +119,7 @@ def test_a_table_on_the_cpu(
     names = ["argmax", "sample", "verify greedy", "verify coupled", "rejection_sample", "cutoff", "logprobs"]
     measured = [name for name in names for _ in range(2)] + ["attention"]
     measured += ["kv_append", "kv_append", "kv_gather", "kv_compact", "kv_compact"]
-    measured += [b.name for b in bench_layers.BENCHMARKS for _ in range(2)]
+    measured += [b.name for b in layer_cases.BENCHMARKS[4:] for _ in range(2)]
     assert [r["benchmark"] for r in written["results"]] == measured
     for r in written["results"]:
         assert r["us"] > 0
@@ -199,18 +181,3 @@ def test_a_table_on_a_gpu_survives_what_fails(
     assert "   B   Q       S " in out
     assert "eager 4.0" in out
     assert "other failed" in out
-
-
-def test_steps_of_a_decoder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = tmp_path / "decoder.json"
-    options = ["--models", "small", "--threads", "1", "--quick", "--json", str(path)]
-    monkeypatch.setattr(sys, "argv", ["bench_decoder", *options])
-    bench_decoder.main()
-    results = json.loads(path.read_text())["results"]
-    assert [r["columns"] for r in results] == [1, 2, 4, 8, 1, 2, 4, 8, 500]
-    assert all(r["us"] > 0 and r["gflop_per_s"] > 0 for r in results)
-    shape, layers = bench_decoder.shape_of("target")
-    case = bench_decoder.Case(shape, layers)
-    assert case.decoder.weight_bits == 16
-    per_layer = shape.hidden * (4 * shape.hidden + 3 * shape.intermediate)
-    assert case.flop == 2 * (layers * per_layer + shape.hidden * shape.vocabulary)

@@ -6,7 +6,6 @@ import contextlib
 import json
 import time
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ import torch
 
 from pipespec import Pipeline
 from pipespec.drivers.base import StageFailure
-from pipespec.observe.plot import timeline
 from pipespec.observe.trace import chrome_trace, not_kept, save_trace, summary
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
@@ -310,19 +308,3 @@ def test_the_summary_says_what_can_be_counted_by_hand() -> None:
     ]
     with pytest.raises(ValueError, match="trace is empty"):
         summary({"target": RUN["target"][:0]})
-
-
-def test_the_picture() -> None:
-    svg = ElementTree.fromstring(timeline(RUN, "a <run>"))
-    tag = "{http://www.w3.org/2000/svg}"
-    texts = [e.text for e in svg.iter(f"{tag}text")]
-    assert {"a <run>", "draft 0", "target", "prefill"} <= set(texts)
-    bars = [e for e in svg.iter(f"{tag}rect") if e.get("stroke") == "white"]
-    # Prefill, two of the draft's, two halves of a verification, one all green, one of the target's own.
-    assert len(bars) == 7
-    assert [e.get("height") for e in bars[3:5]] == ["13.00", "13.00"]
-    ends = [float(e.get("x")) + float(e.get("width")) for e in bars]
-    assert max(ends) == pytest.approx(80 + 1100, abs=0.1)
-    assert sum(e.get("stroke") == "#c0261c" for e in svg.iter(f"{tag}line")) == 2
-    with pytest.raises(ValueError, match="nothing to draw"):
-        timeline({})

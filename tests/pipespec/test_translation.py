@@ -7,9 +7,8 @@ import json
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from bench.bench_tokenizers import permuted
 from pipespec import Pipeline, attach, detach
 from pipespec.config import SpeculationConfig
 from pipespec.demo import family_path
@@ -25,6 +24,23 @@ PROMPTS = [
     "na\u00efve = '\U0001f600 \u65e5\u672c",
     "import os\n\nclass Reader:\n    def __init__(self, na",
 ]
+
+
+def permuted(name: str, seed: int = 0) -> tuple[LlamaForCausalLM, Tokenizer]:
+    """A bundled model and its tokenizer with other ids: another vocabulary, and the same text as before."""
+    content = json.loads(AutoTokenizer.from_pretrained(family_path(name)).backend_tokenizer.to_str())
+    vocabulary = content["model"]["vocab"]
+    new = torch.randperm(len(vocabulary), generator=torch.Generator().manual_seed(seed))
+    content["model"]["vocab"] = {token: int(new[i]) for token, i in vocabulary.items()}
+    for token in content["added_tokens"]:
+        token["id"] = int(new[token["id"]])
+    for token in content["post_processor"]["special_tokens"].values():
+        token["ids"] = [int(new[i]) for i in token["ids"]]
+    model = AutoModelForCausalLM.from_pretrained(family_path(name), dtype=torch.float32)
+    with torch.no_grad():
+        weight = model.get_input_embeddings().weight
+        weight[new] = weight.clone()
+    return model, Tokenizer.from_str(json.dumps(content))
 
 
 @pytest.fixture(scope="module")

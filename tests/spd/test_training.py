@@ -7,10 +7,8 @@ import itertools
 import json
 import multiprocessing as mp
 import os
-import random
 import re
 import signal
-import xml.etree.ElementTree
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +24,6 @@ from pipespec.spd.machine import DraftRequest
 from pipespec.spd.partition import Partition
 from pipespec.spd.training import trainer as training
 from pipespec.spd.training.cost import trained_parameters
-from pipespec.spd.training.curves import picture
 from pipespec.spd.training.trainer import Acceptance, TrainingBatch, TrainingSettings, loss_of, replay, teach
 from tests.conftest import VOCABULARY, random_llama
 from tests.spd.replay import Machine
@@ -210,7 +207,6 @@ def test_training_lowers_the_loss_and_leaves_the_target_alone(six: LlamaForCausa
         loaded = DraftModule.load(folder, target=six)
         assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), module.parameters(), strict=True))
         assert json.loads((folder / training.RECORD).read_text())["history"] == record["history"]
-        xml.etree.ElementTree.parse(folder / training.PICTURE)
     assert all(torch.equal(before[name], p) for name, p in six.state_dict().items())
 
 
@@ -450,16 +446,3 @@ def test_fills_are_drawn_by_step() -> None:
 def test_wrong_settings(wrong: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(QUICK, **wrong)
-
-
-def test_curves() -> None:
-    draw = random.Random(0)
-    history = [
-        {"step": 10 * i, "tokens": i, "seconds": i, "loss": 3 / i, "agreement": draw.random()} for i in range(1, 6)
-    ]
-    svg = xml.etree.ElementTree.fromstring(picture(history))
-    drawn = svg.findall("{http://www.w3.org/2000/svg}polyline")
-    assert [len(line.get("points").split()) for line in drawn] == [5, 5]
-    assert "agreement" in picture(history)
-    with pytest.raises(ValueError, match="nothing to draw"):
-        picture([])

@@ -43,6 +43,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from bench import plot
 from pipespec.demo import MODULE_STAGES, corpus
 from pipespec.spd.training import trainer as training
 from pipespec.spd.training.trainer import learning_rate
@@ -1013,7 +1014,7 @@ class TrainingRun:
         record["measured"] = self._acceptance(
             tok, target, DraftModule.load(self.out / name, target=target, stages=stages)
         )
-        shutil.copyfile(work / training.PICTURE, self.out / name / training.PICTURE)
+        (self.out / name / "training.svg").write_text(plot.training(record["history"]), encoding="utf-8")
         self.record(name, record)
         (self.out / name / "README.md").write_text(
             card.write_module(self.records()[name], module.config, corpus.HELD_OUT)

@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any, Self
 
 import torch
+from transformers import PreTrainedModel
 
 from pipespec.bench.contenders import Contender, GeneratedText, Workload
 from pipespec.bench.results import accepted_by_model
@@ -310,6 +311,46 @@ class SpeedComparison:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class AttentionIsolation:
+    """Keeps the attention implementation that one contender sets on shared models from the other contenders."""
+
+    def __init__(self, models: Sequence[PreTrainedModel]) -> None:
+        self._models = list(models)
+        self._first = self._now()
+        self._own: dict[str, list[str | None]] = {}
+
+    def _now(self) -> list[str | None]:
+        return [model.config._attn_implementation for model in self._models]
+
+    def _set(self, wanted: list[str | None]) -> None:
+        for model, implementation in zip(self._models, wanted, strict=True):
+            if model.config._attn_implementation != implementation:
+                model.config._attn_implementation = implementation
+
+    @contextmanager
+    def of(self, key: str) -> Iterator[None]:
+        """Restore the attention that the contender ``key`` used last; afterwards restore the original implementations."""
+        self._set(self._own.get(key, self._first))
+        try:
+            yield
+        finally:
+            self._own[key] = self._now()
+            self._set(self._first)
+
+
+class IsolatedComparison(SpeedComparison):
+    """Contenders that do not see the attention implementations that others set."""
+
+    def __init__(self, workload: Workload, contenders: Sequence[Contender], **options: Any) -> None:
+        super().__init__(workload, contenders, **options)
+        self._attention = AttentionIsolation(list(workload.family.models.values()))
+
+    @contextmanager
+    def turn(self, contender: Contender) -> Iterator[None]:
+        with self._attention.of(contender.key):
+            yield
 
 
 def _speed(runs: Sequence[GeneratedText]) -> float:

@@ -1,18 +1,13 @@
-"""What ``pipespec bench`` is asked for: options of the command line over a configuration file in TOML.
-
-The keys of a file are the fields of :class:`BenchConfig`, and a table ``[[dataset]]`` per dataset. An option of the command line replaces the field of the same name.
-"""
+"""What ``pipespec bench`` is asked for."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any
 
 from pipespec.bench.datasets import FORMATS
-from pipespec.process.records import build
 
 CHAINS = ("each", "whole", "both")
 """Which chains the drafts form: each draft alone, all drafts in one chain, or both."""
@@ -40,7 +35,7 @@ class DatasetRequest:
 
     @property
     def typical_tokens(self) -> int:
-        """Tokens of a prompt, for planted prompts and predictions."""
+        """Tokens of a planted prompt."""
         return self.prompt_tokens or FORMATS[self.format or "jsonl"].prompt_tokens
 
 
@@ -74,11 +69,8 @@ class BenchConfig:
         dtype: Of the models; None: as stored, float32 for the bundled family and for planted models on a CPU.
         threads: CPU threads; None: all cores.
         tuning: Candidates tried of each system that is tuned; 0: none, the default runs.
-        traced: Samples per dataset and system whose steps are kept.
-        profile: Measure the step times of the models at the end, for the predictions of the report.
-        planted: Shapes of planted models, drafts first, see :data:`pipespec.bench.planted.SHAPES`.
-        agreement: Of planted drafts with the target, one per draft or that of the smallest; predictions assume it, too.
-        hardware: One of :data:`pipespec.bench.predict.HARDWARE`, for the predictions of a dry run; None: this machine.
+        planted: Shapes of models without weights, drafts first; for ``python -m bench.run --planted``.
+        agreement: Of planted drafts with the target, one per draft or that of the smallest.
     """
 
     title: str = ""
@@ -106,11 +98,8 @@ class BenchConfig:
     dtype: str | None = None
     threads: int | None = None
     tuning: int = 4
-    traced: int = 1
-    profile: bool = True
     planted: tuple[str, ...] = ()
     agreement: tuple[float, ...] = (0.8,)
-    hardware: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("new_tokens", "turns"):
@@ -119,9 +108,8 @@ class BenchConfig:
         for name in ("samples", "threads"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("tuning", "traced"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+        if self.tuning < 0:
+            raise ValueError(f"tuning must not be negative, not {self.tuning}")
         if self.chains not in CHAINS:
             raise ValueError(f"chains must be one of {', '.join(CHAINS)}, not {self.chains!r}")
         if self.temperature is not None and not self.temperature > 0:
@@ -147,59 +135,6 @@ class BenchConfig:
         if self.temperature is None:
             return {"do_sample": False, **ends}
         return ends | {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
-
-
-def load_config(file: Path) -> BenchConfig:
-    """Read a configuration file.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is not TOML, or a key or value is unknown.
-    """
-    if not file.is_file():
-        raise FileNotFoundError(f"there is no configuration file {file}")
-    try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # also numbers that are too long for Python
-        raise ValueError(f"{file} is not TOML: {error}") from error
-    try:
-        return _config(data)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{file}: {error}") from error
-
-
-def _config(data: dict[str, Any]) -> BenchConfig:
-    known = {f.name: f for f in fields(BenchConfig)}
-    if unknown := sorted(set(data) - set(known)):
-        raise ValueError(f"unknown keys: {', '.join(unknown)}; there are {', '.join(known)}")
-    kinds, values = get_type_hints(BenchConfig), dict[str, Any]()
-    for name, value in data.items():
-        if name == "dataset":
-            if not isinstance(value, list):
-                raise ValueError("datasets are tables [[dataset]]")
-            values[name] = tuple(_dataset(d) for d in value)
-        elif name == "pipeline":
-            table = build(dict[str, Any], value, name)
-            values[name] = {key: tuple(v) if isinstance(v, list) else (v,) for key, v in table.items()}
-        else:
-            single = get_origin(kinds[name]) is tuple and not isinstance(value, list)
-            values[name] = build(kinds[name], [value] if single else value, name)
-    return BenchConfig(**values)
-
-
-def _dataset(data: Any) -> DatasetRequest:
-    if not isinstance(data, dict):
-        raise ValueError("datasets are tables [[dataset]]")
-    known = {f.name for f in fields(DatasetRequest)}
-    if unknown := sorted(set(data) - known):
-        raise ValueError(f"unknown keys of a dataset: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
-    if "name" not in data:
-        raise ValueError("a dataset needs a name")
-    if "format" in data and data["format"] not in list(FORMATS):
-        raise ValueError(f"no format {data['format']!r} of prompts: there are {', '.join(FORMATS)}")
-    kinds = {"name": str, "format": str, "file": str, "prompt_tokens": int}
-    values = {name: build(kinds[name], value, f"{name} of a dataset") for name, value in data.items()}
-    return DatasetRequest(**values | ({"file": Path(data["file"])} if "file" in data else {}))
 
 
 def with_prompts(config: BenchConfig, given: list[str]) -> BenchConfig:

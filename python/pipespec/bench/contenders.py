@@ -15,15 +15,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from pipespec.api.pipeline import Pipeline
-from pipespec.bench.results import Step, StepCounts
+from pipespec.bench.results import StepCounts
 from pipespec.drivers.base import StageFailure
 from pipespec.engine.ngram import NGRAM
-from pipespec.models.derived import with_layers
 from pipespec.models.loading import load_model
 from pipespec.models.properties import end_tokens
 from pipespec.models.tokenizers import load_tokenizer
@@ -106,7 +104,6 @@ class Workload:
         threads: CPU threads of torch, for all processes together; rows in one process also try other numbers.
         sampling: Arguments of ``generate()``: ``do_sample`` and the sampling parameters.
         times_commits: Texts have the time of each commit.
-        traced_steps: Steps per stage that traces of pipelines keep. 0: no trace.
     """
 
     family: Family
@@ -115,7 +112,6 @@ class Workload:
     threads: int
     sampling: dict[str, Any] = field(default_factory=lambda: GREEDY)
     times_commits: bool = False
-    traced_steps: int = 0
 
     @property
     def is_greedy(self) -> bool:
@@ -349,12 +345,11 @@ class PipelineContender(Contender):
         drafts: list[Any] = [workload.family.drafts.get(name, name) for name in self.drafts]
         if self.schedule == "workers":
             drafts = private_copies(drafts)
-        options = {"trace": workload.traced_steps} | self.options
-        self.pipe = Pipeline(workload.family.target, drafts, schedule=self.schedule, **options)
+        self.pipe = Pipeline(workload.family.target, drafts, schedule=self.schedule, **self.options)
 
     def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> GeneratedText:
         assert self.pipe is not None
-        output, clock, notes = _generated(self.pipe, self.workload, ids, new_tokens, seed)
+        output, clock, notes = generated(self.pipe, self.workload, ids, new_tokens, seed)
         report = self.pipe.report
         assert report is not None
         if report.schedule != self.schedule:
@@ -366,9 +361,6 @@ class PipelineContender(Contender):
         stages = tuple(counts_of(name, stage) for name, stage in zip(names, report.stages, strict=True))
         tokens = output[0, ids.shape[1] :].tolist()
         figures: dict[str, Any] = {"schedule": report.schedule}
-        if report.trace is not None:
-            traced = zip(names, report.trace.values(), strict=True)
-            figures["steps"] = {name: steps_of(steps, clock.began) for name, steps in traced if clock}
         commits = clock.until(len(tokens)) if clock else ()
         return GeneratedText(tokens, stages, "; ".join(notes), commits=commits, figures=figures)
 
@@ -380,60 +372,10 @@ class PipelineContender(Contender):
             self.pipe.close()
 
 
-class StagedContender(Contender):
-    """SPD: the target in stages with one token in flight in each, all in this process (:class:`pipespec.spd.SpeculativePipeline`).
-
-    Args:
-        key: See the base class, as for ``label`` and ``drafts``.
-        stages: As the pipeline takes it.
-        drafter: ``"ngram"``, the folder of a draft module, ``"chain"``: the models ``drafts``, or ``"exit"``: the layers of the first stage
-            with the target's own norm and head.
-    """
-
-    def __init__(
-        self, key: str, label: str, stages: int | Sequence[int], drafter: str, drafts: Sequence[str] = ()
-    ) -> None:
-        super().__init__(key, label, "ours", drafts)
-        self.stages, self.drafter = stages, drafter
-        self.pipe: Any = None
-
-    def start(self, workload: Workload) -> None:
-        from pipespec.spd import SpeculativePipeline
-        from pipespec.spd.partition import partition_of
-
-        self.settings = [TunedSetting(n) for n in workload.thread_numbers]
-        super().start(workload)
-        target, drafter = workload.family.target, self.drafter
-        found: Any = drafter
-        if drafter == "chain":
-            found = [workload.family.drafts[name] for name in self.drafts]
-        elif drafter == "exit":
-            found = [with_layers(target, partition_of(target, self.stages).counts[0])]
-        self.pipe = SpeculativePipeline(target, found, stages=self.stages)
-
-    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> GeneratedText:
-        output, clock, notes = _generated(self.pipe, self.workload, ids, new_tokens, seed)
-        report = self.pipe.report
-        tokens = output[0, ids.shape[1] :].tolist()
-        # A cycle decides at most one token. Accepted drafts are those that a cycle confirmed.
-        target = StepCounts("target", report.cycles, report.verified, report.checked, report.accepted)
-        target.rollbacks = report.flushes
-        figures = {
-            "schedule": report.schedule,
-            "phases": dict(report.phases),
-            "cycles": report.cycles,
-            "verified": report.verified,
-            "stage_seconds": list(report.stage_seconds),
-            "parallel_seconds": report.parallel_seconds,
-        }
-        commits = clock.until(len(tokens)) if clock else ()
-        return GeneratedText(tokens, (target,), "; ".join(notes), commits=commits, figures=figures)
-
-
-def _generated(
+def generated(
     pipe: Any, workload: Workload, ids: torch.Tensor, new_tokens: int, seed: int
 ) -> tuple[torch.Tensor, CommitClock | None, list[str]]:
-    """Call a pipeline of ours; returns its output, the times of commits, and failures of its stages."""
+    """Call a pipeline of ours; returns its output, LongTensor ``[1, S]``, the times of commits, and failures of its stages."""
     options = workload.sampling | ({} if workload.is_greedy else {"seed": seed})
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -448,21 +390,6 @@ def counts_of(name: str, stage: StageReport) -> StepCounts:
     """The counters of a stage of a report, under ``name``."""
     same = (f.name for f in fields(StepCounts) if f.name != "name")
     return StepCounts(name, **{field: getattr(stage, field) for field in same})
-
-
-def steps_of(steps: np.ndarray, began: float) -> list[Step]:
-    """A stage's part of a trace. Times count from ``began``, in seconds of ``time.perf_counter``."""
-    return [
-        Step(
-            start=round(int(step["start_ns"]) / 1e9 - began, 9),
-            end=round(int(step["end_ns"]) / 1e9 - began, 9),
-            fed=int(step["fed"]),
-            draft_tokens=int(step["draft_tokens"]),
-            accepted=int(step["accepted"]),
-            rolled_back=int(step["rolled_back"]),
-        )
-        for step in steps
-    ]
 
 
 def standard_contenders(drafts: Sequence[str], schedules: Sequence[str] = ("lockstep", "workers")) -> list[Contender]:

@@ -1,16 +1,6 @@
-"""Readers of prompts in the file formats in which datasets are published. Nothing is downloaded.
+"""Readers of prompts: JSON lines, JSON, CSV or Parquet, also with ``.gz``. Parquet needs pyarrow. Nothing is downloaded.
 
-| format | file | prompt |
-|---|---|---|
-| ``jsonl`` | lines or a list of objects with ``prompt``, ``text``, ``turns`` or ``messages``; or of strings | as it is |
-| ``humaneval`` | ``HumanEval.jsonl(.gz)``: ``task_id``, ``prompt`` | the function head |
-| ``gsm8k`` | ``test.jsonl``: ``question``, ``answer`` | the question |
-| ``mt-bench`` | ``question.jsonl``: ``question_id``, ``turns`` | one per turn |
-| ``cnn-dailymail`` | ``article``, ``highlights``, ``id`` | the article, behind an instruction to summarise it |
-| ``xsum`` | ``document``, ``summary``, ``id`` | as ``cnn-dailymail`` |
-| ``mmlu`` | CSV without a header (question, A, B, C, D, answer), or ``question``, ``choices``, ``answer`` | the question with its choices |
-
-Each may be JSON lines, JSON, CSV or Parquet, also with ``.gz``. Parquet needs pyarrow.
+A record has ``prompt``, ``text``, ``question``, ``turns`` or ``messages``, or is a string.
 """
 
 from __future__ import annotations
@@ -30,6 +20,7 @@ from pipespec.process.records import parse_json
 
 Record = Mapping[str, Any]
 
+FIELDS = "prompt, text, question, turns or messages"
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
@@ -65,54 +56,19 @@ def _plain(record: Any, number: int) -> Conversation:
         system = next((text for role, text in roles if role == "system"), None)
         return Conversation(name, tuple(text for role, text in roles if role == "user"), system)
     if "turns" in record:
-        return Conversation(name, _turns(record))
-    return Conversation(name, (_first(record, "prompt", "text"),))
+        return Conversation(name, turns_of(record))
+    return Conversation(name, (_first(record, "prompt", "text", "question"),))
 
 
-def _turns(record: Record) -> tuple[str, ...]:
+def turns_of(record: Record) -> tuple[str, ...]:
     if not isinstance(record["turns"], list):
         raise ValueError("turns must be a list")
     return tuple(record["turns"])
 
 
-def _human_eval(record: Record, number: int) -> Conversation:
-    return Conversation(str(record["task_id"]), (record["prompt"],))
-
-
-def _gsm8k(record: Record, number: int) -> Conversation:
-    return Conversation(str(number), (record["question"],))
-
-
-def _mt_bench(record: Record, number: int) -> Conversation:
-    return Conversation(str(record["question_id"]), _turns(record))
-
-
-def _cnn(record: Record, number: int) -> Conversation:
-    name = str(record.get("id") or number)
-    return Conversation(name, (f"Summarize the following article.\n\n{record['article']}\n\nSummary:",))
-
-
-def _xsum(record: Record, number: int) -> Conversation:
-    name = str(record.get("id") or number)
-    return Conversation(
-        name, (f"Summarize the following article in one sentence.\n\n{record['document']}\n\nSummary:",)
-    )
-
-
-def _mmlu(record: Record, number: int) -> Conversation:
-    choices = record["choices"] if "choices" in record else [record[letter] for letter in "ABCD"]
-    if isinstance(choices, str):  # in a CSV
-        choices = parse_json(choices)
-    subject = str(record.get("subject") or "").replace("_", " ")
-    about = f" about {subject}" if subject else ""
-    lines = [f"{letter}. {choice}" for letter, choice in zip("ABCD", choices, strict=True)]
-    head = f"The following is a multiple choice question{about}. Explain your answer."
-    return Conversation(str(number), ("\n".join([head, "", record["question"], *lines, "Answer:"]),))
-
-
 @dataclass(frozen=True)
 class Format:
-    """A file format. ``fields`` tell it apart from others, ``prompt_tokens`` are typical, for planted models and predictions."""
+    """A file format. ``fields`` tell it apart from others, ``prompt_tokens`` are typical, for planted models. ``columns``: of a CSV without a header."""
 
     fields: tuple[str, ...]
     read: Callable[[Any, int], Conversation]
@@ -120,16 +76,8 @@ class Format:
     columns: tuple[str, ...] | None = None
 
 
-FORMATS: dict[str, Format] = {
-    "humaneval": Format(("task_id", "prompt"), _human_eval, 160),
-    "mt-bench": Format(("question_id", "turns"), _mt_bench, 80),
-    "gsm8k": Format(("question", "answer"), _gsm8k, 60),
-    "cnn-dailymail": Format(("article", "highlights"), _cnn, 900),
-    "xsum": Format(("document", "summary"), _xsum, 500),
-    "mmlu": Format(("question", "choices", "answer"), _mmlu, 120, ("question", "A", "B", "C", "D", "answer")),
-    "jsonl": Format((), _plain, 128),
-}
-"""By name. Of several formats whose fields a file has, the one with the most fields."""
+FORMATS: dict[str, Format] = {"jsonl": Format((), _plain, 128)}
+"""By name. Of several formats whose fields a file has, the one with the most fields. ``bench.datasets`` adds those of published datasets."""
 
 
 def read(file: Path, form: str | None = None) -> tuple[str, list[Conversation]]:
@@ -159,7 +107,7 @@ def read(file: Path, form: str | None = None) -> tuple[str, list[Conversation]]:
         raise ValueError(f"{file} has no prompts")
     form = form or guessed(records[0])
     if isinstance(records[0], dict) and "turns" in records[0] and not set(FORMATS[form].fields) <= set(records[0]):
-        form = "mt-bench"  # HumanEval and GSM8K are also published in its format
+        form = guessed(records[0])  # HumanEval and GSM8K are also published in the format of MT-Bench
     found: list[Conversation] = []
     for number, record in enumerate(records):
         try:
@@ -170,7 +118,7 @@ def read(file: Path, form: str | None = None) -> tuple[str, list[Conversation]]:
                 text.encode()  # half of a surrogate pair is no text, and no tokenizer takes it
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             what = f"lacks the field {error}" if isinstance(error, KeyError) else f"cannot be read ({error})"
-            needed = ", ".join(FORMATS[form].fields) or "prompt, text, turns or messages"
+            needed = ", ".join(FORMATS[form].fields) or FIELDS
             raise ValueError(
                 f"{file}: entry {number + 1} {what}; the format {form!r} has the fields {needed}"
             ) from error
@@ -233,13 +181,11 @@ def _json_lines(text: str) -> list[Any]:
 def _csv(text: str, form: str | None) -> list[Any]:
     csv.field_size_limit(sys.maxsize)  # articles are longer than the default
     rows = list(csv.reader(io.StringIO(text)))
-    columns = FORMATS["mmlu"].columns or ()
-    headless = (
-        bool(rows) and len(rows[0]) == len(columns) and rows[0][-1].strip() in "ABCD" and rows[0][0] != columns[0]
-    )
-    if headless and form in (None, "mmlu"):
-        # Only MMLU is published without a header. Its choices are a list there, so that the fields tell it apart.
-        return [{"question": r[0], "choices": r[1:5], "answer": r[5]} for r in rows if len(r) == len(columns)]
+    for name, known in FORMATS.items():
+        columns = known.columns
+        is_headless = columns and rows and len(rows[0]) == len(columns) and rows[0][0] != columns[0]
+        if columns and is_headless and form in (None, name) and rows[0][-1].strip() in "ABCD":  # a right choice
+            return [{"question": r[0], "choices": r[1:5], "answer": r[5]} for r in rows if len(r) == len(columns)]
     return list(csv.DictReader(io.StringIO(text)))
 
 

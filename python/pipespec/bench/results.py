@@ -2,30 +2,26 @@
 
 ::
 
-    DIR/settings.json                               what was asked for, and the machine        Settings
-    DIR/samples/<dataset>/<system>/<sample>.json    one text of one system                     Sample
-    DIR/profile.json                                step times of the models, where measured   Profile
-    DIR/summary.json                                medians over the samples                   Summary
+    DIR/settings.json    what was asked for, and the machine                      Settings
+    DIR/samples.jsonl    one text of one system per line; a later line counts     Sample
+    DIR/summary.json     medians over the samples                                 Summary
 
-Every file is written in one step. ``summary.json`` follows from the others (:func:`pipespec.bench.summary.summarise`). A value that was not measured is
-``null``; no file contains NaN. Names in paths are those of :func:`file_name`.
+``summary.json`` follows from the others (:func:`pipespec.bench.summary.summarise`). A value that was not measured is ``null``; no file contains NaN.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from pipespec.planning.steps import Profile
 from pipespec.process.files import replace
 from pipespec.process.records import build, parse_json
 
-VERSION = 1
+VERSION = 2
 """Of the format. A reader refuses a folder of another version."""
 
 T = TypeVar("T")
@@ -80,27 +76,6 @@ def accepted_by_model(texts: Iterable[Sequence[StepCounts]]) -> tuple[dict[str, 
 
 
 @dataclass(kw_only=True)
-class Step:
-    """One step of a stage in a traced text. Times are seconds since the call.
-
-    Attributes:
-        start: When it began.
-        end: When it ended.
-        fed: Tokens that it ran.
-        draft_tokens: Draft tokens among them.
-        accepted: Of these.
-        rolled_back: Tokens that a correction removed before it.
-    """
-
-    start: float
-    end: float
-    fed: int
-    draft_tokens: int
-    accepted: int
-    rolled_back: int
-
-
-@dataclass(kw_only=True)
 class Sample:
     """One text of one system.
 
@@ -121,12 +96,9 @@ class Sample:
         verified: SPD: tokens that the target emitted, those behind the end of the text included.
         stage_seconds: SPD: seconds that each stage was busy.
         parallel_seconds: SPD in one process: estimate of ``seconds`` with drafter and stages at the same time.
-        energy_joules: By device (``"gpu 0"``, ``"cpu package 0"``), over ``seconds``.
-        utilization: By device (``"gpu 0"``, ``"cpu"``), the busy share between 0 and 1, over ``seconds``.
         identical: Whether the tokens equal those of the reference; None where they need not.
         differs_at: The first new token that differs.
         error: The message of the failure that ended the text; the other figures are empty then.
-        steps: By stage, its steps; only of traced samples (:attr:`Settings.traced`).
     """
 
     dataset: str
@@ -145,12 +117,19 @@ class Sample:
     verified: int | None = None
     stage_seconds: list[float] | None = None
     parallel_seconds: float | None = None
-    energy_joules: dict[str, float] | None = None
-    utilization: dict[str, float] | None = None
     identical: bool | None = None
     differs_at: int | None = None
     error: str | None = None
-    steps: dict[str, list[Step]] | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Dataset, system and sample."""
+        return self.dataset, self.system, self.sample
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Of a text with tokens."""
+        return self.seconds / len(self.tokens)
 
 
 @dataclass(kw_only=True)
@@ -158,8 +137,8 @@ class SystemSettings:
     """One system: a row of the tables.
 
     Attributes:
-        key: Name of its folder, unique in a run: ``"hf"``, ``"assisted-small"``, ``"workers-small+medium-L5-w2"``.
-        kind: ``"hf"``, ``"plain"``, ``"assisted"``, ``"lookup"``, ``"lockstep"``, ``"workers"``, ``"streams"``, ``"ngram"``, ``"spd"``, ...
+        key: Unique in a run: ``"hf"``, ``"assisted-small"``, ``"workers-small+medium-L5-w2"``.
+        kind: One of :data:`pipespec.bench.systems.KINDS`.
         label: For tables.
         drafts: Names of the draft models, smallest first.
         lookahead: Per draft; None: the system's default, or it has none.
@@ -186,16 +165,7 @@ class SystemSettings:
 
 @dataclass(kw_only=True)
 class DatasetSettings:
-    """One dataset.
-
-    Attributes:
-        name: Name of its folder.
-        format: One of :data:`pipespec.bench.datasets.FORMATS`; ``"planted"`` for random prompts.
-        files: Files that it was read from.
-        samples: Identifiers of the samples that are measured, in order.
-        new_tokens: Most new tokens per sample.
-        chat_template: Whether the target's chat template wraps the prompts.
-    """
+    """One dataset. ``format``: one of :data:`pipespec.bench.datasets.FORMATS`, or ``"planted"`` for random prompts. ``samples``: their identifiers, in order."""
 
     name: str
     format: str
@@ -212,25 +182,20 @@ class Settings:
     Attributes:
         target: Path or name of the target.
         drafts: Path of each draft, by its name in ``SystemSettings.drafts``, smallest first.
-        parameters: Number of parameters by name; the target is ``"target"``.
-        layers: Number of layers by name.
-        devices: Device of each model by name.
+        parameters: Number of parameters by name; the target is ``"target"``. As ``layers`` and ``devices``.
         dtype: Of the target.
         sampling: Arguments of ``generate()`` that choose tokens; ``{"do_sample": False}`` is greedy.
         seed: Of sampling and of planted weights.
-        systems: In the order of the tables.
-        datasets: In the order of the tables.
+        systems: In the order of the tables, as ``datasets``.
         reference: Key of the system whose texts the others are compared with.
         baselines: Keys of the systems that decode without drafts. The fastest is what speed-ups refer to.
-        traced: Samples per dataset and system whose steps are kept.
-        planted: The record of planted models (:meth:`pipespec.bench.planted.PlantedChain.record`); None for other models.
+        planted: The record of planted models; None for other models.
         config: Name of the configuration file; None without one.
         machine: Commit, processor, GPUs, cores, versions (:func:`pipespec.bench.machine.provenance`).
         threads: CPU threads.
         started: ISO 8601, UTC: when the first process of the run began.
         resumed: The machine of each later process that continued the run.
         finished: When the last sample was complete; None before.
-        version: Of the format.
     """
 
     target: str
@@ -245,7 +210,6 @@ class Settings:
     datasets: list[DatasetSettings] = field(default_factory=list)
     reference: str = "hf"
     baselines: list[str] = field(default_factory=lambda: ["hf", "plain"])
-    traced: int = 0
     planted: dict[str, Any] | None = None
     config: str | None = None
     machine: dict[str, Any] = field(default_factory=dict)
@@ -265,19 +229,14 @@ class SummaryRow:
     """One system on one dataset: medians over its samples without errors.
 
     Attributes:
-        dataset: Name of the dataset.
-        system: Key of the system.
-        samples: Complete samples.
-        errors: Samples that failed.
-        tokens_per_second: Median over samples, prompt included.
-        seconds_to_first_token: Median over samples.
-        decode_ms_per_token: Median over samples of the time per token after the first one, in milliseconds.
-        speedup: Median over samples of the baseline's time per token divided by this system's, for the same prompt.
+        samples: Complete samples; ``errors``: samples that failed.
+        tokens_per_second: Prompt included.
+        decode_ms_per_token: Time per token after the first one, in milliseconds.
+        speedup: The baseline's time per token divided by this system's, for the same prompt.
         identical: Share of texts that equal the reference, between 0 and 1; None where they need not.
         accepted_length: By verifying model: tokens per step, over all samples.
         acceptance_rate: By verifying model: accepted per verified draft token, over all samples.
         equivalent_accepted_length: SPD: stages times tokens per cycle, over all samples.
-        joules_per_token: Sum over the devices and samples, per token.
         not_measured: Why there are no figures.
     """
 
@@ -293,7 +252,6 @@ class SummaryRow:
     accepted_length: dict[str, float] = field(default_factory=dict)
     acceptance_rate: dict[str, float] = field(default_factory=dict)
     equivalent_accepted_length: float | None = None
-    joules_per_token: float | None = None
     not_measured: str | None = None
 
 
@@ -312,7 +270,7 @@ class Summary:
 
 
 class ResultsFolder:
-    """Reads and writes the files of one run.
+    """Reads and writes the files of one run. One process writes at a time.
 
     Args:
         path: The folder; it need not exist before something is written.
@@ -320,6 +278,7 @@ class ResultsFolder:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
+        self._is_whole = False
 
     @property
     def exists(self) -> bool:
@@ -335,61 +294,49 @@ class ResultsFolder:
         """
         return self._read("settings.json", Settings)
 
-    def write_settings(self, settings: Settings) -> None:
-        self._write("settings.json", settings)
-
-    def sample_path(self, dataset: str, system: str, sample: str) -> Path:
-        """Where a sample lies, or would lie."""
-        return self.path / "samples" / file_name(dataset) / file_name(system) / f"{file_name(sample)}.json"
-
-    def sample(self, dataset: str, system: str, sample: str) -> Sample | None:
-        """Read a sample; None where it does not exist. ``ValueError`` where it is damaged."""
-        path = self.sample_path(dataset, system, sample)
-        if not path.is_file():
-            return None
-        found = self._read(str(path.relative_to(self.path)), Sample)
-        if (found.dataset, found.system, found.sample) != (dataset, system, sample):
-            raise ValueError(
-                f"{path} cannot be read: it is sample {found.sample!r} of {found.system!r} on {found.dataset!r}"
-            )
-        if found.tokens and not found.seconds > 0:
-            raise ValueError(f"{path} cannot be read: {len(found.tokens)} tokens in {found.seconds} seconds")
-        return found
-
-    def write_sample(self, sample: Sample) -> None:
-        path = self.sample_path(sample.dataset, sample.system, sample.sample)
-        self._write(str(path.relative_to(self.path)), sample)
-
-    def samples(self, settings: Settings | None = None) -> Iterator[Sample]:
-        """All samples that exist, in the order of the settings: datasets, systems, samples."""
-        settings = settings or self.settings()
-        for dataset in settings.datasets:
-            for system in settings.systems:
-                for name in dataset.samples:
-                    if (sample := self.sample(dataset.name, system.key, name)) is not None:
-                        yield sample
-
     def summary(self) -> Summary:
         """Read ``summary.json``; raises as :meth:`settings`."""
         return self._read("summary.json", Summary)
 
-    def write_summary(self, summary: Summary) -> None:
-        self._write("summary.json", summary)
+    def write(self, name: str, record: Settings | Summary) -> None:
+        """Write a file in one step."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        replace(self.path / name, json.dumps(asdict(record), indent=1, allow_nan=False) + "\n")
 
-    def profile(self) -> Profile | None:
-        """The models' step times; None where they were not measured. ``ValueError`` where the file is damaged."""
-        if not (self.path / "profile.json").is_file():
-            return None
-        return self._read("profile.json", Profile)
+    @cached_property
+    def samples(self) -> dict[tuple[str, str, str], Sample]:
+        """All samples by :attr:`Sample.key`, as the file had them at first, and those added since.
 
-    def write_profile(self, profile: Profile) -> None:
-        self._write("profile.json", profile)
+        Raises:
+            ValueError: A line is damaged. A last line without an end was interrupted and is left out.
+        """
+        found: dict[tuple[str, str, str], Sample] = {}
+        lines = self._file.read_bytes().split(b"\n")[:-1] if self._file.is_file() else []
+        for number, line in enumerate(lines, 1):
+            try:
+                sample = build(Sample, parse_json(line))
+                if sample.tokens and not sample.seconds > 0:
+                    raise ValueError(f"{len(sample.tokens)} tokens in {sample.seconds} seconds")
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{self._file} cannot be read: line {number}: {error}") from error
+            found[sample.key] = sample
+        return found
 
-    def _write(self, name: str, record: Any) -> None:
-        path = self.path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        data = asdict(record) if is_dataclass(record) and not isinstance(record, type) else record
-        replace(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+    def add(self, sample: Sample) -> None:
+        """Write a sample."""
+        line = json.dumps(asdict(sample), allow_nan=False) + "\n"
+        self.samples[sample.key] = sample
+        self.path.mkdir(parents=True, exist_ok=True)
+        with self._file.open("a+b") as file:
+            if not self._is_whole:  # an earlier process may have been interrupted within a line
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+                self._is_whole = True
+            file.write(line.encode())
+
+    @property
+    def _file(self) -> Path:
+        return self.path / "samples.jsonl"
 
     def _read(self, name: str, kind: type[T]) -> T:
         path = self.path / name
@@ -404,17 +351,3 @@ class ResultsFolder:
             return cast(T, build(kind, data))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
-
-
-_MOST_BYTES = 200
-"""Of a name: file systems allow 255, of which the suffix takes some."""
-
-
-def file_name(name: str) -> str:
-    """``name`` as the name of a file or folder: ``"HumanEval/0"`` becomes ``"HumanEval_0"``. Of a long one, the first part and a digest."""
-    found = re.sub(r"[^\w.+=-]", "_", name).strip(".") or "_"
-    if len(found.encode()) <= _MOST_BYTES:
-        return found
-    first = found.encode()[: _MOST_BYTES - 17].decode(errors="ignore")
-    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
-    return f"{first}-{digest[:16]}"

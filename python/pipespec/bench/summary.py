@@ -19,30 +19,23 @@ from pipespec.bench.results import (
 def summarise(folder: ResultsFolder, settings: Settings | None = None) -> Summary:
     """Summarise the samples that there are. Nothing is written."""
     settings = settings or folder.settings()
-    summary, missing = Summary(), 0
+    summary = Summary(complete=True)
     for dataset in settings.datasets:
-        found: dict[str, dict[str, Sample]] = {}
+        found: dict[str, list[Sample]] = {}
         for system in settings.systems:
-            read = ((name, folder.sample(dataset.name, system.key, name)) for name in dataset.samples)
-            samples = {name: sample for name, sample in read if sample is not None}
-            missing += 0 if system.not_measured else len(dataset.samples) - len(samples)
-            found[system.key] = samples
-        complete = {key: {n: s for n, s in samples.items() if s.error is None} for key, samples in found.items()}
-        baseline = _strongest({key: complete[key] for key in settings.baselines if complete.get(key)})
+            keys = [(dataset.name, system.key, name) for name in dataset.samples]
+            found[system.key] = [folder.samples[key] for key in keys if key in folder.samples]
+            whole = len(keys) == sum(s.error is None for s in found[system.key])
+            summary.complete = summary.complete and (whole or system.not_measured is not None)
+        good = {key: {s.sample: s for s in own if s.error is None} for key, own in found.items()}
+        baseline = _strongest({key: good[key] for key in settings.baselines if good.get(key)})
         if baseline is not None:
             summary.baseline[dataset.name] = baseline
-        reference = complete[baseline] if baseline is not None else {}
+        reference = good[baseline] if baseline is not None else {}
         for system in settings.systems:
-            failed = [s for s in found[system.key].values() if s.error is not None]
-            missing += len(failed)
-            row = _row(dataset.name, system, list(complete[system.key].values()), failed, reference)
-            summary.rows.append(row)
-    summary.complete = missing == 0
+            failed = [s for s in found[system.key] if s.error is not None]
+            summary.rows.append(_row(dataset.name, system, list(good[system.key].values()), failed, reference))
     return summary
-
-
-def _seconds_per_token(sample: Sample) -> float:
-    return sample.seconds / len(sample.tokens)
 
 
 def _strongest(samples: dict[str, dict[str, Sample]]) -> str | None:
@@ -50,8 +43,7 @@ def _strongest(samples: dict[str, dict[str, Sample]]) -> str | None:
     common = set.intersection(*(set(s) for s in samples.values())) if samples else set()
     rates = {
         key: median(
-            [_seconds_per_token(s) for n, s in own.items() if s.tokens and (n in common or not common)]
-            or [float("inf")]
+            [s.seconds_per_token for n, s in own.items() if s.tokens and (n in common or not common)] or [float("inf")]
         )
         for key, own in samples.items()
     }
@@ -72,7 +64,7 @@ def _row(
     written = [s for s in samples if s.tokens]
     if not written:
         return row
-    row.tokens_per_second = median(1 / _seconds_per_token(s) for s in written)
+    row.tokens_per_second = median(1 / s.seconds_per_token for s in written)
     first = [s.seconds_to_first_token for s in written if s.seconds_to_first_token is not None]
     row.seconds_to_first_token = median(first) if first else None
     decoding = [
@@ -82,7 +74,7 @@ def _row(
     ]
     row.decode_ms_per_token = median(decoding) if decoding else None
     pairs = [(baseline[s.sample], s) for s in written if s.sample in baseline and baseline[s.sample].tokens]
-    row.speedup = median(_seconds_per_token(plain) / _seconds_per_token(own) for plain, own in pairs) if pairs else None
+    row.speedup = median(plain.seconds_per_token / own.seconds_per_token for plain, own in pairs) if pairs else None
     compared = [s.identical for s in samples if s.identical is not None]
     row.identical = sum(compared) / len(compared) if compared else None
     row.accepted_length, row.acceptance_rate = accepted_by_model([s.stages for s in samples])
@@ -90,8 +82,4 @@ def _row(
     stages = max(len(s.stage_seconds or ()) for s in samples)
     if cycles > 0 and stages:
         row.equivalent_accepted_length = stages * sum(s.verified or 0 for s in samples) / cycles
-    measured = [s for s in written if s.energy_joules is not None]
-    if measured:
-        joules = sum(sum((s.energy_joules or {}).values()) for s in measured)
-        row.joules_per_token = joules / sum(len(s.tokens) for s in measured)
     return row

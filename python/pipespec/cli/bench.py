@@ -1,15 +1,14 @@
-"""``pipespec bench``: measure systems over datasets into a folder of results."""
+"""``pipespec bench``: measure systems over datasets into a folder of results. ``python -m bench.run`` is the same with the papers' baselines."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import shlex
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.cli import report
 from pipespec.cli.options import DTYPES, Subparsers, check_output_folder
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.process.table import aligned
@@ -17,28 +16,23 @@ from pipespec.process.table import aligned
 if TYPE_CHECKING:
     from pipespec.bench.config import BenchConfig
     from pipespec.bench.results import ResultsFolder, Settings, Summary
+    from pipespec.bench.runner import PreparedRun
 
 
 def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
-    """Add the command, and the one for its report."""
-    parser = commands.add_parser(
-        "bench", help="measure systems over datasets, as in the papers", description=run.__doc__
-    )
+    """Add the command."""
+    parser = commands.add_parser("bench", help="measure systems over datasets", description=run.__doc__)
     parser.set_defaults(command=run)
+    add_options(parser)
+    return [parser]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a run."""
     add = parser.add_argument
     models = parser.add_argument_group("models")
     models.add_argument("--target", metavar="PATH", help="model that defines the text (default: the bundled family)")
     models.add_argument("--draft", metavar="PATH", action="append", help="draft model; several: smallest first")
-    models.add_argument("--module", metavar="FOLDER", nargs="+", help="draft modules of the target, for spd")
-    models.add_argument(
-        "--planted",
-        nargs="*",
-        metavar="SHAPE",
-        help="models of these shapes without weights, smallest first, sized for this machine",
-    )
-    models.add_argument(
-        "--agreement", type=float, nargs="+", metavar="A", help="of planted drafts with the target (0.8)"
-    )
     models.add_argument(
         "--device", metavar="D", nargs="+", help="one for all models or one per model, drafts first; auto; default: cpu"
     )
@@ -51,7 +45,6 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     )
     systems.add_argument("--lookahead", type=int, nargs="+", metavar="N", help="sweep these values")
     systems.add_argument("--min-draft-tokens", type=int, nargs="+", metavar="N", help="sweep these values")
-    systems.add_argument("--stages", type=int, nargs="+", metavar="N", help="layer stages of spd (4)")
     systems.add_argument(
         "--tuning", type=int, metavar="N", help="settings tried of each tuned system (4); 0: its default"
     )
@@ -76,133 +69,98 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     text.add_argument("--temperature", type=float, metavar="T", help="sample (default: greedy)")
     text.add_argument("--top-k", type=int, metavar="K", help="with --temperature")
     text.add_argument("--top-p", type=float, metavar="P", help="with --temperature")
-    text.add_argument("--seed", type=int, metavar="S", help="of sampling and of planted weights (0)")
-    add(
-        "--config",
-        metavar="FILE",
-        type=Path,
-        help="TOML file with these options; those of the command line take precedence",
-    )
+    text.add_argument("--seed", type=int, metavar="S", help="of sampling (0)")
     add("--out", metavar="DIR", type=Path, help="folder of results; one that exists is continued")
-    add("--traced", type=int, metavar="N", help="samples of each system whose single steps are kept (1)")
-    add("--no-profile", action="store_true", help="do not measure the models' step times at the end")
-    add("--hardware", metavar="NAME", help="predict a dry run for these GPUs, such as A100-80GB")
-    add("--dry-run", action="store_true", help="show what would run, where, and the predicted time")
-    add("--json", action="store_true", help="the summary, or the dry run, as JSON")
-    add("--list", action="store_true", help="list systems, formats of prompts and planted shapes")
-    return [parser, report.add_parser(parser.add_subparsers(metavar="command"))]
+    add("--json", action="store_true", help="the summary as JSON")
+    add("--list", action="store_true", help="list systems and formats of prompts")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure how fast systems generate the same texts: pipespec's schedules, transformers' own, and baselines of the papers. Systems take turns
-    prompt by prompt, and every text is compared with that of generate(). Each text is a JSON file in --out. A second start with the same options does
+    """Measure how fast systems generate the same texts: pipespec's schedules and transformers' own. Systems take turns
+    prompt by prompt, and every text is compared with that of generate(). Each text is a JSON line in --out. A second start with the same options does
     what is missing. Exit code 1 if texts differ in float32."""
     with working("importing torch and transformers"):
-        from pipespec.bench.results import ResultsFolder
-        from pipespec.bench.runner import Runner, prepare
-    if args.list:
-        return _list()
-    config = _configured(args)
-    if args.dry_run:
-        return _dry_run(config, as_json=args.json)
+        from pipespec.bench.config import BenchConfig
+        from pipespec.bench.runner import prepare
+
+    def load(config: BenchConfig) -> PreparedRun:
+        return prepare(config, trust_remote_code=args.trust_remote_code)
+
+    return _list() if args.list else measure(args, with_bundled(configured(args, BenchConfig())), load)
+
+
+def measure(args: argparse.Namespace, config: BenchConfig, prepare: Callable[[BenchConfig], PreparedRun]) -> int:
+    """Measure what is missing in the folder ``args.out``, and print the table; returns the exit code."""
+    from pipespec.bench.results import ResultsFolder
+    from pipespec.bench.runner import Runner
+
     if args.out is None:
-        raise ValueError("no folder for the results: give --out DIR, or --dry-run")
+        raise ValueError("no folder for the results: give --out DIR")
     check_output_folder(args.out)
     folder = ResultsFolder(args.out)
     if args.out.is_dir() and any(args.out.iterdir()) and not folder.exists:
         raise ValueError(f"{args.out} holds other files: give a new folder, or one that pipespec bench wrote")
     with quiet_transformers():
         with working("loading the models and the prompts"):
-            source = None if args.config is None else args.config.name
-            prepared = prepare(config, trust_remote_code=args.trust_remote_code, source=source)
-        runner = Runner(prepared, folder, tuning=config.tuning, profile=config.profile and not args.no_profile)
+            prepared = prepare(config)
+        runner = Runner(prepared, folder, tuning=config.tuning)
         try:
             summary = runner.run()
         except KeyboardInterrupt:
             say(f"interrupted: {folder.path} keeps the complete samples, and the same command continues")
             raise
     settings = runner.settings
-    print(json.dumps(_record(summary), indent=1) if args.json else table(summary, settings))
+    print(json.dumps(asdict(summary), indent=1) if args.json else table(summary, settings))
     return _verdict(summary, settings, folder)
 
 
-def _record(summary: Summary) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(summary)
-
-
-def _configured(args: argparse.Namespace) -> BenchConfig:
-    """The configuration file with the options over it, and the bundled family where no model is named."""
-    from pipespec.bench.config import BenchConfig, load_config, with_prompts
+def configured(args: argparse.Namespace, config: BenchConfig) -> BenchConfig:
+    """A configuration with the options over it."""
+    from pipespec.bench.config import with_prompts
     from pipespec.bench.systems import check_kinds
 
-    config = BenchConfig() if args.config is None else load_config(args.config)
     values: dict[str, Any] = {}
     for name in ("target", "dtype", "chains", "tuning", "threads", "samples", "new_tokens", "turns", "chat_template", "ignore_eos",
-                 "temperature", "top_k", "top_p", "seed", "traced", "hardware"):  # fmt: skip
+                 "temperature", "top_k", "top_p", "seed"):  # fmt: skip
         if (value := getattr(args, name)) is not None:
             values[name] = value
-    for name in ("agreement", "device", "lookahead", "min_draft_tokens", "module", "stages"):
+    for name in ("device", "lookahead", "min_draft_tokens"):
         if (value := getattr(args, name)) is not None:
             values[name] = tuple(value)
     if args.draft is not None:
         values["drafts"] = tuple(args.draft)
     if args.systems is not None:
         values["systems"] = tuple(name.strip() for name in args.systems.split(",") if name.strip())
-    if args.planted is not None:
-        values["planted"] = tuple(args.planted) or config.planted
-        if not values["planted"]:
-            raise ValueError("--planted: name the shapes, smallest first, or give a --config that names them")
-    elif args.config is not None:
-        values["planted"] = ()  # shapes of a file are for --planted alone
     config = with_prompts(replace(config, **values), args.prompts)
     check_kinds(config.systems)
-    if not config.planted and config.target is None:
+    return config
+
+
+def with_bundled(config: BenchConfig) -> BenchConfig:
+    """The configuration with the bundled family where it names no model."""
+    if config.target is None:
         if config.drafts:
             raise ValueError("--draft needs a --target: the bundled family has its own drafts")
-        from pipespec.demo import draft_module_path, family_path
+        from pipespec.demo import family_path
 
         say("no --target: using the bundled demo family, target + small + medium")
         config = replace(
             config,
             target=str(family_path("target")),
             drafts=tuple(str(family_path(name)) for name in ("small", "medium")),
-            module=config.module or (str(draft_module_path()),),
             dtype=config.dtype or "float32",
         )
     return config
 
 
 def _list() -> int:
-    from pipespec.bench.datasets import FORMATS
-    from pipespec.bench.planted import SHAPES
-    from pipespec.bench.predict import HARDWARE
-    from pipespec.bench.systems import KINDS, NOT_MEASURED
+    from pipespec.bench.datasets import FIELDS, FORMATS
+    from pipespec.bench.systems import KINDS
 
-    print(
-        aligned(
-            [
-                ("system", ""),
-                *(
-                    (kind, f"{about}: {NOT_MEASURED[kind]}" if kind in NOT_MEASURED else about)
-                    for kind, about in KINDS.items()
-                ),
-            ],
-            left=2,
-        )
-    )
+    formats = [(name, ", ".join(f.fields) or FIELDS) for name, f in FORMATS.items()]
+    print(aligned([("system", ""), *((name, kind.about) for name, kind in KINDS.items())], left=2))
     print()
-    print(
-        aligned(
-            [
-                ("format", "fields"),
-                *((name, ", ".join(f.fields) or "prompt, text, turns or messages") for name, f in FORMATS.items()),
-            ],
-            left=2,
-        )
-    )
-    print(f"\nplanted shapes: {', '.join(SHAPES)}\nhardware for predictions: {', '.join(HARDWARE)}")
+    print(aligned([("format", "fields"), *formats], left=2))
     return 0
 
 
@@ -255,17 +213,5 @@ def _verdict(summary: Summary, settings: Settings, folder: ResultsFolder) -> int
             else f" (in {settings.dtype}, forwards of different widths round differently)"
         )
         say(f"not always the text of generate(): {'; '.join(differ)}{why}")
-    say(f"{folder.path} has the results; `pipespec bench report {shlex.quote(str(folder.path))}` makes a page of them")
+    say(f"{folder.path} has the results")
     return 1 if differ and settings.dtype in ("float32", "float64") else 0
-
-
-def _dry_run(config: BenchConfig, *, as_json: bool) -> int:
-    """Show the models, their devices, the systems and the predicted times. Nothing is loaded but the files of prompts."""
-    from dataclasses import asdict
-
-    from pipespec.bench.dry_run import plan_run
-
-    with working("predicting"):
-        plan = plan_run(config)
-    print(json.dumps(asdict(plan), indent=1) if as_json else str(plan))
-    return 0

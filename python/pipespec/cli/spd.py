@@ -69,7 +69,7 @@ def _add_options(train: argparse.ArgumentParser) -> None:
 
     option(train, "target", "PATH", str, "model that the module drafts for")
     option(train, "data", "PATH", str, "text, .jsonl, .json or .parquet files, or folders of them", nargs="+")
-    option(train, "out", "FOLDER", Path, "module, checkpoint, record and curves")
+    option(train, "out", "FOLDER", Path, "module, checkpoint and record")
     option(train, "stages", "N", int, "number of stages of the target, or the layers of each stage", nargs="+")
     recipe = f"options from a TOML file, or from a recipe of the package ({', '.join(recipes.names())}); options of the command line take precedence"
     option(train, "recipe", "FILE", str, recipe)
@@ -200,7 +200,7 @@ def run(args: argparse.Namespace) -> int:
         from pipespec.spd.draft_module import CONFIG_FILE, DraftModule, DraftModuleConfig
         from pipespec.spd.partition import cut
         from pipespec.spd.training import data
-        from pipespec.spd.training.trainer import CHECKPOINT, PICTURE, TrainingSettings, train
+        from pipespec.spd.training.trainer import CHECKPOINT, RECORD, TrainingSettings, train
     given = {field.name: getattr(args, field.name) for field in fields(TrainingSettings)}
     # The number of steps of some epochs is known when the data are. One step stands for it in the checks until then.
     settings = TrainingSettings(
@@ -294,7 +294,7 @@ def run(args: argparse.Namespace) -> int:
         last = record["history"][-1]
         print(
             f"{folder}: {record['steps']} steps, held-out KL {last['held_out_loss']:.3f}, agreement {last['agreement']:.3f}; "
-            f"curves in {PICTURE}"
+            f"the record is {RECORD}"
         )
     return 0
 

@@ -18,23 +18,18 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     parser.set_defaults(command=run)
     add_generation(parser)
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="trace for https://ui.perfetto.dev")
-    parser.add_argument("--svg", metavar="FILE", type=Path, help="also draw it")
     return [parser]
 
 
 def run(args: argparse.Namespace) -> int:
     """Continue a prompt as `generate` does, and record every step of every stage: its time, its tokens, the draft tokens that were accepted, and
     rollbacks. Open the file with https://ui.perfetto.dev; a summary goes to standard error."""
-    for file in filter(None, (args.out, args.svg)):
-        check_output(file)
+    check_output(args.out)
     report = generate(args, trace=_TRACE_STEPS)
     if report is None:
         return 0
-    from pipespec.observe.plot import timeline
     from pipespec.observe.trace import summary
 
     report.save_trace(args.out)
-    if args.svg is not None:
-        args.svg.write_text(timeline(report.traced(), f"pipespec {report.schedule}"), encoding="utf-8")
     print(report, summary(report.traced()), sep="\n", file=sys.stderr)
     return 0

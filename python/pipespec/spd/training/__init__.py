@@ -1,1 +1,1 @@
-"""Training of draft modules: data, mask, trainer, curves."""
+"""Training of draft modules: data, mask, trainer."""

@@ -23,10 +23,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_ro
 
 from pipespec.process.progress import readable_time, say
 from pipespec.spd.draft_module import DraftModule
-from pipespec.spd.training.curves import picture
 from pipespec.spd.training.mask import depths, visible
 
-CHECKPOINT, RECORD, PICTURE = "training.pt", "training.json", "training.svg"
+CHECKPOINT, RECORD = "training.pt", "training.json"
 RATE_SCHEDULES = ("cosine", "linear")
 SAY_EVERY_S = 30.0
 """Seconds between lines of progress."""
@@ -378,7 +377,7 @@ def train(
     resume: bool = False,
     data: str = "",
 ) -> dict[str, Any]:
-    """Train ``module`` and write module, checkpoint, record and curves to ``folder``.
+    """Train ``module`` and write module, checkpoint and record to ``folder``.
 
     Several processes (torchrun or accelerate) take different batches and average their gradients. Learning rate, draws and torch's
     generator, which each step seeds, are functions of seed, step and process. So a run that was killed ends with the weights of an
@@ -506,8 +505,6 @@ def train(
         os.replace(partial, checkpoint)  # a run that is killed here keeps the previous checkpoint
         module.save(folder)
         (folder / RECORD).write_text(json.dumps(record(), indent=1) + "\n")
-        if history:
-            (folder / PICTURE).write_text(picture(history), encoding="utf-8")
 
     def validate(mean: float) -> None:
         figures: dict[str, Any] = {"step": step, "tokens": tokens, "seconds": elapsed(), "rate": rate, "loss": mean}

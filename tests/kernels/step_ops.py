@@ -1,4 +1,4 @@
-"""The operations of a captured step, counted without a GPU: ``python -m bench.step_ops``.
+"""The operations of a captured step, counted without a GPU: ``python -m tests.kernels.step_ops``.
 
 The step runs on torch's meta tensors, which have shapes and dtypes, and no memory. The log has every operation of torch and every launch of a Triton
 kernel in the code that a capture runs. So it shows the content of a graph, and the operations that a capture would refuse: tensors of the host,

@@ -1,4 +1,4 @@
-"""Further contenders: HuggingFace's compiled generation, self-speculation, the published schedules; and the isolation of all of them."""
+"""Baselines of the papers: HuggingFace's compiled generation, self-speculation, the published schedules, PPSD; and their kinds for a run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import copy
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel, StaticCache
 
+from bench import staged
+from bench.published import Asynchronous, Lockstep
+from pipespec.bench.config import BenchConfig
 from pipespec.bench.contenders import (
     OWN_LAYERS,
     Contender,
@@ -25,8 +27,8 @@ from pipespec.bench.contenders import (
     standard_contenders,
     use_assistant_setting,
 )
-from pipespec.bench.published import Asynchronous, Lockstep
-from pipespec.bench.results import StepCounts
+from pipespec.bench.results import StepCounts, SystemSettings
+from pipespec.bench.systems import KINDS, Kind, each_chain, single
 from pipespec.models.derived import with_layers
 
 LOOKAHEADS = {"asynchronous": (3, 0, 5), "lockstep": (5, 3, 8, 12)}
@@ -160,7 +162,7 @@ def _setting_in(config: GenerationConfig) -> TunedSetting:
 
 
 class PublishedContender(Contender):
-    """The published schedules of :mod:`pipespec.bench.published`."""
+    """The published schedules of :mod:`bench.published`."""
 
     def __init__(self, schedule: str, drafts: Sequence[str], lookahead: int | None = None) -> None:
         key = f"reference-{schedule}-{'+'.join(drafts)}"
@@ -215,28 +217,64 @@ class PublishedContender(Contender):
             self.chain.close()
 
 
-class AttentionIsolation:
-    """Keeps the attention implementation that one contender sets on shared models from the other contenders."""
+def _published(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[SystemSettings]:
+    least = 0 if kind == "published-asynchronous" else 1
+    lookaheads: list[int | None] = [n for n in config.lookahead if n >= least] or [None]
+    for chain, lookahead in itertools.product(each_chain(kind, config, drafts), lookaheads):
+        point = "" if lookahead is None else f"L{lookahead}"
+        yield SystemSettings(
+            key=f"{kind}-{'+'.join(chain)}" + f"-{point}" * bool(point),
+            kind=kind,
+            label=f"{kind}, {' + '.join(chain)}" + f", {point}" * bool(point),
+            drafts=list(chain),
+            lookahead=None if lookahead is None else [lookahead] * len(chain),
+            axes={} if lookahead is None else {"lookahead": lookahead},
+        )
 
-    def __init__(self, models: Sequence[PreTrainedModel]) -> None:
-        self._models = list(models)
-        self._first = self._now()
-        self._own: dict[str, list[str | None]] = {}
 
-    def _now(self) -> list[str | None]:
-        return [model.config._attn_implementation for model in self._models]
+NOT_MEASURED = (
+    "its draft head has to be trained for each target, and the published figures come from another engine (SGLang)"
+)
 
-    def _set(self, wanted: list[str | None]) -> None:
-        for model, implementation in zip(self._models, wanted, strict=True):
-            if model.config._attn_implementation != implementation:
-                model.config._attn_implementation = implementation
 
-    @contextmanager
-    def of(self, key: str) -> Iterator[None]:
-        """Restore the attention that the contender ``key`` used last; afterwards restore the original implementations."""
-        self._set(self._own.get(key, self._first))
-        try:
-            yield
-        finally:
-            self._own[key] = self._now()
-            self._set(self._first)
+def _eagle3(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[SystemSettings]:
+    yield SystemSettings(key=kind, kind=kind, label=kind, not_measured=NOT_MEASURED)
+
+
+def _refuse(system: SystemSettings) -> Contender:
+    raise ValueError(f"{system.key} is not measured")
+
+
+def _make_published(system: SystemSettings) -> Contender:
+    lookahead = None if system.lookahead is None else system.lookahead[0]
+    return PublishedContender(system.kind.removeprefix("published-"), system.drafts, lookahead)
+
+
+BASELINES = {
+    "static": Kind(
+        "generate() with a static cache and a compiled forward",
+        single("HF static cache, compiled"),
+        lambda system: CompiledContender(),
+        has_drafts=False,
+    ),
+    "draft-verify": Kind(
+        "Draft&Verify: the target without some of its layers drafts",
+        single("HF assisted, skipped layers (Draft&Verify)"),
+        lambda system: OwnLayersContender(),
+    ),
+    "layerskip": Kind(
+        "LayerSkip's schedule: the target's first layers draft",
+        single("HF early exit (LayerSkip)"),
+        lambda system: EarlyExitContender(),
+    ),
+    "published-lockstep": Kind("the lockstep baseline as published with PipeSpec", _published, _make_published),
+    "published-asynchronous": Kind("PipeSpec as published", _published, _make_published),
+    **staged.KINDS,
+    "eagle3": Kind(f"not measured: {NOT_MEASURED}", _eagle3, _refuse),
+}
+"""Kinds of systems for :data:`pipespec.bench.systems.KINDS`."""
+
+
+def register() -> None:
+    """Add the baselines to the kinds of systems."""
+    KINDS.update(BASELINES)

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from bench import step_ops
+from tests.kernels import step_ops
 
 BUDGET = {
     "greedy": (9, 8),

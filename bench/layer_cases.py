@@ -1,0 +1,325 @@
+"""Kernel cases of a layer: attention over a cache, moves of keys and values, and the rest of a layer.
+
+The sizes are those of Llama-3-8B: 32 heads of queries, 8 of keys, 128 dimensions. ``Q`` is the number of columns of each of ``B`` rows, ``S`` the tokens of
+storage. On a GPU in bfloat16; on the CPU in float32 with small shapes.
+
+Rivals of attention, whose last ``Q`` keys are the columns' own: ``sdpa``, torch's with the mask that rows of their own lengths need, and keys and values
+repeated for each query head, as in transformers; ``gqa``, the same without the repetition; ``unmasked``, one column, which needs rows of equal length;
+``flex``, FlexAttention with a block mask made beforehand (GPU, not ``--quick``); ``invariant``, ours with sums in an order that depends on the visible keys
+alone. Bytes: keys, values, queries and results once.
+
+Rivals of the moves are indexed reads and assignments whose indices are made beforehand; bytes: what is moved, read once and written once. Rivals of the rest
+are transformers' modules in torch; bytes: each input read once and each result written once, without weights and tables.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench import gpu
+from bench.harness import BATCHES, WIDTHS, Benchmark, Call, KernelCase, Shape, normal, rivals
+from pipespec_kernels import ops, reference
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+HIDDEN, INTERMEDIATE, EPS = 4096, 14336, 1e-5
+
+
+def dtypes(device: str, quick: bool) -> list[torch.dtype]:
+    return [torch.bfloat16] if device == "cuda" else [torch.float32]
+
+
+def rows_and_widths(device: str, quick: bool) -> list[tuple[int, int]]:
+    batches = BATCHES if device == "cuda" else (1, 4)
+    return list(itertools.product(batches, (5,) if quick else WIDTHS if device == "cuda" else (1, 5)))
+
+
+# ---- attention
+
+CONTEXTS = (1024, 8192, 32768)
+QUICK = [(1, 1, 8192), (1, 5, 1024), (1, 5, 8192), (1, 5, 32768), (16, 5, 8192), (64, 5, 8192)]
+CPU_SHAPES = list(itertools.product((1, 4), (1, 5), (256, 1024)))
+MAX_CHECKED = 1 << 17  # keys in all rows: torch's form takes a lot of memory
+
+
+def attention_shapes(device: str, quick: bool) -> list[Shape]:
+    if device == "cpu":
+        return CPU_SHAPES[::3] if quick else CPU_SHAPES
+    return QUICK if quick else list(itertools.product(BATCHES, WIDTHS, CONTEXTS))
+
+
+def attention_bytes(shape: Shape, dtype: torch.dtype) -> int:
+    batch, width, keys = shape
+    return 2 * batch * DIM * (KV_HEADS * keys + HEADS * width) * dtype.itemsize
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    group = q.shape[1] // k.shape[1]
+    return F.scaled_dot_product_attention(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), mask)
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+
+def visible(lengths: Tensor, width: int, keys: int) -> Tensor:
+    """The mask ``[B, 1, Q, S]``."""
+    columns = torch.arange(width, device=lengths.device)
+    return (torch.arange(keys, device=lengths.device) <= (lengths[:, None] + columns)[:, :, None])[:, None]
+
+
+def flexible(lengths: Tensor, width: int, keys: int) -> Callable[[Tensor, Tensor, Tensor], Any]:
+    """FlexAttention for these lengths, made by its first call. If this torch cannot run it, the rival fails."""
+
+    @functools.cache
+    def made() -> tuple[Callable[..., Any], Any]:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return kv <= lengths[b] + q
+
+        mask = create_block_mask(mask_mod, len(lengths), None, width, keys, device=str(lengths.device))
+        return gpu.compiled(flex_attention), mask
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        compiled, mask = made()
+        return compiled(q, k, v, block_mask=mask, enable_gqa=True)
+
+    return attention
+
+
+def make_attention(device: str, quick: bool):
+    def case(shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
+        batch, width, keys = shape
+        q = normal((copies, batch, width, HEADS, DIM), dtype, device).transpose(2, 3)
+        k, v = (normal((copies, batch, KV_HEADS, keys, DIM), dtype, device) for _ in range(2))
+        lengths = torch.full((batch,), keys - width, dtype=torch.int32, device=device)
+        mask = visible(lengths, width, keys)
+        out = torch.empty_like(q[0])
+
+        def ours(i: int, invariant: bool = False) -> Tensor:
+            return ops.verify_attention(q[i], k[i], v[i], lengths, invariant=invariant, out=out)
+
+        rivals: dict[str, Call] = {
+            "sdpa": lambda i: masked(q[i], k[i], v[i], mask),
+            "gqa": lambda i: grouped(q[i], k[i], v[i], mask),
+            "invariant": lambda i: ours(i, invariant=True),
+        }
+        if width == 1:
+            rivals["unmasked"] = lambda i: grouped(q[i], k[i], v[i], None)
+        if device == "cuda" and not quick:
+            flex = flexible(lengths, width, keys)
+            rivals["flex"] = lambda i: flex(q[i], k[i], v[i])
+        if batch * keys <= MAX_CHECKED:
+            tolerance = 1e-4 if dtype is torch.float32 else 2e-2
+            torch.testing.assert_close(ours(0), masked(q[0], k[0], v[0], mask), rtol=tolerance, atol=tolerance)
+        return KernelCase(attention_bytes(shape, dtype), ours, rivals)
+
+    return case
+
+
+# ---- keys and values
+
+
+class Layer(NamedTuple):
+    """Storage ``[B, Hkv, S, D]``, and the arguments of the moves."""
+
+    keys: Tensor
+    values: Tensor
+    new_keys: Tensor  # [B, Hkv, Q, D]
+    new_values: Tensor
+    lengths: Tensor
+    columns: Tensor  # int64 [B, Q]: where the new ones belong
+    rows: Tensor
+    own: Tensor  # int64 [B, 1]: each row's number
+    kept: Tensor  # int64 [B, Q]: a token each, beyond where it goes
+    counts: Tensor
+
+
+def lengths_of(shape: Shape) -> list[int]:
+    batch, width, capacity = shape
+    return [capacity - 2 * width - row % (width + 1) for row in range(batch)]
+
+
+def layer(shape: Shape, dtype: torch.dtype, device: str) -> Layer:
+    batch, width, capacity = shape
+    keys, values = (normal((batch, KV_HEADS, capacity, DIM), dtype, device) for _ in range(2))
+    new_keys, new_values = (normal((batch, width, KV_HEADS, DIM), dtype, device).transpose(1, 2) for _ in range(2))
+    rows = torch.arange(batch, dtype=torch.int32, device=device).roll(1)
+    own = torch.arange(batch, device=device)[:, None]
+    lengths = torch.tensor(lengths_of(shape), dtype=torch.int32, device=device)
+    columns = lengths.long()[:, None] + torch.arange(width, device=device)
+    counts = torch.full_like(lengths, width)
+    return Layer(keys, values, new_keys, new_values, lengths, columns, rows, own, columns + width // 2, counts)
+
+
+def move(op: str, x: Layer) -> None:
+    if op == "kv_append":
+        ops.kv_append(x.new_keys, x.new_values, x.keys, x.values, x.lengths, x.counts)
+    elif op == "kv_gather":
+        ops.kv_gather(x.keys, x.values, x.lengths, x.rows)
+    else:
+        ops.kv_compact(x.keys, x.values, x.kept, x.lengths, x.counts)
+
+
+def eager_move(op: str, x: Layer) -> None:
+    """The same in plain torch."""
+    for cache, new in ((x.keys, x.new_keys), (x.values, x.new_values)):
+        if op == "kv_append":
+            cache[x.own, :, x.columns] = new.transpose(1, 2)
+        elif op == "kv_gather":
+            cache.copy_(cache.index_select(0, x.rows))
+        else:
+            cache[x.own, :, x.columns] = cache[x.own, :, x.kept]
+
+
+def check_move(op: str, x: Layer) -> None:
+    """Check that both change the rows' tokens in the same way."""
+    mine, theirs = (x._replace(keys=x.keys.clone(), values=x.values.clone()) for _ in range(2))
+    move(op, mine)
+    eager_move(op, theirs)
+    lengths = x.lengths[x.rows.long()] if op == "kv_gather" else x.lengths + x.counts
+    for row, n in enumerate(lengths.tolist()):
+        assert torch.equal(mine.keys[row, :, :n], theirs.keys[row, :, :n])
+        assert torch.equal(mine.values[row, :, :n], theirs.values[row, :, :n])
+
+
+def move_shapes(op: str, device: str, quick: bool) -> list[Shape]:
+    if op == "kv_gather":  # a single row has nowhere to go
+        batches = BATCHES if device == "cuda" else (1, 4)
+        return [(b, 1, 8192 if device == "cuda" else 1024) for b in batches if b > 1]
+    # Small storage, where its size has no effect: untouched storage must not push the rest out of the caches.
+    return [(b, q, 4 * q) for b, q in rows_and_widths(device, quick)]
+
+
+def move_bytes(op: str, shape: Shape, dtype: torch.dtype) -> int:
+    tokens = sum(lengths_of(shape)) if op == "kv_gather" else shape[0] * shape[1]
+    return 4 * tokens * KV_HEADS * DIM * dtype.itemsize  # keys and values, read and written
+
+
+def move_maker(op: str):
+    def make(device: str, quick: bool):
+        others = rivals(device, quick, functools.partial(eager_move, op))
+
+        def case(shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
+            layers = [layer(shape, dtype, device) for _ in range(copies)]
+            check_move(op, layers[0])
+            return KernelCase(
+                move_bytes(op, shape, dtype),
+                lambda i: move(op, layers[i]),
+                {name: lambda i, rival=rival: rival(layers[i]) for name, rival in others.items()},
+            )
+
+        return case
+
+    return make
+
+
+# ---- the rest of a layer
+
+Operation = Callable[[bool], tuple[Tensor, ...]]
+"""Ours or the rival's; returns its results."""
+
+
+def norm_call(shape: Shape, dtype: torch.dtype, device: str) -> Operation:
+    x, residual = (normal(shape, dtype, device) for _ in range(2))
+    weight = normal(shape[-1:], dtype, device)
+
+    def call(ours: bool) -> tuple[Tensor, ...]:
+        return (ops if ours else reference).add_rms_norm(x, residual, weight, EPS)
+
+    return call
+
+
+def activation_call(shape: Shape, dtype: torch.dtype, device: str) -> Operation:
+    gate_up = normal((*shape[:2], 2 * shape[2]), dtype, device)
+
+    def call(ours: bool) -> tuple[Tensor, ...]:
+        return ((ops if ours else reference).silu_mul(gate_up),)
+
+    return call
+
+
+def rope_call(shape: Shape, dtype: torch.dtype, device: str) -> Operation:
+    batch, width, capacity = shape
+    product = normal((batch, width, HEADS + 2 * KV_HEADS, DIM), dtype, device).transpose(1, 2)
+    q, keys, values = product.split([HEADS, KV_HEADS, KV_HEADS], 1)
+    angles = torch.arange(capacity, device=device)[:, None] * 10000.0 ** -(torch.arange(DIM, device=device) % 64 / 64)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    storage = [normal((batch, KV_HEADS, capacity, DIM), dtype, device) for _ in range(2)]
+    lengths = torch.arange(batch, device=device) % (capacity - width)
+    columns = lengths[:, None] + torch.arange(width, device=device)
+    own = torch.arange(batch, device=device)[:, None]
+
+    def turned(x: Tensor) -> Tensor:
+        low, high = x.chunk(2, -1)
+        return x * cos[columns][:, None] + torch.cat((-high, low), -1) * sin[columns][:, None]
+
+    def call(ours: bool) -> tuple[Tensor, ...]:
+        if ours:
+            return ops.rope_append(q, keys, values, cos, sin, *storage, lengths), *storage
+        storage[0][own, :, columns] = turned(keys).transpose(1, 2)
+        storage[1][own, :, columns] = values.transpose(1, 2)
+        return turned(q), *storage
+
+    return call
+
+
+SIZES = {
+    "add_rms_norm": (norm_call, "H", HIDDEN, 4 * HIDDEN),
+    "silu_mul": (activation_call, "I", INTERMEDIATE, 3 * INTERMEDIATE),
+    "rope_append": (rope_call, "S", 64, (2 * HEADS + 4 * KV_HEADS) * DIM),
+}
+"""By operation: what makes it, the axis and its size, the numbers of a column that are read or written."""
+
+
+def check_operation(call: Operation) -> None:
+    """Check that both give the same. In 16 bits, a number may be rounded to its neighbour."""
+    mine = [x.clone() for x in call(True)]
+    for ours, theirs in zip(mine, call(False), strict=True):
+        tolerance = 1e-5 if theirs.dtype is torch.float32 else 2e-2
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def operation(op: str) -> Benchmark:
+    make_call, axis, size, numbers = SIZES[op]
+
+    def bytes_moved(shape: Shape, dtype: torch.dtype) -> int:
+        return shape[0] * shape[1] * numbers * dtype.itemsize
+
+    def make(device: str, quick: bool):
+        others = rivals(device, quick, lambda call: call(False))
+
+        def case(shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
+            calls = [make_call(shape, dtype, device) for _ in range(copies)]
+            check_operation(calls[0])
+            return KernelCase(
+                bytes_moved(shape, dtype),
+                lambda i: calls[i](True),
+                {name: lambda i, rival=rival: rival(calls[i]) for name, rival in others.items()},
+            )
+
+        return case
+
+    def shapes(device: str, quick: bool) -> list[Shape]:
+        return [(b, q, size) for b, q in rows_and_widths(device, quick)]
+
+    return Benchmark(op, make, ("B", "Q", axis), shapes, dtypes, bytes_moved)
+
+
+def moves(op: str) -> Benchmark:
+    shapes, moved = functools.partial(move_shapes, op), functools.partial(move_bytes, op)
+    return Benchmark(op, move_maker(op), ("B", "Q", "S"), shapes, dtypes, moved)
+
+
+BENCHMARKS = [
+    Benchmark("attention", make_attention, ("B", "Q", "S"), attention_shapes, dtypes, attention_bytes),
+    *map(moves, ("kv_append", "kv_gather", "kv_compact")),
+    *map(operation, SIZES),
+]

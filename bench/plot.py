@@ -1,0 +1,352 @@
+"""All figures of the benchmarks, drawn by matplotlib; tables by pandas. ``pip install 'pipespec[bench]'``
+
+    python -m bench.plot RESULTS                   figures and report.html of a run of ``pipespec bench`` or ``bench.run``
+    python -m bench.plot training.json             the curves of ``pipespec spd train``, as training.svg beside it
+
+Other benchmarks call :func:`bars` and :func:`chart`, which return SVG. The same input gives the same file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import io
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipespec.bench.machine import describe
+from pipespec.bench.results import ResultsFolder, Sample, Settings, Summary, SystemSettings
+from pipespec.bench.summary import summarise
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#888888", "#e69f00", "#56b4e9", "#5b3c88", "#000000")
+"""Colours of curves, by Okabe and Ito: readers with any form of colour blindness tell them apart. The fifth is grey, for references."""
+OURS, OTHERS, LOSS = "#0072b2", "#c9c9c9", "#d55e00"
+"""Colours of bars."""
+
+MAX_CURVES = 8
+"""Systems in one panel; more colours cannot be told apart."""
+
+
+def _figure(title: str, width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams.update({"svg.hashsalt": "pipespec", "svg.fonttype": "none", "font.size": 9})
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", weight="bold", size=10)
+    return figure, list(figure.subplots(1, columns, squeeze=False)[0])
+
+
+def svg(figure: Figure, note: str = "") -> str:
+    """A figure as SVG, with a small line of text below it."""
+    if note:
+        figure.supxlabel(note, x=0.01, ha="left", size=7, color="#555555")
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()
+
+
+@dataclass(frozen=True)
+class Series:
+    """A curve, or dots (``marks``) for what was simulated or measured, with a line between them if ``joined``."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    colour: int = 0
+    marks: bool = False
+    dashed: bool = False
+    joined: bool = False
+    steps: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Axes with their curves; ``y_high`` is the upper end of the y axis, whose lower end is 0."""
+
+    series: Sequence[Series]
+    title: str = ""
+    x_label: str = ""
+    y_label: str = ""
+    y_high: float | None = None
+
+
+def chart(title: str, panels: Sequence[Panel], note: str = "") -> str:
+    """Draw panels side by side, with the key of the curves below each.
+
+    Raises:
+        ValueError: A panel has no points, or some that are not finite.
+    """
+    most = max((len(panel.series) for panel in panels), default=0)
+    figure, axes = _figure(title, 5.4 * max(len(panels), 1), 3.4 + 0.17 * most, max(len(panels), 1))
+    for panel, ax in zip(panels, axes, strict=False):
+        values = [v for s in panel.series for v in (*s.x, *s.y)]
+        if not values or not all(map(math.isfinite, values)):
+            raise ValueError(f"{title}: every series needs finite points")
+        for s in panel.series:
+            line = "none" if s.marks and not s.joined else "--" if s.dashed else "-"
+            style = {"drawstyle": "steps-post"} if s.steps else {}
+            ax.plot(s.x, s.y, line, marker="o" if s.marks else "", ms=4, color=_colour(s.colour), label=s.name, **style)
+        ax.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label, ylim=(0.0, panel.y_high))
+        ax.grid(axis="y", color="#dddddd")
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.legend(loc="upper left", bbox_to_anchor=(0.0, -0.16), frameon=False)
+    return svg(figure, note)
+
+
+def _colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar with ``text`` behind it. Without a value there is only the text."""
+
+    label: str
+    value: float | None
+    text: str
+    colour: str = OTHERS
+
+
+def bars(title: str, rows: Sequence[Bar], note: str = "", reference: float | None = None) -> str:
+    """Draw horizontal bars from 0, one below the other, and a dashed line at ``reference``.
+
+    Raises:
+        ValueError: No bar has a length.
+    """
+    if not any(row.value for row in rows):
+        raise ValueError(f"{title}: nothing to draw")
+    figure, (ax,) = _figure(title, 8.0, 0.9 + 0.25 * len(rows))
+    places = range(len(rows))
+    values = [row.value or 0.0 for row in rows]
+    drawn = ax.barh(places, values, color=[row.colour for row in rows])
+    ax.bar_label(drawn, [row.text for row in rows], padding=4)
+    ax.set_yticks(places, [row.label for row in rows])
+    ax.invert_yaxis()
+    ax.set(xlim=(0, 1.3 * max(values)), xticks=[])
+    ax.spines[["top", "right", "bottom"]].set_visible(False)
+    if reference is not None:
+        ax.axvline(reference, color="#333333", ls="--", lw=1)
+    return svg(figure, note)
+
+
+# ---- a run
+
+
+@dataclass
+class Run:
+    """Everything that a run has measured."""
+
+    settings: Settings
+    summary: Summary
+    samples: list[Sample]
+
+    @classmethod
+    def load(cls, folder: ResultsFolder) -> Run:
+        """Read a run's folder. Raises ``FileNotFoundError`` and ``ValueError`` as :meth:`ResultsFolder.settings` does."""
+        settings = folder.settings()
+        return cls(settings, summarise(folder, settings), list(folder.samples.values()))
+
+    def texts(self, dataset: str) -> Iterator[tuple[SystemSettings, list[Sample]]]:
+        """Each system on a dataset that has texts, with those that did not fail."""
+        for system in self.settings.systems:
+            own = [s for s in self.samples if (s.dataset, s.system) == (dataset, system.key) and not s.error]
+            if any(s.tokens for s in own):
+                yield system, [s for s in own if s.tokens]
+
+
+def speedups(run: Run, dataset: str) -> str:
+    """The speed-up of each system against the fastest one without drafts."""
+    rows = []
+    for system in run.settings.systems:
+        row = run.summary.row(dataset, system.key)
+        if row is None or row.speedup is None:
+            why = (row and row.not_measured) or "no complete sample"
+            rows.append(Bar(system.label, None, f"not measured: {why[:60]}"))
+        else:
+            is_base = run.summary.baseline.get(dataset) == system.key
+            colour = OTHERS if is_base else OURS if row.speedup >= 1 else LOSS
+            rows.append(Bar(system.label, row.speedup, f"{row.speedup:.2f}x", colour))
+    note = "Dashed: the fastest system without drafts. Orange: slower than that."
+    return bars(f"Speed-up on {dataset}, median over samples", rows, note, 1.0)
+
+
+def sweeps(run: Run, dataset: str) -> str:
+    """Speed-up over each setting that a sweep varied, and over the number of models in the chain."""
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for system in run.settings.systems:
+        row = run.summary.row(dataset, system.key)
+        if row is None or row.speedup is None:
+            continue
+        chain = " > ".join([system.kind, *system.drafts])
+        for axis, value in system.axes.items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                found.setdefault(axis, {}).setdefault(chain, []).append((value, row.speedup))
+        if system.drafts:
+            depth = found.setdefault("models in the chain", {}).setdefault(system.kind, [])
+            depth.append((len(system.drafts) + 1, row.speedup))
+    panels = []
+    for axis, groups in found.items():
+        # Several systems at one point differ in another setting: the fastest one counts.
+        best = {name: sorted(dict(sorted(points)).items()) for name, points in groups.items()}
+        varied = {name: points for name, points in best.items() if len(points) > 1}
+        series = [
+            Series(name, *zip(*points, strict=True), i + (i > 3), marks=True, joined=True)  # type: ignore[misc]
+            for i, (name, points) in enumerate(list(varied.items())[:MAX_CURVES])
+        ]
+        if series:
+            panels.append(Panel(series, axis.replace("_", " "), axis.replace("_", " "), "speed-up"))
+    return chart(f"Sweeps on {dataset}", panels)
+
+
+def accepted(run: Run, dataset: str) -> str:
+    """The share of the target's steps by accepted draft tokens."""
+    series = []
+    for system, texts in run.texts(dataset):
+        counts: Counter[int] = Counter()
+        for text in texts:
+            counts.update(dict(enumerate(text.stages[-1].histogram)))
+        if total := counts.total():
+            shares = [counts[j] / total for j in range(max(counts) + 1)]
+            at = len(series)
+            series.append(Series(system.label, range(len(shares)), shares, at + (at > 3), marks=True, joined=True))
+    panel = Panel(series[:MAX_CURVES], "", "accepted draft tokens of a step", "share of the target's steps")
+    return chart(f"Accepted draft tokens on {dataset}", [panel])
+
+
+def over_time(run: Run, dataset: str) -> str:
+    """Tokens of the first sample over time, and the distribution of the time per token."""
+    growth, times = [], []
+    for i, (system, texts) in enumerate(list(run.texts(dataset))[:MAX_CURVES]):
+        colour = i + (i > 3)
+        if texts[0].commits:
+            at, tokens = zip((0.0, 0), *texts[0].commits, strict=True)
+            growth.append(Series(system.label, at, tokens, colour, steps=True))
+        gaps = sorted(
+            1e3 * (b[0] - a[0]) / (b[1] - a[1])
+            for text in texts
+            for a, b in pairwise(text.commits)
+            for _ in range(b[1] - a[1])
+        )
+        if gaps:
+            times.append(Series(system.label, gaps, [(j + 1) / len(gaps) for j in range(len(gaps))], colour))
+    panels = [
+        Panel(growth, "one text", "s", "new tokens"),
+        Panel(times, "all texts", "ms per token, at most", "share of the tokens", 1.0),
+    ]
+    return chart(f"Tokens over time on {dataset}", [p for p in panels if p.series])
+
+
+PHASES = ("prefill", "draft", "stages", "verify", "other")
+
+
+def cycles(run: Run, dataset: str) -> str:
+    """SPD: the parts of a cycle."""
+    rows = [(s.label, texts) for s, texts in run.texts(dataset) if all(t.phases and t.cycles for t in texts)]
+    if not rows:
+        raise ValueError("no system has cycles")
+    figure, (ax,) = _figure(f"SPD on {dataset}: parts of a cycle", 8.0, 1.2 + 0.3 * len(rows))
+    left = [0.0] * len(rows)
+    for i, phase in enumerate(PHASES[1:]):
+        lengths = [
+            1e3 * sum((t.phases or {}).get(phase, 0.0) for t in texts) / sum(t.cycles or 0 for t in texts)
+            for _, texts in rows
+        ]
+        ax.barh([label for label, _ in rows], lengths, left=left, color=COLOURS[i], label=phase)
+        left = [a + b for a, b in zip(left, lengths, strict=True)]
+    ax.invert_yaxis()
+    ax.set_xlabel("ms")
+    ax.legend(ncols=len(PHASES), loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
+    return svg(figure)
+
+
+FIGURES = {"speedup": speedups, "sweep": sweeps, "accepted": accepted, "time": over_time, "spd": cycles}
+
+
+def report(run: Run, out: Path) -> list[Path]:
+    """Write the figures of a run that its samples allow, and ``report.html`` with them and the tables; returns the files."""
+    import pandas
+
+    out.mkdir(parents=True, exist_ok=True)
+    settings, files, parts = run.settings, [], list[str]()
+    parts.append(f"<p>{html.escape(f'Target {settings.target} ({settings.dtype}), {settings.sampling}.')}</p>")
+    if settings.machine:
+        parts.append(f"<p>{html.escape(describe(settings.machine))}</p>")
+    for dataset in settings.datasets:
+        parts.append(f"<h2>{html.escape(dataset.name)}</h2>")
+        rows = [asdict(row) for row in run.summary.rows if row.dataset == dataset.name]
+        table = pandas.json_normalize(rows).drop(columns="dataset").dropna(axis="columns", how="all")
+        parts.append(table.to_html(index=False, na_rep="-", float_format="{:.3f}".format, border=0))
+        for name, draw in FIGURES.items():
+            try:
+                picture = draw(run, dataset.name)
+            except ValueError:
+                continue  # the samples have nothing for this figure
+            files.append(out / f"{name}-{len(files)}.svg")
+            files[-1].write_text(picture, encoding="utf-8")
+            parts.append(picture[picture.index("<svg") :])
+    page = out / "report.html"
+    style = "body{font-family:sans-serif;margin:2em}td,th{padding:.2em .6em;text-align:right}"
+    body = "\n".join(parts)
+    page.write_text(
+        f"<!doctype html><meta charset=utf-8><title>pipespec bench</title><style>{style}</style>{body}\n",
+        encoding="utf-8",
+    )
+    return [page, *files]
+
+
+def training(history: Sequence[dict[str, Any]]) -> str:
+    """The curves of a training run: losses in nats, shares between 0 and 1 (agreement, acceptance), and the learning rate.
+
+    Args:
+        history: One record per validation, with ``step`` and figures by name. Values that are not finite are left out.
+    """
+    names = list(dict.fromkeys(name for figures in history for name in figures))
+    losses, others = ("loss", "held_out_loss"), {"step", "tokens", "seconds", "rate"}
+    shares = [n for n in names if n not in {*losses, *others} and all(0 <= f[n] <= 1 for f in history if n in f)]
+
+    def series(shown: Sequence[str]) -> list[Series]:
+        found = []
+        for name in shown:
+            points = [(f["step"], f[name]) for f in history if math.isfinite(f.get(name, math.nan))]
+            if points:
+                steps, values = zip(*points, strict=True)
+                found.append(Series(f"{name.replace('_', ' ')}: {values[-1]:.3g}", steps, values, len(found)))
+        return found
+
+    panels = [
+        Panel(series(losses), "loss, nats per token", "steps"),
+        Panel(series(shares), "share of draft tokens that are right", "steps", y_high=1.0),
+        Panel(series(["rate"]), "learning rate", "steps"),
+    ]
+    return chart("Training of the draft module", [p for p in panels if p.series])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("bench.plot", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("results", type=Path, help="folder of a run, or training.json")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the files go (default: beside the results)")
+    args = parser.parse_args(arguments)
+    if args.results.is_file():
+        history = json.loads(args.results.read_text(encoding="utf-8"))["history"]
+        files = [(args.out or args.results.parent) / "training.svg"]
+        files[0].write_text(training(history), encoding="utf-8")
+    else:
+        files = report(Run.load(ResultsFolder(args.results)), args.out or args.results)
+    print(*files, sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
