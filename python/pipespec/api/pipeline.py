@@ -53,7 +53,7 @@ class Pipeline(BasePipeline):
             see :func:`pipespec.self_draft`: ``"self:4"`` of its first four, ``"self:0,1,11"`` of these three, ``"self"`` of as many as the
             target's ``generation_config`` names as ``assistant_early_exit``. It shares the target's weights, lies where the target does, and has no entry in ``device``. The first draft
             may have another tokenizer: its draft tokens are translated by way of the text.
-        schedule: How the stages run. None: the rule of :func:`pipespec.config.default_schedule`; :attr:`schedule` holds its choice.
+        schedule: How the stages run. None: the rule of :func:`pipespec.registry.default_schedule`; :attr:`schedule` holds its choice.
             ``"plain"`` ignores the drafts. ``"lockstep"`` runs all stages one after the other in this process. ``"workers"`` runs each draft in a
             process of its own, at the same time as the target. ``"streams"`` is for GPUs: all stages run at the same time in this process, each step
             a captured CUDA graph. ``"ranks"`` runs each stage in a process that torchrun has
