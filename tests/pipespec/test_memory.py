@@ -22,7 +22,7 @@ from pipespec.errors import DoesNotFit
 from pipespec.models import loading
 from pipespec.models.properties import weight_bytes
 from pipespec.preflight.devices import DeviceFacts
-from pipespec.preflight.memory import HEADROOM, StageFacts, check_memory, estimate
+from pipespec.preflight.memory import HEADROOM, CallNeeds, StageFacts, check_memory, estimate
 from pipespec.preflight.placement import arrange
 from pipespec.preflight.support import check_shareable
 from pipespec.spd import SpeculativePipeline
@@ -223,14 +223,14 @@ def test_a_call_must_fit_beside_what_is_there(model, monkeypatch):
     models = {"draft 0": on_gpu(noisy(model, 0.1), "cuda:1"), "target": on_gpu(model, "cuda:0")}
     free = 0
 
-    def check(available, rows=2, longest=10, most=100_000, total=GIB, **kwargs):
+    def check(available, limit=100_000, total=GIB, graphs=False, **kwargs):
         nonlocal free
         free = available
         monkeypatch.setattr(
             "pipespec.preflight.memory.device_facts",
             lambda names: [DeviceFacts("cuda:0", total, free), DeviceFacts("cuda:1", total, total)],
         )
-        check_memory(models, rows, longest, most, **kwargs)
+        check_memory(models, CallNeeds(rows=2, longest=10, limit=limit, graphs=graphs), **kwargs)
 
     first = estimate([StageFacts.of_model("target", model)], 2, 10 + 1024 + 64).needs[0]
     check(first.sum)  # caches grow: only the first capacity must be free
@@ -240,7 +240,7 @@ def test_a_call_must_fit_beside_what_is_there(model, monkeypatch):
     with pytest.raises(DoesNotFit):
         check(first.sum - 1, reusable_bytes=lambda: {"cuda:1": 1})
     with pytest.raises(DoesNotFit, match="1000000 positions"):  # more than the device has
-        check(first.sum, most=1_000_000)
+        check(first.sum, limit=1_000_000)
     with pytest.raises(DoesNotFit, match="131072 positions"):  # static caches need the last capacity, rounded up
         check(first.sum, graphs=True)
     check(2 * GIB, graphs=True, total=2 * GIB)
@@ -345,7 +345,7 @@ def test_a_conversation_goes_on_in_tight_memory(model, monkeypatch, options):
 def test_the_copy_that_is_returned_is_counted(model, monkeypatch, how):
     """Static caches and those of a partition are returned as copies, and a DynamicCache always is one. The copy must fit, too."""
     asked = []
-    monkeypatch.setattr(base, "check_memory", lambda *args, copied, **kwargs: asked.append(copied))
+    monkeypatch.setattr(base, "check_memory", lambda models, call, *_: asked.append(call.copied))
     keeps_its_own = how != "lockstep"
     pipe = SpeculativePipeline(model, stages=2) if how == "stages" else Pipeline(model, noisy(model, 0.1), schedule=how)
 
@@ -376,7 +376,7 @@ def test_a_copy_takes_memory_on_the_targets_device(model, monkeypatch):
         facts = [DeviceFacts("cuda:0", GIB, free), DeviceFacts("cuda:1", GIB, need.sum)]
         monkeypatch.setattr("pipespec.preflight.memory.device_facts", lambda names, facts=facts: facts)
         with contextlib.nullcontext() if fits else pytest.raises(DoesNotFit, match="its copy  cuda:0"):
-            check_memory(models, 2, 4, 100, graphs=True, copied=True)
+            check_memory(models, CallNeeds(rows=2, longest=4, limit=100, graphs=True, copied=True))
 
 
 def test_caches_of_a_partition_are_released(model, monkeypatch):

@@ -399,11 +399,12 @@ def test_memory_of_a_shared_cache_counts_once(model, monkeypatch):
         assert need.caches == layers * RowCache.bytes_for(model.config, 3, 100, torch.float32) // 4
     given = []
     monkeypatch.setattr(
-        "pipespec.api.base.check_memory", lambda *args, **kw: given.append(kw) or check_memory(*args, **kw)
+        "pipespec.api.base.check_memory",
+        lambda models, call, *more: given.append(call) or check_memory(models, call, *more),
     )
     with Pipeline(model, ["ngram", "self:2"], schedule="lockstep") as pipe:
         generate(pipe, 2)
-        assert given[0]["in_targets_cache"] == ["draft 0"]
+        assert given[0].in_targets_cache == ["draft 0"]
 
 
 # ---- what is kept

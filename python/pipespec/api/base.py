@@ -41,7 +41,7 @@ from pipespec.models.devices import LayerDevices
 from pipespec.observe import Report
 from pipespec.observe.text import notify_reader_of_failure
 from pipespec.preflight.checks import check_recurrent, check_rope
-from pipespec.preflight.memory import check_memory, shortage_explained
+from pipespec.preflight.memory import CallNeeds, check_memory, shortage_explained
 from pipespec.preflight.support import check_checkpointing, check_runnable
 from pipespec.process import shutdown
 from pipespec.process.forks import Lock
@@ -409,18 +409,16 @@ class BasePipeline:
         caching = {names[id(model)]: model for model in self._caching()}
 
         def check(static: bool) -> None:
-            check_memory(
-                caching,
-                len(inputs.prompts),
-                max(map(len, inputs.prompts)),
-                inputs.most,
+            needs = CallNeeds(
+                rows=len(inputs.prompts),
+                longest=max(map(len, inputs.prompts)),
+                limit=inputs.most,
                 graphs=static,
                 copied="target" in caching and request.copies_cache(static or driver.keeps_cache),
                 distributions=driver.distribution_bytes(request),
                 in_targets_cache=[names[id(model)] for model in driver.in_targets_cache],
-                reusable_bytes=lambda: driver.reusable_bytes(request),
-                release_unused=lambda: driver.release_unused(request),
             )
+            check_memory(caching, needs, lambda: driver.reusable_bytes(request), lambda: driver.release_unused(request))
 
         static = driver.has_static_caches(request)
         try:

@@ -13,7 +13,7 @@ import resource
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -320,16 +320,32 @@ def _activations(stage: StageFacts, rows: int, capacity: int) -> int:
     return int(rows * (values * size + min(WIDTH, capacity) * config.vocab_size * (size + 4)))
 
 
+@dataclass(frozen=True, kw_only=True)
+class CallNeeds:
+    """What one call needs memory for.
+
+    Attributes:
+        rows: Texts in the batch.
+        longest: Tokens of the longest prompt.
+        limit: Positions that a row may come to use.
+        graphs: Whether the caches are static.
+        copied: Whether the caller gets a copy of the target's keys and values.
+        distributions: Bytes per device for what the draft tokens are drawn from.
+        in_targets_cache: Names of the drafts whose keys and values lie in the target's cache.
+    """
+
+    rows: int
+    longest: int
+    limit: int
+    graphs: bool = False
+    copied: bool = False
+    distributions: Mapping[str, int] = field(default_factory=dict)
+    in_targets_cache: Sequence[str] = ()
+
+
 def check_memory(
     models: Mapping[str, PreTrainedModel],
-    rows: int,
-    longest: int,
-    most: int,
-    *,
-    graphs: bool = False,
-    copied: bool = False,
-    distributions: Mapping[str, int] | None = None,
-    in_targets_cache: Sequence[str] = (),
+    call: CallNeeds,
     reusable_bytes: Callable[[], Mapping[str, int]] = dict,
     release_unused: Callable[[], None] = lambda: None,
 ) -> None:
@@ -340,40 +356,32 @@ def check_memory(
 
     Args:
         models: those that will hold caches, by the names of their stages, the target last.
-        rows: texts in the batch.
-        longest: tokens of the longest prompt.
-        most: positions that a row may come to use.
-        graphs: whether the caches are static.
-        copied: whether the caller gets a copy of the target's keys and values.
-        distributions: bytes per device for what the draft tokens are drawn from.
-        in_targets_cache: names of the drafts whose keys and values lie in the target's cache.
+        call: what it needs memory for.
         reusable_bytes: bytes per device that the call takes over from earlier ones.
         release_unused: frees what the call does not take over; called only where there is too little memory otherwise.
 
     Raises:
         DoesNotFit: with the numbers.
     """
-    stages = [StageFacts.of_model(name, m, has_cache=name not in in_targets_cache) for name, m in models.items()]
-    devices = list(dict.fromkeys([*(share.device for stage in stages for share in stage.on), *(distributions or {})]))
+    stages = [StageFacts.of_model(name, m, has_cache=name not in call.in_targets_cache) for name, m in models.items()]
+    devices = list(dict.fromkeys([*(share.device for stage in stages for share in stage.on), *call.distributions]))
 
     def available() -> list[DeviceFacts]:
         reused = reusable_bytes()
         return [replace(f, free=min(f.total, f.free + reused.get(f.name, 0))) for f in device_facts(devices)]
 
     def needed(capacity: int) -> Estimate:
-        found = estimate(stages, rows, capacity)
-        more = [StageNeed("distributions", d, 0, n, 0, 0, torch.float32) for d, n in (distributions or {}).items()]
-        if copied:
-            target = stages[-1]
-            for s in target.on:
-                size = cache_bytes(target, s, rows, min(capacity, most))
-                more.append(StageNeed("its copy", s.device, 0, size, 0, 0, target.dtype))
+        found, target = estimate(stages, call.rows, capacity), stages[-1]
+        more = [StageNeed("distributions", d, 0, n, 0, 0, torch.float32) for d, n in call.distributions.items()]
+        for s in target.on if call.copied else ():
+            size = cache_bytes(target, s, call.rows, min(capacity, call.limit))
+            more.append(StageNeed("its copy", s.device, 0, size, 0, 0, target.dtype))
         return replace(found, needs=(*found.needs, *more))
 
-    last = needed(static_capacity(most) if graphs else most)
+    last = needed(static_capacity(call.limit) if call.graphs else call.limit)
     facts = available()
     last.check([replace(f, free=f.total) for f in facts])
-    first = last if graphs else needed(first_capacity(longest, most))
+    first = last if call.graphs else needed(first_capacity(call.longest, call.limit))
     if any(first.on(f.name) > f.free for f in facts if f.total):
         release_unused()
         facts = available()
