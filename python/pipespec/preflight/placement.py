@@ -73,30 +73,43 @@ def arrange(
         return [None if stage.loaded else "cpu" for stage in stages]
     longest = [getattr(stage.config, "max_position_embeddings", None) or INITIAL_CAPACITY for stage in stages]
     capacity = min(*longest, INITIAL_CAPACITY) + WIDTH
-    if facts is None:
-        named = {name for place in wanted for name in ([place] if isinstance(place, str) else place or ())}
-        present = {share.device for stage in stages for share in stage.on}
-        facts = device_facts(None if AUTO in named else sorted({"cpu"} | named | present))
-    free = {fact.name: fact.free for fact in facts}
-    maps: dict[str, DeviceMap] = {}
-    for i in reversed(range(len(stages))):
-        place, stage = wanted[i], stages[i]
-        if not stage.loaded:
-            if place == AUTO:
-                place = _automatic(stage, free, capacity)
-            if isinstance(place, tuple):
-                stage, maps[stage.name] = _split(stage, place, free, capacity, is_even=wanted[i] != AUTO)
-            else:
-                stage = replace(stage, device=place or "cpu")
-        if shares_weights and i + 1 < len(stages):
-            check_shared_draft(stage.name, None, [share.device for share in stage.on])
-        stages[i] = stage
-        for need in estimate([stage], 1, capacity, shares_weights=shares_weights).needs:
-            free[need.device] = free.get(need.device, 0) - need.sum
+    facts = _facts_of(stages, wanted) if facts is None else facts
+    stages, maps = _place(stages, wanted, {fact.name: fact.free for fact in facts}, capacity)
+    for stage in stages[:-1] if shares_weights else ():
+        check_shared_draft(stage.name, None, [share.device for share in stage.on])
     needed = estimate(stages, 1, capacity, shares_weights=shares_weights)
     used = {need.device for need in needed.needs}
     needed.check([fact for fact in facts if fact.name in used])
     return [None if stage.loaded else maps.get(stage.name, stage.device) for stage in stages]
+
+
+def _facts_of(stages: Sequence[StageFacts], wanted: Sequence[str | tuple[str, ...] | None]) -> list[DeviceFacts]:
+    """Query the devices that come into question."""
+    named = {name for place in wanted for name in ([place] if isinstance(place, str) else place or ())}
+    present = {share.device for stage in stages for share in stage.on}
+    return device_facts(None if AUTO in named else sorted({"cpu"} | named | present))
+
+
+def _place(
+    stages: Sequence[StageFacts],
+    wanted: Sequence[str | tuple[str, ...] | None],
+    free: dict[str, int],
+    capacity: int,
+) -> tuple[list[StageFacts], dict[str, DeviceMap]]:
+    """The stages on their devices, and device maps of those that are split. The target chooses first, then the drafts, the last one first."""
+    placed, maps = list(stages), dict[str, DeviceMap]()
+    for i, place in reversed(list(enumerate(wanted))):
+        stage = placed[i]
+        if not stage.loaded:
+            where = _automatic(stage, free, capacity) if place == AUTO else place
+            if isinstance(where, tuple):
+                stage, maps[stage.name] = _split(stage, where, free, capacity, is_even=place != AUTO)
+            else:
+                stage = replace(stage, device=where or "cpu")
+        placed[i] = stage
+        for need in estimate([stage], 1, capacity).needs:
+            free[need.device] = free.get(need.device, 0) - need.sum
+    return placed, maps
 
 
 def _automatic(stage: StageFacts, free: Mapping[str, int], capacity: int) -> str | tuple[str, ...]:
