@@ -262,7 +262,7 @@ def test_without_a_trace(target, tmp_path: Path) -> None:
     ("trace", "error"), [(-1, ValueError), (2**24 + 1, ValueError), (True, TypeError), (1.5, TypeError)]
 )
 def test_numbers_of_steps_that_make_no_sense(target, trace, error) -> None:
-    with pytest.raises(error, match=r"trace must be .* steps per stage"):
+    with pytest.raises(error, match="trace must be "):
         Pipeline(target, trace=trace)
 
 
