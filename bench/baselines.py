@@ -169,14 +169,17 @@ class PublishedContender(Contender):
         super().__init__(key, f"published, {schedule}, {' + '.join(drafts)}", "reference", drafts)
         self.schedule = schedule
         self.settings = LOOKAHEADS[schedule] if lookahead is None else (lookahead,)
-        self.visible = schedule == "lockstep"
         self.chain: Asynchronous | Lockstep | None = None
 
     @property
     def threads(self) -> int:
         """CPU threads of the target: those that the asynchronous draft processes leave."""
         threads = self.workload.threads
-        return threads if self.visible else max(1, threads - self._draft_threads(threads) * len(self.drafts))
+        return (
+            threads
+            if self.schedule == "lockstep"
+            else max(1, threads - self._draft_threads(threads) * len(self.drafts))
+        )
 
     def _draft_threads(self, threads: int) -> int:
         return max(1, threads // (len(self.drafts) + 1))

@@ -14,7 +14,7 @@ Columns: *tokens/s*, the median of the repeats; the ratios to transformers' plai
 the reference (``generate()``'s; sampled: our plain decoding's with the same seed) and the median position of the first difference; *accepted
 length*, tokens per step of each verifying model; *acceptance*, accepted per verified draft token; *weights/s*, bytes of weights that all forwards
 read per second, relative to a plain copy (GPU) or read (CPU); *of floor*, speed relative to plain decoding that only reads the target's weights at
-that rate; *syncs* and *launches* of the host per token (GPU, this process); with ``--first-token``, *first token*, milliseconds of a call for one
+that rate; with ``--first-token``, *first token*, milliseconds of a call for one
 token, and *decoding*, tokens/s of the tokens behind it.
 """
 
@@ -30,7 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +60,6 @@ TURN_SHARE, LEAST_TURN_S = 0.3, 10.0
 POSITIONS = 1024
 """At least as many positions calibrate the agreement of planted models, and as many measure it."""
 
-PROFILED = (8, 24)
-"""New tokens of the two profiled runs whose difference is counted."""
-
-SYNCS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemcpy2D"}
-LAUNCHES = {"cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch"}
-LAUNCHES |= {"cudaLaunchCooperativeKernel", "cuGraphLaunch"}
-
 
 @dataclass
 class DeviceMeasurement(Measurement):
@@ -74,8 +67,6 @@ class DeviceMeasurement(Measurement):
 
     weights_of_copy: float | None = None
     of_floor: float | None = None
-    syncs_per_token: float | None = None
-    launches_per_token: float | None = None
     seconds_to_first_token: float | None = None
     decode_tokens_per_second: float | None = None
 
@@ -102,7 +93,6 @@ class DeviceComparison(IsolatedComparison):
         self.rate, self.tuning_tokens = rate, tuning_tokens
         self._new_tokens: int | None = None
         self.first_token: dict[str, float] = {}
-        self.counted: dict[str, tuple[float, float]] = {}
         self.bytes = {name: bytes_per_step(model) for name, model in workload.family.models.items()}
         self._shown = 0.0
 
@@ -139,43 +129,6 @@ class DeviceComparison(IsolatedComparison):
             if len(runs) > 1:
                 self.first_token[contender.key] = statistics.median(text.seconds for text in runs[1:])
 
-    def _profiler(self) -> torch.profiler.profile:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self.device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        return torch.profiler.profile(activities=activities)
-
-    def count(self, ids: torch.Tensor) -> None:
-        """Count syncs and launches per token on a GPU, as the difference of two runs, without the fixed costs of a call."""
-        if self.device.type != "cuda":
-            return
-        for done, contender in enumerate(self.active):
-            if self.elapsed > self.limit:
-                return
-            if not contender.visible:
-                continue
-            self.progress(f"counting launches: {contender.label}", done, len(self.contenders))
-            try:
-                few, more = (self._profile(contender, ids, n) for n in PROFILED)
-            except Exception as error:  # of the profiler
-                say(f"counting launches: {type(error).__name__}: {error}")
-                return
-            if few is None or more is None or more[2] <= few[2]:
-                continue
-            tokens = more[2] - few[2]
-            self.counted[contender.key] = ((more[0] - few[0]) / tokens, (more[1] - few[1]) / tokens)
-
-    def _profile(self, contender: Contender, ids: torch.Tensor, new_tokens: int) -> tuple[int, int, int] | None:
-        """Syncs, launches and tokens of one run. The run before it allocates what the first call of a size allocates."""
-        if self.run(contender, ids, new_tokens) is None:
-            return None
-        with self._profiler() as profile:
-            text = self.run(contender, ids, new_tokens)
-        if text is None:
-            return None
-        calls = {event.key: event.count for event in profile.key_averages()}
-        return _total(calls, SYNCS), _total(calls, LAUNCHES), len(text.tokens)
-
     def device_results(self) -> list[DeviceMeasurement]:
         """The rows of :meth:`results` with the figures of the device."""
         found = []
@@ -189,8 +142,6 @@ class DeviceComparison(IsolatedComparison):
             # No bytes: the row does not report its forwards.
             result.weights_of_copy = read / sum(text.seconds for text in texts) / self.rate if read else None
             result.of_floor = result.tokens_per_second / self.floor
-            if result.key in self.counted:
-                result.syncs_per_token, result.launches_per_token = self.counted[result.key]
             first = self.first_token.get(result.key)
             if first is not None:
                 result.seconds_to_first_token = first
@@ -224,23 +175,17 @@ def within(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _total(calls: dict[str, int], names: set[str]) -> int:
-    return sum(count for name, count in calls.items() if name in names)
-
-
-HEADER = (*comparison.HEADER, "weights/s", "of floor", "syncs", "launches", "first token, ms", "decoding")
+HEADER = (*comparison.HEADER, "weights/s", "of floor", "first token, ms", "decoding")
 
 
 def cells(result: DeviceMeasurement) -> tuple[str, ...]:
     """A row under :data:`HEADER`."""
     if result.reason is not None:
-        return (*comparison.cells(result), *[""] * 6)
+        return (*comparison.cells(result), *[""] * 4)
     return (
         *comparison.cells(result),
         shown(result.weights_of_copy, "{:.2f}"),
         shown(result.of_floor, "{:.2f}"),
-        shown(result.syncs_per_token, "{:.2f}"),
-        shown(result.launches_per_token, "{:.1f}"),
         shown(result.seconds_to_first_token and 1e3 * result.seconds_to_first_token, "{:.1f}"),
         shown(result.decode_tokens_per_second, "{:.1f}"),
     )
@@ -326,7 +271,8 @@ def picture(results: Sequence[Measurement], caption: str) -> str:
 
 def results_of(record: dict[str, Any]) -> list[DeviceMeasurement]:
     """The rows of a results file."""
-    return [DeviceMeasurement(**row) for row in record["rows"]]
+    known = {f.name for f in fields(DeviceMeasurement)}
+    return [DeviceMeasurement(**{name: v for name, v in row.items() if name in known}) for row in record["rows"]]
 
 
 def report(record: dict[str, Any]) -> int:
@@ -544,7 +490,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             bench.measure_first_token(measured)
         for _ in bench.measure(measured, args.repeats):
             save(args.json, record())
-        bench.count(calibration[0])
         found = record()
         save(args.json, found)
         return found

@@ -30,7 +30,6 @@ _GENERATE = (
 )
 
 SOURCES: dict[str, tuple[str, ...]] = {
-    "acceptance.json": (*_ENGINE, "bench/bench_acceptance.py"),
     "generate_cpu.json": (*_GENERATE, "python/pipespec/demo"),
     "kernels_cpu.json": (*_KERNELS, "bench/kernels.py"),
     "planted_bfloat16.json": (*_GENERATE, "bench/planted.py"),

@@ -28,7 +28,7 @@ class OpenVINOContender(Contender):
         lookup: Use prompt lookup.
     """
 
-    slow, visible = True, False
+    slow = True
 
     def __init__(
         self, interpreter: str, folders: dict[str, Path], draft: str | None = None, lookup: bool = False

@@ -8,8 +8,7 @@ import math
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -174,7 +173,6 @@ def test_failures_are_rows(make: Callable[..., ScriptedBench]) -> None:
     text = markdown(bench.device_results())
     assert "| row plain |" in text
     assert "| row late" not in text
-    assert "syncs" not in text
     bench.close()
     assert late.closed == 1
 
@@ -195,7 +193,6 @@ def test_a_gpu_that_is_lost(make: Callable[..., ScriptedBench], monkeypatch: pyt
     rounds: list[float] = []
     for _ in bench.measure(TEXTS, 3):
         rounds.append(bench.elapsed)
-    bench.count(TEXTS[0])
     found = by_key(bench)
     assert found["breaks"].reason == "RuntimeError: out of luck"
     assert [found[key].tokens_per_second for key in ("plain", "after")] == pytest.approx([10.0, 9.0])
@@ -337,42 +334,6 @@ def test_tuning_may_generate_less(make: Callable[..., ScriptedBench]) -> None:
     run_all(bench, 1)
     # The start; the first call of tuning, which does not count, and two texts; two measured texts.
     assert asked == [4, 2, 2, 2, 4, 4]
-
-
-class Counting(ScriptedBench):
-    """Claims to be on a GPU. A call makes 7 launches and 2 waits, plus 3 launches and half a wait per token."""
-
-    def run(self, contender: Contender, ids: torch.Tensor, new_tokens: int | None = None) -> GeneratedText | None:
-        tokens = new_tokens or 4
-        calls = {
-            "cudaLaunchKernel": 7 + 2 * tokens,
-            "cudaGraphLaunch": tokens,
-            "cudaEventSynchronize": 2 + tokens // 2,
-            "aten::add": 99,
-        }
-        self.events = [types.SimpleNamespace(key=key, count=count) for key, count in calls.items()]
-        return GeneratedText([0] * tokens, (StepCounts("target", tokens, tokens),), seconds=1.0)
-
-
-def test_launches_and_waits_are_counted(
-    monkeypatch: pytest.MonkeyPatch, make: Callable[..., ScriptedBench], target: LlamaForCausalLM
-) -> None:
-    contestants = [Scripted("plain", "hf", 10.0), Scripted("workers", "ours", 10.0)]
-    contestants[1].visible = False
-    bench = Counting(Workload(Family("test", target, {}, None), 4, 3, 1), contestants, 1e9)
-    for contender in contestants:
-        contender.start(bench.workload)
-
-    @contextmanager
-    def profile(activities: object) -> Iterator[types.SimpleNamespace]:
-        yield types.SimpleNamespace(key_averages=lambda: bench.events)
-
-    monkeypatch.setattr(torch.profiler, "profile", profile)
-    bench.count(TEXTS[0])
-    assert bench.counted == {}  # not on a CPU
-    bench.device = types.SimpleNamespace(type="cuda")  # type: ignore[assignment]
-    bench.count(TEXTS[0])
-    assert bench.counted == {"plain": (0.5, 3.0)}
 
 
 def test_contenders_do_not_see_each_others_attention(target: LlamaForCausalLM) -> None:

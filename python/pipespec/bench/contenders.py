@@ -184,12 +184,11 @@ class Contender(ABC):
         group: ``"hf"``, ``"reference"``, ``"other"`` (another product) or ``"ours"``.
         settings: Candidates of tuning, the default first; empty: nothing to tune.
         exact: Greedy, the text is the target's; sampled, it is the text of the seed.
-        visible: All stages run in this process, where a profiler counts them.
         slow: The start may take a minute.
     """
 
     settings: Sequence[Any] = ()
-    exact, visible, slow = True, True, False
+    exact, slow = True, False
 
     def __init__(self, key: str, label: str, group: str, drafts: Sequence[str] = ()) -> None:
         self.key, self.label, self.group, self.drafts = key, label, group, tuple(drafts)
@@ -335,7 +334,6 @@ class PipelineContender(Contender):
     def __init__(self, key: str, label: str, schedule: str, drafts: Sequence[str] = (), **options: Any) -> None:
         super().__init__(key, label, "ours", drafts)
         self.schedule, self.options = schedule, options
-        self.visible = schedule != "workers"
         self.pipe: Pipeline | None = None
 
     def start(self, workload: Workload) -> None:
