@@ -46,9 +46,6 @@ def _config(data: dict[str, Any]) -> BenchConfig:
             if not isinstance(value, list):
                 raise ValueError("datasets are tables [[dataset]]")
             values[name] = tuple(_dataset(d) for d in value)
-        elif name == "pipeline":
-            table = build(dict[str, Any], value, name)
-            values[name] = {key: tuple(v) if isinstance(v, list) else (v,) for key, v in table.items()}
         else:
             single = get_origin(kinds[name]) is tuple and not isinstance(value, list)
             values[name] = build(kinds[name], [value] if single else value, name)

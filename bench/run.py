@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -82,13 +82,7 @@ def _prompts(config: BenchConfig, request: DatasetRequest, family: Family) -> Pr
     ids = planted.random_prompts(family.target.config.vocab_size, count + CALIBRATION, tokens, config.seed + 3)
     names = [str(i) for i in range(count)]
     settings = DatasetSettings(name=request.name, format="planted", samples=names, new_tokens=config.new_tokens)
-
-    def always(row: torch.Tensor) -> Callable[..., torch.Tensor]:
-        return lambda answer_of: row[None]
-
-    return PreparedDataset(
-        settings, dict(zip(names, map(always, ids), strict=False)), [row[None] for row in ids[count:]], tokens
-    )
+    return PreparedDataset(settings, dict(zip(names, ids[:, None], strict=False)), [row[None] for row in ids[count:]])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import bench.datasets  # noqa: F401  adds the published formats
-from pipespec.bench.datasets import Conversation, guessed, messages, prompt_text, read
+from pipespec.bench.datasets import Conversation, guessed, messages, read
 
 HUMAN_EVAL = {
     "task_id": "HumanEval/0",
@@ -97,19 +97,12 @@ def test_equal_names_become_numbers(tmp_path: Path) -> None:
     assert [c.name for c in prompts] == ["0", "1"]
 
 
-def test_conversations_with_answers(tmp_path: Path) -> None:
-    record = {
-        "messages": [
-            {"role": "system", "content": "Be."},
-            {"role": "user", "content": "A?"},
-            {"role": "user", "content": "B?"},
-        ]
-    }
+def test_conversations_as_messages(tmp_path: Path) -> None:
+    said = [("system", "Be."), ("user", "A?"), ("user", "B?")]
+    record = {"messages": [{"role": role, "content": content} for role, content in said]}
     conversation = read(lines(tmp_path / "a.jsonl", record))[1][0]
-    assert prompt_text(conversation, 0, []) == "A?"
-    assert prompt_text(conversation, 1, ["a"]) == "A?\n\na\n\nB?"
-    assert [m["content"] for m in messages(conversation, 1, ["a"])] == ["Be.", "A?", "a", "B?"]
-    assert [m["role"] for m in messages(conversation, 0, [])] == ["system", "user"]
+    assert conversation.turns == ("A?", "B?")
+    assert [(m["role"], m["content"]) for m in messages(conversation)] == said[:2]
 
 
 def test_a_line_ends_only_at_a_line_feed(tmp_path: Path) -> None:

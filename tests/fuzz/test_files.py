@@ -53,8 +53,7 @@ def read_prompts(file: Path) -> None:
         assert conversation.turns
         assert all(isinstance(turn, str) and turn.strip() for turn in conversation.turns)
         assert conversation.system is None or isinstance(conversation.system, str)
-        assert datasets.prompt_text(conversation, 0, ())
-        assert datasets.messages(conversation, 0, ())
+        assert datasets.messages(conversation)
 
 
 @examples(60, 4000)

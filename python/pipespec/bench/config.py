@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +51,11 @@ class BenchConfig:
         chains: One of :data:`CHAINS`.
         lookahead: Values to sweep; empty: each system's default.
         min_draft_tokens: Values to sweep for asynchronous systems; empty: the default.
-        pipeline: Further arguments of ``Pipeline``, each with the list of values to sweep.
         stages: Numbers of layer stages for SPD and PPSD. A draft module has the stages that it was trained for.
         drafters: Of SPD: ``"module"``, ``"ngram"``, ``"chain"``; empty: all that are possible.
         dataset: What is generated.
         samples: Most prompts per dataset; None: all.
         new_tokens: Most new tokens per prompt.
-        turns: Most turns of a conversation.
         chat_template: Wrap prompts in the target's chat template.
         ignore_eos: Write ``new_tokens`` tokens behind every prompt, past end-of-text tokens.
         temperature: None: greedy.
@@ -81,13 +78,11 @@ class BenchConfig:
     chains: str = "both"
     lookahead: tuple[int, ...] = ()
     min_draft_tokens: tuple[int, ...] = ()
-    pipeline: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     stages: tuple[int, ...] = (4,)
     drafters: tuple[str, ...] = ()
     dataset: tuple[DatasetRequest, ...] = ()
     samples: int | None = None
     new_tokens: int = 128
-    turns: int = 1
     chat_template: bool = False
     ignore_eos: bool = False
     temperature: float | None = None
@@ -102,10 +97,7 @@ class BenchConfig:
     agreement: tuple[float, ...] = (0.8,)
 
     def __post_init__(self) -> None:
-        for name in ("new_tokens", "turns"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("samples", "threads"):
+        for name in ("new_tokens", "samples", "threads"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.tuning < 0:

@@ -11,7 +11,7 @@ import io
 import json
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ class Conversation:
 
     Attributes:
         name: Identifier within the dataset.
-        turns: What the user says, turn by turn. A later turn follows the answer to the earlier one.
+        turns: What the user says, turn by turn. Only the first one is measured.
         system: A system message, for chat templates.
     """
 
@@ -200,15 +200,7 @@ def _parquet(file: Path) -> list[Any]:
     return records
 
 
-def prompt_text(conversation: Conversation, turn: int, answers: Sequence[str]) -> str:
-    """Turn ``turn`` (from 0) as plain text, behind the earlier turns and their ``answers``."""
-    parts = [text for pair in zip(conversation.turns[:turn], answers, strict=False) for text in pair]
-    return "\n\n".join([*parts, conversation.turns[turn]]) if parts else conversation.turns[turn]
-
-
-def messages(conversation: Conversation, turn: int, answers: Sequence[str]) -> list[dict[str, str]]:
-    """Turn ``turn`` (from 0) as the messages of a chat template."""
+def messages(conversation: Conversation) -> list[dict[str, str]]:
+    """The first turn as the messages of a chat template."""
     found = [] if conversation.system is None else [{"role": "system", "content": conversation.system}]
-    for said, answer in zip(conversation.turns[:turn], answers, strict=False):
-        found += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
-    return [*found, {"role": "user", "content": conversation.turns[turn]}]
+    return [*found, {"role": "user", "content": conversation.turns[0]}]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,19 +38,14 @@ OPEN = 6
 
 _WARM_UP_TOKENS = 8
 
-PromptOf = Callable[[Callable[[str], list[int]]], torch.Tensor]
-"""Makes a prompt, LongTensor ``[1, S]``, given what returns the reference's tokens of an earlier turn by its sample."""
-
 
 @dataclass
 class PreparedDataset:
-    """One dataset: its prompts by sample, calibration prompts (LongTensors ``[1, S]``), and the number of prompts that do not fit."""
+    """One dataset: its prompts by sample, and prompts for calibration, LongTensors ``[1, S]``."""
 
     settings: DatasetSettings
-    prompts: dict[str, PromptOf]
+    prompts: dict[str, torch.Tensor]
     calibration: list[torch.Tensor]
-    longest: int
-    left_out: int = 0
 
 
 @dataclass
@@ -144,69 +139,33 @@ def read_prompts(config: BenchConfig, request: DatasetRequest, family: Family) -
         raise ValueError("the target's tokenizer has no chat template: leave out --chat")
     form, conversations = datasets.read(request.file, request.format)
     limit = getattr(family.target.config, "max_position_embeddings", None) or 1 << 30
-    wanted = config.samples or len(conversations)
-    chosen: list[Conversation] = []
-    rest: list[torch.Tensor] = []
-    left_out = 0
-    for conversation in conversations:
-        ids = encode(family, conversation, 0, [], config.chat_template)
-        if ids.shape[1] + config.new_tokens > limit:
-            left_out += 1
-        elif len(chosen) < wanted:
-            chosen.append(conversation)
-        else:
-            rest.append(ids)
-        if len(rest) == CALIBRATION:
-            break
-    if not chosen:
-        raise ValueError(
-            f"{request.file}: no prompt fits: the target takes {limit} tokens, {config.new_tokens} new ones included; lower --new-tokens"
-        )
-    if left_out:
-        say(
-            f"{request.name}: {left_out} prompts are left out, as with {config.new_tokens} new tokens they exceed {limit} tokens"
-        )
-    prompts: dict[str, PromptOf] = {}
-    longest = 0
-    for conversation in chosen:
-        turns = range(min(config.turns, len(conversation.turns)))
-        keys = [conversation.name if config.turns == 1 else f"{conversation.name}-{turn + 1}" for turn in turns]
-        for turn, key in zip(turns, keys, strict=True):
-
-            def ids_of(
-                answer_of: Callable[[str], list[int]],
-                conversation: Conversation = conversation,
-                turn: int = turn,
-                before: tuple[str, ...] = tuple(keys[:turn]),
-            ) -> torch.Tensor:
-                answers = [family.tokenizer.decode(answer_of(name), skip_special_tokens=True) for name in before]
-                return encode(family, conversation, turn, answers, config.chat_template)
-
-            prompts[key] = ids_of
-        longest = max(longest, encode(family, conversation, 0, [], config.chat_template).shape[1])
-    # Later turns have the earlier ones and their answers in front of them.
-    longest = min(limit - config.new_tokens, longest * config.turns + config.new_tokens * (config.turns - 1))
-    calibration = rest or [encode(family, chosen[-1], 0, [], config.chat_template)]
+    encoded = {c.name: encode(family, c, config.chat_template) for c in conversations}
+    fitting = {name: ids for name, ids in encoded.items() if ids.shape[1] + config.new_tokens <= limit}
+    if not fitting:
+        raise ValueError(f"{request.file}: no prompt fits the {limit} tokens of the target; lower --new-tokens")
+    if left_out := len(encoded) - len(fitting):
+        what = f"with {config.new_tokens} new tokens they exceed {limit} tokens"
+        say(f"{request.name}: {left_out} prompts are left out, as {what}")
+    chosen = dict(list(fitting.items())[: config.samples])
+    rest = list(fitting.values())[len(chosen) :][:CALIBRATION]
     settings = DatasetSettings(
         name=request.name,
         format=form,
         files=[str(request.file)],
-        samples=list(prompts),
+        samples=list(chosen),
         new_tokens=config.new_tokens,
         chat_template=config.chat_template,
     )
-    return PreparedDataset(settings, prompts, calibration, longest, left_out)
+    return PreparedDataset(settings, chosen, rest or [list(chosen.values())[-1]])
 
 
-def encode(family: Family, conversation: Conversation, turn: int, answers: Sequence[str], chat: bool) -> torch.Tensor:
-    """The ids of a turn's prompt, LongTensor ``[1, S]``."""
+def encode(family: Family, conversation: Conversation, chat: bool) -> torch.Tensor:
+    """The ids of the first turn's prompt, LongTensor ``[1, S]``."""
     if not chat:
-        return family.encode(datasets.prompt_text(conversation, turn, answers))
-    said = datasets.messages(conversation, turn, answers)
-    encoded = family.tokenizer.apply_chat_template(
-        said, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    ids: torch.Tensor = encoded["input_ids"]
+        return family.encode(conversation.turns[0])
+    ids: torch.Tensor = family.tokenizer.apply_chat_template(
+        datasets.messages(conversation), add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )["input_ids"]
     return ids
 
 
@@ -278,7 +237,7 @@ class Runner:
         self.workload = Workload(
             self.family,
             max(d.settings.new_tokens for d in self.datasets),
-            max(d.longest for d in self.datasets),
+            max(ids.shape[1] for d in self.datasets for ids in (*d.prompts.values(), *d.calibration)),
             self.settings.threads,
             self.settings.sampling,
             times_commits=True,
@@ -331,19 +290,11 @@ class Runner:
         order = [*self.systems[first:], *self.systems[:first]]
         pending = [s for s in order if self._is_missing(dataset, s, name) and self._failures.get(s.key, 0) < TRIES]
         if pending:
-            ids = dataset.prompts[name](lambda earlier: self._answer(dataset, earlier))
+            ids = dataset.prompts[name]
             for system in pending:
                 self.bar.show(f"{dataset.settings.name} {name}: {system.label}")
                 self._measure(dataset, system, name, ids)
         self._compare(dataset, name)
-
-    def _answer(self, dataset: PreparedDataset, name: str) -> list[int]:
-        sample = self.folder.samples.get((dataset.settings.name, self.settings.reference, name))
-        if sample is None or sample.error is not None:
-            raise RuntimeError(
-                f"{dataset.settings.name} {name}: the reference has no answer that the next turn could follow"
-            )
-        return sample.tokens
 
     def _measure(self, dataset: PreparedDataset, system: SystemSettings, name: str, ids: torch.Tensor) -> None:
         """Write one sample: a text, or the error."""

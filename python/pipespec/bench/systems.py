@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pipespec.bench.config import BenchConfig
 from pipespec.bench.contenders import Contender, HFContender, PipelineContender, chains
@@ -102,20 +101,13 @@ def _swept(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[Sy
     """One system per chain and point of the axes."""
     lookaheads: list[int | None] = [n for n in config.lookahead if n >= 1] or [None]
     minima: list[int | None] = list(config.min_draft_tokens) if kind in ("workers", "streams") else []
-    further = config.pipeline
     of_chains = [(NGRAM,)] if kind == "ngram" else each_chain(kind, config, drafts)
-    for chain, lookahead, minimum, *values in itertools.product(
-        of_chains, lookaheads, minima or [None], *further.values()
-    ):
-        options = dict(zip(further, values, strict=True))
-        axes: dict[str, Any] = {name: value for name, value in options.items() if len(further[name]) > 1}
-        point = [f"{name}={value}" for name, value in options.items() if name in axes]
-        if minimum is not None:
-            point.insert(0, f"w{minimum}")
-            axes["min_draft_tokens"] = minimum
-        if lookahead is not None:
-            point.insert(0, f"L{lookahead}")
-            axes["lookahead"] = lookahead
+    for chain, lookahead, minimum in itertools.product(of_chains, lookaheads, minima or [None]):
+        axes = {} if lookahead is None else {"lookahead": lookahead}
+        axes |= {} if minimum is None else {"min_draft_tokens": minimum}
+        point = [
+            f"{letter}{axes[name]}" for letter, name in (("L", "lookahead"), ("w", "min_draft_tokens")) if name in axes
+        ]
         ngram = NgramDraft() if kind == "ngram" else None
         checked = SpeculationConfig.of(len(chain), schedule=_schedule(kind), lookahead=lookahead, ngram=ngram)
         how = f", {' '.join(point)}" if point else ""
@@ -126,7 +118,6 @@ def _swept(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[Sy
             drafts=list(chain),
             lookahead=list(checked.lookahead),
             min_draft_tokens=minimum,
-            options=options,
             axes=axes,
         )
 

@@ -59,7 +59,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     text.add_argument("--samples", type=int, metavar="N", help="most prompts of each dataset (default: all)")
     text.add_argument("--new-tokens", type=int, metavar="N", help="most new tokens per prompt (128)")
-    text.add_argument("--turns", type=int, metavar="N", help="most turns of a conversation (1)")
     text.add_argument(
         "--chat", action="store_true", default=None, dest="chat_template", help="apply the target's chat template"
     )
@@ -120,7 +119,7 @@ def configured(args: argparse.Namespace, config: BenchConfig) -> BenchConfig:
     from pipespec.bench.systems import check_kinds
 
     values: dict[str, Any] = {}
-    for name in ("target", "dtype", "chains", "tuning", "threads", "samples", "new_tokens", "turns", "chat_template", "ignore_eos",
+    for name in ("target", "dtype", "chains", "tuning", "threads", "samples", "new_tokens", "chat_template", "ignore_eos",
                  "temperature", "top_k", "top_p", "seed"):  # fmt: skip
         if (value := getattr(args, name)) is not None:
             values[name] = value

@@ -131,7 +131,7 @@ def _read_prompts(file: Path) -> list[str]:
 
     if not datasets.is_dataset(file):
         return [read_text(file)]
-    return [datasets.prompt_text(conversation, 0, ()) for conversation in datasets.read(file)[1]]
+    return [conversation.turns[0] for conversation in datasets.read(file)[1]]
 
 
 def _compare(
