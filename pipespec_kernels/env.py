@@ -10,8 +10,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pipespec_kernels.signals import pass_on
-
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "triton", "rich")
 
 
@@ -188,16 +186,14 @@ def _lines(path: str) -> list[str]:
     """Of a file; none where it cannot be read."""
     try:
         return Path(path).read_text().splitlines()
-    except OSError as error:
-        pass_on(error)
+    except (FileNotFoundError, PermissionError):  # not OSError: a signal handler's TimeoutError is one
         return []
 
 
 def _field(path: str, pattern: str) -> str | None:
     try:
         match = re.search(pattern, Path(path).read_text(), re.MULTILINE)
-    except OSError as error:
-        pass_on(error)
+    except (FileNotFoundError, PermissionError):  # not OSError: a signal handler's TimeoutError is one
         return None
     return match[1].strip() if match else None
 
@@ -224,8 +220,7 @@ def _group_memory(
     """
     try:
         lines = Path(membership).read_text().splitlines()
-    except OSError as error:
-        pass_on(error)
+    except (FileNotFoundError, PermissionError):  # not OSError: a signal handler's TimeoutError is one
         return None, None
     groups = {
         controllers: name for _, controllers, name in (line.split(":", 2) for line in lines if line.count(":") >= 2)

@@ -279,13 +279,9 @@ class StateBlock:
 
     @property
     def is_intact(self) -> bool:
-        """Whether the block's header still holds its sizes. False: something has overwritten it, see :meth:`renew`."""
+        """Whether the block's header still holds its sizes. False: something has overwritten it."""
         value: bool = self._native.is_intact
         return value
-
-    def renew(self) -> None:
-        """Lay the block out again, with no stage alive. While no stage runs."""
-        self._native = _lay_out(self.memory, self.stages, self.rows, self.capacity)
 
     @property
     def stages(self) -> int:

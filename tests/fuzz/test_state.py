@@ -139,9 +139,6 @@ def use(memory, width: int) -> None:
                 port.commit(selected.ctypes.data, width)
     block.end_row(0)
     block.start(0)
-    if block.is_intact:
-        block.renew()
-        assert block.length(STAGES - 1, 0) == 0
 
 
 @examples(40, 6000)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import signal
-import sys
 import warnings
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,14 +13,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-import pipespec
-import pipespec_kernels
 from pipespec import Pipeline
 from pipespec.drivers.base import StageFailure
-from pipespec.models import loading
-from pipespec.preflight import tokenizers
 from pipespec.process import shutdown
-from pipespec.process.signals import DelayedHandlers, from_handler, is_stopped, pass_on, suppressed
+from pipespec.process.signals import DelayedHandlers, handlers_watched, is_stopped
 from pipespec.spd import SpeculativePipeline
 from pipespec_kernels import env
 from tests.conftest import noisy, random_llama, random_prompts
@@ -121,25 +115,6 @@ def test_an_error_of_the_callers_while_it_talks_to_a_worker(models, waits_in, ki
 
 
 @pytest.mark.parametrize(
-    ("within", "interrupted", "call"),
-    [
-        (tokenizers, "cached_file", lambda: tokenizers.tokenizer_digest("some/name", None)),
-        (loading.AutoConfig, "from_pretrained", lambda: loading.load_config("some/name")),
-    ],
-    ids=["tokenizer", "configuration"],
-)
-def test_an_error_of_the_callers_while_a_file_is_read(monkeypatch, within, interrupted, call):
-    """A ``TimeoutError`` is an ``OSError``, but this one does not come from the file."""
-
-    def reads(*args, **kwargs):
-        signal.raise_signal(signal.SIGUSR1)
-
-    monkeypatch.setattr(within, interrupted, reads)
-    with raising(TimeoutError), pytest.raises(TimeoutError, match="time is up"):
-        call()
-
-
-@pytest.mark.parametrize(
     "call",
     [
         lambda: is_stopped(os.getpid()),
@@ -157,57 +132,6 @@ def test_an_error_of_the_callers_while_the_system_is_asked(monkeypatch, call):
     monkeypatch.setattr(Path, "read_text", reads)
     with raising(TimeoutError), pytest.raises(TimeoutError, match="time is up"):
         call()
-
-
-EXEMPT = {
-    "pipespec/cli": "the program's own handlers end it",
-    "pipespec/demo/corpus.py": "makes the bundled corpus",
-    "pipespec/drivers/workers/process.py": "a worker has no handlers of the caller",
-    "pipespec/bench": "programs",
-}
-"""Files in which an error of a handler may count as the file's or the system's, and why."""
-
-
-def test_errors_of_the_caller_pass_where_those_of_the_system_are_caught():
-    """A handler's ``TimeoutError`` is an ``OSError``. An ``except`` that keeps it would end the timeout and not the call."""
-    silent = []
-    for package in (pipespec, pipespec_kernels):
-        folder = Path(package.__file__).parent
-        for path in folder.rglob("*.py"):
-            name = str(path.relative_to(folder.parent))
-            if name.startswith(tuple(EXEMPT)):
-                continue
-            source, _, _ = path.read_text().partition(
-                "# ---- in the template"
-            )  # it has no handlers of the caller, either
-            for node in ast.walk(ast.parse(source)):
-                if not isinstance(node, ast.ExceptHandler) or node.type is None:
-                    continue
-                if {"OSError", "TimeoutError"}.isdisjoint(n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)):
-                    continue
-                calls = {n.func.id for n in ast.walk(node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
-                if "pass_on" not in calls and not any(isinstance(n, ast.Raise) for n in ast.walk(node)):
-                    silent.append(f"{name}:{node.lineno}")
-    assert silent == []
-
-
-def test_a_handler_that_drops_its_arguments():
-    def drops(number, frame):
-        del frame
-        raise TimeoutError("time is up")
-
-    def renames(number, frame):
-        number = signal.Signals(number).name
-        raise TimeoutError(number)
-
-    for handler in (drops, renames):
-        before = signal.signal(signal.SIGUSR1, handler)
-        try:
-            with pytest.raises(TimeoutError) as caught:
-                signal.raise_signal(signal.SIGUSR1)
-            assert from_handler(caught.value)
-        finally:
-            signal.signal(signal.SIGUSR1, before)
 
 
 def test_delayed_handlers_all_run():
@@ -260,65 +184,46 @@ def test_errors_of_the_caller_at_any_moment_of_a_call():
         signal.signal(signal.SIGALRM, before)
 
 
-def test_errors_that_no_handler_raised():
-    def inner(frame: object) -> None:
-        raise ValueError("its own")
+def test_an_error_that_a_draft_makes_out_of_the_callers(models):
+    """Whatever the draft's code raises instead, the caller gets the error of its own handler."""
+    target, draft = models
+    forward = LlamaForCausalLM.forward
 
-    with pytest.raises(ValueError, match="its own") as caught:
-        inner(None)
-    assert not from_handler(caught.value)
-    with suppressed(ValueError):
-        inner(1)
-    with pytest.raises(ZeroDivisionError), suppressed(ValueError):
-        print(1 / 0)
-
-
-def test_an_error_that_a_handlers_error_led_to():
-    def library() -> None:
+    def replaces(self, *args, **kwargs):
         try:
-            signal.raise_signal(signal.SIGUSR1)
-        except TimeoutError as error:
-            raise RuntimeError("the library's") from error
+            return forward(self, *args, **kwargs)
+        finally:
+            if self is draft:
+                with suppress(TimeoutError):
+                    signal.raise_signal(signal.SIGUSR1)
+                raise ArithmeticError("the draft's own")
 
-    with raising(TimeoutError), pytest.raises(RuntimeError, match="library") as caught:
-        library()
-    assert from_handler(caught.value)
-
-
-def test_a_second_attempt_within_except():
-    """The error of the second attempt has that of the first as its context, and is not caused by it."""
-
-    def attempt(work) -> bool:
-        try:
-            work()
-        except (OSError, ArithmeticError) as error:
-            pass_on(error)
-        return True
-
-    def fails_twice() -> None:
-        try:
-            raise OSError("its own")
-        except OSError:
-            print(1 / 0)
-
-    with raising(TimeoutError):
-        try:
-            attempt(lambda: signal.raise_signal(signal.SIGUSR1))
-        except TimeoutError:
-            assert attempt(lambda: print(1 / 0))
-            assert attempt(fails_twice)
+    pipe = Pipeline(target, draft, schedule="lockstep", lookahead=4)
+    with (
+        raising(TimeoutError),
+        patch.object(LlamaForCausalLM, "forward", replaces),
+        pytest.raises(TimeoutError, match="time is up"),
+    ):
+        pipe.generate(PROMPT, max_new_tokens=20, do_sample=False)
 
 
-def test_an_error_that_a_handlers_error_led_to_without_a_cause():
-    def library() -> None:
-        try:
-            signal.raise_signal(signal.SIGUSR1)
-        except TimeoutError:
-            print(1 / 0)
+def test_the_handlers_of_a_call_are_those_of_before_and_after():
+    """Unless code of the caller has set another one within the call, which stays."""
 
-    with raising(TimeoutError), pytest.raises(ZeroDivisionError) as caught:
-        library()
-    assert from_handler(caught.value)
+    def first(number: int, frame: object) -> None:
+        pass
+
+    before = [signal.signal(number, first) for number in (signal.SIGUSR1, signal.SIGUSR2)]
+    ctrl_c = signal.getsignal(signal.SIGINT)
+    try:
+        with handlers_watched():
+            assert signal.getsignal(signal.SIGINT) is ctrl_c
+            signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGUSR1) is first
+        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
+    finally:
+        for number, handler in zip((signal.SIGUSR1, signal.SIGUSR2), before, strict=True):
+            signal.signal(number, handler)
 
 
 def test_a_draft_that_fails_in_a_second_attempt(models):
@@ -346,18 +251,6 @@ def failing_for(model):
         return forward(self, *args, **kwargs)
 
     return fail
-
-
-def test_a_function_that_takes_a_frame_is_no_handler():
-    def profile(frame: object, event: str) -> None:
-        raise ValueError("its own")
-
-    def log(level: int, frame: object) -> None:
-        raise ValueError("its own")
-
-    for call in (lambda: profile(sys._getframe(), "call"), lambda: log(1000, sys._getframe())):
-        with suppressed(ValueError):
-            call()
 
 
 @pytest.mark.parametrize("number", [signal.SIGRTMIN + 6, signal.SIGKILL])

@@ -45,6 +45,7 @@ from pipespec.preflight.memory import CallNeeds, check_memory, shortage_explaine
 from pipespec.preflight.support import check_checkpointing, check_runnable
 from pipespec.process import shutdown
 from pipespec.process.forks import Lock
+from pipespec.process.signals import handlers_watched
 from pipespec.process.threads import keep_to_one, renew_pool
 from pipespec.process.warnings import user_stacklevel
 
@@ -196,7 +197,7 @@ class BasePipeline:
             DoesNotFit: The memory does not suffice.
             RuntimeError: The call comes from inside of a call of this pipeline: from a streamer or a processor.
         """
-        with shutdown.call():
+        with shutdown.call(), handlers_watched():
             renew_pool()
             if inputs is not None and input_ids is not None:
                 raise ValueError("give inputs or input_ids, not both: they mean the same")
@@ -263,7 +264,8 @@ class BasePipeline:
     ) -> Any:
         """Run a call of ``model.generate(..., custom_generate=pipe)``. ``ValueError`` if ``model`` is not the target."""
         lost = lost_arguments()
-        with shutdown.call(), notify_reader_of_failure(lost.get("streamer")), shortage_explained():
+        reader = notify_reader_of_failure(lost.get("streamer"))
+        with shutdown.call(), handlers_watched(), reader, shortage_explained():
             if model is not self.target:
                 raise ValueError(
                     f"custom_generate: this pipeline generates the text of its own target, not of the {type(model).__name__} whose "

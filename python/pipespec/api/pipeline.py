@@ -29,7 +29,7 @@ from pipespec.observe import Report
 from pipespec.preflight.checks import check_exact, check_rope
 from pipespec.preflight.devices import Devices
 from pipespec.preflight.tokenizers import tokenizer_digest
-from pipespec.process.signals import pass_on
+from pipespec.process.signals import handlers_watched, raise_handlers_error
 from pipespec.process.warnings import user_stacklevel
 from pipespec.registry import LOCKSTEP, PLAIN, WORKERS, default_schedule
 
@@ -197,7 +197,8 @@ class Pipeline(BasePipeline):
             config = SpeculationConfig.of(len(given), schedule=config.schedule, **options)
         if config.ngram is not None:
             options["ngram"] = config.ngram.for_target(target, chain.models[-1])
-        self._driver = self._choose_driver(chain, len(given), schedule, options)
+        with handlers_watched():
+            self._driver = self._choose_driver(chain, len(given), schedule, options)
         # A driver in place of another has its own.
         self.config: SpeculationConfig = self._driver.config
         self.schedule = self.config.schedule
@@ -243,7 +244,7 @@ class Pipeline(BasePipeline):
         try:
             return make_driver(chain.models, config)
         except (ValueError, RuntimeError) as error:
-            pass_on(error)
+            raise_handlers_error()
             self._notes += (f"schedule={fallback.schedule!r} instead of {config.schedule!r}: {error}",)
             return make_driver(chain.models, fallback)
 
@@ -342,7 +343,7 @@ def _make_driver(models: Sequence[PreTrainedModel], config: SpeculationConfig) -
             warn_of(f"{reason}; schedule={WORKERS.name!r} is used instead")
             return driver
         except (ValueError, RuntimeError) as error:
-            pass_on(error)
+            raise_handlers_error()
             reason = f"{reason}; worker processes cannot be used either ({error})"
         eager = replace(config, schedule=LOCKSTEP.name, graphs=False, decode_meanwhile=False)
     warn_of(f"{reason}; the steps run one by one, in lockstep, without graphs")

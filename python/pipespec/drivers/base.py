@@ -26,7 +26,6 @@ from pipespec.engine.sampling import ScoreRecord
 from pipespec.engine.stage import Stage, StageInputs, stage_names
 from pipespec.engine.translation import TranslatedStage
 from pipespec.models.devices import input_device
-from pipespec.process.signals import pass_on
 from pipespec.process.warnings import user_stacklevel
 from pipespec.registry import PLAIN, SCHEDULES
 from pipespec_kernels import _native
@@ -378,16 +377,7 @@ class Driver(Decoder):
             self._trace_memory.clear()
 
     def _ensure(self, request: GenerationRequest) -> None:
-        """Room in the block for the rows, in a new one if it was overwritten. While no stage runs."""
-        if not self.block.is_intact:
-            self.block.renew()
-            for stage in self.stages:
-                self.block.set_alive(stage.index, True)
-            warnings.warn(
-                "something has overwritten the state block, so it is made again. The text is not affected, only its speed",
-                StageFailure,
-                stacklevel=user_stacklevel(),
-            )
+        """Room in the block for the rows. While no stage runs."""
         new = (limit - len(prompt) for prompt, limit in zip(request.inputs.prompts, request.inputs.limits, strict=True))
         self.block.ensure(len(request.inputs.prompts), max(new) + 2)
 
@@ -402,8 +392,7 @@ class Driver(Decoder):
         warnings.warn(message, StageFailure, stacklevel=user_stacklevel())
 
     def draft_failed(self, i: int, error: Exception) -> None:
-        """Take draft ``i`` out of the present call, after ``error`` in a stage of this process. A signal handler's error is raised again."""
-        pass_on(error)
+        """Take draft ``i`` out of the present call, after ``error`` in a stage of this process."""
         cause = f"{type(error).__name__}: {error}"
         self._lost(i, f"failed ({cause}); this call goes on without it, the next one tries it again")
 

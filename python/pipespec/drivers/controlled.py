@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from pipespec.drivers.lockstep import LockstepDriver
 from pipespec.engine.controller import MAX_DRAFT_TOKENS, Choice, Controller
 from pipespec.engine.ngram import NGRAM, NgramStage
 from pipespec.engine.stage import Stage, stage_names
+from pipespec.process.signals import draft_errors
 from pipespec_kernels.state import Action
 
 
@@ -112,11 +114,9 @@ class ControlledDriver(LockstepDriver):
         if i > 0:
             while self._draft_step(i - 1, self.config.lookahead_of(i - 1)) == Action.STEP:
                 pass
-        try:
+        action = Action.IDLE
+        with draft_errors(functools.partial(self.draft_failed, i)):
             action = stage.step(lookahead, self.config.max_draft_tokens(i))
-        except Exception as error:
-            self.draft_failed(i, error)
-            return Action.IDLE
         if is_last and action == Action.STEP:
             self.controller.note_draft(stage.port.columns, time.perf_counter() - began)
             if stage.agreement[1]:

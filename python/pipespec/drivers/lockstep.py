@@ -14,6 +14,7 @@ from pipespec.drivers.base import Driver, GenerationRequest
 from pipespec.engine.acceptance import Acceptance
 from pipespec.engine.self_draft import SharedLayers, SharingDraft, SharingTarget, shared_layers
 from pipespec.engine.stage import Stage
+from pipespec.process.signals import draft_errors
 from pipespec_kernels.state import Action
 
 
@@ -99,10 +100,8 @@ def prefill(driver: Driver, request: GenerationRequest) -> None:
             if isinstance(stage, SharingDraft) != in_targets_cache:
                 continue
             driver.block.set_alive(stage.index, True)
-            try:
+            with draft_errors(functools.partial(driver.draft_failed, stage.index)):
                 stage.prefill(draft_inputs)
-            except Exception as error:
-                driver.draft_failed(stage.index, error)
 
     prefill_drafts(in_targets_cache=False)
     target.prefill(request.inputs, request.record)
@@ -126,8 +125,6 @@ def advance(driver: Driver, i: int) -> Action:
         return stage.step(lookahead, max_draft_tokens)
     if not driver.block.is_alive(i):
         return Action.IDLE
-    try:
+    with draft_errors(functools.partial(driver.draft_failed, i)):
         return stage.step(lookahead, max_draft_tokens)
-    except Exception as error:
-        driver.draft_failed(i, error)
-        return Action.IDLE
+    return Action.IDLE

@@ -12,7 +12,6 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from pipespec.process.signals import pass_on
 from pipespec_kernels import ops
 
 
@@ -119,7 +118,6 @@ class Grammar:
                 try:
                     constrains = matcher.fill_next_token_bitmask(flat, index)
                 except Exception as error:
-                    pass_on(error)
                     raise ValueError(
                         f"the grammar of row {row} does not fill a bitmask for the target's {vocabulary} tokens ({error}): make it for as many, for "
                         f"example with xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size={vocabulary})"
@@ -146,7 +144,6 @@ class Grammar:
             try:
                 matcher.rollback(behind)
             except Exception as error:
-                pass_on(error)
                 raise ValueError(
                     f"the grammar of row {row} does not take back its last tokens, {behind} of them ({error}): draft tokens that the target "
                     "rejects are taken back, so make the matcher with a larger rollback limit"
@@ -168,7 +165,6 @@ class Grammar:
         try:
             accepted = matcher.accept_token(token)
         except Exception as error:
-            pass_on(error)
             raise ValueError(
                 f"the grammar of row {row} fails at token {token} ({error}): accept_token() returns False for a token that may not follow"
             ) from error

@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pipespec.errors import DoesNotFit
 from pipespec.models.adapters import without_wrapper
-from pipespec.process.signals import pass_on
 from pipespec.process.threads import renew_pool
 
 DAMAGE = (
@@ -67,10 +66,8 @@ def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except OSError as error:
-        pass_on(error)
         raise _no_model(model, error) from error
     except (ValueError, *DAMAGE) as error:
-        pass_on(error)
         raise unusable(model, error) from error
 
 
@@ -96,7 +93,6 @@ def stored_tensors(path: str | Path) -> list[tuple[str, int]]:
                 begin, end = tensor["data_offsets"]
                 found.append((str(tensor["dtype"]), int(end) - int(begin)))
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        pass_on(error)
         raise ValueError(f"{path}: the headers of its safetensors cannot be read: {error}") from error
     return found
 
@@ -148,10 +144,8 @@ def load_model(
                 **({"device_map": device if is_split else {"": device}} if in_place else {}),
             )
     except OSError as error:
-        pass_on(error)
         raise _no_model(model, error) from error
     except (MemoryError, ValueError, *DAMAGE) as error:
-        pass_on(error)
         if is_out_of_memory(error, *logged):
             where = ", ".join(dict.fromkeys(device.values())) if isinstance(device, dict) else device
             raise _too_large(model, where if in_place else None, error) from error

@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from pipespec.process.signals import pass_on
-
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
@@ -47,10 +45,8 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> An
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        pass_on(error)
         raise FileNotFoundError(f"{source} holds no tokenizer that can be loaded: {error}") from error
     except Exception as error:  # tokenizers raises the base class for damaged files
-        pass_on(error)
         raise ValueError(
             f"{source}: its tokenizer.json is damaged ({type(error).__name__}: {error}): get the tokenizer of this model again"
         ) from error

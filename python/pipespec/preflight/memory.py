@@ -28,7 +28,6 @@ from pipespec.models.layout import CacheLayout
 from pipespec.models.loading import DAMAGE, is_out_of_memory, load_config, stored_tensors, unusable
 from pipespec.models.properties import compute_dtype, quantisation, text_config, weight_bytes
 from pipespec.preflight.devices import DeviceFacts, device_facts
-from pipespec.process.signals import pass_on
 from pipespec.process.table import aligned
 from pipespec.process.warnings import user_stacklevel
 
@@ -157,7 +156,6 @@ class StageFacts:
                     copy.deepcopy(config), dtype=loaded_dtype, trust_remote_code=trust_remote_code
                 )
         except (ValueError, *DAMAGE) as error:
-            pass_on(error)
             raise unusable(path, error) from error
         skeleton.tie_weights()  # transformers 5.0 ties in from_pretrained only
         weights = weight_bytes(skeleton)

@@ -15,7 +15,6 @@ from transformers.utils import cached_file
 from pipespec.engine.stage import stage_names
 from pipespec.engine.translation import Translation
 from pipespec.models.tokenizers import ByteTokenizer, backend_of, load_backend
-from pipespec.process.signals import pass_on
 
 
 def tokenizer_digest(given: Any, model: PreTrainedModel) -> str | None:
@@ -26,15 +25,13 @@ def tokenizer_digest(given: Any, model: PreTrainedModel) -> str | None:
     # The file of a folder, or of a hub name in the local cache. A check downloads nothing.
     try:
         file = cached_file(str(source), "tokenizer.json", local_files_only=True)
-    except OSError as error:
-        pass_on(error)
+    except OSError:
         return None
     if file is None:
         return None
     try:
         return _digest(json.loads(Path(file).read_text(encoding="utf-8")))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        pass_on(error)
         raise ValueError(
             f"{file} is damaged ({type(error).__name__}: {error}): get the tokenizer of this model again, or remove the file"
         ) from error

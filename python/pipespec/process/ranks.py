@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipespec.process.signals import pass_on
-
 START_S = 300.0
 """Longest time for importing and loading. If a rank ends meanwhile, torchrun ends the others at once."""
 
@@ -65,8 +63,7 @@ def join_store(start_s: float) -> tuple[Any, int, int]:
 def _is_known(address: str | None) -> bool:
     try:
         socket.getaddrinfo(address, None)
-    except (OSError, UnicodeError) as error:  # UnicodeError: a part of the name is too long
-        pass_on(error)
+    except (OSError, UnicodeError):  # UnicodeError: a part of the name is too long
         return False
     return True
 

@@ -8,12 +8,73 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
-from pipespec_kernels.signals import from_handler, pass_on, suppressed
+_NUMBERS = [int(number) for number in signal.valid_signals()]
 
-__all__ = ["STOPPED_S", "DelayedHandlers", "StopWatch", "from_handler", "is_stopped", "pass_on", "suppressed"]
+_raised: list[BaseException] = []
+"""What handlers raised in the present call, in the main thread."""
+
+
+@contextmanager
+def handlers_watched() -> Iterator[None]:
+    """Around a call: record what the caller's signal handlers raise, so that it does not count as the failure of a draft.
+
+    Python runs handlers in the main thread, between any two instructions. ``KeyboardInterrupt`` is no ``Exception`` and needs no record, so
+    Python's own handler of Ctrl-C stays in place.
+    """
+    global _raised
+    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    if threading.current_thread() is threading.main_thread():
+        found = ((number, signal.getsignal(number)) for number in _NUMBERS)
+        handlers = {n: h for n, h in found if callable(h) and h is not signal.default_int_handler}
+
+    def handle(number: int, frame: FrameType | None) -> Any:
+        try:
+            return handlers[number](number, frame)
+        except BaseException as error:
+            _raised.append(error)
+            raise
+
+    if not handlers:
+        yield
+        return
+    before, _raised = _raised, []  # a call inside of a call of another pipeline
+    try:
+        for number in handlers:
+            signal.signal(number, handle)
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is handle:  # else code of the caller has set another one meanwhile
+                signal.signal(number, handler)
+        _raised = before
+
+
+def raise_handlers_error() -> None:
+    """Raise what a signal handler of the caller raised in this call, if one did: it ends the call, whatever caught it."""
+    if _raised and threading.current_thread() is threading.main_thread():
+        raise _raised[0]
+
+
+class draft_errors:
+    """Around what a draft computes: hand its error to ``failed``. A signal handler's error is the caller's, and passes."""
+
+    def __init__(self, failed: Callable[[Exception], None]) -> None:
+        self._failed = failed
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        raise_handlers_error()
+        self._failed(error)
+        return True
 
 
 class DelayedHandlers:
@@ -74,8 +135,7 @@ def is_stopped(pid: int) -> bool:
     try:
         # Behind the name of the program, which may contain anything.
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].startswith(b"T")
-    except OSError as error:
-        pass_on(error)
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
         return False
 
 

@@ -6,13 +6,16 @@ after its exact prefix, as in plain decoding. Draft tokens change when this happ
 
 from __future__ import annotations
 
+import functools
 import pickle
+import threading
 import time
 import warnings
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +27,7 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import open_sections
 from pipespec.engine.sampling import Sampler, SamplingParams
 from pipespec.models.layout import CacheLayout
-from pipespec.process.signals import DelayedHandlers, pass_on
+from pipespec.process.signals import draft_errors
 from pipespec.process.warnings import user_stacklevel
 from pipespec.spd.drafting import Drafter
 from pipespec.spd.machine import DraftRequest, Entry, Machine
@@ -350,20 +353,23 @@ class SpeculativeDriver(Decoder):
         """Call the drafter. Return None if it fails or has failed in this call."""
         if not self._drafts and not always:
             return None
-        try:
+        with draft_errors(self._drafter_failed):
             return call(*arguments)
-        except Exception as error:
-            pass_on(error)
-            if self._drafts:
-                self._drafts = False
-                warnings.warn(
-                    f"the drafter failed ({type(error).__name__}: {error}); this call continues without it, the next one tries it "
-                    "again. The text is not affected, only its speed",
-                    StageFailure,
-                    stacklevel=user_stacklevel(),
-                )
-            return None
+        return None
 
+    def _drafter_failed(self, error: Exception) -> None:
+        if self._drafts:
+            self._drafts = False
+            warnings.warn(
+                f"the drafter failed ({type(error).__name__}: {error}); this call continues without it, the next one tries it "
+                "again. The text is not affected, only its speed",
+                StageFailure,
+                stacklevel=user_stacklevel(),
+            )
+
+
+_END_S = 10.0
+"""Longest wait for the step of a thread that is to end."""
 
 _NO_AUTOCAST = nullcontext()
 
@@ -397,10 +403,7 @@ class LocalDriver(SpeculativeDriver):
     ) -> None:
         super().__init__(partition, Verifier.of(model), drafter, native)
         self.model, self._at_once = model, at_once
-        self._threads: ThreadPoolExecutor | None = None
-        self._steps: dict[int, Future[_Step]] = {}  # steps under way, by stage
-        self._is_launching = False
-        self._delayed = DelayedHandlers()  # while this thread holds locks of the pool
+        self._threads: list[_StageThread] = []
         self.stages = [LayerStage.of(model, partition, s) for s in range(partition.stages)]
         self._adopted: tuple[RowCache, list[np.ndarray]] | None = None
         self._complete = False
@@ -415,9 +418,9 @@ class LocalDriver(SpeculativeDriver):
 
     def close(self) -> None:
         super().close()
-        if self._threads is not None:
-            self._threads.shutdown()
-            self._threads = None
+        for thread in self._threads:
+            thread.close()
+        self._threads = []
 
     def _generate(self, request: GenerationRequest) -> None:
         self._complete = False
@@ -481,8 +484,7 @@ class LocalDriver(SpeculativeDriver):
 
     def run(self, request: GenerationRequest) -> None:
         self._adopted = None  # of a call that was interrupted twice
-        with self._delayed.handled() if self._at_once else nullcontext():
-            super().run(request)
+        super().run(request)
 
     def _open(self, rows: int, longest: int, most: int) -> None:
         self._await_steps()
@@ -526,30 +528,21 @@ class LocalDriver(SpeculativeDriver):
         """Start the stages if they run at the same time. Otherwise they run in ``_collect``."""
         if not self._at_once:
             return
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(self.partition.stages, "pipespec-stage")
-        with self._delayed:
-            self._is_launching = True
-            for s, entries in enumerate(work):
-                if entries:
-                    autocast = _autocast_of_this_thread(self.stages[s].device.type)
-                    self._steps[s] = self._threads.submit(self._step, s, entries, self.machine.held(s), autocast)
-            self._is_launching = False
+        if not self._threads:
+            self._threads = [_StageThread() for _ in self.stages]
+        for s, entries in enumerate(work):
+            if entries:
+                autocast = _autocast_of_this_thread(self.stages[s].device.type)
+                self._threads[s].submit(functools.partial(self._step, s, entries, self.machine.held(s), autocast))
 
     def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, Streams, list[float]]:
         streams: Streams = {}
         outbox: list[torch.Tensor | None] = [None] * (self.partition.stages + 1)
         took = [0.0] * self.partition.stages
-        if self._at_once:
-            self._await_steps(keep=True)
         for s, entries in enumerate(work):
             if not entries:
                 continue
-            if self._at_once:
-                with self._delayed:
-                    step = self._steps.pop(s).result()
-            else:
-                step = self._step(s, entries, self.machine.held(s))
+            step = self._threads[s].result() if self._at_once else self._step(s, entries, self.machine.held(s))
             outbox[s + 1], more, took[s] = step
             streams |= more
         self._inbox = outbox[:-1]
@@ -574,22 +567,60 @@ class LocalDriver(SpeculativeDriver):
             synchronise(stage.device)
         return _Step(hidden, streams, time.perf_counter() - began)
 
-    def _await_steps(self, keep: bool = False) -> None:
-        """Wait for the steps under way. Without ``keep``, drop them: a call was interrupted."""
-        if self._steps or self._is_launching:
-            with self._delayed:
-                self._end_steps(keep)
+    def _await_steps(self) -> None:
+        """Wait for the steps under way and drop them: a call was interrupted."""
+        for thread in self._threads:
+            thread.clear()
 
-    def _end_steps(self, keep: bool) -> None:
-        if self._is_launching and self._threads is not None:
-            # A thread could not start, or an error interrupted the launch. The pool may still hold a step that is not in ``_steps``, and that step would
-            # write to the cache of the next call.
-            self._threads.shutdown(cancel_futures=True)
-            self._threads, self._is_launching = None, False
-            self._steps.clear()  # wait() would wait for the cancelled ones
-        wait(self._steps.values())
-        if not keep:
-            self._steps.clear()
+
+class _StageThread:
+    """A thread that runs the steps of a stage.
+
+    The error of a signal handler may come between any two instructions of the caller. So what belongs to an interrupted call is found in the queues, and not
+    by bookkeeping of the caller; and a ``SimpleQueue`` has no lock in Python that could stay locked.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Any] = SimpleQueue()
+        self._results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        thread = threading.Thread(
+            target=_run_calls, args=(self._calls, self._results), name="pipespec-stage", daemon=True
+        )
+        # Also at the end of the program, which must not find a daemon thread within a forward.
+        self.close = weakref.finalize(self, _end_thread, thread, self._calls)
+        thread.start()
+
+    def submit(self, call: Callable[[], Any]) -> None:
+        self._calls.put(call)
+
+    def result(self) -> Any:
+        """Wait for the oldest call without a result, and return what it returned or raise its error."""
+        value, error = self._results.get()
+        if error is not None:
+            raise error
+        return value
+
+    def clear(self) -> None:
+        """Wait for the calls under way and drop their results."""
+        mark = object()
+        self._calls.put(mark)
+        while self._results.get()[0] is not mark:
+            pass
+
+
+def _run_calls(calls: SimpleQueue[Any], results: SimpleQueue[tuple[Any, BaseException | None]]) -> None:
+    while (call := calls.get()) is not None:
+        try:
+            results.put((call() if callable(call) else call, None))
+        except BaseException as error:
+            results.put((None, error))
+        del call  # it refers to the driver
+
+
+def _end_thread(thread: threading.Thread, calls: SimpleQueue[Any]) -> None:
+    calls.put(None)
+    if thread.is_alive() and thread is not threading.current_thread():
+        thread.join(_END_S)
 
 
 class _Step(NamedTuple):

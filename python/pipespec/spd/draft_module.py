@@ -30,7 +30,6 @@ from pipespec.models.loading import load_config
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import text_config
 from pipespec.process.records import parse_json
-from pipespec.process.signals import pass_on
 from pipespec.spd.drafting import Drafter, SampleTokens
 from pipespec.spd.machine import DraftRequest
 
@@ -456,7 +455,6 @@ def _built(config: DraftModuleConfig, folder: Path) -> DraftModule:
     try:
         return DraftModule(config)
     except Exception as error:  # transformers' constructors raise errors of many types for bad values
-        pass_on(error)
         raise ValueError(
             f"{folder / CONFIG_FILE} is damaged: no module can be built from it ({type(error).__name__}: {error})"
         ) from error

@@ -28,7 +28,6 @@ from pipespec.models.parts import ModelParts
 from pipespec.models.properties import text_config
 from pipespec.preflight.checks import check_architecture
 from pipespec.preflight.devices import device_name
-from pipespec.process.signals import pass_on
 
 _INITIAL_CAPACITY = 1024
 """New tokens that a cache has room for at first. Its capacity doubles when it is full."""
@@ -585,7 +584,6 @@ def _file(path: str | Path, name: str) -> str | None:
         return str(file) if file.is_file() else None
     try:
         found: str | None = cached_file(str(path), name, local_files_only=True)
-    except OSError as error:
-        pass_on(error)
+    except OSError:
         return None
     return found

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from pipespec.models.properties import text_config
 from pipespec.process.records import parse_json
-from pipespec.process.signals import pass_on
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig, described, target_digest, types_for
 from pipespec.spd.partition import Partition, check_target
 
@@ -71,7 +70,6 @@ def import_module(file: str | Path, target: PreTrainedModel, *, vocabulary: str 
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     except Exception as error:  # entries and tensors of other types
-        pass_on(error)
         raise ValueError(f"{file}: its config or its tensors are damaged ({type(error).__name__}: {error})") from error
 
 
@@ -81,7 +79,6 @@ def _read(file: Path) -> tuple[Mapping[str, Any], dict[str, torch.Tensor]]:
     try:
         stored = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling damaged bytes raises errors of many types
-        pass_on(error)
         raise ValueError(f"{file} is no file of torch.save, or it is damaged: {error}") from error
     if not isinstance(stored, dict) or not {"config", "state_dict"} <= set(stored):
         raise ValueError(f"{file} is no published draft module: it has no config and state_dict")

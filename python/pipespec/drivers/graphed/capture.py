@@ -17,7 +17,7 @@ from pipespec.drivers.graphed.stage import GraphedStage
 from pipespec.drivers.graphed.tracker import ModuleTracker
 from pipespec.errors import NotCapturable
 from pipespec.models.compat import discard_capture, graph_handle, own_workspaces
-from pipespec.process.signals import pass_on
+from pipespec.process.signals import raise_handlers_error
 from pipespec_kernels.device_state import DevicePort, PolicyRing
 from pipespec_kernels.state import StateBlock
 
@@ -198,7 +198,7 @@ class CaptureContext:
                     resources.leave_pool()
                     discard_capture(graph, resources.device.index, pool)
             if error is not None:
-                pass_on(error)
+                raise_handlers_error()
                 first_line = next(iter(str(error).strip().splitlines()), "")
                 cause = f"{type(error).__name__}: {first_line}"
                 raise NotCapturable(current.stage.name, inside or "the step as a whole", cause) from error

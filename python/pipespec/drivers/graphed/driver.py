@@ -29,7 +29,7 @@ from pipespec.models.properties import embedding_size
 from pipespec.preflight.checks import check_exact
 from pipespec.preflight.support import check_streams
 from pipespec.process.progress import working
-from pipespec.process.signals import pass_on
+from pipespec.process.signals import raise_handlers_error
 from pipespec_kernels.state import StateBlock
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class GraphedDriver(Driver):
                 try:
                     stage.prepare(draft_inputs)
                 except Exception as error:
-                    pass_on(error)
+                    raise_handlers_error()
                     reason = reason or f"{stage.name} cannot be prepared ({type(error).__name__}: {error})"
             if reason is None and request.record is not None:
                 try:

@@ -6,7 +6,9 @@ same.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from pipespec.config import SpeculationConfig
 from pipespec.drivers.base import GenerationRequest
 from pipespec.drivers.graphed.buffers import GraphKey, StageStep
 from pipespec.drivers.graphed.driver import GraphedDriver
+from pipespec.process.signals import draft_errors
 from pipespec_kernels import _native
 from pipespec_kernels.state import Action, StateBlock
 
@@ -104,14 +107,11 @@ class RoundsDriver(GraphedDriver):
                 rows = stage.buffers.cache.rows
                 port = ports[step] = HostPort(self.block, step.stage, step.width, rows, self._trace_of(step.stage))
             port.set_policy(self.config.lookahead_of(step.stage), self.config.max_draft_tokens(step.stage))
-            try:
+            is_target = stage is self.target
+            with nullcontext() if is_target else draft_errors(functools.partial(self.draft_failed, step.stage)):
                 action = port.plan()
                 if action == Action.STEP:
                     port.commit(stage.body(port.tokens, port.kv, port.num_draft_tokens, port.n_select))
-            except Exception as error:
-                if stage is self.target:
-                    raise
-                self.draft_failed(step.stage, error)
         return action
 
 

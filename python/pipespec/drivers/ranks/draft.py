@@ -33,7 +33,7 @@ from pipespec.drivers.ranks.wire import (
 from pipespec.engine.ngram import NgramStage
 from pipespec.engine.stage import Stage
 from pipespec.process.ranks import RankError
-from pipespec.process.signals import pass_on
+from pipespec.process.signals import handlers_watched, raise_handlers_error
 from pipespec.registry import RANKS
 from pipespec_kernels.state import StateBlock
 
@@ -178,12 +178,13 @@ class DraftRank(Decoder):
             RankError: Rank 0 has ended, has been cut off for longer than ``RETURN_S`` with a broken connection, or has been silent for ``SILENT_S``.
         """
         party = self._party
-        while not party.is_over and not party.closed:
-            call = party.next_call()
-            if call is not None:
-                self._take_part(*call)
-            else:
-                self._require_target()
+        with handlers_watched():
+            while not party.is_over and not party.closed:
+                call = party.next_call()
+                if call is not None:
+                    self._take_part(*call)
+                else:
+                    self._require_target()
 
     def _require_target(self) -> None:
         """Raises ``RankError`` if rank 0 has ended, or has been cut off for too long."""
@@ -220,7 +221,7 @@ class DraftRank(Decoder):
         except RankError:
             raise
         except Exception as error:
-            pass_on(error)
+            raise_handlers_error()
             party.say(FAILED, generation, f"{type(error).__name__}: {error}")
 
     def close(self) -> None:

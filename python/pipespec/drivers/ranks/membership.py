@@ -29,7 +29,6 @@ from pipespec.preflight.devices import AUTO, Devices
 from pipespec.preflight.placement import arrange
 from pipespec.preflight.support import check_runnable
 from pipespec.process.ranks import START_S, RankError, join_store, own_device, rank_and_world
-from pipespec.process.signals import suppressed
 from pipespec_kernels import __version__
 from pipespec_kernels.state import MAX_STAGES
 
@@ -158,7 +157,7 @@ def _digest(model: Any) -> str:
     """Digest of a model's configuration; empty where this machine does not have it."""
     if isinstance(model, PreTrainedModel):
         return ""
-    with suppressed(OSError, ValueError):
+    with suppress(OSError, ValueError):
         content = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
         # The same weights may have been saved by several versions of transformers.
         content.pop("transformers_version", None)

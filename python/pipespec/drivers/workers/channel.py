@@ -22,8 +22,16 @@ _CHECK_S = 0.4
 """A wait calls its ``check`` at least this often."""
 
 
-class Closed(ConnectionError):
+class ChannelError(Exception):
+    """A message cannot be sent or received. No ``OSError``, as a ``TimeoutError`` of a signal handler is one."""
+
+
+class Closed(ChannelError):
     """One of the two ends is closed."""
+
+
+class Late(ChannelError):
+    """The other process does not read, or does not complete a message."""
 
 
 class Channel:
@@ -75,7 +83,7 @@ class Channel:
 
         Raises:
             Closed: One end is closed.
-            TimeoutError: The other process does not read.
+            Late: The other process does not read.
         """
         data = pickle.dumps(message)
         left = [memoryview(_LENGTH.pack(len(data))), memoryview(data)]
@@ -101,8 +109,8 @@ class Channel:
 
         Raises:
             Closed: One end is closed.
-            TimeoutError: Nothing came for ``timeout_s``, and the message is not complete.
-            OSError: ``EMFILE``, if this process has no room for the file descriptors. The message is lost, those behind it are not.
+            Late: Nothing came for ``timeout_s``, and the message is not complete.
+            ChannelError: This process has no room for the file descriptors. The message is lost, those behind it are not.
         """
         fds = list[int]()
         try:
@@ -110,7 +118,7 @@ class Channel:
             (size,) = _LENGTH.unpack(length)
             data, are_complete = self._read(size, timeout_s, fds)
             if not (is_complete and are_complete):
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                raise ChannelError(os.strerror(errno.EMFILE))
             return pickle.loads(data), fds
         except BaseException:
             for fd in fds:
@@ -146,7 +154,7 @@ class Channel:
             if check is not None:
                 check()
             if time.monotonic() >= deadline:
-                raise TimeoutError(errno.ETIMEDOUT, "the other process does not answer")
+                raise Late("the other process does not answer")
 
     def _wait(self, event: int, timeout_s: float | None) -> bool:
         fd = self._socket.fileno()
@@ -166,4 +174,6 @@ def _closed_ends() -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.EBADF:
             raise Closed("this end is closed") from error
-        raise
+        if error.errno is None:  # of a signal handler, not of the system
+            raise
+        raise ChannelError(os.strerror(error.errno)) from error

@@ -13,11 +13,10 @@ import signal
 import socket
 import subprocess
 import time
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import chain
 
@@ -25,9 +24,9 @@ from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
 from pipespec.drivers.asynchronous import target_step
-from pipespec.drivers.base import Driver, GenerationRequest, StageFailure
+from pipespec.drivers.base import Driver, GenerationRequest
 from pipespec.drivers.workers import template
-from pipespec.drivers.workers.channel import Channel, Closed
+from pipespec.drivers.workers.channel import Channel, ChannelError, Closed, Late
 from pipespec.drivers.workers.process import STARTED, Failed, Setup, WorkerCall
 from pipespec.drivers.workers.weights import SharedWeights, share
 from pipespec.engine.cache import RowCache
@@ -38,9 +37,8 @@ from pipespec.engine.translation import Translation
 from pipespec.models.properties import compute_dtype
 from pipespec.preflight.support import check_shareable
 from pipespec.process.signals import STOPPED_S as _STOPPED_S
-from pipespec.process.signals import StopWatch, from_handler, is_stopped, pass_on, suppressed
+from pipespec.process.signals import StopWatch, is_stopped
 from pipespec.process.threads import restored_threads, set_threads, target_threads
-from pipespec.process.warnings import user_stacklevel
 from pipespec_kernels.state import Action, SharedMemory, StateBlock
 from pipespec_kernels.trace import TraceMemory
 
@@ -67,6 +65,10 @@ _FINISH_TIMEOUT_S = 10.0
 """A worker finishes its current forward when a call ends. One that needs longer than this counts as hung."""
 
 
+class CannotStart(RuntimeError):
+    """A worker process cannot start."""
+
+
 class _Worker:
     """The caller's handle on the process of one draft stage.
 
@@ -84,7 +86,7 @@ class _Worker:
         deadline: For the template, see :func:`pipespec.drivers.workers.template.start`.
 
     Raises:
-        RuntimeError: No process can be started.
+        CannotStart: No process can be started.
     """
 
     def __init__(
@@ -120,8 +122,9 @@ class _Worker:
                     ends = [theirs.fileno(), *chain(*lent)]
                     self.process = template.start(ends, fork=weights.device.type == "cpu", deadline=deadline)
             except OSError as error:
-                pass_on(error)
-                raise RuntimeError(f"{name} could not start: {error}{_REMEDIES.get(error.errno or 0, '')}") from error
+                if error.errno is None:  # of a signal handler, not of the system
+                    raise
+                raise CannotStart(f"{name} could not start: {error}{_REMEDIES.get(error.errno or 0, '')}") from error
             failed.pop_all()
         entries = trace.entries if trace is not None else 0
         counts = [len(fds) for fds in lent]
@@ -132,9 +135,8 @@ class _Worker:
         if self._has_setup:
             try:
                 self.conn.send(self._setup, timeout_s=_SEND_TIMEOUT_S)
-            except OSError as error:  # await_ready() raises
-                pass_on(error)
-                if isinstance(error, TimeoutError):  # else it is dead
+            except ChannelError as error:  # await_ready() raises
+                if isinstance(error, Late):  # else it is dead
                     self.last_error = Failed(self._unread("its setup"), "")
                     self._end_process()
         self.cache = (0, 0)  # rows, and a lower bound of the positions
@@ -150,7 +152,7 @@ class _Worker:
         """Wait until the worker has built its model. Return False if it has not until ``deadline``.
 
         Raises:
-            RuntimeError: The worker cannot start. The message has the worker's own error.
+            CannotStart: The worker cannot start. The message has the worker's own error.
         """
         while not self.is_ready:
             while not self.conn.poll(min(_STOPPED_S / 5, max(0.0, deadline - time.monotonic()))):
@@ -163,9 +165,8 @@ class _Worker:
                     return False
             try:
                 answer, _ = self.conn.receive(timeout_s=_SEND_TIMEOUT_S)
-            except OSError as error:
-                pass_on(error)
-                is_late = isinstance(error, TimeoutError)
+            except ChannelError as error:
+                is_late = isinstance(error, Late)
                 raise self._cannot_start("it does not complete a message" if is_late else self.exit_reason()) from error
             if isinstance(answer, Failed):
                 raise self._cannot_start(f"{answer.cause}\n{answer.details}")
@@ -183,14 +184,13 @@ class _Worker:
     def _send_part(self, part: object, name: str) -> None:
         try:
             self.conn.send(part, timeout_s=_SEND_TIMEOUT_S, check=self._check_runs)
-        except OSError as error:
-            pass_on(error)
-            is_late = isinstance(error, TimeoutError)
+        except ChannelError as error:
+            is_late = isinstance(error, Late)
             raise self._cannot_start(self._unread(name) if is_late else self.exit_reason()) from error
 
-    def _cannot_start(self, reason: str) -> RuntimeError:
+    def _cannot_start(self, reason: str) -> CannotStart:
         self.kill()
-        return RuntimeError(f"{self.name} could not start: {reason}")
+        return CannotStart(f"{self.name} could not start: {reason}")
 
     def look_again(self) -> None:
         """Measure anew for how long the process is stopped. Between two calls it may have run, unseen."""
@@ -205,7 +205,7 @@ class _Worker:
         if self.is_dead():  # although another process may hold its end of the connection
             raise Closed
         if self._is_held_up():
-            raise TimeoutError
+            raise Late
 
     def _unread(self, name: str) -> str:
         """What is said of a process that does not take a message."""
@@ -224,8 +224,7 @@ class _Worker:
         """The worker's last error, or else the exit status of its process."""
         try:
             code = self.process.wait(_EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired as error:
-            pass_on(error)
+        except subprocess.TimeoutExpired:
             code = None
         self.receive_sent()
         if self.last_error is not None:
@@ -254,10 +253,10 @@ class _Worker:
             self.busy = call.generation
             self.conn.send(call, timeout_s=_SEND_TIMEOUT_S, check=self._check_runs)
         except BaseException as error:  # the worker is dead, or has half of the message
-            is_the_workers = isinstance(error, OSError) and not from_handler(error)
+            is_the_workers = isinstance(error, ChannelError)
             if not is_the_workers:
                 self.last_error = Failed("it has a part of a call that was interrupted", "")
-            elif isinstance(error, TimeoutError):
+            elif isinstance(error, Late):
                 self.last_error = Failed(self._unread("the call"), "")
             self._end_process()
             if not is_the_workers:
@@ -275,16 +274,14 @@ class _Worker:
             elif message == self.busy:
                 self.busy = 0
         except BaseException as error:
-            if not isinstance(error, OSError) or from_handler(
-                error
-            ):  # the rest of the message, or what it said, is lost
+            if not isinstance(error, ChannelError):  # the rest of the message, or what it said, is lost
                 self.last_error = Failed("a message of it was interrupted", "")
                 self._end_process()
             raise
 
     def receive_sent(self) -> None:
         """Receive the messages that the worker has sent, without waiting for more."""
-        with suppressed(OSError):
+        with suppress(ChannelError):
             while self.last_error is None and self.conn.poll():
                 self._receive()
 
@@ -303,11 +300,8 @@ class _Worker:
                 elif left == 0 or self.is_dead():
                     break
                 is_held_up = self._is_held_up()
-        except OSError as error:
-            pass_on(error)
-            with suppressed(
-                subprocess.TimeoutExpired
-            ):  # the kernel closes the files of a process shortly before its end
+        except ChannelError:
+            with suppress(subprocess.TimeoutExpired):  # the kernel closes the files of a process shortly before its end
                 self.process.wait(1)
             return False
         return self.busy == 0 and not is_held_up and not self.is_dead()
@@ -318,9 +312,9 @@ class _Worker:
 
     def _end_process(self) -> None:
         # A process of another user, from before this one dropped its rights, ends by itself: its connection is closed.
-        with suppressed(PermissionError):
+        with suppress(PermissionError):
             self.process.kill()
-        with suppressed(subprocess.TimeoutExpired):
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(_EXIT_TIMEOUT_S)
 
 
@@ -347,7 +341,7 @@ class WorkersDriver(Driver):
 
     Raises:
         ValueError: A model cannot live in shared memory.
-        RuntimeError: A worker cannot start.
+        CannotStart: A worker cannot start.
     """
 
     schedule = "workers"
@@ -378,7 +372,7 @@ class WorkersDriver(Driver):
         for worker in list(self._workers.values()):
             if not worker.is_ready:
                 self.close()
-                raise RuntimeError(f"{worker.name}: its process was not ready within {_READY_TIMEOUT_S:.0f} s")
+                raise CannotStart(f"{worker.name}: its process was not ready within {_READY_TIMEOUT_S:.0f} s")
 
     def _make_block(self) -> StateBlock:
         return StateBlock.create(self._first + len(self.models), 1, 64, SharedMemory.create([1]))
@@ -387,7 +381,7 @@ class WorkersDriver(Driver):
     def target(self) -> Stage:
         return self._target
 
-    def _start_missing(self, deadline: float) -> dict[int, RuntimeError]:
+    def _start_missing(self, deadline: float) -> dict[int, CannotStart]:
         """Start the missing workers together. Return the errors of those that cannot be started. ``deadline``: for the template."""
         failures = {}
         try:
@@ -410,15 +404,14 @@ class WorkersDriver(Driver):
                         confidence=self.config.confidence,
                         deadline=deadline,
                     )
-                except RuntimeError as failure:
-                    pass_on(failure)
+                except CannotStart as failure:
                     failures[i] = failure
         except BaseException:
             self.close()
             raise
         return failures
 
-    def _await_ready(self, deadline: float) -> dict[int, RuntimeError]:
+    def _await_ready(self, deadline: float) -> dict[int, CannotStart]:
         """Wait for the workers that start, until ``deadline``. Return the errors of those that cannot start, which are removed."""
         failures = {}
         try:
@@ -428,8 +421,7 @@ class WorkersDriver(Driver):
                 try:
                     if worker.await_ready(0.0 if worker.is_late else deadline):
                         self.block.set_alive(i, True)
-                except RuntimeError as failure:
-                    pass_on(failure)
+                except CannotStart as failure:
                     failures[i] = failure
                     self._workers.pop(i).kill()
         except BaseException:
@@ -439,15 +431,6 @@ class WorkersDriver(Driver):
 
     def _begin(self, request: GenerationRequest) -> WorkerCall:
         """Start the generation in every worker that is ready. Those that are still starting get the returned call later, from :meth:`_tend`."""
-        if not self.block.is_intact:
-            self.close()
-            self.block.renew()
-            self.block.set_alive(self.block.target, True)
-            warnings.warn(
-                "something has overwritten the state block, so it is made again and all drafts are started again. The text is not affected, only its speed",
-                StageFailure,
-                stacklevel=user_stacklevel(),
-            )
         deadline = time.monotonic() + _FINISH_TIMEOUT_S  # of all workers together
         for i, worker in list(self._workers.items()):
             if not worker.is_ready:
@@ -487,7 +470,7 @@ class WorkersDriver(Driver):
         self._tend(call)
         return call
 
-    def _warn_missing(self, failures: dict[int, RuntimeError]) -> None:
+    def _warn_missing(self, failures: dict[int, CannotStart]) -> None:
         for i, failure in failures.items():
             self._lost(i, f"is missing, this call continues without it: {failure}")
 

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 
 from pipespec.drivers.asynchronous import drafting
-from pipespec.drivers.workers.channel import Channel, Closed
+from pipespec.drivers.workers.channel import Channel, ChannelError, Closed
 from pipespec.drivers.workers.weights import SharedWeights
 from pipespec.engine.ngram import NgramDraft, NgramStage
 from pipespec.engine.stage import Stage, StageInputs
@@ -168,6 +168,6 @@ def main(conn_fd: int, *memory_fds: int, parent: int | None = None) -> NoReturn:
 
 def report(conn: Channel, error: BaseException) -> None:
     """Send the caller the error that ends this worker."""
-    with suppress(OSError):
+    with suppress(ChannelError):
         details = "".join(traceback.format_exception(error))
         conn.send(Failed(f"{type(error).__name__}: {error}", details), timeout_s=_REPORT_TIMEOUT_S)

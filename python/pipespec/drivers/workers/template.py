@@ -18,15 +18,15 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
 
-from pipespec.drivers.workers.channel import Channel, Closed
+from pipespec.drivers.workers.channel import Channel, ChannelError, Closed, Late
 from pipespec.process.forks import Lock
-from pipespec.process.signals import STOPPED_S, StopWatch, pass_on, suppressed
+from pipespec.process.signals import STOPPED_S, StopWatch
 
 _ANSWER_TIMEOUT_S = 5.0
 """A template that has done its imports answers in milliseconds. One that takes longer than this is stopped or hangs, and is given up."""
@@ -70,7 +70,7 @@ def start(fds: Sequence[int], *, fork: bool, deadline: float) -> Process:
         OSError: No process can be started.
     """
     if fork and _has_pidfd():
-        with suppressed(OSError):
+        with _failures_of_the_system():
             template = None
             while True:
                 # Not during the wait: another thread may have less time.
@@ -89,10 +89,22 @@ def start(fds: Sequence[int], *, fork: bool, deadline: float) -> Process:
     return _command("pipespec.drivers.workers.process", fds, _environment())
 
 
+@contextmanager
+def _failures_of_the_system() -> Iterator[None]:
+    """Around the use of a template: without one, a worker is a command. Errors of the caller's signal handlers have no ``errno``, and pass."""
+    try:
+        yield
+    except ChannelError:
+        pass
+    except OSError as error:
+        if error.errno is None:
+            raise
+
+
 def prepare() -> None:
     """Start the template without waiting for it, so that the next :func:`start` takes less time."""
     if _has_pidfd():
-        with _lock, suppressed(OSError):
+        with _lock, _failures_of_the_system():
             _current_template()
 
 
@@ -139,7 +151,7 @@ class _Template:
         self._stops = StopWatch(self.process.pid)
 
     def is_ready(self) -> bool:
-        """Whether it has done its imports. Raises ``OSError`` if it has ended."""
+        """Whether it has done its imports. Raises ``Closed`` if it has ended."""
         if not self._is_ready and self._channel.poll():
             self._channel.receive(timeout_s=_ANSWER_TIMEOUT_S)
             self._is_ready = True
@@ -153,13 +165,13 @@ class _Template:
         """End a template that hangs in its imports. It has no workers."""
         self._is_overdue = not self._stops.has_stopped_for(STOPPED_S)
         self.close()
-        with suppressed(PermissionError, subprocess.TimeoutExpired):
+        with suppress(PermissionError, subprocess.TimeoutExpired):
             self.process.kill()
             self.process.wait(_ANSWER_TIMEOUT_S)
 
     def is_unfit(self) -> bool:
         """Whether it could not do its imports, and another one could not either: they start a thread, for instance, or never end."""
-        with suppressed(OSError):
+        with suppress(ChannelError):
             if self.is_ready():
                 return False
         code = self.process.poll()
@@ -171,7 +183,8 @@ class _Template:
         """Fork a worker. The template is ready.
 
         Raises:
-            OSError: The template cannot fork, or it does not answer; then it is closed.
+            OSError: This process has no room for descriptors.
+            ChannelError: The template cannot fork; or it does not answer, and is closed.
         """
         with ExitStack() as lent, ExitStack() as failed:
             status, theirs = os.pipe()
@@ -186,14 +199,14 @@ class _Template:
             try:
                 self._channel.send(request, [theirs, directory, *output, *fds], timeout_s=_ANSWER_TIMEOUT_S)
                 answer, pidfds = self._channel.receive(timeout_s=_ANSWER_TIMEOUT_S)
-                if not isinstance(answer, OSError):
+                if not isinstance(answer, ChannelError):
                     failed.callback(os.close, *pidfds)
                     # A fork whose caller has given up must not run: the caller has started a command with the same descriptors by then.
                     self._channel.send(_WANTED, timeout_s=_ANSWER_TIMEOUT_S)
             except BaseException:
                 self.close()  # a later answer would be taken for that of the next request
                 raise
-            if isinstance(answer, OSError):
+            if isinstance(answer, ChannelError):
                 raise answer
             failed.pop_all()
         return ForkedProcess(answer, pidfds[0], status, self)
@@ -301,8 +314,7 @@ def _has_pidfd() -> bool:
     """Whether the platform, and a sandbox around this process, allow pidfds."""
     try:
         os.close(os.pidfd_open(os.getpid()))
-    except (AttributeError, OSError) as error:
-        pass_on(error)
+    except (AttributeError, OSError):
         return False
     return True
 
@@ -334,7 +346,6 @@ def _is_open(fd: int) -> bool:
     try:
         os.fstat(fd)
     except OSError as error:
-        pass_on(error)
         return error.errno != errno.EBADF
     return True
 
@@ -394,7 +405,7 @@ def _serve(requests: Channel, caller: int) -> None:
                     raise Closed
                 with suppress(BrokenPipeError):  # it has ended
                     os.write(gate, _WANTED)
-            except (Closed, TimeoutError):
+            except (Closed, Late):
                 accepts = False
             if gate is not None:
                 os.close(gate)
@@ -407,18 +418,18 @@ def _answer(requests: Channel, workers: dict[int, tuple[int, int]]) -> int | Non
         request, fds = requests.receive(timeout_s=_ANSWER_TIMEOUT_S)
         others = [requests.fileno(), *workers, *(status for _, status in workers.values())]
         pid, pidfd, gate = _fork(request, fds, others)
-    except (Closed, TimeoutError):
+    except (Closed, Late):
         raise
-    except OSError as error:  # no room for a process or for descriptors: the other workers live on
-        requests.send(error, timeout_s=_ANSWER_TIMEOUT_S)
+    except (ChannelError, OSError) as error:  # no room for a process or for descriptors: the other workers live on
+        requests.send(ChannelError(str(error)), timeout_s=_ANSWER_TIMEOUT_S)
         return None
     workers[pidfd] = pid, fds[0]
     try:
         requests.send(pid, [pidfd], timeout_s=_ANSWER_TIMEOUT_S)
         return gate
-    except OSError as error:
+    except ChannelError as error:
         os.close(gate)
-        if isinstance(error, (Closed, TimeoutError)):
+        if isinstance(error, (Closed, Late)):
             raise
         requests.send(error, timeout_s=_ANSWER_TIMEOUT_S)
         return None
