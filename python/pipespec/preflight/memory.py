@@ -369,11 +369,12 @@ def check_memory(
         return [replace(f, free=min(f.total, f.free + reused.get(f.name, 0))) for f in device_facts(devices)]
 
     def needed(capacity: int) -> Estimate:
-        found, target = estimate(stages, call.rows, capacity), stages[-1]
+        found = estimate(stages, call.rows, capacity)
         more = [StageNeed("distributions", d, 0, n, 0, 0, torch.float32) for d, n in call.distributions.items()]
-        for s in target.on if call.copied else ():
-            size = cache_bytes(target, s, call.rows, min(capacity, call.limit))
-            more.append(StageNeed("its copy", s.device, 0, size, 0, 0, target.dtype))
+        for target in stages[-1:] if call.copied else ():  # none where the layers are on other ranks
+            for s in target.on:
+                size = cache_bytes(target, s, call.rows, min(capacity, call.limit))
+                more.append(StageNeed("its copy", s.device, 0, size, 0, 0, target.dtype))
         return replace(found, needs=(*found.needs, *more))
 
     last = needed(static_capacity(call.limit) if call.graphs else call.limit)
