@@ -13,7 +13,8 @@ from pipespec import Pipeline
 from pipespec.config import SpeculationConfig
 from pipespec.drivers.ranks.draft import DraftRank
 from pipespec.drivers.ranks.driver import RanksDriver
-from tests.waiting import SECONDS
+from pipespec.transport import Ranks, break_group
+from tests.waiting import SECONDS, until
 
 
 class InProcess:
@@ -29,31 +30,30 @@ class InProcess:
         self.threads: dict[int, threading.Thread] = {}
         self.errors: list[BaseException] = []
         for rank in range(1, self.world):
-            self.start(rank)
-        self.driver = RanksDriver(models[-1], self.config, dist.PrefixStore("test", self.store), self.world)
-        self.driver.await_drafts(SECONDS)
+            self._start(rank)
+        self.driver = RanksDriver(models[-1], self.config, self._ranks(0))
+        until(lambda: len(self.drafts) == self.world - 1, "all drafts are connected")
 
-    def start(self, rank: int) -> None:
-        """Start the rank of a draft, for the first time or again."""
-        store = dist.PrefixStore("test", self.store)
-        draft = DraftRank(self.models[rank - 1], self.config, store, rank, self.world)
+    def _ranks(self, rank: int) -> Ranks:
+        return Ranks(dist.PrefixStore("test", self.store), rank, self.world, SECONDS)
+
+    def _start(self, rank: int) -> None:
+        ranks = self._ranks(rank)
 
         def serve() -> None:
             try:
-                draft.serve()
+                self.drafts[rank] = DraftRank(self.models[rank - 1], self.config, ranks)
+                self.drafts[rank].serve()
             except BaseException as error:
                 self.errors.append(error)
 
-        self.drafts[rank] = draft
         self.threads[rank] = threading.Thread(target=serve)
         self.threads[rank].start()
 
-    def cut(self, rank: int, other: int = 0) -> None:
-        """Break the connection between two ranks."""
-        from pipespec.drivers.ranks import link
-
-        party = self.driver._party if other == 0 else self.drafts[other]._party
-        link._break(party.links[rank]._group)
+    def cut(self, rank: int) -> None:
+        """Break all connections of a draft's rank, which ends."""
+        break_group(self.drafts[rank]._party.group)
+        self.threads[rank].join(SECONDS)
 
     def close(self) -> None:
         self.driver.close()

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from pipespec import Pipeline
-from pipespec.drivers.ranks import link
+from pipespec import Pipeline, transport
 from tests.conftest import left_pad, random_llama, random_prompts
 from tests.pipespec.test_ranks_schedule import CALLS, NEW, Between
 from tests.spd.ranks_harness import fork_ranks, last_error, wait_all
@@ -149,7 +148,7 @@ def everywhere_said(work) -> None:
 
 
 def main(paths: list[str]) -> None:
-    link.SILENCE_S = 1e9
+    transport.SILENCE_S = 1e9
     with tempfile.TemporaryDirectory() as folder:
         texts(paths, f"{folder}/texts")
         killed(paths, folder)

@@ -24,7 +24,7 @@ LAYERS = [
     ["preflight"],
     ["engine"],
     ["models"],
-    ["process"],
+    ["process", "transport"],
     ["config"],
     ["registry", "errors"],
 ]

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from transformers import StoppingCriteriaList
 
+from pipespec import transport
 from pipespec.spd import lines, link, ranks
 from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.ranks import RanksPipeline
@@ -44,7 +45,7 @@ PATIENCE_S = 120.0
 
 def patient(*arguments: Any, **options: Any) -> RanksPipeline:
     """A pipeline with long time limits."""
-    link._SILENCE_S = PATIENCE_S
+    transport.SILENCE_S = PATIENCE_S
     return RanksPipeline(*arguments, **{"timeout_s": PATIENCE_S} | options)
 
 
@@ -56,11 +57,11 @@ class PhaseClock:
 
     def rules(self) -> None:
         """Use this clock in this process from here on."""
-        link.time = types.SimpleNamespace(monotonic=lambda: max(self._passed), sleep=time.sleep)  # type: ignore[assignment]
+        transport.time = types.SimpleNamespace(monotonic=lambda: max(self._passed), sleep=time.sleep)  # type: ignore[assignment]
 
     def advance(self, rank: int, seconds: float) -> None:
         self._passed[rank] += seconds
-        time.sleep(2 * link._BEAT_S)  # the watchdogs read it
+        time.sleep(2 * transport.BEAT_S)  # the watchdogs read it
 
 
 def free_port() -> int:
@@ -330,7 +331,7 @@ def lay_trap(phase: str, how: str) -> None:
     """Make this process end in ``phase``, whatever its rank."""
     trap, opened = Nothing(how), []
     if phase == "connect":
-        before(link.dist, "init_process_group", trap)
+        before(transport.Ranks, "connect", trap)
     elif phase == "load":
         before(ranks, "load_stage", trap)
         before(ranks, "load_ends", trap)
@@ -358,8 +359,8 @@ def phases(folder: str, cases: Sequence[str]) -> None:
             if rank == victim:
                 lay_trap(phase, how)
             elif how == "raise":
-                link._BEAT_S = 0.7  # a slow machine: the broken connection is found before the cause is read,
-                before(link.Watchdog, "tell", lambda: time.sleep(1))  # and not at once
+                transport.BEAT_S = 0.7  # a slow machine: the broken connection is found before the cause is read,
+                before(transport.Ranks, "failed", lambda: time.sleep(1))  # and not at once
             # Only the silence of a rank that is killed before all are connected shows its end. All others leave a broken connection or a last error,
             # however long a busy machine takes.
             missed = how == "kill" and phase in ("connect", "load")
@@ -487,7 +488,7 @@ def behind(folder: str) -> None:
     """A rank that starts after the others have waited longer than the time limit of a silent rank, and one that never starts."""
 
     def work(rank: int) -> object:
-        time.sleep(link._SILENCE_S + 2 if rank == 2 else 0)
+        time.sleep(transport.SILENCE_S + 2 if rank == 2 else 0)
         with RanksPipeline(folder, "ngram", stages=2) as pipe:
             if not pipe.is_controller:
                 return pipe.serve()

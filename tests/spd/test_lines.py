@@ -1,4 +1,4 @@
-"""Lines between ranks: messages in order, in buffers that are kept, with the tensors behind the words or in a second transport."""
+"""Lines between ranks: messages in order, in buffers that are kept, with the tensors behind the words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from pipespec.spd.lines import DeviceReceiver, DeviceSender, Receiver, Sender
+from pipespec.spd.lines import Receiver, Sender
 
 DEPTH = 2
 SHAPE = (2, 3, 1, 4)
@@ -58,40 +58,18 @@ class Wire:
         work.is_finished = True
 
 
-class Nccl:
-    """A process group whose sends arrive in the order of the receives."""
-
-    def __init__(self) -> None:
-        self.under_way: deque[torch.Tensor] = deque()
-
-    def send(self, tensors, to, tag):
-        self.under_way.append(tensors[0])
-
-    def recv(self, tensors, source, tag):
-        tensors[0].copy_(self.under_way.popleft())
-        return self
-
-    def wait(self):
-        pass
-
-
-def lines(kind: str):
-    wire, group = Wire(), Nccl()
+def lines():
+    wire = Wire()
     size = 8 * 8 + 2 * 3 * 4 * 4
-    if kind == "host":
-        pair = Sender(wire, 1, 7, size, DEPTH), Receiver(wire, 0, 7, size, DEPTH)
-    else:
-        sender = DeviceSender(wire, 1, 7, size, DEPTH, group)
-        pair = sender, DeviceReceiver(wire, 0, 7, size, DEPTH, group, torch.device("cpu"))
+    pair = Sender(wire, 1, 7, size, DEPTH), Receiver(wire, 0, 7, size, DEPTH)
     for line in pair:
         line.fit(3, SHAPE, torch.float32)
     return wire, *pair
 
 
-@pytest.mark.parametrize("kind", ["host", "device"])
-def test_messages_arrive_in_order(kind):
+def test_messages_arrive_in_order():
     """Words alone, with some tensors, with all of them; more messages than there are buffers."""
-    wire, sender, receiver = lines(kind)
+    wire, sender, receiver = lines()
     tensors = [torch.randn(SHAPE[1:]) for _ in range(2)]
     for number in range(7):
         sent = tensors[: number % 3]
@@ -104,10 +82,9 @@ def test_messages_arrive_in_order(kind):
     assert wire.late == 0  # a receive was always posted ahead
 
 
-@pytest.mark.parametrize("kind", ["host", "device"])
-def test_receives_are_posted_in_blocks(kind):
+def test_receives_are_posted_in_blocks():
     """Each post wakes a thread of the sender. Twice the depth is posted first, and again when half of them have come."""
-    wire, sender, receiver = lines(kind)
+    wire, sender, receiver = lines()
     posts = [wire.posts]
     for number in range(4 * DEPTH):
         sender.send([number, 0, 0])
@@ -119,9 +96,8 @@ def test_receives_are_posted_in_blocks(kind):
     assert new.count(DEPTH) == 4 - 1
 
 
-@pytest.mark.parametrize("kind", ["host", "device"])
-def test_a_stage_passes_on_the_words_that_it_received(kind):
-    (_, first, between), (_, onward, last) = lines(kind), lines(kind)
+def test_a_stage_passes_on_the_words_that_it_received():
+    (_, first, between), (_, onward, last) = lines(), lines()
     for number in range(3):
         first.send([number, -1, 5], [torch.ones(SHAPE[1:])] * number)
         words, tensors = between.receive()
@@ -132,10 +108,9 @@ def test_a_stage_passes_on_the_words_that_it_received(kind):
         assert all((tensor == 2).all() for tensor in tensors)
 
 
-@pytest.mark.parametrize("kind", ["host", "device"])
-def test_messages_that_wait(kind):
-    """As many as the depth are under way before the first is received. What the sender changes afterwards does not matter to the host's line."""
-    _, sender, receiver = lines(kind)
+def test_messages_that_wait():
+    """As many as the depth are under way before the first is received. What the sender changes afterwards does not matter."""
+    _, sender, receiver = lines()
     tensor = torch.ones(SHAPE[1:])
     for number in range(DEPTH):
         sender.send([number, 0, 0], [tensor * number])
@@ -146,7 +121,7 @@ def test_messages_that_wait(kind):
 
 
 def test_a_smaller_batch_uses_the_same_buffers():
-    _, sender, receiver = lines("host")
+    _, sender, receiver = lines()
     for line in (sender, receiver):
         line.fit(3, (2, 1, 1, 4), torch.float32)
     sender.send([1, 2, 3], [torch.full((1, 1, 4), 5.0)])
@@ -158,6 +133,6 @@ def test_a_smaller_batch_uses_the_same_buffers():
 
 
 def test_a_message_of_another_size_is_no_message():
-    _, sender, _ = lines("host")
+    _, sender, _ = lines()
     with pytest.raises(ValueError, match="broadcast"):
         sender.send([1, 2])

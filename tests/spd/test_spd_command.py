@@ -65,7 +65,6 @@ def test_drafts_and_stages_sampled(family, capsys, arguments, said):
         (("--schedule", "streams"), "--schedule streams: with --system spd it is how the drafts run"),
         (("--stages", "four"), "stages='four': give a number, layers per stage, or 'balanced:n'"),
         (("--stages", "13"), "a model of 12 layers can be cut into 1 to 12 stages, not 13"),
-        (("--transport", "nccl"), "--transport is for ranks: start this with torchrun"),
         (("--timeout", "60"), "--timeout is for ranks: start this with torchrun"),
         (("--draft", "ngram", "--schedule", "workers"), "draft_schedule='workers' is for models that draft"),
         (("--draft", "ngram", "--stages", "2", "--device", "cpu", "cpu", "cpu"), "3 devices for 2 stages"),
@@ -81,13 +80,13 @@ def test_what_does_not_fit_is_refused_in_one_line(capsys, arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "given"),
     [
-        ((), {"transport": "gloo"}),
-        (("--timeout", "60", "--transport", "nccl"), {"transport": "nccl", "timeout_s": 60.0}),
+        ((), {}),
+        (("--timeout", "60"), {"timeout_s": 60.0}),
     ],
 )
 def test_options_of_ranks(capsys, monkeypatch, arguments, given):
-    def made(target, drafter, *, transport, **options):
-        assert {"transport": transport} | {k: v for k, v in options.items() if k == "timeout_s"} == given
+    def made(target, drafter, **options):
+        assert {k: v for k, v in options.items() if k == "timeout_s"} == given
         raise ValueError("made")
 
     monkeypatch.setattr(spd, "RanksPipeline", made)
@@ -107,6 +106,6 @@ def test_the_help_names_the_default_of_the_timeout(capsys):
 
 def test_options_of_the_other_system(capsys, tmp_path):
     assert main(["generate", "--prompt", PROMPT, "--stages", "2"]) == 2
-    assert "--stages, --transport and --timeout are options of --system spd" in capsys.readouterr().err
+    assert "--stages and --timeout are options of --system spd" in capsys.readouterr().err
     assert main(["trace", "--system", "spd", "--prompt", PROMPT, "--out", str(tmp_path / "t.json")]) == 2
     assert "--system spd keeps no trace" in capsys.readouterr().err

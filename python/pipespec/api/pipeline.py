@@ -265,7 +265,7 @@ class Pipeline(BasePipeline):
 
         Raises:
             RuntimeError: This process has the target.
-            pipespec.process.ranks.RankError: Rank 0 has ended.
+            pipespec.transport.RankError: Rank 0 has ended.
         """
         self._driver.serve()
 

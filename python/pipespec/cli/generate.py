@@ -51,11 +51,6 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         help="with --system spd: the number of stages, the layers of each (4,4,4), or balanced:N; default: the draft module's, without one the number of ranks, without ranks 2",
     )
     parser.add_argument(
-        "--transport",
-        choices=("gloo", "nccl"),
-        help="with --system spd under torchrun: gloo, through host memory (default), or nccl, from GPU to GPU",
-    )
-    parser.add_argument(
         "--timeout",
         metavar="SECONDS",
         type=float,
@@ -160,8 +155,8 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
     if args.system == "spd":
         check_spd(args, trace)
         target, drafts, dtype = chosen_models(args, bundled_module)
-    elif any(value is not None for value in (args.stages, args.transport, args.timeout)):
-        raise ValueError("--stages, --transport and --timeout are options of --system spd")
+    elif any(value is not None for value in (args.stages, args.timeout)):
+        raise ValueError("--stages and --timeout are options of --system spd")
     else:
         target, drafts, dtype = chosen_models(args, lambda: _bundled(args.schedule, args.acceptance))
     with working("importing torch and transformers"):

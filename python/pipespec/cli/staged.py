@@ -42,9 +42,8 @@ def check_spd(args: argparse.Namespace, trace: int) -> None:
         )
     if trace:
         raise ValueError("--system spd keeps no trace of single steps: use pipespec generate --report")
-    for name in ("transport", "timeout"):
-        if getattr(args, name) is not None and not _ranks():
-            raise ValueError(f"--{name} is for ranks: start this with torchrun")
+    if args.timeout is not None and not _ranks():
+        raise ValueError("--timeout is for ranks: start this with torchrun")
     if args.timeout is not None and not 0 < args.timeout < float("inf"):
         raise ValueError(f"--timeout must be a number of seconds above 0, not {args.timeout:g}")
     if _ranks() and args.device is not None and len(args.device) > 1:
@@ -98,7 +97,6 @@ def spd_pipeline(args: argparse.Namespace, target: str | Path, drafts: list[str 
     if _ranks():
         device = "cpu" if args.device is None else args.device[0]
         given = None if dtype == "auto" else getattr(torch, dtype)
-        options["transport"] = args.transport or "gloo"
         if args.timeout is not None:
             options["timeout_s"] = args.timeout
         return RanksPipeline(target, drafter, dtype=given, device=device, **options)

@@ -1,7 +1,6 @@
 """Lines: messages of one kind from one rank to another, in buffers that are allocated once. A message is some words and some tensors.
 
-:class:`Sender` and :class:`Receiver` put the tensors behind the words, in one gloo message through host memory. :class:`DeviceSender` and
-:class:`DeviceReceiver` send the words with gloo, and the tensors from device to device with NCCL.
+The tensors are behind the words, in one gloo message through host memory.
 
 Receives are posted ahead. Otherwise gloo asks the receiver for a buffer before it sends, which takes two more delays of the link.
 """
@@ -113,43 +112,3 @@ class Receiver(_Line):
         self._link.finish(work, self.peer, "waiting for")
         count, *words = self._words[at].tolist()
         return words, self._values[at][:count]
-
-
-class DeviceSender(Sender):
-    """Sends the tensors from the GPU that has them. ``group``: NCCL, of this direction only, since NCCL keeps the order of its calls."""
-
-    def __init__(self, link: Link, peer: int, tag: int, size: int, depth: int, group: Any) -> None:
-        super().__init__(link, peer, tag, size, depth)
-        self._group = group
-        # NCCL reads the tensors later. The receiver has offered buffers for 2 * depth messages, and depth + 1 more may wait here: behind so many, they have
-        # arrived.
-        self._sent: deque[list[torch.Tensor]] = deque(maxlen=3 * depth + 1)
-
-    def fit(self, words: int, shape: Sequence[int], dtype: torch.dtype) -> None:
-        super().fit(words + 1, shape, dtype)  # the last one is the number of tensors
-
-    def send(self, words: Sequence[int], tensors: Sequence[torch.Tensor] = ()) -> None:
-        super().send([*words, len(tensors)])
-        self._sent.append([tensor.contiguous() for tensor in tensors])
-        for tensor in self._sent[-1]:
-            self._group.send([tensor], self.peer, 0)
-
-
-class DeviceReceiver(Receiver):
-    """Receives tensors on ``device``. ``group``: as for :class:`DeviceSender`."""
-
-    def __init__(
-        self, link: Link, peer: int, tag: int, size: int, depth: int, group: Any, device: torch.device
-    ) -> None:
-        super().__init__(link, peer, tag, size, depth)
-        self._group, self._device = group, device
-
-    def fit(self, words: int, shape: Sequence[int], dtype: torch.dtype) -> None:
-        super().fit(words + 1, shape, dtype)
-        self._arrived = torch.empty(tuple(shape), dtype=dtype, device=self._device).unbind()
-
-    def receive(self) -> tuple[list[int], Sequence[torch.Tensor]]:
-        (*words, count), _ = super().receive()
-        for place in self._arrived[:count]:
-            self._group.recv([place], self.peer, 0).wait()  # the stream waits, not this thread
-        return words, self._arrived[:count]

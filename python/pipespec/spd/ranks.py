@@ -41,12 +41,11 @@ from pipespec.drivers.base import Decoder, GenerationRequest
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import open_sections, stream_dtype
 from pipespec.engine.native import NATIVE
-from pipespec.process.ranks import START_S, RankError, own_device, rank_and_world
 from pipespec.process.signals import DelayedHandlers
 from pipespec.registry import LOCKSTEP, RANKS
 from pipespec.spd.decoding import Fed, SpeculativeDriver, Streams
 from pipespec.spd.drafting import Drafter
-from pipespec.spd.lines import DeviceReceiver, DeviceSender, Receiver, Sender
+from pipespec.spd.lines import Receiver, Sender
 from pipespec.spd.link import TIMEOUT_S, Link
 from pipespec.spd.machine import Entry
 from pipespec.spd.partition import (
@@ -61,6 +60,7 @@ from pipespec.spd.partition import (
 )
 from pipespec.spd.pipeline import check_draft_schedule, module_config, resolve_drafter, speculative_report
 from pipespec.spd.report import SpeculativeReport
+from pipespec.transport import START_S, RankError, own_device, rank_and_world
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -78,8 +78,6 @@ def _uninterrupted(method: _Method) -> _Method:
 
 _CONTROL, _BULK, _STREAMS, _LINES = range(4)
 """Tags of messages. Those of the lines come last, one for each size of a line."""
-
-TRANSPORTS = ("gloo", "nccl")
 
 _CLOSE, _OPEN = range(2)
 """First word of a control message. With ``_OPEN`` follow the number of rows, the longest prompt and the most positions."""
@@ -121,8 +119,6 @@ class _Circle:
         features: Residual streams that each stage sends to rank 0.
         hidden_size: H.
         dtype: Of hidden states between stages.
-        groups: NCCL groups of the direction from rank 0 and back to it; None: all messages pass through host memory.
-        device: Of this rank.
     """
 
     def __init__(
@@ -132,11 +128,9 @@ class _Circle:
         features: Sequence[Sequence[int]],
         hidden_size: int,
         dtype: torch.dtype,
-        groups: tuple[Any, Any] | None,
-        device: torch.device,
     ) -> None:
         self._link, self._rank_of, self._features = link, rank_of, features
-        self._hidden_size, self._dtype, self._groups, self._device = hidden_size, dtype, groups, device
+        self._hidden_size, self._dtype = hidden_size, dtype
         self._made: dict[tuple[bool, int, int], Sender | Receiver] = {}
 
     def features_of(self, stage: int) -> Sequence[int]:
@@ -159,12 +153,7 @@ class _Circle:
         size += tensors * (1 << kind) * self._hidden_size * self._dtype.itemsize
         at = (self._link, peer, _LINES + key[2], size, len(self._rank_of) + 2)
         if key not in self._made:
-            if self._groups is None:
-                self._made[key] = made(*at)
-            elif made is Sender:
-                self._made[key] = DeviceSender(*at, self._groups[back])
-            else:
-                self._made[key] = DeviceReceiver(*at, self._groups[back], self._device)
+            self._made[key] = made(*at)
         line = self._made[key]
         line.fit(words, (tensors, self._rows, 1, self._hidden_size), self._dtype)
         return line
@@ -588,8 +577,6 @@ class RanksPipeline(BasePipeline):
         dtype: Dtype of the weights. None keeps the model's.
         device: Device of each rank: ``"cpu"``; ``"cuda"``, the GPU of number LOCAL_RANK; or one for all, such as ``"cuda:0"``.
         native: As for ``SpeculativePipeline``, the same on all ranks. Each rank checks and packs its own stage.
-        transport: ``"gloo"``: messages go through host memory. ``"nccl"``: in cycles, hidden states and residual streams go from GPU to GPU; each rank
-            needs a GPU of its own. It has not been run yet.
         draft_schedule: As for ``SpeculativePipeline``. The processes of ``"workers"`` run on the machine of rank 0.
 
     Raises:
@@ -610,18 +597,13 @@ class RanksPipeline(BasePipeline):
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         native: bool = True,
-        transport: str = "gloo",
         draft_schedule: str = LOCKSTEP.name,
     ) -> None:
         rank, world = rank_and_world()
         if not isinstance(target, (str, Path)):
             raise TypeError(f"target must be a path, of which each rank reads its part, not {type(target).__name__}")
-        if transport not in TRANSPORTS:
-            raise ValueError(f"transport={transport!r}: one of {', '.join(map(repr, TRANSPORTS))}")
         device = own_device(device, int(os.environ.get("LOCAL_RANK", rank)))
         check_draft_schedule(drafter, draft_schedule)
-        if transport == "nccl" and device.type != "cuda":
-            raise ValueError(f"transport='nccl' sends from GPU to GPU, and device={str(device)!r}: give device='cuda'")
         skeleton = load_skeleton(target).config
         layers = skeleton.num_hidden_layers
         # An even cut stands for a balanced one until the layers are measured.
@@ -634,7 +616,7 @@ class RanksPipeline(BasePipeline):
         for index in features:
             self.partition.owner(index)
         given = stages if isinstance(stages, str) else f"{list(self.partition.counts)} layers per stage"
-        terms = f"{given}, features {list(features)}, dtype {dtype or 'of the model'}, native {native}, {transport}"
+        terms = f"{given}, features {list(features)}, dtype {dtype or 'of the model'}, native {native}"
         self._link = Link(terms, timeout_s, start_s)
         self.is_controller = rank == 0
         self._server: _Server | None = None
@@ -650,8 +632,7 @@ class RanksPipeline(BasePipeline):
                 [k for k in features if k > 0 and self.partition.owner(k) == s] for s in range(self.partition.stages)
             ]
             between = stream_dtype(dtype or skeleton.dtype or torch.float32, device)
-            groups = self._link.device_groups() if transport == "nccl" else None
-            circle = _Circle(self._link, rank_of, owned, skeleton.hidden_size, between, groups, device)
+            circle = _Circle(self._link, rank_of, owned, skeleton.hidden_size, between)
             if number is not None:
                 stage = load_stage(target, self.partition, number, dtype=dtype, device=device)
                 self._server = _Server(stage, number, rank_of, circle, self._link, native)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -32,16 +31,13 @@ from pipespec.drivers.ranks.wire import (
 )
 from pipespec.engine.ngram import NgramStage
 from pipespec.engine.stage import Stage
-from pipespec.process.ranks import RankError
 from pipespec.process.signals import handlers_watched, raise_handlers_error
 from pipespec.registry import RANKS
+from pipespec.transport import RankError, Ranks, break_group
 from pipespec_kernels.state import StateBlock
 
 SILENT_S = 300.0
 """A rank 0 that is connected and silent for so long has ended: a fork of it, or a machine without power, closes no connection."""
-
-RETURN_S = 30.0
-"""A draft whose connection to rank 0 broke ends if there is no new one for this time."""
 
 _SLEEP_NS = 500_000_000
 """Longest sleep of a draft that has nothing to do."""
@@ -129,6 +125,7 @@ class _DraftParty(Party):
         self._stop()
         with self.changed:
             self.changed.notify_all()
+        break_group(self.group)  # rank 0 waits for that
 
 
 class DraftRank(Decoder):
@@ -137,21 +134,19 @@ class DraftRank(Decoder):
     Args:
         model: The draft.
         config: Numbers of the whole chain.
-        store: The group's store.
-        rank: This rank.
-        world: Number of ranks, one per model of the chain.
+        ranks: All ranks, one per model of the chain.
     """
 
     ran_as = RANKS.name
     serves = True
 
-    def __init__(self, model: PreTrainedModel, config: SpeculationConfig, store: Any, rank: int, world: int) -> None:
+    def __init__(self, model: PreTrainedModel, config: SpeculationConfig, ranks: Ranks) -> None:
         super().__init__()
-        first = int(config.ngram is not None)
+        first, rank = int(config.ngram is not None), ranks.rank
         self.block: StateBlock = StateBlock.create(len(config.lookahead) + 1, 1, 64)
         ngram = NgramStage(config.ngram, self.block) if config.ngram is not None and rank == 1 else None
         self._stage = Stage(model, self.block, first + rank - 1, native=config.native, ngram=ngram)
-        self._party = _DraftParty(store, rank, world, first, self.block)
+        self._party = _DraftParty(ranks, first, self.block)
         self.rank = rank
         weakref.finalize(self, self._party.close)
 
@@ -175,7 +170,7 @@ class DraftRank(Decoder):
         """Take part in the calls of rank 0 until it closes.
 
         Raises:
-            RankError: Rank 0 has ended, has been cut off for longer than ``RETURN_S`` with a broken connection, or has been silent for ``SILENT_S``.
+            RankError: Rank 0 has ended, or has been silent for ``SILENT_S``.
         """
         party = self._party
         with handlers_watched():
@@ -187,15 +182,15 @@ class DraftRank(Decoder):
                     self._require_target()
 
     def _require_target(self) -> None:
-        """Raises ``RankError`` if rank 0 has ended, or has been cut off for too long."""
-        link = self._party.links[0]
-        if link.store_has_ended:
+        """Raises ``RankError`` if rank 0 has ended."""
+        party = self._party
+        if party.is_over:
+            return
+        if (cause := party.links[0].cause) is not None:
+            raise RankError(f"rank {self.rank}: rank 0, the target, is gone ({cause})")
+        if party.ranks.store_has_ended:
             raise RankError(f"rank {self.rank}: the ranks' store has ended, and so rank 0, or torchrun")
-        if link.cause is not None and not link.is_over and time.monotonic() - link.since > RETURN_S:
-            raise RankError(
-                f"rank {self.rank}: rank 0, the target, is gone ({link.cause}) and has not come back within {RETURN_S:g} s"
-            )
-        if not link.is_over and time.monotonic() - link.since > SILENT_S:
+        if party.ranks.silence(0) > SILENT_S:
             raise RankError(f"rank {self.rank}: rank 0, the target, has given no sign of life for {SILENT_S:g} s")
 
     def _take_part(self, generation: int, call: Call) -> None:

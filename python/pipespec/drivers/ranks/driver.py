@@ -18,6 +18,7 @@ from pipespec.drivers.ranks.party import Party, parts
 from pipespec.drivers.ranks.wire import CALL, FAILED, FORM, HEAD, TEXT, encode_call, text_of, write_head
 from pipespec.engine.ngram import NgramStage
 from pipespec.engine.stage import Stage
+from pipespec.transport import Ranks
 from pipespec_kernels.state import Action
 
 
@@ -47,9 +48,6 @@ class _TargetParty(Party):
         offset = sum(map(len, self._call[:sent]))
         return write_head(words, CALL, self.generation, len(body), offset, self._size)
 
-    def _reconnected(self, peer: int) -> None:
-        self._sent.pop(peer, None)
-
     def _special(self, peer: int, kind: int, generation: int, body: np.ndarray, first: int, second: int) -> None:
         if kind != TEXT:
             super()._special(peer, kind, generation, body, first, second)
@@ -74,23 +72,22 @@ class RanksDriver(Driver):
     Args:
         model: The target.
         config: Numbers of the whole chain.
-        store: The group's store.
-        world: Number of ranks, one per model of the chain.
+        ranks: All ranks, one per model of the chain.
     """
 
     schedule = "ranks"
 
-    def __init__(self, model: PreTrainedModel, config: SpeculationConfig, store: Any, world: int) -> None:
+    def __init__(self, model: PreTrainedModel, config: SpeculationConfig, ranks: Ranks) -> None:
         super().__init__([model], config)
         at = self.block.target
-        ngram = self._make_ngram() if world == 1 else None
+        ngram = self._make_ngram() if ranks.world == 1 else None
         self._target = Stage(model, self.block, at, self._trace_of(at), native=config.native, ngram=ngram)
         self.block.set_alive(at, True)
         self._generation = 0
         self._is_running = self._is_drafting = False
         self._lost_at: dict[int, float] = {}
         self._events: list[str] = []
-        self._party = _TargetParty(store, 0, world, self._first, self.block)
+        self._party = _TargetParty(ranks, self._first, self.block)
         weakref.finalize(self, self._party.close)
 
     @property
@@ -115,12 +112,6 @@ class RanksDriver(Driver):
         raise RuntimeError(
             "a forked process cannot talk to the ranks: generate in the process that was started as rank 0"
         )
-
-    def await_drafts(self, seconds: float) -> None:
-        """Wait for the first connection to each draft, for at most so long together."""
-        deadline = time.monotonic() + seconds
-        for link in self._party.links.values():
-            link.await_connection(max(0.0, deadline - time.monotonic()))
 
     # ---- a call
 

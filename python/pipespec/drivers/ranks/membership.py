@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
@@ -28,15 +26,9 @@ from pipespec.preflight.checks import Vocabulary, check_architecture, check_voca
 from pipespec.preflight.devices import AUTO, Devices
 from pipespec.preflight.placement import arrange
 from pipespec.preflight.support import check_runnable
-from pipespec.process.ranks import START_S, RankError, join_store, own_device, rank_and_world
+from pipespec.transport import START_S, RankError, Ranks, own_device, rank_and_world
 from pipespec_kernels import __version__
 from pipespec_kernels.state import MAX_STAGES
-
-_CONNECT_S = 30.0
-"""Longest wait of rank 0 for its connections to the drafts. Those that are missing then count as lost."""
-
-_READ_S = 6.0
-"""Rank 0 may hold the store, and keeps it for this time at most until the others have read why the chain does not start."""
 
 
 def join(
@@ -77,9 +69,8 @@ def join(
     own = (rank - 1) % world
     name = stage_names(world)[own]
     wanted = _own_device(device, stage_names(world), own)
-    store, rank, world = join_store(start_s)
-    meeting = _Meeting(store, rank, world, start_s)
-    _compare(meeting.exchange("terms", json.dumps(_terms(given, config)), "all ranks have started"), meeting)
+    ranks = Ranks.join(start_s)
+    _compare(ranks.exchange("terms", json.dumps(_terms(given, config)), "all ranks have started"), ranks)
 
     error: Exception | None = None
     facts, model = "", None
@@ -91,10 +82,10 @@ def join(
         check_runnable([model])
     except Exception as failure:
         error = failure
-    answers = meeting.exchange("ready", facts if error is None else f"!{error}", "all ranks have loaded their models")
+    answers = ranks.exchange("ready", facts if error is None else f"!{error}", "all ranks have loaded their models")
     failed = next((r for r, answer in enumerate(answers) if answer.startswith("!")), None)
     if failed is not None or error is not None:
-        meeting.leave()
+        ranks.leave()
         if error is not None:
             raise error
         assert failed is not None
@@ -103,7 +94,7 @@ def join(
     try:
         check_vocabularies([*drafts, target])
     except ValueError:
-        meeting.leave()
+        ranks.leave()
         raise
     assert model is not None
     if config.ngram is not None and own == 0:
@@ -111,10 +102,8 @@ def join(
         source = given[-1] if isinstance(given[-1], (str, Path)) else given[-1].config._name_or_path
         config = replace(config, ngram=config.ngram.for_target(source, model))
     if rank:
-        return model, DraftRank(model, config, store, rank, world)
-    driver = RanksDriver(model, config, store, world)
-    driver.await_drafts(_CONNECT_S)
-    return model, driver
+        return model, DraftRank(model, config, ranks)
+    return model, RanksDriver(model, config, ranks)
 
 
 def _own_device(device: Devices, names: Sequence[str], own: int) -> Devices:
@@ -165,7 +154,7 @@ def _digest(model: Any) -> str:
     return ""
 
 
-def _compare(everyone: Sequence[str], meeting: _Meeting) -> None:
+def _compare(everyone: Sequence[str], ranks: Ranks) -> None:
     """Raises ``RankError`` by name where ranks have other versions or settings than rank 0."""
     try:
         first, *others = (json.loads(terms) for terms in everyone)
@@ -187,38 +176,5 @@ def _compare(everyone: Sequence[str], meeting: _Meeting) -> None:
                         f"rank {rank} has other model settings for the {name} than rank 0 (config.json differs): give all ranks the same models"
                     )
     except RankError:
-        meeting.leave()
+        ranks.leave()
         raise
-
-
-class _Meeting:
-    """The ranks' exchange of texts through the store, before they are connected."""
-
-    def __init__(self, store: Any, rank: int, world: int, start_s: float) -> None:
-        self._store, self._rank, self._world, self._start_s = store, rank, world, start_s
-
-    def exchange(self, sign: str, mine: str, until: str) -> list[str]:
-        """Wait until all ranks are here, and return the text of each. Raises ``RankError``."""
-        names = [f"{sign}/{r}" for r in range(self._world)]
-        deadline = time.monotonic() + self._start_s
-        try:
-            self._store.set(names[self._rank], f"+{mine}")  # the store has no empty values
-            while not self._store.check(names):
-                if time.monotonic() > deadline:
-                    missing = [str(r) for r in range(self._world) if not self._store.check([names[r]])]
-                    raise RankError(f"waited {self._start_s:g} s until {until}: rank {', '.join(missing)} is missing")
-                time.sleep(0.02)
-            return [self._store.get(name)[1:].decode() for name in names]
-        except dist.DistError as error:
-            raise RankError(
-                f"ended waiting until {until}: the ranks' store broke, rank 0, or torchrun, has ended"
-            ) from error
-
-    def leave(self) -> None:
-        """End on all ranks. Rank 0, which may hold the store, waits until the others have read why."""
-        with suppress(dist.DistError):
-            self._store.set(f"read/{self._rank}", "+")
-            deadline = time.monotonic() + _READ_S
-            names = [f"read/{r}" for r in range(self._world)]
-            while self._rank == 0 and time.monotonic() < deadline and not self._store.check(names):
-                time.sleep(0.02)

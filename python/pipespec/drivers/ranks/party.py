@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from pipespec.drivers.ranks.link import Link
 from pipespec.drivers.ranks.wire import BODY, BYE, HEAD, STATE, BadMessage, read_head, write_head
+from pipespec.transport import Ranks, break_group
 from pipespec_kernels import _native
 from pipespec_kernels.state import StateBlock
+
+_CLOSE_S = 2.0
+"""Longest wait for the messages under way when a rank closes."""
 
 
 def stages_of(rank: int, world: int, first: int) -> list[int]:
@@ -33,9 +37,7 @@ class Party:
     by the target's rank. A rank sends its state to those that have told it that they are in the same generation.
 
     Args:
-        store: The group's store.
-        rank: This rank.
-        world: Number of ranks.
+        ranks: All ranks.
         first: Number of stages without a model.
         block: This rank's block.
 
@@ -45,8 +47,9 @@ class Party:
         running: Whether it has not ended.
     """
 
-    def __init__(self, store: Any, rank: int, world: int, first: int, block: StateBlock) -> None:
-        self.rank, self._world, self._first, self.block = rank, world, first, block
+    def __init__(self, ranks: Ranks, first: int, block: StateBlock) -> None:
+        self.ranks, self._first, self.block = ranks, first, block
+        self.rank, self._world = rank, world = ranks.rank, ranks.world
         self.lock = threading.Lock()
         self.generation, self.running, self.closed = 0, False, False
         self._boxes: dict[int, tuple[_native.Outbox, _native.Inbox]] = {}
@@ -54,7 +57,10 @@ class Party:
         self._theirs: dict[int, int] = {}
         drafts = range(1, world)
         peers = drafts if rank == 0 else [0, *(peer for peer in (rank - 1, rank + 1) if peer in drafts)]
-        self.links = {peer: Link(store, rank, peer, self) for peer in peers}
+        self.group = ranks.connect()
+        self.links = {peer: Link(ranks, self.group, peer, self) for peer in peers}
+        for link in self.links.values():
+            link.start()
 
     def _reads_tokens(self, reader: int, writer: int) -> bool:
         """Whether a rank reads another one's sequences: everyone the target's, otherwise neighbours."""
@@ -88,14 +94,20 @@ class Party:
             return
         self.closed = True
         for link in self.links.values():
-            link._closing.set()  # all at once: each may take its time limit
-            link.wake()
+            link.say_goodbye()
+        # The other rank closes the connection when it has read that. A reset would overtake it.
+        deadline = time.monotonic() + _CLOSE_S
         for link in self.links.values():
-            link.close()
+            link.await_end(max(0.0, deadline - time.monotonic()))
+        break_group(self.group)
+        for link in self.links.values():
+            link.await_end(_CLOSE_S)
+        self.group = None
+        self.ranks.stop()
 
     # ---- called by the links' threads
 
-    def compose(self, link: Link, words: np.ndarray, beat: bool) -> int:
+    def compose(self, link: Link, words: np.ndarray) -> int:
         with self.lock:
             urgent = self._urgent(link, words)
             if urgent:
@@ -103,7 +115,7 @@ class Party:
             count, now = 0, (self.generation, self.running)
             if self.generation and self._theirs.get(link.peer) == self.generation:
                 count = self._boxes[link.peer][0].fill(words[HEAD:].ctypes.data, BODY)
-            if not count and not beat and self._announced.get(link.peer) == now:
+            if not count and self._announced.get(link.peer) == now:
                 return 0
             self._announced[link.peer] = now
             return write_head(words, STATE, self.generation, count, int(self.running))
@@ -129,15 +141,6 @@ class Party:
                 self._target_ended(generation)
         return True
 
-    def connected(self, link: Link) -> None:
-        with self.lock:
-            self._theirs.pop(link.peer, None)
-            self._announced.pop(link.peer, None)
-            if link.peer in self._boxes:
-                for box in self._boxes[link.peer]:
-                    box.restart()
-            self._reconnected(link.peer)
-
     # ---- what ranks do differently. While the lock is held.
 
     def _urgent(self, link: Link, words: np.ndarray) -> int:
@@ -150,9 +153,6 @@ class Party:
 
     def _target_ended(self, generation: int) -> None:
         """The target has ended a generation."""
-
-    def _reconnected(self, peer: int) -> None:
-        """There is a new connection to a rank."""
 
     def _said_bye(self, peer: int) -> None:
         """A rank has closed."""

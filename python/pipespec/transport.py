@@ -1,0 +1,286 @@
+"""Ranks: the processes of a program that torchrun, or another launcher with its environment variables, has started, and what they exchange."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+START_S = 300.0
+"""Longest time for importing and loading. If a rank ends meanwhile, torchrun ends the others at once."""
+
+_stores: dict[tuple[str | None, ...], tuple[Any, int, int]] = {}
+"""The store of each torchrun environment: one per process for all groups, which follow each other."""
+
+_groups = itertools.count()
+"""Number of the next group. All ranks make their groups in the same order, and each has its own prefix in the store."""
+
+
+class RankError(RuntimeError):
+    """Another rank has ended, is late, or has failed. The group of ranks cannot be used any more."""
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This process's rank and the number of ranks. Raises ``ValueError`` where no launcher has set them."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            "there are no ranks: start this with torchrun --nproc-per-node ... (RANK and WORLD_SIZE are not set)"
+        )
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def join_store(start_s: float) -> tuple[Any, int, int]:
+    """Join the store of the launcher's environment variables.
+
+    Returns:
+        The part of the store for a new group, this rank, and the number of ranks.
+
+    Raises:
+        RankError: Not all ranks have come within ``start_s`` seconds, or one has ended, or MASTER_ADDR or MASTER_PORT cannot be used.
+    """
+    here = tuple(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    try:
+        if here not in _stores:
+            _stores[here] = next(dist.rendezvous("env://", timeout=timedelta(seconds=start_s)))
+    except dist.DistError as error:
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if "EADDRINUSE" in str(error):
+            what = f"MASTER_PORT={port} is in use on this machine: choose another one"
+        elif not _is_known(address):
+            what = f"MASTER_ADDR={address} is no address that this machine knows"
+        else:
+            what = f"not all ranks have come within {start_s:g} s, or one has ended"
+        raise RankError(f"{what}: {str(error).splitlines()[0]}") from error
+    whole, rank, world = _stores[here]
+    return dist.PrefixStore(f"pipespec/{next(_groups)}", whole), rank, world
+
+
+def _is_known(address: str | None) -> bool:
+    try:
+        socket.getaddrinfo(address, None)
+    except (OSError, UnicodeError):  # UnicodeError: a part of the name is too long
+        return False
+    return True
+
+
+def own_device(device: torch.device | str, local_rank: int) -> torch.device:
+    """The device of a machine's rank number ``local_rank``. Raises ``ValueError`` if the device does not exist."""
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device={str(device)!r} is not a device; use 'cpu', 'cuda' or 'cuda:1'") from None
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={str(device)!r}: ranks compute on 'cpu' or 'cuda'")
+    if found.type == "cpu":
+        return found
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise ValueError(f"device={str(device)!r}: torch finds no GPU on this machine; use device='cpu'")
+    index = local_rank if found.index is None else found.index
+    if index >= count:
+        raise ValueError(
+            f"device={str(device)!r}: GPU {index} is wanted and this machine has {count}: start fewer ranks here, or let them share one "
+            "with device='cuda:0'"
+        )
+    return torch.device("cuda", index)
+
+
+BEAT_S = 0.25
+"""Each rank gives a sign of life after this time, from a thread of its own."""
+
+SILENCE_S = 6.0
+"""A rank without a sign of life for this time counts as lost."""
+
+GRACE_S = 1.0
+"""Longest wait for a thread that is to end."""
+
+FOREVER = timedelta(days=7)
+"""Waits for messages have no limit of gloo's: it would break the connections to all ranks."""
+
+_LOOK_S = 0.02
+"""Between two looks at the store."""
+
+
+class Ranks:
+    """This rank among all ranks of the launcher: texts and signs of life over its store, and the gloo group of all ranks.
+
+    Args:
+        store: The group's store. Each thread uses a clone, as a client that waits cannot do anything else.
+        rank: This rank.
+        world: Number of ranks.
+        start_s: Longest time until the first sign of each rank, and until all ranks reach a point of the start.
+
+    Attributes:
+        cause: Why the ranks cannot go on together: what a rank has published that ended, or the end of the store; None if nothing is known.
+        store_has_ended: And so rank 0, or torchrun.
+        away_s: How long this process was stopped.
+    """
+
+    def __init__(self, store: Any, rank: int, world: int, start_s: float = START_S) -> None:
+        self.rank, self.world, self.start_s = rank, world, start_s
+        self._store, self._beats = store.clone(), store.clone()
+        self.cause: str | None = None
+        self.store_has_ended = False
+        self.away_s = 0.0
+        now = self.now()
+        self._seen: dict[int, tuple[bytes | None, float]] = {r: (None, now) for r in range(world) if r != rank}
+        self._answered = now  # when the store last answered
+        self._stopped = threading.Event()
+        self._sign(0)
+        self._thread = threading.Thread(target=self._beat, daemon=True, name="pipespec-beat")
+        self._thread.start()
+
+    @classmethod
+    def join(cls, start_s: float = START_S) -> Ranks:
+        """The ranks that the launcher's environment variables describe. Raises ``RankError`` as :func:`join_store`."""
+        store, rank, world = join_store(start_s)
+        try:
+            return cls(store, rank, world, start_s)
+        except dist.DistError as error:
+            raise RankError(f"not all ranks have come within {start_s:g} s, or one has ended: {error}") from error
+
+    def now(self) -> float:
+        """The time, less the time that this process was stopped: then nothing that it waits for is late."""
+        return time.monotonic() - self.away_s
+
+    # ---- signs of life
+
+    def silence(self, rank: int) -> float:
+        """Seconds since the last sign of life of another rank, as of the store's last answer: a store that hangs makes no rank late."""
+        return self._answered - self._seen[rank][1]
+
+    def late(self) -> str | None:
+        """Which rank, or the store, gives no sign of life; None if none is late."""
+        now = self.now()
+        if now - self._answered > SILENCE_S:
+            return "the ranks' store does not answer any more: the process that holds it (rank 0, or torchrun) hangs"
+        for rank, (value, _) in self._seen.items():
+            if self.silence(rank) > (self.start_s if value is None else SILENCE_S):
+                return f"rank {rank} gives no sign of life"
+        return None
+
+    def _sign(self, count: int) -> None:
+        self._beats.set(f"beat/{self.rank}", str(count))
+
+    def _beat(self) -> None:
+        count, before = 0, time.monotonic()
+        while not self._stopped.wait(BEAT_S):
+            if (passed := time.monotonic() - before) > SILENCE_S:
+                self.away_s += passed
+            count += 1
+            try:
+                self._sign(count)
+                for rank, (known, _) in self._seen.items():
+                    if self._beats.check([f"beat/{rank}"]):
+                        value = self._beats.get(f"beat/{rank}")
+                        if value != known:
+                            self._seen[rank] = value, self.now()
+                if self.cause is None and self._beats.check(["failed"]):
+                    self.cause = self._beats.get("failed").decode()
+                    self._beats.set(f"knows/{self.rank}", "+")
+            except Exception:
+                self.store_has_ended = True
+                self.cause = self.cause or (
+                    "the ranks' store does not answer any more: the process that held it (rank 0, or torchrun) has ended"
+                )
+                return
+            self._answered = self.now()
+            before = time.monotonic()
+
+    # ---- the start
+
+    def exchange(self, sign: str, mine: str, until: str) -> list[str]:
+        """Wait until all ranks are here, and return the text of each. Raises ``RankError`` if one does not come."""
+        names = [f"{sign}/{r}" for r in range(self.world)]
+        deadline = self.now() + self.start_s
+        try:
+            self._store.set(names[self.rank], f"+{mine}")  # the store has no empty values
+            while not self._store.check(names):
+                cause = self.cause or self.late()
+                if cause is None and self.now() > deadline:
+                    missing = [str(r) for r in range(self.world) if not self._store.check([names[r]])]
+                    cause = f"rank {', '.join(missing)} took too long, more than start_s={self.start_s:g} s"
+                if cause is not None:
+                    raise self.failed(f"ended waiting until {until}: {cause}")
+                time.sleep(_LOOK_S)
+            return [self._store.get(name)[1:].decode() for name in names]
+        except dist.DistError as error:
+            raise self.failed(
+                f"ended waiting until {until}: the ranks' store broke, rank 0, or torchrun, has ended"
+            ) from error
+
+    def connect(self) -> Any:
+        """The gloo group of all ranks. Raises ``RankError`` unless all connect within ``start_s``."""
+        try:
+            group: Any = dist.ProcessGroupGloo  # the functions of torch.distributed check and log each message
+            return group(dist.PrefixStore("gloo", self._store), self.rank, self.world, timedelta(seconds=self.start_s))
+        except RuntimeError as error:
+            raise self.failed(f"could not connect with all ranks ({first_line(error)})") from error
+
+    # ---- the end
+
+    def failed(self, what: str, ended: int | None = None) -> RankError:
+        """Publish why this rank ends, and return the error to raise.
+
+        Rank 0 waits until the others have read it. Otherwise they would find a broken connection and no store.
+
+        Args:
+            what: What it failed at.
+            ended: A rank whose connection broke, which reads no cause any more.
+        """
+        said = f"rank {self.rank} failed: {what}" + (f" ({self.cause})" if self.cause else "")
+        first = self.cause
+        with suppress(Exception):  # the store has ended, which the other ranks notice
+            published = self._store.compare_set("failed", "", said).decode()
+            first = self.cause if published == said else published
+            for rank in {self.rank, self.rank if ended is None else ended}:
+                self._store.set(f"knows/{rank}", "+")
+        if self.cause is None:  # the others find what this rank has found
+            self._hold_store("knows")
+        self._stopped.set()
+        known = f" ({first})" if first and first not in what else ""
+        return RankError(f"rank {self.rank}: {what}{known}")
+
+    def stop(self) -> None:
+        """Give no more signs of life."""
+        self._stopped.set()
+        self._thread.join(GRACE_S)  # a thread inside the store at the interpreter's end would abort the process
+
+    def leave(self) -> None:
+        """End together with all ranks. Rank 0, which may hold the store, waits until the others are here, too."""
+        self.stop()
+        with suppress(dist.DistError):
+            self._store.set(f"left/{self.rank}", "+")
+            self._hold_store("left")
+
+    def _hold_store(self, sign: str) -> None:
+        deadline = time.monotonic() + SILENCE_S
+        names = [f"{sign}/{r}" for r in range(self.world)]
+        with suppress(dist.DistError):
+            while self.rank == 0 and time.monotonic() < deadline and not self._store.check(names):
+                time.sleep(_LOOK_S)
+
+
+def break_group(group: Any) -> None:
+    """End all waits for messages of a group: gloo closes its connections after a wait that takes too long."""
+    for peer in range(group.size()):
+        # One that has ended already makes no wait take long.
+        with suppress(RuntimeError):
+            if peer != group.rank():
+                group.recv([torch.empty(1, dtype=torch.int32)], peer, _BREAK).wait(timedelta(milliseconds=1))
+
+
+_BREAK = 2**20
+"""A tag that no message has."""
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
