@@ -14,6 +14,7 @@ import io
 import json
 import math
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -44,13 +45,14 @@ def _figure(title: str, width: float, height: float, columns: int = 1) -> tuple[
 
     matplotlib.rcParams.update({"svg.hashsalt": "pipespec", "svg.fonttype": "none", "font.size": 9})
     figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", weight="bold", size=10)
+    figure.suptitle(textwrap.fill(title, int(11 * width)), x=0.01, ha="left", weight="bold", size=10)
     return figure, list(figure.subplots(1, columns, squeeze=False)[0])
 
 
 def svg(figure: Figure, note: str = "") -> str:
     """A figure as SVG, with a small line of text below it."""
     if note:
+        note = textwrap.fill(note, int(19 * figure.get_size_inches()[0]))
         figure.supxlabel(note, x=0.01, ha="left", size=7, color="#555555")
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None})
@@ -96,8 +98,8 @@ def chart(title: str, panels: Sequence[Panel], note: str = "") -> str:
             raise ValueError(f"{title}: every series needs finite points")
         for s in panel.series:
             line = "none" if s.marks and not s.joined else "--" if s.dashed else "-"
-            style = {"drawstyle": "steps-post"} if s.steps else {}
-            ax.plot(s.x, s.y, line, marker="o" if s.marks else "", ms=4, color=_colour(s.colour), label=s.name, **style)
+            style = {"ls": line, "marker": "o" if s.marks else "", "drawstyle": "steps-post" if s.steps else "default"}
+            ax.plot(s.x, s.y, ms=4, color=_colour(s.colour), label=s.name, **style)
         ax.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label, ylim=(0.0, panel.y_high))
         ax.grid(axis="y", color="#dddddd")
         ax.spines[["top", "right"]].set_visible(False)
