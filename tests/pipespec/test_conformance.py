@@ -251,12 +251,6 @@ def _chunks(s: Situation) -> Case:
     return Case(given, seen=seen, undo=handle.remove)
 
 
-def _attentions(s: Situation) -> Case:
-    before = s.model.config._attn_implementation
-    s.model.set_attn_implementation("eager")
-    return Case(lambda: {"output_attentions": True}, _DICT, undo=lambda: s.model.set_attn_implementation(before))
-
-
 def _narrow(s: Situation) -> dict[str, Any]:
     return {"inputs": s.ids[:, -1:], "attention_mask": DROP}
 
@@ -314,8 +308,6 @@ CASES: dict[str, Callable[[Situation], Case | None]] = {
     "return_dict_in_generate": lambda s: value("return_dict_in_generate", True),
     "output_scores": lambda s: value("output_scores", True, suppress_tokens=[s.text[0][0]], **_DICT),
     "output_logits": lambda s: value("output_logits", True, suppress_tokens=[s.text[0][0]], **_DICT),
-    "output_hidden_states": lambda s: value("output_hidden_states", True, **_DICT),
-    "output_attentions": _attentions,
     "use_cache": lambda s: value("use_cache", False, **_DICT),
     "prefill_chunk_size": _chunks,
 }  # fmt: skip
@@ -361,6 +353,8 @@ REFUSED = {
     "position_ids": (torch.arange(9)[None] + 3, "derived from attention_mask"),
     "cache_position": (torch.arange(9), "derived from the cache"),
     "guidance_scale": (1.5, "second forward"),
+    "output_attentions": (True, "over the finished text"),
+    "output_hidden_states": (True, "over the finished text"),
     "cache_implementation": ("static", "cache of its own"),
     "cache_config": ({"backend": "quanto"}, "cache of its own"),
     "max_cache_len": (99, "cache of its own"),

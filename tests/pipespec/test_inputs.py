@@ -12,10 +12,9 @@ import transformers
 from transformers import DynamicCache, GenerationConfig, MaxLengthCriteria, StaticCache, StoppingCriteriaList
 
 import pipespec.engine.stage
-from pipespec import Pipeline, attach, detach
+from pipespec import Pipeline
 from pipespec.engine.cache import RowCache
 from pipespec.models.compat import lost_arguments
-from pipespec.spd import SpeculativePipeline
 from tests.conftest import always_right, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
 
@@ -552,85 +551,10 @@ def test_the_fields_of_the_output(pipes, model, rows):
             assert got.past_key_values.lengths == tuple(int(n) + NEW - 1 for n in mask.sum(dim=1))
 
 
-@pytest.mark.parametrize("new", [1, NEW])
-def test_features_of_a_prompt_without_padding(pipe, model, new):
-    """All columns of the first token, and one of each further one, are transformers'. Nothing else of the result changes."""
-    options = {"max_new_tokens": new, "do_sample": False, "return_dict_in_generate": True, "output_hidden_states": True}
-    ids = prompt(50)
-    got, wanted = pipe.generate(ids, **options), model.generate(ids, **options)
-    assert torch.equal(got.sequences, wanted.sequences)
-    assert len(got.hidden_states) == new
-    for ours, theirs in zip(got.hidden_states, wanted.hidden_states, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    assert got.attentions is None
-    cached = {**options, "past_key_values": got.past_key_values}
-    with pytest.raises(NotImplementedError, match="output_hidden_states is not supported with past_key_values that"):
-        pipe.generate(torch.cat([got.sequences, ids], 1), **cached)
-    ends_padded = torch.ones_like(ids)
-    ends_padded[0, -1] = 0
-    with pytest.raises(NotImplementedError, match="output_hidden_states is not supported with padding at the end"):
-        pipe.generate(ids, attention_mask=ends_padded, **options)
-
-
-FEATURES = {"output_hidden_states": True, "output_attentions": True, "return_dict_in_generate": True}
-
-
-@pytest.fixture(scope="module")
-def eager():
-    model = random_llama(3)
-    model.set_attn_implementation("eager")
-    return model
-
-
-@pytest.mark.parametrize("kind", ["chain", "attached", "custom_generate", "stages"])
-def test_features_of_a_batch(eager, kind):
-    """Rows padded on the left, rows that end before others, hidden states and attentions, of every kind of pipeline."""
-    ids, mask = left_pad(random_prompts(3, seed=30, shortest=4))
-    options = {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False}
-    texts = eager.generate(ids, **options)[:, ids.shape[1] :]
-    options |= {"eos_token_id": int(texts[1, 4])}
-    wanted = eager.generate(ids, **options, **FEATURES)
-    drafts = [noisy(eager, 0.02)]
-    if kind == "stages":
-        got = SpeculativePipeline(eager, stages=2).generate(ids, **options, **FEATURES)
-    elif kind == "attached":
-        attach(eager, drafts=drafts)
-        got = eager.generate(ids, **options, **FEATURES)
-        detach(eager)
-    else:
-        pipe = Pipeline(eager, drafts, schedule="lockstep")
-        hook = {"custom_generate": pipe} if kind == "custom_generate" else {}
-        got = (eager if hook else pipe).generate(ids, **options, **FEATURES, **hook)
-    assert torch.equal(got.sequences, wanted.sequences)
-    real = mask.bool()
-    for name, columns in (("hidden_states", (0, 1)), ("attentions", (0, 2))):
-        ours, theirs = getattr(got, name), getattr(wanted, name)
-        assert [[x.shape for x in token] for token in ours] == [[x.shape for x in token] for token in theirs]
-        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            for x, y in zip(a, b, strict=True):
-                pair = (x, y) if i else (z.movedim(columns, (0, 1))[real] for z in (x, y))
-                torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-4)
-
-
-def test_attentions_of_captured_steps(eager):
-    """Their attention has no weights to return. Once the pipeline is closed, the model has its own again."""
-    pipe, other = Pipeline(eager, graphs=True), Pipeline(eager, schedule="plain")
-    out = pipe.generate(prompt(50), max_new_tokens=2, **FEATURES | {"output_attentions": False})
-    assert len(out.hidden_states) == 2
-    for refused in (pipe, other):
-        with pytest.raises(NotImplementedError, match="output_attentions is not supported with captured steps"):
-            refused.generate(prompt(50), max_new_tokens=2, **FEATURES)
-    pipe.close()
-    with pytest.raises(NotImplementedError, match="output_attentions is not supported with captured steps"):
-        pipe.generate(prompt(50), max_new_tokens=2, **FEATURES)
-    assert len(other.generate(prompt(50), max_new_tokens=2, **FEATURES).attentions[0]) == 2
-
-
 def test_a_failure_after_the_text_leaves_the_text(pipe, model, monkeypatch):
-    monkeypatch.setattr("pipespec.api.output.features_of", raise_out_of_memory)
+    monkeypatch.setattr("pipespec.api.output.PipelineOutput", raise_out_of_memory)
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        pipe.generate(prompt(50), max_new_tokens=NEW, return_dict_in_generate=True, output_hidden_states=True)
+        pipe.generate(prompt(50), max_new_tokens=NEW, return_dict_in_generate=True)
     text = plain(model, prompt(50), max_new_tokens=NEW)
     assert torch.equal(pipe.partial, text)
     assert torch.equal(caught.value.partial, text)

@@ -207,9 +207,10 @@ FALLBACKS: dict[str, Callable[[Any, torch.Tensor], dict[str, Any]]] = {
 
 BEHAVIOURS: dict[str, Behaviour] = {
     # greedy
-    "all outputs": Behaviour(call(ROW, ALL, PROCESSED, min_new_tokens=NEW), 1),
+    "scores and logits": Behaviour(call(ROW, SCORES, PROCESSED, min_new_tokens=NEW), 1),
+    "all outputs": Behaviour(call(ROW, ALL, PROCESSED, min_new_tokens=NEW), 0, ("output_attentions",)),
     "all outputs of rows that end with padding": Behaviour(
-        call(RIGHT, ALL, PROCESSED, min_new_tokens=NEW), 0, ("output_hidden_states",)
+        call(RIGHT, ALL, PROCESSED, min_new_tokens=NEW), 0, ("output_attentions",)
     ),
     "with and without a cache": Behaviour(with_and_without_cache, 2),
     "an end that may not come yet": Behaviour(call(LEFT, eos_token_id=ENDS, min_new_tokens=NEW), 1),
@@ -230,13 +231,14 @@ BEHAVIOURS: dict[str, Behaviour] = {
     ),
     "gradient checkpointing": Behaviour(in_training, 2, ("gradient_checkpointing",)),
     "guidance": Behaviour(call(LEFT, guidance_scale=1.5), 0, ("guidance_scale",)),
-    "hidden states without a cache": Behaviour(call(ROW, DICT, output_hidden_states=True, use_cache=False), 1),
-    "attentions without a cache": Behaviour(call(ROW, DICT, output_attentions=True, use_cache=False), 1),
+    "hidden states without a cache": Behaviour(call(ROW, DICT, output_hidden_states=True, use_cache=False), 0, ("output_hidden_states",)),
+    "attentions without a cache": Behaviour(call(ROW, DICT, output_attentions=True, use_cache=False), 0, ("output_attentions",)),
     # sampling
     "sampled": Behaviour(call(LEFT, WARPED, PROCESSED), 1, draws=True),
-    "sampled, all outputs": Behaviour(
-        call(ROW, WARPED, PROCESSED, ALL, num_return_sequences=2, min_new_tokens=NEW), 1, draws=True
+    "sampled, scores and logits": Behaviour(
+        call(ROW, WARPED, PROCESSED, SCORES, num_return_sequences=2, min_new_tokens=NEW), 1, draws=True
     ),
+    "rows that end with padding": Behaviour(call(RIGHT, PROCESSED), 0, ("attention_mask",)),
     "sampled, hidden states, rows that end with padding": Behaviour(
         call(RIGHT, WARPED, DICT, output_hidden_states=True), 0, ("output_hidden_states",)
     ),
@@ -464,7 +466,7 @@ def test_attaching_changes_generate_only(original):
     before = forwards()
     with pipespec.attach(model, drafts=[noisy(model, 0.02)], schedule="lockstep"):
         model.generate(**LEFT, **SCORES)
-        model.generate(**ROW, **ALL)
+        model.generate(**ROW, **SCORES)
         during = forwards()
     assert during[-1] == [*before[-1], "generate"]
     for ours, theirs in zip(during[:-1], before[:-1], strict=True):

@@ -226,11 +226,9 @@ def test_a_long_prompt_on_slow_stages(folder, found):
 
 
 def test_one_pipeline_after_another(folder, found):
-    """In the same processes, a later pipeline does not use keys or addresses of an earlier one. The last one measures its cut. Rank 0 has no layers to
-    compute features with."""
+    """In the same processes, a later pipeline does not use keys or addresses of an earlier one. The last one measures its cut."""
     wanted = SpeculativePipeline(folder, stages=2).generate(torch.tensor([[5, 6]]), max_new_tokens=5, do_sample=False)
-    refusal = "generate(): output_hidden_states is not supported with a target whose layers are in other processes"
-    assert found["twice"] == [[[0, [wanted[0].tolist(), refusal] * 3], [0, []], [0, []]]]
+    assert found["twice"] == [[[0, [wanted[0].tolist()] * 3], [0, []], [0, []]]]
 
 
 def test_ranks_that_were_started_differently(found):

@@ -45,13 +45,14 @@ class Argument(NamedTuple):
 _BEAMS = "beam search keeps several texts per row; detach() the model, or call transformers' generate()"
 _ASSISTED = "another way to speculate; the pipeline's drafts do that"
 _CACHE = "the pipeline has a cache of its own (RowCache)"
+_FEATURES = "call the model once over the finished text, or call transformers' generate()"
 _FILE = "describes the file the configuration came from"
 
 ARGUMENTS: dict[str, Argument] = {
     # of generate() itself
     "inputs": Argument(How.HONOURED, "the same as `input_ids`"),
     "input_ids": Argument(How.HONOURED, "LongTensor `[B, S]`, or lists; a batch is padded on the left"),
-    "attention_mask": Argument(How.HONOURED, "2-D, of 0 and 1; padding may be anywhere, with the same effect as in transformers, but not all of a row; columns before `input_ids` stand for cached tokens"),
+    "attention_mask": Argument(How.HONOURED, "2-D, of 0 and 1; padding may be anywhere but at the end of a row, with the same effect as in transformers; columns before `input_ids` stand for cached tokens"),
     "generation_config": Argument(How.HONOURED, "merged as in transformers: keywords, this, the model's, defaults"),
     "logits_processor": Argument(How.STEPWISE, "called once per generated token and row, with ids and scores of that row; drafts do not run it"),
     "stopping_criteria": Argument(How.HONOURED, "called token by token, also inside an accepted block, with the ids of the whole batch, as in transformers"),
@@ -116,8 +117,8 @@ ARGUMENTS: dict[str, Argument] = {
     "return_dict_in_generate": Argument(How.HONOURED, "adds `speculation`, the report of the call"),
     "output_scores": Argument(How.HONOURED, "processed, float32, per generated token; finished rows hold zeros"),
     "output_logits": Argument(How.HONOURED, "raw, float32, per generated token; finished rows hold zeros"),
-    "output_attentions": Argument(How.HONOURED, "from one more forward of the target over the finished text; padding columns differ; empty unless the attention is `eager`, which captured steps cannot have; with `use_cache=False` all columns per token"),
-    "output_hidden_states": Argument(How.HONOURED, "from one more forward of the target over the finished text; padding columns differ; with `use_cache=False` all columns per token"),
+    "output_attentions": Argument(How.REFUSED, _FEATURES),
+    "output_hidden_states": Argument(How.REFUSED, _FEATURES),
     # how it is computed
     "use_cache": Argument(How.HONOURED, "False: no cache is returned; the text is the same", (True,)),
     "prefill_chunk_size": Argument(How.HONOURED, "tokens per forward of the prefill, in every stage"),
@@ -218,8 +219,6 @@ def check_arguments(
         if positions.ndim != 2 or positions.shape[1] not in widths:
             raise refusal("position_ids", positions)
         check_positions(positions, torch.ones_like(ids) if mask is None else mask)
-        if mask is not None and not bool(mask[:, -1].all()):  # padding at the end counts, too
-            raise refusal("position_ids", positions)
     _check_length(config, ids.shape[1])
     return ids, mask, config
 

@@ -30,14 +30,14 @@ from pipespec.api.arguments import (
     refusal,
 )
 from pipespec.api.output import output_of, report_of
-from pipespec.api.prepare import CallOptions, Generation, without_features
+from pipespec.api.prepare import CallOptions, Generation
 from pipespec.drivers.base import Decoder, GenerationRequest, SpeedWarning
-from pipespec.drivers.graphed.attention import own_attention
 from pipespec.engine.group import ForwardGroup
 from pipespec.engine.stage import stage_names
-from pipespec.errors import DoesNotFit, UnsupportedInput
+from pipespec.errors import DoesNotFit
 from pipespec.models.compat import lost_arguments
 from pipespec.models.devices import LayerDevices
+from pipespec.models.rope import reset_rope
 from pipespec.observe import Report
 from pipespec.observe.text import notify_reader_of_failure
 from pipespec.preflight.checks import check_recurrent, check_rope
@@ -123,10 +123,6 @@ class BasePipeline:
     def _caching(self) -> Sequence[PreTrainedModel]:
         """The models with caches in this process."""
         return self.models
-
-    def _check_rope(self, generation: Generation) -> None:
-        """Warn where RoPE that depends on the length cannot be that of ``generate()``."""
-        check_rope(self.target, max(generation.limits))
 
     def _check_request(self, request: GenerationRequest) -> None:
         """Refuse a call that the options of the pipeline exclude."""
@@ -325,7 +321,7 @@ class BasePipeline:
             )
             request = generation.request()
             try:
-                self._check_call(generation, request)
+                self._check_call(request)
             except BaseException as error:
                 if self._group is not None:
                     self._group.agree(request.inputs.prompts, request.inputs.limits, error)
@@ -353,16 +349,11 @@ class BasePipeline:
                     error.add_note("What was generated until then is in the pipeline's .partial")
                 raise
 
-    def _check_call(self, generation: Generation, request: GenerationRequest) -> None:
+    def _check_call(self, request: GenerationRequest) -> None:
         """Refuse what the target or the decoder cannot do, and what does not fit the memory."""
-        if request.inputs.right_padding is not None and not (self._driver.continues_padding and self._group is None):
-            where = "in stages" if self._group is None else "sharded over processes"
-            raise UnsupportedInput(
-                "attention_mask",
-                f"attention_mask: a row ends with padding, which a target {where} does not continue; pad on the left",
-            )
-        self._check_features(generation.features, request)
-        self._check_rope(generation)
+        check_rope(self.target, request.inputs.most)
+        for model in self._caching():
+            reset_rope(model)
         self._check_request(request)
         self._check_memory(request)
 
@@ -391,18 +382,6 @@ class BasePipeline:
         self._driver = self._driver.for_fork()
         self._is_forked = False
         _keep_to_one_thread()
-
-    def _check_features(self, features: Sequence[str], request: GenerationRequest) -> None:
-        """Check that the target computes in this process what the options ``features`` ask for."""
-        if features and not self._driver.holds_target:
-            raise without_features(features[0], "a target whose layers are in other processes")
-        # Captured steps may also be those of another pipeline.
-        own, now = own_attention(self.target), self.target.config._attn_implementation
-        replaces = now != own or self._driver.has_static_caches(request)
-        if "output_attentions" in features and own == "eager" and replaces:
-            raise without_features(
-                "output_attentions", "captured steps, which replace the attention 'eager'; set graphs=False"
-            )
 
     def _check_memory(self, request: GenerationRequest) -> None:
         """Check that the call fits the memory, see :func:`pipespec.preflight.memory.check_memory`."""

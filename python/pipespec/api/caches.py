@@ -36,7 +36,7 @@ class Columns:
         places: Per row, the columns that are no padding.
 
     Raises:
-        UnsupportedInput: A row is all padding.
+        UnsupportedInput: A row is all padding, or ends with padding.
     """
 
     def __init__(self, mask: torch.Tensor, width: int) -> None:
@@ -47,6 +47,11 @@ class Columns:
             if len(places) == 0:
                 raise UnsupportedInput(
                     "attention_mask", f"attention_mask: row {row} is all padding; the prompt is empty"
+                )
+            if places[-1] != self.count - 1:
+                raise UnsupportedInput(
+                    "attention_mask",
+                    f"attention_mask: row {row} ends with padding; pad on the left (padding_side='left')",
                 )
 
     def tokens(self, columns: int) -> list[int]:

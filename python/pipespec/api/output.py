@@ -16,7 +16,6 @@ from pipespec.drivers.base import Decoder
 from pipespec.engine.cache import RowCache
 from pipespec.engine.sampling import ScoreRecord
 from pipespec.observe import Report
-from pipespec.observe.features import Features, features_of
 from pipespec.observe.report import stage_report
 
 ReturnCache = Callable[[Sequence[int]], RowCache | None]
@@ -79,22 +78,10 @@ def output_of(call: Generation, report: Report, return_cache: ReturnCache) -> to
     if call.record is not None:
         scores, logits = _per_token(call, call.record.scores, steps), _per_token(call, call.record.logits, steps)
         logprobs = _logprobs(call, call.record, steps)
-    features = Features(None, None)
-    if call.features:
-        features = features_of(
-            call.target,
-            sequences,
-            call.mask,
-            hidden_states="output_hidden_states" in call.features,
-            attentions="output_attentions" in call.features,
-            cached=call.config.use_cache is not False,
-        )
     return PipelineOutput(
         sequences=sequences,
         scores=scores,
         logits=logits,
-        hidden_states=features.hidden_states,
-        attentions=features.attentions,
         past_key_values=cache,
         speculation=report,
         logprobs=logprobs,

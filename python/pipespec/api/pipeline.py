@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,13 +23,11 @@ from pipespec.errors import NotCapturable, UnsupportedInput
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.derived import SelfDraft
 from pipespec.models.devices import input_device, why_not_whole
-from pipespec.models.rope import DynamicRope
 from pipespec.observe import Report
-from pipespec.preflight.checks import check_exact, check_rope
+from pipespec.preflight.checks import check_exact
 from pipespec.preflight.devices import Devices
 from pipespec.preflight.tokenizers import tokenizer_digest
 from pipespec.process.signals import handlers_watched, raise_handlers_error
-from pipespec.process.warnings import user_stacklevel
 from pipespec.registry import LOCKSTEP, PLAIN, WORKERS, default_schedule
 
 _ENOUGH, _HARDLY = 64, 0.02
@@ -181,7 +178,6 @@ class Pipeline(BasePipeline):
         # 1. The configuration: the options are checked before any model is read.
         config = SpeculationConfig.of(len(given), schedule=schedule or LOCKSTEP.name, **options)
         self._notes: tuple[str, ...] = ()  # for every report
-        self._warned_of_rope = False
         self._unchecked: list[Any] = []  # models of which nothing tells that they have one tokenizer
         if config.row.needs_ranks:
             self._join([*draft_models, target], config, loading)
@@ -272,19 +268,6 @@ class Pipeline(BasePipeline):
     def _caching(self) -> Sequence[PreTrainedModel]:
         return self.models if self.config.row.has_drafts else self.models[-1:]
 
-    def _check_rope(self, generation: Generation) -> None:
-        rope, most = DynamicRope.of(self.target), max(generation.limits)
-        if rope is None or not generation.follows(rope):
-            check_rope(self.target, most)
-        elif most > rope.limit and len(self._caching()) > 1 and not self._warned_of_rope:
-            self._warned_of_rope = True
-            warnings.warn(
-                f"beyond {rope.limit} tokens the target's RoPE depends on the length of the text: from there on it decodes one "
-                "token per step, as generate() does, and the drafts rest",
-                UserWarning,
-                stacklevel=user_stacklevel(),
-            )
-
     def _check_request(self, request: GenerationRequest) -> None:
         sampling_params = request.inputs.sampling_params
         is_drawn = self.config.acceptance != "coupled" and sampling_params.seeds is not None
@@ -295,11 +278,8 @@ class Pipeline(BasePipeline):
                 f"generate(): {names}: runs position by position, which acceptance={self.config.acceptance!r} does not support: use "
                 "Pipeline(..., acceptance='coupled')",
             )
-        if not self.config.exact:
-            return
-        if request.inputs.right_padding is not None:
-            raise ValueError("exact=True: a row of attention_mask ends with padding; pad on the left")
-        _check_form(self.models, self.config)
+        if self.config.exact:
+            _check_form(self.models, self.config)
 
     def _report(self, generation: Generation) -> Report:
         report = super()._report(generation)

@@ -18,12 +18,11 @@ from pipespec.drivers.base import GenerationRequest
 from pipespec.engine.cache import RowCache
 from pipespec.engine.grammar import Grammar
 from pipespec.engine.sampling import Prompt, SamplingParams, ScoreRecord, row_seeds, with_penalties
-from pipespec.engine.stage import PREFILL_CHUNK, RightPadding, StageInputs
+from pipespec.engine.stage import PREFILL_CHUNK, StageInputs
 from pipespec.errors import UnsupportedInput
-from pipespec.models.compat import first_position_behind, mask_columns_of_call
+from pipespec.models.compat import mask_columns_of_call
 from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import head_size
-from pipespec.models.rope import DynamicRope
 from pipespec_kernels.state import MAX_EOS
 
 
@@ -94,20 +93,18 @@ class Generation:
         check_options(config, target.generation_config)
         self.target, self.config, self.options = target, config, options
         rows, width = input_ids.shape
-        if attention_mask is None:
-            attention_mask = input_ids.new_ones((rows, mask_columns_of_call(config, position_ids, width)))
-        self.mask = attention_mask
+        mask = attention_mask
+        if mask is None:
+            mask = input_ids.new_ones((rows, mask_columns_of_call(config, position_ids, width)))
         if position_ids is not None:
-            check_positions(position_ids, self.mask)
-        self.columns = Columns(self.mask, width)
+            check_positions(position_ids, mask)
+        self.columns = Columns(mask, width)
         shown = self._read_prompts(input_ids.to("cpu", torch.int32).numpy())
         eos, criteria = self._read_criteria(stopping_criteria, width)
         self._read_sampling(logits_processor, width, shown, eos)
         self.row_cache: RowCache | None = None
         if options.cache is not None:
             self.row_cache = adopt(target, options.cache, self.columns, self.prompts, self.limits)
-        self._right_padding = self._behind_padding(input_ids, position_ids)
-        self._check_features()
         self._check_windows()
         pad = getattr(config, "_pad_token_tensor", None)
         text = CommittedText(
@@ -192,37 +189,6 @@ class Generation:
 
     # ---- what cannot be generated
 
-    def follows(self, rope: DynamicRope) -> bool:
-        """Whether the call's RoPE can be that of ``generate()``."""
-        in_chunks = self.config.prefill_chunk_size is not None
-        padded = self.columns.count > max(map(len, self.prompts))
-        return rope.is_reproducible(in_chunks=in_chunks, padded=padded)
-
-    def _behind_padding(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> RightPadding | None:
-        """What rows that end with padding continue from; None if no row does."""
-        ends = [bool(n) for n in self.mask[:, -1] == 0]
-        if not any(ends):
-            return None
-        where = ""
-        if self.row_cache is not None and any(self.row_cache.lengths):
-            where = "behind cached tokens"
-        elif DynamicRope.of(self.target) is not None:
-            where = "with RoPE that depends on the length of the text"
-        if where:
-            raise UnsupportedInput(
-                "attention_mask", f"attention_mask: row {ends.index(True)} ends with padding {where}; pad on the left"
-            )
-        positions, new = first_position_behind(self.mask, position_ids)
-        return RightPadding(
-            input_ids, self.mask, positions, [int(at) if end else None for at, end in zip(new, ends, strict=True)]
-        )
-
-    @property
-    def features(self) -> list[str]:
-        """The options of the call that one more forward of the target, over the finished text, serves."""
-        config, names = self.config, ("output_hidden_states", "output_attentions")
-        return [name for name in names if getattr(config, name, None)] if config.return_dict_in_generate else []
-
     def _check_windows(self) -> None:
         """Check that windows of the target hold the same tokens as in ``generate()``, which counts columns, padding included."""
         layout = CacheLayout.of(self.target.config)
@@ -239,20 +205,6 @@ class Generation:
                     f"attention_mask: row {row} has padding behind its first token, {what}; pad on the left",
                 )
 
-    def _check_features(self) -> None:
-        """Check that one forward over the finished text can give what :attr:`features` ask for."""
-        if not self.features:
-            return
-        where, rope = "", DynamicRope.of(self.target)
-        if self.row_cache is not None and any(self.row_cache.lengths):
-            where = "past_key_values that hold tokens"
-        elif self._right_padding is not None:
-            where = "padding at the end of a row"
-        elif rope is not None and max(self.limits) > rope.limit:
-            where = f"RoPE that changes beyond {rope.limit} tokens"
-        if where:
-            raise without_features(self.features[0], where)
-
     # ---- what the decoder gets
 
     @property
@@ -262,19 +214,13 @@ class Generation:
 
     def request(self, on_commit: Callable[..., None] | None = None) -> GenerationRequest:
         """Build what a decoder gets, with what it calls after each step of the target."""
-        columns, chunk = self.columns, self.config.prefill_chunk_size
-        held = max(self.row_cache.lengths) if self.row_cache is not None else 0
-        ends = range(held + chunk, columns.count + chunk, chunk) if chunk else ()
         inputs = StageInputs(
             self.prompts,
             self.limits,
             self._sampling_params,
             head_size(self.target),
-            chunk=chunk or PREFILL_CHUNK,
+            chunk=self.config.prefill_chunk_size or PREFILL_CHUNK,
             reuse=self.options.cache is not None,
-            # Columns that are padding in every row do not count.
-            forwards=tuple(longest for end in ends if (longest := max(columns.tokens(end))) > 0),
-            right_padding=self._right_padding,
             grammar=self._grammar,
         )
         return GenerationRequest(
@@ -295,8 +241,3 @@ class Generation:
 
 def _is_eos(criterion: Any) -> bool:
     return type(criterion) is EosTokenCriteria and getattr(criterion, "new_token_length", 1) == 1
-
-
-def without_features(name: str, where: str) -> UnsupportedInput:
-    """The error for a call that asks for hidden states or attentions."""
-    return UnsupportedInput(name, f"generate(): {name} is not supported with {where}")

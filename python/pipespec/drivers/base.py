@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, Protocol
 
@@ -153,8 +153,6 @@ class Decoder(ABC):
     Attributes:
         block: The text of the present or last call.
         keeps_cache: Whether the target keeps its own cache, so that the caller gets a copy.
-        continues_padding: Whether prompts may end with padding.
-        holds_target: Whether the target has all of its layers in this process.
         ran_as: Name of the schedule that ran the last call.
         remarks: Decisions about the last call, for its report.
         in_targets_cache: Drafts that have no keys and values of their own.
@@ -163,8 +161,6 @@ class Decoder(ABC):
 
     block: TextSource
     keeps_cache: bool = False
-    continues_padding: bool = False
-    holds_target: bool = True
     ran_as: str
     remarks: tuple[str, ...] = ()
     in_targets_cache: Sequence[PreTrainedModel] = ()
@@ -259,7 +255,6 @@ class Driver(Decoder):
 
     schedule: ClassVar[str]
     block: StateBlock
-    continues_padding = True
 
     def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
         super().__init__()
@@ -368,7 +363,6 @@ class Driver(Decoder):
     def _prepare(self, request: GenerationRequest) -> None:
         """Lay the rows out in the block. While no stage runs."""
         self._ensure(request)
-        self.target.accepts_draft_tokens = True
         prompts, limits = request.inputs.prompts, request.inputs.limits
         starts = [len(p) for p in prompts]
         self.block.reset(starts, limits, [int(p[-1]) for p in prompts], request.eos)
@@ -412,14 +406,6 @@ class Driver(Decoder):
         if len(config.lookahead) != drafts:
             raise ValueError(f"a chain of {drafts + 1} needs {drafts} lookahead values, not {config.lookahead}")
         self.config = config
-
-    @property
-    def in_force(self) -> SpeculationConfig:
-        """The configuration. Once the target accepts no draft tokens any more, all drafts rest."""
-        if self.target.accepts_draft_tokens:
-            return self.config
-        resting = (0,) * len(self.config.lookahead)
-        return replace(self.config, lookahead=resting, min_draft_tokens=0, decode_meanwhile=False)
 
     # ---- memory
 

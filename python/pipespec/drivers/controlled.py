@@ -69,7 +69,7 @@ class ControlledDriver(LockstepDriver):
         target, block, control = self.target, self.block, self.controller
         before = [block.length(block.target, row) for row in range(len(self._limits))]
         choice, matches = Choice(), []
-        if reads := target.accepts_draft_tokens:
+        if reads := not target.has_prompt_logits:
             if self._last is not None:
                 matches = self._last.foresee(MAX_DRAFT_TOKENS)
             remaining = max(limit - length for limit, length in zip(self._limits, before, strict=True))

@@ -116,7 +116,7 @@ def run_in_turn(driver: Driver, request: GenerationRequest) -> None:
 
 def advance(driver: Driver, i: int) -> Action:
     """Let the drafts of stage ``i`` fill their lookahead, then take one step of the stage. Returns the action of the step."""
-    config, stage = driver.in_force, driver.stages[i - driver.block.stages]
+    config, stage = driver.config, driver.stages[i - driver.block.stages]
     lookahead, max_draft_tokens = config.lookahead_of(i), config.max_draft_tokens(i)
     if max_draft_tokens > 0 and stage is not driver.stages[0]:
         while advance(driver, i - 1) == Action.STEP:

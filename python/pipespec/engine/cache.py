@@ -237,8 +237,6 @@ class RowCache(Cache):
         self._static = static
         self._stale = True
         self._followed: torch.Tensor | None = None
-        # Per row, an index and what is added to positions from it on; None: nothing.
-        self._displaced: torch.Tensor | None = None
         self._device = torch.empty(0, device=device).device
         self._layer_devices = tuple(layer_devices or [self._device] * self._layers)
         devices = set(self._layer_devices)
@@ -559,27 +557,8 @@ class RowCache(Cache):
 
     @property
     def ragged(self) -> bool:
-        """Whether the rows differ in length, or their positions are displaced."""
+        """Whether the rows differ in length."""
         return not self._even
-
-    @property
-    def is_displaced(self) -> bool:
-        """Whether new tokens have other positions than their indices, see :meth:`displace`."""
-        return self._displaced is not None
-
-    def displace(self, positions: Sequence[tuple[int, int]] | None) -> None:
-        """Let new tokens have other positions than their indices in the cache.
-
-        Args:
-            positions: per row, an index in the cache and the position of the token there, from which the following ones count on. None: the
-                position of each token is its index.
-        """
-        if positions is None and self._displaced is None:
-            return
-        self._displaced = None
-        if positions is not None:
-            self._displaced = torch.tensor([[at, to - at] for at, to in positions], device=self.device)
-        self._set(list(self._lengths))
 
     def load(self, states: Sequence[tuple[torch.Tensor, torch.Tensor]], lengths: Sequence[int] | None = None) -> None:
         """Copy what :meth:`states` returns into the cache.
@@ -726,8 +705,7 @@ class RowCache(Cache):
         if self.text is not None:
             # The cache no longer holds tokens that are rolled back.
             self.text = [tokens[:n] for tokens, n in zip(self.text, lengths, strict=True)]
-        # Rows with displaced positions are treated as rows of different lengths.
-        self._even = self._displaced is None and (len(lengths) == 1 or all(n == first for n in lengths))
+        self._even = len(lengths) == 1 or all(n == first for n in lengths)
         self._top = first if self._even else max(lengths)
         # Columns of the running forward; 0: none runs.
         self._open_q = 0
@@ -762,7 +740,6 @@ class RowCache(Cache):
 
     def recover(self, lengths: Sequence[int], text: Sequence[np.ndarray] | None) -> None:
         """After an error at any place: hold at most ``lengths`` tokens per row, which are those of ``text`` (None: they are not known)."""
-        self._displaced = None
         # Not truncate(): what depends on the lengths may not have been set with them.
         ends = self.restorable([min(n, now) for n, now in zip(lengths, self._lengths, strict=True)])
         self.text = None
@@ -815,17 +792,13 @@ class RowCache(Cache):
         return top
 
     def positions(self, q: int) -> torch.Tensor:
-        """Positions of the next ``q`` columns: int64 ``[rows, q]``, ``lengths[r] + i``, see also :meth:`displace`.
+        """Positions of the next ``q`` columns: int64 ``[rows, q]``, ``lengths[r] + i``.
 
         Raises:
             ValueError: beyond the capacity.
         """
         self._placed_q = q
-        indices = self._indices(q)
-        if self._displaced is None:
-            return indices
-        begin, by = self._displaced[:, :1], self._displaced[:, 1:]
-        return indices + by * (indices >= begin)
+        return self._indices(q)
 
     def _indices(self, q: int) -> torch.Tensor:
         """Indices of the next ``q`` columns in the cache: int64 ``[rows, q]``."""
@@ -1251,7 +1224,6 @@ class FirstLayers(RowCache):
             layer_devices=whole._layer_devices[:layers],
             kv_heads=whole._heads,
         )
-        self._displaced = whole._displaced
         whole._views.add(self)
 
     def _make_storages(self, capacity: int, dtype: torch.dtype) -> list[_Storage]:

@@ -63,8 +63,6 @@ def forward(
     if _unusual(cache) is not None:
         call: Form = _fused(model, cache) or _WholeModel(model)
     else:
-        # The native decoder takes a token's index in the cache for its position.
-        native = native and not cache.is_displaced
         if cache.get_seq_length() == 0:
             recheck(model, native=native)
         forms = _callers.get(model, {})
@@ -112,7 +110,7 @@ def native_form_of(model: PreTrainedModel, cache: RowCache, *, native: bool = Tr
 
     Between this call and the next forward over an empty cache the model must not change.
     """
-    if not native or cache.is_displaced or _unusual(cache) is not None:
+    if not native or _unusual(cache) is not None:
         return None
     if cache.get_seq_length() == 0:
         recheck(model)
@@ -192,8 +190,6 @@ def described(model: PreTrainedModel, cache: RowCache, *, native: bool = True) -
     reason = _unusual(cache)
     if cache.is_static and reason != _AUTOCAST:
         reason = (_fused_choice(model, False).reason if native else "native=False") or reason
-    if reason is None and native and cache.is_displaced:
-        reason = "the prompt ends with padding"
     if reason is None:
         form = _callers.get(model, {}).get(native)
         if form is None:

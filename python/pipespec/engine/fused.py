@@ -146,7 +146,7 @@ class FusedForm(Form):
 
     def takes(self, cache: RowCache) -> bool:
         """Whether a forward over this cache can run now."""
-        return cache in self._fixed and not cache.is_displaced
+        return cache in self._fixed
 
     def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
         read, (cos, sin, workspace) = self._read, self._fixed[cache]

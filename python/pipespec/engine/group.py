@@ -26,7 +26,7 @@ _FIRST = 512
 """Integers of the first block of an announcement. Longer ones take a second block."""
 
 _FORWARD, _END, _FAILURE = 1, 2, 3
-_HEADER = 5  # kind, integers behind the header, and three numbers that depend on the kind
+_HEADER = 4  # kind, integers behind the header, and two numbers that depend on the kind
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,12 @@ class Announced:
         tokens: int64 ``[rows, q]`` to feed; None at the end of the call.
         lengths: per row, tokens that the cache holds before the forward.
         keep: columns with logits.
-        seen: length of the text that dynamic RoPE depends on.
         text: at the end of the call, per row int32 ids of the generated text.
     """
 
     tokens: torch.Tensor | None = None
     lengths: tuple[int, ...] = ()
     keep: int = 0
-    seen: int = 0
     text: tuple[np.ndarray, ...] = ()
 
 
@@ -77,26 +75,25 @@ class ForwardGroup:
 
     # ---- the leader
 
-    def announce(self, tokens: torch.Tensor, lengths: Sequence[int], keep: int, seen: int) -> None:
+    def announce(self, tokens: torch.Tensor, lengths: Sequence[int], keep: int) -> None:
         """Announce a forward, which this process runs next.
 
         Args:
             tokens: int ``[rows, q]``.
             lengths: per row, tokens that the cache holds.
             keep: columns with logits.
-            seen: see :class:`Announced`.
         """
-        self._send(_FORWARD, (tokens.shape[0], keep, seen), [*lengths, *tokens.flatten().tolist()])
+        self._send(_FORWARD, (tokens.shape[0], keep), [*lengths, *tokens.flatten().tolist()])
 
     def end(self, text: Sequence[Sequence[int]]) -> None:
         """End the call: per row the generated ids."""
-        self._send(_END, (len(text), 0, 0), [*map(len, text), *(token for row in text for token in row)])
+        self._send(_END, (len(text), 0), [*map(len, text), *(token for row in text for token in row)])
 
     def fail(self, error: BaseException) -> None:
         """End the call, which has failed."""
-        self._send(_FAILURE, (0, 0, 0), list(f"{type(error).__name__}: {error}"[:2000].encode()))
+        self._send(_FAILURE, (0, 0), list(f"{type(error).__name__}: {error}"[:2000].encode()))
 
-    def _send(self, kind: int, numbers: tuple[int, int, int], content: Sequence[int]) -> None:
+    def _send(self, kind: int, numbers: tuple[int, int], content: Sequence[int]) -> None:
         block = torch.zeros(_FIRST, dtype=torch.int64, device="cpu")
         whole = torch.tensor([kind, len(content), *numbers, *content], dtype=torch.int64, device="cpu")
         block[: len(whole)] = whole[:_FIRST]
@@ -114,7 +111,7 @@ class ForwardGroup:
         """
         block = torch.empty(_FIRST, dtype=torch.int64, device="cpu")
         dist.broadcast(block, self._leader, self._group)
-        kind, size, rows, keep, seen = block[:_HEADER].tolist()
+        kind, size, rows, keep = block[:_HEADER].tolist()
         content = block[_HEADER:]
         if size > len(content):
             rest = torch.empty(size - len(content), dtype=torch.int64, device="cpu")
@@ -129,7 +126,7 @@ class ForwardGroup:
         if kind == _END:
             ends = np.cumsum(sizes)[:-1]
             return Announced(text=tuple(np.split(content[rows:].numpy().astype(np.int32), ends)))
-        return Announced(content[rows:].view(rows, -1), sizes, keep, seen)
+        return Announced(content[rows:].view(rows, -1), sizes, keep)
 
     # ---- all of them
 

@@ -29,7 +29,7 @@ from pipespec.models.derived import first_layers_of, have_same_tensors
 from pipespec.models.devices import input_device, why_not_whole
 from pipespec.models.layout import CacheLayout
 from pipespec.models.parts import ModelParts
-from pipespec.models.rope import DynamicRope
+from pipespec.models.rope import rope_changes_at
 from pipespec_kernels.state import Action
 
 
@@ -38,7 +38,7 @@ def shared_layers(draft: PreTrainedModel, target: PreTrainedModel) -> int | None
 
     Recurrent layers have states in place of keys and values, and with dynamic RoPE the keys of a draft would have other angles.
     """
-    if DynamicRope.of(target) is not None or why_not_whole(target) is not None:
+    if rope_changes_at(target) is not None or why_not_whole(target) is not None:
         return None
     if CacheLayout.of(target.config).states is not None:
         return None
@@ -217,10 +217,9 @@ class SharingDraft(Stage):
             return ""
         return "keys and values" if self._shared.form is None else "packed weights, keys, values and hidden states"
 
-    def _open(self, inputs: StageInputs) -> tuple[RowCache, list[int], int]:
+    def _open(self, inputs: StageInputs) -> tuple[RowCache, list[int]]:
         self._device = input_device(self.model)
         self._fit_vocabulary(inputs.vocabulary)
-        longest = self._fit_rope(inputs.prompts, is_target=False)
         target = self._shared.target
         # Each stage reads the text below the tokens that it feeds. The target has written it.
         cache, self._text = target.lend(self.model.config)
@@ -234,7 +233,7 @@ class SharingDraft(Stage):
             recheck(self.model, native=self._native)
         else:
             self._open_head()
-        return cache, list(self._held), longest
+        return cache, list(self._held)
 
     def _open_head(self) -> None:
         own, theirs = ModelParts.of(self.model), ModelParts.of(self._shared.target.model)
@@ -253,7 +252,7 @@ class SharingDraft(Stage):
             self.port.continue_target()
         return super().step(lookahead, max_draft_tokens, min_draft_tokens, may_wait=may_wait)
 
-    def _roll_back(self, cache: RowCache, lengths: Sequence[int], seen: int = 0) -> None:
+    def _roll_back(self, cache: RowCache, lengths: Sequence[int]) -> None:
         # The text is written next, and an interruption may come before the draft's keys and values.
         self._shared.target.give_up(lengths)
         # Behind a step of the target, it is more than the draft has written.

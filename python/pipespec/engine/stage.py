@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +21,6 @@ from pipespec.engine.ngram import NgramStage
 from pipespec.engine.sampling import Sampler, SamplingParams, ScoreRecord
 from pipespec.models.devices import input_device
 from pipespec.models.properties import embedding_size
-from pipespec.models.rope import DynamicRope
 from pipespec_kernels import _native
 from pipespec_kernels.state import Action, StateBlock
 
@@ -55,33 +53,6 @@ def static_capacity(most: int) -> int:
 
 
 @dataclass(frozen=True)
-class RightPadding:
-    """Prompts that end with padding, as transformers continues them: from the padding in the last column, at a position of its own.
-
-    That column sees the tokens before it and no later token sees it. So only the row's first new token and the positions depend on it.
-
-    Attributes:
-        input_ids: int64 ``[rows, S]``, the prompts with all of their padding.
-        mask: int64 ``[rows, S]``, 0 for padding.
-        positions: int64 ``[rows, S]``.
-        first: per row, the position of the first new token; None: the row does not end with padding.
-    """
-
-    input_ids: torch.Tensor
-    mask: torch.Tensor
-    positions: torch.Tensor
-    first: Sequence[int | None]
-
-    def logits(self, model: PreTrainedModel) -> dict[int, torch.Tensor]:
-        """By row, the logits ``[V]`` that choose its first new token."""
-        rows = [row for row, position in enumerate(self.first) if position is not None]
-        device = input_device(model)
-        ids, mask, positions = (x[rows].to(device) for x in (self.input_ids, self.mask, self.positions))
-        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=1)
-        return dict(zip(rows, out.logits[:, -1], strict=True))
-
-
-@dataclass(frozen=True)
 class StageInputs:
     """What each stage of a call starts from.
 
@@ -92,9 +63,6 @@ class StageInputs:
         vocabulary: tokens of the target's vocabulary.
         chunk: tokens per row and forward in the prefill.
         reuse: whether the cache of the call before is kept as far as it agrees with the prompts.
-        forwards: lengths of the longest row after each forward of ``generate()``'s prefill, where it has more than one. Dynamic RoPE depends
-            on them.
-        right_padding: of the prompts, for the target; None: no row ends with padding.
         grammar: what constrains the tokens of each row, for the target and for drafts that run in turn with it; None: nothing.
     """
 
@@ -104,8 +72,6 @@ class StageInputs:
     vocabulary: int
     chunk: int = PREFILL_CHUNK
     reuse: bool = False
-    forwards: Sequence[int] = ()
-    right_padding: RightPadding | None = None
     grammar: Grammar | None = None
 
     @property
@@ -179,7 +145,6 @@ class Stage:
         self._skipped: list[int] = []
         self._vocabulary: int = embedding_size(model)
         self._clamp: int | None = None
-        self._rope: DynamicRope | None = None
         self._group = ForwardGroup.of(model)
         self._prompt_logits: torch.Tensor | None = None
         self.reads_wide = True
@@ -189,8 +154,6 @@ class Stage:
         self.agreement = (0, 0)
         """Tokens of the target that agree with the draft's own choices, of those that it has compared: after a rest. Its reader resets it."""
         self._unread: list[int] | None = None
-        self.accepts_draft_tokens = True
-        """False once this call cannot use draft tokens any more: beyond the limit of a dynamic RoPE."""
 
     def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
         """Own the caller's cache from here on. The next prefill continues from what it holds.
@@ -247,7 +210,6 @@ class Stage:
         """
         cache, self._cache = self._cache, None
         assert cache is not None
-        cache.displace(None)
         self._roll_back(cache, [min(n, held) for n, held in zip(lengths, cache.lengths, strict=True)])
         cache.text = [self._text[row, :n].copy() for row, n in enumerate(cache.lengths)]
         return cache
@@ -269,22 +231,17 @@ class Stage:
         prompts, rows = inputs.prompts, len(inputs.prompts)
         if self._ngram is not None:
             self._ngram.prefill(prompts)
-        cache, held, longest = self._open(inputs)
+        cache, held = self._open(inputs)
         is_target = self.index == self.block.target
         filling = time.perf_counter_ns()
-        self._chunk, filled = inputs.chunk, held
+        self._chunk = inputs.chunk
         self._unread = list(self._held) if self.defers else None
         self.agreement = (0, 0)
+        self._prompt_logits = None
         if self.defers:
             self._held = held
-        self._prompt_logits = None
-        for seen in () if self.defers else (self._rope is not None and inputs.forwards) or (longest,):
-            until = [min(max(b, seen - r), e) for b, r, e in zip(filled, self._behind, self._held, strict=True)]
-            self._fill(cache, filled, until, seen, selects=is_target and inputs.right_padding is None)
-            filled = until
-        self._first_logits: dict[tuple[int, int], torch.Tensor] = {}
-        if inputs.right_padding is not None and is_target:
-            self._continue_padding(inputs.right_padding, cache)
+        else:
+            self._fill(cache, held, self._held, selects=is_target)
         new = [n - h for n, h in zip(self._held, held, strict=True)]
         if self._trace is not None and any(new):
             self._trace.prefill(began, filling, time.perf_counter_ns(), min(inputs.chunk, max(new)), sum(new))
@@ -315,6 +272,11 @@ class Stage:
         self._step_ns = 0.0
 
     @property
+    def has_prompt_logits(self) -> bool:
+        """Whether the forward that has read the prompt also gives the logits of the next step, which then feeds nothing and verifies no draft tokens."""
+        return self._prompt_logits is not None
+
+    @property
     def lag(self) -> int:
         """Tokens of the longest row that the target has committed and this draft has not read, but for the newest one."""
         assert self._cache is not None
@@ -334,7 +296,7 @@ class Stage:
         until, self._unread = self._unread, None
         if not any(self._held) and not cache.is_recurrent:
             self._held = self._skipped = [max(0, n - PROMPT_TAIL) for n in until]
-        self._fill(cache, list(self._held), until, 0)
+        self._fill(cache, list(self._held), until)
         self._held = until
 
     def _measure_agreement(self, logits: torch.Tensor, fed: torch.Tensor, known: int) -> None:
@@ -352,8 +314,8 @@ class Stage:
         agreed = sum(a == b for a, b in zip(own, fed[0, 1:known].tolist(), strict=True))
         self.agreement = (self.agreement[0] + agreed, self.agreement[1] + known - 1)
 
-    def _open(self, inputs: StageInputs) -> tuple[RowCache, list[int], int]:
-        """Prepare cache, text and RoPE of a call. Returns the cache, how many tokens of each row it holds, and the length of the longest row."""
+    def _open(self, inputs: StageInputs) -> tuple[RowCache, list[int]]:
+        """Prepare cache and text of a call. Returns the cache, and how many tokens of each row it holds."""
         prompts, rows, most = inputs.prompts, len(inputs.prompts), inputs.most
         self._device = input_device(self.model)
         self._fit_vocabulary(inputs.vocabulary)
@@ -366,14 +328,9 @@ class Stage:
             if any(n <= skipped for n, skipped in zip(held, self._skipped, strict=True) if skipped):
                 held = [0] * rows
             held = self._cache.restorable(held)
-        is_target = self.index == self.block.target
-        longest = self._fit_rope(prompts, is_target)
-        if self._rope is not None and self._rope.recomputes and max(held) <= self._rope.limit < longest:
-            held = [0] * rows
         cache = self._cache_for(inputs, held)
         if not any(held):
             self._skipped = [0] * rows
-        cache.displace(None)
         cache.truncate(self._in_cache(held))
         if any(held):
             # For a cache that is empty, the first forward does so.
@@ -382,7 +339,7 @@ class Stage:
         for row, prompt in enumerate(prompts):
             self._text[row, : len(prompt)] = prompt
         self._held = [len(p) - 1 for p in prompts]
-        return cache, held, longest
+        return cache, held
 
     @torch.inference_mode()
     def follow(self, inputs: StageInputs) -> list[np.ndarray]:
@@ -397,24 +354,24 @@ class Stage:
         Raises:
             RuntimeError: the leader's call has failed.
         """
-        cache, _, _ = self._open(inputs)
+        cache, _ = self._open(inputs)
         assert self._group is not None
         while (announced := self._group.receive()).tokens is not None:
             tokens, lengths = announced.tokens, announced.lengths
             cache.truncate(lengths)
             self._grow(cache, max(lengths) + tokens.shape[1])
-            self._forward(tokens.to(self._device), cache, announced.keep, announced.seen)
+            self._forward(tokens.to(self._device), cache, announced.keep)
         for row, (prompt, new) in enumerate(zip(inputs.prompts, announced.text, strict=True)):
             self._text[row, len(prompt) : len(prompt) + len(new)] = new
         return list(announced.text)
 
-    def _roll_back(self, cache: RowCache, lengths: Sequence[int], seen: int = 0) -> None:
+    def _roll_back(self, cache: RowCache, lengths: Sequence[int]) -> None:
         """Truncate to ``lengths``. Tokens after the last recurrent states that are left are fed again."""
         there = cache.restorable(lengths)
         cache.truncate(there)
         if there != list(lengths):
             cache.reserve_states()
-            self._fill(cache, there, list(lengths), seen)
+            self._fill(cache, there, list(lengths))
 
     def _in_cache(self, positions: Sequence[int]) -> list[int]:
         """The indices of positions of the text in the cache."""
@@ -425,31 +382,10 @@ class Stage:
         if need > cache.capacity:
             cache.reserve(max(need, min(2 * cache.capacity, self._text.shape[1])))
 
-    def _continue_padding(self, padding: RightPadding, cache: RowCache) -> None:
-        """Continue rows from the padding at their ends: other logits for the first new token, and other positions from there on."""
-        starts = [held + 1 for held in self._held]
-        self._first_logits = {(row, starts[row]): logits for row, logits in padding.logits(self.model).items()}
-        cache.displace([(n, n if at is None else at) for n, at in zip(starts, padding.first, strict=True)])
-
     def _fit_vocabulary(self, target_vocabulary: int) -> None:
         # A draft whose vocabulary is padded less than the target's cannot embed each of its tokens.
         self._clamp = self._vocabulary - 1 if self._vocabulary < target_vocabulary else None
         self._ids = max(self._vocabulary, target_vocabulary)
-
-    def _fit_rope(self, prompts: Sequence[np.ndarray], is_target: bool) -> int:
-        """Prepare dynamic RoPE for the rows of a call. Returns the length of the longest row.
-
-        Drafts ignore it: it costs acceptance, never the text.
-        """
-        longest = max(len(prompt) for prompt in prompts)
-        rope = DynamicRope.of(self.model)
-        if rope is not None:
-            rope.reset()
-        self._rope = rope if is_target else None
-        self._behind = np.array([longest - len(prompt) for prompt in prompts])
-        self._is_short = rope is not None and longest <= rope.limit
-        self.accepts_draft_tokens = self._rope is None or longest < self._rope.limit
-        return longest
 
     def _cache_for(self, inputs: StageInputs, held: list[int]) -> RowCache:
         """The cache for a call, which the stage owns from here on. It holds the first ``held[r]`` tokens of the cache before."""
@@ -463,13 +399,13 @@ class Stage:
             self._cache = cache = RowCache.for_model(self.model, rows, capacity)
         return cache
 
-    def _fill(self, cache: RowCache, begin: list[int], end: list[int], seen: int, *, selects: bool = False) -> None:
-        """Cache the tokens ``begin[r] .. end[r] - 1`` of each row, with the RoPE of a forward of ``seen`` tokens.
+    def _fill(self, cache: RowCache, begin: list[int], end: list[int], *, selects: bool = False) -> None:
+        """Cache the tokens ``begin[r] .. end[r] - 1`` of each row.
 
         With ``selects``, forwards by the library also read the last token of a prompt. The first step takes their logits, and reads no weights.
         """
         logits: dict[int, torch.Tensor] = {}
-        if self.reads_wide and self._rope is None and self._group is None:
+        if self.reads_wide and self._group is None:
             begin = self._fill_by_library(cache, begin, end, logits if selects else None)
             end = [max(pair) for pair in zip(begin, end, strict=True)]
         # The states of a complete row do not survive further columns.
@@ -480,7 +416,7 @@ class Stage:
             for row, (b, e) in enumerate(zip(begin, end, strict=True)):
                 columns[row, : max(0, min(q, e - b))] = self._text[row, b : min(b + q, e)]
             cache.aim(self._in_cache([max(b, min(b + q, e)) for b, e in zip(begin, end, strict=True)]))
-            self._forward(torch.from_numpy(columns).to(self._device), cache, keep=0, seen=seen)
+            self._forward(torch.from_numpy(columns).to(self._device), cache, keep=0)
             begin = [b + q if level else min(b + q, e) for b, e in zip(begin, end, strict=True)]
             if not level:
                 # Padding columns of complete rows must not use up the capacity.
@@ -519,17 +455,14 @@ class Stage:
                 with cache.row_alone(row, 1) as alone:
                     logits[row] = forward(self.model, token, alone, keep=1, native=self._native)
         self._prompt_logits = torch.cat([logits[row] for row in range(len(end))])
-        self.accepts_draft_tokens = False
 
-    def _forward(self, fed: torch.Tensor, cache: RowCache, keep: int, seen: int) -> torch.Tensor:
+    def _forward(self, fed: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
         if self._clamp is not None:
             fed = fed.clamp(max=self._clamp)
         if self._group is not None and self._group.is_leader:
-            self._group.announce(fed, cache.lengths, keep, seen)
+            self._group.announce(fed, cache.lengths, keep)
         try:
-            most = max(seen, max(cache.lengths) + fed.shape[1])
-            with nullcontext() if self._rope is None else self._rope.at_length(seen, most):
-                return self._call(fed, cache, keep)
+            return self._call(fed, cache, keep)
         except BaseException:
             # Lengths grow when a forward is complete, so what an interrupted one has written does not count.
             has = [n + skipped for n, skipped in zip(cache.lengths, self._skipped, strict=True)]
@@ -582,8 +515,7 @@ class Stage:
             self._read_prompt(cache)
         if prompt_logits is None:
             self._roll_back(cache, self._in_cache(self._kv.tolist()))
-        seen = 0 if self._rope is None else self._limit_to_rope(cache, self._rope)
-        columns = port.columns if self._rope is None else int(self._query_lens.max())
+        columns = port.columns
         self._grow(cache, cache.get_seq_length() + columns)
         given = port.tokens[: self._rows, :columns]
         # Another process writes the draft tokens. As unsigned numbers, negative ids are large.
@@ -600,17 +532,12 @@ class Stage:
             first = int((self._n_select - self._num_draft_tokens)[selecting].min()) - 1
             measures = first >= _LONG_REST and self._rows == 1 and self.index != self.block.target
             if prompt_logits is not None:
-                logits = prompt_logits
-                self._prompt_logits, self.accepts_draft_tokens = None, True
+                logits, self._prompt_logits = prompt_logits, None
             else:
-                logits = self._forward(fed, cache, keep=columns if measures else columns - first, seen=seen)
+                logits = self._forward(fed, cache, keep=columns if measures else columns - first)
             if measures:
                 self._measure_agreement(logits, fed, first + 1)
                 logits = logits[:, first:]
-            for (row, start), its_logits in self._first_logits.items():
-                column = start - 1 - int(self._kv[row]) - first
-                if 0 <= column < columns - first:
-                    logits[row, column] = its_logits
             selected = self._select(
                 logits,
                 # A split model may have its head on another device than its embedding.
@@ -628,7 +555,7 @@ class Stage:
                 known = self._select.confidence(logits, *counts, selected)
             port.commit(selected.data_ptr(), columns - first, 0 if known is None else known.data_ptr())
         else:
-            self._forward(fed, cache, keep=0, seen=seen)
+            self._forward(fed, cache, keep=0)
             # Rows that only feed missing tokens select nothing.
             port.commit(0, 0)
         if prompt_logits is not None:
@@ -662,31 +589,6 @@ class Stage:
             if int(selected[row, kept]) == int(self.port.tokens[row, fed - draft_tokens + kept]):
                 for counts in (self._n_select, self._query_lens, self._num_draft_tokens):
                     counts[row] -= draft_tokens - kept
-
-    def _limit_to_rope(self, cache: RowCache, rope: DynamicRope) -> int:
-        """Reduce the planned step to what ``generate()`` would feed with the same RoPE. Returns the length that the RoPE belongs to.
-
-        ``generate()`` feeds one token per row and forward, and the length of the longest row decides, whether it has ended or not. Up to the
-        limit this makes no difference. Beyond it all rows advance together and without draft tokens, since another number of columns would
-        be another length.
-        """
-        feeds = self._query_lens > 0
-        # Per row, the length of the longest row in the forward that generates the row's next token.
-        at = self._kv + self._query_lens - self._num_draft_tokens + self._behind
-        first = int(at[feeds].min())
-        seen = max(rope.limit, first)
-        draft_tokens = np.minimum(self._num_draft_tokens, np.maximum(seen - at, 0))
-        for counts in (self._n_select, self._query_lens):
-            np.maximum(counts - (self._num_draft_tokens - draft_tokens), 0, out=counts)
-            counts[at > seen] = 0
-        self._num_draft_tokens[:] = draft_tokens
-        self.accepts_draft_tokens = bool((at[feeds] + 1 < rope.limit).any())
-        if self._is_short and first > rope.limit:
-            self._is_short = False
-            if rope.recomputes:
-                cache.truncate([0] * self._rows)
-                self._fill(cache, [0] * self._rows, self._kv.tolist(), seen)
-        return seen
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:

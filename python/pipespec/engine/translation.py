@@ -431,8 +431,6 @@ class TranslatedStage(Stage):
             limits=[len(tokens) + n for tokens, n in zip(sequences, new, strict=True)],
             sampling_params=SamplingParams(),
             vocabulary=embedding_size(self.model),
-            forwards=(),
-            right_padding=None,
             grammar=None,
         )
         super().prefill(own)
@@ -533,19 +531,17 @@ class TranslatedStage(Stage):
         for r in waiting:
             self._text[r, begin[r] : len(rows[r].sequence)] = rows[r].sequence[begin[r] :]
         self._held = begin
-        self._roll_back(cache, begin, longest)
+        self._roll_back(cache, begin)
         until = [max(b, len(rows[r].sequence) - WIDTH) if r in waiting else b for r, b in enumerate(begin)]
         if until != begin:
-            self._fill(cache, begin, until, longest)
+            self._fill(cache, begin, until)
             begin = until
         counts = [len(rows[r].sequence) - b if r in waiting else 0 for r, b in enumerate(begin)]
         columns = np.zeros((len(rows), max(counts)), dtype=np.int32)
         for r in waiting:
             columns[r, : counts[r]] = rows[r].sequence[begin[r] :]
         first = min(counts[r] - 1 - (r in healing) for r in waiting)
-        logits = self._forward(
-            torch.from_numpy(columns).to(self._device), cache, keep=max(counts) - first, seen=longest
-        )
+        logits = self._forward(torch.from_numpy(columns).to(self._device), cache, keep=max(counts) - first)
         self._held = [b + n for b, n in zip(begin, counts, strict=True)]
         cache.truncate(self._held)
         for r in waiting:

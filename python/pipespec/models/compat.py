@@ -90,25 +90,6 @@ def mask_columns_of_call(config: GenerationConfig, position_ids: torch.Tensor | 
     return max(width, int(known))
 
 
-def first_position_behind(mask: torch.Tensor, position_ids: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions of prompts, and of the first new token behind each, as ``generate()`` of the installed transformers derives them.
-
-    It continues padding at the end of a prompt. 5.0 makes positions from the mask in each step, with 1 for padding. Later versions prepare
-    them once, with 0 for padding, and count on from the last one.
-
-    Args:
-        mask: ``[B, S]``, 0 for padding.
-        position_ids: ``[1 or B, S]``, as transformers has prepared them; None in 5.0.
-
-    Returns:
-        int64 ``[B, S]`` and int64 ``[B]``.
-    """
-    if position_ids is None:
-        return (mask.long().cumsum(dim=1) - 1).masked_fill(mask == 0, 1), mask.long().sum(dim=1)
-    positions = position_ids.expand(mask.shape[0], -1)
-    return positions, positions[:, -1] + 1
-
-
 def lost_arguments() -> dict[str, Any]:
     """Arguments of ``model.generate(..., custom_generate=callable)`` that transformers does not pass on.
 

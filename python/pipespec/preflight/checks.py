@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,16 +11,17 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from pipespec.config import WIDTH
 from pipespec.engine.forward import not_exact, not_native
 from pipespec.engine.recurrent import why_not_recurrent
 from pipespec.engine.stage import stage_names
+from pipespec.errors import UnsupportedInput
 from pipespec.models.families import FAMILIES
 from pipespec.models.layout import CacheLayout, UnsupportedLayers, takes_mask_per_type
 from pipespec.models.properties import embedding_size, head_size, text_config
 from pipespec.models.rope import rope_changes_at, rope_type
 from pipespec.preflight.support import check_runnable
 from pipespec.preflight.tokenizers import tokenizer_digest
-from pipespec.process.warnings import user_stacklevel
 from pipespec_kernels.state import MAX_STAGES
 
 
@@ -107,19 +107,21 @@ def check_vocabularies(stages: Sequence[Vocabulary]) -> None:
 
 
 def check_rope(target: PreTrainedModel, most: int) -> None:
-    """Warn (``RuntimeWarning``) if the RoPE of a text can differ from that of ``generate()``.
+    """Check that the RoPE of a text does not depend on its length.
 
     Args:
         target: the model that decides the text.
-        most: tokens that the text may reach.
+        most: positions that the text and the padding of its last step may use.
+
+    Raises:
+        UnsupportedInput: it may.
     """
     limit = rope_changes_at(target)
     if limit is not None and most > limit:
-        warnings.warn(
-            f"beyond {limit} tokens the target's RoPE depends on the longest position of each forward ({rope_type(target)}), and forwards "
-            "have other lengths here than in generate(): beyond about that length the text may differ from generate()'s",
-            RuntimeWarning,
-            stacklevel=user_stacklevel(),
+        raise UnsupportedInput(
+            "max_new_tokens",
+            f"max_new_tokens: a text of up to {most - WIDTH} tokens, prompt included, is too long: beyond {limit - WIDTH} tokens the target's "
+            f"RoPE ({rope_type(target)}) may depend on the length of each forward; ask for fewer tokens, or call transformers' generate()",
         )
 
 

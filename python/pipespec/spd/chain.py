@@ -124,7 +124,6 @@ def _request(texts: list[list[int]], capacity: int, select: SampleTokens) -> Gen
 class _VerifiedText:
     """The place of the target in the state block of a chain: it publishes what the stages have verified, and plans like any target."""
 
-    accepts_draft_tokens = True
     form = ""
 
     def __init__(self, workers: WorkersDriver) -> None:

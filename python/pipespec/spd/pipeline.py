@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from pipespec.api.base import BasePipeline
 from pipespec.api.output import report_of
-from pipespec.api.prepare import Generation, without_features
+from pipespec.api.prepare import Generation
 from pipespec.drivers.base import GenerationRequest
 from pipespec.errors import UnsupportedInput
 from pipespec.models.devices import LayerDevices
@@ -124,11 +124,6 @@ class SpeculativePipeline(BasePipeline):
     def drafter(self) -> Drafter:
         """The drafter of this process."""
         return self._driver.drafter
-
-    def _check_features(self, features: Sequence[str], request: GenerationRequest) -> None:
-        if features and self._is_spread:
-            raise without_features(features[0], "stages on several devices (devices=), over which no one forward goes")
-        super()._check_features(features, request)
 
     def _check_request(self, request: GenerationRequest) -> None:
         if request.returns_cache and self._is_spread and CacheLayout.of(self.target.config).states is not None:

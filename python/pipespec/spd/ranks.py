@@ -316,8 +316,6 @@ class _Chunk(NamedTuple):
 class RanksDriver(SpeculativeDriver):
     """Rank 0: lets tokens enter, and takes what comes out. ``local`` is the first stage if it shares this rank, else None."""
 
-    holds_target = False
-
     def __init__(
         self,
         model: PreTrainedModel,

@@ -75,12 +75,6 @@ class BorrowedAttention:
         self._finalizer()
 
 
-def own_attention(model: PreTrainedModel) -> str:
-    """The model's own attention, also while a :class:`BorrowedAttention` is in its place."""
-    name: str = model.config._attn_implementation
-    return name.own if isinstance(name, _BorrowedName) else name
-
-
 def _restore(models: list[weakref.ref[PreTrainedModel]]) -> None:
     for held in models:
         model = held()

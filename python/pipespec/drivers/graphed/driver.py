@@ -50,8 +50,6 @@ def host_reason(request: GenerationRequest, device: str) -> str | None:
     if torch.is_autocast_enabled(device):
         return "autocast belongs to the calling thread; load the models in the dtype that is wanted"
     sampling_params = request.inputs.sampling_params
-    if request.inputs.right_padding is not None:
-        return "prompts that end with padding have positions of their own; pad them on the left"
     if request.inputs.grammar is not None:
         return "the matchers of a grammar run on the host, between the steps; leave the grammar out"
     if sampling_params.stepwise:

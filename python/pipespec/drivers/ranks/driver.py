@@ -84,7 +84,7 @@ class RanksDriver(Driver):
         self._target = Stage(model, self.block, at, self._trace_of(at), native=config.native, ngram=ngram)
         self.block.set_alive(at, True)
         self._generation = 0
-        self._is_running = self._is_drafting = False
+        self._is_running = False
         self._lost_at: dict[int, float] = {}
         self._events: list[str] = []
         self._party = _TargetParty(ranks, self._first, self.block)
@@ -133,7 +133,7 @@ class RanksDriver(Driver):
     def _generate(self, request: GenerationRequest) -> None:
         try:
             self._begin(request)
-            self._is_running = self._is_drafting = True
+            self._is_running = True
             self._tend()
             self._target.prefill(request.inputs, request.record)
             while self._step() != Action.FINISHED:
@@ -148,10 +148,7 @@ class RanksDriver(Driver):
             self._party.publish()
 
     def _step(self) -> Action:
-        if self._is_drafting and not self._target.accepts_draft_tokens:
-            self._is_drafting = False
-            self.steer(self.config)
-        return target_step(self._target, self.in_force, self.block)
+        return target_step(self._target, self.config, self.block)
 
     def _tend(self) -> None:
         """Continue without the drafts that are gone, and take back those that have returned. The user is warned of each once per call."""
@@ -179,7 +176,7 @@ class RanksDriver(Driver):
                 self._open_lookahead()
 
     def _open_lookahead(self) -> None:
-        for i, lookahead in enumerate(self.in_force.lookahead):
+        for i, lookahead in enumerate(self.config.lookahead):
             self.block.set_lookahead(i, lookahead)
 
     # ---- afterwards

@@ -460,7 +460,7 @@ class WorkersDriver(Driver):
         self._prepare(request)
         self._generation = self._generation % (2**31) + 1
         # The drafts' own parameters are sent separately. Only the target continues padding and has the matchers of a grammar.
-        inputs = replace(request.inputs, sampling_params=SamplingParams(), right_padding=None, grammar=None)
+        inputs = replace(request.inputs, sampling_params=SamplingParams(), grammar=None)
         call = WorkerCall(self._generation, inputs, request.draft_sampling_params)
         self._open_lookahead()
         self.block.start(self._generation)
@@ -493,7 +493,7 @@ class WorkersDriver(Driver):
         try:
             call = self._begin(request)
             with restored_threads() as self._all_threads:
-                self._is_running = self._is_drafting = True
+                self._is_running = True
                 self._share_threads()
                 self._target.prefill(request.inputs, request.record)
                 while self._step() != Action.FINISHED:
@@ -542,20 +542,16 @@ class WorkersDriver(Driver):
             self._share_threads()
 
     def _open_lookahead(self) -> None:
-        for i, lookahead in enumerate(self.in_force.lookahead):
+        for i, lookahead in enumerate(self.config.lookahead):
             self.block.set_lookahead(i, lookahead)
 
     def _share_threads(self) -> None:
         """Set the target's threads. It uses the cores of the drafts while they rest."""
-        config = self.in_force
-        own = self._all_threads if config.rests else self._target_threads
+        own = self._all_threads if self.config.rests else self._target_threads
         set_threads(min(own, self._all_threads))
 
     def _step(self) -> Action:
-        if self._is_drafting and not self._target.accepts_draft_tokens:
-            self._is_drafting = False
-            self.steer(self.config)
-        return target_step(self._target, self.in_force, self.block)
+        return target_step(self._target, self.config, self.block)
 
     def close(self) -> None:
         """Shut the workers down. A later ``run`` starts them again."""
