@@ -256,11 +256,11 @@ BEHAVIOURS: dict[str, Behaviour] = {
     ),
     # other ways to speculate
     "assisted by another model": Behaviour(assisted_by(helper), 0, ("assistant_model",)),
-    "assisted by itself": Behaviour(assisted_by(lambda model: model), 0, ("assistant_model",)),
+    "assisted by itself": Behaviour(assisted_by(lambda model: model), 0, ("assistant_model", "output_attentions")),
     "assisted, sampled": Behaviour(assisted_by(helper, do_sample=True), 0, ("assistant_model",)),
     "the assistant of another model": Behaviour(assistant_of_another),
     "prompt lookup": Behaviour(
-        call(ROW, ALL, PROCESSED, prompt_lookup_num_tokens=2), 0, ("prompt_lookup_num_tokens",)
+        call(ROW, ALL, PROCESSED, prompt_lookup_num_tokens=2), 0, ("output_attentions",)
     ),
     "prompt lookup, an end in the prompt": Behaviour(
         call(ROW, input_ids=ONE.repeat(1, 3), eos_token_id=int(ONE[0, 2]), prompt_lookup_num_tokens=4), 0, ("prompt_lookup_num_tokens",)
