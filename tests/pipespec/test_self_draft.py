@@ -20,7 +20,8 @@ from pipespec.drivers import lockstep
 from pipespec.drivers.base import GenerationRequest
 from pipespec.drivers.lockstep import LockstepDriver
 from pipespec.engine import stage as stages_module
-from pipespec.engine.cache import FirstLayers, RowCache
+from pipespec.engine.cache import RowCache
+from pipespec.engine.first_layers import FirstLayers
 from pipespec.engine.forward import _callers, forward, native_form_of
 from pipespec.engine.native import NativeForm
 from pipespec.engine.sampling import SamplingParams

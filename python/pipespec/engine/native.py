@@ -17,7 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.engine.attention import MaskKind, mask_kind
-from pipespec.engine.cache import FirstLayers, RowCache
+from pipespec.engine.cache import RowCache
+from pipespec.engine.first_layers import FirstLayers
 from pipespec.models import families
 from pipespec.models.derived import TrimmedHead, head_rows
 from pipespec.models.families import NotReadable

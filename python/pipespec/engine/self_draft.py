@@ -20,7 +20,8 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
-from pipespec.engine.cache import FirstLayers, RowCache
+from pipespec.engine.cache import RowCache
+from pipespec.engine.first_layers import FirstLayers
 from pipespec.engine.forward import ModelSection, native_form_of, open_sections, recheck
 from pipespec.engine.native import NativeForm
 from pipespec.engine.sampling import ScoreRecord
