@@ -13,9 +13,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from pipespec import Pipeline, register_attention
 from pipespec.engine import attention
-from pipespec.engine import forward as forward_module
 from pipespec.engine.cache import RowCache
-from pipespec.engine.forward import forward
+from pipespec.engine.forward import described, forward
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
 from tests.waiting import SECONDS
 
@@ -366,4 +365,4 @@ def test_copies_and_ordinary_caches(model) -> None:
     ordinary = RowCache.for_model(model, 1, 16)
     assert not ordinary.uses_device_lengths
     forward(model, ids, ordinary, keep=0)
-    assert type(forward_module._callers[model][True]).__name__ == "NativeForm"
+    assert described(model, ordinary) == "native"

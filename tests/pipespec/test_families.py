@@ -15,7 +15,7 @@ from transformers.generation import LogitsProcessor
 
 from pipespec import Pipeline
 from pipespec.engine.cache import RowCache
-from pipespec.engine.forward import forward, not_native
+from pipespec.engine.forward import forward, native_unsupported_reason
 from pipespec.engine.sampling import row_seeds
 from pipespec.models.layout import CacheLayout
 from pipespec.preflight.checks import check_architecture
@@ -326,7 +326,7 @@ def table() -> list[str]:
         what = words[None in found, found != {None}]
         what = "latent" if layout.key_dim != layout.value_dim else what
         what = "full and recurrent" if layout.states is not None else what
-        native = not_native(model) is None
+        native = native_unsupported_reason(model) is None
         static = not list(_not_static(model))
         marks = ["yes" if mark else "-" for mark in (native, static, kind in FAMILY)]
         rows.setdefault(kind, [what, *marks])[1:] = marks

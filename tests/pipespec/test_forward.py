@@ -1,4 +1,4 @@
-"""Calls of a model: every form but the native one gives the bits of the model itself. Also properties of transformers that the forms need."""
+"""Calls of a model without the native form: they give the bits of the model itself. Also properties of transformers that the forms need."""
 
 import functools
 import gc
@@ -13,7 +13,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralCon
 from pipespec.engine import forward as forward_module
 from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
-from pipespec.engine.forward import ModelSection, open_sections
+from pipespec.engine.sections import ModelSection, open_sections
 from pipespec.models import compat
 from pipespec.models.parts import ModelParts
 
@@ -46,22 +46,22 @@ def rope(kind, **options):
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
 MODELS = {
-    "fp32": ({}, "_FlatLoop"),
-    "fp64": ({"dtype": torch.float64}, "_FlatLoop"),
-    "bf16": ({"dtype": torch.bfloat16}, "_FlatLoop"),
-    "grouped": ({"num_key_value_heads": 2}, "_FlatLoop"),
-    "one kv head": ({"num_key_value_heads": 1}, "_FlatLoop"),
-    "head_dim": ({"head_dim": 32}, "_FlatLoop"),
-    "tied": ({"tie_word_embeddings": True}, "_FlatLoop"),
-    "gelu": ({"hidden_act": "gelu"}, "_FlatLoop"),
-    "linear rope": (rope("linear", factor=2.0), "_FlatLoop"),
-    "llama3 rope": (rope("llama3", **LLAMA3), "_FlatLoop"),
-    "yarn rope": (rope("yarn", factor=4.0, original_max_position_embeddings=32), "_FlatLoop"),
-    "dynamic rope": (rope("dynamic", factor=2.0), "_FlatLoop"),
-    "biases": ({"attention_bias": True, "mlp_bias": True}, "_LayerLoop"),
-    "eager": ({"attention": "eager"}, "_LayerLoop"),
-    "eager grouped": ({"attention": "eager", "num_key_value_heads": 2}, "_LayerLoop"),
-    "mistral": ({"kind": MistralForCausalLM, "config": MistralConfig, "sliding_window": None}, "_WholeModel"),
+    "fp32": {},
+    "fp64": {"dtype": torch.float64},
+    "bf16": {"dtype": torch.bfloat16},
+    "grouped": {"num_key_value_heads": 2},
+    "one kv head": {"num_key_value_heads": 1},
+    "head_dim": {"head_dim": 32},
+    "tied": {"tie_word_embeddings": True},
+    "gelu": {"hidden_act": "gelu"},
+    "linear rope": rope("linear", factor=2.0),
+    "llama3 rope": rope("llama3", **LLAMA3),
+    "yarn rope": rope("yarn", factor=4.0, original_max_position_embeddings=32),
+    "dynamic rope": rope("dynamic", factor=2.0),
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "eager": {"attention": "eager"},
+    "eager grouped": {"attention": "eager", "num_key_value_heads": 2},
+    "mistral": {"kind": MistralForCausalLM, "config": MistralConfig, "sliding_window": None},
 }
 
 
@@ -70,14 +70,10 @@ def ids():
     return torch.randint(0, VOCAB, (3, 80), generator=torch.Generator().manual_seed(3))
 
 
-def way(model):
-    return type(forward_module._callers[model][False]).__name__
-
-
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_forward_is_bit_identical_to_the_model(name, rows, ids):
-    options, expected_way = MODELS[name]
+    options = MODELS[name]
     model = make_model(**options)
     if options.get("attention_bias"):
         for parameter_name, parameter in model.named_parameters():
@@ -99,12 +95,11 @@ def test_forward_is_bit_identical_to_the_model(name, rows, ids):
             torch.testing.assert_close(got, wanted, rtol=0, atol=0 if keep == q else 1e-5)
         assert cache.lengths == reference.lengths
         assert torch.equal(cache._stores[0], reference._stores[0])
-    assert way(model) == expected_way
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "dynamic rope"])
 def test_forward_of_uneven_rows_is_bit_identical_to_the_model(name, ids):
-    model = make_model(**MODELS[name][0])
+    model = make_model(**MODELS[name])
     caches = [RowCache.for_model(model, 3, 64) for _ in range(2)]
     for cache in caches:
         forward(model, ids[:, :12], cache, keep=1)
@@ -191,56 +186,19 @@ def adapt(model):
     attention.v_proj = Adapter(attention.v_proj)
 
 
-CHANGES = {
-    replace_weight: "_FlatLoop",
-    change_in_place: "_FlatLoop",
-    change_dtype: "_FlatLoop",
-    use_eager: "_LayerLoop",
-    hook: "_WholeModel",
-    pre_hook: "_WholeModel",
-    patch_forward: "_WholeModel",
-    adapt: "_WholeModel",
-}
+CHANGES = (replace_weight, change_in_place, change_dtype, use_eager, hook, pre_hook, patch_forward, adapt)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_changed_model_is_noticed_when_the_next_sequence_begins(change, ids):
     model = make_model()
     first = forward(model, ids[:1, :9], RowCache.for_model(model, 1, 32), keep=9)
-    assert way(model) == "_FlatLoop"
     change(model)
     got = forward(model, ids[:1, :9], RowCache.for_model(model, 1, 32), keep=9)
-    assert way(model) == CHANGES[change]
     with torch.no_grad():
         assert torch.equal(got, model(ids[:1, :9]).logits)
     if change not in (use_eager, pre_hook, patch_forward, change_dtype):
         assert not torch.allclose(got, first)
-
-
-def test_a_loop_that_differs_in_one_bit_is_not_used(monkeypatch, ids):
-    def off_by_a_bit(self, x, norm):
-        return torch.nextafter(right(self, x, norm), x.new_tensor(torch.inf))
-
-    right = forward_module._FlatLoop.normed
-    monkeypatch.setattr(forward_module._FlatLoop, "normed", off_by_a_bit)
-    model = make_model()
-    forward(model, ids[:1, :9], RowCache.for_model(model, 1, 32), keep=1)
-    assert way(model) == "_LayerLoop"
-
-
-def test_captured_hidden_states_do_not_slow_later_calls(ids):
-    model = make_model()
-    with torch.no_grad():
-        model(ids[:1, :5], output_hidden_states=True, output_attentions=False)
-    forward(model, ids[:1, :9], RowCache.for_model(model, 1, 32), keep=1)
-    assert way(model) == "_FlatLoop"
-
-
-def test_large_models_on_a_cpu_are_called_in_the_ordinary_way(monkeypatch, ids):
-    monkeypatch.setattr(forward_module, "_LOOP_UP_TO", 1000)
-    model = make_model()
-    forward(model, ids[:1, :9], RowCache.for_model(model, 1, 32), keep=1)
-    assert way(model) == "_WholeModel"
 
 
 def test_models_are_not_kept_alive(ids):
@@ -279,13 +237,9 @@ def sections(model, cuts=(1,)):
     return out
 
 
-def ways(model_sections):
-    return {type(section._call).__name__ for section in model_sections}
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_sections_are_bit_identical_to_the_model(name, ids):
-    model = make_model(**MODELS[name][0])
+    model = make_model(**MODELS[name])
     *spans, head = sections(model, (1, 2))
     caches = [RowCache(s.parts.cache_config(), 3, 64, dtype=model.dtype, device=model.device) for s in spans]
     whole = RowCache.for_model(model, 3, 64)
@@ -308,20 +262,12 @@ def test_sections_are_bit_identical_to_the_model(name, ids):
         for ours, theirs in zip(streams[:-1], wanted.hidden_states, strict=False):
             assert torch.equal(ours.to(theirs.dtype), theirs)
         assert streams[-1] is not streams[-2]
-    # The flat loop is for plain parts. Where a layer is not plain, the head may still be.
-    expected = {"_LayerLoop"}
-    if MODELS[name][1] == "_FlatLoop":
-        expected = {"_FlatLoop"}
-    elif name == "biases":
-        expected = {"_LayerLoop", "_FlatLoop"}
-    assert ways([*spans, head]) == expected
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_changed_parts_are_noticed_when_the_next_sequence_begins(change, ids):
     model = make_model()
     *spans, head = sections(model)
-    assert ways([*spans, head]) == {"_FlatLoop"}
     change(model)
     open_sections([*spans, head], native=False)
     hidden = spans[0].embed(ids[:1, :9])
@@ -332,17 +278,6 @@ def test_changed_parts_are_noticed_when_the_next_sequence_begins(change, ids):
     with torch.no_grad():
         # pre_hook is on the whole model, not on a part, so it changes nothing here.
         assert torch.equal(head.logits(hidden), model(ids[:1, :9]).logits)
-    unloopable = change in (use_eager, hook, patch_forward, adapt)
-    assert ("_LayerLoop" in ways([*spans, head])) is unloopable
-
-
-def test_parts_that_differ_in_one_bit_are_not_used(monkeypatch):
-    def off_by_a_bit(self, x, norm):
-        return torch.nextafter(right(self, x, norm), x.new_tensor(torch.inf))
-
-    right = forward_module._FlatLoop.normed
-    monkeypatch.setattr(forward_module._FlatLoop, "normed", off_by_a_bit)
-    assert ways(sections(make_model())) == {"_LayerLoop"}
 
 
 def test_autocast_is_honoured_by_parts(ids):

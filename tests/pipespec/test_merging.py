@@ -304,12 +304,12 @@ def test_detached_tensors_see_changes():
 
 
 def test_other_forms_do_not_hold_the_old_weights():
-    """A loop over the layers holds weights. The merge ends it."""
+    """The packed form reads the embedding of the model. The merge ends it."""
     from pipespec.engine import forward as forward_module
 
     model = make()
-    forward_module.forward(model, ids(1, 4), RowCache.for_model(model, 1, 16), keep=1, native=False)
-    assert forward_module._callers[model]
+    forward_module.forward(model, ids(1, 4), RowCache.for_model(model, 1, 16), keep=1)
+    assert "native" in forward_module._choices[model]
     model.set_attn_implementation(ATTENTION)
     assert choose_fused(model) is not None
-    assert model not in forward_module._callers
+    assert "native" not in forward_module._choices[model]

@@ -30,8 +30,10 @@ from transformers.models.gemma import modeling_gemma
 import pipespec
 from pipespec.engine import forward as forward_module
 from pipespec.engine import native
+from pipespec.engine import sections as sections_module
 from pipespec.engine.cache import RowCache
-from pipespec.engine.forward import ModelSection, described, forward, open_sections, recheck, release
+from pipespec.engine.forward import described, forward, recheck, release
+from pipespec.engine.sections import ModelSection, open_sections
 from pipespec.models import families
 from pipespec.models.parts import ModelParts
 from tests.conftest import left_pad, noisy
@@ -105,8 +107,12 @@ def ids(*shape, seed=3, vocabulary=97):
     return torch.randint(2, vocabulary, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def way(model, native=True):
-    return type(forward_module._callers[model][native]).__name__
+def chosen(model, name="native"):
+    return forward_module._choices[model][name].form
+
+
+def way(model, name="native"):
+    return type(chosen(model, name)).__name__
 
 
 def logits_of(model, tokens, **options):
@@ -178,7 +184,7 @@ def test_float32_weights_that_are_all_bfloat16s_take_half_the_memory():
     half, full = make().to(torch.bfloat16).float(), make()
     logits_of(half, ids(1, 3))
     logits_of(full, ids(1, 3))
-    forms = [forward_module._callers[model][True] for model in (half, full)]
+    forms = [chosen(model) for model in (half, full)]
     assert [form.decoder.weight_bits for form in forms] == [16, 32]
     assert forms[0].decoder.nbytes < 0.6 * forms[1].decoder.nbytes
     # What is counted before the packing, but for padding to whole panels.
@@ -258,12 +264,12 @@ def test_it_can_be_turned_off():
     with torch.no_grad():
         wanted = model(tokens).logits
     assert torch.equal(logits_of(model, tokens, native=False), wanted)
-    assert way(model, native=False) == "_FlatLoop"
+    assert way(model, "own") == "WholeModel"
     with pipespec.Pipeline(model, schedule="plain", native=False) as pipe:
         pipe.generate(tokens, max_new_tokens=3)
         assert [stage.forward for stage in pipe.report.stages] == ["transformers: native=False"]
         assert "forward" in pipe.report.to_dict()["stages"][0]
-    assert True not in forward_module._callers[model]
+    assert "native" not in forward_module._choices[model]
 
 
 # --- models that keep transformers' forward ----------------------------------------------------------------------------
@@ -453,9 +459,9 @@ def test_changed_weights_are_noticed_when_the_next_sequence_begins(change):
     model = make()
     tokens = ids(1, 9)
     first = logits_of(model, tokens)
-    packed = forward_module._callers[model][True]
+    packed = chosen(model)
     assert torch.equal(logits_of(model, tokens), first)
-    assert forward_module._callers[model][True] is packed
+    assert chosen(model) is packed
     change(model)
     got = logits_of(model, tokens)
     assert way(model) == "NativeForm"
@@ -470,10 +476,10 @@ def test_changed_weights_are_noticed_by_a_call_that_goes_on_with_a_cache():
     prompt = ids(1, 8)
     with pipespec.Pipeline(model) as pipe:
         first = pipe.generate(prompt, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
-        before = forward_module._callers[model][True]
+        before = chosen(model)
         load(model)
         pipe.generate(first.sequences, max_new_tokens=4, do_sample=False, past_key_values=first.past_key_values)
-        assert forward_module._callers[model][True] is not before
+        assert chosen(model) is not before
 
 
 def test_inference_tensors_have_no_version_and_are_noticed_by_their_values():
@@ -523,10 +529,10 @@ def test_a_form_that_computes_something_else_is_not_used(monkeypatch, fault, dty
     FAULTS[fault](monkeypatch)
     model = make(dtype=dtype)
     assert form_of(model).startswith("transformers: its logits differ from the model's own by ")
-    assert way(model) == "_FlatLoop"
-    kept = forward_module._callers[model][True]
+    assert way(model) == "WholeModel"
+    kept = chosen(model)
     recheck(model)
-    assert forward_module._callers[model][True] is kept
+    assert chosen(model) is kept
 
 
 def test_an_embedding_that_is_scaled_elsewhere(monkeypatch):
@@ -552,20 +558,20 @@ def test_a_copy_is_made_only_where_there_is_room(monkeypatch):
     monkeypatch.setattr(native, "host_memory", lambda: (1 << 30, 100_000))
     model = make()
     assert "no room for a packed copy" in form_of(model)
-    assert way(model) == "_FlatLoop"
+    assert way(model) == "WholeModel"
 
 
 def test_copies_are_freed_with_the_model_and_on_request():
     model = make()
     logits_of(model, ids(1, 4))
-    packed = weakref.ref(forward_module._callers[model][True])
+    packed = weakref.ref(chosen(model))
     twin = copy.deepcopy(model)
     assert torch.equal(logits_of(pickle.loads(pickle.dumps(twin)), ids(1, 4)), logits_of(twin, ids(1, 4)))
     release(model)
     gc.collect()
     assert packed() is None
     logits_of(model, ids(1, 4))
-    packed = weakref.ref(forward_module._callers[model][True])
+    packed = weakref.ref(chosen(model))
     del model
     gc.collect()
     assert packed() is None
@@ -596,7 +602,7 @@ def test_pipelines_share_one_copy():
     for _ in range(2):
         with pipespec.Pipeline(model) as pipe:
             pipe.generate(ids(1, 5), max_new_tokens=2)
-            forms.add(forward_module._callers[model][True])
+            forms.add(chosen(model))
     assert len(forms) == 1
 
 
@@ -727,13 +733,13 @@ def not_finite(model):
 @pytest.mark.parametrize("refuse", [hook, not_finite])
 def test_sections_that_are_not_native_keep_no_copy(monkeypatch, refuse):
     """Neither of this call nor of an earlier one. The next call does not pack again to find the same reason."""
-    packed, real = [], forward_module.native_form
+    packed, real = [], sections_module.native_form
 
     def counted(*arguments):
         packed.append(weakref.ref(form := real(*arguments)))
         return form
 
-    monkeypatch.setattr(forward_module, "native_form", counted)
+    monkeypatch.setattr(sections_module, "native_form", counted)
     model = make()
     parts = sections(model)
     assert open_sections(parts) == "native"
@@ -750,4 +756,4 @@ def test_sections_that_are_not_native_keep_no_copy(monkeypatch, refuse):
 def test_sections_without_native_forms():
     parts = sections(make())
     assert open_sections(parts, native=False) == "transformers: native=False"
-    assert {type(part._call).__name__ for part in parts} == {"_FlatLoop"}
+    assert {type(part._call).__name__ for part in parts} == {"LayerLoop"}

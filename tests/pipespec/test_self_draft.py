@@ -22,7 +22,7 @@ from pipespec.drivers.lockstep import LockstepDriver
 from pipespec.engine import stage as stages_module
 from pipespec.engine.cache import RowCache
 from pipespec.engine.first_layers import FirstLayers
-from pipespec.engine.forward import _callers, forward, native_form_of
+from pipespec.engine.forward import _choices, forward, native_form_of
 from pipespec.engine.native import NativeForm
 from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.self_draft import SharedLayers, shared_layers
@@ -124,7 +124,7 @@ def test_the_draft_feeds_each_token_once_and_no_prompt(model, kwargs):
         assert traced["target"]["prefill"].any()
         assert not traced["draft 0"]["prefill"].any()
         # No second packed copy, no view of the cache between calls.
-        assert pipe.models[0] not in _callers
+        assert pipe.models[0] not in _choices
         assert pipe._driver.stages[0]._cache is None
 
 

@@ -116,16 +116,15 @@ class ForwardCache(RowStorage):
                 return visible
             return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
 
-    def open(self, q: int, *, columns_first: bool = False) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    def open(self, q: int) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """Begin a forward of ``q`` columns, for code that loops over the layers itself. ``close()`` ends it.
 
         Args:
             q: columns.
-            columns_first: the layout of ``new``.
 
         Returns:
             ``new`` and ``used``, views per layer: keys at ``[layer]``, values at ``[layers + layer]``. ``new`` is where new keys and values
-            belong, ``[rows, kv_heads, q, head_dim]``, or ``[rows, q, kv_heads, head_dim]`` with ``columns_first``. It is empty if the lengths
+            belong, ``[rows, kv_heads, q, head_dim]``. It is empty if the lengths
             differ, since ``scatter()`` must write then, and if attention reads ``device_lengths``, since ``update()`` writes. ``used`` is what
             to attend over, ``[rows, kv_heads, max(lengths) + q, head_dim]``.
 
@@ -148,8 +147,6 @@ class ForwardCache(RowStorage):
             indices = self._indices(q)
             for storage in self._storages:
                 storage.point(indices)
-        elif columns_first:
-            new = self._narrowed(self._top, q, columns_first=True)
         else:
             new = self._narrowed(self._top, q)
         self._open_q = q

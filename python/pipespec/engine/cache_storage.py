@@ -31,13 +31,12 @@ class DeviceStorage:
         stores: ``[2 * len(layers), rows, kv_heads, capacity, head_dim]``, the keys of all layers, then the values; two tensors
             ``[len(layers), rows, kv_heads, capacity, dim]``, where keys and values differ in size.
         halves: views of the keys and of the values.
-        columns_first: views of ``stores``, ``[.., rows, capacity, kv_heads, dim]``.
         flat: per layer views ``[rows * kv_heads * capacity, dim]``: ragged scatters write here.
         lengths: int32 ``[rows]``: the cache's lengths on this device.
         index: where a forward of different lengths writes its states ``[rows, q, kv_heads]`` in ``flat``.
     """
 
-    __slots__ = ("columns_first", "device", "flat", "halves", "index", "index_base", "layers", "lengths", "stores")
+    __slots__ = ("device", "flat", "halves", "index", "index_base", "layers", "lengths", "stores")
 
     def __init__(
         self, layers: Sequence[int], stores: Sequence[torch.Tensor], device: torch.device, lengths: torch.Tensor
@@ -45,7 +44,6 @@ class DeviceStorage:
         self.layers, self.stores, self.device, self.lengths = layers, tuple(stores), device, lengths
         depth = len(layers)
         self.halves = self.stores[0][:depth], self.stores[-1][-depth:]
-        self.columns_first = tuple(store.transpose(2, 3) for store in self.stores)
         self.flat = _unbound([store.view(len(store), -1, store.shape[-1]) for store in self.stores])
         self.index_base: torch.Tensor | None = None
         self.index: torch.Tensor | None = None
@@ -59,10 +57,8 @@ class DeviceStorage:
         # Zeroed, because a masked value enters a product with zero, and 0 * NaN is NaN.
         return [torch.zeros((count, *shape, dim), dtype=dtype, device=device) for dim in dims]
 
-    def narrowed(self, begin: int, length: int, *, columns_first: bool) -> Sequence[torch.Tensor]:
+    def narrowed(self, begin: int, length: int) -> Sequence[torch.Tensor]:
         """Per layer a part of the keys, then per layer a part of the values."""
-        if columns_first:
-            return _unbound([store.narrow(2, begin, length) for store in self.columns_first])
         return _unbound([store.narrow(3, begin, length) for store in self.stores])
 
     def point(self, indices: torch.Tensor) -> None:
@@ -378,9 +374,9 @@ class RowStorage(RowLengths):
             found |= zip(places, its, strict=True)
         return [found[i] for i in range(2 * self._depth)]
 
-    def _narrowed(self, begin: int, length: int, *, columns_first: bool = False) -> Sequence[torch.Tensor]:
+    def _narrowed(self, begin: int, length: int) -> Sequence[torch.Tensor]:
         """Per layer a part of the keys, then per layer a part of the values."""
-        return self._by_layer([s.narrowed(begin, length, columns_first=columns_first) for s in self._storages])
+        return self._by_layer([s.narrowed(begin, length) for s in self._storages])
 
     def reserve(self, capacity: int) -> None:
         """Grow to ``capacity`` positions per row, if there are fewer: new storage, and a copy of what is held.

@@ -20,19 +20,16 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from pipespec.engine.attention import ATTENTION
 from pipespec.engine.cache import RowCache
-from pipespec.engine.native import Form, check_outputs, probe, probe_cache, probe_inputs, probed
+from pipespec.engine.form import Form
+from pipespec.engine.known import FUSED
+from pipespec.engine.native import check_outputs, probe, probe_cache, probe_inputs, probed
 from pipespec.models import families
 from pipespec.models.families import NotReadable
 from pipespec.models.merging import check_separate, merge, merged
 from pipespec.models.parts import ModelParts
 from pipespec_kernels import ops
 from pipespec_kernels.decoder import LayerWeights
-
-FUSED = "fused"
-"""The value in the report for a stage in this form."""
-
 
 BLOCKS = (64, 16, 1)
 """Rows of a product in the exact form: the first number for which no product of the model depends on a row's place. A product of one row has one
@@ -217,13 +214,6 @@ def is_row_independent(rows: int, weight: torch.Tensor, bias: torch.Tensor | Non
     return True
 
 
-def fused_signature(model: PreTrainedModel) -> tuple[Any, ...]:
-    """What the fused form of a model depends on. Raises :class:`NotReadable`, with the reason, where it has none."""
-    if model.config._attn_implementation != ATTENTION:
-        raise NotReadable(f"its attention is {model.config._attn_implementation!r}")
-    return families.identity(model, packed=False)
-
-
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
@@ -234,7 +224,7 @@ def fused_form(model: PreTrainedModel, modules: Form, *, exact: bool = False) ->
     It merges the weights of the model, see :mod:`pipespec.models.merging`.
 
     Args:
-        model: one that has a :func:`fused_signature`.
+        model: a known one, see :func:`pipespec.engine.known.identify`.
         modules: calls the model as a whole.
         exact: as for :class:`FusedForm`.
 

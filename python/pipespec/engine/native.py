@@ -16,18 +16,15 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
 from pipespec.engine.first_layers import FirstLayers
+from pipespec.engine.form import Form, PartsForm
 from pipespec.models import families
 from pipespec.models.derived import TrimmedHead, head_rows
 from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
 from pipespec_kernels.decoder import NativeDecoder
 from pipespec_kernels.env import host_memory
-
-NATIVE = "native"
-"""The value in the report for a stage in this form."""
 
 TOLERANCE = 1e-5
 """Largest deviation of float32 logits on the probes, relative to the largest logit: some ten times what another order of summation makes."""
@@ -38,69 +35,6 @@ dtype of the result, so that the order of a sum matters, too. SmolLM2-135M shows
 
 _ROWS = 8192
 """Rows of the head that the reference computes at a time."""
-
-
-class Form:
-    """One way to call a model. It returns the logits of the last ``keep`` columns, and the cache grows.
-
-    Attributes:
-        identity: what the form depends on, when it was chosen.
-        reason: why the model's form is not native; None where it is.
-    """
-
-    identity: object = None
-    reason: str | None = None
-
-    def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
-        raise NotImplementedError
-
-    def is_current(self) -> bool:
-        """Whether what the form has copied is still the model's."""
-        return True
-
-
-class PartsForm(Form):
-    """One way to call parts of a model.
-
-    Attributes:
-        parts: those that run.
-        dtype: of the hidden states that it takes and returns.
-    """
-
-    def __init__(self, parts: ModelParts, dtype: torch.dtype) -> None:
-        self.parts, self.dtype = parts, dtype
-
-    def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
-        """Run all parts. Without an embedding, ``tokens`` are hidden states; without a head, hidden states are returned."""
-        hidden = tokens.to(self.dtype) if self.parts.embed is None else self.embed(tokens)
-        if self.parts.layers:
-            hidden, _ = self.run_layers(hidden, cache)
-        if self.parts.head is None:
-            return hidden[:, hidden.shape[1] - keep :]
-        return self.logits(hidden, keep)
-
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Embed ``tokens [rows, q]``. Returns ``[rows, q, H]``."""
-        raise NotImplementedError
-
-    def run_layers(
-        self, hidden: torch.Tensor, cache: RowCache, features: Collection[int] = ()
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Run the layers.
-
-        Args:
-            hidden: ``[rows, q, H]``; is not changed.
-            cache: of these layers alone; it grows by ``q``.
-            features: indices in transformers' ``hidden_states`` (k + 1 after layer k). Those of other layers do not matter.
-
-        Returns:
-            The hidden states behind the last layer, and by index those of ``features``, each ``[rows, q, H]``.
-        """
-        raise NotImplementedError
-
-    def logits(self, hidden: torch.Tensor, keep: int) -> torch.Tensor:
-        """Logits ``[rows, keep, vocabulary]`` of the last columns of ``hidden [rows, q, H]``."""
-        raise NotImplementedError
 
 
 class NativeForm(PartsForm):
@@ -239,20 +173,13 @@ class NativeForm(PartsForm):
         return table
 
 
-def native_signature(model: PreTrainedModel | ModelParts) -> tuple[Any, ...]:
-    """What the native form of a model, or of parts, depends on. Raises :class:`NotReadable`, with the reason, where there is none."""
-    if mask_kind(model.config) is MaskKind.NONE:
-        raise NotReadable(f"its attention is {model.config._attn_implementation!r}")
-    return (*families.identity(model), model.config._attn_implementation)
-
-
 def native_form(
     model: PreTrainedModel | ModelParts, own: Callable[[torch.Tensor], torch.Tensor], beside: int = 0
 ) -> NativeForm:
     """Pack a model or parts of one, and compare the outputs with those of the model's own modules, see :func:`check_outputs`.
 
     Args:
-        model: one that has a :func:`native_signature`.
+        model: a known one, see :func:`pipespec.engine.known.identify`.
         own: calls the model's own modules on the inputs of the probes. Returns the outputs of all columns.
         beside: as for :class:`NativeForm`.
 

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from pipespec.config import WIDTH
-from pipespec.engine.forward import not_exact, not_native
+from pipespec.engine.forward import exact_unsupported_reason, native_unsupported_reason
 from pipespec.engine.recurrent import why_not_recurrent
 from pipespec.engine.stage import stage_names
 from pipespec.errors import UnsupportedInput
@@ -135,7 +135,7 @@ def check_exact(target: PreTrainedModel, *, captured: bool = False) -> None:
     Raises:
         ValueError: it has no such form; with the reason.
     """
-    reason = not_exact(target) if captured else not_native(target)
+    reason = exact_unsupported_reason(target) if captured else native_unsupported_reason(target)
     if reason is not None:
         raise ValueError(
             f"exact=True: the target cannot run in a form whose sums are independent of batch and width: {reason}. Without exact=True it "

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from pipespec.drivers.base import Decoder, GenerationRequest, StageFailure
 from pipespec.engine.cache import RowCache
-from pipespec.engine.forward import open_sections
 from pipespec.engine.sampling import Sampler, SamplingParams
+from pipespec.engine.sections import open_sections
 from pipespec.models.layout import CacheLayout
 from pipespec.process.signals import draft_errors
 from pipespec.process.warnings import user_stacklevel

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.forward import ModelSection, open_sections
+from pipespec.engine.sections import ModelSection, open_sections
 from pipespec.models.layout import FULL, GATED_DELTA, CacheLayout
 from pipespec.models.loading import load_config
 from pipespec.models.parts import ModelParts

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.utils import cached_file
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.forward import ModelSection, open_sections
+from pipespec.engine.sections import ModelSection, open_sections
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import text_config
 from pipespec.preflight.checks import check_architecture
@@ -235,7 +235,7 @@ class LayerStage:
         stages: Stages of the model: most positions that a step rolls back.
 
     Attributes:
-        section: The layers' forward; :func:`pipespec.engine.forward.open_sections` chooses its form.
+        section: The layers' forward; :func:`pipespec.engine.sections.open_sections` chooses its form.
     """
 
     def __init__(

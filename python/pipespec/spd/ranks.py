@@ -39,8 +39,8 @@ from pipespec.api.base import BasePipeline
 from pipespec.api.prepare import Generation
 from pipespec.drivers.base import Decoder, GenerationRequest
 from pipespec.engine.cache import RowCache
-from pipespec.engine.forward import open_sections, stream_dtype
-from pipespec.engine.native import NATIVE
+from pipespec.engine.known import NATIVE
+from pipespec.engine.sections import open_sections, stream_dtype
 from pipespec.process.signals import DelayedHandlers
 from pipespec.registry import LOCKSTEP, RANKS
 from pipespec.spd.decoding import Fed, SpeculativeDriver, Streams

@@ -1,0 +1,138 @@
+"""Parts of a model that run one after the other, each in the native form or in that of its own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from pipespec.engine.cache import RowCache
+from pipespec.engine.form import PartsForm
+from pipespec.engine.known import NATIVE, OWN, Identity, identify
+from pipespec.engine.native import native_form, probe_cache
+from pipespec.engine.own import LayerLoop
+from pipespec.models.families import NotReadable, packed_bytes
+from pipespec.models.parts import ModelParts
+
+
+def stream_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of hidden states between the sections of a model of ``dtype``: on the CPU at least float32, as within the native form."""
+    return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
+
+
+_NOTHING = nullcontext()
+
+
+def _inference() -> AbstractContextManager[None]:
+    """Inference mode. Where it is on, entering it again costs more than the rest of a small call."""
+    return _NOTHING if torch.is_inference_mode_enabled() else torch.inference_mode()
+
+
+class ModelSection:
+    """Parts of a model, called in the native form or in that of their own modules.
+
+    The parts are modules of any LLaMA-like model. Their form is chosen as :func:`pipespec.engine.forward.forward` chooses that of a whole model, in
+    :func:`open_sections`, when a sequence begins. Hidden states have the dtype of :func:`stream_dtype`. Results are inference tensors, and arguments
+    are not changed.
+    """
+
+    def __init__(self, parts: ModelParts) -> None:
+        self.parts = parts
+        self._identity: Identity | None = None
+        self._refused: Identity | None = None
+        self._use(LayerLoop(parts))
+
+    def _use(self, call: PartsForm, identity: Identity | None = None) -> None:
+        self._call, self._identity = call, identity
+        self._modules = call if isinstance(call, LayerLoop) else LayerLoop(self.parts)
+        self.stream_dtype = stream_dtype(self.parts.dtype, self.parts.device)
+
+    def identify(self, native: bool) -> Identity:
+        """What the form depends on now, with the reason why it is not native, as far as that shows without packing the weights."""
+        identity, refused = identify(self.parts, NATIVE if native else OWN), self._refused
+        if refused is not None and identity.reason is None and identity.seen == refused.seen:
+            return refused
+        return identity
+
+    def pack(self, identity: Identity, beside: int) -> str | None:
+        """Use the native form.
+
+        Args:
+            identity: of :meth:`identify`, without a reason.
+            beside: bytes that are to be allocated beside the packed copy.
+
+        Returns:
+            Why there is no native form; None if there is.
+        """
+        if self._identity == identity and self._call.is_current():
+            return None
+        self._use(LayerLoop(self.parts))  # before another copy is made
+        try:
+            with torch.inference_mode():
+                form = native_form(self.parts, self._own, beside)
+        except NotReadable as error:
+            self._refused = identity._replace(reason=str(error))
+            return str(error)
+        self._use(form, identity)
+        return None
+
+    def unpack(self) -> None:
+        """Use the form of the parts' own modules, and free a packed copy."""
+        identity = self.identify(native=False)
+        if self._identity != identity:
+            self._use(LayerLoop(self.parts), identity)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embed ``tokens [rows, q]``. Returns ``[rows, q, H]``."""
+        with _inference():
+            return self._form(tokens).embed(tokens).to(self.stream_dtype)
+
+    def run_layers(
+        self, hidden: torch.Tensor, cache: RowCache, features: Collection[int] = ()
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Run the layers on ``hidden [rows, q, H]``, see :meth:`PartsForm.run_layers`. ``cache`` is one of ``parts.cache_config()``."""
+        with _inference():
+            form = self._form(hidden, cache)
+            hidden, streams = form.run_layers(hidden.to(form.dtype), cache, features)
+            return hidden.to(self.stream_dtype), {k: stream.to(self.stream_dtype) for k, stream in streams.items()}
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Norm and head of ``hidden [rows, q, H]``. Returns ``[rows, q, vocabulary]``."""
+        with _inference():
+            form = self._form(hidden)
+            return form.logits(hidden.to(form.dtype), hidden.shape[1])
+
+    def _form(self, given: torch.Tensor, cache: RowCache | None = None) -> PartsForm:
+        # Autocast changes what the modules do, and only they read lengths on the device.
+        on_device = cache is not None and cache.uses_device_lengths
+        return self._modules if on_device or torch.is_autocast_enabled(given.device.type) else self._call
+
+    def _own(self, given: torch.Tensor) -> torch.Tensor:
+        """Outputs of the parts' own modules for all columns."""
+        # Parts without layers do not read the cache.
+        return self._modules(given, probe_cache(self.parts), given.shape[1])
+
+
+def open_sections(sections: Sequence[ModelSection], *, native: bool = True, beside: int = 0) -> str:
+    """Choose the forms of sections that run one after the other: all native, or none, so that a cut does not change the text.
+
+    Args:
+        sections: of one model.
+        native: False: only forms with the bits of the model's own modules.
+        beside: bytes that are to be allocated beside the packed copies, for caches.
+
+    Returns:
+        The form, as :func:`described`.
+    """
+    identities = [section.identify(native) for section in sections]
+    reason = next((identity.reason for identity in identities if identity.reason is not None), None)
+    sizes = [packed_bytes(section.parts) for section in sections]
+    for i, (section, identity) in enumerate(zip(sections, identities, strict=True)):
+        if reason is None:
+            reason = section.pack(identity, sum(sizes[i + 1 :], beside))
+    if reason is None:
+        return NATIVE
+    for section in sections:
+        section.unpack()
+    return f"transformers: {reason}"
