@@ -17,11 +17,12 @@ from pipespec import Pipeline
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward, native_unsupported_reason
 from pipespec.engine.sampling import row_seeds
+from pipespec.models import families
 from pipespec.models.layout import CacheLayout
 from pipespec.preflight.checks import check_architecture
 from pipespec.preflight.support import _not_static
 from pipespec.spd import SpeculativePipeline
-from pipespec.spd.partition import FAMILY, check_target
+from pipespec.spd.partition import check_target
 from pipespec_kernels import reference
 from pipespec_kernels.noise import TARGET
 from tests.conftest import left_pad, noisy
@@ -81,7 +82,7 @@ def pipeline(name: str, how: str) -> Any:
 
 
 CROSS = [(name, "lockstep") for name in FAMILIES]
-CROSS += [(name, "spd") for name in FAMILIES if FAMILIES[name][0] in FAMILY]
+CROSS += [(name, "spd") for name in FAMILIES if FAMILIES[name][0] in families.IN_STAGES]
 if PROFILE == "nightly":
     CROSS += [(name, how) for name in FAMILIES for how in ("plain", "workers")]
     CROSS += [(name, "streams") for name in FAMILIES if not list(_not_static(model_of(name)))]
@@ -328,10 +329,14 @@ def table() -> list[str]:
         what = "full and recurrent" if layout.states is not None else what
         native = native_unsupported_reason(model) is None
         static = not list(_not_static(model))
-        marks = ["yes" if mark else "-" for mark in (native, static, kind in FAMILY)]
+        marks = ["yes" if mark else "-" for mark in (native, static, families.FAMILIES[kind].in_stages)]
         rows.setdefault(kind, [what, *marks])[1:] = marks
         rows[kind][0] = max(rows[kind][0], what, key=len)
     return [" | ".join([f"| `{kind}`", *row]) + " |" for kind, row in sorted(rows.items())]
+
+
+def test_each_family_has_a_tiny_model():
+    assert {kind for kind, _ in FAMILIES.values()} | set(LACKING.values()) == set(families.FAMILIES)
 
 
 def test_the_page_lists_the_tested_families():

@@ -1,6 +1,6 @@
 """The native form of a model's forward: one call into C++ per step, on packed copies of the weights.
 
-A model of :data:`pipespec.models.families.FAMILIES` on the CPU, or parts of one, take this form after their outputs were compared with those of
+A model of :data:`pipespec.models.families.NATIVE_CLASSES` on the CPU, or parts of one, take this form after their outputs were compared with those of
 the model's own modules. The native sums are independent of the number of rows and columns, so a text does not depend on batch, drafts, schedule or
 cuts into parts, in bfloat16 either.
 """

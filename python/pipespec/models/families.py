@@ -1,6 +1,6 @@
-"""Models whose weights the native decoder can take: classes of transformers, and where their weights are.
+"""Families of models, and where the weights are that the native decoder takes.
 
-A family is added by a row in :data:`FAMILIES` where its layers have LLaMA's parts. Whether the decoder computes what the model computes is not
+A family is added by a row in :data:`FAMILIES`. It may have a native form where its layers have LLaMA's parts. Whether the decoder computes what the model computes is not
 assumed from the classes: :mod:`pipespec.engine.native` compares the logits.
 """
 
@@ -37,35 +37,43 @@ class NotReadable(Exception):
 
 @dataclass(frozen=True)
 class Family:
-    """Models with LLaMA's parts.
+    """A type of models that the tests run.
 
     Attributes:
-        folder: of the module in ``transformers.models``.
-        prefix: of the names of the classes.
+        model_type: transformers' name, also of the module in ``transformers.models`` where the family has a native form.
+        prefix: of the names of the classes, for models with LLaMA's parts, whose weights the native decoder takes; None for others.
+        in_stages: whether the forward is embedding, layers with a rotary embedding, norm, head, and nothing in between, so that it can be cut.
         fused: whether queries, keys and values are one matrix, and gate and up another, as in Phi-3.
         norm_offset: added to the weights of the norms.
         embedding: the class of the token embedding where it is not ``nn.Embedding``.
     """
 
-    folder: str
-    prefix: str
+    model_type: str
+    prefix: str | None = None
+    in_stages: bool = True
     fused: bool = False
     norm_offset: float = 0.0
     embedding: str | None = None
 
+    @property
+    def module(self) -> str:
+        """The module of the classes."""
+        return f"transformers.models.{self.model_type}.modeling_{self.model_type}"
+
     @functools.cached_property
     def classes(self) -> tuple[frozenset[type], frozenset[type]]:
         """The family's own classes, and those of all modules of such a model."""
-        source = sys.modules[f"transformers.models.{self.folder}.modeling_{self.folder}"]
+        assert self.prefix is not None
+        source = sys.modules[self.module]
         parts = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
-        own = frozenset(getattr(source, self.prefix + part) for part in parts)
+        own = frozenset(getattr(source, f"{self.prefix}{part}") for part in parts)
         # Dropout is for training, which is excluded.
         common = (nn.Linear, nn.Embedding, nn.ModuleList, nn.Dropout, Int8Linear, TrimmedHead)
         return own, own.union(common, _activations(), [getattr(source, self.embedding or "", nn.Embedding)])
 
 
 FAMILIES = {
-    f"{family.prefix}ForCausalLM": family
+    family.model_type: family
     for family in (
         Family("llama", "Llama"),
         Family("mistral", "Mistral"),
@@ -73,9 +81,39 @@ FAMILIES = {
         Family("qwen3", "Qwen3"),
         Family("phi3", "Phi3", fused=True),
         Family("gemma", "Gemma", norm_offset=1.0, embedding="GemmaTextScaledWordEmbedding"),
+        Family("gemma3_text"),
+        Family("ministral"),
+        Family("mixtral"),
+        Family("phimoe"),
+        Family("qwen2_moe"),
+        Family("qwen3_moe"),
+        Family("olmo2"),
+        Family("olmo3"),
+        Family("smollm3"),
+        Family("starcoder2"),
+        Family("stablelm"),
+        Family("exaone4"),
+        Family("glm4"),
+        Family("gpt_oss"),
+        Family("deepseek_v3"),
+        Family("dots1"),
+        Family("qwen3_next"),
+        Family("qwen3_5_text"),
+        Family("qwen3_5_moe_text"),
+        Family("cohere2", in_stages=False),
+        Family("deepseek_v2", in_stages=False),
+        Family("gemma2", in_stages=False),
+        Family("granite", in_stages=False),
+        Family("minicpm3", in_stages=False),
     )
 }
-"""By the name of the model's class."""
+"""The families, by their ``model_type``: the one list of them. Models of other types are checked as a twin without weights."""
+
+NATIVE_CLASSES = {f"{family.prefix}ForCausalLM": family for family in FAMILIES.values() if family.prefix is not None}
+"""Those with a native form, by the name of the model's class."""
+
+IN_STAGES = tuple(family.model_type for family in FAMILIES.values() if family.in_stages)
+"""Model types that can be cut into layer stages."""
 
 
 @functools.cache
@@ -89,14 +127,14 @@ def family_of(model: PreTrainedModel | ModelParts) -> Family:
     """The family of a model, or of parts of one. Raises :class:`NotReadable` for a class or a type outside of the table."""
     if isinstance(model, ModelParts):
         model_type = model.config.model_type
-        found = next((family for family in FAMILIES.values() if family.folder == model_type), None)
-        if found is None:
-            raise NotReadable(f"model_type {model_type!r} is not in the table of families")
+        found = FAMILIES.get(model_type)
+        if found is None or found.prefix is None:
+            raise NotReadable(f"model_type {model_type!r} has no native form")
         return found
     kind = type(model)
-    family = FAMILIES.get(kind.__name__)
-    if family is None or kind.__module__ != f"transformers.models.{family.folder}.modeling_{family.folder}":
-        raise NotReadable(f"{kind.__name__} is not in the table of families")
+    family = NATIVE_CLASSES.get(kind.__name__)
+    if family is None or kind.__module__ != family.module:
+        raise NotReadable(f"{kind.__name__} has no native form")
     return family
 
 

@@ -16,7 +16,7 @@ from pipespec.engine.forward import exact_unsupported_reason, native_unsupported
 from pipespec.engine.recurrent import why_not_recurrent
 from pipespec.engine.stage import stage_names
 from pipespec.errors import UnsupportedInput
-from pipespec.models.families import FAMILIES
+from pipespec.models.families import NATIVE_CLASSES
 from pipespec.models.layout import CacheLayout, UnsupportedLayers, takes_mask_per_type
 from pipespec.models.properties import embedding_size, head_size, text_config
 from pipespec.models.rope import rope_changes_at, rope_type
@@ -188,7 +188,7 @@ def _check_layers(name: str, model: PreTrainedModel, decoder: Any) -> None:
         )
     if layout.states is not None:
         _check_recurrent(name, model)
-    elif kind not in FAMILIES:
+    elif kind not in NATIVE_CLASSES:
         _check_stored(name, model, layout)
 
 

@@ -24,6 +24,7 @@ from transformers.utils import cached_file
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.sections import ModelSection, open_sections
+from pipespec.models.families import IN_STAGES
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import text_config
 from pipespec.preflight.checks import check_architecture
@@ -31,35 +32,6 @@ from pipespec.preflight.devices import device_name
 
 _INITIAL_CAPACITY = 1024
 """New tokens that a cache has room for at first. Its capacity doubles when it is full."""
-
-FAMILY = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "phi3",
-    "gemma",
-    "gemma3_text",
-    "ministral",
-    "mixtral",
-    "phimoe",
-    "qwen2_moe",
-    "qwen3_moe",
-    "olmo2",
-    "olmo3",
-    "smollm3",
-    "starcoder2",
-    "stablelm",
-    "exaone4",
-    "glm4",
-    "gpt_oss",
-    "deepseek_v3",
-    "dots1",
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-)
-"""Model types whose forward is embedding, layers with a rotary embedding, norm, head, and nothing in between."""
 
 
 @dataclass(frozen=True)
@@ -210,9 +182,9 @@ def partition_of(model: PreTrainedModel, stages: int | Sequence[int] | str | Par
 def check_target(model: PreTrainedModel) -> None:
     """Raise ``TypeError`` for a model that is not of the LLaMA family: its forward does more than its layers do."""
     check_architecture("target", model)
-    if model.config.model_type not in FAMILY:
+    if model.config.model_type not in IN_STAGES:
         raise TypeError(
-            f"target is a {type(model).__name__} (model_type {model.config.model_type!r}); only {', '.join(FAMILY)} can be cut into stages"
+            f"target is a {type(model).__name__} (model_type {model.config.model_type!r}); only {', '.join(IN_STAGES)} can be cut into stages"
         )
     if getattr(model.config, "final_logit_softcapping", None) is not None:
         raise TypeError(
@@ -452,8 +424,8 @@ def load_skeleton(path: str | Path) -> PreTrainedModel:
     if _file(path, "config.json") is None:
         raise FileNotFoundError(f"{path} holds no model: there is no config.json in it")
     config = text_config(AutoConfig.from_pretrained(path))
-    if config.model_type not in FAMILY:
-        raise TypeError(f"{path} holds a {config.model_type} model; only {', '.join(FAMILY)} can be cut into stages")
+    if config.model_type not in IN_STAGES:
+        raise TypeError(f"{path} holds a {config.model_type} model; only {', '.join(IN_STAGES)} can be cut into stages")
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     check_target(model)
