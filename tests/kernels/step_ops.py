@@ -29,8 +29,8 @@ from pipespec.drivers.graphed.capture import RecordedStep
 from pipespec.drivers.graphed.shadow import HostShadow
 from pipespec.drivers.graphed.stage import GraphedStage
 from pipespec.engine.attention import ATTENTION
+from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampling import SamplingParams
-from pipespec.engine.stage import StageInputs
 
 MODELS = {
     "1B": {

@@ -26,8 +26,8 @@ from pipespec.drivers.graphed.driver import GraphedDriver
 from pipespec.drivers.graphed.rounds import HostPort, RoundsDriver, round_steps
 from pipespec.drivers.graphed.shadow import PinnedMemory
 from pipespec.drivers.graphed.stage import GraphedStage
+from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampling import SamplingParams
-from pipespec.engine.stage import StageInputs
 from pipespec.errors import NotCapturable
 from pipespec_kernels import _native
 from pipespec_kernels.scheduler import HostLauncher

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import DynamicCache, GenerationConfig, MaxLengthCriteria, StaticCache, StoppingCriteriaList
 
-import pipespec.engine.stage
+import pipespec.engine.cached_text
 from pipespec import Pipeline
 from pipespec.engine.cache import RowCache
 from pipespec.models.compat import lost_arguments
@@ -41,14 +41,14 @@ def pipe(pipes):
 def prefilled(model, monkeypatch):
     """Columns that the target was fed in prefills, one entry per forward."""
     columns: list[int] = []
-    inner = pipespec.engine.stage.forward
+    inner = pipespec.engine.cached_text.forward
 
     def counting(which, tokens, cache, *, keep, **options):
         if which is model and keep == 0:
             columns.append(tokens.shape[1])
         return inner(which, tokens, cache, keep=keep, **options)
 
-    monkeypatch.setattr(pipespec.engine.stage, "forward", counting)
+    monkeypatch.setattr(pipespec.engine.cached_text, "forward", counting)
     return columns
 
 

@@ -17,7 +17,7 @@ from pipespec.api import base, chain
 from pipespec.cli.main import main
 from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
-from pipespec.engine.stage import stage_names
+from pipespec.engine.inputs import stage_names
 from pipespec.errors import DoesNotFit
 from pipespec.models import loading
 from pipespec.models.properties import weight_bytes

@@ -5,7 +5,7 @@ import torch
 
 from pipespec import Pipeline
 from pipespec.config import WIDTH
-from pipespec.engine import stage as stage_module
+from pipespec.engine import cached_text as text_module
 from tests.conftest import left_pad, noisy, random_llama
 
 WIDE, CHUNK, NEW = 5, 11, 12
@@ -21,13 +21,13 @@ def boundary(monkeypatch):
 @pytest.fixture
 def read(monkeypatch):
     """The forwards by the library, in order: row and columns."""
-    found, own = [], stage_module.forward_row
+    found, own = [], text_module.forward_row
 
     def recorded(model, tokens, cache, row, keep):
         found.append((row, tokens.shape[1]))
         return own(model, tokens, cache, row, keep)
 
-    monkeypatch.setattr(stage_module, "forward_row", recorded)
+    monkeypatch.setattr(text_module, "forward_row", recorded)
     return found
 
 
@@ -82,7 +82,7 @@ def test_steps_are_narrower_than_any_boundary_in_the_table(monkeypatch):
     """A step has at most WIDTH columns and does not ask for the boundary, so that drafts do not change the form of a target's forwards."""
     model, (prompt,) = target(torch.float32), prompts([3])
     asked = []
-    monkeypatch.setattr(stage_module, "wide_columns", lambda *args, **kwargs: asked.append(0))
+    monkeypatch.setattr(text_module, "wide_columns", lambda *args, **kwargs: asked.append(0))
     with Pipeline(model, [noisy(model, 0.02, seed=1)], schedule="lockstep", lookahead=WIDTH // 2) as pipe:
         pipe.generate(prompt[None], max_new_tokens=3 * NEW, do_sample=False, eos_token_id=-1)
     assert len(asked) <= 2  # one fill per stage
@@ -98,7 +98,7 @@ def test_exact_reads_natively(read):
 @pytest.mark.parametrize("at", [0, 1])
 def test_an_interrupted_prompt_is_read_again(monkeypatch, at):
     model, (prompt,) = target(torch.float32), prompts([30])
-    own, calls = stage_module.forward_row, []
+    own, calls = text_module.forward_row, []
 
     def interrupted(*args):
         calls.append(0)
@@ -108,7 +108,7 @@ def test_an_interrupted_prompt_is_read_again(monkeypatch, at):
 
     with Pipeline(model, []) as fresh:
         wanted = fresh.generate(prompt[None], max_new_tokens=NEW, do_sample=False, eos_token_id=-1)
-    monkeypatch.setattr(stage_module, "forward_row", interrupted)
+    monkeypatch.setattr(text_module, "forward_row", interrupted)
     with Pipeline(model, []) as pipe:
         with pytest.raises(KeyboardInterrupt):
             pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False, eos_token_id=-1)
@@ -121,6 +121,6 @@ def test_the_first_token_comes_with_the_prompt(monkeypatch):
     model, (prompt,) = target(torch.float32), prompts([30])
     with Pipeline(model, []) as pipe:
         wanted = pipe.generate(prompt[None], max_new_tokens=1, do_sample=False)
-    monkeypatch.setattr(stage_module, "forward", lambda *args, **kwargs: pytest.fail("a second forward"))
+    monkeypatch.setattr(text_module, "forward", lambda *args, **kwargs: pytest.fail("a second forward"))
     with Pipeline(model, []) as pipe:
         assert torch.equal(pipe.generate(prompt[None], max_new_tokens=1, do_sample=False), wanted)

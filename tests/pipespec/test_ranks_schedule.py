@@ -21,8 +21,8 @@ from pipespec.config import SpeculationConfig
 from pipespec.drivers.ranks import membership, wire
 from pipespec.drivers.ranks.draft import SILENT_S, DraftRank
 from pipespec.drivers.ranks.party import stages_of
+from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampling import SamplingParams
-from pipespec.engine.stage import StageInputs
 from pipespec.transport import RankError
 from pipespec_kernels.state import StateBlock
 from tests.conftest import always_right, left_pad, noisy, random_prompts

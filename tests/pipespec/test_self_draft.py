@@ -19,14 +19,14 @@ from pipespec.config import SpeculationConfig
 from pipespec.drivers import lockstep
 from pipespec.drivers.base import GenerationRequest
 from pipespec.drivers.lockstep import LockstepDriver
-from pipespec.engine import stage as stages_module
+from pipespec.engine import inputs as inputs_module
 from pipespec.engine.cache import RowCache
 from pipespec.engine.first_layers import FirstLayers
 from pipespec.engine.forward import _choices, forward, native_form_of
+from pipespec.engine.inputs import StageInputs
 from pipespec.engine.native import NativeForm
 from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.self_draft import SharedLayers, shared_layers
-from pipespec.engine.stage import StageInputs
 from pipespec.models.derived import first_layers_of, in_int8, with_layers, with_vocabulary
 from pipespec.preflight.memory import StageFacts, estimate
 from pipespec_kernels.decoder import NativeDecoder
@@ -315,7 +315,7 @@ def test_a_draft_that_fails_in_a_round(model, monkeypatch):
 @pytest.mark.parametrize("native", [True, False])
 def test_a_cache_that_grows_within_a_round(model, monkeypatch, native):
     """The draft or the target makes it grow: what the draft has written moves, too."""
-    monkeypatch.setattr(stages_module, "INITIAL_CAPACITY", 1 - stages_module.WIDTH)
+    monkeypatch.setattr(inputs_module, "INITIAL_CAPACITY", 1 - inputs_module.WIDTH)
     with (
         Pipeline(model, schedule="plain", native=native) as plain,
         Pipeline(model, "self:2", schedule="lockstep", lookahead=7, native=native) as pipe,

@@ -33,7 +33,7 @@ from pipespec.api.output import output_of, report_of
 from pipespec.api.prepare import CallOptions, Generation
 from pipespec.drivers.base import Decoder, GenerationRequest, SpeedWarning
 from pipespec.engine.group import ForwardGroup
-from pipespec.engine.stage import stage_names
+from pipespec.engine.inputs import stage_names
 from pipespec.errors import DoesNotFit
 from pipespec.models.compat import lost_arguments
 from pipespec.models.devices import LayerDevices

@@ -17,8 +17,8 @@ from pipespec.api.text import CommittedText, Criteria, Progress, Stream
 from pipespec.drivers.base import GenerationRequest
 from pipespec.engine.cache import RowCache
 from pipespec.engine.grammar import Grammar
+from pipespec.engine.inputs import PREFILL_CHUNK, StageInputs
 from pipespec.engine.sampling import Prompt, SamplingParams, ScoreRecord, row_seeds, with_penalties
-from pipespec.engine.stage import PREFILL_CHUNK, StageInputs
 from pipespec.errors import UnsupportedInput
 from pipespec.models.compat import mask_columns_of_call
 from pipespec.models.layout import CacheLayout

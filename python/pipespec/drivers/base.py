@@ -21,9 +21,10 @@ from pipespec.config import SpeculationConfig
 from pipespec.engine.acceptance import Acceptance
 from pipespec.engine.cache import RowCache
 from pipespec.engine.confidence import Calibration
+from pipespec.engine.inputs import StageInputs, stage_names
 from pipespec.engine.ngram import NGRAM, NgramStage
 from pipespec.engine.sampling import ScoreRecord
-from pipespec.engine.stage import Stage, StageInputs, stage_names
+from pipespec.engine.stage import Stage
 from pipespec.engine.translation import TranslatedStage
 from pipespec.models.devices import input_device
 from pipespec.process.warnings import user_stacklevel

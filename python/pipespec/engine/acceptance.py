@@ -119,3 +119,31 @@ class Acceptance:
                 torch.from_numpy(np.asarray(noise.positions)),
             )
         return selected, accepted
+
+
+def drop_rejected(
+    selected: torch.Tensor,
+    tokens: np.ndarray,
+    n_select: np.ndarray,
+    query_lens: np.ndarray,
+    num_draft_tokens: np.ndarray,
+) -> None:
+    """Take a rejected draft token out of the step if the stage's own token in its place is the same: commit would accept it, and go on.
+
+    Rejection sampling rejects the token of a draft without a distribution (NaN), and may then draw it from the target's.
+
+    Args:
+        selected: int32 ``[rows, columns]``, the tokens of the step.
+        tokens: int32 ``[rows, columns]``, those that were fed.
+        n_select: per row, columns that select; is changed, as are the counts that follow.
+        query_lens: per row, tokens that were fed.
+        num_draft_tokens: per row, draft tokens among them.
+    """
+    for row in np.flatnonzero(num_draft_tokens * (n_select > 0)):
+        draft_tokens = int(num_draft_tokens[row])
+        kept = int((selected[row] >= 0).sum()) - 1
+        if kept < draft_tokens and int(selected[row, kept]) == int(
+            tokens[row, int(query_lens[row]) - draft_tokens + kept]
+        ):
+            for counts in (n_select, query_lens, num_draft_tokens):
+                counts[row] -= draft_tokens - kept

@@ -23,10 +23,11 @@ from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
 from pipespec.engine.first_layers import FirstLayers
 from pipespec.engine.forward import native_form_of, recheck
+from pipespec.engine.inputs import StageInputs
 from pipespec.engine.native import NativeForm
 from pipespec.engine.sampling import ScoreRecord
 from pipespec.engine.sections import ModelSection, open_sections
-from pipespec.engine.stage import Stage, StageInputs
+from pipespec.engine.stage import Stage
 from pipespec.models.derived import first_layers_of, have_same_tensors
 from pipespec.models.devices import input_device, why_not_whole
 from pipespec.models.layout import CacheLayout

@@ -14,8 +14,9 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
+from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampling import SamplingParams, ScoreRecord
-from pipespec.engine.stage import Stage, StageInputs
+from pipespec.engine.stage import Stage
 from pipespec.models.properties import embedding_size
 from pipespec.models.tokenizers import ByteTokenizer
 from pipespec_kernels import _native

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from pipespec.engine.stage import stage_names
+from pipespec.engine.inputs import stage_names
 from pipespec.models.derived import AUTO, SelfDraft, in_int8, layer_indices, with_layers, with_vocabulary
 from pipespec.models.properties import head_size, text_config
 from pipespec.preflight.checks import check_architecture

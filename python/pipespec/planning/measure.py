@@ -16,8 +16,8 @@ from pipespec.drivers.base import GenerationRequest
 from pipespec.drivers.factory import make_driver
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward
+from pipespec.engine.inputs import PREFILL_CHUNK, StageInputs
 from pipespec.engine.sampling import SamplingParams
-from pipespec.engine.stage import PREFILL_CHUNK, StageInputs
 from pipespec.models.properties import embedding_size, end_tokens, head_size
 from pipespec.planning.steps import StepTimes
 from pipespec.process.threads import threads_set

@@ -13,8 +13,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from pipespec.config import WIDTH
 from pipespec.engine.forward import exact_unsupported_reason, native_unsupported_reason
+from pipespec.engine.inputs import stage_names
 from pipespec.engine.recurrent import why_not_recurrent
-from pipespec.engine.stage import stage_names
 from pipespec.errors import UnsupportedInput
 from pipespec.models.families import NATIVE_CLASSES
 from pipespec.models.layout import CacheLayout, UnsupportedLayers, takes_mask_per_type

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipespec.engine.stage import stage_names
+from pipespec.engine.inputs import stage_names
 from pipespec_kernels.env import host_memory
 
 Device = torch.device | str

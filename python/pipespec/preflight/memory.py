@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipespec.config import WIDTH
-from pipespec.engine.stage import PREFILL_CHUNK, first_capacity, static_capacity
+from pipespec.engine.inputs import PREFILL_CHUNK, first_capacity, static_capacity
 from pipespec.errors import DoesNotFit
 from pipespec.models.devices import LayerDevices, local_kv_heads, offloaded_modules
 from pipespec.models.layout import CacheLayout

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
-from pipespec.engine.stage import INITIAL_CAPACITY, stage_names
+from pipespec.engine.inputs import INITIAL_CAPACITY, stage_names
 from pipespec.models.devices import decoder_layers
 from pipespec.models.loading import require_accelerate
 from pipespec.preflight.devices import AUTO, DeviceFacts, Devices, device_facts, requested

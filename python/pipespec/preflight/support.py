@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from pipespec.engine.stage import stage_names
+from pipespec.engine.inputs import stage_names
 from pipespec.errors import NotCapturable, Unsupported
 from pipespec.models.adapters import named_tensors
 from pipespec.models.derived import Derivation

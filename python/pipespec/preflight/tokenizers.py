@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from pipespec.engine.stage import stage_names
+from pipespec.engine.inputs import stage_names
 from pipespec.engine.translation import Translation
 from pipespec.models.tokenizers import ByteTokenizer, backend_of, load_backend
 

@@ -25,7 +25,7 @@ from pipespec.config import PATIENCE, WIDTH, SpeculationConfig
 from pipespec.drivers.base import GenerationRequest
 from pipespec.drivers.lockstep import LockstepDriver
 from pipespec.drivers.workers.driver import WorkersDriver
-from pipespec.engine.stage import StageInputs
+from pipespec.engine.inputs import StageInputs
 from pipespec.registry import WORKERS
 from pipespec.spd.decoding import DraftSampler
 from pipespec.spd.drafting import Drafter, SampleTokens

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel
 
 from pipespec.engine.attention import ATTENTION
-from pipespec.engine.stage import stage_names
+from pipespec.engine.inputs import stage_names
 from pipespec.errors import NotCapturable
 
 _borrowed: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, int]] = weakref.WeakKeyDictionary()

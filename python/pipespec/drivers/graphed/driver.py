@@ -21,8 +21,8 @@ from pipespec.drivers.graphed.scheduling import ScheduledChain
 from pipespec.drivers.graphed.shadow import HostShadow, PinnedMemory
 from pipespec.drivers.graphed.stage import GraphedStage
 from pipespec.drivers.lockstep import LockstepDriver, prefill, run_in_turn
+from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampling import SamplingParams
-from pipespec.engine.stage import StageInputs
 from pipespec.errors import NotCapturable
 from pipespec.models.loading import is_out_of_memory
 from pipespec.models.properties import embedding_size

@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from pipespec.drivers.graphed.buffers import StaticBuffers, StaticSampler
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import choose_fused, forward
+from pipespec.engine.inputs import StageInputs, stage_names, static_capacity
 from pipespec.engine.sampling import ScoreRecord
-from pipespec.engine.stage import Stage, StageInputs, stage_names, static_capacity
+from pipespec.engine.stage import Stage
 from pipespec.preflight.checks import check_exact
 from pipespec.preflight.memory import HEADROOM
 from pipespec_kernels import _native

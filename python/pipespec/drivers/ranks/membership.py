@@ -20,7 +20,7 @@ from pipespec.drivers.base import Decoder
 from pipespec.drivers.ranks.draft import DraftRank
 from pipespec.drivers.ranks.driver import RanksDriver
 from pipespec.drivers.ranks.wire import VERSION
-from pipespec.engine.stage import stage_names
+from pipespec.engine.inputs import stage_names
 from pipespec.models.loading import load_model
 from pipespec.preflight.checks import Vocabulary, check_architecture, check_vocabularies, vocabulary_of
 from pipespec.preflight.devices import AUTO, Devices

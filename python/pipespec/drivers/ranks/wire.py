@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from transformers.generation import RepetitionPenaltyLogitsProcessor
 
+from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampling import SamplingParams
-from pipespec.engine.stage import StageInputs
 from pipespec_kernels.state import MAX_EOS
 
 VERSION = 1

@@ -1,0 +1,324 @@
+"""CachedText: a model, its cache, and the text whose keys and values the cache holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from pipespec.engine.cache import RowCache
+from pipespec.engine.forward import described, forward, forward_row, recheck, release, wide_columns
+from pipespec.engine.group import ForwardGroup
+from pipespec.engine.inputs import StageInputs
+from pipespec.models.devices import input_device
+from pipespec.models.properties import embedding_size
+
+PROMPT_TAIL = 64
+"""Tokens of a prompt that a draft reads if it begins late. The rest hardly helps it, and would delay the text."""
+
+
+class CachedText:
+    """A model, its cache, and the text that it has read.
+
+    Caches between calls: after a call the cache is kept. The next call reuses it if it has the same number of rows and enough capacity. With
+    ``StageInputs.reuse`` it also keeps the tokens that agree with its prompts.
+
+    * :meth:`adopt` replaces the cache by the caller's (``past_key_values``), which is owned from there on.
+    * :meth:`return_cache` gives the cache to the caller.
+    * :meth:`reusable_bytes` is the memory that the next call takes over instead of allocating it.
+    * :meth:`release_unused` frees the cache before a call that does not need its content; :meth:`release` frees it in any case.
+
+    Args:
+        model: in eval mode.
+        native: whether the model may run in the native form.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, native: bool = True) -> None:
+        self.model = model
+        self._native = native
+        self._cache: RowCache | None = None
+        # int32 [rows, positions]: the tokens whose keys and values the cache holds, _held[row] of them.
+        self._text = np.zeros((0, 0), dtype=np.int32)
+        self._held: list[int] = []
+        # Per row, the position of the first of these tokens: a draft that begins late does not read the beginning of a long prompt.
+        self._skipped: list[int] = []
+        self._unread: list[int] | None = None
+        self._vocabulary: int = embedding_size(model)
+        self._clamp: int | None = None
+        self._group = ForwardGroup.of(model)
+        self._prompt_logits: torch.Tensor | None = None
+        self.reads_wide = True
+        """Whether the model's own modules read long parts of a prompt, see :func:`pipespec.engine.forward.wide_columns`."""
+        self.defers = False
+        """Whether the prompt is read in the first step of a call, which may never come. For drafts."""
+
+    def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
+        """Own the caller's cache from here on. The next prefill continues from what it holds.
+
+        Args:
+            cache: of this model's shape.
+            text: per row, int32 ids of the tokens that it holds.
+        """
+        self._cache = cache
+        # return_cache() sets it again.
+        cache.text = None
+        self._skipped = [0] * len(text)
+        self._text = np.zeros((len(text), max(map(len, text), default=0)), dtype=np.int32)
+        for row, tokens in enumerate(text):
+            self._text[row, : len(tokens)] = tokens
+        self._held = [len(tokens) for tokens in text]
+
+    def release(self) -> None:
+        """Free the cache. The next prefill allocates a new one."""
+        self._cache = None
+
+    def reusable_bytes(self, inputs: StageInputs, given: RowCache | None) -> Counter[str]:
+        """Bytes per device that a call takes over instead of allocating them.
+
+        Args:
+            inputs: of the call.
+            given: the cache that the stage will adopt for it; None: its own.
+        """
+        cache, capacity = self._cache if given is None else given, inputs.capacity
+        if cache is None or not cache.fits(len(inputs.prompts), capacity) or not cache.matches(self.model):
+            return Counter()
+        # The rest of a larger cache saves no allocation.
+        return Counter({device: n * capacity // cache.capacity for device, n in cache.nbytes_on().items()})
+
+    def release_unused(self, inputs: StageInputs, given: RowCache | None) -> None:
+        """Free the cache unless the call continues from its content, and the packed weights.
+
+        Args:
+            inputs: of the call.
+            given: the cache that the stage will adopt for it; None: its own.
+        """
+        cache = self._cache
+        if cache is None or given is not None or not (inputs.reuse and cache.rows == len(inputs.prompts)):
+            self.release()
+        release(self.model)
+
+    def return_cache(self, lengths: Sequence[int]) -> RowCache:
+        """Give the cache to the caller, with the tokens it holds in its ``text``.
+
+        Args:
+            lengths: per row, tokens to keep; a row that holds fewer keeps those.
+        """
+        cache, self._cache = self._cache, None
+        assert cache is not None
+        self._roll_back(cache, [min(n, held) for n, held in zip(lengths, cache.lengths, strict=True)])
+        cache.text = [self._text[row, :n].copy() for row, n in enumerate(cache.lengths)]
+        return cache
+
+    @property
+    def form(self) -> str:
+        """How the model's forward runs, see :func:`pipespec.engine.forward.described`."""
+        return "" if self._cache is None else described(self.model, self._cache, native=self._native)
+
+    @property
+    def has_prompt_logits(self) -> bool:
+        """Whether the forward that has read the prompt also gives the logits of the next step, which then feeds nothing and verifies no draft tokens."""
+        return self._prompt_logits is not None
+
+    @torch.inference_mode()
+    def follow(self, inputs: StageInputs) -> list[np.ndarray]:
+        """Run the forwards that the leader of the target's group announces, until it ends the call.
+
+        Args:
+            inputs: of the call, those of the leader.
+
+        Returns:
+            Per row, int32 ids of the text that the leader has generated, without the prompt.
+
+        Raises:
+            RuntimeError: the leader's call has failed.
+        """
+        cache, _ = self._open(inputs)
+        assert self._group is not None
+        while (announced := self._group.receive()).tokens is not None:
+            tokens, lengths = announced.tokens, announced.lengths
+            cache.truncate(lengths)
+            self._grow(cache, max(lengths) + tokens.shape[1])
+            self._forward(tokens.to(self._device), cache, announced.keep)
+        for row, (prompt, new) in enumerate(zip(inputs.prompts, announced.text, strict=True)):
+            self._text[row, len(prompt) : len(prompt) + len(new)] = new
+        return list(announced.text)
+
+    # ---- the prompt
+
+    def _read(self, inputs: StageInputs, cache: RowCache, held: list[int], *, selects: bool) -> tuple[int, int]:
+        """Read the prompts but for their last tokens, or defer that. Returns the largest and the total number of tokens that were read.
+
+        ``cache`` and ``held`` are those of :meth:`_open`. With ``selects``, wide forwards also read the last tokens, see :meth:`_fill`.
+        """
+        self._chunk = inputs.chunk
+        self._prompt_logits = None
+        self._unread = list(self._held) if self.defers else None
+        if self.defers:
+            self._held = held
+        else:
+            self._fill(cache, held, self._held, selects=selects)
+        new = [n - h for n, h in zip(self._held, held, strict=True)]
+        return max(new), sum(new)
+
+    def _read_until(self) -> list[int]:
+        """Per row, the position up to which the text is read, a part of a deferred prompt that will never be read included."""
+        assert self._cache is not None
+        read = [n + skipped for n, skipped in zip(self._cache.lengths, self._skipped, strict=True)]
+        if self._unread is not None and not any(read):
+            return [n - PROMPT_TAIL for n in self._unread]
+        return read
+
+    def _read_late(self, cache: RowCache) -> None:
+        """Read the prompts, whose reading was deferred."""
+        assert self._unread is not None
+        until, self._unread = self._unread, None
+        if not any(self._held) and not cache.is_recurrent:
+            self._held = self._skipped = [max(0, n - PROMPT_TAIL) for n in until]
+        self._fill(cache, list(self._held), until)
+        self._held = until
+
+    def _open(self, inputs: StageInputs) -> tuple[RowCache, list[int]]:
+        """Prepare cache and text of a call. Returns the cache, and how many tokens of each row it holds."""
+        prompts, rows, most = inputs.prompts, len(inputs.prompts), inputs.most
+        self._device = input_device(self.model)
+        self._fit_vocabulary(inputs.vocabulary)
+        held = [0] * rows
+        if self._cache is not None and not self._cache.matches(self.model):
+            # The model was moved or cast since.
+            self._cache = None
+        if self._cache is not None and inputs.reuse and self._cache.rows == rows:
+            held = [_common(self._text[row, : self._held[row]], prompt[:-1]) for row, prompt in enumerate(prompts)]
+            if any(n <= skipped for n, skipped in zip(held, self._skipped, strict=True) if skipped):
+                held = [0] * rows
+            held = self._cache.restorable(held)
+        cache = self._cache_for(inputs, held)
+        if not any(held):
+            self._skipped = [0] * rows
+        cache.truncate(self._in_cache(held))
+        if any(held):
+            # For a cache that is empty, the first forward does so.
+            recheck(self.model, native=self._native)
+        self._text = np.zeros((rows, most), dtype=np.int32)
+        for row, prompt in enumerate(prompts):
+            self._text[row, : len(prompt)] = prompt
+        self._held = [len(p) - 1 for p in prompts]
+        return cache, held
+
+    def _cache_for(self, inputs: StageInputs, held: list[int]) -> RowCache:
+        """The cache for a call, which the stage owns from here on. It holds the first ``held[r]`` tokens of the cache before."""
+        rows, capacity = len(inputs.prompts), inputs.capacity
+        cache = self._cache
+        if cache is not None and inputs.reuse and cache.rows == rows:
+            cache.reserve(capacity)
+        if cache is None or not cache.fits(rows, capacity):
+            # The old one is freed before the new one is allocated.
+            self._cache = cache = None
+            self._cache = cache = RowCache.for_model(self.model, rows, capacity)
+        return cache
+
+    def _fit_vocabulary(self, target_vocabulary: int) -> None:
+        # A draft whose vocabulary is padded less than the target's cannot embed each of its tokens.
+        self._clamp = self._vocabulary - 1 if self._vocabulary < target_vocabulary else None
+        self._ids = max(self._vocabulary, target_vocabulary)
+
+    def _fill(self, cache: RowCache, begin: list[int], end: list[int], *, selects: bool = False) -> None:
+        """Cache the tokens ``begin[r] .. end[r] - 1`` of each row.
+
+        With ``selects``, forwards by the library also read the last token of a prompt. The first step takes their logits, and reads no weights.
+        """
+        logits: dict[int, torch.Tensor] = {}
+        if self.reads_wide and self._group is None:
+            begin = self._fill_by_library(cache, begin, end, logits if selects else None)
+            end = [max(pair) for pair in zip(begin, end, strict=True)]
+        # The states of a complete row do not survive further columns.
+        level = not any(self._in_cache(begin)) and not cache.is_recurrent
+        while (missing := max(e - b for b, e in zip(begin, end, strict=True))) > 0:
+            q = min(self._chunk, missing, cache.capacity - max(cache.lengths))
+            columns = np.zeros((len(end), q), dtype=np.int32)
+            for row, (b, e) in enumerate(zip(begin, end, strict=True)):
+                columns[row, : max(0, min(q, e - b))] = self._text[row, b : min(b + q, e)]
+            cache.aim(self._in_cache([max(b, min(b + q, e)) for b, e in zip(begin, end, strict=True)]))
+            self._forward(torch.from_numpy(columns).to(self._device), cache, keep=0)
+            begin = [b + q if level else min(b + q, e) for b, e in zip(begin, end, strict=True)]
+            if not level:
+                # Padding columns of complete rows must not use up the capacity.
+                cache.truncate(self._in_cache(begin))
+        cache.truncate(self._in_cache(end))
+        if logits:
+            self._complete(cache, logits, end)
+
+    def _fill_by_library(
+        self, cache: RowCache, begin: list[int], end: list[int], logits: dict[int, torch.Tensor] | None
+    ) -> list[int]:
+        """Cache the tokens that belong to wide forwards, row by row. Returns where the rest begins.
+
+        With ``logits``, they go up to the last token of a prompt, and its logits are added by row.
+        """
+        last, begin = [e + (logits is not None) for e in end], list(begin)
+        wide = wide_columns(
+            self.model, cache, max(e - b for b, e in zip(begin, last, strict=True)), native=self._native
+        )
+        for row, to in enumerate(last):
+            while wide is not None and (q := min(self._chunk, to - begin[row])) >= wide:
+                tokens = torch.from_numpy(self._text[row, begin[row] : begin[row] + q])[None].to(self._device)
+                tokens = tokens if self._clamp is None else tokens.clamp(max=self._clamp)
+                begin[row] += q
+                keep = int(logits is not None and begin[row] == to)
+                kept = forward_row(self.model, tokens, cache, row, keep)
+                if logits is not None and keep:
+                    logits[row] = kept
+        return begin
+
+    def _complete(self, cache: RowCache, logits: dict[int, torch.Tensor], end: list[int]) -> None:
+        """Read the last token of the other prompts, each for itself: a forward of all rows would compute the keys and values of the complete ones again."""
+        for row, last in enumerate(end):
+            if row not in logits:
+                token = torch.from_numpy(self._text[row, last : last + 1])[None].to(self._device)
+                with cache.row_alone(row, 1) as alone:
+                    logits[row] = forward(self.model, token, alone, keep=1, native=self._native)
+        self._prompt_logits = torch.cat([logits[row] for row in range(len(end))])
+
+    # ---- forwards
+
+    def _forward(self, fed: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
+        if self._clamp is not None:
+            fed = fed.clamp(max=self._clamp)
+        if self._group is not None and self._group.is_leader:
+            self._group.announce(fed, cache.lengths, keep)
+        try:
+            return self._call(fed, cache, keep)
+        except BaseException:
+            # Lengths grow when a forward is complete, so what an interrupted one has written does not count.
+            has = [n + skipped for n, skipped in zip(cache.lengths, self._skipped, strict=True)]
+            self._held = [min(pair) for pair in zip(self._held, has, strict=True)]
+            raise
+
+    def _call(self, fed: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
+        return forward(self.model, fed, cache, keep=keep, native=self._native)
+
+    def _roll_back(self, cache: RowCache, lengths: Sequence[int]) -> None:
+        """Truncate to ``lengths``. Tokens after the last recurrent states that are left are fed again."""
+        there = cache.restorable(lengths)
+        cache.truncate(there)
+        if there != list(lengths):
+            cache.reserve_states()
+            self._fill(cache, there, list(lengths))
+
+    def _in_cache(self, positions: Sequence[int]) -> list[int]:
+        """The indices of positions of the text in the cache."""
+        return [n - skipped for n, skipped in zip(positions, self._skipped, strict=True)]
+
+    def _grow(self, cache: RowCache, need: int) -> None:
+        """Room for ``need`` positions per row. A cache that becomes full doubles."""
+        if need > cache.capacity:
+            cache.reserve(max(need, min(2 * cache.capacity, self._text.shape[1])))
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the common prefix."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n
