@@ -1,7 +1,7 @@
 """Speed on real models, row beside row: transformers' ways, and ours with each option.
 
     python -m tools.real_models build/real
-    python -m bench.bench_real --models build/real --target q15 --draft q05 --prompts code=humaneval.jsonl chat=mt_bench.jsonl edit=docs/schedules.md
+    python -m bench.bench_real --models build/real --target q15 --draft q05 --prompts code=humaneval.jsonl chat=mt_bench.jsonl edit=docs/how-to/troubleshooting.md
 
 Each prompt is a line of a JSON file with its first text in ``turns``; any other file is a text to edit, in one prompt. All rows generate each prompt in turn, in whole calls, so that a machine that becomes
 slower does so for all. Per row: tokens/s of whole calls (sum of tokens over the sum of each prompt's median time), the ratio to our plain decoding, the worst
@@ -297,7 +297,7 @@ def measure(options: argparse.Namespace) -> None:
         theirs = target if options.hf == options.dtype else load(options.target, options.hf)
         assistant = draft if options.hf == options.dtype else load(options.draft, options.hf)
         rows["HF generate()"] = hf_row(theirs)
-        for n in (5, 10, 20):
+        for n in (3, 10):
             rows[f"HF prompt lookup, {n}"] = hf_row(theirs, prompt_lookup_num_tokens=n)
         rows["HF assisted"] = hf_row(theirs, assistant_model=assistant)
     for name, rival in rivals(options):

@@ -6,7 +6,8 @@ A round is ``k`` draft tokens and one verification by the target. With acceptanc
 
 tokens in ``D(k) + T(1 + k)`` seconds: the time of the draft and that of a step of the target over ``1 + k`` columns (Leviathan et al. 2023, theorem 3.8, with
 measured times and a rate per position). The controller keeps ``T``, ``D`` and the rates of each kind of draft while texts are generated, and takes the ``k`` and
-the draft with the most tokens per second; ``k = 0`` is plain decoding. It changes the speed of a call, never its text.
+the draft with the most tokens per second; ``k = 0`` is plain decoding. The n-gram index is not asked in a call whose rounds with it have lost more time than
+they gained, and than trials may cost. It changes the speed of a call, never its text.
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ _FIRST_TRIAL = 12
 """Tokens of the first call after which a draft model may be tried: its agreement with them tells whether it pays before it drafts."""
 _PLAIN_EVERY = 256
 """Rounds after which a step without draft tokens measures plain decoding again."""
+_FIRST_CREDIT = 0.5
+"""Plain steps that the n-gram rounds of a call may lose before they have gained anything."""
+_MOST_CREDIT = 2.0
+"""Plain steps of gains that later rounds of a call may lose again."""
+_EXPLORATION = 0.01
+"""Part of the time of plain decoding that trials may cost."""
 _FIRST_REST = 64
 """Rounds in which half of what is known about a resting draft is forgotten. It doubles with each rest that a trial did not end."""
 
@@ -222,11 +229,13 @@ class Controller:
         self._ngram_tables: list[list[tuple[int, float]]] = [[(0, 0.0)]] * 3
         self._generated = 0
         self._has_drafted = False
+        self._credit, self._spent = _FIRST_CREDIT, 0.0
         self.rested = 0
         """Rounds of the present call without draft tokens."""
 
     def begin(self) -> None:
         """Begin a call."""
+        self._credit = _FIRST_CREDIT
         self._rounds, self._reviewed, self._aged, self._generated, self.rested = 0, -1, 0, 0, 0
         for rates in self.rates.values():
             rates.begin()
@@ -245,7 +254,7 @@ class Controller:
         if self._reviewed < 0 or self._rounds - self._reviewed >= _REVIEW:
             self._review(lag, remaining)
         best, rate = _REST, _GAIN * self._plain_rate
-        if matches:
+        if matches and self._credit >= 0:
             tokens, expected = self._of_matches(matches, remaining)
             if expected > rate:
                 best, rate = Choice("ngram", tokens), expected
@@ -258,6 +267,7 @@ class Controller:
 
     def note_target(self, columns: int, seconds: float) -> None:
         """Learn from a step of the target."""
+        self._spent = seconds
         # The first step of a call finds cold caches.
         if self._rounds > 1:
             self.target.note(columns, seconds)
@@ -275,6 +285,9 @@ class Controller:
     ) -> None:
         """Learn from a verification: per row, how many draft tokens there were, and how many were accepted."""
         self._generated += 1 + max(accepted for _, accepted in outcome)
+        if choice.source == "ngram" and (plain := self.target.seconds(1)):
+            gained = 1 + sum(accepted for _, accepted in outcome) / len(outcome) - self._spent / plain
+            self._credit = min(self._credit + max(gained, -1.0), _MOST_CREDIT)
         for row, (drafted, accepted) in enumerate(outcome):
             if drafted:
                 kind = "model" if choice.source == "model" else f"ngram {_kind(matches[row][1])}"
@@ -286,6 +299,7 @@ class Controller:
     def _resting(self) -> Choice:
         self.rested += 1
         self._generated += 1
+        self._credit = min(self._credit + _EXPLORATION, _MOST_CREDIT)
         return _REST
 
     def _draft_seconds(self, columns: int, plain: float) -> float:
