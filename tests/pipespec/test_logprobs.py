@@ -162,8 +162,13 @@ def test_no_room_at_fixed_addresses(target, call, monkeypatch, error) -> None:
         assert "no room to record" in str(pipe.report)
 
 
-def test_captured_steps_wait_for_nothing() -> None:
+def test_captured_steps_wait_for_nothing(monkeypatch) -> None:
     """Without data, an operation whose host reads values raises."""
+
+    def without_data(logits, selected, *_):
+        return logits.new_empty(rows, width, 1 + TOP), selected.new_empty(rows, width, TOP)
+
+    monkeypatch.setattr(buffers, "logprobs_of", without_data)
     rows, width = 3, 4
     record = ScoreRecord(rows, scores=True, logits=True, top_logprobs=TOP)
     with FakeTensorMode():
