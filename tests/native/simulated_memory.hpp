@@ -696,7 +696,7 @@ class Machine {
   std::array<Place, kWords> places_;
   std::array<const char*, kWords> addresses_{};
   std::array<std::vector<Value>, kWords> values_;
-  std::vector<std::int16_t> views_;       // per view and word: the oldest value that may be loaded
+  std::vector<std::int16_t> views_;  // per view and word: the oldest value that may be loaded
   u32 n_ = 1, stride_ = 0;
   std::array<Thread, kThreads> threads_;
   Fiber* running_ = nullptr;
