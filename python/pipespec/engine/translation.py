@@ -547,9 +547,9 @@ class TranslatedStage(Stage):
         cache.truncate(self._held)
         for r in waiting:
             rows[r].cached = self._held[r]
-            self._choose(rows[r], logits[r, : counts[r] - first], healing.get(r))
+            self._choose_token(rows[r], logits[r, : counts[r] - first], healing.get(r))
 
-    def _choose(self, row: TranslatedRow, logits: torch.Tensor, healing: tuple[int, np.ndarray] | None) -> None:
+    def _choose_token(self, row: TranslatedRow, logits: torch.Tensor, healing: tuple[int, np.ndarray] | None) -> None:
         """Add the draft's choice. ``logits``: ``[1 or 2 or more, V]``, those after the last token and before it at the end."""
         if healing is not None:
             last, longer = healing
