@@ -362,7 +362,7 @@ def test_a_report_names_the_reason():
     ("model", "reason"),
     [
         (lambda: GraniteForCausalLM(GraniteConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=2, intermediate_size=32, vocab_size=101)).eval(), "GraniteForCausalLM is not in the table"),
+            num_key_value_heads=2, intermediate_size=32, vocab_size=101)).eval(), "GraniteForCausalLM has no native form"),
         (lambda: make(hidden_act="relu"), "is of class"),
         (lambda: make(**rope("dynamic", factor=2.0)), "RoPE of type dynamic depends on the length"),
         (lambda: make(dtype=torch.float16), "its weights are float16"),

@@ -339,14 +339,6 @@ def test_changed_weights_are_noticed(model):
             assert SHARED in pipe.report.decisions
 
 
-def test_prompts_that_end_with_padding(model):
-    ids = torch.tensor([[5, 6, 7, 8, 0, 0], [9, 10, 11, 12, 13, 14]])
-    wants = {"attention_mask": (ids != 0).long(), "max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False}
-    with Pipeline(model, "self:2", schedule="lockstep") as pipe:
-        assert torch.equal(pipe.generate(ids, **wants), model.generate(ids, **wants))
-        assert SHARED_CACHE in pipe.report.decisions
-
-
 # ---- which drafts
 
 

@@ -280,9 +280,9 @@ def test_conversations(model, expected, how, rows, monkeypatch):
     fed = []
     real = Stage._fill
 
-    def watched(self, cache, begin, end, chunk):
+    def watched(self, cache, begin, end, **options):
         fed.append((self.index, sum(end) - sum(begin)))
-        real(self, cache, begin, end, chunk)
+        real(self, cache, begin, end, **options)
 
     monkeypatch.setattr(Stage, "_fill", watched)
     ids = torch.stack(random_prompts(rows, seed=9, shortest=12, longest=12))

@@ -115,7 +115,7 @@ def test_errors_reach_every_rank(found):
                 if own
                 else f"RuntimeError: generate() failed in rank {size - 1} of the target"
             )
-            assert "which a target sharded over processes does not continue" in seen["right padding"]
+            assert "row 0 ends with padding; pad on the left" in seen["right padding"]
             assert seen["self"].startswith("ValueError: drafts='self' needs a target that is whole")
             assert seen["ranks"].startswith(
                 "ValueError: the target is sharded over processes (tp_plan), and schedule='ranks'"

@@ -56,7 +56,7 @@ def test_from_conversations_to_a_module(target: Path, talks: Path, tmp_path: Pat
     said = capsys.readouterr()
     assert "4 steps, held-out KL" in said.out
     assert "(none left out); 2 held out" in said.err
-    expected = {CONFIG_FILE, WEIGHTS_FILE, training.CHECKPOINT, training.RECORD, training.PICTURE}
+    expected = {CONFIG_FILE, WEIGHTS_FILE, training.CHECKPOINT, training.RECORD}
     assert {f.name for f in out.iterdir()} == expected
     module = DraftModule.load(out, target=target, stages=((0, 1), (1, 4)))
     assert module.config.logits == 4

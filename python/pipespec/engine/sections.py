@@ -80,7 +80,7 @@ class ModelSection:
     def unpack(self) -> None:
         """Use the form of the parts' own modules, and free a packed copy."""
         identity = self.identify(native=False)
-        if self._identity != identity:
+        if self._identity != identity or self._call.dtype != self.parts.dtype:
             self._use(LayerLoop(self.parts), identity)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:

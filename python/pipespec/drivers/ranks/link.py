@@ -88,6 +88,8 @@ class Link:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(seconds)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._group = None  # gloo's threads end with the last reference to the group
 
     # ---- threads
 
