@@ -11,6 +11,7 @@ prompt's ratio to it, milliseconds to the first token, tokens/s behind it, and t
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import time
@@ -40,8 +41,6 @@ Row = Callable[[torch.Tensor, dict[str, Any]], tuple[list[int], float, float]]
 
 def shuffled(model: Any) -> Any:
     """A copy with its layers in another order: a draft that is as expensive as the model and hardly ever right."""
-    import copy
-
     twin = copy.deepcopy(model)
     layers = twin.model.layers
     order = torch.randperm(len(layers), generator=torch.Generator().manual_seed(1)).tolist()
@@ -51,7 +50,7 @@ def shuffled(model: Any) -> Any:
     return twin
 
 
-def options_of(draft: Any, target: Any, third: Any) -> dict[str, tuple[list[Any], dict[str, Any]]]:
+def options_of(draft: Any, third: Any) -> dict[str, tuple[list[Any], dict[str, Any]]]:
     """By row: drafts and options of the pipeline."""
     fixed = {f"lockstep, draft x{n}": ([draft], {"schedule": "lockstep", "lookahead": n}) for n in (1, 2, 3, 4, 6)}
     ngram = {f"lockstep, n-gram x{n}": (["ngram"], {"schedule": "lockstep", "lookahead": n}) for n in (2, 4, 8, 16)}
@@ -60,7 +59,7 @@ def options_of(draft: Any, target: Any, third: Any) -> dict[str, tuple[list[Any]
         "default": ([draft], {}),
         "default, no draft": ([], {}),
         "default, useless draft": ([shuffled], {}),
-        "default, itself as draft": ([target], {}),
+        "default, a copy of itself as draft": ([copy.deepcopy], {}),
         "controller, draft alone": ([draft], {"schedule": "lockstep"}),
         **fixed,
         **ngram,
@@ -72,8 +71,6 @@ def options_of(draft: Any, target: Any, third: Any) -> dict[str, tuple[list[Any]
             [draft],
             {"schedule": "workers", "min_draft_tokens": 2, "decode_meanwhile": True},
         ),
-        "streams": ([draft], {"schedule": "streams"}),
-        "graphs": ([draft], {"schedule": "lockstep", "graphs": True}),
         "confidence": ([draft], {"schedule": "lockstep", "confidence": True}),
         "confidence, workers": ([draft], {"schedule": "workers", "confidence": True}),
         "exact": ([draft], {"exact": True}),
@@ -91,7 +88,7 @@ def options_of(draft: Any, target: Any, third: Any) -> dict[str, tuple[list[Any]
 
 def pipeline_row(target: Any, drafts: list[Any], options: dict[str, Any]) -> tuple[Row, Pipeline]:
     """A row of ours, and its pipeline."""
-    drafts = [draft(target) if draft is shuffled else draft for draft in drafts]
+    drafts = [draft(target) if draft in (shuffled, copy.deepcopy) else draft for draft in drafts]
     drafts = private_copies(drafts) if options.get("schedule") == "workers" else drafts
     pipe = Pipeline(target, drafts, **options)
 
@@ -285,7 +282,7 @@ def measure(options: argparse.Namespace) -> None:
     closing: list[Pipeline | LlamaServer | OpenVino] = []
     failed: dict[str, str] = {}
     third = load(options.third, options.dtype)
-    for name, (drafts, more) in options_of(draft, target, third).items():
+    for name, (drafts, more) in options_of(draft, third).items():
         if name != PLAIN and options.rows and name not in options.rows:
             continue
         try:

@@ -11,9 +11,8 @@ import torch
 from pipespec import Pipeline
 from pipespec.cli.main import main
 from pipespec.cli.recommend import Candidate, best_lockstep, lookup_rate, lookups, predictions, table
-from pipespec.planning.closed_form import lockstep_rate
 from pipespec.planning.measure import agreement, step_times, written_by
-from pipespec.planning.steps import Chain, Profile, StepTimes
+from pipespec.planning.steps import StepTimes
 from tests.conftest import VOCABULARY, always_right, always_wrong, random_llama, random_prompts
 
 TARGET = StepTimes("target", 2, (1, 2, 4, 8), (10e-3, 11e-3, 12e-3, 16e-3), 1e-3)
@@ -24,8 +23,6 @@ LARGE = StepTimes("large", 2, (1, 8), (3e-3, 4e-3))
 def test_between_the_measured_widths_it_is_interpolated() -> None:
     assert [TARGET.at(w) for w in (1, 3, 8, 12)] == pytest.approx([10e-3, 11.5e-3, 16e-3, 20e-3])
     assert StepTimes("t", 1, (1, 4), (2.0, 1.0)).at(9) == 1.0  # a wider step is never faster
-    profile = Profile((TARGET, SMALL, StepTimes("small", 1, (1,), (2e-3,))))
-    assert (profile.threads, profile.of("small", 1).at(1), profile.of("small", 9).at(1)) == (2, 2e-3, 1e-3)
     for wrong in (
         {"widths": (2, 1)},
         {"seconds": (0.0, 1.0)},
@@ -35,18 +32,6 @@ def test_between_the_measured_widths_it_is_interpolated() -> None:
     ):
         with pytest.raises(ValueError, match="t"):
             StepTimes(**{"name": "t", "threads": 1, "widths": (1, 2), "seconds": (1.0, 1.0)} | wrong)
-
-
-def test_a_chain_by_formula_and_by_simulation() -> None:
-    chain = Chain("lockstep", [SMALL, TARGET], (0.8,), (3,), prompt=10, tokens=100)
-    decoding = 100 / lockstep_rate(0.8, 3, 1e-3, 12e-3)
-    assert chain.closed_form() == pytest.approx(100 / (0.01 + decoding))
-    assert chain.simulated() == pytest.approx(chain.closed_form(), rel=0.1)
-    longer = Chain("lockstep", [SMALL, LARGE, TARGET], (0.8, 0.9), (3, 3))
-    assert longer.closed_form() is None
-    assert longer.simulated() > 0
-    beside = Chain("workers", [SMALL, TARGET], (0.8,), (8,))
-    assert beside.simulated() == pytest.approx(beside.closed_form(), rel=0.3)
 
 
 def test_predictions_of_all_kinds() -> None:
