@@ -12,6 +12,7 @@ import torch
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel, StaticCache
 
 from bench import staged
+from bench.own_layers import kept_layers, with_layers
 from bench.published import Asynchronous, Lockstep
 from pipespec.bench.config import BenchConfig
 from pipespec.bench.contenders import (
@@ -29,7 +30,6 @@ from pipespec.bench.contenders import (
 )
 from pipespec.bench.results import StepCounts, SystemSettings
 from pipespec.bench.systems import KINDS, Kind, each_chain, single
-from pipespec.models.derived import with_layers
 
 LOOKAHEADS = {"asynchronous": (3, 0, 5), "lockstep": (5, 3, 8, 12)}
 """Minimum lookahead tried for the published schedules; 3 is the best asynchronous one in the publication."""
@@ -103,13 +103,6 @@ class OwnLayersContender(HFContender):
 
     def close(self) -> None:
         self._drafts.clear()
-
-
-def kept_layers(layers: int, kept: int) -> list[int]:
-    """The layers of a draft: ``kept`` of ``layers``, the first and the last one among them, evenly spaced."""
-    if not 1 <= kept <= layers:
-        raise ValueError(f"a draft of {kept} layers of a target with {layers}")
-    return [round(i * (layers - 1) / max(1, kept - 1)) for i in range(kept)]
 
 
 class EarlyExitContender(HFContender):

@@ -78,7 +78,6 @@ def options_of(draft: Any, third: Any) -> dict[str, tuple[list[Any], dict[str, A
         "int8 draft": ([draft], {"schedule": "lockstep", "lookahead": 3, "draft_dtype": "int8"}),
         "int8 draft, default": ([draft], {"draft_dtype": "int8"}),
         "draft_vocabulary 32000": ([draft], {"schedule": "lockstep", "lookahead": 3, "draft_vocabulary": 32000}),
-        "self, 4 layers": (["self:4"], {"schedule": "lockstep", "lookahead": 2}),
         "other tokenizer x2": ([third], {"schedule": "lockstep", "lookahead": 2}),
         "other tokenizer, default": ([third], {}),
         "three models": ([third, draft], {"schedule": "lockstep", "lookahead": 2}),

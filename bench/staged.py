@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from bench.own_layers import with_layers
 from pipespec.bench.config import BenchConfig
 from pipespec.bench.contenders import Contender, GeneratedText, TunedSetting, Workload, generated
 from pipespec.bench.results import StepCounts, SystemSettings
 from pipespec.bench.systems import Kind
-from pipespec.models.derived import with_layers
 from pipespec.spd import SpeculativePipeline
 from pipespec.spd.draft_module import DraftModuleConfig
 from pipespec.spd.partition import partition_of
@@ -44,7 +44,7 @@ class StagedContender(Contender):
         if drafter == "chain":
             found = [workload.family.drafts[name] for name in self.drafts]
         elif drafter == "exit":
-            found = [with_layers(target, partition_of(target, self.stages).counts[0])]
+            found = [with_layers(target, range(partition_of(target, self.stages).counts[0]))]
         self.pipe = SpeculativePipeline(target, found, stages=self.stages)
 
     def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> GeneratedText:

@@ -14,17 +14,14 @@ if TYPE_CHECKING:
     from pipespec.engine.grammar import TokenMatcher
     from pipespec.engine.ngram import NgramDraft
     from pipespec.engine.sampling import OutputPenaltyLogitsProcessor
-    from pipespec.models.derived import SelfDraft
     from pipespec.models.vocabulary import common_tokens
     from pipespec.observe import Report, StageReport
-    from pipespec.planning.drafts import self_draft
 
 __all__ = [
     "NgramDraft",
     "OutputPenaltyLogitsProcessor",
     "Pipeline",
     "Report",
-    "SelfDraft",
     "SpeedWarning",
     "StageFailure",
     "StageReport",
@@ -35,7 +32,6 @@ __all__ = [
     "common_tokens",
     "detach",
     "register_attention",
-    "self_draft",
 ]
 
 _HOMES = {
@@ -43,7 +39,6 @@ _HOMES = {
     "OutputPenaltyLogitsProcessor": "pipespec.engine.sampling",
     "Pipeline": "pipespec.api.pipeline",
     "Report": "pipespec.observe",
-    "SelfDraft": "pipespec.models.derived",
     "SpeedWarning": "pipespec.drivers.base",
     "StageFailure": "pipespec.drivers.base",
     "StageReport": "pipespec.observe",
@@ -52,7 +47,6 @@ _HOMES = {
     "attached": "pipespec.api.attach",
     "common_tokens": "pipespec.models.vocabulary",
     "detach": "pipespec.api.attach",
-    "self_draft": "pipespec.planning.drafts",
 }
 
 

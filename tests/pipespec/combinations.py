@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM
 from transformers.generation import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import pipespec
-from pipespec import Pipeline, SelfDraft
+from pipespec import Pipeline
 from pipespec.engine.sampling import OutputPenaltyLogitsProcessor
 from tests.conftest import left_pad, noisy
 from tests.pipespec.test_adapters import Lora
-from tests.pipespec.tiny_models import FAMILIES, LAYERS, VOCABULARY, make
+from tests.pipespec.tiny_models import FAMILIES, VOCABULARY, make
 
 NEW = 14
 IN_THIS_PROCESS = ("lockstep", "lockstep", "lockstep", "streams", "rounds", "plain")
@@ -66,8 +66,7 @@ class Trial:
         trial = cls(seed, r.choice(["llama", "llama", "llama", "qwen2", *FAMILIES]))
         trial.adapters = r.choice(["", "", "target", "draft", "both"]) if trial.family == "llama" else ""
         acceptance = r.choice(["coupled"] * 4 + ["rejection"] * 2)
-        first, last = r.randint(1, LAYERS - 1), sorted(r.sample(range(LAYERS), r.randint(1, LAYERS - 1)))
-        kinds = [SelfDraft(tuple(last)), f"self:{first}", "noisy", "noisy", "other"]
+        kinds = ["noisy", "noisy", "other"]
         trial.drafts = [r.choice(kinds) for _ in range(1 if acceptance != "coupled" else r.choice([1, 1, 2, 3]))]
         if acceptance == "coupled" and r.random() < 0.2:
             trial.drafts.insert(0, "ngram")
@@ -151,12 +150,10 @@ def run(trial: Trial, counts: Counter[str] | None = None) -> None:
         _adapt(target, 1)
     if trial.adapters in ("draft", "both"):
         for draft in drafts:
-            if not isinstance(draft, (str, SelfDraft)):
+            if not isinstance(draft, str):
                 _adapt(draft, 2)
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
-    draft_tensors = [
-        {} if isinstance(d, (str, SelfDraft)) else {n: t.clone() for n, t in d.state_dict().items()} for d in drafts
-    ]
+    draft_tensors = [{} if isinstance(d, str) else {n: t.clone() for n, t in d.state_dict().items()} for d in drafts]
     wanted = [_expected(target, call) for call in trial.calls]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -128,7 +128,6 @@ def scenario(schedules: list[str]) -> dict[str, Any]:
     padded = torch.tensor([[5, 6, 0], [5, 6, 7]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     found["right padding"] = error_of(lambda: pipe.generate(padded, attention_mask=mask, max_new_tokens=2))
-    found["self"] = error_of(lambda: Pipeline(target, "self:1"))
     # The ranks of a chain are processes with a model each.
     found["ranks"] = error_of(lambda: Pipeline(target, draft, schedule="ranks"))
     found["again"] = pipe.generate(ids, max_new_tokens=9).tolist()

@@ -144,10 +144,10 @@ def test_in_int8(disabled):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_an_adapted_target_drafts_for_itself_in_int8_in_a_worker(chain):
-    target, _, wanted = chain
+def test_an_adapted_draft_in_int8_in_a_worker(chain):
+    target, draft, wanted = chain
     options = {"draft_dtype": "int8", "draft_vocabulary": 300, "lookahead": 4}
-    with Pipeline(target, ["self:1"], schedule="workers", **options) as pipe:
+    with Pipeline(target, draft, schedule="workers", **options) as pipe:
         with drafts_keep_up(pipe, [IDS.shape[1] + NEW]):
             assert torch.equal(pipe.generate(IDS, max_new_tokens=NEW, do_sample=False), wanted)
         assert pipe.report.stages[0].forward == "native"

@@ -35,7 +35,7 @@ def test_a_mutation_is_caught(monkeypatch) -> None:
         return selected
 
     monkeypatch.setattr(Sampler, "__call__", call)
-    trial = Trial(0, "llama", drafts=["self:2"], options={"schedule": "lockstep"})
+    trial = Trial(0, "llama", drafts=["noisy"], options={"schedule": "lockstep"})
     trial.calls = [{"lengths": [3, 5], "prompt_seed": 1, "max_new_tokens": 14, "do_sample": False}]
     with pytest.raises(AssertionError, match=r"Trial\(seed="):
         combinations.run(trial)

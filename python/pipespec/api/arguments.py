@@ -142,7 +142,7 @@ ARGUMENTS: dict[str, Argument] = {
     "dola_layers": Argument(How.REFUSED, "DoLa reads hidden states of inner layers"),
     # other ways to speculate
     "prompt_lookup_num_tokens": Argument(How.REFUSED, "pass it to Pipeline(target, drafts='ngram')"),
-    "assistant_early_exit": Argument(How.REFUSED, "pass it to Pipeline(target, drafts='self:N'); in the target's `generation_config` it is accepted, and `drafts='self'` reads it"),
+    "assistant_early_exit": Argument(How.REFUSED, "name a draft in Pipeline(target, drafts=...); in the target's `generation_config` it is accepted and has no effect"),
     "use_mtp": Argument(How.REFUSED, _ASSISTED),
     "speculation_type": Argument(How.REFUSED, _ASSISTED),
     "assistant_ensemble_weight": Argument(How.REFUSED, _ASSISTED),
@@ -288,7 +288,7 @@ def check_options(config: GenerationConfig, own: GenerationConfig) -> None:
 
     Args:
         config: Of the call.
-        own: The target's. Its ``assistant_early_exit`` is a property of the checkpoint, see :func:`pipespec.self_draft`.
+        own: The target's. Its ``assistant_early_exit`` is a property of the checkpoint.
 
     Raises:
         TypeError: A value has a type that no processor of transformers takes.

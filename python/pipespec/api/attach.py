@@ -19,7 +19,6 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.ngram import NgramDraft
 from pipespec.errors import Unsupported
 from pipespec.models.adapters import without_wrapper
-from pipespec.models.derived import SelfDraft
 from pipespec.observe.text import notify_reader_of_failure
 from pipespec.process.warnings import user_stacklevel
 
@@ -99,13 +98,7 @@ class _Plain:
 
 def attach(
     model: PreTrainedModel,
-    drafts: Sequence[PreTrainedModel | NgramDraft | SelfDraft | str | Path]
-    | PreTrainedModel
-    | NgramDraft
-    | SelfDraft
-    | str
-    | Path
-    | None = (),
+    drafts: Sequence[PreTrainedModel | NgramDraft | str | Path] | PreTrainedModel | NgramDraft | str | Path | None = (),
     *,
     unsupported: str = "plain",
     **options: Any,

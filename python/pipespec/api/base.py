@@ -397,7 +397,6 @@ class BasePipeline:
                 graphs=static,
                 copied="target" in caching and request.copies_cache(static or driver.keeps_cache),
                 distributions=driver.distribution_bytes(request),
-                in_targets_cache=[names[id(model)] for model in driver.in_targets_cache],
             )
             check_memory(caching, needs, lambda: driver.reusable_bytes(request), lambda: driver.release_unused(request))
 

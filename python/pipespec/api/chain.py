@@ -14,7 +14,7 @@ from pipespec.config import SpeculationConfig
 from pipespec.engine.ngram import NgramDraft
 from pipespec.engine.translation import Translation
 from pipespec.models.adapters import without_wrapper
-from pipespec.models.derived import INT8, SelfDraft
+from pipespec.models.derived import INT8
 from pipespec.models.devices import tensor_parallel_size
 from pipespec.models.loading import load_model
 from pipespec.models.vocabulary import draft_vocabulary as vocabulary_ids
@@ -59,7 +59,7 @@ class Chain:
 def given_drafts(drafts: Any) -> list[Any]:
     """The drafts that a user names, as a list without wrappers. Raises ``TypeError`` for what is no list of drafts."""
     drafts = without_wrapper(drafts)
-    if drafts is None or isinstance(drafts, (str, Path, PreTrainedModel, NgramDraft, SelfDraft)):
+    if drafts is None or isinstance(drafts, (str, Path, PreTrainedModel, NgramDraft)):
         drafts = [] if drafts is None else [drafts]
     if not isinstance(drafts, Sequence):
         raise TypeError(f"drafts must be a list of models or paths, not {type(drafts).__name__}")
@@ -77,10 +77,7 @@ def load_chain(
         config: How they are to run.
         loading: How they are loaded.
     """
-    chosen = [SelfDraft.of(draft) for draft in drafts]
-    if not config.row.has_drafts:  # they are ignored
-        chosen = [draft for draft in chosen if not isinstance(draft, SelfDraft)]
-    given = [*(draft for draft in chosen if not isinstance(draft, SelfDraft)), target]
+    given = [*drafts, target]
     int8, remote = loading.draft_dtype == INT8, loading.trust_remote_code
     of_drafts = loading.dtype if loading.draft_dtype is None or int8 else loading.draft_dtype
     dtypes = [*[of_drafts] * (len(given) - 1), loading.dtype]
@@ -92,13 +89,12 @@ def load_chain(
         load_model(m, dtype=t, device=d, trust_remote_code=remote)
         for m, t, d in zip(given, dtypes, devices, strict=True)
     ]
-    is_behind = config.ngram is not None or (bool(chosen) and isinstance(chosen[0], SelfDraft))
     translation = translation_for(
         models,
         given,
         loading.tokenizer,
         loading.draft_tokenizers,
-        has_ngram=is_behind,
+        has_ngram=config.ngram is not None,
         trust_remote_code=remote,
     )
     translated = translation is not None
@@ -108,14 +104,13 @@ def load_chain(
             "draft_vocabulary names tokens of the target, and draft 0 has another tokenizer: leave one of the two out"
         )
     is_derived = int8 or loading.draft_vocabulary is not None
-    is_own = any(isinstance(draft, SelfDraft) for draft in chosen)
-    is_known = is_own or any(x is not None for x in (translation, loading.tokenizer, loading.draft_tokenizers))
-    if not chosen or not (is_derived or is_own):
+    is_known = any(x is not None for x in (translation, loading.tokenizer, loading.draft_tokenizers))
+    if not drafts or not is_derived:
         return Chain(models, [], translation, is_known)
     *loaded, its_target = models
     named = loading.draft_vocabulary
     ids = None if named is None else vocabulary_ids(named, target, its_target)
-    made, notes = make_drafts(chosen, loaded, its_target, ids=ids, int8=int8)
+    made, notes = make_drafts(loaded, ids=ids, int8=int8)
     models = [*made, its_target]
     check_chain(models, [its_target] * len(models), translated=translated)
     return Chain(models, notes, translation, is_known)
@@ -128,8 +123,6 @@ def check_group_drafts(drafts: Sequence[Any], schedule: str | None) -> None:
             "the target is sharded over processes (tp_plan), and schedule='ranks' has a model in each process: use 'plain', 'lockstep' or "
             "'workers'"
         )
-    if any(isinstance(SelfDraft.of(draft), SelfDraft) for draft in drafts):
-        raise ValueError("drafts='self' needs a target that is whole on one device, and it is sharded over processes")
 
 
 def check_rank_drafts(drafts: Sequence[Any], loading: Loading) -> None:
@@ -148,5 +141,3 @@ def check_rank_drafts(drafts: Sequence[Any], loading: Loading) -> None:
         raise ValueError(
             "a draft is sharded over processes (tp_plan), and schedule='ranks' has a model in each process: load it whole"
         )
-    if any(isinstance(SelfDraft.of(draft), SelfDraft) for draft in drafts):
-        raise ValueError("drafts='self' is not for schedule='ranks', where no rank but the target's has its weights")

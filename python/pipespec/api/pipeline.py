@@ -21,7 +21,6 @@ from pipespec.engine.group import ForwardGroup
 from pipespec.engine.ngram import NgramDraft, first_of
 from pipespec.errors import NotCapturable, UnsupportedInput
 from pipespec.models.adapters import without_wrapper
-from pipespec.models.derived import SelfDraft
 from pipespec.models.devices import input_device, why_not_whole
 from pipespec.observe import Report
 from pipespec.preflight.checks import check_exact
@@ -46,9 +45,7 @@ class Pipeline(BasePipeline):
         drafts: Models or paths, smallest first, with the target's tokenizer. On a CPU an n-gram index joins them, unless ``schedule`` or ``lookahead`` is
             given. An embedding may be
             padded to another size if ``tokenizer.json`` lies beside the weights of both and is the same. The first, or only, draft may be
-            ``"ngram"`` or a :class:`pipespec.NgramDraft`: prompt lookup, without a model. ``"self"`` is a draft out of the target's own layers,
-            see :func:`pipespec.self_draft`: ``"self:4"`` of its first four, ``"self:0,1,11"`` of these three, ``"self"`` of as many as the
-            target's ``generation_config`` names as ``assistant_early_exit``. It shares the target's weights, lies where the target does, and has no entry in ``device``. The first draft
+            ``"ngram"`` or a :class:`pipespec.NgramDraft`: prompt lookup, without a model. The first draft
             may have another tokenizer: its draft tokens are translated by way of the text.
         schedule: How the stages run. None: the rule of :func:`pipespec.registry.default_schedule`; :attr:`schedule` holds its choice.
             ``"plain"`` ignores the drafts. ``"lockstep"`` runs all stages one after the other in this process. ``"workers"`` runs each draft in a
@@ -118,10 +115,9 @@ class Pipeline(BasePipeline):
     def __init__(
         self,
         target: PreTrainedModel | str | Path,
-        drafts: Sequence[PreTrainedModel | NgramDraft | SelfDraft | str | Path]
+        drafts: Sequence[PreTrainedModel | NgramDraft | str | Path]
         | PreTrainedModel
         | NgramDraft
-        | SelfDraft
         | str
         | Path
         | None = (),

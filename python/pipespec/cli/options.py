@@ -23,7 +23,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         action="append",
         default=[],
-        help="draft; several: smallest first; ngram: prompt lookup, first or alone; self:4: the target's first four layers; only the first may have another tokenizer",
+        help="draft; several: smallest first; ngram: prompt lookup, first or alone; only the first may have another tokenizer",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="default: as stored; float32 for the bundled family")
     parser.add_argument(
@@ -76,7 +76,7 @@ def chosen_models(
         Target, drafts, and dtype.
 
     Raises:
-        ValueError: Drafts without a target. The n-gram index and self-drafts need none.
+        ValueError: Drafts without a target. The n-gram index needs none.
     """
     if args.target is not None:
         return args.target, list(args.draft), args.dtype or "auto"
@@ -88,8 +88,8 @@ def chosen_models(
 
 
 def is_model(draft: str) -> bool:
-    """Whether a value of ``--draft`` names a model: it is neither the n-gram index nor made of the target's layers."""
-    return draft != "ngram" and draft.partition(":")[0] != "self"
+    """Whether a value of ``--draft`` names a model: it is not the n-gram index."""
+    return draft != "ngram"
 
 
 def one_or_all(values: list[Any] | None) -> Any:

@@ -73,9 +73,7 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     )
     parser.set_defaults(command=run)
     parser.add_argument("--target", metavar="PATH", help="model that defines the text (default: the bundled family)")
-    parser.add_argument(
-        "--draft", metavar="PATH", action="append", default=[], help="a candidate, also self:4; may be repeated"
-    )
+    parser.add_argument("--draft", metavar="PATH", action="append", default=[], help="a candidate; may be repeated")
     parser.add_argument(
         "--prompts",
         metavar="FILE",

@@ -156,7 +156,6 @@ class Decoder(ABC):
         keeps_cache: Whether the target keeps its own cache, so that the caller gets a copy.
         ran_as: Name of the schedule that ran the last call.
         remarks: Decisions about the last call, for its report.
-        in_targets_cache: Drafts that have no keys and values of their own.
         serves: Whether it only takes part in the calls of another process, see :meth:`serve`.
     """
 
@@ -164,7 +163,6 @@ class Decoder(ABC):
     keeps_cache: bool = False
     ran_as: str
     remarks: tuple[str, ...] = ()
-    in_targets_cache: Sequence[PreTrainedModel] = ()
     serves: bool = False
 
     def __init__(self) -> None:
@@ -301,7 +299,6 @@ class Driver(Decoder):
         i: int,
         ngram: NgramStage | None = None,
         acceptance: Acceptance | None = None,
-        kind: Callable[..., Stage] = Stage,
     ) -> Stage:
         """Stage ``i`` in this process.
 
@@ -309,12 +306,11 @@ class Driver(Decoder):
             i: Its index.
             ngram: The stage upstream, if it is an n-gram index.
             acceptance: See :class:`Stage`.
-            kind: Makes the stage, from the arguments of :class:`Stage`.
         """
         model, trace, native = self._model_of(i), self._trace_of(i), self.config.native
         if i == 0 and self.config.translation is not None:
             return TranslatedStage(model, self.block, i, trace, native=native, translation=self.config.translation)
-        stage = kind(
+        stage = Stage(
             model,
             self.block,
             i,

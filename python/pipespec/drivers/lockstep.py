@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from transformers import PreTrainedModel
@@ -12,17 +12,13 @@ from transformers import PreTrainedModel
 from pipespec.config import SpeculationConfig
 from pipespec.drivers.base import Driver, GenerationRequest
 from pipespec.engine.acceptance import Acceptance
-from pipespec.engine.self_draft import SharedLayers, SharingDraft, SharingTarget, shared_layers
 from pipespec.engine.stage import Stage
 from pipespec.process.signals import draft_errors
 from pipespec_kernels.state import Action
 
 
 class LockstepDriver(Driver):
-    """Runs rounds: each draft fills its lookahead, smallest draft first, then the target verifies once.
-
-    A draft out of the target's first layers shares its cache, see :mod:`pipespec.engine.self_draft`. Of several, the last one does.
-    """
+    """Runs rounds: each draft fills its lookahead, smallest draft first, then the target verifies once."""
 
     schedule = "lockstep"
 
@@ -32,26 +28,14 @@ class LockstepDriver(Driver):
         if config.acceptance != "coupled" and len(self.models) > 1:
             self._acceptance = Acceptance(max(config.lookahead))
         self._stages: list[Stage] = []
-        for model, kind in enumerate(self._kinds()):
+        for model in range(len(self.models)):
             i = self._index_of(model)
-            self._stages.append(self._make_stage(i, None if self._stages else ngram, self._acceptance, kind))
+            self._stages.append(self._make_stage(i, None if self._stages else ngram, self._acceptance))
             self.block.set_alive(i, True)
 
     def _index_of(self, model: int) -> int:
         """The stage of a model, counted as in :attr:`models`."""
         return self._first + model
-
-    def _kinds(self) -> list[Callable[..., Stage]]:
-        """What makes each stage."""
-        *drafts, target = self.models
-        kinds: list[Callable[..., Stage]] = [Stage] * len(self.models)
-        for i in reversed(range(self.config.translation is not None, len(drafts))):
-            if (count := shared_layers(drafts[i], target)) is not None:
-                shared = SharedLayers(count)
-                kinds[i], kinds[-1] = (functools.partial(k, shared=shared) for k in (SharingDraft, SharingTarget))
-                self.in_targets_cache = drafts[i : i + 1]
-                break
-        return kinds
 
     @property
     def target(self) -> Stage:
@@ -63,25 +47,12 @@ class LockstepDriver(Driver):
 
     def _generate(self, request: GenerationRequest) -> None:
         self.remarks = self._acceptance_remarks(request)
-        try:
-            self.begin(request)
-            while self.advance() != Action.FINISHED:
-                request.committed(self.block)
-        finally:
-            for stage in self._stages:
-                if isinstance(stage, SharingDraft) and stage.shares:
-                    self.remarks += (f"{self.names[stage.index]} shares the target's {stage.shares}",)
-            self._end()
-
-    def _end(self) -> None:
-        """Let no draft refer to the target's cache any longer."""
-        for stage in self._stages:
-            if isinstance(stage, SharingDraft):
-                stage.end()
+        self.begin(request)
+        while self.advance() != Action.FINISHED:
+            request.committed(self.block)
 
     def begin(self, request: GenerationRequest) -> None:
         """Lay out the rows and fill the caches of the stages. :meth:`advance` continues from there."""
-        self._end()  # of a call that was advanced by hand
         self._prepare(request)
         prefill(self, request)
 
@@ -94,18 +65,11 @@ def prefill(driver: Driver, request: GenerationRequest) -> None:
     """Fill the caches of the driver's stages, which are all in this process. A draft that fails takes no part in the call."""
     *drafts, target = driver.stages
     draft_inputs = replace(request.inputs, sampling_params=pickle.loads(request.draft_sampling_params))
-
-    def prefill_drafts(*, in_targets_cache: bool) -> None:
-        for stage in drafts:
-            if isinstance(stage, SharingDraft) != in_targets_cache:
-                continue
-            driver.block.set_alive(stage.index, True)
-            with draft_errors(functools.partial(driver.draft_failed, stage.index)):
-                stage.prefill(draft_inputs)
-
-    prefill_drafts(in_targets_cache=False)
+    for stage in drafts:
+        driver.block.set_alive(stage.index, True)
+        with draft_errors(functools.partial(driver.draft_failed, stage.index)):
+            stage.prefill(draft_inputs)
     target.prefill(request.inputs, request.record)
-    prefill_drafts(in_targets_cache=True)
 
 
 def run_in_turn(driver: Driver, request: GenerationRequest) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -330,7 +329,6 @@ class RowStorage(RowLengths):
         self._depth = len(self._attention)
         # One tensor for keys and values of equal size, else one for each.
         self._dims = (layout.key_dim,) if layout.key_dim == layout.value_dim else (layout.key_dim, layout.value_dim)
-        self._views: weakref.WeakSet[Any] = weakref.WeakSet()
         self._allocate(capacity, dtype)
         if layout.states is not None:
             self._ring = StateRing(layout.states, rows, dtype, device)
@@ -351,8 +349,6 @@ class RowStorage(RowLengths):
             self._stores = [store for storage in self._storages for store in storage.stores]
             self._dtype, self._capacity = dtype, capacity
         self._band: dict[tuple[torch.dtype, int | None], tuple[int, torch.Tensor]] = {}
-        for view in self._views:
-            view._follow()
 
     def _make_storages(self, capacity: int, dtype: torch.dtype) -> list[DeviceStorage]:
         shape = (self._rows, self._heads, capacity)
@@ -390,16 +386,12 @@ class RowStorage(RowLengths):
             raise ValueError(
                 f"a static RowCache keeps its capacity of {self._capacity}: make one for {capacity} tokens"
             )
-        # A view may hold more of its layers.
-        old, top = self._stores, max([self._top, *(view._top for view in self._views)])
-        before = dict(self.__dict__)
+        old, before = self._stores, dict(self.__dict__)
         try:
             self._allocate(capacity, self.dtype)
-            self._copy_prefix(old, top)
+            self._copy_prefix(old, self._top)
         except BaseException:  # an interrupt: the new storage does not hold what the lengths say
             self.__dict__.update(before)
-            for view in self._views:
-                view._follow()
             raise
         self._set(list(self._lengths))
 

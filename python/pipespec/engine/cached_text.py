@@ -289,15 +289,12 @@ class CachedText:
         if self._group is not None and self._group.is_leader:
             self._group.announce(fed, cache.lengths, keep)
         try:
-            return self._call(fed, cache, keep)
+            return forward(self.model, fed, cache, keep=keep, native=self._native)
         except BaseException:
             # Lengths grow when a forward is complete, so what an interrupted one has written does not count.
             has = [n + skipped for n, skipped in zip(cache.lengths, self._skipped, strict=True)]
             self._held = [min(pair) for pair in zip(self._held, has, strict=True)]
             raise
-
-    def _call(self, fed: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
-        return forward(self.model, fed, cache, keep=keep, native=self._native)
 
     def _roll_back(self, cache: RowCache, lengths: Sequence[int]) -> None:
         """Truncate to ``lengths``. Tokens after the last recurrent states that are left are fed again."""

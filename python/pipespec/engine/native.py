@@ -17,7 +17,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.first_layers import FirstLayers
 from pipespec.engine.form import Form, PartsForm
 from pipespec.models import families
 from pipespec.models.derived import TrimmedHead, head_rows
@@ -117,46 +116,6 @@ class NativeForm(PartsForm):
             begin = end
         cache.close()
         return hidden, streams
-
-    def run_first(self, tokens: torch.Tensor, cache: FirstLayers) -> torch.Tensor:
-        """Embed tokens and run the first layers.
-
-        Args:
-            tokens: ``[rows, q]``.
-            cache: the first layers of one of this model; it grows by ``q``.
-
-        Returns:
-            The hidden states behind these layers, ``[rows, q, H]``.
-        """
-        storage, rope = cache.open_whole(tokens.shape[1]), self._rope(cache.capacity)
-        hidden = self.decoder.run_layers(self.embed(tokens), *storage, *rope, end=len(cache.layers))
-        cache.close()
-        return hidden
-
-    def resume(
-        self, tokens: torch.Tensor, cache: RowCache, keep: int, layers: int, states: torch.Tensor
-    ) -> torch.Tensor:
-        """A forward some of whose columns have been through the first layers, with the same bits as one that runs all of them.
-
-        Args:
-            tokens: ``[rows, q]``.
-            cache: of this model; it grows by ``q``. It has the keys and values of these columns in the first layers, behind its lengths.
-            keep: as for the call.
-            layers: number of the first layers.
-            states: ``[rows, n, H]``, hidden states of the first ``n`` columns behind them.
-
-        Returns:
-            Logits ``[rows, keep, vocabulary]``.
-        """
-        known = states.shape[1]
-        (keys, values, lengths), rope = cache.open_storage(tokens.shape[1]), self._rope(cache.capacity)
-        if known < tokens.shape[1]:
-            rest, behind = self.embed(tokens[:, known:]), [n + known for n in lengths]
-            rest = self.decoder.run_layers(rest, keys, values, behind, *rope, end=layers)
-            states = torch.cat((states, rest), 1)
-        hidden = self.decoder.run_layers(states, keys, values, lengths, *rope, begin=layers)
-        cache.close()
-        return self.logits(hidden, keep)
 
     def logits(self, hidden: torch.Tensor, keep: int) -> torch.Tensor:
         columns = hidden.shape[1]

@@ -1,4 +1,4 @@
-"""Drafts made out of a model: some of its layers, a head over some of its tokens, weights in int8.
+"""Drafts made out of a model: a head over some of its tokens, weights in int8.
 
 A draft shares every parameter that it does not change: the same ``nn.Parameter`` objects in modules of its own. So whatever moves a weight (shared
 memory, merged matrices, ``.to()``) moves it for both models, and no weight exists twice.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,169 +20,11 @@ from pipespec.models.adapters import base_layer, is_adapted
 from pipespec.models.devices import why_not_whole
 from pipespec.models.properties import quantisation, text_config
 
-SELF = "self"
-"""In place of a draft: the target's own layers. ``"self:4"`` are the first four, ``"self:0,1,11"`` those three."""
-
-AUTO = "auto"
-
 INT8 = "int8"
 """As the dtype of drafts: their matrices become :class:`Int8Linear`."""
 
 
-@dataclass(frozen=True)
-class SelfDraft:
-    """A draft out of the target's own layers, in place of a model in ``drafts``.
-
-    Args:
-        layers: the number of first layers, the indices of layers, or ``"auto"``, see :func:`pipespec.self_draft`.
-    """
-
-    layers: int | tuple[int, ...] | str = AUTO
-
-    @classmethod
-    def of(cls, draft: Any) -> Any:
-        """The self-draft that a string stands for. Everything else is returned as it is.
-
-        Raises:
-            ValueError: ``"self:..."`` without numbers of layers.
-        """
-        if not isinstance(draft, str) or draft.partition(":")[0] != SELF:
-            return draft
-        _, colon, numbers = draft.partition(":")
-        if not colon or numbers == AUTO:
-            return cls()
-        try:
-            found = [int(n) for n in numbers.split(",")]
-        except ValueError:
-            raise ValueError(
-                f"{draft!r} is no self-draft: use 'self' (assistant_early_exit of the target), 'self:4' (the first 4 layers) or 'self:0,1,11' (these layers); a folder "
-                f"of this name is './{draft}'"
-            ) from None
-        return cls(found[0] if len(found) == 1 else tuple(found))
-
-
-def layer_indices(model: PreTrainedModel, layers: int | Sequence[int] | str) -> tuple[int, ...]:
-    """Indices of the layers that a draft takes from ``model``.
-
-    Args:
-        model: the target.
-        layers: the number of first layers, or indices, ascending.
-
-    Raises:
-        TypeError: other types.
-        ValueError: none or all of the layers, or an index that is out of order or out of range.
-    """
-    total = text_config(model.config).num_hidden_layers
-    if isinstance(layers, int) and not isinstance(layers, bool):
-        if not 1 <= layers < total:
-            raise ValueError(f"a self-draft of {layers} layers: the target has {total}, so use 1 to {total - 1}")
-        return tuple(range(layers))
-    if isinstance(layers, (str, bytes)) or not isinstance(layers, Sequence):
-        raise TypeError(f"layers must be a number of layers, their indices or {AUTO!r}, not {layers!r}")
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in layers):
-        raise TypeError(f"layers must be indices, not {list(layers)!r}")
-    found: tuple[int, ...] = tuple(layers)  # type: ignore[arg-type]
-    if not found or list(found) != sorted(set(found)) or not 0 <= found[0] <= found[-1] < total:
-        raise ValueError(f"layers of a self-draft must be ascending indices from 0 to {total - 1}, not {list(found)}")
-    if len(found) == total:
-        raise ValueError("a self-draft of all layers is the target itself: leave some of them out")
-    return found
-
-
-def with_layers(model: PreTrainedModel, layers: int | Sequence[int]) -> PreTrainedModel:
-    """A draft of some of a model's layers, with the model's embedding, norm and head.
-
-    Args:
-        model: the target, whose decoder has ``layers``.
-        layers: as for :func:`layer_indices`.
-
-    Returns:
-        A model of the same class. Its parameters are those of ``model``.
-
-    Raises:
-        TypeError: as :func:`layer_indices`.
-        ValueError: likewise.
-    """
-    kept = layer_indices(model, layers)
-    draft = _sharing(model)
-    _keep_layers(draft, kept)
-    origin: KeptLayers | None = getattr(model, _ORIGIN, None)
-    if origin is None:
-        origin = KeptLayers(copy.deepcopy(model.config), kept)
-    else:
-        origin = replace(origin, indices=tuple(origin.indices[i] for i in kept))
-    setattr(draft, _ORIGIN, origin)
-    return draft.eval()
-
-
-@dataclass(frozen=True)
-class KeptLayers:
-    """Layers of a model that a self-draft consists of.
-
-    Attributes:
-        config: The configuration of the whole model. That of the draft cannot describe every choice of layers.
-        indices: Of the layers.
-    """
-
-    config: Any
-    indices: tuple[int, ...]
-
-
-_ORIGIN = "_kept_layers"
-"""The attribute of a self-draft with its :class:`KeptLayers`."""
-
-_PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
-"""Fields of configurations that have one entry per layer."""
-
-
-def _keep_layers(model: PreTrainedModel, kept: tuple[int, ...]) -> None:
-    """Drop the other layers of ``model``, and change its configuration accordingly."""
-    decoder: Any = getattr(model, model.base_model_prefix)
-    total = len(decoder.layers)
-    decoder.layers = nn.ModuleList(decoder.layers[i] for i in kept)
-    for place, layer in enumerate(decoder.layers):
-        for module in layer.modules():
-            if hasattr(module, "layer_idx"):  # where its keys and values lie in the cache
-                module.layer_idx = place
-    # Often one object.
-    configs = {id(config): config for config in (model.config, text_config(model.config), decoder.config)}
-    for config in configs.values():
-        for name in _PER_LAYER:
-            entries = getattr(config, name, None)
-            if entries is not None and len(entries) == total:
-                setattr(config, name, [entries[i] for i in kept])
-        if isinstance(getattr(config, "first_k_dense_replace", None), int):
-            config.first_k_dense_replace = sum(i < config.first_k_dense_replace for i in kept)
-        if getattr(config, "mlp_only_layers", None):
-            config.mlp_only_layers = [place for place, i in enumerate(kept) if i in config.mlp_only_layers]
-        config.num_hidden_layers = len(kept)
-
-
-def first_layers_of(draft: PreTrainedModel, target: PreTrainedModel) -> int | None:
-    """The number of layers of a draft that consists of the target's embedding, its first layers, and any norm and head; None of other drafts.
-
-    Its tensors are the target's own objects, so a draft in int8 is another one.
-    """
-    own, theirs = (getattr(getattr(model, model.base_model_prefix, None), "layers", None) for model in (draft, target))
-    if type(draft) is not type(target) or not isinstance(own, nn.ModuleList) or not isinstance(theirs, nn.ModuleList):
-        return None
-    if not 0 < len(own) < len(theirs) or own is theirs:
-        return None
-    embeddings = draft.get_input_embeddings(), target.get_input_embeddings()
-    pairs = [embeddings, *zip(own, theirs, strict=False)]
-    return len(own) if all(have_same_tensors(*pair) for pair in pairs) else None
-
-
-def have_same_tensors(a: nn.Module, b: nn.Module) -> bool:
-    """Whether two modules of one class have the same objects as parameters and buffers, under the same names."""
-    tensors = [
-        {name: id(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-        for module in (a, b)
-    ]
-    return type(a) is type(b) and tensors[0] == tensors[1]
-
-
-def _sharing(model: PreTrainedModel) -> PreTrainedModel:
+def sharing(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of a model's modules and configuration that has the same parameters and buffers.
 
     Raises:
@@ -252,7 +94,7 @@ def with_vocabulary(model: PreTrainedModel, ids: Sequence[int]) -> PreTrainedMod
             f"draft_vocabulary: the head of a draft is a {type(head).__name__} with a {type(weight).__name__} (trimmed, quantised, or with "
             "an adapter?), so its rows cannot be selected"
         )
-    draft = _sharing(model)
+    draft = sharing(model)
     kept = torch.tensor(list(ids), dtype=torch.int64, device=head.weight.device)
     draft.set_output_embeddings(TrimmedHead(kept, _rows_of(head, kept), head.weight.shape[0]))
     _untie(draft)
@@ -331,7 +173,7 @@ def in_int8(model: PreTrainedModel) -> PreTrainedModel:
     method = INT8 if Derivation.of(model).int8 else quantisation(model)
     if method is not None:
         raise ValueError(f"draft_dtype={INT8!r}: a draft is quantised already ({method})")
-    draft = _sharing(model)
+    draft = sharing(model)
     with torch.no_grad():
         _replace_linear(draft)
     _untie(draft)
@@ -362,12 +204,10 @@ class Derivation:
     Attributes:
         kept: rows of a trimmed head, or None.
         int8: whether its matrices are :class:`Int8Linear`.
-        layers: those of a self-draft, or None.
     """
 
     kept: int | None = None
     int8: bool = False
-    layers: KeptLayers | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Derivation:
@@ -375,16 +215,12 @@ class Derivation:
         head = model.get_output_embeddings()
         kept = len(head.ids) if isinstance(head, TrimmedHead) else None
         int8 = any(type(module) is Int8Linear for module in model.modules())
-        return cls(kept, int8, getattr(model, _ORIGIN, None))
+        return cls(kept, int8)
 
     def skeleton(self, kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
         """A model of this kind on the meta device."""
         with torch.device("meta"):
-            whole = copy.deepcopy(config if self.layers is None else self.layers.config)
-            whole._attn_implementation = config._attn_implementation
-            model = kind(whole)
-            if self.layers is not None:
-                _keep_layers(model, self.layers.indices)
+            model = kind(copy.deepcopy(config))
             head: Any = model.get_output_embeddings()
             if self.kept is not None:
                 rows = nn.Linear(head.in_features, self.kept, bias=head.bias is not None)

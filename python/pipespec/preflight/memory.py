@@ -109,13 +109,11 @@ class StageFacts:
         return self.shares or (Share(self.device, self.weights, getattr(self.config, "num_hidden_layers", 0)),)
 
     @classmethod
-    def of_model(cls, name: str, model: PreTrainedModel, *, has_cache: bool = True) -> StageFacts:
-        """Of a model that is loaded. ``has_cache``: False for one that uses another's cache."""
+    def of_model(cls, name: str, model: PreTrainedModel) -> StageFacts:
+        """Of a model that is loaded."""
         at, offloaded = LayerDevices.of(model), offloaded_modules(model)
         on = at.shares()
         shares = tuple(Share(str(d), 0, on[d]) for d in at.devices) if at.is_split else ()
-        if not has_cache:
-            shares = (Share(str(at.inputs), 0, 0),)
         return cls(
             name,
             text_config(model.config),
@@ -329,7 +327,6 @@ class CallNeeds:
         graphs: Whether the caches are static.
         copied: Whether the caller gets a copy of the target's keys and values.
         distributions: Bytes per device for what the draft tokens are drawn from.
-        in_targets_cache: Names of the drafts whose keys and values lie in the target's cache.
     """
 
     rows: int
@@ -338,7 +335,6 @@ class CallNeeds:
     graphs: bool = False
     copied: bool = False
     distributions: Mapping[str, int] = field(default_factory=dict)
-    in_targets_cache: Sequence[str] = ()
 
 
 def check_memory(
@@ -361,7 +357,7 @@ def check_memory(
     Raises:
         DoesNotFit: with the numbers.
     """
-    stages = [StageFacts.of_model(name, m, has_cache=name not in call.in_targets_cache) for name, m in models.items()]
+    stages = [StageFacts.of_model(name, m) for name, m in models.items()]
     devices = list(dict.fromkeys([*(share.device for stage in stages for share in stage.on), *call.distributions]))
 
     def available() -> list[DeviceFacts]:

@@ -159,7 +159,7 @@ class _Workers(WorkersDriver):
         # No model is built for the target's place.
         super().__init__([*models, models[-1]], config)
 
-    def _make_stage(self, i: int, ngram: Any = None, acceptance: Any = None, kind: Any = None) -> Any:
+    def _make_stage(self, i: int, ngram: Any = None, acceptance: Any = None) -> Any:
         return _VerifiedText(self)
 
     def begin(self, request: GenerationRequest) -> None:
