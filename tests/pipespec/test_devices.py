@@ -6,14 +6,13 @@ import copy
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
 from pipespec import Pipeline, attach
 from pipespec.api import chain
 from pipespec.cli.main import main
 from pipespec.errors import DoesNotFit
 from pipespec.preflight.devices import DeviceFacts, device_facts, requested
-from pipespec.preflight.memory import StageFacts
 from pipespec.preflight.placement import arrange
 from tests.conftest import noisy, random_llama
 from tests.pipespec.checkpoints import GIB, PROMPT, folder_of, gpus, llama, save
@@ -120,23 +119,16 @@ def test_a_loaded_model_stays_on_its_device(model, monkeypatch, tmp_path):
         assert loads == expected
 
 
-def test_models_that_are_no_decoders_are_refused_as_such(model, tmp_path, monkeypatch):
+def test_models_that_are_no_decoders_are_refused_as_such(model, tmp_path):
     """By its architecture, not by the size that its configuration lacks."""
     with torch.random.fork_rng():
-        torch.manual_seed(0)
-        other = GPT2LMHeadModel(GPT2Config(vocab_size=320, n_embd=32, n_layer=1, n_head=2))
-    for device in (None, "auto"):
-        with pytest.raises(TypeError, match="draft 0 is a GPT2LMHeadModel"):
-            Pipeline(model, save(other, tmp_path / "other"), device=device, schedule="lockstep")
-    monkeypatch.setattr(
-        StageFacts, "of_path", lambda name, *args, **kwargs: StageFacts(name, SizeLess(), torch.float32, 5)
-    )
-    for device in (None, "auto"):
-        assert arrange(["somewhere", "elsewhere"], device=device) == ["cpu", "cpu"]
-
-
-class SizeLess:
-    """A configuration without fields."""
+        gpt = GPT2LMHeadModel(GPT2Config(vocab_size=320, n_embd=32, n_layer=1, n_head=2))
+        mamba = MambaForCausalLM(MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1))
+    for i, other in enumerate((gpt, mamba)):
+        folder = save(other, tmp_path / str(i))
+        for device in (None, "auto"):
+            with pytest.raises(TypeError, match=f"draft 0 is a {type(other).__name__}"):
+                Pipeline(model, folder, device=device, schedule="lockstep")
 
 
 def test_the_command_line_takes_one_device_or_one_per_stage(tmp_path, model, capsys):

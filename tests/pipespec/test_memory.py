@@ -52,8 +52,7 @@ def test_weights_are_counted_to_the_byte(tmp_path, tied, dtype):
     loaded = loading.load_model(folder, dtype=dtype)
     facts = StageFacts.of_path("target", folder, dtype)
     assert facts.weights == weight_bytes(loaded) == tensor_bytes(loaded)
-    assert facts.dtype == loaded.dtype
-    assert not facts.loaded
+    assert facts.model.dtype == loaded.dtype
     assert sum(p.nbytes for p in loaded.parameters()) < facts.weights  # the rotary embedding's frequencies
 
 
@@ -81,7 +80,7 @@ def test_published_models_have_their_published_size(tmp_path, size, parameters):
     """Parameters as the model cards' safetensors list them, two bytes each, and the frequencies of the rotary embedding."""
     config = llama(size)
     facts = StageFacts.of_path("target", folder_of(config, tmp_path / "m", dtype="bfloat16"))
-    assert facts.dtype == torch.bfloat16
+    assert facts.model.dtype == torch.bfloat16
     assert facts.weights - 2 * parameters in (config.head_dim // 2 * 4, config.head_dim // 2 * 8)  # with its original
     per_token = {"1B": 32 << 10, "8B": 128 << 10, "70B": 320 << 10}[size]  # bytes of keys and values, bf16
     assert estimate([facts], 3, 1000).needs[0].caches == 3 * 1000 * per_token
@@ -123,7 +122,7 @@ def test_the_dtype_is_what_loading_makes_of_it(model, tmp_path):
     for change in ({}, {"dtype": None, "torch_dtype": None}, {"dtype": "float32"}):
         (half / "config.json").write_text(json.dumps(content | change))
         for dtype in ("auto", "float32", torch.float64):
-            assert StageFacts.of_path("target", half, dtype).dtype == loading.load_model(half, dtype=dtype).dtype
+            assert StageFacts.of_path("target", half, dtype).model.dtype == loading.load_model(half, dtype=dtype).dtype
     with pytest.raises(ValueError, match=r"dtype='float31'.*'bfloat16'"):
         Pipeline(half, dtype="float31")
 
@@ -154,7 +153,10 @@ def test_what_each_stage_needs_adds_up(model):
     found = estimate(stages, 3, 100)
     each = RowCache.bytes_for(model.config, 3, 100, torch.float32) + found.needs[0].activations + HEADROOM
     assert found.on("cpu") == 2 * each
-    stages = [StageFacts(s.name, s.config, s.dtype, weight_bytes(model), "cuda:0") for s in stages]
+    stages = [
+        StageFacts(s.name, s.model, (s.shares[0]._replace(device="cuda:0", weights=weight_bytes(model)),))
+        for s in stages
+    ]
     together = estimate(stages, 3, 100)
     assert together.on("cuda:0") == 2 * (stages[0].weights + each)
     assert together.on("cpu") == 0

@@ -40,7 +40,7 @@ from pipespec.models.devices import LayerDevices
 from pipespec.models.rope import reset_rope
 from pipespec.observe import Report
 from pipespec.observe.text import notify_reader_of_failure
-from pipespec.preflight.checks import check_recurrent, check_rope
+from pipespec.preflight.checks import check_rope
 from pipespec.preflight.memory import CallNeeds, check_memory, shortage_explained
 from pipespec.preflight.support import check_checkpointing, check_runnable
 from pipespec.process import shutdown
@@ -307,7 +307,6 @@ class BasePipeline:
             self._leave_parent()
             # They may have been moved, cast or hooked since.
             check_runnable(self.models, target_is_placed=self._is_placed)
-            check_recurrent(self.models, target_is_placed=self._is_placed)
             check_checkpointing(self.models)
             generation = Generation(
                 self.target,

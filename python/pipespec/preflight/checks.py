@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -14,15 +14,16 @@ from transformers import DynamicCache, PreTrainedModel
 from pipespec.config import WIDTH
 from pipespec.engine.forward import exact_unsupported_reason, native_unsupported_reason
 from pipespec.engine.inputs import stage_names
-from pipespec.engine.recurrent import why_not_recurrent
 from pipespec.errors import UnsupportedInput
 from pipespec.models.families import NATIVE_CLASSES
 from pipespec.models.layout import CacheLayout, UnsupportedLayers, takes_mask_per_type
 from pipespec.models.properties import embedding_size, head_size, text_config
 from pipespec.models.rope import rope_changes_at, rope_type
-from pipespec.preflight.support import check_runnable
+from pipespec.preflight.support import check_recurrent, check_runnable
 from pipespec.preflight.tokenizers import tokenizer_digest
 from pipespec_kernels.state import MAX_STAGES
+
+_NEEDED = {"input_ids", "attention_mask", "position_ids", "past_key_values", "logits_to_keep"}
 
 
 def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any], *, translated: bool = False) -> None:
@@ -53,15 +54,8 @@ def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any], *, tran
     check_runnable(models)
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """What must agree between the stages of a chain.
-
-    Attributes:
-        name: of the stage.
-        size: tokens of its embedding.
-        digest: of the tokenizer beside its weights; None: there is none.
-    """
+class Vocabulary(NamedTuple):
+    """What must agree between stages: the tokens of the embedding, and the digest of the tokenizer beside the weights (None: there is none)."""
 
     name: str
     size: int
@@ -69,15 +63,12 @@ class Vocabulary:
 
 
 def vocabulary_of(name: str, model: PreTrainedModel, given: Any) -> Vocabulary:
-    """The vocabulary of a stage.
+    """The vocabulary of a stage. Raises ``ValueError`` for a head that does not fit it, and a damaged tokenizer.
 
     Args:
         name: of the stage.
         model: the model.
         given: what the user passed for it: a path, or the model itself.
-
-    Raises:
-        ValueError: the model's head does not fit it, or the tokenizer's file is damaged.
     """
     head, size = head_size(model), embedding_size(model)
     if head != size:
@@ -91,14 +82,14 @@ def check_vocabularies(stages: Sequence[Vocabulary]) -> None:
     """Check that token ids mean the same in all stages. Raises ``ValueError`` for a draft whose ids differ from those of the target, the last one."""
     *drafts, target = stages
     for draft in drafts:
-        if draft.digest is not None and target.digest is not None and draft.digest != target.digest:
+        unknown = draft.name if draft.digest is None else "the target" if target.digest is None else None
+        if unknown is None and draft.digest != target.digest:
             raise ValueError(
                 f"{draft.name} has another tokenizer than the target (other tokens, or the same with other ids): its draft tokens would mean "
                 "other words; drafts must use the target's tokenizer here (`pipespec generate` and Pipeline translate the tokens of a first draft)"
             )
         # Variants of one model pad their embedding to different sizes. Only the tokenizer distinguishes that from another vocabulary.
-        if draft.size != target.size and (draft.digest is None or target.digest is None):
-            unknown = draft.name if draft.digest is None else "the target"
+        if unknown is not None and draft.size != target.size:
             raise ValueError(
                 f"{draft.name} has a vocabulary of {draft.size} tokens, the target {target.size}: drafts must use the target's "
                 f"tokenizer, and {unknown} has no tokenizer.json to check that with. If it is the same one and only the "
@@ -106,34 +97,23 @@ def check_vocabularies(stages: Sequence[Vocabulary]) -> None:
             )
 
 
-def check_rope(target: PreTrainedModel, most: int) -> None:
-    """Check that the RoPE of a text does not depend on its length.
-
-    Args:
-        target: the model that decides the text.
-        most: positions that the text and the padding of its last step may use.
-
-    Raises:
-        UnsupportedInput: it may.
-    """
+def check_rope(target: PreTrainedModel, positions: int) -> None:
+    """Raise ``UnsupportedInput`` where the RoPE of a text, which may use so many positions with its last step's padding, may depend on its length."""
     limit = rope_changes_at(target)
-    if limit is not None and most > limit:
+    if limit is not None and positions > limit:
         raise UnsupportedInput(
             "max_new_tokens",
-            f"max_new_tokens: a text of up to {most - WIDTH} tokens, prompt included, is too long: beyond {limit - WIDTH} tokens the target's "
-            f"RoPE ({rope_type(target)}) may depend on the length of each forward; ask for fewer tokens, or call transformers' generate()",
+            f"max_new_tokens: a text of up to {positions - WIDTH} tokens, prompt included, is too long: beyond {limit - WIDTH} tokens the "
+            f"target's RoPE ({rope_type(target)}) may depend on the length of each forward; ask for fewer tokens, or call transformers' generate()",
         )
 
 
 def check_exact(target: PreTrainedModel, *, captured: bool = False) -> None:
-    """Check that the target's bits depend on neither the batch nor the width of its forwards.
+    """Raise ``ValueError`` for a target whose bits depend on the batch or the width of its forwards.
 
     Args:
         target: the model that decides the text.
         captured: whether it runs in captured steps, and so in the exact fused form. Otherwise it runs in the native form.
-
-    Raises:
-        ValueError: it has no such form; with the reason.
     """
     reason = exact_unsupported_reason(target) if captured else native_unsupported_reason(target)
     if reason is not None:
@@ -146,80 +126,48 @@ def check_exact(target: PreTrainedModel, *, captured: bool = False) -> None:
 def check_architecture(name: str, model: PreTrainedModel) -> None:
     """Check that a model is a decoder with a language-model head, and that its layers can be rolled back row by row.
 
-    Args:
-        name: of the stage.
-        model: the model.
-
     Raises:
         TypeError: it is not.
         ValueError: it has no layers.
     """
     config, kind = model.config, type(model).__name__
-    missing = [f for f in ("num_hidden_layers", "num_attention_heads", "hidden_size") if not hasattr(config, f)]
     is_headless = getattr(model, "lm_head", None) is None and model.get_output_embeddings() is None
     decoder = getattr(model, model.base_model_prefix, None)
-    is_decoder = hasattr(decoder, "layers") and not config.is_encoder_decoder and not missing
+    is_decoder = hasattr(decoder, "layers") and not config.is_encoder_decoder
+    is_decoder &= all(hasattr(config, f) for f in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
     if is_headless and (is_decoder or hasattr(model, "layers")):
         raise TypeError(f"{name} is a {kind} without a language-model head; load it with AutoModelForCausalLM")
     if not is_decoder:
         raise TypeError(
             f"{name} is a {kind}, not a LLaMA-like decoder (model.layers, attention with a key/value cache)"
         )
-    lacking = _NEEDED - _parameters(model)
-    if lacking:
+    if lacking := _NEEDED - _parameters(model):
         raise TypeError(f"{name} is a {kind}, not LLaMA-like: its forward() takes no {', '.join(sorted(lacking))}")
     if config.num_hidden_layers < 1:
         raise ValueError(
             f"{name} has num_hidden_layers={config.num_hidden_layers} in its configuration; a model has at least one layer"
         )
-    _check_layers(name, model, decoder)
-
-
-def _check_layers(name: str, model: PreTrainedModel, decoder: Any) -> None:
-    """Raise ``TypeError`` for layers whose keys and values no :class:`pipespec.engine.cache.RowCache` can hold or mask."""
-    config, kind = text_config(model.config), type(model).__name__
     try:
-        layout = CacheLayout.of(config)
+        layout = CacheLayout.of(text_config(config))
     except UnsupportedLayers as error:
         raise TypeError(f"{name} is a {kind}: {error}") from error
     if len(set(layout.windows)) > 1 and not takes_mask_per_type(decoder):
         raise TypeError(
             f"{name} is a {kind} with windows in some of its layers, and its forward() takes one mask for all of them"
         )
-    if layout.states is not None:
-        _check_recurrent(name, model)
-    elif kind not in NATIVE_CLASSES:
-        _check_stored(name, model, layout)
-
-
-def check_recurrent(models: Sequence[PreTrainedModel], *, target_is_placed: bool = False) -> None:
-    """Check again, before a call, that the recurrent layers of models keep a state per column: they may have got hooks since.
-
-    Args:
-        models: drafts first, target last.
-        target_is_placed: as for :func:`pipespec.preflight.support.check_runnable`.
-
-    Raises:
-        TypeError: the recurrent layers of one do not.
-    """
-    for name, model in zip(stage_names(len(models)), models, strict=True):
-        if CacheLayout.of(model.config).states is not None:
-            _check_recurrent(name, model, is_placed=target_is_placed and model is models[-1])
-
-
-def _check_recurrent(name: str, model: PreTrainedModel, *, is_placed: bool = False) -> None:
-    why = why_not_recurrent(model, is_placed=is_placed)
-    if why is not None:
-        raise TypeError(f"{name} is a {type(model).__name__}: {why}")
+    check_recurrent(name, model)
+    if layout.states is None and kind not in NATIVE_CLASSES and not _stores(model, layout):
+        raise TypeError(
+            f"{name} is a {kind} whose layers do not each store the keys and values that its configuration says; no cache here can roll that back"
+        )
 
 
 class _Stored(DynamicCache):
-    """A cache that records what each layer stores, as ``(layer, heads, size of a key, size of a value)``, and whether it stores anything else."""
+    """A cache that records what each layer stores, as ``(layer, heads, size of a key, size of a value)``; ``()`` for what is not keys and values."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sizes: list[tuple[int, int, int, int]] = []
-        self.has_other = False
+        self.sizes: list[tuple[int, ...]] = []
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -228,41 +176,30 @@ class _Stored(DynamicCache):
         return key_states, value_states
 
     def _note_other(self, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.has_other = True
+        self.sizes.append(())
         return states
 
     update_conv_state = update_recurrent_state = update_indexer = _note_other
 
 
-def _check_stored(name: str, model: PreTrainedModel, layout: CacheLayout) -> None:
-    """Raise ``TypeError`` for a model of an unknown family whose layers store something else than its configuration says.
+def _stores(model: PreTrainedModel, layout: CacheLayout) -> bool:
+    """Whether the layers of a model of an unknown family store what its configuration says.
 
     A copy without weights runs one token on the meta device. Where its operations wait for data (experts), the layers before count.
     """
-    stored, is_complete = _Stored(), False
-    try:
-        with torch.device("meta"), torch.inference_mode():
-            hollow = type(model)(copy.deepcopy(model.config)).eval()
-            hollow(
-                input_ids=torch.zeros((1, 1), dtype=torch.long),
-                attention_mask=torch.zeros((1, 1, 1, 1), dtype=hollow.dtype),
-                position_ids=torch.zeros((1, 1), dtype=torch.long),
-                past_key_values=stored,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-        is_complete = True
-    except Exception:  # what the layers before have stored counts
-        pass
-    expected = [(i, layout.heads, layout.key_dim, layout.value_dim) for i in range(len(layout.windows))]
-    if stored.has_other or stored.sizes != (expected if is_complete else expected[: len(stored.sizes)]):
-        raise TypeError(
-            f"{name} is a {type(model).__name__} whose layers do not each store the keys and values that its configuration says; no cache here "
-            "can roll that back"
+    stored, expected = _Stored(), [(i, *layout[:3]) for i in range(len(layout.windows))]
+    with suppress(Exception), torch.device("meta"), torch.inference_mode():
+        hollow = type(model)(copy.deepcopy(model.config)).eval()
+        hollow(
+            input_ids=torch.zeros((1, 1), dtype=torch.long),
+            attention_mask=torch.zeros((1, 1, 1, 1), dtype=hollow.dtype),
+            position_ids=torch.zeros((1, 1), dtype=torch.long),
+            past_key_values=stored,
+            use_cache=True,
+            logits_to_keep=1,
         )
-
-
-_NEEDED = {"input_ids", "attention_mask", "position_ids", "past_key_values", "logits_to_keep"}
+        return stored.sizes == expected
+    return stored.sizes == expected[: len(stored.sizes)]
 
 
 def _parameters(model: PreTrainedModel) -> set[str]:

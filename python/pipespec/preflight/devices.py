@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,15 +19,8 @@ has a list of devices is split over them."""
 AUTO = "auto"
 
 
-@dataclass(frozen=True)
-class DeviceFacts:
-    """A device that stages can run on.
-
-    Attributes:
-        name: ``"cpu"``, or ``"cuda:0"`` and so on.
-        total: bytes of its memory; 0 where the system does not report it.
-        free: bytes that can be allocated there now.
-    """
+class DeviceFacts(NamedTuple):
+    """A device: ``"cpu"`` or ``"cuda:0"``, the bytes of its memory (0: the system does not report it), and those that can be allocated now."""
 
     name: str
     total: int
@@ -35,31 +28,20 @@ class DeviceFacts:
 
 
 def device_facts(names: Sequence[str] | None = None) -> list[DeviceFacts]:
-    """The CPU and the GPUs that torch sees.
-
-    A query of a GPU's free memory creates a CUDA context there, which takes some of it. Memory that torch has reserved and does not use
-    counts as free.
-
-    Args:
-        names: query these devices only.
-    """
+    """The CPU and the GPUs that torch sees; ``names``: these only, as a query creates a CUDA context. What torch has reserved and does not use is free."""
     found = []
     if names is None or "cpu" in names:
         found.append(DeviceFacts("cpu", *host_memory()))
     for i in range(torch.cuda.device_count()):
         if names is None or f"cuda:{i}" in names:
             free, total = torch.cuda.mem_get_info(i)
-            free += torch.cuda.memory_reserved(i) - torch.cuda.memory_allocated(i)
-            found.append(DeviceFacts(f"cuda:{i}", total, free))
+            unused = torch.cuda.memory_reserved(i) - torch.cuda.memory_allocated(i)
+            found.append(DeviceFacts(f"cuda:{i}", total, free + unused))
     return found
 
 
 def requested(device: Devices, count: int) -> list[str | tuple[str, ...] | None]:
-    """Normalise ``device=``.
-
-    Args:
-        device: the user's value.
-        count: number of stages.
+    """Normalise ``device=`` for ``count`` stages.
 
     Returns:
         Per stage one name (``"cuda"`` becomes the current GPU), :data:`AUTO`, a tuple of names for a stage that is to be split, or None.
@@ -69,21 +51,15 @@ def requested(device: Devices, count: int) -> list[str | tuple[str, ...] | None]
         TypeError: an element that is not a device.
     """
     names = stage_names(count)
-    each: list[Place]
     if isinstance(device, Mapping):
-        unknown = [key for key in device if key not in names]
-        if unknown:
-            raise ValueError(
-                f"device: there is no stage {', '.join(map(repr, unknown))}; the stages are {', '.join(names)}"
-            )
-        each = [device.get(name) for name in names]
-    elif isinstance(device, Sequence) and not isinstance(device, str):
+        if unknown := [repr(key) for key in device if key not in names]:
+            raise ValueError(f"device: there is no stage {', '.join(unknown)}; the stages are {', '.join(names)}")
+        return [_place(device.get(name)) for name in names]
+    if isinstance(device, Sequence) and not isinstance(device, str):
         if len(device) != count:
             raise ValueError(f"device: one for all, or one per stage ({count}: {', '.join(names)}), not {len(device)}")
-        each = list(device)
-    else:
-        each = [device] * count
-    return [_place(d) for d in each]
+        return [_place(place) for place in device]
+    return [_place(device)] * count
 
 
 def _place(place: Place) -> str | tuple[str, ...] | None:
@@ -102,29 +78,26 @@ def _place(place: Place) -> str | tuple[str, ...] | None:
 
 
 def device_name(device: Device) -> str:
-    """The name of one device: ``"cpu"``, or ``"cuda:0"`` and so on.
-
-    Raises:
-        ValueError: it does not exist, or no stage can run on it.
-        TypeError: not a device.
-    """
+    """The name of one device: ``"cpu"``, or ``"cuda:0"`` and so on. ``ValueError``: it does not exist, or no stage can run on it; ``TypeError``: no device."""
     if not isinstance(device, (str, torch.device)):
         raise TypeError(f"device must be 'cpu', 'cuda:0' or the like, not {device!r}")
     try:
         found = torch.device(device)
     except RuntimeError:
         raise ValueError(f"device={str(device)!r} is not a device; use 'cpu', 'cuda' or 'cuda:1'") from None
-    if found.type == "cpu":
-        if found.index:
-            raise ValueError(f"device={str(device)!r}: all cores are one device; use 'cpu'")
-        return "cpu"
-    if found.type != "cuda":
-        raise ValueError(f"device={str(device)!r}: stages run on cpu or cuda, not on {found.type}")
     count = torch.cuda.device_count()
-    if count == 0:
+    index: int | None = found.index
+    if found.type == "cuda" and index is None and count:
+        index = torch.cuda.current_device()
+    if found.type not in ("cpu", "cuda"):
+        why = f": stages run on cpu or cuda, not on {found.type}"
+    elif found.type == "cpu":
+        why = ": all cores are one device; use 'cpu'" if found.index else ""
+    elif count == 0:
         build = "" if torch.version.cuda else "; this torch is a build for CPUs"
-        raise ValueError(f"device={str(device)!r}: torch sees no GPU here{build} (`pipespec doctor` says more)")
-    index = torch.cuda.current_device() if found.index is None else found.index
-    if index >= count:
-        raise ValueError(f"device={str(device)!r}: torch sees {count} GPUs, cuda:0 to cuda:{count - 1}")
-    return f"cuda:{index}"
+        why = f": torch sees no GPU here{build} (`pipespec doctor` says more)"
+    else:
+        why = f": torch sees {count} GPUs, cuda:0 to cuda:{count - 1}" if index is not None and index >= count else ""
+    if why:
+        raise ValueError(f"device={str(device)!r}{why}")
+    return "cpu" if found.type == "cpu" else f"cuda:{index}"

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.engine.inputs import stage_names
+from pipespec.engine.recurrent import why_not_recurrent
 from pipespec.errors import NotCapturable, Unsupported
 from pipespec.models.adapters import named_tensors
 from pipespec.models.derived import Derivation
@@ -31,7 +32,7 @@ _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def check_runnable(models: Sequence[PreTrainedModel], *, target_is_placed: bool = False) -> None:
-    """Check that each model has its weights, and computes on devices and in a dtype that stages run in. Quantised models do.
+    """Check that each model has its weights, and computes on devices, in a dtype and with layers that stages run. Quantised models do.
 
     Args:
         models: drafts first, target last.
@@ -40,30 +41,34 @@ def check_runnable(models: Sequence[PreTrainedModel], *, target_is_placed: bool 
     Raises:
         ValueError: for a model that is not loaded, sharded in a way that stages do not run, spread over devices without hooks, on another kind of
             device, or in another dtype.
+        TypeError: for a model whose recurrent layers keep no state per column.
     """
-    names = stage_names(len(models))
-    for name, model in zip(names, models, strict=True):
-        if not _is_ordinary(model):
-            _check_sharding(name, model, is_target=model is models[-1])
-            _check_loaded(name, model)
-        at = LayerDevices.of(model)
-        for device in at.devices:
-            if device.type not in ("cpu", "cuda"):
-                raise ValueError(f"{name} is on {device}; stages run on cpu or cuda")
-        is_placed = target_is_placed and model is models[-1]
+    for name, model in zip(stage_names(len(models)), models, strict=True):
+        is_target = model is models[-1]
+        _check_weights(name, model, is_target)
+        at, dtype, is_placed = LayerDevices.of(model), compute_dtype(model), target_is_placed and is_target
+        kinds, places = {device.type for device in at.devices}, [str(device) for device in at.devices]
+        if not kinds <= {"cpu", "cuda"}:
+            raise ValueError(f"{name} is on {', '.join(places)}; stages run on cpu or cuda")
         if at.is_split and not is_placed and not is_dispatched(model):
-            places = ", ".join(map(str, at.devices))
             raise ValueError(
-                f"{name} is spread over {places}, and no hook moves hidden states between them: load it with device_map= (package "
-                f"accelerate), give its path with device={{{name!r}: {[str(d) for d in at.devices]}}}, or move it to one device"
+                f"{name} is spread over {', '.join(places)}, and no hook moves hidden states between them: load it with device_map= (package "
+                f"accelerate), give its path with device={{{name!r}: {places}}}, or move it to one device"
             )
-        dtype = compute_dtype(model)
         if dtype.itemsize < 2 or not dtype.is_floating_point:
             raise ValueError(f"{name} computes in {dtype}; use float32, bfloat16 or float16")
-        if dtype == torch.float16 and any(device.type == "cpu" for device in at.devices):
+        if dtype == torch.float16 and "cpu" in kinds:
             raise ValueError(
                 f"{name} is float16 on the CPU, where many operations are slow or missing; use float32 or bfloat16"
             )
+        check_recurrent(name, model, is_placed=is_placed)
+
+
+def check_recurrent(name: str, model: PreTrainedModel, *, is_placed: bool = False) -> None:
+    """Raise ``TypeError`` for recurrent layers of which no state per column can be kept."""
+    why = None if CacheLayout.of(model.config).states is None else why_not_recurrent(model, is_placed=is_placed)
+    if why is not None:
+        raise TypeError(f"{name} is a {type(model).__name__}: {why}")
 
 
 def check_checkpointing(models: Sequence[PreTrainedModel]) -> None:
@@ -77,51 +82,43 @@ def check_checkpointing(models: Sequence[PreTrainedModel]) -> None:
             )
 
 
-def _is_ordinary(model: PreTrainedModel) -> bool:
-    """Whether a model has no hooks of accelerate's, no weights on the meta device, and none that are sharded."""
-    if tensor_parallel_size(model) > 1:
-        return False
-    return not any(
-        "_hf_hook" in module.__dict__
-        or any(p is not None and (p.is_meta or type(p).__name__ == "DTensor") for p in module._parameters.values())
-        for module in each_module(model)
-    )
-
-
-def _check_sharding(name: str, model: PreTrainedModel, is_target: bool) -> None:
-    sharded = next((at for at, parameter in model.named_parameters() if type(parameter).__name__ == "DTensor"), None)
-    if (processes := tensor_parallel_size(model)) > 1:
-        if not is_target:
-            raise ValueError(
-                f"{name} is sharded over processes (tp_plan): only the target may be; load the draft whole, it runs in rank 0 alone"
-            )
-        heads = getattr(text_config(model.config), "num_key_value_heads", None)
-        here = local_kv_heads(model)
+def _check_weights(name: str, model: PreTrainedModel, is_target: bool) -> None:
+    """Raise ``ValueError`` for weights on the meta device that no hook brings, sharded ones, and a hook that moves the whole model."""
+    processes = tensor_parallel_size(model)
+    if processes > 1 and not is_target:
+        raise ValueError(
+            f"{name} is sharded over processes (tp_plan): only the target may be; load the draft whole, it runs in rank 0 alone"
+        )
+    if processes > 1:
+        heads, here = getattr(text_config(model.config), "num_key_value_heads", None), local_kv_heads(model)
         if here is not None and heads is not None and here not in (heads, heads / processes):
             raise ValueError(
                 f"{name} has {heads} key/value heads, which {processes} processes cannot share: use a number of processes that divides it"
             )
-    elif sharded is not None:
-        raise ValueError(
-            f"{name} is sharded over processes ({sharded} is a DTensor) without a tensor-parallel plan: load it whole, or the target with "
-            "tp_plan='auto'"
-        )
-
-
-def _check_loaded(name: str, model: PreTrainedModel) -> None:
-    """Raise ``ValueError`` for weights on the meta device that no hook brings, and for a hook that moves the whole model."""
-    offloaded = offloaded_modules(model)
-    brought = {id(module) for found in offloaded.values() for module in found.modules()}
-    for at, module in model.named_modules():
+    brought: set[int] | None = None
+    for module in each_module(model):
+        weights = [p for p in module._parameters.values() if p is not None]
+        if processes == 1 and any(type(p).__name__ == "DTensor" for p in weights):
+            raise ValueError(
+                f"{name} is sharded over processes ({_name_in(model, module)} has a DTensor) without a tensor-parallel plan: load it whole, or "
+                "the target with tp_plan='auto'"
+            )
         if any(type(hook).__name__ == "CpuOffload" for hook in hooks_of(module)):
             raise ValueError(
-                f"{name}: accelerate moves {at or 'all of it'} to the GPU when it is called (cpu_offload_with_hook), and its cache cannot "
+                f"{name}: accelerate moves {_name_in(model, module)} to the GPU when it is called (cpu_offload_with_hook), and its cache cannot "
                 "follow; use device_map= or accelerate.cpu_offload, which bring the weights of one module at a time"
             )
-        if id(module) not in brought and any(p is not None and p.is_meta for p in module._parameters.values()):
-            raise ValueError(
-                f"{name} has weights that are not loaded ({at or 'at the top'}, on the meta device); load it whole"
-            )
+        if any(p.is_meta for p in weights):
+            if brought is None:
+                brought = {id(part) for found in offloaded_modules(model).values() for part in found.modules()}
+            if id(module) not in brought:
+                raise ValueError(
+                    f"{name} has weights that are not loaded ({_name_in(model, module)}, on the meta device); load it whole"
+                )
+
+
+def _name_in(model: nn.Module, module: nn.Module) -> str:
+    return next(at for at, part in model.named_modules() if part is module) or "all of it"
 
 
 def check_whole(models: Sequence[PreTrainedModel], where: str) -> None:
@@ -133,36 +130,12 @@ def check_whole(models: Sequence[PreTrainedModel], where: str) -> None:
             )
 
 
-def _some(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
-# ---- in a worker process
-
-
-def check_shared_draft(name: str, method: str | None, devices: Sequence[str], offloaded: Sequence[str] = ()) -> None:
-    """Check that a draft can be built in a worker process, around weights in shared memory.
-
-    Args:
-        name: of the stage.
-        method: how it is quantised; None: not at all.
-        devices: those that it computes on.
-        offloaded: names of modules whose weights are elsewhere between calls.
-
-    Raises:
-        ValueError: if it cannot.
-    """
-    how = (
-        f"quantised ({method})"
-        if method is not None
-        else f"split over {', '.join(devices)}"
-        if len(devices) > 1
-        else ""
-    )
-    how = how or (f"offloaded ({_some(offloaded)})" if offloaded else "")
-    if how:
+def check_shared_draft(name: str, quantised: str | None, why: str | None) -> None:
+    """Raise ``ValueError`` for a draft that a worker process cannot build: one that is quantised, or that is not whole, with the reason."""
+    why = f"it is quantised ({quantised})" if quantised is not None else why
+    if why is not None:
         raise ValueError(
-            f"{name} is {how}: a worker process builds a draft whole on one device, around plain weights in shared memory; use "
+            f"{name}: a worker process builds a draft whole on one device, around plain weights in shared memory, and {why}; use "
             "schedule='lockstep', or another draft (the target may be)"
         )
 
@@ -174,134 +147,99 @@ def check_shareable(models: Sequence[PreTrainedModel]) -> None:
         ValueError: for a draft that is quantised, split or offloaded, whose class cannot be imported, or that holds tensors its class does not create.
     """
     for name, model in zip(stage_names(len(models)), models[:-1], strict=False):
-        kind = type(model)
+        kind, instead = type(model), "use schedule='lockstep'"
         if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
             raise ValueError(
-                f"{name}: a worker process cannot import its class {kind.__qualname__}; define it in a module, or use "
-                "schedule='lockstep'"
+                f"{name}: a worker process cannot import its class {kind.__qualname__}; define it in a module, or {instead}"
             )
-        devices = [str(device) for device in LayerDevices.of(model).devices]
-        check_shared_draft(name, quantisation(model), devices, list(offloaded_modules(model)))
+        check_shared_draft(name, quantisation(model), why_not_whole(model))
         for at, tensor in (*model.named_parameters(), *model.named_buffers()):
             if type(tensor) not in _PLAIN:
                 raise ValueError(
-                    f"{name}: {at} is a {type(tensor).__name__}, which cannot lie in shared memory; use schedule='lockstep'"
+                    f"{name}: {at} is a {type(tensor).__name__}, which cannot lie in shared memory; {instead}"
                 )
         rebuilt = Derivation.of(model).skeleton(kind, model.config)
         own, created = ({name for name, _ in named_tensors(m, merged=False)} for m in (model, rebuilt))
-        added = sorted(own - created)
-        if added:
+        if added := sorted(own - created):
+            more = f" and {len(added) - 1} more" if len(added) > 1 else ""
             raise ValueError(
-                f"{name} has {_some(added)}, which its class {kind.__qualname__} does not create (an adapter, replaced layers?): a worker "
-                "process could not build it; merge what was added into the weights, or use schedule='lockstep'"
+                f"{name} has {added[0]}{more}, which its class {kind.__qualname__} does not create (an adapter, replaced layers?): a worker "
+                f"process could not build it; merge what was added into the weights, or {instead}"
             )
 
 
-# ---- in captured steps
-
-
-def check_capturable(models: Sequence[PreTrainedModel]) -> None:
-    """Check, without a GPU, that the step of each model can become a CUDA graph. Some causes show only in the capture itself.
+def check_capturable(models: Sequence[PreTrainedModel], *, captured: bool = True) -> None:
+    """Check, without a GPU, that the step of each model can become a CUDA graph, or can run uncaptured over static buffers.
 
     Raises:
-        NotCapturable: for the first model whose step cannot.
+        NotCapturable: for the first model whose step cannot. Some causes show only in the capture itself.
     """
     for name, model in zip(stage_names(len(models)), models, strict=True):
-        for part, cause in (*_not_static(model), *_not_captured(model)):
+        for part, cause in (*_not_static(model), *(_not_captured(model) if captured else ())):
             raise NotCapturable(name, part, cause)
 
 
 def check_streams(models: Sequence[PreTrainedModel]) -> None:
-    """Check that models can run with ``schedule="streams"`` or ``graphs=True``.
-
-    On GPUs each step is captured: see :func:`check_capturable`. On the CPU the same steps run uncaptured, so only what static caches and
-    attention by lengths cannot do is refused.
+    """Check that models can run with ``schedule="streams"`` or ``graphs=True``. On the CPU the same steps run uncaptured.
 
     Raises:
         ValueError: for stages on GPUs beside stages on the CPU.
         NotCapturable: for the first model that cannot.
     """
-    names = stage_names(len(models))
-    on_cpu = [name for name, model in zip(names, models, strict=True) if input_device(model).type == "cpu"]
+    named = zip(stage_names(len(models)), models, strict=True)
+    on_cpu = [name for name, model in named if input_device(model).type == "cpu"]
     if on_cpu and len(on_cpu) < len(models):
         raise ValueError(
             f"schedule='streams' and graphs=True need all stages on GPUs, and {', '.join(on_cpu)} "
             f"{'is' if len(on_cpu) == 1 else 'are'} on the CPU: move it there (device=...), or use schedule='workers'"
         )
-    if not on_cpu:
-        check_capturable(models)
-    for name, model in zip(names, models, strict=True):
-        for part, cause in _not_static(model):
-            raise NotCapturable(name, part, cause)
+    check_capturable(models, captured=not on_cpu)
 
 
 def _not_static(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     """Parts that cannot work with a static cache and padding columns, captured or not, and why."""
-    offloaded, lies = offloaded_modules(model), LayerDevices.of(model)
-    if offloaded:
-        yield next(iter(offloaded)), "accelerate brings its weights from elsewhere in each call (offloading)"
-    if lies.is_split:
-        at, device = next((i, device) for i, device in enumerate(lies.layers) if device != lies.inputs)
-        yield (
-            f"layer {at}",
-            f"the model is split over several devices ({device} from here), and a captured step runs on one",
-        )
-    if (processes := tensor_parallel_size(model)) > 1:
-        yield "the target", f"its weights are sharded over {processes} processes, whose exchanges are not captured"
-    config = text_config(model.config)
+    if (why := why_not_whole(model)) is not None:
+        yield "its weights", why
+    config, layout = text_config(model.config), CacheLayout.of(model.config)
     first = next((at for at, module in model.named_modules() if "Attention" in type(module).__name__), "its attention")
     if not model._can_set_attn_implementation():
         yield (
             first,
             f"{type(model).__name__} calls its attention directly, not through transformers' AttentionInterface",
         )
-    elif getattr(config, "attn_logit_softcapping", None):
+    if getattr(config, "attn_logit_softcapping", None):
         yield first, "it caps its scores (attn_logit_softcapping), which attention by lengths does not"
-    layout = CacheLayout.of(config)
     if layout.states is not None:
-        yield (
-            f"layer {layout.states.layers[0]}",
-            "it is recurrent, and the host chooses the state that a step begins with, which a static cache does not know",
-        )
+        why = "it is recurrent, and the host chooses the state that a step begins with, which a static cache does not know"
+        yield f"layer {layout.states.layers[0]}", why
     if layout.key_dim != layout.value_dim:
         yield first, "it keeps keys and values of different sizes (latents), which attention by lengths does not read"
     for at, module in model.named_modules():
         if isinstance(getattr(module, "sinks", None), torch.Tensor):
             yield at, "it has attention sinks, which attention by lengths does not support"
         types = getattr(module, "rope_type", None)
-        for rope_type in types.values() if isinstance(types, dict) else [types]:
-            if is_dynamic(rope_type):
-                yield (
-                    at,
-                    f"RoPE of type {rope_type!r} depends on the longest position of each forward, padding included",
-                )
+        for kind in filter(is_dynamic, types.values() if isinstance(types, dict) else [types]):
+            yield at, f"RoPE of type {kind!r} depends on the longest position of each forward, padding included"
 
 
 def _not_captured(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     """Parts that cannot be captured, and why."""
     if compute_dtype(model) == torch.float64:
         yield "its dtype", "it computes in float64, for which there are no GPU kernels here; use float32"
-    method = quantisation(model)
-    if method is None:
-        return
+    method = quantisation(model) or ""
     part = next((at for at, module in model.named_modules() if at and _is_packed(module)), "its linear layers")
     if method.startswith("bitsandbytes"):
         if "8-bit" in method or "Int8" in method:
-            yield (
-                part,
-                f"quantised with {method}: its product selects outlier columns, and the host waits for their number",
-            )
-    elif not getattr(getattr(model, "hf_quantizer", None), "is_compileable", False):
-        yield (
-            part,
-            f"quantised with {method}, which transformers does not run under CUDA graphs either: a kernel outside of the captured stream "
-            "would be lost without an error",
-        )
+            why = "its product selects outlier columns, and the host waits for their number"
+            yield part, f"quantised with {method}: {why}"
+    elif method and not getattr(getattr(model, "hf_quantizer", None), "is_compileable", False):
+        why = "a kernel outside of the captured stream would be lost without an error"
+        yield part, f"quantised with {method}, which transformers does not run under CUDA graphs either: {why}"
 
 
 def _is_packed(module: nn.Module) -> bool:
     """Whether a module holds a weight in another form than torch's own layers."""
-    if {"qweight", "weight_packed", "weight_scale", "SCB"} & {*module._parameters, *module._buffers}:
-        return True
-    own = (*module._parameters.values(), *module._buffers.values())
-    return any(t is not None and (type(t) not in _PLAIN or t.dtype in (torch.uint8, torch.int8)) for t in own)
+    own = {**module._parameters, **module._buffers}
+    is_named = not {"qweight", "weight_packed", "weight_scale", "SCB"}.isdisjoint(own)
+    packed = (type(t) not in _PLAIN or t.dtype in (torch.uint8, torch.int8) for t in own.values() if t is not None)
+    return is_named or any(packed)

@@ -30,7 +30,7 @@ def tokenizer_digest(given: Any, model: PreTrainedModel) -> str | None:
     if file is None:
         return None
     try:
-        return _digest(json.loads(Path(file).read_text(encoding="utf-8")))
+        return _digest(Path(file).read_text(encoding="utf-8"))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{file} is damaged ({type(error).__name__}: {error}): get the tokenizer of this model again, or remove the file"
@@ -41,7 +41,8 @@ def _source(given: Any, model: PreTrainedModel) -> str | Path:
     return given if isinstance(given, (str, Path)) else getattr(model.config, "_name_or_path", "")
 
 
-def _digest(content: dict[str, Any]) -> str:
+def _digest(text: str) -> str:
+    content = json.loads(text)
     vocabulary = content["model"]["vocab"]
     pairs = sorted(vocabulary.items()) if isinstance(vocabulary, dict) else vocabulary
     added = sorted((t["id"], t["content"]) for t in content.get("added_tokens", []))
@@ -74,55 +75,44 @@ def translation_for(
         ValueError: Another draft than the first one has another tokenizer, or a tokenizer whose tokens have no known bytes.
         TypeError: A tokenizer that is none, or not a fast one.
     """
-    names = stage_names(len(models))
+    names, drafts = stage_names(len(models)), len(models) - 1
     if draft_tokenizers is None or not isinstance(draft_tokenizers, (list, tuple)):
-        draft_tokenizers = [draft_tokenizers] + [None] * (len(models) - 2) if len(models) > 1 else []
-    if len(draft_tokenizers) != len(models) - 1:
+        draft_tokenizers = [draft_tokenizers] + [None] * (drafts - 1) if drafts else []
+    if len(draft_tokenizers) != drafts:
         raise ValueError(
-            f"draft_tokenizers: one per draft model (None: the one beside its weights), {len(models) - 1}, not {len(draft_tokenizers)}"
+            f"draft_tokenizers: one per draft model (None: the one beside its weights), {drafts}, not {len(draft_tokenizers)}"
         )
-    target, found = models[-1], None
-    mine: Tokenizer | None
-    known = None if tokenizer is None else backend_of(tokenizer)
-    digest = tokenizer_digest(given[-1], target) if len(models) > 1 else None
-    for i, (model, own) in enumerate(zip(models[:-1], draft_tokenizers, strict=True)):
-        if own is not None and known is None:
-            known = _load(names[-1], "tokenizer=", given[-1], target, trust_remote_code)
-        if own is not None or known is not None:
-            if own is None and tokenizer_digest(given[i], model) is None:
-                continue
-            mine = _load(names[i], "", given[i], model, trust_remote_code) if own is None else backend_of(own)
-            if known is None or _digest(json.loads(mine.to_str())) == _digest(json.loads(known.to_str())):
-                continue
+    known = [None if t is None else backend_of(t) for t in (*draft_tokenizers, tokenizer)]
+
+    def tokenizer_of(i: int) -> Tokenizer:
+        if (found := known[i]) is None:
+            if not (source := _source(given[i], models[i])):
+                name, argument = (names[i], "draft_tokenizers=") if i < drafts else ("the target", "tokenizer=")
+                raise ValueError(f"{name} was given as a model, which does not tell its tokenizer: pass {argument}")
+            known[i] = found = load_backend(source, trust_remote_code=trust_remote_code)
+        return found
+
+    translation = None
+    for i in range(drafts):
+        if known[i] is None and known[-1] is None:
+            files = [tokenizer_digest(given[at], models[at]) for at in (i, -1)]
+            is_same = None in files or files[0] == files[1]
+        elif known[i] is None and tokenizer_digest(given[i], models[i]) is None:
+            is_same = True  # as far as anything tells
         else:
-            file = tokenizer_digest(given[i], model)
-            if digest is None or file is None or file == digest:
-                continue
-            mine = None
+            is_same = _digest(tokenizer_of(i).to_str()) == _digest(tokenizer_of(drafts).to_str())
+        if is_same:
+            continue
         differs = f"{names[i]} has another tokenizer than the target (other tokens, or the same with other ids)"
         if i > 0 or has_ngram:
-            before = "an n-gram index" if i == 0 else names[i - 1]
             raise ValueError(
-                f"{differs}: such a draft can only be the first of the drafts, as it cannot verify the draft tokens of {before}; put it "
-                "first, or leave it out"
+                f"{differs}: such a draft can only be the first of the drafts, as it cannot verify the draft tokens of "
+                f"{names[i - 1] if i else 'an n-gram index'}; put it first, or leave it out"
             )
         try:
-            mine = mine or _load(names[i], "draft_tokenizers=", given[i], model, trust_remote_code)
-            known = known or _load(names[-1], "tokenizer=", given[-1], target, trust_remote_code)
-            found = Translation(ByteTokenizer(known.to_str()), ByteTokenizer(mine.to_str()))
+            translation = Translation(*(ByteTokenizer(tokenizer_of(at).to_str()) for at in (drafts, i)))
         except (ValueError, TypeError, FileNotFoundError) as error:
             raise ValueError(
                 f"{differs}, and its tokens cannot be translated: {error}; use a draft with the target's tokenizer"
             ) from error
-    return found
-
-
-def _the(name: str) -> str:
-    return "the target" if name == "target" else name
-
-
-def _load(name: str, argument: str, given: Any, model: PreTrainedModel, trust_remote_code: bool) -> Tokenizer:
-    source = _source(given, model)
-    if not source:
-        raise ValueError(f"{_the(name)} was given as a model, which does not tell its tokenizer: pass {argument}")
-    return load_backend(source, trust_remote_code=trust_remote_code)
+    return translation

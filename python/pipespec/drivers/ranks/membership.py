@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def join(
         (placed,) = arrange([given[own]], device=wanted, dtype=dtype, trust_remote_code=trust_remote_code, names=[name])
         model = load_model(given[own], device=placed, dtype=dtype, trust_remote_code=trust_remote_code)
         check_architecture(name, model)
-        facts = json.dumps(asdict(vocabulary_of(name, model, given[own])))
+        facts = json.dumps(vocabulary_of(name, model, given[own])._asdict())
         check_runnable([model])
     except Exception as failure:
         error = failure
