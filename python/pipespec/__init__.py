@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from pipespec.engine.grammar import TokenMatcher
     from pipespec.engine.ngram import NgramDraft
     from pipespec.engine.sampling import OutputPenaltyLogitsProcessor
-    from pipespec.models.vocabulary import common_tokens
     from pipespec.observe import Report, StageReport
 
 __all__ = [
@@ -29,7 +28,6 @@ __all__ = [
     "__version__",
     "attach",
     "attached",
-    "common_tokens",
     "detach",
     "register_attention",
 ]
@@ -45,7 +43,6 @@ _HOMES = {
     "TokenMatcher": "pipespec.engine.grammar",
     "attach": "pipespec.api.attach",
     "attached": "pipespec.api.attach",
-    "common_tokens": "pipespec.models.vocabulary",
     "detach": "pipespec.api.attach",
 }
 

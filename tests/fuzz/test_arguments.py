@@ -243,11 +243,9 @@ def test_speculation_configs(data, drafts) -> None:
 
 @examples(10, 1000)
 @given(
-    name=st.sampled_from([*OPTIONS[1:], "draft_dtype", "draft_vocabulary", "device"]),
+    name=st.sampled_from([*OPTIONS[1:], "draft_dtype", "device"]),
     value=st.one_of(ODD, ODD_TEXTS),
 )
-@example(name="draft_vocabulary", value=0)
-@example(name="draft_vocabulary", value=[10**30])
 @example(name="device", value=5)
 @example(name="draft_dtype", value=5)
 def test_one_argument_of_a_pipeline(target, name, value) -> None:

@@ -116,7 +116,6 @@ BUGS = (
     "line",
     [
         "bench --prompts a.jsonl --threads 0",
-        "generate --draft-vocabulary ²",
         "generate --system spd --device 0",
         "generate --system spd --device auto",
     ],

@@ -79,10 +79,6 @@ class Trial:
             options["acceptance"] = acceptance
         if r.random() < 0.4:
             options["draft_dtype"] = "int8"
-        if r.random() < 0.4:
-            options["draft_vocabulary"] = r.choice(
-                [r.randint(5, VOCABULARY - 1), sorted(r.sample(range(VOCABULARY), r.randint(1, 60)))]
-            )
         if r.random() < 0.3 and schedule != "plain":
             options["lookahead"] = r.randint(1, 7)
         if r.random() < 0.2:

@@ -23,7 +23,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from pipespec import Pipeline
+from pipespec import NgramDraft, Pipeline
 from pipespec.drivers.workers import driver as workers
 from pipespec.models.tokenizers import load_tokenizer
 from pipespec.spd import SpeculativePipeline
@@ -157,7 +157,7 @@ def test_configurations_that_no_model_has(model, tmp_path, change, match):
 
 @pytest.mark.parametrize("content", ["{}", '{"model": {}}', '{"model": {"vocab": {}}}'])
 def test_tokenizers_that_lack_parts(model, tmp_path, content):
-    """Where the tokenizer itself is needed: for a text of ``draft_vocabulary``, and for the program."""
+    """Where the tokenizer itself is needed: for a corpus, and for the program."""
     folder, text = save(model, tmp_path / "target"), tmp_path / "text"
     (folder / "tokenizer.json").write_text(content)
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
@@ -166,7 +166,7 @@ def test_tokenizers_that_lack_parts(model, tmp_path, content):
         ValueError, match=r"target: its tokenizer\.json is damaged .*get the tokenizer of this model again"
     ):
         load_tokenizer(folder)
-    refused(ValueError, r"target.*tokenizer\.json is damaged", folder, noisy(model, 0.1), draft_vocabulary=text)
+    refused(ValueError, r"target.*tokenizer\.json is damaged", folder, NgramDraft(corpus=text))
 
 
 def small(config_class, **kwargs):

@@ -11,14 +11,13 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
+from pipespec.engine.inputs import stage_names
 from pipespec.engine.ngram import NgramDraft
 from pipespec.engine.translation import Translation
 from pipespec.models.adapters import without_wrapper
-from pipespec.models.derived import INT8
+from pipespec.models.derived import INT8, in_int8
 from pipespec.models.devices import tensor_parallel_size
 from pipespec.models.loading import load_model
-from pipespec.models.vocabulary import draft_vocabulary as vocabulary_ids
-from pipespec.planning.drafts import make_drafts
 from pipespec.preflight.checks import check_chain
 from pipespec.preflight.devices import Devices
 from pipespec.preflight.placement import arrange
@@ -32,7 +31,6 @@ class Loading:
 
     dtype: torch.dtype | str = "auto"
     draft_dtype: torch.dtype | str | None = None
-    draft_vocabulary: Any = None
     device: Devices = None
     tokenizer: Any = None
     draft_tokenizers: Any = None
@@ -99,20 +97,13 @@ def load_chain(
     )
     translated = translation is not None
     check_chain(models, given, translated=translated)
-    if translated and loading.draft_vocabulary is not None:
-        raise ValueError(
-            "draft_vocabulary names tokens of the target, and draft 0 has another tokenizer: leave one of the two out"
-        )
-    is_derived = int8 or loading.draft_vocabulary is not None
     is_known = any(x is not None for x in (translation, loading.tokenizer, loading.draft_tokenizers))
-    if not drafts or not is_derived:
+    if not drafts or not int8:
         return Chain(models, [], translation, is_known)
     *loaded, its_target = models
-    named = loading.draft_vocabulary
-    ids = None if named is None else vocabulary_ids(named, target, its_target)
-    made, notes = make_drafts(loaded, ids=ids, int8=int8)
-    models = [*made, its_target]
+    models = [*map(in_int8, loaded), its_target]
     check_chain(models, [its_target] * len(models), translated=translated)
+    notes = [f"{name}: int8 weights" for name in stage_names(len(models))[:-1]]
     return Chain(models, notes, translation, is_known)
 
 
@@ -127,10 +118,10 @@ def check_group_drafts(drafts: Sequence[Any], schedule: str | None) -> None:
 
 def check_rank_drafts(drafts: Sequence[Any], loading: Loading) -> None:
     """Refuse drafts that are made out of other models: a rank loads its own model alone."""
-    for name in ("draft_dtype", "draft_vocabulary", "tokenizer", "draft_tokenizers"):
+    for name in ("draft_dtype", "tokenizer", "draft_tokenizers"):
         value = getattr(loading, name)
         if value is not None:
-            # A dtype can be saved, int8 and a trimmed head cannot.
+            # A dtype can be saved, int8 cannot.
             instead = (
                 "save such a draft and give its path" if name == "draft_dtype" and value != INT8 else "leave it out"
             )

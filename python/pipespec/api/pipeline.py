@@ -68,8 +68,6 @@ class Pipeline(BasePipeline):
             near-ties, in 16 bits more often.
         draft_dtype: Of the drafts. A dtype is for those given as paths. ``"int8"``: the matrices of all drafts in 8 bits, with a scale per row. A
             draft given as an object stays as it is, and the pipeline has a copy that shares the rest.
-        draft_vocabulary: Tokens that drafts may propose, so that their heads take less time: a number N (the N lowest ids), a text (its tokens),
-            ``(N, text)`` (the N commonest of it), or token ids. The target's end tokens are always among them. The text does not depend on it.
         device: For models given as paths: one device for all, one per stage (drafts first, target last), ``{"draft 0": "cuda:1"}``, or
             ``"auto"``, see :func:`pipespec.preflight.placement.arrange`. ``{"target": ["cuda:1", "cuda:2"]}`` splits a stage over several GPUs, which
             needs the package accelerate. Default: the CPU. Models given as objects stay where they are, also over several devices and offloaded
@@ -130,7 +128,6 @@ class Pipeline(BasePipeline):
         trace: int = 0,
         dtype: torch.dtype | str = "auto",
         draft_dtype: torch.dtype | str | None = None,
-        draft_vocabulary: int | str | Path | tuple[int, str | Path] | Sequence[int] | None = None,
         device: Devices = None,
         trust_remote_code: bool = False,
         native: bool = True,
@@ -151,7 +148,6 @@ class Pipeline(BasePipeline):
         loading = Loading(
             dtype=dtype,
             draft_dtype=draft_dtype,
-            draft_vocabulary=draft_vocabulary,
             device=device,
             tokenizer=tokenizer,
             draft_tokenizers=draft_tokenizers,

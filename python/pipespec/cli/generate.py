@@ -13,7 +13,6 @@ from pipespec.cli.options import (
     add_models,
     at_least_one,
     chosen_models,
-    draft_vocabulary,
     one_or_all,
     read_text,
     require_text,
@@ -220,7 +219,6 @@ def _chain(args: argparse.Namespace, target: str | Path, drafts: list[str | Path
         trace=trace,
         dtype=dtype,
         draft_dtype=args.draft_dtype,
-        draft_vocabulary=draft_vocabulary(args),
         device=one_or_all(args.device),
         trust_remote_code=args.trust_remote_code,
     )

@@ -33,34 +33,10 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         help="cpu, cuda or cuda:1: one for all or one per stage, drafts first; cuda:1+cuda:2: a stage split over both; "
         "auto: GPUs by free memory; default: cpu",
     )
-    add_draft_options(parser)
-    parser.add_argument("--trust-remote-code", action="store_true", help="allow a model's own Python code to run")
-
-
-def add_draft_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that make drafts cheaper."""
     parser.add_argument(
         "--draft-dtype", metavar="D", help="of the drafts: a dtype, or int8: matrices in 8 bits, with a scale per row"
     )
-    parser.add_argument(
-        "--draft-vocabulary",
-        metavar="N|FILE",
-        nargs="+",
-        help="tokens that drafts may propose: the N lowest ids, those of a text, or with both the N commonest of it",
-    )
-
-
-def draft_vocabulary(args: argparse.Namespace) -> Any:
-    """The value of ``--draft-vocabulary`` as ``Pipeline`` takes it. ``ValueError`` for other than a number, a file, or both."""
-    given = args.draft_vocabulary
-    if given is None:
-        return None
-    numbers, files = [int(v) for v in given if v.isdigit()], [Path(v) for v in given if not v.isdigit()]
-    if len(numbers) > 1 or len(files) > 1:
-        raise ValueError("--draft-vocabulary: give a number, a file, or a number and a file")
-    if files and numbers:
-        return numbers[0], files[0]
-    return files[0] if files else numbers[0]
+    parser.add_argument("--trust-remote-code", action="store_true", help="allow a model's own Python code to run")
 
 
 def chosen_models(

@@ -18,7 +18,6 @@ _OF_CHAINS = (
     "confidence",
     "exact",
     "draft_dtype",
-    "draft_vocabulary",
 )
 _SCHEDULES = (None, LOCKSTEP.name, WORKERS.name)
 

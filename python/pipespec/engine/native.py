@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import Form, PartsForm
 from pipespec.models import families
-from pipespec.models.derived import TrimmedHead, head_rows
 from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
 from pipespec_kernels.decoder import NativeDecoder
@@ -73,7 +72,6 @@ class NativeForm(PartsForm):
         self._scaled, self._rotary = read.scaled, read.rotary
         # One call runs all parts.
         self._steps = parts.embed is not None and parts.head is not None and read.scaled is None
-        self._trimmed = parts.head if isinstance(parts.head, TrimmedHead) else None
         self._samples = families.samples(parts)
         self._sampled = torch.cat(self._samples)
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -119,8 +117,7 @@ class NativeForm(PartsForm):
 
     def logits(self, hidden: torch.Tensor, keep: int) -> torch.Tensor:
         columns = hidden.shape[1]
-        logits = self.decoder.logits(hidden if keep == columns else hidden[:, columns - keep :])
-        return logits if self._trimmed is None else self._trimmed.spread(logits)
+        return self.decoder.logits(hidden if keep == columns else hidden[:, columns - keep :])
 
     def _rope(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The table for at least ``capacity`` positions, from the model's own rotary embedding."""
@@ -167,9 +164,6 @@ def check_outputs(parts: ModelParts, given: torch.Tensor, own: torch.Tensor, our
     Raises:
         NotReadable: the outputs do not agree.
     """
-    if isinstance(parts.head, TrimmedHead):
-        # The others are -inf in both.
-        own, ours = own[..., parts.head.ids], ours[..., parts.head.ids]
     if ours.dtype == own.dtype and torch.equal(ours, own):
         return
     if own.dtype == torch.float32 and bool((ours - own).abs().amax() <= TOLERANCE * own.abs().amax()):
@@ -232,7 +226,7 @@ def _in_wider(parts: ModelParts, given: torch.Tensor, dtype: torch.dtype) -> tor
         hidden = wide(layer)(hidden, attention_mask=mask, position_ids=positions, position_embeddings=rope)
     if parts.head is None:
         return hidden
-    hidden, head = wide(parts.norm)(hidden), head_rows(parts.head)
+    hidden, head = wide(parts.norm)(hidden), parts.head
     if type(head) is not nn.Linear:
         return wide(head)(hidden)
     logits = torch.cat([F.linear(hidden, part.to(dtype)) for part in head.weight.split(_ROWS)], -1)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
 from pipespec.models.properties import embedding_size
-from pipespec.models.vocabulary import encode_file
+from pipespec.models.tokenizers import load_tokenizer
 from pipespec_kernels import _native
 from pipespec_kernels.state import StateBlock
 
@@ -77,8 +77,7 @@ class NgramDraft:
         ids = self.corpus
         if isinstance(ids, (str, Path)):
             source = given if given is not target else target.config._name_or_path
-            instead = "give its token ids instead, NgramDraft(corpus=tokenizer(text).input_ids)"
-            ids = np.array(encode_file(Path(ids), source, "corpus", instead))
+            ids = np.array(_encoded(Path(ids), source))
         if len(ids) == 0:
             raise ValueError("the corpus of the n-gram draft is empty")
         vocabulary = embedding_size(target)
@@ -130,6 +129,25 @@ def first_of(drafts: Sequence[Any]) -> tuple[NgramDraft | None, list[Any]]:
             "other draft comes behind it"
         )
     return first, models
+
+
+def _encoded(file: Path, source: Any) -> list[int]:
+    """Token ids of a corpus, UTF-8 text, by the tokenizer in a folder or of a hub name."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the corpus {file} is not UTF-8 text") from error
+    except ValueError as error:  # a NUL in the name
+        raise ValueError(f"the corpus {str(file)!r} is no path: {error}") from error
+    try:
+        tokenizer = load_tokenizer(source)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"the corpus {file} cannot be encoded, as there is no tokenizer beside the target ({error}): give its token ids instead, "
+            "NgramDraft(corpus=tokenizer(text).input_ids)"
+        ) from error
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return ids
 
 
 class NgramStage:

@@ -1,4 +1,4 @@
-"""Drafts made out of a model: a head over some of its tokens, weights in int8.
+"""Drafts in int8, made out of a model.
 
 A draft shares every parameter that it does not change: the same ``nn.Parameter`` objects in modules of its own. So whatever moves a weight (shared
 memory, merged matrices, ``.to()``) moves it for both models, and no weight exists twice.
@@ -7,8 +7,6 @@ memory, merged matrices, ``.to()``) moves it for both models, and no weight exis
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,78 +39,10 @@ def sharing(model: PreTrainedModel) -> PreTrainedModel:
     return draft.eval()
 
 
-# ---- a head over some of the tokens
-
-
-class TrimmedHead(nn.Module):
-    """A language-model head for some of the tokens. The logits of all others are -inf.
-
-    The logits keep their places, so selection, noise and processors see token ids as in every other model.
-
-    Args:
-        ids: int64 ``[n]``, ascending: the tokens.
-        rows: a linear module with ``n`` outputs.
-        vocabulary: number of logits, ``V``.
-    """
-
-    ids: torch.Tensor
-
-    def __init__(self, ids: torch.Tensor, rows: nn.Module, vocabulary: int) -> None:
-        super().__init__()
-        self.rows, self.out_features = rows, vocabulary
-        self.register_buffer("ids", ids, persistent=False)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits ``[..., V]`` of ``hidden [..., H]``."""
-        return self.spread(self.rows(hidden))
-
-    def spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits ``[..., V]`` from those of the tokens, ``[..., n]``."""
-        whole = logits.new_full((*logits.shape[:-1], self.out_features), -torch.inf)
-        return whole.index_copy_(-1, self.ids, logits)
-
-
-def head_rows(head: Any) -> Any:
-    """The linear module of a head, trimmed or not."""
-    return head.rows if isinstance(head, TrimmedHead) else head
-
-
-def with_vocabulary(model: PreTrainedModel, ids: Sequence[int]) -> PreTrainedModel:
-    """A draft that proposes only the tokens ``ids``. Its head has their rows; all else is shared with ``model``.
-
-    Args:
-        model: a draft with a head in floating point.
-        ids: token ids, ascending.
-
-    Raises:
-        ValueError: the head is quantised, or trimmed already.
-    """
-    head: Any = model.get_output_embeddings()
-    weight = getattr(head, "weight", None)
-    if type(head) is not nn.Linear or type(weight) is not nn.Parameter or not weight.is_floating_point():
-        raise ValueError(
-            f"draft_vocabulary: the head of a draft is a {type(head).__name__} with a {type(weight).__name__} (trimmed, quantised, or with "
-            "an adapter?), so its rows cannot be selected"
-        )
-    draft = sharing(model)
-    kept = torch.tensor(list(ids), dtype=torch.int64, device=head.weight.device)
-    draft.set_output_embeddings(TrimmedHead(kept, _rows_of(head, kept), head.weight.shape[0]))
-    _untie(draft)
-    return draft.eval()
-
-
-def _rows_of(head: nn.Linear, kept: torch.Tensor) -> nn.Linear:
-    rows = nn.Linear(head.in_features, len(kept), bias=head.bias is not None, device="meta")
-    rows.weight = nn.Parameter(head.weight.detach()[kept], requires_grad=False)
-    if head.bias is not None:
-        rows.bias = nn.Parameter(head.bias.detach()[kept], requires_grad=False)
-    return rows
-
-
 def _refuse_saving(*args: Any, **kwargs: Any) -> None:
     raise NotImplementedError(
-        "save_pretrained: no checkpoint of transformers describes int8 matrices or a head over some of the tokens; save the model that the "
-        "draft was made of, and give draft_dtype or draft_vocabulary where it is used"
+        "save_pretrained: no checkpoint of transformers describes int8 matrices; save the model that the draft was made of, and give "
+        "draft_dtype where it is used"
     )
 
 
@@ -121,9 +51,6 @@ def _untie(draft: PreTrainedModel) -> None:
     draft.save_pretrained = _refuse_saving
     for config in (draft.config, text_config(draft.config)):
         config.tie_word_embeddings = False
-
-
-# ---- quantised weights
 
 
 class Int8Linear(nn.Module):
@@ -161,7 +88,7 @@ class Int8Linear(nn.Module):
 
 def has_int8(model: PreTrainedModel) -> bool:
     """Whether the matrices are :class:`Int8Linear`."""
-    return Derivation.of(model).int8
+    return any(type(module) is Int8Linear for module in model.modules())
 
 
 def in_int8(model: PreTrainedModel) -> PreTrainedModel:
@@ -170,7 +97,7 @@ def in_int8(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ValueError: the model is quantised already.
     """
-    method = INT8 if Derivation.of(model).int8 else quantisation(model)
+    method = INT8 if has_int8(model) else quantisation(model)
     if method is not None:
         raise ValueError(f"draft_dtype={INT8!r}: a draft is quantised already ({method})")
     draft = sharing(model)
@@ -194,38 +121,10 @@ def _replace_linear(module: nn.Module) -> None:
             _replace_linear(child)
 
 
-# ---- in another process
-
-
-@dataclass(frozen=True)
-class Derivation:
-    """How a derived draft differs from a model that its class makes of its configuration.
-
-    Attributes:
-        kept: rows of a trimmed head, or None.
-        int8: whether its matrices are :class:`Int8Linear`.
-    """
-
-    kept: int | None = None
-    int8: bool = False
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> Derivation:
-        """That of a model."""
-        head = model.get_output_embeddings()
-        kept = len(head.ids) if isinstance(head, TrimmedHead) else None
-        int8 = any(type(module) is Int8Linear for module in model.modules())
-        return cls(kept, int8)
-
-    def skeleton(self, kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
-        """A model of this kind on the meta device."""
-        with torch.device("meta"):
-            model = kind(copy.deepcopy(config))
-            head: Any = model.get_output_embeddings()
-            if self.kept is not None:
-                rows = nn.Linear(head.in_features, self.kept, bias=head.bias is not None)
-                ids = torch.empty(self.kept, dtype=torch.int64)
-                model.set_output_embeddings(TrimmedHead(ids, rows, head.out_features))
-            if self.int8:
-                _replace_linear(model)
-        return model
+def skeleton(kind: type[PreTrainedModel], config: Any, *, int8: bool) -> PreTrainedModel:
+    """A model on the meta device, whose matrices are :class:`Int8Linear` if ``int8``."""
+    with torch.device("meta"):
+        model = kind(copy.deepcopy(config))
+        if int8:
+            _replace_linear(model)
+    return model

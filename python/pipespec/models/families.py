@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from pipespec.models.derived import Int8Linear, TrimmedHead, head_rows
+from pipespec.models.derived import Int8Linear
 from pipespec.models.devices import why_not_whole
 from pipespec.models.layout import CacheLayout, UnsupportedLayers
 from pipespec.models.parts import ModelParts
@@ -68,7 +68,7 @@ class Family:
         parts = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
         own = frozenset(getattr(source, f"{self.prefix}{part}") for part in parts)
         # Dropout is for training, which is excluded.
-        common = (nn.Linear, nn.Embedding, nn.ModuleList, nn.Dropout, Int8Linear, TrimmedHead)
+        common = (nn.Linear, nn.Embedding, nn.ModuleList, nn.Dropout, Int8Linear)
         return own, own.union(common, _activations(), [getattr(source, self.embedding or "", nn.Embedding)])
 
 
@@ -167,7 +167,7 @@ def _identity(model: PreTrainedModel | ModelParts, packed: bool) -> tuple[Any, .
     dtypes = set()
     for name, module in model.named_modules():
         kind, where = type(module), name or "the model"
-        if kind not in classes or (not packed and kind in (Int8Linear, TrimmedHead)):
+        if kind not in classes or (not packed and kind is Int8Linear):
             raise NotReadable(f"{where} is of class {kind.__name__}")
         if has_own_forward(module):
             raise NotReadable(f"{where} has a forward of its own")
@@ -218,11 +218,11 @@ class ReadModel:
         windows: per layer, the number of last positions that a column sees, its own included; None: all.
         embedding: ``[vocabulary, hidden]``, or None.
         norm: weight of the last norm, or None.
-        head: ``[vocabulary, hidden]``, or None. Of a trimmed head its rows, and the vocabulary is that of the rows.
+        head: ``[vocabulary, hidden]``, or None.
         head_bias: ``[vocabulary]``, or None.
         head_scale: ``[vocabulary]`` of a head in int8, or None.
         rotary: the model's rotary embedding; None without layers.
-        scaled: the embedding's module where it does more than look up rows, or has other rows than the head; else None.
+        scaled: the embedding's module where it does more than look up rows; else None.
     """
 
     shape: DecoderShape
@@ -251,7 +251,7 @@ def read(model: PreTrainedModel | ModelParts) -> ReadModel:
 
 
 def _read(parts: ModelParts, family: Family) -> ReadModel:
-    config, head, embed = parts.config, head_rows(parts.head), parts.embed
+    config, head, embed = parts.config, parts.head, parts.embed
     if family.embedding is not None and type(embed) is nn.Embedding:
         # In transformers 5.0.
         raise NotReadable("its embedding is scaled outside of the embedding's module")
@@ -260,7 +260,7 @@ def _read(parts: ModelParts, family: Family) -> ReadModel:
     if len(eps) > 1:
         raise NotReadable("its norms differ in more than their weights")
     # A lookup outside of the decoder.
-    apart = embed if type(embed) is not nn.Embedding or isinstance(parts.head, TrimmedHead) else None
+    apart = embed if type(embed) is not nn.Embedding else None
     ends = [end.weight for end in (head, embed) if end is not None]
     shape = DecoderShape(
         hidden=config.hidden_size,
@@ -273,7 +273,7 @@ def _read(parts: ModelParts, family: Family) -> ReadModel:
         shape,
         tuple(_fused(layer, shape) if family.fused else _separate(layer) for layer in parts.layers),
         _windows_of(parts),
-        None if embed is None or isinstance(parts.head, TrimmedHead) else embed.weight.detach(),
+        None if embed is None else embed.weight.detach(),
         None if parts.norm is None else parts.norm.weight.detach(),
         None if head is None else head.weight.detach(),
         None if head is None else _bias(head),

@@ -43,7 +43,6 @@ def end_tokens(model: Any) -> list[int]:
 
 def _rows(module: Any, declared: str) -> int:
     weight = getattr(module, "weight", None)
-    # A trimmed head has no weight of its own, and says its outputs.
     if isinstance(weight, torch.Tensor) and weight.is_floating_point():
         return weight.shape[0]
     return int(getattr(module, declared))

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pipespec.models.adapters import named_tensors
-from pipespec.models.derived import Derivation
+from pipespec.models.derived import has_int8, skeleton
 from pipespec_kernels.state import SharedMemory
 
 _ALIGN = 64
@@ -24,7 +24,7 @@ class SharedWeights:
     Attributes:
         model_class: Class of the model.
         config: Configuration of the model.
-        derivation: How the model differs from what its class makes of the configuration.
+        int8: Whether its matrices are in int8.
         device: Device of the model.
         tensors: Byte offset, dtype and shape by name of the tensor.
         size: Bytes of all tensors.
@@ -32,7 +32,7 @@ class SharedWeights:
 
     model_class: type[PreTrainedModel]
     config: PretrainedConfig
-    derivation: Derivation
+    int8: bool
     device: torch.device
     tensors: dict[str, tuple[int, torch.dtype, torch.Size]]
     size: int
@@ -47,8 +47,7 @@ class SharedWeights:
                 offsets[key] = end
                 end += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
             tensors[name] = (offsets[key], tensor.dtype, tensor.shape)
-        derivation = Derivation.of(model)
-        return SharedWeights(type(model), model.config, derivation, model.device, tensors, max(end, _ALIGN))
+        return SharedWeights(type(model), model.config, has_int8(model), model.device, tensors, max(end, _ALIGN))
 
     def view(self, memory: SharedMemory, name: str) -> torch.Tensor:
         """The tensor ``name`` as a view of ``memory``."""
@@ -69,7 +68,7 @@ class SharedWeights:
 
     def build(self, memory: SharedMemory) -> PreTrainedModel:
         """The same model in another process. Its tensors are views of ``memory``, or copies on an accelerator."""
-        model = self.derivation.skeleton(self.model_class, self.config)
+        model = skeleton(self.model_class, self.config, int8=self.int8)
         for name in self.tensors:
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
