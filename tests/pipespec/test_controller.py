@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from pipespec import Pipeline, attach, detach
+from pipespec.engine.cache import RowCache
 from pipespec.engine.controller import MAX_DRAFT_TOKENS, AcceptanceRates, Choice, Controller, Machine, StepTimes
+from pipespec.engine.forward import described
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.trials import trials
 
@@ -134,10 +136,10 @@ def test_the_target_as_its_own_draft_is_never_tried():
     assert world.draft_steps == 0
 
 
-def test_the_first_step_of_a_draft_is_not_measured():
-    """It packs the draft's weights, which takes longer than a hundred steps."""
+def test_the_reading_of_a_prompt_is_no_step():
+    """It takes longer than a dozen steps. Its time is the price of a draft that begins, and says nothing about the next steps."""
     controller = Controller(0.2)
-    controller.note_draft(20, 100.0)
+    controller.note_reading(100.0)
     assert controller.draft.seconds(1) is None
     controller.note_draft(1, 0.2)
     assert controller.draft.seconds(1) == pytest.approx(0.2)
@@ -263,6 +265,24 @@ def test_a_resting_draft_reads_nothing(model):
         assert (draft.fed, draft.steps, target.drafted) == (0, 0, 0)
         assert any("plain decoding" in decision for decision in pipe.report.decisions)
     assert torch.equal(text, model.generate(prompt, max_new_tokens=NEW, do_sample=False, eos_token_id=None))
+
+
+class Resting(Controller):
+    """Never drafts."""
+
+    def choose(self, matches, lag, remaining):
+        return self._resting()
+
+
+@pytest.mark.parametrize(("relative_cost", "form"), [(0.2, "native"), (1.0, "")])
+def test_a_draft_that_may_pay_is_packed_before_the_text(model, relative_cost, form):
+    """Packing takes longer than many steps: it is part of no round, and a draft that cannot pay is not packed."""
+    draft = noisy(model, 0.02, seed=1)
+    with Pipeline(model, [draft]) as pipe:
+        pipe._driver.controller = Resting(relative_cost)
+        pipe.generate(random_prompts(1, seed=3)[0][None], max_new_tokens=4, do_sample=False)
+        assert pipe.report.stages[0].steps == 0
+        assert described(draft, RowCache.for_model(draft, 1, 16)) == form
 
 
 class Eager(Controller):

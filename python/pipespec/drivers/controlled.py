@@ -31,6 +31,7 @@ class ControlledDriver(LockstepDriver):
         for stage in self._stages[:-1]:
             # The others have no prompt of their own to read.
             stage.defers = type(stage) is Stage
+        self._packed = False
         index = self.block.target - 1
         self._last: NgramStage | None = None
         if config.ngram is not None:
@@ -56,6 +57,12 @@ class ControlledDriver(LockstepDriver):
 
     def begin(self, request: GenerationRequest) -> None:
         super().begin(request)
+        if not self._packed and self.controller.may_draft:
+            # Not within a text: it takes longer than many steps.
+            for stage in self._stages[:-1]:
+                with draft_errors(functools.partial(self.draft_failed, stage.index)):
+                    stage.pack()
+            self._packed = True
         self._limits = request.inputs.limits
         if self._last is not None:
             self._last.prefill(request.inputs.prompts)
@@ -111,7 +118,7 @@ class ControlledDriver(LockstepDriver):
         if not self.block.is_alive(i):
             return Action.IDLE
         stage, is_last = self._stages[i], i == len(self.models) - 2
-        began = time.perf_counter()
+        reads_prompt, began = stage.is_deferred, time.perf_counter()
         if i > 0:
             while self._draft_step(i - 1, self.config.lookahead_of(i - 1)) == Action.STEP:
                 pass
@@ -119,7 +126,11 @@ class ControlledDriver(LockstepDriver):
         with draft_errors(functools.partial(self.draft_failed, i)):
             action = stage.step(lookahead, self.config.max_draft_tokens(i))
         if is_last and action == Action.STEP:
-            self.controller.note_draft(stage.port.columns, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            if reads_prompt:
+                self.controller.note_reading(seconds)
+            else:
+                self.controller.note_draft(stage.port.columns, seconds)
             if stage.agreement[1]:
                 self.controller.rates["model"].note_agreement(*stage.agreement)
                 stage.agreement = (0, 0)

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.forward import described, forward, forward_row, recheck, release, wide_columns
+from pipespec.engine.forward import described, forward, forward_row, native_form_of, recheck, release, wide_columns
 from pipespec.engine.group import ForwardGroup
 from pipespec.engine.inputs import StageInputs
 from pipespec.models.devices import input_device
@@ -162,6 +162,15 @@ class CachedText:
             self._fill(cache, held, self._held, selects=selects)
         new = [n - h for n, h in zip(self._held, held, strict=True)]
         return max(new), sum(new)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether the next forward reads the prompt first, see :attr:`defers`."""
+        return self._unread is not None
+
+    def pack(self) -> None:
+        """Choose the form of the forwards, which packs the weights, before a call needs it."""
+        native_form_of(self.model, RowCache.for_model(self.model, 1, 1), native=self._native)
 
     def _read_until(self) -> list[int]:
         """Per row, the position up to which the text is read, a part of a deferred prompt that will never be read included."""

@@ -34,6 +34,8 @@ _SMALL_LAG = 16
 """Tokens up to which a draft that has rested catches up within its next step, at no price worth a decision."""
 _FIRST_BOUND = 4
 """Draft tokens of a round at most, as long as no round has shown that more are accepted."""
+_UNKNOWN_NGRAM = (2, 2, 4)
+"""Draft tokens of the first rounds with an n-gram index, by the kind of its match."""
 _FIRST_TRIAL = 12
 """Tokens of the first call after which a draft model may be tried: its agreement with them tells whether it pays before it drafts."""
 _PLAIN_EVERY = 256
@@ -228,10 +230,15 @@ class Controller:
         self._plain_rate = 0.0
         self._ngram_tables: list[list[tuple[int, float]]] = [[(0, 0.0)]] * 3
         self._generated = 0
-        self._has_drafted = False
+        self._reading: float | None = None
         self._credit, self._spent = _FIRST_CREDIT, 0.0
         self.rested = 0
         """Rounds of the present call without draft tokens."""
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether the draft model pays if each of its tokens is accepted, by what is known before the first measurement."""
+        return self._relative_cost is not None and 2 > _GAIN * (1 + _MARGINAL + self._relative_cost)
 
     def begin(self) -> None:
         """Begin a call."""
@@ -275,10 +282,12 @@ class Controller:
             self._plain_age = 0
 
     def note_draft(self, columns: int, seconds: float) -> None:
-        """Learn from a step of the draft model, but for the first one, which also packs its weights."""
-        if self._has_drafted:
-            self.draft.note(columns, seconds)
-        self._has_drafted = True
+        """Learn from a step of the draft model."""
+        self.draft.note(columns, seconds)
+
+    def note_reading(self, seconds: float) -> None:
+        """Learn from the first step of the draft model in a call, which reads the end of the prompt before."""
+        self._reading = seconds
 
     def note_round(
         self, choice: Choice, matches: Sequence[tuple[int, int]], outcome: Sequence[tuple[int, int]]
@@ -319,7 +328,7 @@ class Controller:
         for i in range(3):
             table, best = [(0, self._plain_rate)], (0, self._plain_rate)
             rates = self.rates[f"ngram {i}"]
-            bound = rates.bound if rates.is_known else 2
+            bound = rates.bound if rates.is_known else _UNKNOWN_NGRAM[i]
             for k, expected in enumerate(rates.expected()[1:], 1):
                 if k <= bound and expected > best[1] * times[k]:
                     best = k, expected / times[k]
@@ -340,7 +349,7 @@ class Controller:
         pays = rate > _GAIN * self._plain_rate and (rates.is_known or self._generated >= _FIRST_TRIAL)
         if pays and lag > _SMALL_LAG:
             # Reading what it has missed must pay within the tokens that are likely to follow: half of the gain stays.
-            price = self._draft_seconds(lag, plain) - each
+            price = (self._draft_seconds(lag, plain) if self._reading is None else self._reading) - each
             pays = (plain - 1.0 / rate) * min(remaining, max(64, self._generated)) > 2 * price
         rates.review(pays, since)
         self._model, self._model_rate = Choice("model", best), rate if pays else 0.0

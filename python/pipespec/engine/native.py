@@ -7,13 +7,13 @@ cuts into parts, in bfloat16 either.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
@@ -215,19 +215,30 @@ def _in_wider(parts: ModelParts, given: torch.Tensor, dtype: torch.dtype) -> tor
     hidden, columns = (given if parts.embed is None else parts.embed(given)).to(dtype), given.shape[1]
     positions = torch.arange(columns, device=given.device)[None]
     mask = torch.full((columns, columns), -torch.inf, dtype=dtype, device=given.device).triu(1)[None, None]
-    shared = {id(parts.config): parts.config}
+    room: dict[tuple[str, torch.Size], torch.Tensor] = {}
+    """Wide weights, by name and shape. The layers take turns in them: fresh memory for each would take longer than their products."""
 
-    def wide(module: Any) -> Any:
-        return copy.deepcopy(module, dict(shared)).to(dtype)
+    def wide(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        key = name, tensor.shape
+        if key not in room:
+            room[key] = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+        return room[key].copy_(tensor)
+
+    def run(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        weights = {name: wide(name, tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        out: torch.Tensor = functional_call(module, weights, args, kwargs)
+        return out
 
     if parts.layers:
         rope = parts.rotary(hidden, position_ids=positions)
     for layer in parts.layers:
-        hidden = wide(layer)(hidden, attention_mask=mask, position_ids=positions, position_embeddings=rope)
+        hidden = run(layer, hidden, attention_mask=mask, position_ids=positions, position_embeddings=rope)
     if parts.head is None:
         return hidden
-    hidden, head = wide(parts.norm)(hidden), parts.head
+    hidden, head = run(parts.norm, hidden), parts.head
     if type(head) is not nn.Linear:
-        return wide(head)(hidden)
-    logits = torch.cat([F.linear(hidden, part.to(dtype)) for part in head.weight.split(_ROWS)], -1)
+        return run(head, hidden)
+    logits = torch.cat([F.linear(hidden, wide("head", rows)) for rows in head.weight.split(_ROWS)], -1)
     return logits if head.bias is None else logits + head.bias.to(dtype)
