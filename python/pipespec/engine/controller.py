@@ -238,7 +238,7 @@ class Controller:
     @property
     def may_draft(self) -> bool:
         """Whether the draft model pays if each of its tokens is accepted, by what is known before the first measurement."""
-        return self._relative_cost is not None and 2 > _GAIN * (1 + _MARGINAL + self._relative_cost)
+        return self._relative_cost is not None and _GAIN * (1 + _MARGINAL + self._relative_cost) < 2
 
     def begin(self) -> None:
         """Begin a call."""
