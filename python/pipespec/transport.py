@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -71,28 +72,6 @@ def _is_known(address: str | None) -> bool:
     return True
 
 
-def own_device(device: torch.device | str, local_rank: int) -> torch.device:
-    """The device of a machine's rank number ``local_rank``. Raises ``ValueError`` if the device does not exist."""
-    try:
-        found = torch.device(device)
-    except RuntimeError:
-        raise ValueError(f"device={str(device)!r} is not a device; use 'cpu', 'cuda' or 'cuda:1'") from None
-    if found.type not in ("cpu", "cuda"):
-        raise ValueError(f"device={str(device)!r}: ranks compute on 'cpu' or 'cuda'")
-    if found.type == "cpu":
-        return found
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not count:
-        raise ValueError(f"device={str(device)!r}: torch finds no GPU on this machine; use device='cpu'")
-    index = local_rank if found.index is None else found.index
-    if index >= count:
-        raise ValueError(
-            f"device={str(device)!r}: GPU {index} is wanted and this machine has {count}: start fewer ranks here, or let them share one "
-            "with device='cuda:0'"
-        )
-    return torch.device("cuda", index)
-
-
 BEAT_S = 0.25
 """Each rank gives a sign of life after this time, from a thread of its own."""
 
@@ -105,15 +84,18 @@ GRACE_S = 1.0
 FOREVER = timedelta(days=7)
 """Waits for messages have no limit of gloo's: it would break the connections to all ranks."""
 
-_LOOK_S = 0.02
-"""Between two looks at the store."""
+_LOOK_S, _SOON_S = 0.02, 0.001
+"""Between two looks at the store, and where the answer is on its way."""
+
+_KEPT = 8
+"""Calls whose texts stay in the store."""
 
 
 class Ranks:
     """This rank among all ranks of the launcher: texts and signs of life over its store, and the gloo group of all ranks.
 
     Args:
-        store: The group's store. Each thread uses a clone, as a client that waits cannot do anything else.
+        store: The group's store. The signs of life have a clone of their own.
         rank: This rank.
         world: Number of ranks.
         start_s: Longest time until the first sign of each rank, and until all ranks reach a point of the start.
@@ -122,6 +104,7 @@ class Ranks:
         cause: Why the ranks cannot go on together: what a rank has published that ended, or the end of the store; None if nothing is known.
         store_has_ended: And so rank 0, or torchrun.
         away_s: How long this process was stopped.
+        deadline: When what this rank does now is late, and its description, see :meth:`watch`; None: never.
     """
 
     def __init__(self, store: Any, rank: int, world: int, start_s: float = START_S) -> None:
@@ -130,6 +113,8 @@ class Ranks:
         self.cause: str | None = None
         self.store_has_ended = False
         self.away_s = 0.0
+        self.deadline: tuple[float, str] | None = None
+        self._unwatched = threading.Event()
         now = self.now()
         self._seen: dict[int, tuple[bytes | None, float]] = {r: (None, now) for r in range(world) if r != rank}
         self._answered = now  # when the store last answered
@@ -158,14 +143,32 @@ class Ranks:
         return self._answered - self._seen[rank][1]
 
     def late(self) -> str | None:
-        """Which rank, or the store, gives no sign of life; None if none is late."""
-        now = self.now()
+        """What takes too long: this rank itself, or which rank, or the store, gives no sign of life; None if nothing does."""
+        now, deadline = self.now(), self.deadline
+        if deadline is not None and now > deadline[0]:
+            return deadline[1]
         if now - self._answered > SILENCE_S:
             return "the ranks' store does not answer any more: the process that holds it (rank 0, or torchrun) hangs"
         for rank, (value, _) in self._seen.items():
             if self.silence(rank) > (self.start_s if value is None else SILENCE_S):
                 return f"rank {rank} gives no sign of life"
         return None
+
+    def watch(self, end: Callable[[str], None]) -> None:
+        """From now on call ``end``, with a message, where ranks cannot go on, or something takes too long, and this rank does not raise in time."""
+        threading.Thread(target=self._watch, args=(end,), daemon=True, name="pipespec-watch").start()
+
+    def unwatch(self) -> None:
+        """End :meth:`watch`."""
+        self._unwatched.set()
+
+    def _watch(self, end: Callable[[str], None]) -> None:
+        while not self._unwatched.wait(BEAT_S):
+            self.cause = self.cause or self.late()
+            if self.cause is not None:
+                if not self._unwatched.wait(GRACE_S):
+                    end(f"pipespec: rank {self.rank} ends: {self.cause}")
+                return
 
     def _sign(self, count: int) -> None:
         self._beats.set(f"beat/{self.rank}", str(count))
@@ -194,6 +197,25 @@ class Ranks:
                 return
             self._answered = self.now()
             before = time.monotonic()
+
+    # ---- texts
+
+    def put(self, name: str, number: int, text: str) -> None:
+        """Store a text for the other ranks, of call ``number``. The last few calls' stay. It is lost where the store has ended."""
+        with suppress(dist.DistError):
+            self._store.set(f"{name}/{number % _KEPT}", f"{number} {text}")
+
+    def fetch(self, name: str, number: int) -> str | None:
+        """A text that another rank has just put; None if the store does not have it any more, or does not get it."""
+        key, deadline = f"{name}/{number % _KEPT}", self.now() + SILENCE_S
+        with suppress(dist.DistError):
+            while self.now() < deadline:
+                if self._store.check([key]):
+                    found, _, text = self._store.get(key).decode().partition(" ")
+                    if int(found) >= number:
+                        return text if int(found) == number else None
+                time.sleep(_SOON_S)
+        return None
 
     # ---- the start
 

@@ -135,7 +135,7 @@ def test_ranks(model, monkeypatch):
 
 
 def test_a_rank_takes_several_gpus(monkeypatch):
-    monkeypatch.setattr(membership, "own_device", lambda device, local_rank: torch.device(device))
+    gpus(monkeypatch)
     monkeypatch.setenv("RANK", "0")
     names = ["draft 0", "target"]
     split = [["cuda:0", "cuda:1"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -50,22 +51,27 @@ def requested(device: Devices, count: int) -> list[str | tuple[str, ...] | None]
         ValueError: a device that does not exist or that no stage can run on; too many or too few devices; an unknown stage.
         TypeError: an element that is not a device.
     """
-    names = stage_names(count)
+    return [_place(place) for place in place_of_each(device, stage_names(count))]
+
+
+def place_of_each(device: Devices, names: Sequence[str]) -> list[Place]:
+    """What ``device=`` says of each stage, as it says it. Raises ``ValueError`` for too many or too few devices, and an unknown stage."""
     if isinstance(device, Mapping):
         if unknown := [repr(key) for key in device if key not in names]:
             raise ValueError(f"device: there is no stage {', '.join(unknown)}; the stages are {', '.join(names)}")
-        return [_place(device.get(name)) for name in names]
+        return [device.get(name) for name in names]
     if isinstance(device, Sequence) and not isinstance(device, str):
-        if len(device) != count:
-            raise ValueError(f"device: one for all, or one per stage ({count}: {', '.join(names)}), not {len(device)}")
-        return [_place(place) for place in device]
-    return [_place(device)] * count
+        if len(device) != len(names):
+            raise ValueError(
+                f"device: one for all, or one per stage ({len(names)}: {', '.join(names)}), not {len(device)}"
+            )
+        return list(device)
+    return [device] * len(names)
 
 
 def _place(place: Place) -> str | tuple[str, ...] | None:
     """The device of a stage, or its devices."""
-    if isinstance(place, str) and "+" in place:
-        place = place.split("+")  # as the command line names them
+    place = split_name(place)
     if place is None or isinstance(place, (str, torch.device)) or not isinstance(place, Sequence):
         return place if place is None or place == AUTO else device_name(place)
     several = tuple(device_name(device) for device in place)
@@ -75,6 +81,22 @@ def _place(place: Place) -> str | tuple[str, ...] | None:
             "the CPU)"
         )
     return several
+
+
+def split_name(place: Place) -> Place:
+    """Several devices as the command line names them, with ``+`` between them, as a list."""
+    return place.split("+") if isinstance(place, str) and "+" in place else place
+
+
+def rank_device(device: Device) -> str:
+    """:func:`device_name` for a rank: ``"cuda"`` is the GPU of number LOCAL_RANK, or RANK. Raises its errors."""
+    if str(device) != "cuda":
+        return device_name(device)
+    local = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
+    try:
+        return device_name(f"cuda:{local}")
+    except ValueError as error:
+        raise ValueError(f"{error}; start fewer ranks here, or let them share a GPU with device='cuda:0'") from None
 
 
 def device_name(device: Device) -> str:

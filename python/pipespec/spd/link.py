@@ -1,7 +1,7 @@
 """Link: messages of known size between SPD's ranks, with a bound on every wait.
 
-Three events end a wait: the message arrives; the connection breaks, because a peer has ended; or the watchdog ends the process, because
-the message is overdue or a rank gives no sign of life.
+Three events end a wait: the message arrives; the connection breaks, because a peer has ended; or the process ends
+(:meth:`pipespec.transport.Ranks.watch`), because the message is overdue or a rank gives no sign of life.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from pipespec.transport import BEAT_S, FOREVER, GRACE_S, START_S, RankError, Ranks
+from pipespec.transport import FOREVER, START_S, RankError, Ranks
 
 TIMEOUT_S = 6.0
 """Longest time of a rank for its part of a cycle or of a chunk of the prefill."""
@@ -28,75 +27,6 @@ _TIMEOUT = "timeout_s, on the command line --timeout"
 
 _OUTSTANDING = 64
 """Most sends that may be under way."""
-
-
-class _Deadline(NamedTuple):
-    """The end of a block that must not take longer, see :meth:`Watchdog.within`."""
-
-    at: float
-    seconds: float
-    doing: str
-    peer: int | None
-
-    def __str__(self) -> str:
-        doing = self.doing if self.peer is None else f"{self.doing} rank {self.peer}"
-        return f"{doing} took too long, more than {self.seconds:g} s (if the machine is only slow, raise {_TIMEOUT})"
-
-
-class _Within:
-    """The block of a deadline. A class, as each message has one and a generator takes several times as long."""
-
-    __slots__ = ("_before", "_deadline", "_watchdog")
-
-    def __init__(self, watchdog: Watchdog, deadline: _Deadline | None) -> None:
-        self._watchdog, self._deadline = watchdog, deadline
-
-    def __enter__(self) -> None:
-        self._before = self._watchdog.deadline
-        if self._deadline is not None:
-            self._watchdog.deadline = self._deadline
-
-    def __exit__(self, *error: object) -> None:
-        self._watchdog.deadline = self._before
-
-
-class Watchdog:
-    """A thread that ends the process if it waits too long, or for ranks that cannot go on.
-
-    Args:
-        ranks: All ranks.
-        end: Called with a message if the main thread does not raise in time.
-    """
-
-    def __init__(self, ranks: Ranks, end: Callable[[str], None]) -> None:
-        self._ranks, self._end = ranks, end
-        self._stopped = threading.Event()
-        self.deadline: _Deadline | None = None
-        self._thread = threading.Thread(target=self._watch, daemon=True, name="pipespec-watch")
-        self._thread.start()
-
-    def within(self, seconds: float | None, doing: str, peer: int | None = None) -> _Within:
-        """Set a deadline for a block, ``seconds`` from now; None: no deadline. ``peer``: the rank that it waits for."""
-        return _Within(self, None if seconds is None else _Deadline(self._ranks.now() + seconds, seconds, doing, peer))
-
-    def stop(self) -> None:
-        self._stopped.set()
-
-    def late(self) -> str | None:
-        """What takes too long; None if nothing does."""
-        deadline = self.deadline
-        if deadline is not None and self._ranks.now() > deadline.at:
-            return str(deadline)
-        return self._ranks.late()
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(BEAT_S):
-            if self._ranks.cause is None:
-                self._ranks.cause = self.late()
-            if self._ranks.cause is not None:
-                if not self._stopped.wait(GRACE_S):  # else the main thread raises by itself
-                    self._end(f"pipespec: rank {self._ranks.rank} ends: {self._ranks.cause}")
-                return
 
 
 def _exit(message: str) -> None:
@@ -131,8 +61,8 @@ class Link:
             raise RankError(
                 f"all ranks need the same arguments: rank 0 has {everyone[0]}, rank {different} has {everyone[different]}"
             )
-        # The watchdog ends a rank that is still connecting when another one has failed.
-        self._watchdog = Watchdog(ranks, _exit)
+        # From here on a rank ends that is still connecting when another one has failed.
+        ranks.watch(_exit)
         try:
             self._gloo: Any = ranks.connect()
         except RankError:
@@ -161,11 +91,7 @@ class Link:
 
     def _end(self) -> None:
         self.broken = True
-        self._watchdog.stop()
-
-    @property
-    def _patient(self) -> float:
-        return self.timeout_s * self.patience
+        self._ranks.unwatch()
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
         """Send ``tensor`` without waiting. The caller must not change it afterwards."""
@@ -201,15 +127,28 @@ class Link:
     def finish(self, work: Any, peer: int, doing: str, idle: bool = False) -> None:
         """Wait for a send or a receive. ``idle``: without a deadline."""
         self._require_whole()
+        before = self._ranks.deadline
+        if not idle:
+            self._ranks.deadline = self._deadline(self.timeout_s * self.patience, f"{doing} rank {peer}")
         try:
-            with self._watchdog.within(None if idle else self._patient, doing, peer):
-                work.wait(FOREVER)
+            work.wait(FOREVER)
         except RuntimeError as error:  # gloo's error for a closed connection
             raise self._lost(peer, doing) from error
+        finally:
+            self._ranks.deadline = before
 
-    def own_part(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def own_part(self) -> Iterator[None]:
         """The block is this rank's part of a cycle: the process ends if it takes longer than the timeout."""
-        return self._watchdog.within(self.timeout_s, "its own part of a cycle")
+        before, self._ranks.deadline = self._ranks.deadline, self._deadline(self.timeout_s, "its own part of a cycle")
+        try:
+            yield
+        finally:
+            self._ranks.deadline = before
+
+    def _deadline(self, seconds: float, doing: str) -> tuple[float, str]:
+        late = f"{doing} took too long, more than {seconds:g} s (if the machine is only slow, raise {_TIMEOUT})"
+        return self._ranks.now() + seconds, late
 
     def _require_whole(self) -> None:
         if self.broken:
@@ -230,7 +169,7 @@ class Link:
         self._end()
         if not was_broken:
             try:
-                for work, _ in self._sends:  # a rank that hangs takes none, and the watchdog has stopped
+                for work, _ in self._sends:  # a rank that hangs takes none, and nothing watches any more
                     work.wait(min(FOREVER, timedelta(seconds=self.timeout_s)))
                 self._ranks.leave()
             except RuntimeError:  # another rank has ended at the same time

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +40,7 @@ from pipespec.drivers.base import Decoder, GenerationRequest
 from pipespec.engine.cache import RowCache
 from pipespec.engine.known import NATIVE
 from pipespec.engine.sections import open_sections, stream_dtype
+from pipespec.preflight.devices import rank_device
 from pipespec.process.signals import DelayedHandlers
 from pipespec.registry import LOCKSTEP, RANKS
 from pipespec.spd.decoding import Fed, SpeculativeDriver, Streams
@@ -60,7 +60,7 @@ from pipespec.spd.partition import (
 )
 from pipespec.spd.pipeline import check_draft_schedule, module_config, resolve_drafter, speculative_report
 from pipespec.spd.report import SpeculativeReport
-from pipespec.transport import START_S, RankError, own_device, rank_and_world
+from pipespec.transport import START_S, RankError, rank_and_world
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -600,7 +600,7 @@ class RanksPipeline(BasePipeline):
         rank, world = rank_and_world()
         if not isinstance(target, (str, Path)):
             raise TypeError(f"target must be a path, of which each rank reads its part, not {type(target).__name__}")
-        device = own_device(device, int(os.environ.get("LOCAL_RANK", rank)))
+        device = torch.device(rank_device(device))
         check_draft_schedule(drafter, draft_schedule)
         skeleton = load_skeleton(target).config
         layers = skeleton.num_hidden_layers

@@ -4,34 +4,21 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
 from pipespec.drivers.asynchronous import drafting
 from pipespec.drivers.base import CacheOwner, Decoder, GenerationRequest
+from pipespec.drivers.ranks.call import decode_call
 from pipespec.drivers.ranks.link import Link
 from pipespec.drivers.ranks.party import Party
-from pipespec.drivers.ranks.wire import (
-    CALL,
-    FAILED,
-    FORM,
-    HEAD,
-    MOST_CALL_WORDS,
-    TEXT,
-    BadMessage,
-    Call,
-    decode_call,
-    text_words,
-    write_head,
-)
+from pipespec.engine.inputs import StageInputs
 from pipespec.engine.ngram import NgramStage
 from pipespec.engine.stage import Stage
-from pipespec.process.signals import handlers_watched, raise_handlers_error
+from pipespec.process.signals import draft_errors, handlers_watched
 from pipespec.registry import RANKS
 from pipespec.transport import RankError, Ranks, break_group
 from pipespec_kernels.state import StateBlock
@@ -48,22 +35,19 @@ class _DraftParty(Party):
 
     def __init__(self, *arguments: Any) -> None:
         self.changed = threading.Condition()
-        self._incoming: tuple[int, np.ndarray] = (0, np.empty(0, dtype=np.int32))
-        self._have = 0
-        self._call: tuple[int, Call] | None = None
-        self._ended = 0
+        self._call: tuple[int, StageInputs, list[int]] | None = None
+        self._heard = self._ended = 0
         self.is_over = False
-        self._texts: deque[tuple[int, int, str]] = deque(maxlen=4)
         super().__init__(*arguments)
 
-    def say(self, what: int, generation: int, text: str) -> None:
-        """Send a text to the target."""
-        with self.lock:
-            self._texts.append((what, generation, text))
+    def say(self, text: str) -> None:
+        """Tell the target how the forward runs in this generation (``form ...``), or why it has failed (``failed ...``)."""
+        self.ranks.put(f"said/{self.rank}/{self._said}", self.generation, text)
+        self._said += 1
         self.links[0].wake()
 
-    def next_call(self) -> tuple[int, Call] | None:
-        """Wait for a call, for a short time. Return the newest one that has not ended, and its generation."""
+    def next_call(self) -> tuple[int, StageInputs, list[int]] | None:
+        """Wait for a call, for a short time. Return the generation of the newest one that has not ended, its inputs, and the tokens that end a row."""
         with self.changed:
             self.changed.wait_for(lambda: self._call is not None or self.is_over, _SLEEP_NS / 1e9)
         with self.lock:
@@ -76,50 +60,36 @@ class _DraftParty(Party):
             if self._ended == generation or self.is_over:
                 return False
             self.forget()
+            self.generation = generation
             lay_out()
             self.block.start(generation)
             self.begin(generation)
             return True
 
-    def _urgent(self, link: Link, words: np.ndarray) -> int:
-        if link.peer != 0 or not self._texts:
-            return 0
-        what, generation, text = self._texts.popleft()
-        body, size = text_words(text)
-        words[HEAD : HEAD + len(body)] = body
-        return write_head(words, TEXT, generation, len(body), what, size)
-
-    def _special(self, peer: int, kind: int, generation: int, body: np.ndarray, first: int, second: int) -> None:
-        if kind != CALL or peer != 0:
-            super()._special(peer, kind, generation, body, first, second)
-        if first == 0:
-            if not 0 < second <= MOST_CALL_WORDS or generation < 1:
-                raise BadMessage(f"it announced a call of {second} words")
-            self._incoming, self._have = (generation, np.empty(second, dtype=np.int32)), 0
-        number, words = self._incoming
-        if number != generation or first != self._have or first + len(body) > len(words):
-            raise BadMessage("it sent parts of a call that do not fit together")
-        words[first : first + len(body)] = body
-        self._have += len(body)
-        if self._have < len(words):
+    def _hear(self, peer: int, generation: int, runs: bool, said: int) -> None:
+        if peer != 0:
             return
-        call = decode_call(words)
-        self._stop()
-        with self.changed:
-            self._call = generation, call
-            self.changed.notify_all()
+        if runs and generation != self._heard:
+            self._heard = generation
+            if (text := self.ranks.fetch("call", generation)) is not None:
+                call = generation, *decode_call(text)
+                self._stop()
+                with self.changed:
+                    self._call = call
+                    self.changed.notify_all()
+        elif not runs:
+            with self.lock:
+                self._ended = generation
+            if generation == self.generation:
+                self._stop()
 
     def _stop(self) -> None:
-        self.running = False
-        self.block.start(0)
+        with self.lock:
+            self.running = False
+            self.block.start(0)
 
-    def _target_ended(self, generation: int) -> None:
-        self._ended = generation
-        if generation == self.generation:
-            self._stop()
-
-    def _said_bye(self, peer: int) -> None:
-        if peer != 0:
+    def closed_by(self, link: Link) -> None:
+        if link.peer != 0:
             return
         self.is_over = True
         self._stop()
@@ -175,8 +145,7 @@ class DraftRank(Decoder):
         party = self._party
         with handlers_watched():
             while not party.is_over and not party.closed:
-                call = party.next_call()
-                if call is not None:
+                if (call := party.next_call()) is not None:
                     self._take_part(*call)
                 else:
                     self._require_target()
@@ -193,16 +162,20 @@ class DraftRank(Decoder):
         if party.ranks.silence(0) > SILENT_S:
             raise RankError(f"rank {self.rank}: rank 0, the target, has given no sign of life for {SILENT_S:g} s")
 
-    def _take_part(self, generation: int, call: Call) -> None:
-        party, inputs = self._party, call.inputs
-        starts = [len(prompt) for prompt in inputs.prompts]
+    def _take_part(self, generation: int, inputs: StageInputs, eos: list[int]) -> None:
+        party, starts = self._party, [len(prompt) for prompt in inputs.prompts]
         new = [limit - start for limit, start in zip(inputs.limits, starts, strict=True)]
 
         def lay_out() -> None:
             self.block.ensure(len(starts), max(new) + 2)
-            self.block.reset(starts, inputs.limits, [int(prompt[-1]) for prompt in inputs.prompts], call.eos)
+            self.block.reset(starts, inputs.limits, [int(prompt[-1]) for prompt in inputs.prompts], eos)
 
-        try:
+        def failed(error: Exception) -> None:
+            if isinstance(error, RankError):
+                raise error
+            party.say(f"failed {type(error).__name__}: {error}")
+
+        with draft_errors(failed):
             if not party.enter(generation, lay_out):
                 return
             party.publish()
@@ -212,12 +185,7 @@ class DraftRank(Decoder):
                 self._require_target()  # one that dies within a call does not end the generation
                 party.publish()
                 if not form and (form := self._stage.form):
-                    party.say(FORM, generation, form)
-        except RankError:
-            raise
-        except Exception as error:
-            raise_handlers_error()
-            party.say(FAILED, generation, f"{type(error).__name__}: {error}")
+                    party.say(f"form {form}")
 
     def close(self) -> None:
         """Leave the chain. The target goes on without this draft."""

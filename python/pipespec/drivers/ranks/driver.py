@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 from pipespec.config import SpeculationConfig
 from pipespec.drivers.asynchronous import target_step
 from pipespec.drivers.base import Decoder, Driver, GenerationRequest
-from pipespec.drivers.ranks.link import Link
-from pipespec.drivers.ranks.party import Party, parts
-from pipespec.drivers.ranks.wire import CALL, FAILED, FORM, HEAD, TEXT, encode_call, text_of, write_head
+from pipespec.drivers.ranks.call import encode_call
+from pipespec.drivers.ranks.party import Party
 from pipespec.engine.ngram import NgramStage
 from pipespec.engine.stage import Stage
 from pipespec.transport import Ranks
@@ -23,45 +22,28 @@ from pipespec_kernels.state import Action
 
 
 class _TargetParty(Party):
-    """The target's share: it also sends the calls, and hears why a draft failed."""
+    """The target's share: it hears how the drafts run, and why one has failed."""
 
     def __init__(self, *arguments: Any) -> None:
         self.failures: dict[int, tuple[int, str]] = {}  # by rank: generation, cause
         self.forms: dict[int, str] = {}
-        self._call: Sequence[np.ndarray] = ()
-        self._sent: dict[int, int] = {}  # by rank: parts of the present call
+        self._heard: dict[int, tuple[int, int]] = {}  # by rank: generation, texts
         super().__init__(*arguments)
 
-    def open(self, generation: int, call: np.ndarray) -> None:
-        """Begin a generation, and tell the drafts. While the lock is held."""
-        self.begin(generation)
-        self._call, self._size = parts(call), len(call)
-        self._sent = {}
-
-    def _urgent(self, link: Link, words: np.ndarray) -> int:
-        sent = self._sent.get(link.peer, 0)
-        if not self.running or sent == len(self._call):
-            return 0
-        body = self._call[sent]
-        self._sent[link.peer] = sent + 1
-        words[HEAD : HEAD + len(body)] = body
-        offset = sum(map(len, self._call[:sent]))
-        return write_head(words, CALL, self.generation, len(body), offset, self._size)
-
-    def _special(self, peer: int, kind: int, generation: int, body: np.ndarray, first: int, second: int) -> None:
-        if kind != TEXT:
-            super()._special(peer, kind, generation, body, first, second)
-        if first == FORM:
-            self.forms[peer] = text_of(body, second)
-        elif first == FAILED:
-            self.failures[peer] = generation, text_of(body, second)
+    def _hear(self, peer: int, generation: int, runs: bool, said: int) -> None:
+        before, known = self._heard.get(peer, (0, 0))
+        self._heard[peer] = generation, said
+        for number in range(known if before == generation else 0, said):
+            what, _, text = (self.ranks.fetch(f"said/{peer}/{number}", generation) or "").partition(" ")
+            if what == "form":
+                self.forms[peer] = text
+            elif what == "failed":
+                self.failures[peer] = generation, text
 
     def trouble(self, peer: int) -> str | None:
         """Why a draft takes no part in the present generation; None if it does."""
         generation, cause = self.failures.get(peer, (0, ""))
-        if generation == self.generation:
-            return f"it failed: {cause}"
-        return self.links[peer].trouble()
+        return f"it failed: {cause}" if generation == self.generation else self.links[peer].trouble()
 
 
 class RanksDriver(Driver):
@@ -122,12 +104,13 @@ class RanksDriver(Driver):
         call = encode_call(request.inputs, request.eos)
         self._generation = self._generation % (2**31 - 1) + 1
         self._events.clear()
+        party.ranks.put("call", self._generation, call)
         with party.lock:
             party.forget()
             self._prepare(request)
             self._open_lookahead()
             self.block.start(self._generation)
-            party.open(self._generation, call)
+            party.begin(self._generation)
         party.publish()
 
     def _generate(self, request: GenerationRequest) -> None:

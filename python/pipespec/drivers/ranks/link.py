@@ -1,7 +1,8 @@
 """Link: messages to and from one other rank, over the gloo group of all ranks. It never blocks the stage of this rank.
 
-A thread sends, with at most one message under way: what happens meanwhile is in the next one. Another thread receives. A connection that breaks affects no
-other one, and is not made again.
+A message has :data:`HEAD` words of 32 bits and at most :data:`BODY` more: the sender's generation, what it says of it, and the number of words behind
+them, which are records of ``csrc/runtime/replica.hpp``. A thread sends, with at most one message under way: what happens meanwhile is in the next one.
+Another thread receives. A connection that breaks affects no other one, and is not made again.
 """
 
 from __future__ import annotations
@@ -15,8 +16,13 @@ import numpy as np
 import torch
 
 from pipespec import transport
-from pipespec.drivers.ranks.wire import BODY, BYE, HEAD, BadMessage, write_head
 from pipespec.transport import FOREVER, Ranks, first_line
+
+HEAD = 3
+BODY = 4096 - HEAD
+
+_CLOSES = -1
+"""In place of a generation: the sender closes."""
 
 _WINDOW = 32
 """Receives that are posted at once. The sender needs no answer before so many messages."""
@@ -32,19 +38,17 @@ class Owner(Protocol):
         """Write the next message. Return its words, or 0 if there is nothing to send."""
         ...
 
-    def receive(self, link: Link, words: np.ndarray) -> bool:
-        """Use a message. Return False if the sender closes. Raises ``BadMessage``."""
+    def receive(self, link: Link, generation: int, state: int, body: np.ndarray) -> None:
+        """Use a message. Raises ``ValueError`` for one that no rank of this chain sends."""
+        ...
+
+    def closed_by(self, link: Link) -> None:
+        """The other rank closes."""
         ...
 
 
 class Link:
-    """This rank's end of the connection to another rank.
-
-    Args:
-        ranks: All ranks.
-        group: Their gloo group.
-        peer: The other rank.
-        owner: What composes and uses the messages.
+    """This rank's end of the connection to rank ``peer``, over the gloo group of all ranks. ``owner`` composes and uses the messages.
 
     Attributes:
         cause: Why there is no connection any more; None while there is one.
@@ -73,10 +77,8 @@ class Link:
 
     def trouble(self) -> str | None:
         """Why the other rank cannot be expected to send; None if it can."""
-        if self.cause is not None:
-            return self.cause
         silent = self._ranks.silence(self.peer)
-        return f"it has given no sign for {silent:.0f} s" if silent > transport.SILENCE_S else None
+        return self.cause or (f"it has given no sign for {silent:.0f} s" if silent > transport.SILENCE_S else None)
 
     def say_goodbye(self) -> None:
         """Close behind the message under way. Returns at once."""
@@ -93,27 +95,24 @@ class Link:
 
     # ---- threads
 
-    def _guarded(self, loop: Callable[[], None]) -> None:
+    def _guarded(self, loop: Callable[[], str]) -> None:
         try:
-            loop()
-        except BadMessage as error:
-            self._lose(str(error))
+            cause = loop()
         except RuntimeError as error:
-            self._lose(f"its connection broke ({first_line(error)})")
+            cause = f"its connection broke ({first_line(error)})"
         except Exception as error:
-            self._lose(f"{type(error).__name__}: {first_line(error)}")
-
-    def _lose(self, cause: str) -> None:
+            cause = f"{type(error).__name__}: {first_line(error)}"
         if self.cause is None and not self._closing.is_set():
             self.cause = cause
         self._wake.set()
 
-    def _send(self) -> None:
+    def _send(self) -> str:
         message = torch.empty(HEAD + BODY, dtype=torch.int32)
         words = message.numpy()
         while self.cause is None:
-            closes = self._closing.is_set()
-            count = write_head(words, BYE, 0, 0) if closes else self._owner.compose(self, words)
+            if closes := self._closing.is_set():
+                words[:HEAD] = _CLOSES, 0, 0
+            count = HEAD if closes else self._owner.compose(self, words)
             if count == 0:
                 self._wake.wait()
                 self._wake.clear()
@@ -121,20 +120,19 @@ class Link:
             self._group.send([message[:count]], self.peer, _MESSAGES).wait(FOREVER)
             self.messages, self.sent_bytes = self.messages + 1, self.sent_bytes + 4 * count
             if closes:
-                return
+                break
+        return self.cause or "it is closed"
 
-    def _receive(self) -> None:
-        window: deque[tuple[Any, torch.Tensor]] = deque()
-
-        def post(message: torch.Tensor) -> None:
-            window.append((self._group.recv([message], self.peer, _MESSAGES), message))
-
-        for _ in range(_WINDOW):
-            post(torch.empty(HEAD + BODY, dtype=torch.int32))
+    def _receive(self) -> str:
+        messages = [torch.empty(HEAD + BODY, dtype=torch.int32) for _ in range(_WINDOW)]
+        posted = deque((self._group.recv([m], self.peer, _MESSAGES), m) for m in messages)
         while True:
-            work, message = window.popleft()
+            work, message = posted.popleft()
             work.wait(FOREVER)
-            if not self._owner.receive(self, message.numpy()):
-                self._lose("it has closed")
-                return
-            post(message)
+            words = message.numpy()
+            generation, state, count = words[:HEAD].tolist()
+            if generation == _CLOSES:
+                self._owner.closed_by(self)
+                return "it has closed"
+            self._owner.receive(self, generation, state, words[HEAD : HEAD + count])
+            posted.append((self._group.recv([message], self.peer, _MESSAGES), message))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,14 +18,13 @@ from pipespec.config import SpeculationConfig
 from pipespec.drivers.base import Decoder
 from pipespec.drivers.ranks.draft import DraftRank
 from pipespec.drivers.ranks.driver import RanksDriver
-from pipespec.drivers.ranks.wire import VERSION
 from pipespec.engine.inputs import stage_names
 from pipespec.models.loading import load_model
 from pipespec.preflight.checks import Vocabulary, check_architecture, check_vocabularies, vocabulary_of
-from pipespec.preflight.devices import AUTO, Devices
+from pipespec.preflight.devices import AUTO, Devices, place_of_each, rank_device, split_name
 from pipespec.preflight.placement import arrange
 from pipespec.preflight.support import check_runnable
-from pipespec.transport import START_S, RankError, Ranks, own_device, rank_and_world
+from pipespec.transport import START_S, RankError, Ranks, rank_and_world
 from pipespec_kernels import __version__
 from pipespec_kernels.state import MAX_STAGES
 
@@ -108,32 +106,18 @@ def join(
 
 def _own_device(device: Devices, names: Sequence[str], own: int) -> Devices:
     """What ``device=`` says about one stage. The other stages' devices are on other machines, and are not checked."""
-    if isinstance(device, Mapping):
-        unknown = [key for key in device if key not in names]
-        if unknown:
-            raise ValueError(
-                f"device: there is no stage {', '.join(map(repr, unknown))}; the stages are {', '.join(names)}"
-            )
-        device = device.get(names[own])
-    elif isinstance(device, Sequence) and not isinstance(device, str):
-        if len(device) != len(names):
-            raise ValueError(
-                f"device: one for all, or one per stage ({len(names)}: {', '.join(names)}), not {len(device)}"
-            )
-        device = device[own]
-    if device is None or device == AUTO:
-        return device
-    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-    several = device.split("+") if isinstance(device, str) else [device] if isinstance(device, torch.device) else device
-    found = [str(own_device(each, local_rank)) for each in several]
-    return found[0] if len(found) == 1 else [found]
+    place = split_name(place_of_each(device, names)[own])
+    if place is None or place == AUTO:
+        return place
+    if isinstance(place, (str, torch.device)):
+        return rank_device(place)
+    return [[rank_device(each) for each in place]]
 
 
 def _terms(given: Sequence[Any], config: SpeculationConfig) -> dict[str, Any]:
     """What all ranks must share."""
     return {
         "pipespec": __version__,
-        "protocol": VERSION,
         "byteorder": sys.byteorder,
         "models": len(given),
         "ngram": config.ngram is not None,
@@ -159,11 +143,11 @@ def _compare(everyone: Sequence[str], ranks: Ranks) -> None:
     try:
         first, *others = (json.loads(terms) for terms in everyone)
         for rank, theirs in enumerate(others, 1):
-            for key, what in (("pipespec", "version of pipespec"), ("protocol", "version of the ranks' protocol")):
-                if theirs.get(key) != first.get(key):
-                    raise RankError(
-                        f"rank {rank} has another {what} than rank 0 ({theirs.get(key)}, {first.get(key)}): install one version on all machines"
-                    )
+            if theirs["pipespec"] != first["pipespec"]:
+                raise RankError(
+                    f"rank {rank} has another version of pipespec than rank 0 ({theirs['pipespec']}, {first['pipespec']}): install one version on "
+                    "all machines"
+                )
             for key in ("byteorder", "models", "ngram", "lookahead"):
                 if theirs[key] != first[key]:
                     raise RankError(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from abc import abstractmethod
 
 import numpy as np
 
-from pipespec.drivers.ranks.link import Link
-from pipespec.drivers.ranks.wire import BODY, BYE, HEAD, STATE, BadMessage, read_head, write_head
+from pipespec.drivers.ranks.link import BODY, HEAD, Link
 from pipespec.transport import Ranks, break_group
 from pipespec_kernels import _native
 from pipespec_kernels.state import StateBlock
@@ -34,7 +33,8 @@ class Party:
     """A rank's share in a chain.
 
     Each rank has the whole block. It writes its own stages, and a link's thread writes those of the link's peer. A generation has a number, given
-    by the target's rank. A rank sends its state to those that have told it that they are in the same generation.
+    by the target's rank. A rank sends its state to those that have told it that they are in the same generation: whether the generation runs, and the
+    number of texts in the ranks' store that it says of it.
 
     Args:
         ranks: All ranks.
@@ -52,8 +52,9 @@ class Party:
         self.rank, self._world = rank, world = ranks.rank, ranks.world
         self.lock = threading.Lock()
         self.generation, self.running, self.closed = 0, False, False
+        self._said = 0
         self._boxes: dict[int, tuple[_native.Outbox, _native.Inbox]] = {}
-        self._announced: dict[int, tuple[int, bool]] = {}
+        self._announced: dict[int, tuple[int, int]] = {}
         self._theirs: dict[int, int] = {}
         drafts = range(1, world)
         peers = drafts if rank == 0 else [0, *(peer for peer in (rank - 1, rank + 1) if peer in drafts)]
@@ -70,18 +71,15 @@ class Party:
     def begin(self, generation: int) -> None:
         """Take part in a generation, whose rows lie in the block. While the lock is held."""
         self.generation, self.running = generation, True
-        self._boxes = {}
         for peer in self.links:
             own, theirs = (stages_of(rank, self._world, self._first) for rank in (self.rank, peer))
-            outbox = self.block.outbox(
-                own, tokens=self._reads_tokens(peer, self.rank), counters=peer == 0, controls=self.rank == 0
-            )
-            inbox = self.block.inbox(theirs, controls=peer == 0)
-            self._boxes[peer] = outbox, inbox
+            tokens = self._reads_tokens(peer, self.rank)
+            outbox = self.block.outbox(own, tokens=tokens, counters=peer == 0, controls=self.rank == 0)
+            self._boxes[peer] = outbox, self.block.inbox(theirs, controls=peer == 0)
 
     def forget(self) -> None:
         """Before the block is laid out again. While the lock is held."""
-        self._boxes, self.generation, self.running = {}, 0, False
+        self._boxes, self.generation, self.running, self._said = {}, 0, False, 0
 
     def publish(self) -> None:
         """Send what this rank's stages have published. Returns at once."""
@@ -109,55 +107,28 @@ class Party:
 
     def compose(self, link: Link, words: np.ndarray) -> int:
         with self.lock:
-            urgent = self._urgent(link, words)
-            if urgent:
-                return urgent
-            count, now = 0, (self.generation, self.running)
-            if self.generation and self._theirs.get(link.peer) == self.generation:
+            count, now = 0, (self.generation, int(self.running) + 2 * self._said)
+            if link.peer in self._boxes and self._theirs.get(link.peer) == self.generation:
                 count = self._boxes[link.peer][0].fill(words[HEAD:].ctypes.data, BODY)
             if not count and self._announced.get(link.peer) == now:
                 return 0
             self._announced[link.peer] = now
-            return write_head(words, STATE, self.generation, count, int(self.running))
+            words[:HEAD] = *now, count
+            return HEAD + count
 
-    def receive(self, link: Link, words: np.ndarray) -> bool:
-        kind, generation, body, first, second = read_head(words)
-        if kind == BYE:
-            with self.lock:
-                self._said_bye(link.peer)
-            return False
+    def receive(self, link: Link, generation: int, state: int, body: np.ndarray) -> None:
+        self._hear(link.peer, generation, bool(state & 1), state >> 1)
         with self.lock:
-            if kind != STATE:
-                self._special(link.peer, kind, generation, body, first, second)
-                return True
             if self._theirs.get(link.peer) != generation:
                 self._theirs[link.peer] = generation
                 link.wake()
-            if generation and generation == self.generation and len(body):
-                inbox = self._boxes[link.peer][1]
-                if not inbox.apply(body.ctypes.data, len(body)):
-                    raise BadMessage("it sent a state that does not fit the chain")
-            if link.peer == 0 and not first:
-                self._target_ended(generation)
-        return True
+            boxes = self._boxes.get(link.peer) if generation == self.generation else None
+            if boxes is not None and len(body) and not boxes[1].apply(body.ctypes.data, len(body)):
+                raise ValueError("it sent a state that does not fit the chain")
 
-    # ---- what ranks do differently. While the lock is held.
+    @abstractmethod
+    def _hear(self, peer: int, generation: int, runs: bool, said: int) -> None:
+        """Another rank is in a generation, which runs or has ended, and has said so many texts of it."""
 
-    def _urgent(self, link: Link, words: np.ndarray) -> int:
-        """Write a message that goes before the state. Return its words; 0: there is none."""
-        return 0
-
-    def _special(self, peer: int, kind: int, generation: int, body: np.ndarray, first: int, second: int) -> None:
-        """Use a message that is no state."""
-        raise BadMessage("it sent a message that is not for this rank")
-
-    def _target_ended(self, generation: int) -> None:
-        """The target has ended a generation."""
-
-    def _said_bye(self, peer: int) -> None:
-        """A rank has closed."""
-
-
-def parts(words: np.ndarray) -> Sequence[np.ndarray]:
-    """A long message in bodies of messages."""
-    return [words[at : at + BODY] for at in range(0, len(words), BODY)]
+    def closed_by(self, link: Link) -> None:
+        """Another rank has closed."""
