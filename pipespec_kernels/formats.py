@@ -10,6 +10,7 @@ K formats it searches scales as llama.cpp does without an importance matrix.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -59,7 +60,7 @@ class QuantizedMatrix:
 
     Attributes:
         format: The block layout.
-        data: uint8 ``[rows, columns // block * block_bytes]`` on the CPU, contiguous: a row's blocks one after the other.
+        data: uint8 ``[rows, columns // block * block_bytes]``, contiguous: a row's blocks one after the other.
         shape: ``(rows, columns)``.
 
     Raises:
@@ -116,26 +117,54 @@ def quantize(matrix: Tensor, name: str) -> QuantizedMatrix:
     if matrix.dim() != 2:
         raise ValueError(f"a matrix has two dimensions, got shape {list(matrix.shape)}")
     rows, columns = matrix.shape
-    data = torch.empty((rows, form.row_bytes(columns)), dtype=torch.uint8)
-    step = max(1, _CHUNK // columns)
-    for start in range(0, rows, step):
-        weights = matrix[start : start + step].detach().to(device="cpu", dtype=torch.float32)
-        if not bool(torch.isfinite(weights).all()) or float(weights.abs().amax()) > 65504:
+    data = torch.empty((rows, form.row_bytes(columns)), dtype=torch.uint8, device="cpu")
+
+    def work(part: slice) -> None:
+        weights = matrix[part].detach().to(device="cpu", dtype=torch.float32)
+        if not float(weights.abs().amax()) <= 65504:
             raise ValueError(f"{name} holds finite weights of at most 65504, and this matrix has others")
-        data[start : start + step] = form.encode(weights.reshape(-1, form.block)).view(len(weights), -1)
+        data[part] = form.encode(weights.reshape(-1, form.block)).view(len(weights), -1)
+
+    _share(rows, columns, work)
     return QuantizedMatrix(form, data, (rows, columns))
 
 
 def dequantize(matrix: QuantizedMatrix) -> Tensor:
-    """The weights of a matrix: float32 ``[rows, columns]``."""
+    """The weights of a matrix: float32 ``[rows, columns]`` on the device of its blocks."""
     rows, columns = matrix.shape
     form = matrix.format
-    out = torch.empty((rows, columns), dtype=torch.float32)
-    step = max(1, _CHUNK // columns)
-    for start in range(0, rows, step):
-        blocks = matrix.data[start : start + step].reshape(-1, form.block_bytes)
-        out[start : start + step] = form.decode(blocks).view(-1, columns)
+    out = torch.empty((rows, columns), dtype=torch.float32, device=matrix.data.device)
+
+    def work(part: slice) -> None:
+        out[part] = form.decode(matrix.data[part].reshape(-1, form.block_bytes)).view(-1, columns)
+
+    if out.device.type == "cpu":
+        _share(rows, columns, work)
+    else:
+        work(slice(None))
     return out
+
+
+def _share(rows: int, columns: int, work: Callable[[slice], None]) -> None:
+    """Call ``work`` for chunks of rows, on as many threads as torch uses: each does its chunks alone, without a barrier per operation."""
+    step = max(1, _CHUNK // columns)
+    chunks = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    torchs, mode = torch.get_num_threads(), torch.is_inference_mode_enabled()
+    threads = min(torchs, len(chunks))
+
+    def some(first: int) -> None:
+        with torch.inference_mode(mode), torch.no_grad():
+            for chunk in chunks[first::threads]:
+                work(chunk)
+
+    if threads == 1:
+        some(0)
+        return
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            list(pool.map(some, range(threads)))
+    finally:
+        torch.set_num_threads(torchs)  # threads that begin later take the number that was set last
 
 
 # --- parts of blocks ---------------------------------------------------------------------------------------------------
@@ -172,13 +201,13 @@ def _pack_nibbles(numbers: Tensor, group: int) -> Tensor:
 
 def _fields(packed: Tensor, bits: int) -> Tensor:
     """The ``bits``-bit numbers of bytes ``[n, b]``, lowest first: ``[n, b, 8 // bits]``."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return (packed[:, :, None] >> shifts) & ((1 << bits) - 1)
 
 
 def _pack_fields(numbers: Tensor, bits: int) -> Tensor:
     """The inverse of :func:`_fields`."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=numbers.device)
     return (numbers << shifts).sum(-1, dtype=torch.uint8)
 
 

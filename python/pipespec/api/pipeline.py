@@ -22,6 +22,7 @@ from pipespec.engine.ngram import NgramDraft, first_of
 from pipespec.errors import NotCapturable, UnsupportedInput
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import input_device, why_not_whole
+from pipespec.models.loading import gguf_path
 from pipespec.observe import Report
 from pipespec.preflight.checks import check_exact
 from pipespec.preflight.devices import Devices
@@ -41,7 +42,7 @@ class Pipeline(BasePipeline):
 
     Args:
         target: A LLaMA-family causal language model, its path (a folder with ``config.json`` and safetensors), or its name
-            on the Hugging Face Hub.
+            on the Hugging Face Hub, or the path of a GGUF file.
         drafts: Models or paths, smallest first, with the target's tokenizer. On a CPU an n-gram index joins them, unless ``schedule`` or ``lookahead`` is
             given. An embedding may be
             padded to another size if ``tokenizer.json`` lies beside the weights of both and is the same. The first, or only, draft may be
@@ -72,6 +73,7 @@ class Pipeline(BasePipeline):
             ``"auto"``, see :func:`pipespec.preflight.placement.arrange`. ``{"target": ["cuda:1", "cuda:2"]}`` splits a stage over several GPUs, which
             needs the package accelerate. Default: the CPU. Models given as objects stay where they are, also over several devices and offloaded
             (``device_map``).
+        gguf_file: The name of a GGUF file in the target's folder or repository, as ``from_pretrained`` takes it.
         trust_remote_code: Allow the Python code in a model's folder to run.
         native: Run the steps of LLaMA-like models on the CPU as one call into C++, on packed copies of their weights. A model does so after its
             logits agreed with transformers' on probes, in float32 within 1e-5 of their range; ``report.stages[i].forward`` says which forward ran.
@@ -129,6 +131,7 @@ class Pipeline(BasePipeline):
         dtype: torch.dtype | str = "auto",
         draft_dtype: torch.dtype | str | None = None,
         device: Devices = None,
+        gguf_file: str | None = None,
         trust_remote_code: bool = False,
         native: bool = True,
         exact: bool = False,
@@ -137,7 +140,7 @@ class Pipeline(BasePipeline):
         tokenizer: Any = None,
         draft_tokenizers: Any = None,
     ) -> None:
-        given, target = given_drafts(drafts), without_wrapper(target)
+        given, target = given_drafts(drafts), gguf_path(without_wrapper(target), gguf_file)
         self._group = ForwardGroup.of(target) if isinstance(target, PreTrainedModel) else None
         self._follows = self._group is not None and not self._group.is_leader
         if self._group is not None:

@@ -17,7 +17,11 @@ Subparsers = Any
 
 def add_models(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose and load the models."""
-    parser.add_argument("--target", metavar="PATH", help="model that defines the text (default: the bundled family)")
+    parser.add_argument(
+        "--target",
+        metavar="PATH",
+        help="model that defines the text: a folder, a hub name or a GGUF file (default: the bundled family)",
+    )
     parser.add_argument(
         "--draft",
         metavar="PATH",

@@ -46,6 +46,8 @@ class Family:
         fused: whether queries, keys and values are one matrix, and gate and up another, as in Phi-3.
         norm_offset: added to the weights of the norms.
         embedding: the class of the token embedding where it is not ``nn.Embedding``.
+        gguf: the name of the architecture in GGUF files whose matrices can stay in blocks.
+        gguf_pairs: whether these files have the rows of queries and keys pair by pair of a rotation.
     """
 
     model_type: str
@@ -54,6 +56,8 @@ class Family:
     fused: bool = False
     norm_offset: float = 0.0
     embedding: str | None = None
+    gguf: str | None = None
+    gguf_pairs: bool = False
 
     @property
     def module(self) -> str:
@@ -75,12 +79,12 @@ class Family:
 FAMILIES = {
     family.model_type: family
     for family in (
-        Family("llama", "Llama"),
+        Family("llama", "Llama", gguf="llama", gguf_pairs=True),
         Family("mistral", "Mistral"),
-        Family("qwen2", "Qwen2"),
-        Family("qwen3", "Qwen3"),
-        Family("phi3", "Phi3", fused=True),
-        Family("gemma", "Gemma", norm_offset=1.0, embedding="GemmaTextScaledWordEmbedding"),
+        Family("qwen2", "Qwen2", gguf="qwen2"),
+        Family("qwen3", "Qwen3", gguf="qwen3"),
+        Family("phi3", "Phi3", fused=True, gguf="phi3"),
+        Family("gemma", "Gemma", norm_offset=1.0, embedding="GemmaTextScaledWordEmbedding", gguf="gemma"),
         Family("gemma3_text"),
         Family("ministral"),
         Family("mixtral"),

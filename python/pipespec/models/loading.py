@@ -1,4 +1,4 @@
-"""Models from paths: safetensors only, and remote code only on request."""
+"""Models from paths: safetensors or GGUF, and remote code only on request."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import cached_file
 
 from pipespec.errors import DoesNotFit
 from pipespec.models.adapters import without_wrapper
@@ -36,7 +37,7 @@ def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
     """Load the configuration of a model. No weight is read.
 
     Args:
-        model: a folder, or a hub name.
+        model: a folder, a hub name, or a GGUF file.
         trust_remote_code: as ``from_pretrained`` takes it.
 
     Raises:
@@ -50,6 +51,8 @@ def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
             + (" (wrap: give the underlying transformers model)" if isinstance(model, torch.nn.Module) else "")
         )
     path = Path(model)
+    if is_gguf(path):
+        return _gguf_config(path)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise FileNotFoundError(f"{path} holds no model: there is no config.json in it")
@@ -110,7 +113,7 @@ def load_model(
     package accelerate. So are those of a model that is split over devices.
 
     Args:
-        model: a folder, or a hub name. A loaded model is returned as it is, in its mode, and of a ``PeftModel`` the model within.
+        model: a folder, a hub name, or a GGUF file, whose matrices stay in blocks where the family has a native form. A loaded model is returned as it is, in its mode, and of a ``PeftModel`` the model within.
         dtype: as ``from_pretrained`` takes it.
         device: where to, or the devices by names of modules; None: the CPU.
         trust_remote_code: as ``from_pretrained`` takes it.
@@ -125,6 +128,12 @@ def load_model(
     model = without_wrapper(model)
     if isinstance(model, PreTrainedModel):
         return model
+    source, more = model, dict[str, Any](use_safetensors=True)
+    if is_gguf(model):
+        in_blocks = _in_blocks(model, dtype, device)
+        if in_blocks is not None:
+            return in_blocks
+        source, more = Path(model).parent, {"gguf_file": Path(model).name}
     config = load_config(model, trust_remote_code=trust_remote_code)
     # Packed weights cannot be moved (GPTQ, bitsandbytes 8-bit), or are packed on the way there.
     is_split = isinstance(device, dict)
@@ -135,10 +144,10 @@ def load_model(
     try:
         with _logged() as logged:
             loaded, found = AutoModelForCausalLM.from_pretrained(
-                model,
+                source,
                 config=config,
                 dtype=dtype,
-                use_safetensors=True,
+                **more,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
                 **({"device_map": device if is_split else {"": device}} if in_place else {}),
@@ -154,10 +163,67 @@ def load_model(
         # transformers would initialise them at random, with a warning.
         missing = sorted(found["missing_keys"])
         raise ValueError(
-            f"{model}: its safetensors lack {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''} "
+            f"{model}: its weights lack {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''} "
             f"({len(missing)} in all); get the complete weights"
         )
     return loaded.eval() if device is None or isinstance(device, dict) or in_place else loaded.to(device).eval()
+
+
+def is_gguf(model: Any) -> bool:
+    """Whether a user's model is the path of a GGUF file."""
+    return isinstance(model, (str, Path)) and str(model).endswith(".gguf")
+
+
+def gguf_path(model: Any, file: str | None) -> Any:
+    """The path of a GGUF file in a folder or a hub repository, as ``gguf_file`` of ``from_pretrained`` names it; None: the model as it is."""
+    if file is None:
+        return model
+    if not isinstance(model, (str, Path)):
+        raise TypeError(
+            f"gguf_file={file!r} is a file in a folder or on the hub, and the target is a {type(model).__name__}"
+        )
+    try:
+        return cached_file(str(model), file)
+    except OSError as error:
+        raise _no_model(model, error) from error
+
+
+def _in_blocks(
+    path: str | Path, dtype: torch.dtype | str, device: torch.device | str | dict[str, str] | None
+) -> PreTrainedModel | None:
+    """A model around the blocks of a GGUF file; None for an architecture that only transformers reads, which dequantises it."""
+    from pipespec.models.gguf import GgufFile
+    from pipespec.models.gguf_models import family_of_file, model_of
+
+    file = GgufFile.open(path)
+    if family_of_file(file) is None:
+        return None
+    if isinstance(device, dict):
+        raise ValueError(f"{path}: a model out of a GGUF file is not split over devices: name one")
+    loaded = model_of(file, dtype)
+    return loaded if device is None else loaded.to(device)
+
+
+def gguf_bytes(path: str | Path) -> int:
+    """Bytes of the tensors of a GGUF file whose matrices stay in blocks; 0 for other architectures."""
+    from pipespec.models.gguf import GgufFile
+    from pipespec.models.gguf_models import family_of_file
+
+    file = GgufFile.open(path)
+    return 0 if family_of_file(file) is None else file.nbytes
+
+
+def _gguf_config(path: Path) -> Any:
+    from pipespec.models.gguf import GgufFile
+    from pipespec.models.gguf_models import family_of_file, gguf_config
+
+    file = GgufFile.open(path)
+    if family_of_file(file) is not None:
+        return gguf_config(file)
+    try:
+        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    except (OSError, ImportError, ValueError, *DAMAGE) as error:
+        raise unusable(path, error) from error
 
 
 def require_accelerate(what: Any) -> None:

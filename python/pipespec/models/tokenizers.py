@@ -34,7 +34,7 @@ def backend_of(tokenizer: Any) -> Tokenizer:
 
 
 def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer beside a model's weights, as ``AutoTokenizer`` makes it.
+    """Load the tokenizer beside a model's weights, as ``AutoTokenizer`` makes it, or the one in a GGUF file.
 
     Raises:
         FileNotFoundError: There is none that can be loaded.
@@ -42,6 +42,10 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> An
     """
     from transformers import AutoTokenizer
 
+    if str(source).endswith(".gguf"):
+        from pipespec.models.gguf_models import gguf_tokenizer
+
+        return gguf_tokenizer(source)
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

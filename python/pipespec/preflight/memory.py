@@ -23,7 +23,15 @@ from pipespec.engine.inputs import PREFILL_CHUNK, first_capacity, static_capacit
 from pipespec.errors import DoesNotFit
 from pipespec.models.devices import LayerDevices, local_kv_heads, offloaded_modules
 from pipespec.models.layout import CacheLayout
-from pipespec.models.loading import DAMAGE, is_out_of_memory, load_config, stored_tensors, unusable
+from pipespec.models.loading import (
+    DAMAGE,
+    gguf_bytes,
+    is_gguf,
+    is_out_of_memory,
+    load_config,
+    stored_tensors,
+    unusable,
+)
 from pipespec.models.properties import compute_dtype, quantisation, text_config, weight_bytes
 from pipespec.preflight.devices import DeviceFacts, device_facts
 from pipespec.process.table import aligned
@@ -95,7 +103,10 @@ class StageFacts(NamedTuple):
         except (ValueError, *DAMAGE) as error:
             raise unusable(path, error) from error
         model.tie_weights()  # transformers 5.0 ties in from_pretrained only
-        stored = 0 if quantisation(config) is None else sum(size for _, size in stored_tensors(path))
+        if is_gguf(path):
+            stored = gguf_bytes(path)
+        else:
+            stored = 0 if quantisation(config) is None else sum(size for _, size in stored_tensors(path))
         layers = getattr(text_config(config), "num_hidden_layers", 0)
         return cls(name, model, (Share("cpu", stored or weight_bytes(model), layers),))
 

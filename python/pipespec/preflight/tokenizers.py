@@ -14,6 +14,7 @@ from transformers.utils import cached_file
 
 from pipespec.engine.inputs import stage_names
 from pipespec.engine.translation import Translation
+from pipespec.models.loading import is_gguf
 from pipespec.models.tokenizers import ByteTokenizer, backend_of, load_backend
 
 
@@ -22,6 +23,10 @@ def tokenizer_digest(given: Any, model: PreTrainedModel) -> str | None:
     source = _source(given, model)
     if not source:
         return None
+    if is_gguf(source):
+        from pipespec.models.gguf import GgufFile
+
+        return _digest_of(dict(enumerate(GgufFile.open(source).strings("tokenizer.ggml.tokens"))))
     # The file of a folder, or of a hub name in the local cache. A check downloads nothing.
     try:
         file = cached_file(str(source), "tokenizer.json", local_files_only=True)
@@ -44,9 +49,17 @@ def _source(given: Any, model: PreTrainedModel) -> str | Path:
 def _digest(text: str) -> str:
     content = json.loads(text)
     vocabulary = content["model"]["vocab"]
-    pairs = sorted(vocabulary.items()) if isinstance(vocabulary, dict) else vocabulary
-    added = sorted((t["id"], t["content"]) for t in content.get("added_tokens", []))
-    return hashlib.sha256(json.dumps([pairs, added]).encode()).hexdigest()
+    pieces = (
+        vocabulary.items() if isinstance(vocabulary, dict) else ((piece, i) for i, (piece, _) in enumerate(vocabulary))
+    )
+    added = {token["id"]: token["content"] for token in content.get("added_tokens", [])}
+    return _digest_of({i: piece for piece, i in pieces} | added)
+
+
+def _digest_of(texts: dict[int, str]) -> str:
+    """Of the tokens by id: a GGUF file does not tell which of them were added, and names those that pad the embedding ``[PAD<id>]``."""
+    known = sorted((i, text) for i, text in texts.items() if text != f"[PAD{i}]")
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
 def translation_for(

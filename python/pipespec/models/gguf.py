@@ -1,0 +1,262 @@
+"""GGUF files: what they hold.
+
+A file is checked as a whole, every tensor by name, before memory is taken. It is mapped, not read: blocks lie in the file's pages. The reader of the
+package gguf takes seconds for a vocabulary, and transformers' own dequantises all weights.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipespec_kernels.formats import FORMATS, QuantizedMatrix
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Types of metadata with a fixed size, in the words of ``struct``."""
+_STRING, _ARRAY = 8, 9
+
+FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+"""Types of tensors without blocks, by their numbers."""
+
+_FORMATS = {form.ggml_type: form for form in FORMATS.values()}
+
+_OTHERS = {
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
+    22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
+"""Types that are not supported, for messages."""
+
+
+class Strings:
+    """An array of strings in a file's metadata, read when it is asked for."""
+
+    def __init__(self, content: mmap.mmap, begin: int, count: int) -> None:
+        self._content, self._begin, self._count = content, begin, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self) -> list[str]:
+        """The strings. Bytes that are not UTF-8 become U+FFFD."""
+        at, content, found = self._begin, self._content, []
+        unpack = struct.Struct("<Q").unpack_from
+        for _ in range(self._count):
+            end = at + 8 + unpack(content, at)[0]
+            found.append(content[at + 8 : end].decode(errors="replace"))
+            at = end
+        return found
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """Where a tensor lies.
+
+    Attributes:
+        name: of the tensor.
+        shape: in torch's order: ``[rows, columns]``.
+        type: a number of :data:`FLOATS`, or of a weight format.
+        begin: of its first byte in the file.
+        nbytes: its bytes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    begin: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A file whose header has been checked against its size.
+
+    Attributes:
+        path: of the file.
+        metadata: numbers, strings, lists of numbers and :class:`Strings` by name.
+        tensors: by name, in the order of the file.
+        content: the file, mapped; what is written to it stays in this process.
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+    content: mmap.mmap = field(repr=False)
+
+    @classmethod
+    def open(cls, path: str | Path) -> GgufFile:
+        """Map a file, and read its header.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: no GGUF file, a part of a split one, a big-endian or truncated one, or one with a tensor that does not fit: the message names it.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {path}")
+        size = path.stat().st_size
+        with path.open("rb") as opened:
+            start = opened.read(8)
+            if start[:4] != _MAGIC or len(start) < 8:
+                raise ValueError(f"{path} is no GGUF file: it does not begin with {_MAGIC.decode()}")
+            version = int.from_bytes(start[4:], "little")
+            if version & 0xFFFF == 0:
+                raise ValueError(
+                    f"{path} is a big-endian GGUF file: convert it again for this machine (llama.cpp: gguf_convert_endian.py)"
+                )
+            if version not in _VERSIONS:
+                raise ValueError(f"{path} is of GGUF version {version}; versions 2 and 3 are supported")
+            content = mmap.mmap(opened.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        reader = _Reader(content)
+        try:
+            count, entries = reader.unpack("QQ")
+            metadata = {reader.string(): reader.value() for _ in range(entries)}
+            _check_whole(path, metadata)
+            listed = [(reader.string(), reader.dimensions(), *reader.unpack("IQ")) for _ in range(count)]
+        except (struct.error, IndexError, OverflowError, MemoryError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{path} is truncated or damaged: its header ends in byte {reader.at} of {size}"
+            ) from error
+        except _UnknownType as error:
+            raise ValueError(
+                f"{path} is damaged: its header has a value of the unknown type {error} in byte {reader.at}"
+            ) from error
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"{path} is damaged: its general.alignment is {alignment!r}")
+        data = -(-reader.at // alignment) * alignment
+        tensors: dict[str, GgufTensor] = {}
+        for name, dimensions, kind, offset in listed:
+            if name in tensors:
+                raise ValueError(f"{path}: there are two tensors {name}")
+            tensors[name] = _checked(path, size, name, tuple(reversed(dimensions)), kind, data + offset)
+        return cls(path, metadata, tensors, content)
+
+    @property
+    def architecture(self) -> str:
+        """Name of the architecture."""
+        found = self.metadata.get("general.architecture")
+        if not isinstance(found, str):
+            raise ValueError(f"{self.path} does not name an architecture (general.architecture)")
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def matrix(self, tensor: GgufTensor) -> QuantizedMatrix:
+        """A matrix in blocks, where it lies in the file."""
+        form, (rows, columns) = _FORMATS[tensor.type], tensor.shape
+        return QuantizedMatrix(form, self._bytes(tensor).view(rows, form.row_bytes(columns)), (rows, columns))
+
+    def floats(self, tensor: GgufTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A copy of a tensor without blocks."""
+        stored = self._bytes(tensor).clone()  # the file aligns to less than torch's kernels like
+        return stored.view(FLOATS[tensor.type]).view(tensor.shape).to(dtype)
+
+    def strings(self, name: str) -> list[str]:
+        """An array of strings; empty where there is none."""
+        found = self.metadata.get(name)
+        return found.read() if isinstance(found, Strings) else []
+
+    def release_pages(self) -> None:
+        """Give the pages that were read back to the system. What is read again comes from the file."""
+        self.content.madvise(mmap.MADV_DONTNEED)
+
+    def __deepcopy__(self, memo: Any) -> GgufFile:
+        return self  # a mapping has no copies
+
+    def _bytes(self, tensor: GgufTensor) -> torch.Tensor:
+        return torch.frombuffer(self.content, dtype=torch.uint8, offset=tensor.begin, count=tensor.nbytes)
+
+
+class _UnknownType(Exception):
+    """A type of metadata that is not one."""
+
+
+class _Reader:
+    """Reads values one after the other."""
+
+    def __init__(self, content: mmap.mmap) -> None:
+        self.content, self.at = content, 8
+
+    def unpack(self, form: str) -> tuple[Any, ...]:
+        found = struct.unpack_from(f"<{form}", self.content, self.at)
+        self.at += struct.calcsize(f"<{form}")
+        return found
+
+    def string(self) -> str:
+        (length,) = self.unpack("Q")
+        self._advance(length)
+        return self.content[self.at - length : self.at].decode(errors="replace")
+
+    def dimensions(self) -> tuple[int, ...]:
+        (count,) = self.unpack("I")
+        return self.unpack(f"{count}Q" if count <= 8 else "")  # more would be damage
+
+    def value(self) -> Any:
+        (kind,) = self.unpack("I")
+        if kind in _NUMBERS:
+            return self.unpack(_NUMBERS[kind])[0]
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            raise _UnknownType(kind)
+        kind, count = self.unpack("IQ")
+        if kind in _NUMBERS:
+            begin = self.at
+            self._advance(count * struct.calcsize(_NUMBERS[kind]))
+            return list(struct.unpack_from(f"<{count}{_NUMBERS[kind]}", self.content, begin))
+        if kind != _STRING:
+            raise _UnknownType(kind)
+        found = Strings(self.content, self.at, count)
+        for _ in range(count):
+            (length,) = self.unpack("Q")
+            self._advance(length)
+        return found
+
+    def _advance(self, count: int) -> None:
+        if self.at + count > len(self.content):
+            raise IndexError
+        self.at += count
+
+
+def _check_whole(path: Path, metadata: Mapping[str, Any]) -> None:
+    parts = metadata.get("split.count", 1)
+    if isinstance(parts, int) and parts > 1:
+        raise ValueError(
+            f"{path} is part {metadata.get('split.no', 0) + 1} of {parts} of a split GGUF file: merge them first (llama.cpp: llama-gguf-split "
+            "--merge)"
+        )
+
+
+def _checked(path: Path, size: int, name: str, shape: tuple[int, ...], kind: int, begin: int) -> GgufTensor:
+    """A tensor whose type, shape and place fit the file."""
+    if kind in FLOATS:
+        nbytes = prod(shape) * FLOATS[kind].itemsize
+    elif kind in _FORMATS:
+        form = _FORMATS[kind]
+        if len(shape) < 1 or shape[-1] % form.block:
+            raise ValueError(
+                f"{path}: tensor {name} {list(shape)} is no {form.name} tensor, whose rows are blocks of {form.block}"
+            )
+        nbytes = prod(shape) // form.block * form.block_bytes
+    else:
+        known = f"of the type {_OTHERS[kind]}" if kind in _OTHERS else f"of an unknown type ({kind})"
+        raise ValueError(
+            f"{path}: tensor {name} is {known}, which is not supported; the types are F32, F16, BF16, {', '.join(FORMATS).upper()}"
+        )
+    if not shape or 0 in shape:
+        raise ValueError(f"{path}: tensor {name} is empty: {list(shape)}")
+    if begin + nbytes > size:
+        raise ValueError(f"{path} is truncated: tensor {name} ends in byte {begin + nbytes}, the file in byte {size}")
+    return GgufTensor(name, shape, kind, begin, nbytes)

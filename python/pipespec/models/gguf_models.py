@@ -1,0 +1,332 @@
+"""Models and tokenizers out of GGUF files.
+
+The architectures are those that :data:`pipespec.models.families.FAMILIES` names. Their matrices stay in blocks, where they lie in the file; what is no
+block becomes float32, or bfloat16 where all matrices of the file are bfloat16.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from pipespec.models.compat import convert_gguf_tokenizer
+from pipespec.models.families import FAMILIES, Family
+from pipespec.models.gguf import FLOATS, GgufFile, GgufTensor
+from pipespec.models.quantized import QuantizedEmbedding, QuantizedLinear, untie
+
+_ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_OF_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""The names of modules in transformers and in GGUF files; before the latter ``blk.N.``."""
+
+_ROPE_FACTORS = "rope_freqs.weight"
+"""Per pair of a rotation, the factor by which LLaMA 3 slows it down."""
+
+
+def family_of_file(file: GgufFile) -> Family | None:
+    """The family whose matrices can stay in blocks; None for other architectures."""
+    return next((family for family in FAMILIES.values() if family.gguf == file.architecture), None)
+
+
+# ---- the configuration
+
+
+def gguf_config(file: GgufFile) -> Any:
+    """The configuration that a file's metadata describe.
+
+    Raises:
+        ValueError: an architecture without a family, a key that is missing, or a RoPE that no configuration describes.
+    """
+    family, name = family_of_file(file), file.architecture
+    if family is None:
+        known = ", ".join(sorted(family.gguf for family in FAMILIES.values() if family.gguf is not None))
+        raise ValueError(
+            f"{file.path} holds a model of the architecture {name!r}; those that run in blocks are {known}"
+        )
+
+    def value(key: str, default: Any = None) -> Any:
+        found = file.metadata.get(f"{name}.{key}", default)
+        if found is None:
+            raise ValueError(f"{file.path} has no {name}.{key} in its metadata")
+        return found
+
+    hidden, heads = value("embedding_length"), value("attention.head_count")
+    head_dim = value("attention.key_length", hidden // heads)
+    tokens = file.metadata
+    config: dict[str, Any] = {
+        "hidden_size": hidden,
+        "intermediate_size": value("feed_forward_length"),
+        "num_hidden_layers": value("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": value("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": value("context_length"),
+        "rms_norm_eps": _shortest(value("attention.layer_norm_rms_epsilon")),
+        "vocab_size": _tensor(file, "token_embd.weight").shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "bos_token_id": tokens.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": tokens.get("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": tokens.get("tokenizer.ggml.padding_token_id"),
+        "rope_parameters": _rope(file, name, head_dim),
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "architectures": [f"{family.prefix}ForCausalLM"],
+    }
+    window = file.metadata.get(f"{name}.attention.sliding_window")
+    if window:
+        config["sliding_window"] = window
+    try:
+        return AutoConfig.for_model(family.model_type, **config)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file.path} describes no {family.model_type} model: {error}") from error
+
+
+def _shortest(value: float) -> float:
+    """The shortest number that is this one in float32, as configurations write it."""
+    return next(
+        float(text)
+        for digits in range(1, 10)
+        if struct.pack("f", float(text := f"{value:.{digits}g}")) == struct.pack("f", value)
+    )
+
+
+def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, Any]:
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": float(_shortest(file.metadata.get(f"{name}.rope.freq_base", 10000.0))),
+    }
+    rotated = file.metadata.get(f"{name}.rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        rope["partial_rotary_factor"] = rotated / head_dim
+    kind = file.metadata.get(f"{name}.rope.scaling.type", "none")
+    odd = next((tensor for tensor in file.tensors if tensor.startswith("rope_factors_")), None)
+    if kind not in ("none", "linear", "yarn") or odd is not None:
+        raise ValueError(
+            f"{file.path} has a RoPE of the type {kind!r}{f' with {odd}' if odd else ''}, which is not supported"
+        )
+    if kind != "none":
+        scaling = f"{name}.rope.scaling"
+        rope |= {"rope_type": kind, "factor": _shortest(file.metadata[f"{scaling}.factor"])}
+        original = file.metadata.get(f"{scaling}.original_context_length")
+        if original is not None:
+            rope["original_max_position_embeddings"] = original
+    if _ROPE_FACTORS in file.tensors:
+        rope |= _llama3(file, rope["rope_theta"], rotated)
+    return rope
+
+
+def _llama3(file: GgufFile, theta: float, rotated: int) -> dict[str, Any]:
+    """The parameters of the published LLaMA 3 models that give the factors of the file."""
+    factors = file.floats(_tensor(file, _ROPE_FACTORS)).double().reshape(-1)
+    low, high, original = 1.0, 4.0, 8192
+    wavelength = 2 * torch.pi * theta ** (torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
+    for factor in (_shortest(float(factors.max())), 8.0, 32.0):
+        smooth = (original / wavelength - low) / (high - low)
+        between = 1 / ((1 - smooth) / factor + smooth)
+        made = torch.where(wavelength < original / high, 1.0, torch.where(wavelength > original / low, factor, between))
+        if len(made) == len(factors) and torch.allclose(made, factors, rtol=1e-3):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": original,
+            }
+    raise ValueError(
+        f"{file.path}: tensor {_ROPE_FACTORS} holds factors that are not those of a LLaMA 3 model, which is not supported"
+    )
+
+
+# ---- the model
+
+
+def load_gguf(path: str | Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
+    """A model in eval mode around the blocks of a file. Their pages are read when they are used.
+
+    Args:
+        path: of the file.
+        dtype: of what is not in blocks; ``"auto"``: as the module says.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is damaged, or holds no model of a family here: the message names the tensor.
+    """
+    file = GgufFile.open(path)
+    return model_of(file, dtype)
+
+
+def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
+    """As :func:`load_gguf`, of an open file."""
+    config = gguf_config(file)
+    family = family_of_file(file)
+    assert family is not None
+    wanted = _dtype(file, dtype)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=wanted)
+    base: Any = model.model
+    # Its buffers are computed, not loaded.
+    base.rotary_emb = type(base.rotary_emb)(config=config)
+    tensors = _tensors_of(file, model)
+    for name, module in list(model.named_modules()):
+        if name in tensors:
+            _fill(model, name, module, family, file, tensors[name], wanted)
+    left = next((name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta), None)
+    if left is not None:
+        raise ValueError(f"{file.path} does not hold {left} of a {family.model_type} model")
+    if any(tensor.type not in FLOATS for tensor in file.tensors.values()):
+        untie(model)
+    config._name_or_path = str(file.path)
+    ends = {file.metadata.get(f"tokenizer.ggml.{key}") for key in ("eos_token_id", "eot_token_id", "eom_token_id")} - {
+        None
+    }
+    model.generation_config.eos_token_id = sorted(ends) if len(ends) > 1 else next(iter(ends), None)
+    model.gguf_file = file
+    return model.eval()
+
+
+def _dtype(file: GgufFile, dtype: torch.dtype | str) -> torch.dtype:
+    if dtype != "auto":
+        return dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
+    types = {FLOATS.get(tensor.type) for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    return torch.bfloat16 if types == {torch.bfloat16} else torch.float32
+
+
+def _tensor(file: GgufFile, name: str) -> GgufTensor:
+    if name not in file.tensors:
+        raise ValueError(f"{file.path} has no tensor {name}")
+    return file.tensors[name]
+
+
+def _tensors_of(file: GgufFile, model: PreTrainedModel) -> dict[str, dict[str, GgufTensor]]:
+    """By the name of a module, its tensors by the names of its parameters. Their shapes fit, and the file has no others."""
+    found: dict[str, dict[str, GgufTensor]] = {}
+    used = {_ROPE_FACTORS}
+    for full, parameter in model.named_parameters(remove_duplicate=False):
+        name, _, leaf = full.rpartition(".")
+        stored = f"{_stored_name(name)}.{leaf}"
+        if name == "lm_head" and stored not in file.tensors:
+            stored = f"token_embd.{leaf}"
+        tensor = _tensor(file, stored)
+        if tensor.shape != tuple(parameter.shape):
+            raise ValueError(
+                f"{file.path}: tensor {stored} is {list(tensor.shape)}, and {full} of this model {list(parameter.shape)}"
+            )
+        if tensor.type not in FLOATS and len(tensor.shape) != 2:
+            raise ValueError(f"{file.path}: tensor {stored} is quantised, and {full} is no matrix")
+        used.add(stored)
+        found.setdefault(name, {})[leaf] = tensor
+    other = next((name for name in file.tensors if name not in used), None)
+    if other is not None:
+        raise ValueError(f"{file.path}: tensor {other} has no place in a {model.config.model_type} model")
+    return found
+
+
+def _stored_name(module: str) -> str:
+    if module in _ENDS:
+        return _ENDS[module]
+    _, _, number, rest = module.split(".", 3)
+    return f"blk.{number}.{_OF_LAYER[rest]}"
+
+
+def _fill(
+    model: PreTrainedModel,
+    name: str,
+    module: nn.Module,
+    family: Family,
+    file: GgufFile,
+    tensors: dict[str, GgufTensor],
+    dtype: torch.dtype,
+) -> None:
+    """Give a module its tensors, or put one in blocks in its place."""
+    # Files of LLaMA have the two rows of a rotation next to each other.
+    config, rest = model.config, name.rpartition(".")[2]
+    heads = (
+        {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(rest, 0)
+        if family.gguf_pairs
+        else 0
+    )
+    offset = family.norm_offset if "norm" in rest else 0.0
+    floats = {
+        leaf: nn.Parameter(_in_order(file.floats(tensor), heads).sub_(offset).to(dtype), requires_grad=False)
+        for leaf, tensor in tensors.items()
+        if tensor.type in FLOATS
+    }
+    if len(floats) == len(tensors):
+        module._parameters.update(floats)
+        return
+    matrix = file.matrix(tensors["weight"])
+    if isinstance(module, nn.Embedding):
+        scale = getattr(module, "scalar_embed_scale", None)
+        made: nn.Module = QuantizedEmbedding(matrix, scale)
+    else:
+        made = QuantizedLinear(matrix, floats.get("bias"), heads)
+    model.set_submodule(name, made)
+
+
+def _in_order(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of heads in the model's order."""
+    if not heads:
+        return tensor
+    return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+# ---- the tokenizer
+
+
+def gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a file, with its special tokens and its chat template.
+
+    Raises:
+        ValueError: the file has none that transformers can build.
+    """
+    file = GgufFile.open(path)
+    tokens = file.strings("tokenizer.ggml.tokens")
+    if not tokens:
+        raise ValueError(f"{path} has no tokenizer")
+    names = ("bos_token_id", "eos_token_id", "unknown_token_id", "padding_token_id")
+    ids = {name: file.metadata.get(f"tokenizer.ggml.{name}") for name in names}
+    described = {
+        "tokenizer_type": file.metadata.get("tokenizer.ggml.model"),
+        "pre_tokenizer_type": file.metadata.get("tokenizer.ggml.pre"),
+        "tokens": tokens,
+        "scores": file.metadata.get("tokenizer.ggml.scores"),
+        "token_type": file.metadata.get("tokenizer.ggml.token_type"),
+        "merges": file.strings("tokenizer.ggml.merges") or None,
+        "bos_token_id": ids["bos_token_id"],
+        "eos_token_id": ids["eos_token_id"],
+        "unk_token_id": ids["unknown_token_id"],
+        "pad_token_id": ids["padding_token_id"],
+        "add_prefix_space": file.metadata.get("tokenizer.ggml.add_space_prefix"),
+    }
+    try:
+        backend = convert_gguf_tokenizer(file.architecture, {k: v for k, v in described.items() if v is not None})
+    except (KeyError, ValueError, TypeError, IndexError) as error:
+        raise ValueError(
+            f"{path}: transformers cannot build its tokenizer ({type(error).__name__}: {error})"
+        ) from error
+    special = dict(zip(("bos_token", "eos_token", "unk_token", "pad_token"), ids.values(), strict=True))
+    given = {name: tokens[i] for name, i in special.items() if i is not None and i < len(tokens)}
+    is_sentencepiece = described["tokenizer_type"] == "llama"
+    for key, default in (("add_bos_token", is_sentencepiece), ("add_eos_token", False)):
+        given[key] = bool(file.metadata.get(f"tokenizer.ggml.{key}", default))
+    template = file.metadata.get("tokenizer.chat_template")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=template, clean_up_tokenization_spaces=False, **given
+    )

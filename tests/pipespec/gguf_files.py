@@ -1,0 +1,160 @@
+"""GGUF files that tests write with the package gguf, as llama.cpp's conversion does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from pipespec_kernels.formats import FORMATS, quantize
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+LARGE = SIZES | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+"""Sizes for the formats with blocks of 256."""
+
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3", "gemma": "gemma"}
+
+
+def tiny(model_type: str, sizes: dict[str, Any] = SIZES, seed: int = 0, **more: Any) -> PreTrainedModel:
+    """A random model in float32 whose norms and biases are not all alike."""
+    torch.manual_seed(seed)
+    more = {"sliding_window": None, "partial_rotary_factor": 1.0} | more if model_type == "phi3" else more
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(sizes | more)), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.3 * torch.randn(parameter.shape)
+    return model.eval()
+
+
+def write(
+    model: PreTrainedModel,
+    path: Path,
+    types: str | dict[str, str] = "q8_0",
+    *,
+    metadata: dict[str, Any] | None = None,
+    tensors: dict[str, np.ndarray] | None = None,
+    vocabulary: list[str] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Write a model.
+
+    Args:
+        model: of a family in :data:`ARCHITECTURES`.
+        path: of the file.
+        types: the format of all matrices, or by part of a tensor's name; "f32", "f16" and "bf16" are no blocks. The first that fits counts.
+        metadata: further numbers, by key.
+        tensors: further tensors.
+        vocabulary: the texts of the tokens.
+
+    Returns:
+        The weights as they are stored, by their names in transformers: float32.
+    """
+    config = model.config
+    name = ARCHITECTURES[config.model_type]
+    writer = gguf.GGUFWriter(path, name)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    for key, value in (metadata or {}).items():
+        (
+            writer.add_string
+            if isinstance(value, str)
+            else writer.add_float32
+            if isinstance(value, float)
+            else writer.add_uint32
+        )(key, value)
+    _write_tokenizer(writer, vocabulary or tokens(config.vocab_size))
+    names = gguf.get_tensor_name_map({v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[name], config.num_hidden_layers)
+    stored = {}
+    for full, parameter in model.named_parameters():
+        module, _, leaf = full.rpartition(".")
+        weights = parameter.detach().clone()
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
+            module.rpartition(".")[2], 0
+        )
+        if name == "llama" and heads:
+            weights = weights.view(heads, 2, -1, *weights.shape[1:]).transpose(1, 2).reshape(weights.shape)
+        if name == "gemma" and "norm" in module:
+            weights += 1
+        target = f"{names.get_name(module)}.{leaf}"
+        stored[full] = _add(writer, target, weights, types)
+        if name == "llama" and heads:
+            stored[full] = stored[full].view(heads, -1, 2, *weights.shape[1:]).transpose(1, 2).reshape(weights.shape)
+        if name == "gemma" and "norm" in module:
+            stored[full] = stored[full] - 1
+    for extra, array in (tensors or {}).items():
+        writer.add_tensor(extra, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return stored
+
+
+def with_weights(model: PreTrainedModel, stored: dict[str, torch.Tensor]) -> PreTrainedModel:
+    """The model with the weights that a file holds."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(stored[name])
+    return model
+
+
+def tokens(count: int) -> list[str]:
+    """Three special tokens, letters, pairs of them, and padding."""
+    letters = [chr(ord("a") + i) for i in range(26)]
+    found = ["<begin>", "<end>", "<pad>", *letters, "ab", "cd", "Ġ", "Ċ"]
+    return [*found, *(f"[PAD{i}]" for i in range(len(found), count))][:count]
+
+
+def _write_tokenizer(writer: Any, texts: list[str]) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(texts)
+    writer.add_token_types([3 if text.startswith("<") else 5 if text.startswith("[") else 1 for text in texts])
+    writer.add_token_merges(["a b", "c d"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+
+
+def _add(writer: Any, name: str, weights: torch.Tensor, types: str | dict[str, str]) -> torch.Tensor:
+    kind = types if isinstance(types, str) else next(v for part, v in types.items() if part in name)
+    if weights.dim() == 1:
+        kind = "f32"
+    if kind in FORMATS:
+        form = gguf.GGMLQuantizationType(FORMATS[kind].ggml_type)
+        data = quantize(weights, kind).data.numpy()
+        writer.add_tensor(name, data, raw_dtype=form)
+        return torch.from_numpy(gguf.dequantize(data, form))
+    if kind == "bf16":
+        data = gguf.quantize(weights.numpy(), gguf.GGMLQuantizationType.BF16)
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        return weights.bfloat16().float()
+    stored = weights.numpy().astype(np.float16 if kind == "f16" else np.float32)
+    writer.add_tensor(name, stored)
+    return torch.from_numpy(stored.astype(np.float32))

@@ -1,0 +1,293 @@
+"""Models out of GGUF files."""
+
+import json
+import struct
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from pipespec import Pipeline
+from pipespec.cli.main import main
+from pipespec.models.gguf import GgufFile
+from pipespec.models.gguf_models import gguf_tokenizer, load_gguf
+from pipespec.models.loading import load_config, load_model
+from pipespec.models.quantized import QuantizedEmbedding, QuantizedLinear
+from pipespec.models.tokenizers import load_tokenizer
+from pipespec.preflight.tokenizers import tokenizer_digest
+from pipespec_kernels.formats import FORMATS, dequantize
+from tests.pipespec.gguf_files import LARGE, SIZES, tiny, tokens, with_weights, write
+
+TEXT = torch.tensor([[3, 9, 14, 15, 92, 65, 35, 8, 9, 79]])
+FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "gemma")
+
+
+def logits(model, text=TEXT):
+    with torch.inference_mode():
+        return model(input_ids=text, use_cache=False).logits
+
+
+# ---- the weights
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tied"),
+    [(name, tied) for name in FAMILIES for tied in (False, True) if tied or name != "gemma"],  # which is always tied
+)
+def test_a_file_is_read_as_the_model_that_was_written(tmp_path, model_type, tied):
+    written = tiny(model_type, tie_word_embeddings=tied)
+    stored = write(
+        written, tmp_path / "m.gguf", {"token_embd": "q8_0", "ffn_down": "q5_1", "attn_v": "q8_0", "": "q4_0"}
+    )
+    model = load_gguf(tmp_path / "m.gguf")
+    assert type(model) is type(written)
+    assert isinstance(model.get_input_embeddings(), QuantizedEmbedding)
+    assert isinstance(model.model.layers[1].mlp.down_proj, QuantizedLinear)
+    expected = with_weights(written, stored)
+    weights = model.model.layers[0].self_attn.o_proj.matrix
+    assert weights.format.name == "q4_0"
+    torch.testing.assert_close(logits(model), logits(expected), rtol=0, atol=0.03 * float(logits(expected).abs().max()))
+    generation = model.generation_config
+    assert (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id) == (0, 1, 2)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_read(tmp_path, name):
+    written = tiny("llama", LARGE)
+    stored = write(written, tmp_path / "m.gguf", name)
+    model = load_gguf(tmp_path / "m.gguf")
+    for layer in range(2):
+        for part in ("q_proj", "k_proj", "v_proj"):
+            module = getattr(model.model.layers[layer].self_attn, part)
+            assert torch.equal(dequantize(module.matrix), stored[f"model.layers.{layer}.self_attn.{part}.weight"])
+    assert torch.equal(model.get_input_embeddings()(TEXT[0]), stored["model.embed_tokens.weight"][TEXT[0]])
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("f32", torch.float32), ("f16", torch.float32), ("bf16", torch.bfloat16)])
+def test_a_file_without_blocks_is_an_ordinary_model(tmp_path, kind, dtype):
+    written = tiny("qwen2")
+    stored = write(written, tmp_path / "m.gguf", kind)
+    model = load_gguf(tmp_path / "m.gguf")
+    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    assert model.dtype is dtype
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, stored[name].to(dtype)), name
+
+
+def test_blocks_stay_in_the_file(tmp_path):
+    write(tiny("qwen2", vocab_size=4096), tmp_path / "m.gguf", "q8_0")
+    model = load_gguf(tmp_path / "m.gguf")
+    places = {
+        line.split()[-1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        for begin, end in [[int(x, 16) for x in line.split()[0].split("-")]]
+        if begin <= model.lm_head.blocks.data_ptr() < end
+    }
+    assert places == {str(tmp_path / "m.gguf")}
+    before = logits(model)
+    model.gguf_file.release_pages()
+    assert torch.equal(logits(model), before)
+
+
+def test_a_model_in_blocks_is_not_saved(tmp_path):
+    write(tiny("llama"), tmp_path / "m.gguf")
+    with pytest.raises(NotImplementedError, match="weights="):
+        load_gguf(tmp_path / "m.gguf").save_pretrained(tmp_path / "saved")
+
+
+# ---- rotary embeddings
+
+
+def test_the_factors_of_llama_3_become_its_configuration(tmp_path):
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    written = tiny("llama", rope_parameters=rope)
+    plain = tiny("llama", rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
+    factors = (plain.model.rotary_emb.inv_freq / written.model.rotary_emb.inv_freq).numpy()
+    assert factors.max() > 30
+    write(written, tmp_path / "m.gguf", "f32", tensors={"rope_freqs.weight": factors})
+    model = load_gguf(tmp_path / "m.gguf")
+    assert torch.equal(model.model.rotary_emb.inv_freq, written.model.rotary_emb.inv_freq)
+    torch.testing.assert_close(logits(model), logits(written))
+
+    write(written, tmp_path / "odd.gguf", "f32", tensors={"rope_freqs.weight": factors * 0 + 3})
+    with pytest.raises(ValueError, match=r"rope_freqs\.weight holds factors that are not those of a LLaMA 3 model"):
+        load_gguf(tmp_path / "odd.gguf")
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_scaled_rotary_embeddings(tmp_path, kind):
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    written = tiny("qwen2", rope_parameters=rope)
+    scaling = "qwen2.rope.scaling"
+    more = {f"{scaling}.type": kind, f"{scaling}.factor": 4.0, f"{scaling}.original_context_length": 64}
+    write(written, tmp_path / "m.gguf", "f32", metadata=more)
+    torch.testing.assert_close(logits(load_gguf(tmp_path / "m.gguf")), logits(written))
+    write(written, tmp_path / "odd.gguf", metadata=more | {f"{scaling}.type": "longrope"})
+    with pytest.raises(ValueError, match="RoPE of the type 'longrope'"):
+        load_gguf(tmp_path / "odd.gguf")
+
+
+# ---- damage
+
+
+def refusal(path) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        GgufFile.open(path)
+    return str(caught.value)
+
+
+def test_a_truncated_file_names_the_tensor(tmp_path):
+    write(tiny("llama"), tmp_path / "m.gguf")
+    content = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "m.gguf").write_bytes(content[:-64])
+    message = refusal(tmp_path / "m.gguf")
+    assert "is truncated: tensor " in message
+    assert f"the file in byte {len(content) - 64}" in message
+
+
+def test_every_truncated_header_is_refused(tmp_path):
+    write(tiny("llama"), tmp_path / "m.gguf")
+    content = (tmp_path / "m.gguf").read_bytes()
+    for length in (0, 3, 8, 20, 24, 31, 100, 333, 999, 1501):
+        (tmp_path / "m.gguf").write_bytes(content[:length])
+        assert "no GGUF file" in (message := refusal(tmp_path / "m.gguf")) or "truncated or damaged" in message
+
+
+def test_other_files_are_refused(tmp_path):
+    write(tiny("llama"), tmp_path / "m.gguf")
+    content = bytearray((tmp_path / "m.gguf").read_bytes())
+    (tmp_path / "m.gguf").write_bytes(content[:4] + struct.pack(">I", 3) + content[8:])
+    assert "big-endian" in refusal(tmp_path / "m.gguf")
+    (tmp_path / "m.gguf").write_bytes(content[:4] + struct.pack("<I", 1) + content[8:])
+    assert "GGUF version 1" in refusal(tmp_path / "m.gguf")
+    (tmp_path / "m.gguf").write_bytes(b"PK" + content[2:])
+    assert "is no GGUF file" in refusal(tmp_path / "m.gguf")
+    with pytest.raises(FileNotFoundError, match=r"there is no file .*absent\.gguf"):
+        load_model(tmp_path / "absent.gguf")
+
+
+def test_parts_of_split_files_are_refused(tmp_path):
+    write(tiny("llama"), tmp_path / "m.gguf", metadata={"split.count": 3, "split.no": 1})
+    assert "is part 2 of 3 of a split GGUF file" in refusal(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(("number", "message"), [(11, "of the type Q3_K"), (255, r"of an unknown type \(255\)")])
+def test_other_types_of_tensors_are_named(tmp_path, number, message):
+    write(tiny("llama"), tmp_path / "m.gguf")
+    content = (tmp_path / "m.gguf").read_bytes()
+    name = b"blk.1.attn_v.weight"
+    at = content.index(name) + len(name) + 4 + 16
+    assert content[at : at + 4] == struct.pack("<I", 8)
+    (tmp_path / "m.gguf").write_bytes(content[:at] + struct.pack("<I", number) + content[at + 4 :])
+    with pytest.raises(ValueError, match=rf"tensor blk\.1\.attn_v\.weight is {message}, which is not supported"):
+        load_model(tmp_path / "m.gguf")
+
+
+def test_tensors_that_do_not_fit_the_model_are_named(tmp_path):
+    write(tiny("llama", num_key_value_heads=4), tmp_path / "m.gguf", metadata={})
+    content = (tmp_path / "m.gguf").read_bytes()
+    key = b"llama.attention.head_count_kv"
+    at = content.index(key) + len(key) + 4
+    (tmp_path / "m.gguf").write_bytes(content[:at] + struct.pack("<I", 2) + content[at + 4 :])
+    with pytest.raises(
+        ValueError, match=r"tensor blk\.0\.attn_k\.weight is \[64, 64\], and .*k_proj\.weight of this model \[32, 64\]"
+    ):
+        load_model(tmp_path / "m.gguf")
+    write(tiny("llama"), tmp_path / "m.gguf", tensors={"blk.0.extra.weight": torch.zeros(4).numpy()})
+    with pytest.raises(ValueError, match=r"tensor blk\.0\.extra\.weight has no place in a llama model"):
+        load_model(tmp_path / "m.gguf")
+    write(tiny("llama"), tmp_path / "m.gguf")
+    content = (tmp_path / "m.gguf").read_bytes().replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_un.weight")
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(ValueError, match=r"has no tensor blk\.1\.ffn_up\.weight"):
+        load_model(tmp_path / "m.gguf")
+
+
+def test_a_key_that_is_missing_is_named(tmp_path):
+    write(tiny("llama"), tmp_path / "m.gguf")
+    content = (tmp_path / "m.gguf").read_bytes().replace(b"llama.block_count", b"llama.block_kount")
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(ValueError, match=r"has no llama\.block_count in its metadata"):
+        load_config(tmp_path / "m.gguf")
+
+
+# ---- the tokenizer
+
+
+def test_the_tokenizer_and_its_template_come_out_of_the_file(tmp_path):
+    write(tiny("qwen2"), tmp_path / "m.gguf")
+    tokenizer = load_tokenizer(tmp_path / "m.gguf")
+    assert tokenizer("abcd<end>z").input_ids == [29, 30, 1, 28]
+    assert tokenizer.decode([29, 30, 1, 28]) == "abcd<end>z"
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<begin>", "<end>", "<pad>")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "abc"}], tokenize=False) == "abc"
+
+
+def test_tokenizers_of_files_and_folders_are_compared(tmp_path):
+    model = tiny("qwen2")
+    write(model, tmp_path / "m.gguf")
+    write(model, tmp_path / "other.gguf", vocabulary=[*tokens(96)[:-60], "zz", *tokens(96)[-59:]])
+    (tmp_path / "folder").mkdir()
+    gguf_tokenizer(tmp_path / "m.gguf").save_pretrained(tmp_path / "folder")
+    file = tmp_path / "folder" / "tokenizer.json"
+    content = json.loads(file.read_text())  # a folder's tokenizer does not have what pads the embedding
+    content["model"]["vocab"] = {
+        text: i for text, i in content["model"]["vocab"].items() if not text.startswith("[PAD9")
+    }
+    content["added_tokens"] = [
+        token for token in content["added_tokens"] if token["id"] < 96
+    ]  # transformers adds GPT-2's
+    file.write_text(json.dumps(content))
+    digests = [tokenizer_digest(tmp_path / name, model) for name in ("m.gguf", "other.gguf", "folder")]
+    assert None not in digests
+    assert digests[0] == digests[2] != digests[1]
+    assert tokenizer_digest(load_gguf(tmp_path / "m.gguf"), load_gguf(tmp_path / "m.gguf")) == digests[0]
+
+
+# ---- other ways in
+
+
+def test_an_incomplete_file_of_another_architecture_is_refused(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
+    writer.add_block_count(1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=r"m\.gguf: .* lack .*get the complete weights"):
+        load_model(tmp_path / "m.gguf")
+
+
+def test_a_model_that_transformers_has_dequantised_is_an_ordinary_one(tmp_path):
+    written = tiny("llama")
+    stored = write(written, tmp_path / "m.gguf", metadata={"llama.vocab_size": SIZES["vocab_size"]})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
+    assert isinstance(model.config, LlamaConfig)
+    torch.testing.assert_close(logits(model), logits(with_weights(written, stored)))
+
+
+def test_a_pipeline_runs_files_as_target_and_draft(tmp_path):
+    for seed, name in enumerate(("target", "draft")):
+        write(tiny("qwen2", seed=seed, num_hidden_layers=2 - seed), tmp_path / f"{name}.gguf")
+    with Pipeline(tmp_path, [tmp_path / "draft.gguf"], gguf_file="target.gguf", schedule="lockstep") as pipe:
+        assert pipe.target.gguf_file.path == tmp_path / "target.gguf"
+        text = pipe.generate(TEXT, max_new_tokens=12)
+    with Pipeline(str(tmp_path / "target.gguf")) as pipe:
+        assert torch.equal(pipe.generate(TEXT, max_new_tokens=12), text)
+    with pytest.raises(FileNotFoundError, match=r"absent\.gguf"):
+        Pipeline(tmp_path, gguf_file="absent.gguf")
+
+
+def test_the_command_line_takes_a_file(tmp_path, capsys):
+    write(tiny("qwen2"), tmp_path / "m.gguf")
+    assert main(["generate", "--target", str(tmp_path / "m.gguf"), "--prompt", "abcd", "--max-new-tokens", "4"]) == 0
+    assert capsys.readouterr().out.strip()
