@@ -82,13 +82,10 @@ class Scheduler:
     Args:
         launcher: runs the steps: a :class:`HostLauncher`, or a launcher of captured graphs.
         lookahead: per draft, how many tokens it may be ahead of the next stage; 0: it rests.
-        min_draft_tokens: draft tokens that the target waits for if it has fewer, up to a deadline.
-        decode_meanwhile: during that wait the target decodes one token at a time.
         schedule: ``"streams"``: a thread per stage; ``"lockstep"``: one thread, in which every draft fills its lookahead before
             the target verifies.
         ahead: largest number of steps of a draft in flight. It also holds for the target if it has one width and no draft is launched: in plain
         decoding and in rounds. After an end-of-sequence token, up to ``ahead - 1`` of these steps find nothing to do.
-        patience: deadline of the wait: this times ``min_draft_tokens`` times the mean step of the target's upstream.
         trace: entries per stage that :meth:`trace` keeps; 0: none.
 
     Raises:
@@ -100,20 +97,15 @@ class Scheduler:
         launcher: Launcher,
         *,
         lookahead: Sequence[int],
-        min_draft_tokens: int = 0,
-        decode_meanwhile: bool = False,
         schedule: str = "streams",
         ahead: int = 1,
-        patience: float = 1.5,
         trace: int = 0,
     ) -> None:
         if schedule not in _SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(map(repr, _SCHEDULES))}, not {schedule!r}")
         self._launcher = launcher  # the steps refer to the launcher
-        options = _native.Options(_SCHEDULES[schedule], ahead, patience, trace)
-        self._native = _native.Scheduler(
-            launcher.native, options, _policy(lookahead, min_draft_tokens, decode_meanwhile)
-        )
+        options = _native.Options(_SCHEDULES[schedule], ahead, trace)
+        self._native = _native.Scheduler(launcher.native, options, list(lookahead))
 
     def run(self, on_commit: Callable[[], None] | None = None) -> None:
         """Run the generation that the block was reset for, until the target's rows are complete.
@@ -148,9 +140,9 @@ class Scheduler:
         """Launch no further step; ``run`` returns soon. Any thread may call it."""
         self._native.request_stop()
 
-    def steer(self, *, lookahead: Sequence[int], min_draft_tokens: int = 0, decode_meanwhile: bool = False) -> None:
+    def steer(self, lookahead: Sequence[int]) -> None:
         """Use these numbers from the next decision on. Any thread may call it. Raises ``ValueError``."""
-        self._native.steer(_policy(lookahead, min_draft_tokens, decode_meanwhile))
+        self._native.steer(list(lookahead))
 
     def end_row(self, row: int) -> None:
         """End ``row`` at the target's present length, while a generation runs. Raises ``ValueError``."""
@@ -173,7 +165,3 @@ class Scheduler:
         """
         entries: np.ndarray = self._native.trace(stage)
         return entries
-
-
-def _policy(lookahead: Sequence[int], min_draft_tokens: int, decode_meanwhile: bool) -> _native.ChainPolicy:
-    return _native.ChainPolicy(list(lookahead), min_draft_tokens, decode_meanwhile)

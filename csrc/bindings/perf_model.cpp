@@ -19,13 +19,8 @@ py::dict as_dict(const perf::Result& result) {
     stage["steps"] = s.steps;
     stage["drafted"] = s.drafted;
     stage["accepted"] = s.accepted;
-    stage["adopted"] = s.adopted;
-    stage["truncated"] = s.truncated;
     stage["rollbacks"] = s.rollbacks;
-    stage["busy_s"] = s.busy_s;
     stage["histogram"] = s.histogram;
-    stage["squared_error"] = s.squared_error;
-    stage["outcomes"] = s.outcomes;
     stages.append(stage);
   }
   py::dict out;
@@ -58,10 +53,6 @@ void bind_perf_model(py::module_& m) {
       .def(py::init<>())
       .def_readwrite("step_s", &perf::StageModel::step_s)
       .def_readwrite("start_s", &perf::StageModel::start_s)
-      .def_readwrite("device", &perf::StageModel::device)
-      .def_readwrite("sensitivity", &perf::StageModel::sensitivity)
-      .def_readwrite("cold_s", &perf::StageModel::cold_s)
-      .def_readwrite("ngram", &perf::StageModel::ngram)
       .def_readwrite("lookahead", &perf::StageModel::lookahead)
       .def_readwrite("max_draft_tokens", &perf::StageModel::max_draft_tokens)
       .def_readwrite("min_draft_tokens", &perf::StageModel::min_draft_tokens);
@@ -71,33 +62,23 @@ void bind_perf_model(py::module_& m) {
       .def("set_acceptance",
            [](perf::Setting& s, std::vector<double> a) { s.answers.acceptance = std::move(a); })
       .def("set_table", [](perf::Setting& s, const py::bytes& t) { s.answers.table = bytes(t); })
-      .def("set_confidence",
-           [](perf::Setting& s, const py::bytes& t) { s.answers.confidence = bytes(t); })
-      .def_readwrite("confidence", &perf::Setting::confidence)
       .def_readwrite("tokens", &perf::Setting::tokens)
-      .def_readwrite("rows", &perf::Setting::rows)
       .def_readwrite("width", &perf::Setting::width)
       .def_readwrite("seed", &perf::Setting::seed)
-      .def_readwrite("contention", &perf::Setting::contention)
-      .def_readwrite("cores", &perf::Setting::cores)
       .def_readwrite("patience", &perf::Setting::patience)
-      .def_readwrite("wake_s", &perf::Setting::wake_s)
-      .def_readwrite("late_s", &perf::Setting::late_s)
       .def_readwrite("decode_meanwhile", &perf::Setting::decode_meanwhile)
       .def_readwrite("preempt", &perf::Setting::preempt)
       .def_readwrite("handshake_s", &perf::Setting::handshake_s)
       .def_readwrite("lookahead", &perf::Setting::lookahead);
   m.def("simulate_asynchronous", &simulate<&perf::asynchronous>, py::arg("setting"));
-  m.def("simulate_lockstep", &simulate<&perf::lockstep>, py::arg("setting"));
   m.def("simulate_reference_async", &simulate<&perf::reference_async>, py::arg("setting"));
   m.def("simulate_reference_sync", &simulate<&perf::reference_sync>, py::arg("setting"));
   m.def(
       "simulate_spd",
       [](std::vector<double> stage_s, double draft_s, double cycle_s, bool shared,
-         double acceptance, const py::bytes& table, std::uint32_t tokens, std::uint32_t rows,
-         std::uint64_t seed) {
-        const perf::SpdSetting setting{std::move(stage_s), draft_s, cycle_s, shared, acceptance,
-                                       bytes(table),       tokens,  rows,    seed};
+         double acceptance, const py::bytes& table, std::uint32_t tokens, std::uint64_t seed) {
+        const perf::SpdSetting setting{std::move(stage_s), draft_s,      cycle_s, shared,
+                                       acceptance,         bytes(table), tokens,  seed};
         perf::SpdResult result;
         {
           py::gil_scoped_release unlocked;
@@ -111,7 +92,7 @@ void bind_perf_model(py::module_& m) {
         return out;
       },
       py::arg("stage_s"), py::arg("draft_s"), py::arg("cycle_s"), py::arg("shared"),
-      py::arg("acceptance"), py::arg("table"), py::arg("tokens"), py::arg("rows"), py::arg("seed"));
+      py::arg("acceptance"), py::arg("table"), py::arg("tokens"), py::arg("seed"));
 }
 
 }  // namespace pipespec

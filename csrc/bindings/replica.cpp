@@ -29,7 +29,6 @@ void bind_replica(py::module_& m) {
            }),
            py::arg("block"), py::arg("stages"), py::arg("tokens"), py::arg("counters"),
            py::arg("controls"))
-      .def("restart", &Outbox::restart)
       .def(
           "fill",
           [](Outbox& box, std::uintptr_t words, std::uint32_t room) {
@@ -40,7 +39,6 @@ void bind_replica(py::module_& m) {
       .def(py::init([](const Block& block, const std::vector<std::uint32_t>& stages,
                        bool controls) { return Inbox(block, checked(block, stages), controls); }),
            py::arg("block"), py::arg("stages"), py::arg("controls"))
-      .def("restart", &Inbox::restart)
       .def(
           "apply",
           [](Inbox& box, std::uintptr_t words, std::uint32_t count) {

@@ -50,12 +50,9 @@ void bind_schedule(py::module_& m) {
   py::enum_<Schedule>(m, "Schedule")
       .value("STREAMS", Schedule::kStreams)
       .value("LOCKSTEP", Schedule::kLockstep);
-  py::class_<ChainPolicy>(m, "ChainPolicy")
-      .def(py::init<std::vector<std::uint32_t>, std::uint32_t, bool>(), py::arg("lookahead"),
-           py::arg("min_draft_tokens"), py::arg("decode_meanwhile"));
   py::class_<Options>(m, "Options")
-      .def(py::init<Schedule, std::uint32_t, double, std::uint32_t>(), py::arg("schedule"),
-           py::arg("ahead"), py::arg("patience"), py::arg("trace"));
+      .def(py::init<Schedule, std::uint32_t, std::uint32_t>(), py::arg("schedule"),
+           py::arg("ahead"), py::arg("trace"));
 
   py::class_<Launcher, std::shared_ptr<Launcher>>(m, "Launcher");
   py::class_<Rectangle>(m, "Rectangle")
@@ -81,11 +78,11 @@ void bind_schedule(py::module_& m) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   py::class_<Scheduler, std::unique_ptr<Scheduler, Unlocked>>(m, "Scheduler")
       .def(py::init([](std::shared_ptr<Launcher> launcher, const Options& options,
-                       const ChainPolicy& steering) {
+                       const std::vector<std::uint32_t>& lookahead) {
              return std::unique_ptr<Scheduler, Unlocked>(
-                 new Scheduler(std::move(launcher), options, steering));
+                 new Scheduler(std::move(launcher), options, lookahead));
            }),
-           py::arg("launcher"), py::arg("options"), py::arg("steering"), py::keep_alive<1, 2>())
+           py::arg("launcher"), py::arg("options"), py::arg("lookahead"), py::keep_alive<1, 2>())
       .def_property_readonly("started", &Scheduler::started)
       .def("start", &Scheduler::start, unlocked)
       .def(
@@ -102,7 +99,7 @@ void bind_schedule(py::module_& m) {
       .def("request_stop", &Scheduler::request_stop)
       .def("stop", &Scheduler::stop, unlocked)
       .def("finish", &Scheduler::finish, unlocked)
-      .def("steer", &Scheduler::steer, py::arg("steering"))
+      .def("steer", &Scheduler::steer, py::arg("lookahead"))
       .def("end_row", &Scheduler::end_row, py::arg("row"))
       .def("failures",
            [](const Scheduler& s) {

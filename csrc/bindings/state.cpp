@@ -222,7 +222,6 @@ void bind_state(py::module_& m) {
            py::arg("stage"), py::arg("width"))
       .def("plan", &StagePort::plan, py::arg("lookahead"), py::arg("max_draft_tokens"),
            py::arg("min_draft_tokens"))
-      .def("continue_target", &StagePort::continue_target)
       .def(
           "commit",
           [](StagePort& p, std::uintptr_t selected, std::int64_t stride,

@@ -318,7 +318,7 @@ Outcome CudaLauncher::outcome(std::uint32_t stage, std::uint64_t n) const {
           record.rollbacks};
 }
 
-// Only the host's waits read it: steps are launched with min_draft_tokens 0.
+// Only a plan with min_draft_tokens reads it, and none is launched: the host shadow alone has it.
 void CudaLauncher::set_alive(std::uint32_t stage, bool alive) {
   store_release(&shadow_.control(stage).alive, alive ? 1u : 0u);
 }

@@ -42,15 +42,6 @@ struct StepPolicy {
   std::uint32_t width;
 };
 
-// Whose keys and values a stage continues.
-enum class KvOf : std::uint8_t {
-  kStage,  // its own
-  // The target's, for a draft in the target's cache. The target has taken a step since the last
-  // plan: what the draft wrote past the target's count is overwritten, and what the target wrote up
-  // to there need not be fed. Only where no step of the target runs.
-  kTarget,
-};
-
 struct Step {
   Action action;
   std::uint32_t kv;                // position of the first token to feed
@@ -162,7 +153,7 @@ PIPESPEC_HD inline std::uint32_t follow_neighbour(Own& own, Progress& at, const 
 template <typename Own, typename Lanes>
 PIPESPEC_HD inline Step plan_for(const Block& block, std::uint32_t stage, std::uint32_t row,
                                  const StepPolicy& policy, std::int32_t* tokens, Own& own,
-                                 Progress& at, const Lanes& lanes, KvOf kv_of = KvOf::kStage) {
+                                 Progress& at, const Lanes& lanes) {
   const std::uint32_t start = load_relaxed(&block.span(row).start);
   // The caller may change it at any time, and it orders no other word.
   const std::uint32_t limit = lanes.once([&] { return load_relaxed(&block.span(row).limit); });
@@ -174,7 +165,6 @@ PIPESPEC_HD inline Step plan_for(const Block& block, std::uint32_t stage, std::u
     if (stage + 1 != block.target())
       reached =
           max(reached, follow_neighbour(own, at, Sequence(block, stage + 1, row), limit, lanes));
-    if (kv_of == KvOf::kTarget) at.kv = load_relaxed(&block.priv(block.target(), row).kv);
     // min(limit, reached + lookahead) could overflow, and `reached` may lie past a lowered limit.
     if (reached < limit && policy.lookahead < limit - reached) bound = reached + policy.lookahead;
   }
@@ -227,11 +217,11 @@ PIPESPEC_HD inline Step plan_for(const Block& block, std::uint32_t stage, std::u
 template <typename Lanes = OneLane>
 PIPESPEC_HD inline Step plan(const Block& block, std::uint32_t stage, std::uint32_t row,
                              const StepPolicy& policy, std::int32_t* tokens,
-                             const Lanes& lanes = {}, KvOf kv_of = KvOf::kStage) {
+                             const Lanes& lanes = {}) {
   OwnSequence own(block, stage, row);
   Private& priv = block.priv(stage, row);
   detail::Progress at{priv.kv, priv.agreed, priv.seen_epoch};
-  const Step step = detail::plan_for(block, stage, row, policy, tokens, own, at, lanes, kv_of);
+  const Step step = detail::plan_for(block, stage, row, policy, tokens, own, at, lanes);
   lanes.once([&] {
     priv.kv = at.kv;
     priv.agreed = at.agreed;

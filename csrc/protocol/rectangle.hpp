@@ -18,11 +18,11 @@ struct StepArrays {
 template <typename Lanes = OneLane>
 PIPESPEC_HD inline Step plan_row(const Block& block, std::uint32_t stage, std::uint32_t row,
                                  const StepPolicy& policy, const StepArrays& out,
-                                 const Lanes& lanes = {}, KvOf kv_of = KvOf::kStage) {
+                                 const Lanes& lanes = {}) {
   std::int32_t* tokens = out.tokens + std::size_t{row} * policy.width;
   // Rows that the present generation does not use idle.
   const Step step = row < block.header().active_rows
-                        ? plan(block, stage, row, policy, tokens, lanes, kv_of)
+                        ? plan(block, stage, row, policy, tokens, lanes)
                         : Step{Action::kIdle, 0, 0, 0};
   for (std::uint32_t i = step.query_len + lanes.index(); i < policy.width; i += Lanes::kCount)
     tokens[i] = 0;

@@ -1,11 +1,11 @@
 // Discrete-event simulation of a chain in virtual time, to predict what a schedule gives before it
 // is run.
 //
-// asynchronous() and lockstep() call the product's own StagePort, plan() and commit(). The protocol
-// is executed and not modelled, so the simulation cannot differ from it. Only the forwards are
-// modelled: their duration, and the tokens that the stages choose. reference_async() and
-// reference_sync() are the published system (arXiv 2505.01572), for comparison; spd() is
-// speculative pipeline decoding (arXiv 2605.30852).
+// asynchronous() calls the product's own StagePort, plan() and commit(). The protocol is executed
+// and not modelled, so the simulation cannot differ from it. Only the forwards are modelled: their
+// duration, and the tokens that the stages choose. reference_async() and reference_sync() are the
+// published system (arXiv 2505.01572), for comparison; spd() is speculative pipeline decoding
+// (arXiv 2605.30852). Each stage has a device of its own, and there is one row.
 //
 // Every function throws std::invalid_argument on a setting that makes no sense, and gives the same
 // result for the same seed on every machine with IEEE doubles.
@@ -16,9 +16,6 @@
 
 namespace pipespec::perf {
 
-// The choice of an n-gram index that has no match: it drafts nothing there.
-inline constexpr std::uint8_t kNothing = 255;
-
 // The token that each stage chooses. Exactly one of `acceptance` and `table` is set.
 //
 // `acceptance[s]`: probability that stages s and s+1 choose the same token after the same text,
@@ -28,52 +25,29 @@ inline constexpr std::uint8_t kNothing = 255;
 // `table`: [positions][stages - 1] bytes, one row per position of the target's text: 0 where the
 // draft chooses the target's token; equal numbers are equal tokens. The table replays a text, with
 // its correlations between stages and along the text. After a text that is not the target's, the
-// row of a pseudo-random position applies. Positions past the end begin again; row r of a batch
-// begins at r * tokens. After a text that is not the target's an n-gram index drafts wrong tokens,
-// since a match goes on.
-//
-// `confidence`: in the shape of `table`, what the drafts publish with these tokens
-// (protocol/confidence.hpp). Empty: not known.
+// row of a pseudo-random position applies. Positions past the end begin again.
 struct Answers {
   std::vector<double> acceptance;
   std::vector<std::uint8_t> table;
-  std::vector<std::uint8_t> confidence;
 };
 
 struct StageModel {
   std::vector<double>
       step_s;  // seconds of a step that feeds [i] + 1 columns; the last for all wider ones
-  double start_s = 0.0;      // when its prompt is ready
-  std::uint32_t device = 0;  // stages with one number share a device
-  double sensitivity = 1.0;  // asynchronous(): to others on its device, times their contention
-  // lockstep(): extra time of the step after another stage's; half of it for the next step, and so
-  // on.
-  double cold_s = 0.0;
+  double start_s = 0.0;                // when its prompt is ready
   std::uint32_t lookahead = 0;         // as in StepPolicy
   std::uint32_t max_draft_tokens = 0;  // as in StepPolicy
-  std::uint32_t min_draft_tokens = 0;  // as in StepPolicy, with the drivers' deadline
-  // Stage 0 as an n-gram index: stage 1 fills its lookahead before each of its own steps, and no
-  // stage waits for it. `step_s[0]`: seconds per token, in the time of stage 1.
-  bool ngram = false;
+  std::uint32_t min_draft_tokens = 0;  // as in StepPolicy, with a deadline
 };
 
 struct Setting {
   std::vector<StageModel> stages;
   Answers answers;
-  std::uint32_t tokens = 0;  // new tokens per row
-  std::uint32_t rows = 1;
+  std::uint32_t tokens = 0;  // new tokens
   std::uint32_t width = 64;  // columns of a step
   std::uint64_t seed = 0;
-  // Drafts stop, and the target acts, by the confidence of the draft tokens, as the drivers do.
-  bool confidence = false;
   // asynchronous() only:
-  double contention = 1.0;  // a step lasts 1 + contention * n as long beside n others on its device
-  // The number of stages of a device that run at once. Of more, the target keeps one core and the
-  // drafts share the others in turn (one core: all share it). 0: enough for all.
-  std::uint32_t cores = 0;
   double patience = 1.5;  // deadline of a wait: this * min_draft_tokens * mean step of upstream
-  double wake_s = 0.0;    // from a publication to the next plan of a stage that slept
-  double late_s = 0.0;    // the same while other stages occupy all cores
   // With fewer draft tokens than `min_draft_tokens`, decode one token and leave the draft tokens
   // alone, instead of sleeping. For targets whose one-token steps cost much less than wider ones.
   bool decode_meanwhile = false;
@@ -85,28 +59,21 @@ struct Setting {
 };
 
 struct StageResult {
-  std::uint64_t steps = 0;      // forwards
-  std::uint64_t drafted = 0;    // draft tokens fed
-  std::uint64_t accepted = 0;   // draft tokens that survived
-  std::uint64_t adopted = 0;    // tokens taken over from downstream
-  std::uint64_t truncated = 0;  // tokens rolled back
+  std::uint64_t steps = 0;     // forwards
+  std::uint64_t drafted = 0;   // draft tokens fed
+  std::uint64_t accepted = 0;  // draft tokens that survived
   std::uint64_t rollbacks = 0;
-  double busy_s = 0.0;                   // in a forward
-  std::vector<std::uint64_t> histogram;  // [n]: row steps that appended n tokens
-  double squared_error = 0.0;            // sum of (predicted chance - outcome)^2 over `outcomes`
-  std::uint64_t outcomes = 0;            // draft tokens that it kept or rejected
+  std::vector<std::uint64_t> histogram;  // [n]: steps that appended n tokens
 };
 
 struct Result {
-  double seconds = 0.0;      // until the target's last row is complete
-  std::uint64_t tokens = 0;  // of all rows
+  double seconds = 0.0;  // until the target's text is complete
+  std::uint64_t tokens = 0;
   std::vector<StageResult> stages;
 };
 
-// Every stage runs whenever plan() finds something to do: the `workers` driver.
+// Every stage runs whenever plan() finds something to do: the asynchronous schedules.
 Result asynchronous(const Setting& setting);
-// The `lockstep` driver: one step at a time, lookahead filled from the smallest draft upwards.
-Result lockstep(const Setting& setting);
 // The published system: minimum lookahead `lookahead`, a request and its acknowledgement after
 // every verification, corrections hop by hop, no bonus adopted, stage 0 without bound.
 Result reference_async(const Setting& setting);
@@ -121,7 +88,6 @@ struct SpdSetting {
   double acceptance = 0.0;
   std::vector<std::uint8_t> table;  // instead: 0 where the draft is right, per position
   std::uint32_t tokens = 0;
-  std::uint32_t rows = 1;
   std::uint64_t seed = 0;
 };
 struct SpdResult {

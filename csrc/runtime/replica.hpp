@@ -5,8 +5,7 @@
 // guarantees of the original (ring.hpp), only later.
 //
 // A message holds the newest state, not a history: what happened between two messages is sent once.
-// Messages of one connection arrive in order and complete. After a new connection both sides
-// restart(), and the sender begins at the prompt.
+// Messages arrive in order and complete. The first one begins at the prompt.
 //
 //   records of 32-bit words, each beginning with its kind
 //   kSequence   stage  row  epoch  length  committed  begin  token[length - begin]
@@ -41,23 +40,18 @@ class Outbox {
         stages_(std::move(stages)),
         tokens_(tokens),
         counters_(counters),
-        controls_(controls) {
-    restart();
-  }
-
-  // The receiver has nothing but the rows' prompts.
-  void restart() {
-    rows_ = block_.active_rows();
-    sent_.assign(stages_.size() * rows_, Sent{});
+        controls_(controls),
+        rows_(block.active_rows()),
+        sent_(stages_.size() * rows_),
+        step_ns_(stages_.size(), 0),
+        lookahead_(block.stages(), kUnknown),
+        limits_(rows_, kUnknown) {
+    // The receiver has nothing but the rows' prompts.
     for (std::size_t i = 0; i < sent_.size(); ++i) {
       const std::uint32_t start = load_relaxed(&block_.span(i % rows_).start);
       sent_[i].committed = start;
       sent_[i].word = {0, start};
     }
-    step_ns_.assign(stages_.size(), 0);
-    lookahead_.assign(block_.stages(), kUnknown);
-    limits_.assign(rows_, kUnknown);
-    next_ = 0;
   }
 
   // Writes what is new into `out`, which has room for `room` words. Returns the words written; 0:
@@ -168,7 +162,7 @@ class Outbox {
   Block block_;
   std::vector<std::uint32_t> stages_;
   bool tokens_, counters_, controls_;
-  std::uint32_t rows_ = 0;
+  std::uint32_t rows_;
   std::vector<Sent> sent_;  // [stages, rows]: what the receiver has
   std::vector<std::uint32_t> step_ns_, lookahead_, limits_;
   std::size_t next_ = 0;
@@ -179,20 +173,8 @@ class Inbox {
  public:
   // `stages`: of the sender. `controls`: whether it is the target's rank.
   Inbox(const Block& block, const std::vector<std::uint32_t>& stages, bool controls)
-      : block_(block), controls_(controls), offsets_(block.stages() * block.rows(), 0) {
+      : block_(block), controls_(controls) {
     for (const std::uint32_t stage : stages) is_senders_[stage] = true;
-  }
-
-  // The sender begins at the prompt again. A draft's process may be a new one, with lower epochs
-  // than before and other tokens, which readers must notice. The target's tokens are the same.
-  void restart() {
-    for (std::uint32_t stage = 0; stage < block_.target(); ++stage) {
-      if (!is_senders_[stage]) continue;
-      for (std::uint32_t row = 0; row < block_.active_rows(); ++row) {
-        offset(stage, row) = Sequence(block_, stage, row).word().epoch + 1;
-        store_relaxed(&block_.published(stage, row).committed, block_.span(row).start);
-      }
-    }
   }
 
   // Applies a message of `count` words, and wakes the stages that wait for it. Returns false for
@@ -215,9 +197,6 @@ class Inbox {
  private:
   static std::uint32_t at(const std::int32_t* words, std::uint32_t i) {
     return static_cast<std::uint32_t>(words[i]);
-  }
-  std::uint32_t& offset(std::uint32_t stage, std::uint32_t row) {
-    return offsets_[stage * block_.rows() + row];
   }
 
   // Returns the words of the record; 0 if it is not valid.
@@ -266,8 +245,8 @@ class Inbox {
   std::uint32_t apply_sequence(const std::int32_t* words, std::uint32_t left, std::uint32_t stage,
                                std::uint32_t row, std::uint32_t& rung) {
     if (left < kSequenceWords) return 0;
-    const std::uint32_t epoch = at(words, 3) + offset(stage, row), length = at(words, 4),
-                        committed = at(words, 5), begin = at(words, 6);
+    const std::uint32_t epoch = at(words, 3), length = at(words, 4), committed = at(words, 5),
+                        begin = at(words, 6);
     const std::uint32_t start = load_relaxed(&block_.span(row).start);
     Published& copy = block_.published(stage, row);
     const Word now = unpack(load_relaxed(&copy.word));
@@ -311,7 +290,6 @@ class Inbox {
   Block block_;
   bool controls_;
   bool is_senders_[kMaxStages] = {};
-  std::vector<std::uint32_t> offsets_;  // [stages, rows]: added to the sender's epochs
 };
 
 }  // namespace pipespec

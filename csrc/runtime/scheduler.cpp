@@ -17,7 +17,7 @@ using u32 = std::uint32_t;
 
 // A stage with nothing in flight is woken by its neighbours. This bounds the cost of a lost notice.
 constexpr std::int64_t kNap = 1'000'000'000;
-constexpr std::int64_t kLongest = 1'000 * kNap;  // for deadlines: sums must not overflow
+constexpr std::int64_t kLongest = 1'000 * kNap;  // of wait(): sums must not overflow
 
 // Whether the row's text has ended in this stage's sequence.
 bool has_ended(const Block& block, const Sequence& sequence, u32 row, u32 length) {
@@ -29,7 +29,7 @@ bool has_ended(const Block& block, const Sequence& sequence, u32 row, u32 length
 }  // namespace
 
 Scheduler::Scheduler(std::shared_ptr<Launcher> launcher, const Options& options,
-                     const ChainPolicy& steering)
+                     const std::vector<u32>& lookahead)
     : launcher_(std::move(launcher)), options_(options) {
   if (!launcher_) throw std::invalid_argument("a scheduler needs a launcher");
   if (options.schedule != Schedule::kStreams && options.schedule != Schedule::kLockstep)
@@ -37,9 +37,6 @@ Scheduler::Scheduler(std::shared_ptr<Launcher> launcher, const Options& options,
   if (options.ahead < 1 || options.ahead > launcher_->depth())
     throw std::invalid_argument("ahead must be 1 to " + std::to_string(launcher_->depth()) +
                                 ", not " + std::to_string(options.ahead));
-  if (!(options.patience >= 0.0 && options.patience <= 1e6))
-    throw std::invalid_argument("patience must be 0 to 1e6, not " +
-                                std::to_string(options.patience));
   target_ = launcher_->shadow().target();
   if (rides(target_)) throw std::invalid_argument("the target needs steps of its own");
   for (u32 s = 0; s <= target_; ++s) {
@@ -48,7 +45,7 @@ Scheduler::Scheduler(std::shared_ptr<Launcher> launcher, const Options& options,
     if (!rides(s)) lanes_[s]->scratch.resize(widest(s));
     target_alone_ &= rides(s) || (s == target_ && launcher_->widths(s).size() == 1);
   }
-  steer(steering);
+  steer(lookahead);
 }
 
 Scheduler::~Scheduler() { stop(); }
@@ -59,7 +56,6 @@ void Scheduler::start() {
   for (const auto& lane : lanes_) {
     lane->in_flight.clear();
     lane->ended = 0;
-    lane->deadline_ns = 0;
     lane->dead = false;
     if (lane->trace != nullptr) lane->trace->clear();
   }
@@ -127,14 +123,12 @@ void Scheduler::join() {
   launcher_->end();
 }
 
-void Scheduler::steer(const ChainPolicy& steering) {
-  if (steering.lookahead.size() != target_)
+void Scheduler::steer(const std::vector<u32>& lookahead) {
+  if (lookahead.size() != target_)
     throw std::invalid_argument("a chain of " + std::to_string(target_ + 1) + " needs " +
                                 std::to_string(target_) + " lookahead values, not " +
-                                std::to_string(steering.lookahead.size()));
-  for (u32 s = 0; s < target_; ++s) lanes_[s]->lookahead = steering.lookahead[s];
-  min_draft_tokens_ = steering.min_draft_tokens;
-  decode_meanwhile_ = steering.decode_meanwhile;
+                                std::to_string(lookahead.size()));
+  for (u32 s = 0; s < target_; ++s) lanes_[s]->lookahead = lookahead[s];
   ring_all();
 }
 
@@ -164,7 +158,7 @@ u32 Scheduler::bucket(u32 stage, u32 columns) const {
   return fits == widths.end() ? widths.back() : *fits;
 }
 
-// The present policy with the widest step and without a wait.
+// The present policy with the widest step. No stage waits for draft tokens: they may never come.
 StepPolicy Scheduler::policy(u32 stage) const {
   const u32 lookahead = stage < target_ ? lanes_[stage]->lookahead.load() : 0;
   const u32 draft_tokens = stage > 0 ? lanes_[stage - 1]->lookahead.load() : 0;
@@ -178,7 +172,6 @@ Scheduler::Outlook Scheduler::look(u32 stage, const StepPolicy& policy) {
   for (u32 row = 0; row < block.header().active_rows; ++row) {
     const Step step = foresee(block, stage, row, policy, lanes_[stage]->scratch.data());
     out.works |= step.query_len > 0;
-    out.waits |= step.action == Action::kWait;
     out.finished &= step.action == Action::kFinished;
     out.columns = std::max(out.columns, step.query_len);
   }
@@ -188,49 +181,18 @@ Scheduler::Outlook Scheduler::look(u32 stage, const StepPolicy& policy) {
 Scheduler::Decision Scheduler::decide(u32 stage) {
   const Lane& lane = *lanes_[stage];
   StepPolicy now = policy(stage);
-  if (stage == target_) {
-    if (lane.in_flight.empty()) return decide_target(now);
-    const bool ahead = target_alone_ && lane.in_flight.size() < options_.ahead;
-    return ahead ? decide_target_ahead(now) : Decision{Decision::kSleep};
+  const bool is_target = stage == target_;
+  if ((!is_target && now.lookahead == 0) || lane.in_flight.size() >= options_.ahead)
+    return {Decision::kSleep};
+  if (!lane.in_flight.empty()) {
+    if (!is_target) return decide_ahead(stage, now);
+    // With drafts, the next step is known when the last one has verified.
+    return target_alone_ ? decide_target_ahead(now) : Decision{Decision::kSleep};
   }
-  if (now.lookahead == 0 || lane.in_flight.size() >= options_.ahead) return {Decision::kSleep};
-  if (!lane.in_flight.empty()) return decide_ahead(stage, now);
   const Outlook outlook = look(stage, now);
-  if (!outlook.works) return {Decision::kSleep};
+  if (!outlook.works)
+    return {is_target && outlook.finished ? Decision::kFinished : Decision::kSleep};
   now.width = bucket(stage, outlook.columns);
-  return {Decision::kLaunch, now};
-}
-
-// The target's next step is known when it has verified. With fewer draft tokens than
-// min_draft_tokens it waits, with a deadline, because they may never come.
-Scheduler::Decision Scheduler::decide_target(const StepPolicy& all) {
-  Lane& lane = *lanes_[target_];
-  StepPolicy now = all;
-  now.min_draft_tokens = min_draft_tokens_;
-  Outlook outlook = look(target_, now);
-  if (outlook.waits) {
-    const std::int64_t time = now_ns();
-    if (lane.deadline_ns == 0) {
-      const Block block = launcher_->shadow();
-      const double step = load_relaxed(&block.status(target_ - 1).step_ns);
-      lane.deadline_ns =
-          time + static_cast<std::int64_t>(std::min(options_.patience * now.min_draft_tokens * step,
-                                                    static_cast<double>(kLongest)));
-    }
-    if (time < lane.deadline_ns) {
-      if (!decode_meanwhile_) return {Decision::kSleep, {}, lane.deadline_ns};
-      now.max_draft_tokens = now.min_draft_tokens = 0;
-      outlook = look(target_, now);
-      now.width = bucket(target_, outlook.columns);
-      return {Decision::kLaunch, now};
-    }
-    now.min_draft_tokens = 0;
-    outlook = look(target_, now);
-  }
-  lane.deadline_ns = 0;
-  if (!outlook.works) return {outlook.finished ? Decision::kFinished : Decision::kSleep};
-  now.min_draft_tokens = 0;  // on a GPU the forward would run in any case
-  now.width = bucket(target_, outlook.columns);
   return {Decision::kLaunch, now};
 }
 
@@ -292,9 +254,7 @@ void Scheduler::run_stage(u32 stage) {
         request_stop();
         continue;
       }
-      std::int64_t nap = lane.in_flight.empty() ? kNap : launcher_->patrol_ns();
-      if (decision.until_ns != 0) nap = std::min(nap, decision.until_ns - now_ns());
-      lane.bell.sleep(heard, nap);
+      lane.bell.sleep(heard, lane.in_flight.empty() ? kNap : launcher_->patrol_ns());
     }
   } catch (const std::exception& error) {
     fail(stage, error.what());

@@ -33,21 +33,12 @@ namespace pipespec {
 
 enum class Schedule : std::int32_t { kStreams = 0, kLockstep = 1 };
 
-// The numbers of SpeculationConfig (python/pipespec/config.py) that may change between any two
-// steps.
-struct ChainPolicy {
-  std::vector<std::uint32_t> lookahead;  // per draft; 0: it rests
-  std::uint32_t min_draft_tokens = 0;    // draft tokens that the target waits for
-  bool decode_meanwhile = false;         // decode single tokens during that wait
-};
-
 struct Options {
   Schedule schedule = Schedule::kStreams;
   // The largest number of steps of a draft in flight. It also holds for the target if the target
   // has one width and no draft is launched: then its next step is known before the last one has
   // ended.
   std::uint32_t ahead = 1;
-  double patience = 1.5;    // deadline of a wait: this * wait * mean step of upstream
   std::uint32_t trace = 0;  // entries per stage that are kept; 0: none are written
 };
 
@@ -71,9 +62,10 @@ class Scheduler {
     bool running;         // false: the text is complete, or stopped, or the target failed
   };
 
-  // Throws std::invalid_argument on settings that make no sense.
+  // `lookahead`: per draft, tokens that it may be ahead of the next stage; 0: it rests. Throws
+  // std::invalid_argument on settings that make no sense.
   Scheduler(std::shared_ptr<Launcher> launcher, const Options& options,
-            const ChainPolicy& steering);
+            const std::vector<std::uint32_t>& lookahead);
   ~Scheduler();  // stops
   Scheduler(const Scheduler&) = delete;
   Scheduler& operator=(const Scheduler&) = delete;
@@ -93,7 +85,7 @@ class Scheduler {
   void finish();
 
   // Holds from the next decision on. Any thread.
-  void steer(const ChainPolicy& steering);
+  void steer(const std::vector<std::uint32_t>& lookahead);
   // The row ends where the target stands. Any thread, while a generation runs.
   void end_row(std::uint32_t row);
   // Stages that failed in this generation, in the order of their failures. Any thread.
@@ -116,7 +108,6 @@ class Scheduler {
     std::deque<Launched> in_flight;
     std::uint64_t ended = 0;
     double step_ns = 0.0;
-    std::int64_t deadline_ns = 0;  // of the present wait; 0: there is none
     bool dead = false;
     std::vector<std::int32_t> scratch;
     std::unique_ptr<TraceBuffer> trace;
@@ -125,14 +116,12 @@ class Scheduler {
   // The combined action of a stage's rows.
   struct Outlook {
     bool works = false;    // some row feeds something
-    bool waits = false;    // some row waits for draft tokens
     bool finished = true;  // every row is complete
     std::uint32_t columns = 0;
   };
   struct Decision {
     enum { kLaunch, kSleep, kFinished } what;
     StepPolicy policy{};
-    std::int64_t until_ns = 0;  // kSleep: 0 for no deadline
   };
 
   bool rides(std::uint32_t stage) const { return launcher_->widths(stage).empty(); }
@@ -143,7 +132,6 @@ class Scheduler {
 
   void run_stage(std::uint32_t stage);
   Decision decide(std::uint32_t stage);
-  Decision decide_target(const StepPolicy& now);
   Decision decide_target_ahead(const StepPolicy& now) const;
   Decision decide_ahead(std::uint32_t stage, StepPolicy now) const;
   void run_lockstep();
@@ -162,8 +150,6 @@ class Scheduler {
   std::uint32_t target_;
   bool target_alone_ = true;  // its next step never depends on the last one
   std::vector<std::unique_ptr<Lane>> lanes_;
-  std::atomic<std::uint32_t> min_draft_tokens_{0};
-  std::atomic<bool> decode_meanwhile_{false};
   std::atomic<bool> over_{true};
   std::atomic<std::uint64_t> target_steps_{0};
   Doorbell caller_;

@@ -52,7 +52,7 @@ class StagePort {
     for (std::uint32_t row = 0; row < active; ++row) {
       const Word before = Sequence(block_, stage_, row).word();
       if (is_confident_) bounded.lookahead = hopeful_lookahead(row, lookahead);
-      const Step step = plan_row(block_, stage_, row, bounded, arrays_, {}, kv_of_);
+      const Step step = plan_row(block_, stage_, row, bounded, arrays_);
       if (is_confident_) note_confidence(row, step);
       published_ |= pack(before) != pack(Sequence(block_, stage_, row).word());
       columns_ = detail::max(columns_, step.query_len);
@@ -60,7 +60,6 @@ class StagePort {
       works |= step.query_len > 0;
       all_finished &= step.action == Action::kFinished;
     }
-    kv_of_ = KvOf::kStage;
     // The neighbours must see the rollback or adoption of plan().
     if (published_) bells_.ring();
     published_ = false;
@@ -74,9 +73,6 @@ class StagePort {
     }
     return action;
   }
-
-  // The next plan() continues the target's keys and values, see KvOf.
-  void continue_target() { kv_of_ = KvOf::kTarget; }
 
   // Whether the planned step selects tokens in some row.
   bool selects() const {
@@ -272,7 +268,6 @@ class StagePort {
   Bells bells_;
   bool published_ = false;
   bool is_confident_ = false;
-  KvOf kv_of_ = KvOf::kStage;
   bool asked_ = false;
   std::uint32_t generation_ = 0;
   bool is_bounded_ = false;

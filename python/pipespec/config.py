@@ -18,10 +18,10 @@ WIDTH = 64
 """Most tokens that one row feeds in one step. A stage that is further behind catches up in several steps."""
 
 PATIENCE = 1.5
-"""Deadline of the wait for ``min_draft_tokens``: this factor times the expected duration of the missing draft steps."""
+"""Deadline of a wait for draft tokens: this factor times the expected duration of the missing draft steps."""
 
 _MAX_TOKENS = 2**31 - 1
-"""Of lookahead and ``min_draft_tokens``: stages hold them in 32 bits."""
+"""Of lookahead: stages hold it in 32 bits."""
 
 _NGRAM_LOOKAHEAD = 8
 """Draft tokens of an n-gram index take no time, but a long verification of wrong ones does."""
@@ -35,14 +35,11 @@ class SpeculationConfig:
     """How a chain runs: one object for pipeline, factory and driver.
 
     :meth:`of` builds it from the arguments of :class:`pipespec.Pipeline`. ``dataclasses.replace`` makes the one for
-    :meth:`pipespec.drivers.base.Driver.steer`; ``lookahead``, ``min_draft_tokens`` and ``decode_meanwhile`` may change between any
-    two steps.
+    :meth:`pipespec.drivers.base.Driver.steer`; ``lookahead`` may change between any two steps.
 
     Args:
         schedule: One of :data:`pipespec.registry.SCHEDULES`.
         lookahead: Per draft, how many tokens it may be ahead of the next stage. 0: the draft rests.
-        min_draft_tokens: Draft tokens that the target waits for if it has fewer. The wait has a deadline, see :data:`PATIENCE`.
-        decode_meanwhile: During that wait, the target decodes one token at a time.
         graphs: Captured steps in ``"plain"`` and ``"lockstep"``; ``"streams"`` always captures.
         trace: Steps per stage that the trace of a call keeps. 0: no trace.
         native: Stages on the CPU run in the native form where there is one, see :mod:`pipespec.engine.native`; captured steps in the fused
@@ -53,7 +50,7 @@ class SpeculationConfig:
         acceptance: One of :data:`ACCEPTANCES`, see :mod:`pipespec.engine.acceptance`.
         translation: The two tokenizers, if the first draft has another one than the target (:class:`pipespec.engine.translation.Translation`).
         confidence: Drafts publish how sure they are of their tokens. They stop, and the target verifies, decodes or waits, by what these tokens
-            are expected to gain; ``lookahead`` and ``min_draft_tokens`` remain as bounds. In ``"lockstep"`` and ``"workers"``.
+            are expected to gain; ``lookahead`` remains as a bound. A wait has a deadline, see :data:`PATIENCE`. In ``"lockstep"`` and ``"workers"``.
         controlled: The controller chooses before each round which draft proposes tokens, and how many, see :mod:`pipespec.engine.controller`. In
             ``"lockstep"`` without captured steps; ``lookahead`` holds for the drafts of drafts.
 
@@ -64,8 +61,6 @@ class SpeculationConfig:
 
     schedule: str = LOCKSTEP.name
     lookahead: tuple[int, ...] = ()
-    min_draft_tokens: int = 0
-    decode_meanwhile: bool = False
     graphs: bool = False
     trace: int = 0
     native: bool = True
@@ -77,7 +72,7 @@ class SpeculationConfig:
     controlled: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("decode_meanwhile", "graphs", "native", "exact", "confidence"):
+        for name in ("graphs", "native", "exact", "confidence"):
             _require_bool(name, getattr(self, name))
         _require_one_of("schedule", self.schedule, SCHEDULES)
         _require_one_of("acceptance", self.acceptance, ACCEPTANCES)
@@ -85,7 +80,6 @@ class SpeculationConfig:
             raise TypeError(f"lookahead must be an integer, or one integer per draft, not {self.lookahead!r}")
         for number in self.lookahead:  # 0: the draft rests
             _require_number("lookahead", number, 0, _MAX_TOKENS)
-        _require_number("min_draft_tokens", self.min_draft_tokens, 0, _MAX_TOKENS)
         if not (_is_integer(self.trace) and self.trace == 0):
             from pipespec_kernels.trace import MOST_ENTRIES
 
@@ -129,7 +123,6 @@ class SpeculationConfig:
         *,
         schedule: str = LOCKSTEP.name,
         lookahead: int | Sequence[int] | None = None,
-        min_draft_tokens: int | None = None,
         graphs: bool | None = None,
         **options: Any,
     ) -> SpeculationConfig:
@@ -140,7 +133,6 @@ class SpeculationConfig:
             schedule: See the class.
             lookahead: One integer for all drafts, or one per draft, each at least 1. Default: ``controlled`` in lockstep where that is possible, with
                 4 for drafts of drafts; otherwise 4 in lockstep, 8 in other schedules and for an n-gram index, 16 with ``confidence``.
-            min_draft_tokens: Default: 0, since a wide forward on a CPU costs more than a narrow one.
             graphs: See the class. Default: only in schedules whose steps are all captured.
             **options: Other fields of the class. Those of drafts have no effect without drafts.
 
@@ -150,8 +142,7 @@ class SpeculationConfig:
         """
         if graphs is not None:
             _require_bool("graphs", graphs)
-        minimum = 0 if min_draft_tokens is None else min_draft_tokens
-        config = cls(schedule=schedule, min_draft_tokens=minimum, graphs=bool(graphs), **options)
+        config = cls(schedule=schedule, graphs=bool(graphs), **options)
         config = replace(config, graphs=config.graphs or config.row.is_captured)
         if num_drafts == 0 or not config.row.has_drafts:
             of_target = {name: getattr(config, name) for name in ("graphs", "trace", "native", "exact")}
@@ -167,8 +158,6 @@ class SpeculationConfig:
         config = replace(config, lookahead=per_draft)
         if len(config.lookahead) != num_drafts:
             raise ValueError(f"lookahead: one per draft, {num_drafts}, not {len(config.lookahead)}")
-        if config.decode_meanwhile and config.min_draft_tokens == 0:
-            raise ValueError("decode_meanwhile=True needs min_draft_tokens of at least 1")
         return config
 
     @property

@@ -19,7 +19,6 @@ OPTIONS = {
     "translation": "a draft with another tokenizer",
     "confidence": "confidence=True",
     "acceptance": "rejection sampling (acceptance=)",
-    "decode_meanwhile": "decode_meanwhile=True",
 }
 """The options of :class:`pipespec.config.SpeculationConfig` that some schedules do not take, and how messages call them."""
 
@@ -47,7 +46,6 @@ class Schedule:
         controlled: The driver class in which the controller chooses the number of draft tokens, if there is one.
         needs: What it needs; empty: nothing but the models.
         has_drafts: Whether drafts take part.
-        is_asynchronous: Whether drafts run while the target works, so that it may wait for draft tokens.
         has_processes: Whether each draft runs in a process of its own, which shares its weights.
         join: Where each model is in a process that a launcher has started, the function that takes this one's place, ``"module:function"``.
     """
@@ -62,7 +60,6 @@ class Schedule:
     controlled: str = ""
     needs: str = ""
     has_drafts: bool = True
-    is_asynchronous: bool = False
     has_processes: bool = False
     join: str = ""
 
@@ -114,9 +111,8 @@ WORKERS = Schedule(
     "pipespec.drivers.workers.driver:WorkersDriver",
     "each draft in a process of its own, the target in yours, all at once",
     "stages with a NUMA node or a device each; drafts that must not share a process with the target",
-    frozenset({"ngram", "translation", "confidence", "decode_meanwhile"}),
+    frozenset({"ngram", "translation", "confidence"}),
     lookahead=8,
-    is_asynchronous=True,
     has_processes=True,
 )
 STREAMS = Schedule(
@@ -124,22 +120,20 @@ STREAMS = Schedule(
     "pipespec.drivers.graphed.streams:StreamsDriver",
     "in one process, a thread and a CUDA stream per stage, each step a captured graph",
     "several GPUs",
-    frozenset({"graphs", "decode_meanwhile"}),
+    frozenset({"graphs"}),
     lookahead=8,
     captured="pipespec.drivers.graphed.streams:StreamsDriver",
     needs="GPUs",
-    is_asynchronous=True,
 )
 RANKS = Schedule(
     "ranks",
     "pipespec.drivers.ranks.driver:RanksDriver",
     "each stage in a process that torchrun has started, on any machine",
     "[several machines](several-machines.md)",
-    frozenset({"ngram", "translation", "decode_meanwhile"}),
+    frozenset({"ngram", "translation"}),
     lookahead=8,
     needs="processes that torchrun starts",
     join="pipespec.drivers.ranks.membership:join",
-    is_asynchronous=True,
 )
 
 SCHEDULES: Mapping[str, Schedule] = {row.name: row for row in (LOCKSTEP, WORKERS, STREAMS, RANKS, PLAIN)}

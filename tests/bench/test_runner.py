@@ -267,18 +267,17 @@ def test_a_sweep_has_one_system_per_point() -> None:
     config = BenchConfig(
         systems=("lockstep", "workers", "published-asynchronous", "ngram", "ppsd", "eagle3"),
         lookahead=(0, 2, 5),
-        min_draft_tokens=(0, 2),
         chains="whole",
     )
     systems = systems_of(config, ["a", "b"])
     keys = [s.key for s in systems]
     assert keys[0] == "hf"
-    assert {"lockstep-a+b-L2", "workers-a+b-L5-w2", "published-asynchronous-a+b-L0", "ngram-L5"} <= set(keys)
+    assert {"lockstep-a+b-L2", "workers-a+b-L5", "published-asynchronous-a+b-L0", "ngram-L5"} <= set(keys)
     assert "lockstep-a+b-L0" not in keys  # a draft needs a lookahead of 1
-    assert len(keys) == len(set(keys)) == 1 + 2 + 4 + 3 + 2 + 1 + 1
+    assert len(keys) == len(set(keys)) == 1 + 2 + 2 + 3 + 2 + 1 + 1
     by_key = {s.key: s for s in systems}
-    assert by_key["workers-a+b-L5-w2"].axes == {"lookahead": 5, "min_draft_tokens": 2}
-    assert by_key["workers-a+b-L5-w2"].lookahead == [5, 5]
+    assert by_key["workers-a+b-L5"].axes == {"lookahead": 5}
+    assert by_key["workers-a+b-L5"].lookahead == [5, 5]
     assert by_key["eagle3"].not_measured
 
 

@@ -197,8 +197,6 @@ def check_one_of(error: Exception, *names: str) -> None:
 OPTIONS = [
     "schedule",
     "lookahead",
-    "min_draft_tokens",
-    "decode_meanwhile",
     "graphs",
     "trace",
     "native",
@@ -209,7 +207,6 @@ OPTIONS = [
 _LIKELY = {
     "schedule": st.sampled_from(["plain", "lockstep", "workers", "streams", "ranks"]),
     "lookahead": st.one_of(st.integers(0, 9), st.lists(st.integers(0, 9), max_size=3)),
-    "min_draft_tokens": st.integers(-1, 9),
     "trace": st.integers(-1, 9),
     "acceptance": st.sampled_from(["coupled", "rejection"]),
 }
@@ -220,7 +217,7 @@ _LIKELY = {
 @example(data=None, drafts=1)
 def test_speculation_configs(data, drafts) -> None:
     if data is None:
-        for name in ("decode_meanwhile", "graphs", "native", "exact", "confidence"):
+        for name in ("graphs", "native", "exact", "confidence"):
             with pytest.raises(TypeError, match=name):
                 SpeculationConfig.of(1, **{name: "no"})
         return
@@ -233,10 +230,7 @@ def test_speculation_configs(data, drafts) -> None:
         return
     assert len(config.lookahead) in (0, drafts)
     assert all(type(n) is int and n >= 1 for n in config.lookahead)
-    assert all(
-        type(getattr(config, name)) is bool for name in ("decode_meanwhile", "graphs", "native", "exact", "confidence")
-    )
-    assert type(config.min_draft_tokens) is int
+    assert all(type(getattr(config, name)) is bool for name in ("graphs", "native", "exact", "confidence"))
     assert type(config.trace) is int
     assert config.max_draft_tokens(drafts) >= 0
 

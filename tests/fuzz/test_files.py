@@ -192,7 +192,7 @@ def test_configurations(tmp_path: Path, content) -> None:
         isinstance(name, str)
         for name in (*config.drafts, *config.systems, *config.device, *config.planted, *config.module)
     )
-    assert all(isinstance(n, int) for n in (*config.lookahead, *config.min_draft_tokens, *config.stages))
+    assert all(isinstance(n, int) for n in (*config.lookahead, *config.stages))
     assert all(0 <= a <= 1 for a in config.agreement)
     assert config.sampling
     assert all(isinstance(d.name, str) and d.typical_tokens >= 1 for d in config.dataset)

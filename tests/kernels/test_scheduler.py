@@ -96,8 +96,6 @@ def test_plain_text(schedule: str, shadowed: bool, wrong_every: tuple[int, ...],
     scheduler = Scheduler(
         launcher,
         lookahead=(4,) * len(wrong_every),
-        min_draft_tokens=2,
-        decode_meanwhile=shadowed,
         schedule=schedule,
         ahead=2,
         trace=1000,
@@ -193,7 +191,7 @@ def test_steering_and_ending_rows_while_it_runs() -> None:
     def on_commit() -> None:
         nonlocal commits, seen
         commits += 1
-        scheduler.steer(lookahead=(commits % 4, commits % 7), min_draft_tokens=commits % 3)
+        scheduler.steer((commits % 4, commits % 7))
         if commits == 5:
             scheduler.end_row(0)
         if commits == 9:
@@ -206,7 +204,7 @@ def test_steering_and_ending_rows_while_it_runs() -> None:
         assert len(text) < 400
         assert text == plain(PROMPTS[row], 400)[: len(text)]
     with pytest.raises(ValueError, match="needs 2 lookahead"):
-        scheduler.steer(lookahead=(1,))
+        scheduler.steer((1,))
 
 
 def test_ctrl_c_stops_the_stages(no_thread_is_left: None) -> None:
@@ -329,8 +327,6 @@ def test_bad_settings_are_refused() -> None:
         Scheduler(launcher, lookahead=(3, 3))
     with pytest.raises(ValueError, match="ahead must be 1 to 8"):
         Scheduler(launcher, lookahead=(3,), ahead=0)
-    with pytest.raises(ValueError, match="patience"):
-        Scheduler(launcher, lookahead=(3,), patience=float("nan"))
     with pytest.raises(ValueError, match="2 stages, but there are 1 models"):
         HostLauncher(block, models[:1], [1])
     with pytest.raises(ValueError, match="widths"):

@@ -191,19 +191,15 @@ class Models {
   std::vector<std::atomic<u32>> steps_;
 };
 
-inline ChainPolicy any_policy(u32 stages, Random& random) {
-  ChainPolicy out;
-  for (u32 s = 0; s + 1 < stages; ++s)
-    out.lookahead.push_back(random.pick({0u, 1u, 3u, 8u, 20u, ~0u}));
-  out.min_draft_tokens = random.pick({0u, 0u, 2u, 6u});
-  out.decode_meanwhile = random.chance(0.5);
+inline std::vector<u32> any_lookahead(u32 stages, Random& random) {
+  std::vector<u32> out;
+  for (u32 s = 0; s + 1 < stages; ++s) out.push_back(random.pick({0u, 1u, 3u, 8u, 20u, ~0u}));
   return out;
 }
 
 inline Options any_options(Random& random) {
   return {.schedule = random.chance(0.3) ? Schedule::kLockstep : Schedule::kStreams,
           .ahead = 1 + random.below(4),
-          .patience = random.pick({0.0, 1.5, 20.0}),
           .trace = random.pick({0u, 3u, 1000u})};
 }
 

@@ -29,11 +29,11 @@ TEST(any_timing_gives_the_plain_text) {
     const Task task(stages, 1 + random.below(3), 24, seed);
     Chain chain(task, any_widths(random), random.chance(0.5));
     Options options = any_options(random);
-    ChainPolicy policy = any_policy(stages, random);
+    std::vector<u32> policy = any_lookahead(stages, random);
     if (seed % 5 == 0) {  // in rounds, the tokens drafted and verified do not depend on timing
       options.schedule = Schedule::kLockstep;
       options.trace = 1000;
-      policy.lookahead.assign(stages - 1, 4);
+      policy.assign(stages - 1, 4);
     }
     Scheduler scheduler(chain.launcher(), options, policy);
     for (u32 texts = 1 + random.below(2); texts > 0; --texts) {
@@ -118,7 +118,7 @@ TEST(a_stage_without_widths_rides_in_anothers_steps) {
           1);
       whole = &chain;
       {
-        Scheduler scheduler(chain.launcher(), {.schedule = schedule}, {.lookahead = {3}});
+        Scheduler scheduler(chain.launcher(), {.schedule = schedule}, {3});
         scheduler.start();
         scheduler.finish();
         CHECK(scheduler.failures().empty());
@@ -150,7 +150,7 @@ TEST(a_stage_without_widths_rides_in_anothers_steps) {
     std::vector<u32> none_;
   };
   const fake::BlockMemory memory(2, 1, 16);
-  CHECK_THROWS(Scheduler(std::make_shared<Nowhere>(memory.block()), {}, {.lookahead = {3}}));
+  CHECK_THROWS(Scheduler(std::make_shared<Nowhere>(memory.block()), {}, {3}));
 }
 
 // A draft that is always right and a target with room for its draft tokens: the pipeline
@@ -163,24 +163,23 @@ TEST(draft_tokens_are_used) {
       task.limits = {static_cast<u32>(task.prompts[0].size()) + 200};
       for (Model& model : task.models) model.accuracy = 1.0;
       task.pauses_us = {0, 0, 0};
-      // The target's first step finds no draft tokens. Then it waits for tokens that are certain to
-      // come: long steps make the deadline longer than any machine needs.
-      const StageStatus* draft = nullptr;
+      // The target's first step, which finds no draft tokens, ends when there are some.
+      const Chain* made = nullptr;
       const Hook hook = [&](u32 stage, u32 step) {
-        if (stage == 1) usleep(100);
-        if (stage == 2 && step == 0)
-          CHECK(check::eventually([&] { return load_relaxed(&draft->step_ns) > 0; }));
+        if (stage != 2 || step != 0 || schedule == Schedule::kLockstep) return;
+        const Block shadow = made->launcher()->shadow();
+        const u32 least = static_cast<u32>(task.prompts[0].size()) + 2;
+        CHECK(check::eventually([&] { return Sequence(shadow, 1, 0).word().length >= least; }));
       };
       Chain chain(task, {1, 2, 4, 8, 16}, shadowed, hook);
-      draft = &chain.launcher()->shadow().status(1);
-      Scheduler scheduler(chain.launcher(), {.schedule = schedule, .patience = 1e6},
-                          {.lookahead = {8, 8}, .min_draft_tokens = 8});
+      made = &chain;
+      Scheduler scheduler(chain.launcher(), {.schedule = schedule}, {8, 8});
       scheduler.start();
       scheduler.finish();
       chain.check_text();
       const Counters& counters = chain.block().priv(2, 0).counters;
       CHECK_EQ(counters.accepted, counters.drafted);
-      // 9 tokens per step, except the steps before the first draft's step time is known.
+      // 9 tokens per step.
       if (schedule == Schedule::kLockstep) CHECK_EQ(counters.steps, u64{(200 + 8) / 9});
       CHECK(counters.accepted > 0);
     }
@@ -197,85 +196,13 @@ TEST(acceptance_recovers) {
   for (u32 s = 0; s < 2; ++s) task.models[s].wrong_at = 20;
   task.pauses_us = {0, 0, 0};
   Chain chain(task, {1, 4, 16}, true);
-  Scheduler scheduler(chain.launcher(), {.schedule = Schedule::kLockstep}, {.lookahead = {4, 8}});
+  Scheduler scheduler(chain.launcher(), {.schedule = Schedule::kLockstep}, {4, 8});
   scheduler.start();
   scheduler.finish();
   chain.check_text();
   const Counters& counters = chain.block().priv(2, 0).counters;
   CHECK(counters.drafted - counters.accepted <= 8);
   CHECK(counters.steps <= 200 / 9 + 4);
-}
-
-// A wait for draft tokens that cannot come ends at its deadline, with and without decode_meanwhile.
-// There is no wait for a dead stage.
-TEST(waiting_ends) {
-  for (const bool decode_meanwhile : {false, true}) {
-    for (const u32 lookahead : {1u, 4u}) {
-      Task task(2, 1, 60, 3);
-      task.truth.eos_rate = 0;
-      task.limits = {static_cast<u32>(task.prompts[0].size()) + 60};
-      task.pauses_us = {200, 0};
-      const Hook hook = [&](u32 stage, u32 step) {
-        if (stage == 0 && step == 20) throw Failure("gone");
-      };
-      Chain chain(task, {1, 2, 8}, Chain::kFailsAlone, hook);
-      Scheduler scheduler(
-          chain.launcher(), {.patience = 3.0},
-          {.lookahead = {lookahead}, .min_draft_tokens = 5, .decode_meanwhile = decode_meanwhile});
-      scheduler.start();
-      scheduler.finish();
-      chain.check_text();
-    }
-  }
-}
-
-// With decode_meanwhile the target continues by itself: here the draft waits for the target.
-TEST(the_target_decodes_while_it_waits) {
-  Task task(2, 1, 60, 3);
-  task.truth.eos_rate = 0;
-  task.limits = {static_cast<u32>(task.prompts[0].size()) + 60};
-  task.models[0].accuracy = 1.0;
-  std::atomic<u32> verified{0};
-  const Hook hook = [&](u32 stage, u32 step) {
-    if (stage == 1) ++verified;
-    if (stage == 0 && step == 3) CHECK(check::eventually([&] { return verified >= 20; }));
-  };
-  Chain chain(task, {1, 2, 8}, true, hook);
-  Scheduler scheduler(chain.launcher(), {.patience = 1e6, .trace = 1000},
-                      {.lookahead = {8}, .min_draft_tokens = 5, .decode_meanwhile = true});
-  scheduler.start();
-  scheduler.finish();
-  chain.check_text();
-  for (const TraceEntry& entry : scheduler.trace(1)) CHECK(entry.fed > 1 || entry.width == 1);
-}
-
-// Without decode_meanwhile the target gets its draft tokens: each step is as wide as requested,
-// except the first, before a step time is known, and the last, which has no room.
-TEST(the_target_gets_the_draft_tokens_it_waits_for) {
-  Task task(2, 1, 60, 3);
-  task.truth.eos_rate = 0;
-  task.limits = {static_cast<u32>(task.prompts[0].size()) + 100};
-  task.models[0].accuracy = 1.0;
-  task.pauses_us = {0, 0};
-  const StageStatus* draft = nullptr;
-  const Hook hook = [&](u32 stage, u32 step) {
-    if (stage == 0) usleep(100);  // the deadline is long, on any machine
-    if (stage == 1 && step == 0)
-      CHECK(check::eventually([&] { return load_relaxed(&draft->step_ns) > 0; }));
-  };
-  Chain chain(task, {1, 2, 8}, true, hook);
-  draft = &chain.launcher()->shadow().status(0);
-  Scheduler scheduler(chain.launcher(), {.ahead = 2, .patience = 1e6, .trace = 1000},
-                      {.lookahead = {7}, .min_draft_tokens = 5});
-  scheduler.start();
-  scheduler.finish();
-  chain.check_text();
-  u32 left = 100;
-  for (const TraceEntry& step : scheduler.trace(1)) {
-    CHECK(step.step == 0 || step.draft_tokens >= std::min(5u, left - 1));
-    left -= step.accepted + 1;
-  }
-  CHECK_EQ(left, 0u);
 }
 
 // --- failures ------------------------------------------------------------------------------------
@@ -293,7 +220,7 @@ TEST(drafts_fail_at_every_step) {
       if (step == fails_at[stage]) throw Failure("stage " + std::to_string(stage) + " is tired");
     };
     Chain chain(task, any_widths(random), Chain::kFailsAlone && random.chance(0.5), hook);
-    Scheduler scheduler(chain.launcher(), any_options(random), any_policy(stages, random));
+    Scheduler scheduler(chain.launcher(), any_options(random), any_lookahead(stages, random));
     scheduler.start();
     scheduler.finish();
     if (!chain.check_text()) {
@@ -398,7 +325,7 @@ TEST(launches_are_refused_and_notices_lost) {
     Chain chain(task, {1, 4}, seed % 2 == 0);
     Options options = any_options(random);
     const auto launcher = std::make_shared<Unreliable>(chain.launcher(), refused, at, 8);
-    Scheduler scheduler(launcher, options, {.lookahead = std::vector<u32>(stages - 1, 4)});
+    Scheduler scheduler(launcher, options, std::vector<u32>(stages - 1, 4));
     scheduler.start();
     try {
       scheduler.finish();
@@ -429,7 +356,7 @@ TEST(a_failing_target_ends_the_text_with_its_cause) {
     };
     Chain chain(task, {1, 4}, Chain::kFailsAlone && at % 2 == 0, hook);
     Options options = any_options(random);
-    Scheduler scheduler(chain.launcher(), options, {.lookahead = {2, 2}});
+    Scheduler scheduler(chain.launcher(), options, {2, 2});
     scheduler.start();
     std::string said;
     try {
@@ -463,7 +390,7 @@ TEST(stops_at_every_step) {
       if (forwards++ == stop_at && inside) running.load()->request_stop();
     };
     Chain chain(task, any_widths(random), random.chance(0.5), hook);
-    Scheduler scheduler(chain.launcher(), any_options(random), any_policy(stages, random));
+    Scheduler scheduler(chain.launcher(), any_options(random), any_lookahead(stages, random));
     running = &scheduler;
     scheduler.start();
     if (inside) {
@@ -497,7 +424,7 @@ TEST(destruction_is_a_stop) {
   for (u32 i = 0; i < trials(10, 40); ++i) {
     const Task task(4, 2, 60, i);
     Chain chain(task, {1, 8}, i % 2 == 0);
-    Scheduler scheduler(chain.launcher(), {}, {.lookahead = {3, 4, 5}});
+    Scheduler scheduler(chain.launcher(), {}, {3, 4, 5});
     scheduler.start();
     usleep(i * 10);
   }
@@ -512,14 +439,14 @@ TEST(policies_change_while_running) {
     const u32 stages = 2 + seed % 4;
     const Task task(stages, 1 + random.below(2), 100, seed);
     Chain chain(task, any_widths(random), random.chance(0.5));
-    Scheduler scheduler(chain.launcher(), any_options(random), any_policy(stages, random));
+    Scheduler scheduler(chain.launcher(), any_options(random), any_lookahead(stages, random));
     scheduler.start();
     u64 steps = 0;
     while (true) {
       const Scheduler::Progress progress = scheduler.wait(steps, kSecond);
       if (!progress.running) break;
       steps = progress.steps;
-      scheduler.steer(any_policy(stages, random));
+      scheduler.steer(any_lookahead(stages, random));
       for (u32 s = 0; s < stages; ++s) scheduler.trace(s);  // may be read at any moment
     }
     scheduler.finish();
@@ -538,7 +465,7 @@ TEST(rows_are_ended_from_outside) {
     task.limits = {250, 250};
     Chain chain(task, {1, 4, 8}, seed % 2 == 0);
     const Options options = any_options(random);
-    Scheduler scheduler(chain.launcher(), options, {.lookahead = {3, 3}});
+    Scheduler scheduler(chain.launcher(), options, {3, 3});
     scheduler.start();
     u32 stood[2];
     for (const u32 r : {0u, 1u}) {
@@ -573,7 +500,7 @@ TEST(a_draft_launches_ahead) {
   Chain chain(task, {1, 8}, false, hook);
   const auto launcher = std::make_shared<Counting>(chain.launcher(), 0);
   draft = launcher.get();
-  Scheduler scheduler(launcher, {.ahead = 2, .trace = 1000}, {.lookahead = {4}});
+  Scheduler scheduler(launcher, {.ahead = 2, .trace = 1000}, {4});
   scheduler.start();
   scheduler.finish();
   chain.check_text();
@@ -608,7 +535,7 @@ TEST(a_target_alone_launches_ahead) {
     Chain chain(task, {1 + 3 * riding}, random.chance(0.5), hook, riding);
     whole = &chain;
     Scheduler scheduler(chain.launcher(), {.ahead = ahead, .trace = 1000},
-                        {.lookahead = std::vector<u32>(riding, 3)});
+                        std::vector<u32>(riding, 3));
     scheduler.start();
     scheduler.finish();
     if (!chain.check_text() || (riding == 0 && !chain.check_caches()) ||
@@ -650,7 +577,7 @@ TEST(the_caller_follows_the_target) {
   task.truth.eos_rate = 0;
   task.limits = {240};
   Chain chain(task, {1, 4}, true);
-  Scheduler scheduler(chain.launcher(), {}, {.lookahead = {3}});
+  Scheduler scheduler(chain.launcher(), {}, {3});
   scheduler.start();
   u64 steps = 0;
   while (true) {
@@ -686,7 +613,7 @@ TEST(no_step_is_launched_in_vain) {
   };
   Chain chain(task, {1, 8}, false, slow_target);
   block = &chain.block();
-  Scheduler scheduler(chain.launcher(), {.trace = 1000}, {.lookahead = {4}});
+  Scheduler scheduler(chain.launcher(), {.trace = 1000}, {4});
   scheduler.start();
   scheduler.finish();
   chain.check_text();

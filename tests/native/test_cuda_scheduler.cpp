@@ -358,7 +358,7 @@ TEST(the_log_sums_over_all_rows) {
   for (u32 seed = 0; seed < trials(1, 20); ++seed) {
     const Task task(3, 40, 12, seed + 1);
     Chain chain(task, {4}, seed % 2 == 0);
-    Scheduler scheduler(chain.launcher(), {.trace = 10'000}, {.lookahead = {3, 3}});
+    Scheduler scheduler(chain.launcher(), {.trace = 10'000}, {3, 3});
     scheduler.start();
     scheduler.finish();
     if (!chain.check_text() || !chain.check_shadow(chain.launcher()->shadow())) return;
@@ -426,7 +426,7 @@ TEST(every_call_may_fail) {
     Chain chain(task, any_widths(random), false);
     const u64 before = fake_cudart::calls();
     Scheduler scheduler(chain.launcher(), {.ahead = 1 + random.below(4)},
-                        {.lookahead = std::vector<u32>(stages - 1, 4)});
+                        std::vector<u32>(stages - 1, 4));
     // First most of the calls of begin(), then any call.
     const u32 at = seed % 3 == 0 ? random.below(60) : random.below(400);
     fake_cudart::fail_call("", before + at, cudaErrorMemoryAllocation);
@@ -481,8 +481,7 @@ TEST(a_device_breaks_at_any_moment) {
     const u32 stages = 2 + seed % 4, breaks = random.below(stages);
     const LongTask task(stages, 1, seed);
     Chain chain(task, any_widths(random), false);
-    Scheduler scheduler(chain.launcher(), any_options(random),
-                        {.lookahead = std::vector<u32>(stages - 1, 4)});
+    Scheduler scheduler(chain.launcher(), any_options(random), std::vector<u32>(stages - 1, 4));
     const u32 after_us = random.below(3000);
     std::thread breaker([&] {
       usleep(after_us);

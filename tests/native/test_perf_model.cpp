@@ -11,13 +11,12 @@ using u32 = std::uint32_t;
 
 namespace {
 
-// Stages with one step time each, every one on a device of its own.
+// Stages with one step time each.
 Setting chain(std::vector<double> steps, std::vector<double> acceptance, u32 tokens = 20000) {
   Setting setting;
   for (u32 s = 0; s < steps.size(); ++s) {
     StageModel stage;
     stage.step_s = {steps[s]};
-    stage.device = s;
     stage.lookahead = 60;
     stage.max_draft_tokens = s > 0 ? 60 : 0;
     setting.stages.push_back(stage);
@@ -53,7 +52,6 @@ TEST(a_chain_of_one_is_plain_decoding) {
   const Result result = asynchronous(setting);
   CHECK_EQ(result.seconds, 53.0);
   CHECK_EQ(result.stages[0].steps, 100u);
-  CHECK_EQ(lockstep(setting).seconds, 53.0);
 }
 
 TEST(useless_drafts_cost_nothing_on_a_device_of_their_own) {
@@ -87,8 +85,8 @@ TEST(the_same_seed_gives_the_same_run) {
   Setting setting = chain({1.1, 4.3, 21.7}, {0.8, 0.8}, 2000);
   setting.stages[2].min_draft_tokens = 3;
   using Function = Result (*)(const Setting&);
-  for (const Function f : {Function{asynchronous}, Function{lockstep}, Function{reference_async},
-                           Function{reference_sync}}) {
+  for (const Function f :
+       {Function{asynchronous}, Function{reference_async}, Function{reference_sync}}) {
     setting.seed = 7;
     const Result first = f(setting);
     CHECK_EQ(f(setting).seconds, first.seconds);
@@ -104,9 +102,6 @@ TEST(a_replayed_text_is_the_text) {
   Setting setting = chain({1.0, 5.0}, {}, 1000);
   for (u32 p = 0; p < 1000; ++p) setting.answers.table.push_back(p % 5 == 4);
   setting.stages[0].lookahead = setting.stages[1].max_draft_tokens = 9;
-  const Result sync = lockstep(setting);
-  CHECK_EQ(sync.stages[1].steps, 200u);
-  CHECK_EQ(sync.stages[1].accepted, 800u);
   const Result reference = reference_sync(setting);
   CHECK_EQ(reference.stages[1].accepted, 799u);  // its first token comes from the prefill
 }
@@ -126,31 +121,6 @@ TEST(answers_that_agree_with_each_other_are_seen_to_agree) {
       CHECK_EQ(result.stages[1].accepted, 0u);
     }
   }
-}
-
-TEST(rows_share_their_steps) {
-  Setting setting = chain({1, 10}, {0.8}, 5000);
-  const double alone = asynchronous(setting).seconds;
-  setting.rows = 8;
-  const Result batch = asynchronous(setting);
-  CHECK_EQ(batch.tokens, 40000u);
-  CHECK(batch.seconds > alone);  // the slowest row decides
-  CHECK(batch.seconds < 2 * alone);
-}
-
-TEST(stages_on_one_device_slow_each_other_down) {
-  Setting setting = chain({1, 10}, {0.8}, 5000);
-  const double apart = asynchronous(setting).seconds;
-  setting.stages[1].device = 0;
-  setting.contention = 0.0;
-  CHECK_EQ(asynchronous(setting).seconds, apart);
-  setting.contention = 1.0;
-  const Result together = asynchronous(setting);
-  CHECK(together.seconds > 1.5 * apart);
-  double work = 0.0;  // processor sharing does no more than one second of work in a second
-  work += static_cast<double>(together.stages[0].steps) * 1;
-  work += static_cast<double>(together.stages[1].steps) * 10;
-  CHECK(work <= together.seconds * (1 + 1e-9));
 }
 
 TEST(a_wait_ends_at_its_deadline) {
@@ -196,7 +166,7 @@ TEST(nonsense_is_refused) {
   CHECK_THROWS(asynchronous(both));
   Setting ragged = chain({1, 2, 3}, {});
   ragged.answers.table = {0, 1, 0};
-  CHECK_THROWS(lockstep(ragged));
+  CHECK_THROWS(asynchronous(ragged));
   Setting stuck = chain({1, 2}, {0.5});
   stuck.stages[1].min_draft_tokens = 8;  // more than the draft's lookahead lets it be ahead
   stuck.stages[1].max_draft_tokens = 8;

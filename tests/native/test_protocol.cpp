@@ -462,53 +462,6 @@ TEST(a_draft_keeps_what_it_has_beyond_an_agreeing_target) {
   CHECK_EQ(chain.sequence(0).committed(), kStart + 3);
 }
 
-TEST(a_draft_in_the_targets_cache_continues_the_targets_keys_and_values) {
-  for (u32 wrong = 0; wrong < 6; ++wrong) {
-    for (u32 verified = 0; verified < 6; ++verified) {
-      Chain chain(kTruth, {wrong_at(kStart + wrong), right()}, kPrompt, 60);
-      for (int i = 0; i < 5; ++i) chain.step(0, policy(5));
-      chain.step(1, policy(8, verified));
-      Tokens fed(32);
-      const Step step = plan(chain.block(), 0, 0, policy(5), fed.data(), OneLane{}, KvOf::kTarget);
-      // All accepted, some rejected, or some not verified: it feeds what follows the target's
-      // count.
-      CHECK_EQ(step.kv, chain.kv(1));
-      CHECK_EQ(chain.kv(0), chain.kv(1));
-      CHECK_EQ(step.query_len, chain.length(0) - chain.kv(1));
-      for (u32 i = 0; i < step.query_len; ++i)
-        CHECK_EQ(fed[i], chain.sequence(0).token(step.kv + i));
-      CHECK_EQ(chain.sequence(0).committed(), chain.length(1));
-    }
-  }
-}
-
-TEST(a_port_continues_the_targets_keys_and_values_once) {
-  fake::BlockMemory memory(2, 1, 64);
-  reset(memory.block(), {kStart}, {60}, {kPrompt.back()}, {});
-  start(memory.block(), 1);
-  StagePort draft(memory.block(), 0, 16), target(memory.block(), 1, 16);
-  const auto step = [](StagePort& port, u32 lookahead, u32 draft_tokens) {
-    CHECK_EQ(port.plan(lookahead, draft_tokens, 0), Action::kStep);
-    const Tokens selected(16, 9);
-    const std::int32_t fed = port.query_lens()[0];
-    port.commit(selected.data(), 16);
-    return fed;
-  };
-  for (int i = 0; i < 3; ++i) CHECK_EQ(step(draft, 3, 0), 1);
-  CHECK_EQ(step(target, 0, 8), 4);
-  CHECK_EQ(step(draft, 3, 0), 2);  // its own last token and the bonus
-  for (int i = 0; i < 2; ++i) CHECK_EQ(step(draft, 3, 0), 1);
-  CHECK_EQ(step(target, 0, 8), 4);
-  draft.continue_target();
-  CHECK_EQ(step(draft, 3, 0), 1);
-  CHECK_EQ(step(target, 0, 0), 1);
-  for (int i = 0; i < 2; ++i)
-    CHECK_EQ(step(draft, 3, 0), 1);  // what it has beyond the target is still there
-  CHECK_EQ(step(target, 0, 0), 1);
-  draft.continue_target();
-  CHECK_EQ(step(draft, 3, 0), 2);  // that was overwritten
-}
-
 TEST(every_stage_follows_the_target_directly) {
   // All drafts wrong in the same place; the middle ones take no step between.
   const u32 differs = kStart + 2;

@@ -131,7 +131,7 @@ def test_attach_has_the_same_default(nodes):
 
 def test_defaults_of_each_schedule():
     assert SpeculationConfig.of(2, schedule="lockstep").lookahead == (4, 4)
-    assert SpeculationConfig.of(2, schedule="workers", min_draft_tokens=3).lookahead == (8, 8)
+    assert SpeculationConfig.of(2, schedule="workers").lookahead == (8, 8)
     streams = SpeculationConfig.of(1, schedule="streams", lookahead=[3])
     assert (streams.lookahead, streams.graphs) == ((3,), True)
     assert SpeculationConfig.of(0, schedule="streams") == SpeculationConfig(schedule="plain", graphs=True)
@@ -154,18 +154,10 @@ def test_numbers_of_a_stage():
         (TypeError, "lookahead must be an integer", {"lookahead": [1.5, 2]}),
         (ValueError, "lookahead must be at least 1", {"lookahead": [2, 0]}),
         (ValueError, "one per draft, 2, not 3", {"lookahead": [2, 2, 2]}),
-        (TypeError, "min_draft_tokens must be an integer", {"min_draft_tokens": True}),
-        (ValueError, "min_draft_tokens must be 0 to", {"min_draft_tokens": -1}),
         (TypeError, "trace must be an integer", {"trace": 2.0}),
         (ValueError, "trace must be 0 to", {"trace": 2**40}),
         (ValueError, "not for 'workers'", {"schedule": "workers", "graphs": True}),
         (ValueError, "schedule='auto' is not one of", {"schedule": "auto"}),
-        (
-            ValueError,
-            "decode_meanwhile=True is for schedule='workers'",
-            {"schedule": "lockstep", "decode_meanwhile": True},
-        ),
-        (ValueError, "decode_meanwhile=True needs min_draft", {"schedule": "workers", "decode_meanwhile": True}),
     ],
 )
 def test_what_is_refused(error, match, options):
@@ -196,14 +188,13 @@ def test_the_schedule_in_place_of_one_that_cannot_be_captured(model, monkeypatch
 
 
 VALUES = {"graphs": True, "ngram": object(), "translation": object(), "confidence": True, "acceptance": "rejection"}
-VALUES |= {"decode_meanwhile": True}
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_takes_the_options_of_its_row(name, option):
     """Any other is refused, and the message names the schedules that take it."""
-    given = {"schedule": name, option: VALUES[option], "min_draft_tokens": 1}
+    given = {"schedule": name, option: VALUES[option]}
     if option in SCHEDULES[name].options:
         assert SpeculationConfig.of(1, **given).schedule in (name, registry.PLAIN.name)
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -18,9 +17,8 @@ from pipespec.drivers.base import StageFailure
 from pipespec_kernels.state import SharedMemory, StateBlock
 from tests.conftest import VOCABULARY, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Stray
-from tests.pipespec.test_workers import is_stopped
 from tests.trials import trials
-from tests.waiting import SECONDS, drafts_keep_up, until
+from tests.waiting import SECONDS, drafts_keep_up
 
 NEW = 40
 PROMPTS = random_prompts(3, seed=31, shortest=4)
@@ -165,7 +163,7 @@ def test_random_words_in_the_parts_of_drafts(models, drafts):
     """Before each forward of the target, and all the time in another thread."""
     target, all_drafts, texts = models
     done = threading.Event()
-    with Pipeline(target, all_drafts[:drafts], schedule="workers", lookahead=4, min_draft_tokens=2) as pipe:
+    with Pipeline(target, all_drafts[:drafts], schedule="workers", lookahead=4) as pipe:
         generate_with_all_drafts(pipe, texts)
         block = pipe._driver.block
         writers = [Garbage(block, block.parts_of(range(drafts)), seed) for seed in range(2)]
@@ -190,49 +188,6 @@ def test_random_words_in_the_parts_of_drafts(models, drafts):
         assert block.is_intact
         generate(pipe, texts)  # drafts may have died in the last call
         generate_with_all_drafts(pipe, texts)
-
-
-class Watched:
-    """A stage's port that checks how long the stage is ready to sleep."""
-
-    def __init__(self, port, block: StateBlock) -> None:
-        self._port, self._block = port, block
-        self.waits = 0
-
-    def park(self, timeout_ns: int, awaited: int = 0) -> bool:
-        assert timeout_ns <= 3 * self._block.step_ns(self._block.target)
-        self.waits += 1
-        return self._port.park(timeout_ns, awaited)
-
-    def __getattr__(self, name: str):
-        return getattr(self._port, name)
-
-
-def test_a_wait_is_no_longer_than_the_targets_own_steps(models):
-    """Whatever time a draft says that it needs."""
-    target, (draft, _), texts = models
-    ports = []
-    with Pipeline(target, draft, schedule="workers", lookahead=4, min_draft_tokens=3) as pipe:
-        generate_with_all_drafts(pipe, texts)
-        driver, pid = pipe._driver, pipe._driver._workers[0].process.pid
-
-        class Stopping:
-            def put(self, tokens: torch.Tensor) -> None:
-                if tokens.numel() == 1 and not ports:
-                    os.kill(pid, signal.SIGSTOP)
-                    until(lambda: is_stopped(pid), "the draft is stopped")
-                    begin = sum(driver.block.memory.sizes[: min(driver.block.parts_of([0]) - {1})])
-                    driver.block.memory.array[begin : begin + 128].view(np.uint32)[1] = 2**32 - 1
-                    assert driver.block.step_ns(0) == 2**32 - 1
-                    ports.append(Watched(driver.target.port, driver.block))
-                    driver.target.port = ports[0]
-
-            def end(self) -> None:
-                os.kill(pid, signal.SIGCONT)
-
-        got = pipe.generate(PROMPTS[0][None], max_new_tokens=NEW, do_sample=False, streamer=Stopping())
-        assert torch.equal(got, texts[0])
-    assert ports[0].waits > 0
 
 
 # ---- damage that no draft can do

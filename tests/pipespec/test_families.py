@@ -78,7 +78,7 @@ def pipeline(name: str, how: str) -> Any:
     draft = noisy(target, 0.02)
     if how == "spd":
         return SpeculativePipeline(target, draft, stages=[1, LAYERS - 1])
-    return Pipeline(target, draft, schedule=how, lookahead=3, min_draft_tokens=None if how == "lockstep" else 1)
+    return Pipeline(target, draft, schedule=how, lookahead=3)
 
 
 CROSS = [(name, "lockstep") for name in FAMILIES]

@@ -110,9 +110,7 @@ def test_random_models(family, k, schedule):
     texts = 0
     accepted: dict[str, int] = dict.fromkeys(KINDS, 0)
     rejected: dict[str, int] = dict.fromkeys(KINDS, 0)
-    with Pipeline(
-        family.target, drafts, schedule=schedule, lookahead=[4, 3, 3][: k - 1], min_draft_tokens=2
-    ) as pipeline:
+    with Pipeline(family.target, drafts, schedule=schedule, lookahead=[4, 3, 3][: k - 1]) as pipeline:
         for batch in BATCHES:
             for number, (rows, ids, mask, wanted) in enumerate(family.reference(batch)):
                 chain = chains[number * step % len(chains)]

@@ -200,11 +200,11 @@ def test_the_index_in_a_worker_drafts(model, repetitive):
 
 
 def test_no_stage_waits_for_the_index(model):
-    """What it can draft is there when the target plans, so that ``min_draft_tokens`` changes nothing."""
+    """What it can draft is there when the target plans, and nothing more comes."""
     prompt = torch.arange(2, 9)
     wanted = model.generate(prompt[None], max_new_tokens=NEW, do_sample=False)[0].tolist()
-    draft = NgramDraft(corpus=wanted[5:9])  # the end of the prompt and two more tokens, fewer than the minimum
-    with Pipeline(model, draft, schedule="workers", min_draft_tokens=5, decode_meanwhile=True) as pipe:
+    draft = NgramDraft(corpus=wanted[5:9])  # the end of the prompt and two more tokens
+    with Pipeline(model, draft, schedule="workers") as pipe:
         assert pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False)[0].tolist() == wanted
         stage = pipe.report.stages[-1]
     counts = verified(wanted, len(prompt), draft, 8)

@@ -267,7 +267,7 @@ def test_a_processor_with_a_state(target, alone, chain, drafts, do_sample):
 @pytest.fixture(scope="module", params=["lockstep", "workers"])
 def long_blocks(request, target):
     drafts = [noisy(target, 0.02), always_right(target)]
-    with Pipeline(target, drafts, schedule=request.param, lookahead=[3, 8], min_draft_tokens=3) as pipeline:
+    with Pipeline(target, drafts, schedule=request.param, lookahead=[3, 8]) as pipeline:
         yield pipeline
 
 

@@ -260,9 +260,6 @@ class Copies:
         for block in self.blocks:
             block.reset([4] * rows, [60] * rows, [1] * rows, [])
         self.rows, self.room = rows, room
-        self.restart_boxes()
-
-    def restart_boxes(self):
         self.outboxes = [self.blocks[0].outbox([s], tokens=True, counters=s == 0, controls=s == 1) for s in (0, 1)]
         self.inboxes = [self.blocks[1].inbox([s], controls=s == 1) for s in (0, 1)]
         self.words = np.zeros(self.room, dtype=np.int32)
@@ -299,9 +296,6 @@ def test_a_replica_follows_any_history(room):
                 port.commit(selected.ctypes.data, 8)
             if numbers.random() < 0.3:
                 copies.send()
-            if numbers.random() < 0.05:  # a new connection
-                for box in (*copies.outboxes, *copies.inboxes):
-                    box.restart()
             if numbers.random() < 0.02:
                 copies.blocks[0].end_row(numbers.randrange(copies.rows))
         copies.send()

@@ -242,7 +242,7 @@ def test_workers():
     target = model_of(ONE)
     ids, mask = left_pad([text(1, 10)[0], text(1, 3, seed=1)[0]])
     wanted = target.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False)
-    with Pipeline(target, noisy(target, 0.001), schedule="workers", lookahead=3, min_draft_tokens=1) as pipe:
+    with Pipeline(target, noisy(target, 0.001), schedule="workers", lookahead=3) as pipe:
         with drafts_keep_up(pipe, (mask.sum(1) + 10).tolist()):
             got = pipe.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False)
         assert got.tolist() == wanted.tolist()

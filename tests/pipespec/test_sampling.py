@@ -89,7 +89,7 @@ def grid():
 def test_the_text_is_the_target_s(grid, k, schedule):
     drafts = [noisy(grid.target, 0.1, seed=1), noisy(grid.target, 0.03, seed=2)][1 - k :]
     texts = ties = accepted = rejected = ended = 0
-    with Pipeline(grid.target, drafts, schedule=schedule, lookahead=[4, 3][: k - 1], min_draft_tokens=2) as pipeline:
+    with Pipeline(grid.target, drafts, schedule=schedule, lookahead=[4, 3][: k - 1]) as pipeline:
         for name, sampling in FUSED.items():
             wanted = grid.wanted(name)
             for batch in (1, 4):

@@ -30,7 +30,7 @@ def model():
 def chain(request, model):
     """Blocks of up to twelve accepted tokens. Under workers the first draft is sometimes wrong."""
     drafts = [always_right(model)] if request.param == "lockstep" else [noisy(model, 0.02), always_right(model)]
-    with Pipeline(model, drafts, schedule=request.param, lookahead=12, min_draft_tokens=8) as pipeline:
+    with Pipeline(model, drafts, schedule=request.param, lookahead=12) as pipeline:
         yield pipeline
 
 
@@ -307,9 +307,7 @@ def family():
 
 @pytest.fixture(scope="module", params=SCHEDULES)
 def code(request, family):
-    with Pipeline(
-        family[0], always_right(family[0]), schedule=request.param, lookahead=10, min_draft_tokens=10
-    ) as pipeline:
+    with Pipeline(family[0], always_right(family[0]), schedule=request.param, lookahead=10) as pipeline:
         yield pipeline
 
 

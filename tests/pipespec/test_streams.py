@@ -364,21 +364,14 @@ def test_lengths_by_the_device():
 def test_steering_while_it_runs(model, expected):
     ids, mask = batch(2)
     options = GREEDY | {"max_new_tokens": 60}
-    with make(model, drafts_of(model, "gb"), "streams", min_draft_tokens=2, decode_meanwhile=True) as pipe:
+    with make(model, drafts_of(model, "gb"), "streams") as pipe:
         wanted = expected(ids, options, mask)
         steered = []
 
         class Steers:
             def __call__(self, ids, scores, **kwargs):
                 n = ids.shape[1]
-                pipe._driver.steer(
-                    replace(
-                        pipe.config,
-                        lookahead=(n % 4, 3 * n % 9),
-                        min_draft_tokens=n % 3,
-                        decode_meanwhile=n % 2 == 1,
-                    )
-                )
+                pipe._driver.steer(replace(pipe.config, lookahead=(n % 4, 3 * n % 9)))
                 steered.append(n)
                 return torch.zeros(len(ids), dtype=torch.bool)
 
@@ -731,10 +724,6 @@ def test_what_is_refused(model):
         ValueError, match="graphs=True is for schedule='lockstep', 'streams' or 'plain', not for 'workers'"
     ):
         Pipeline(model, draft, schedule="workers", graphs=True)
-    with pytest.raises(ValueError, match="decode_meanwhile=True needs"):
-        Pipeline(model, draft, schedule="streams", decode_meanwhile=True)
-    with pytest.raises(ValueError, match="min_draft_tokens must be 0 to"):
-        Pipeline(model, draft, schedule="streams", min_draft_tokens=-1)
     assert model.config._attn_implementation == "sdpa"
 
 

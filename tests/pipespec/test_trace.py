@@ -148,7 +148,7 @@ def schedules() -> list:
         pytest.param(1, {"schedule": "lockstep", "lookahead": 4}, id="lockstep-2"),
         pytest.param(2, {"schedule": "lockstep", "lookahead": [3, 5]}, id="lockstep-3"),
         pytest.param(1, {"schedule": "workers"}, id="workers-2"),
-        pytest.param(2, {"schedule": "workers", "lookahead": 4, "min_draft_tokens": 2}, id="workers-3"),
+        pytest.param(2, {"schedule": "workers", "lookahead": 4}, id="workers-3"),
     ]
 
 

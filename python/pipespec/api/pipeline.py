@@ -57,10 +57,6 @@ class Pipeline(BasePipeline):
         lookahead: Tokens that a draft may be ahead of the next stage: an integer, or one per draft. Default: in lockstep, the controller chooses before each
             round which draft proposes tokens and how many (see :mod:`pipespec.engine.controller`); 4 where it cannot: in captured rounds and with
             ``acceptance`` other than coupled. In other schedules 8.
-        min_draft_tokens: Draft tokens that the target waits for if it has fewer, for at most the time that they should take. For ``"workers"``,
-            ``"streams"`` and ``"ranks"``.
-        decode_meanwhile: During that wait, the target decodes one token at a time. This pays if a verification costs much more than a
-            one-token step.
         graphs: Run ``"plain"`` and ``"lockstep"`` as captured CUDA graphs, one per round; for GPUs. Default:
             only where the default rule chooses it. An open pipeline with graphs sets ``attn_implementation="pipespec"`` in its models;
             :meth:`close` restores theirs. A model that cannot be captured runs without graphs, and a :class:`pipespec.SpeedWarning` names it.
@@ -90,7 +86,7 @@ class Pipeline(BasePipeline):
             chooses by default. The distributions take ``4 * rows * (lookahead + 1) * vocabulary`` bytes.
         confidence: Drafts publish how sure they are of each token. How often tokens of such a confidence are kept is learned while texts are generated.
             A draft stops where the next token would cost more than it is expected to gain, and the target verifies, decodes one token, or waits for
-            more draft tokens, whichever gains most; ``lookahead`` (default 16) and ``min_draft_tokens`` remain as bounds. The text does not depend on it.
+            more draft tokens, whichever gains most; ``lookahead`` (default 16) remains as a bound. The text does not depend on it.
             For ``"lockstep"`` and ``"workers"``; ``report.stages[i].calibration`` has what was learned.
 
     A target that transformers has sharded over processes (``tp_plan``) runs in all of them: every rank builds the same pipeline and makes the same
@@ -124,8 +120,6 @@ class Pipeline(BasePipeline):
         *,
         schedule: str | None = None,
         lookahead: int | Sequence[int] | None = None,
-        min_draft_tokens: int | None = None,
-        decode_meanwhile: bool = False,
         graphs: bool | None = None,
         trace: int = 0,
         dtype: torch.dtype | str = "auto",
@@ -158,8 +152,6 @@ class Pipeline(BasePipeline):
         )
         options: dict[str, Any] = {
             "lookahead": lookahead,
-            "min_draft_tokens": min_draft_tokens,
-            "decode_meanwhile": decode_meanwhile,
             "graphs": graphs,
             "trace": trace,
             "native": native,
@@ -320,6 +312,6 @@ def _make_driver(models: Sequence[PreTrainedModel], config: SpeculationConfig) -
         except (ValueError, RuntimeError) as error:
             raise_handlers_error()
             reason = f"{reason}; worker processes cannot be used either ({error})"
-        eager = replace(config, schedule=LOCKSTEP.name, graphs=False, decode_meanwhile=False)
+        eager = replace(config, schedule=LOCKSTEP.name, graphs=False)
     warn_of(f"{reason}; the steps run one by one, in lockstep, without graphs")
     return make_driver(models, eager)

@@ -50,7 +50,6 @@ class BenchConfig:
         systems: Kinds of systems, see :data:`pipespec.bench.systems.KINDS`.
         chains: One of :data:`CHAINS`.
         lookahead: Values to sweep; empty: each system's default.
-        min_draft_tokens: Values to sweep for asynchronous systems; empty: the default.
         stages: Numbers of layer stages for SPD and PPSD. A draft module has the stages that it was trained for.
         drafters: Of SPD: ``"module"``, ``"ngram"``, ``"chain"``; empty: all that are possible.
         dataset: What is generated.
@@ -77,7 +76,6 @@ class BenchConfig:
     systems: tuple[str, ...] = ("hf", "plain", "assisted", "lookup", "lockstep", "workers")
     chains: str = "both"
     lookahead: tuple[int, ...] = ()
-    min_draft_tokens: tuple[int, ...] = ()
     stages: tuple[int, ...] = (4,)
     drafters: tuple[str, ...] = ()
     dataset: tuple[DatasetRequest, ...] = ()

@@ -142,9 +142,8 @@ class SystemSettings:
         label: For tables.
         drafts: Names of the draft models, smallest first.
         lookahead: Per draft; None: the system's default, or it has none.
-        min_draft_tokens: As for ``Pipeline``; None: the default.
         options: Further options of the system.
-        axes: Values of ``options``, ``lookahead`` and ``min_draft_tokens`` that a sweep varied, by name.
+        axes: Values of ``options`` and ``lookahead`` that a sweep varied, by name.
         setting: What tuning chose, in words; None: nothing was tuned.
         tuning: Every setting that tuning tried, with its tokens per second.
         not_measured: Why the system has no samples; None: it has.
@@ -155,7 +154,6 @@ class SystemSettings:
     label: str
     drafts: list[str] = field(default_factory=list)
     lookahead: list[int] | None = None
-    min_draft_tokens: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
     axes: dict[str, Any] = field(default_factory=dict)
     setting: str | None = None

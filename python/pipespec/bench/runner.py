@@ -171,7 +171,7 @@ def encode(family: Family, conversation: Conversation, chat: bool) -> torch.Tens
 
 _RUN = ("target", "drafts", "parameters", "devices", "dtype", "sampling", "seed", "threads", "reference")
 _MACHINE = ("cpu", "gpus", "torch", "transformers", "pipespec")
-_SYSTEM = ("kind", "drafts", "lookahead", "min_draft_tokens", "options")
+_SYSTEM = ("kind", "drafts", "lookahead", "options")
 _DATASET = ("format", "files", "new_tokens", "chat_template")
 
 

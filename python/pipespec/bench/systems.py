@@ -100,14 +100,9 @@ def _assisted(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator
 def _swept(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[SystemSettings]:
     """One system per chain and point of the axes."""
     lookaheads: list[int | None] = [n for n in config.lookahead if n >= 1] or [None]
-    minima: list[int | None] = list(config.min_draft_tokens) if kind in ("workers", "streams") else []
     of_chains = [(NGRAM,)] if kind == "ngram" else each_chain(kind, config, drafts)
-    for chain, lookahead, minimum in itertools.product(of_chains, lookaheads, minima or [None]):
-        axes = {} if lookahead is None else {"lookahead": lookahead}
-        axes |= {} if minimum is None else {"min_draft_tokens": minimum}
-        point = [
-            f"{letter}{axes[name]}" for letter, name in (("L", "lookahead"), ("w", "min_draft_tokens")) if name in axes
-        ]
+    for chain, lookahead in itertools.product(of_chains, lookaheads):
+        point = [] if lookahead is None else [f"L{lookahead}"]
         ngram = NgramDraft() if kind == "ngram" else None
         checked = SpeculationConfig.of(len(chain), schedule=_schedule(kind), lookahead=lookahead, ngram=ngram)
         how = f", {' '.join(point)}" if point else ""
@@ -117,8 +112,7 @@ def _swept(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[Sy
             label="lockstep, n-gram" + how if ngram else f"{kind}, {' + '.join(chain)}{how}",
             drafts=list(chain),
             lookahead=list(checked.lookahead),
-            min_draft_tokens=minimum,
-            axes=axes,
+            axes={} if lookahead is None else {"lookahead": lookahead},
         )
 
 
@@ -134,8 +128,6 @@ def _pipeline(system: SystemSettings) -> Contender:
     options = dict(system.options)
     if system.lookahead is not None:
         options["lookahead"] = system.lookahead
-    if system.min_draft_tokens is not None:
-        options["min_draft_tokens"] = system.min_draft_tokens
     if system.kind.endswith("-graphs"):
         options["graphs"] = True
     return PipelineContender(system.key, system.label, _schedule(system.kind), system.drafts, **options)

@@ -44,7 +44,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--chains", choices=("each", "whole", "both"), help="drafts alone, all in one chain, or both (default)"
     )
     systems.add_argument("--lookahead", type=int, nargs="+", metavar="N", help="sweep these values")
-    systems.add_argument("--min-draft-tokens", type=int, nargs="+", metavar="N", help="sweep these values")
     systems.add_argument(
         "--tuning", type=int, metavar="N", help="settings tried of each tuned system (4); 0: its default"
     )
@@ -123,7 +122,7 @@ def configured(args: argparse.Namespace, config: BenchConfig) -> BenchConfig:
                  "temperature", "top_k", "top_p", "seed"):  # fmt: skip
         if (value := getattr(args, name)) is not None:
             values[name] = value
-    for name in ("device", "lookahead", "min_draft_tokens"):
+    for name in ("device", "lookahead"):
         if (value := getattr(args, name)) is not None:
             values[name] = tuple(value)
     if args.draft is not None:

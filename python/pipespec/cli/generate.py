@@ -69,15 +69,6 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         help="draft tokens ahead of the next stage: one number for all drafts, or one per draft",
     )
     parser.add_argument(
-        "--min-draft-tokens",
-        metavar="N",
-        type=int,
-        help="draft tokens that the target waits for, with a deadline (default: 0)",
-    )
-    parser.add_argument(
-        "--decode-meanwhile", action="store_true", help="during that wait, the target decodes one token at a time"
-    )
-    parser.add_argument(
         "--confidence",
         action="store_true",
         help="drafts stop, and the target verifies, by how sure the drafts are of their tokens; in lockstep and workers",
@@ -211,8 +202,6 @@ def _chain(args: argparse.Namespace, target: str | Path, drafts: list[str | Path
         drafts,
         schedule=args.schedule,
         lookahead=one_or_all(args.lookahead),
-        min_draft_tokens=args.min_draft_tokens,
-        decode_meanwhile=args.decode_meanwhile,
         confidence=args.confidence,
         exact=args.exact,
         acceptance=args.acceptance,

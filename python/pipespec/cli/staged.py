@@ -13,8 +13,6 @@ from pipespec.registry import LOCKSTEP, WORKERS
 
 _OF_CHAINS = (
     "lookahead",
-    "min_draft_tokens",
-    "decode_meanwhile",
     "confidence",
     "exact",
     "draft_dtype",

@@ -7,30 +7,23 @@ from collections.abc import Iterator
 
 from pipespec.config import PATIENCE, WIDTH, SpeculationConfig
 from pipespec.engine.stage import Stage
-from pipespec_kernels.state import Action, StateBlock
+from pipespec_kernels.state import Action
 
 
-def target_step(target: Stage, config: SpeculationConfig, block: StateBlock) -> Action:
-    """One step of the target. It waits for draft tokens as ``config`` says, up to a deadline."""
-    upstream = target.index - 1
+def target_step(target: Stage, config: SpeculationConfig) -> Action:
+    """One step of the target. Where it goes by confidence, it may wait for draft tokens, up to a deadline."""
     max_draft_tokens = config.max_draft_tokens(target.index)
-    action = target.step(0, max_draft_tokens, config.min_draft_tokens, may_wait=True)
-    if action == Action.WAIT and config.decode_meanwhile and not target.wait_ns:
-        return target.step(0, 0)
+    action = target.step(0, max_draft_tokens, may_wait=True)
     if action == Action.WAIT:
-        # Wait for the time that the missing draft tokens should take, with some slack. Then verify the available ones. The draft writes its
-        # own time, which may be wrong; no wait is longer than the target needs for the tokens itself.
-        each = min(PATIENCE * block.step_ns(upstream), block.step_ns(block.target))
-        patience = max(int(config.min_draft_tokens * each), int(PATIENCE * target.wait_ns))
-        deadline = time.perf_counter_ns() + patience
+        # With some slack. Then verify the available ones.
+        deadline = time.perf_counter_ns() + int(PATIENCE * target.wait_ns)
         while action == Action.WAIT:
             left = deadline - time.perf_counter_ns()
             if left <= 0:
-                action = target.step(0, max_draft_tokens)
-                break
+                return target.step(0, max_draft_tokens)
             # The next draft token may be one that changes the choice.
-            target.port.park(left, 0 if target.wait_ns else min(config.min_draft_tokens, max_draft_tokens))
-            action = target.step(0, max_draft_tokens, config.min_draft_tokens, may_wait=True)
+            target.port.park(left)
+            action = target.step(0, max_draft_tokens, may_wait=True)
     return action
 
 

@@ -127,9 +127,7 @@ class Stage(CachedText):
         return self._num_draft_tokens.tolist()
 
     @torch.inference_mode()
-    def step(
-        self, lookahead: int, max_draft_tokens: int, min_draft_tokens: int = 0, *, may_wait: bool = False
-    ) -> Action:
+    def step(self, lookahead: int, max_draft_tokens: int, *, may_wait: bool = False) -> Action:
         """One step of all rows: plan, forward, select, commit.
 
         A target that goes by confidence verifies as many of the draft tokens as gain most, and decodes one token if that gains more.
@@ -137,7 +135,6 @@ class Stage(CachedText):
         Args:
             lookahead: how many tokens this stage may be ahead of the next one; the target ignores it.
             max_draft_tokens: most draft tokens per row in this step.
-            min_draft_tokens: return ``Action.WAIT`` while a row has fewer draft tokens and more may come; 0: never.
             may_wait: return ``Action.WAIT``, and set :attr:`wait_ns`, if to wait for more draft tokens gains most by their confidence.
 
         Returns:
@@ -148,7 +145,7 @@ class Stage(CachedText):
             ValueError: a token was to be drawn from logits that are no distribution; only in the target.
         """
         began = time.perf_counter_ns()
-        action = self._plan(lookahead, max_draft_tokens, min_draft_tokens, may_wait)
+        action = self._plan(lookahead, max_draft_tokens, may_wait)
         if action != Action.STEP:
             return action
         runs = not self.has_prompt_logits
@@ -166,20 +163,19 @@ class Stage(CachedText):
             self._note_time(time.perf_counter_ns() - began, fed.shape[1])
         return action
 
-    def _plan(self, lookahead: int, max_draft_tokens: int, min_draft_tokens: int, may_wait: bool) -> Action:
+    def _plan(self, lookahead: int, max_draft_tokens: int, may_wait: bool) -> Action:
         """Decide what each row feeds. Arguments and result are those of :meth:`step`."""
         if self.has_prompt_logits:
-            max_draft_tokens = min_draft_tokens = 0
+            max_draft_tokens = 0
         if self._ngram is not None and max_draft_tokens > 0:
             self._ngram.fill(max_draft_tokens)
         if self._policy is not None and max_draft_tokens > 0:
-            max_draft_tokens = self._choose_draft_tokens(self._policy, max_draft_tokens, min_draft_tokens, may_wait)
+            max_draft_tokens = self._choose_draft_tokens(self._policy, max_draft_tokens, may_wait)
             if self.wait_ns:
                 return Action.WAIT
-            min_draft_tokens = min(min_draft_tokens, max_draft_tokens)
         if self._acceptance is not None:
             lookahead = min(lookahead, self._acceptance.lookahead)
-        return self.port.plan(lookahead, max_draft_tokens, min_draft_tokens)
+        return self.port.plan(lookahead, max_draft_tokens, 0)
 
     def _feed(self) -> tuple[RowCache, torch.Tensor]:
         """Prepare the cache and the tokens ``[rows, columns]`` of the planned step."""
@@ -235,10 +231,10 @@ class Stage(CachedText):
         if self._policy is not None:
             self.block.note_step(self._policy, columns, took / 1e9, in_turn=self._in_turn)
 
-    def _choose_draft_tokens(self, policy: _native.GainPolicy, most: int, least: int, may_wait: bool) -> int:
+    def _choose_draft_tokens(self, policy: _native.GainPolicy, most: int, may_wait: bool) -> int:
         """The draft tokens that the next step verifies at most; sets :attr:`wait_ns`."""
         each = 0.0 if self._in_turn else self.block.step_ns(self.index - 1) / 1e9
         chosen, awaited, wait_s = self.port.choose(policy, most, each, may_wait)
         # The draft writes its own time, which may be wrong; no wait is longer than the target needs for the tokens itself.
         self.wait_ns = int(1e9 * min(wait_s, awaited * policy.seconds(1))) if awaited else 0
-        return max(chosen, min(least, most)) if chosen else 0
+        return chosen

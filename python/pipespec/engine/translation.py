@@ -440,14 +440,12 @@ class TranslatedStage(Stage):
         self._selected = np.zeros((len(sequences), 1), dtype=np.int32)
 
     @torch.inference_mode()
-    def step(
-        self, lookahead: int, max_draft_tokens: int, min_draft_tokens: int = 0, *, may_wait: bool = False
-    ) -> Action:
+    def step(self, lookahead: int, max_draft_tokens: int, *, may_wait: bool = False) -> Action:
         """Generate one token of the draft for each row that has none to publish, and publish what the draft tokens translate to.
 
         Args:
             lookahead: How many of the target's tokens this stage may be ahead of the next one.
-            max_draft_tokens: No effect, as for ``min_draft_tokens``: there is no stage upstream.
+            max_draft_tokens: No effect: there is no stage upstream.
             may_wait: No effect, likewise.
 
         Returns:

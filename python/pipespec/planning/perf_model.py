@@ -1,7 +1,7 @@
 """Perf model: one chain in virtual time, over the engine's own protocol code in csrc/runtime/perf_model.cpp.
 
-The schedules ``workers`` and ``lockstep`` run the protocol code of the engine. Only the duration of a forward and the tokens of each
-stage are modelled. ``reference`` and ``reference-lockstep`` follow the description of the published system (arXiv 2505.01572).
+The schedule ``workers`` runs the protocol code of the engine. Only the duration of a forward and the tokens of each stage are modelled. Each stage has a
+device of its own. ``reference`` and ``reference-lockstep`` follow the description of the published system (arXiv 2505.01572).
 
 Not modelled: the duration of a plan, a commit or a publication (part of a measured step time), the growth of a step with the
 length of the text (give the mean), and end-of-sequence tokens (give the length instead).
@@ -19,10 +19,7 @@ import numpy as np
 from pipespec.config import PATIENCE, WIDTH
 from pipespec.planning.validation import all_positive, non_negative, probability, same_length
 
-Schedule = Literal["workers", "lockstep", "reference", "reference-lockstep"]
-
-NOTHING = 255
-"""In a table of :class:`Answers`: an n-gram index drafts nothing at this position."""
+Schedule = Literal["workers", "reference", "reference-lockstep"]
 
 
 @dataclass(frozen=True)
@@ -32,19 +29,10 @@ class StageModel:
     Attributes:
         step_s: Seconds of a step, one number or one per width. ``step_s[i]`` feeds i + 1 columns, the last serves all wider steps.
         start_s: Seconds until the stage has read its prompt.
-        device: Stages with one number share a device. None: a device of its own.
-        sensitivity: Factor of the ``contention`` for this stage (``workers``).
-        cold_s: Extra seconds of its first step after another stage's step. The next step has half of that, and so on (``lockstep``:
-            caches hold what ran last).
-        ngram: An n-gram index, only as stage 0: stage 1 fills its lookahead before each of its own steps. ``step_s`` is its time per token.
     """
 
     step_s: float | Sequence[float]
     start_s: float = 0.0
-    device: int | None = None
-    sensitivity: float = 1.0
-    cold_s: float = 0.0
-    ngram: bool = False
 
     def times(self) -> list[float]:
         """Seconds by width.
@@ -60,7 +48,7 @@ class StageModel:
 
 @dataclass(frozen=True)
 class SimulatedPolicy:
-    """Speculation settings of a simulated chain: those of the drivers, and the delays of sleeping stages.
+    """Speculation settings of a simulated chain.
 
     Attributes:
         lookahead: Tokens that each draft may be ahead of the stage downstream of it, one number for all or one per draft.
@@ -68,21 +56,14 @@ class SimulatedPolicy:
         patience: Deadline of that wait, as a multiple of the expected duration.
         decode_meanwhile: A stage with fewer draft tokens decodes one token and leaves the draft tokens alone, instead of sleeping.
             This pays where a one-token step costs much less than a wider one.
-        wake_s: Seconds from a publication until a sleeping stage reads it.
-        late_s: The same where other stages occupy all cores. None: ``wake_s``.
         width: Columns of a step.
-        confidence: Drafts stop, and the target waits, decodes or verifies, by the confidence of the draft tokens, as with
-            ``Pipeline(..., confidence=True)``. It knows that of :attr:`Answers.confidence`; without one, only the mean rates.
     """
 
     lookahead: int | Sequence[int] = 32
     min_draft_tokens: int | Sequence[int] = 0
     patience: float = PATIENCE
     decode_meanwhile: bool = False
-    wake_s: float = 0.0
-    late_s: float | None = None
     width: int = WIDTH
-    confidence: bool = False
 
     def per_stage(self, stages: int) -> list[tuple[int, int, int]]:
         """Lookahead, most draft tokens and minimum draft tokens of each stage.
@@ -112,33 +93,23 @@ class StageCounts:
     """Counters of one stage.
 
     Attributes:
-        steps: Forwards (per row).
+        steps: Forwards.
         drafted: Draft tokens that it verified.
         accepted: Draft tokens that it accepted.
-        adopted: Tokens taken over from the stage downstream.
-        truncated: Tokens rolled back.
         rollbacks: Number of rollbacks.
-        busy_s: Seconds in forwards.
         histogram: int64, ``histogram[n]`` steps appended n tokens.
-        outcomes: Draft tokens whose chance it predicted, with ``confidence``.
-        squared_error: Sum of (chance - outcome)^2 over these; over ``outcomes``, the Brier score.
     """
 
     steps: int
     drafted: int
     accepted: int
-    adopted: int
-    truncated: int
     rollbacks: int
-    busy_s: float
     histogram: np.ndarray
-    outcomes: int = 0
-    squared_error: float = 0.0
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Result: ``seconds`` of virtual time for ``tokens`` new tokens of all rows. ``stages``: draft 0 first."""
+    """Result: ``seconds`` of virtual time for ``tokens`` new tokens. ``stages``: draft 0 first."""
 
     seconds: float
     tokens: int
@@ -151,7 +122,7 @@ class Simulation:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens per row and step of the target."""
+        """Tokens per step of the target."""
         return self.tokens / self.stages[-1].steps
 
 
@@ -164,15 +135,11 @@ class Answers:
     Attributes:
         acceptance: ``acceptance[i]`` is the probability that stages i and i + 1 choose the same token after the same text.
         table: uint8 [positions, drafts], 0 where the draft chooses the target's token, otherwise an id of its wrong token. Equal
-            numbers in a row are equal tokens. Positions past the end start again. :data:`NOTHING`, in the column of an n-gram index:
-            it has no match there. Behind a draft token of its own it always has one.
-        confidence: uint8, in the shape of ``table``: what the drafts publish with these tokens, see
-            :func:`pipespec_kernels.confidence.confidence_of`. None: not known.
+            numbers in a row are equal tokens. Positions past the end start again.
     """
 
     acceptance: Sequence[float] = ()
     table: np.ndarray | None = field(default=None)
-    confidence: np.ndarray | None = field(default=None)
 
     @staticmethod
     def from_bits(*right: np.ndarray, same_mistake: np.ndarray | None = None) -> Answers:
@@ -209,14 +176,7 @@ class Answers:
                 )
             if len(self.table) == 0:
                 raise ValueError("the table of answers is empty")
-            known = self.confidence
-            if known is not None and (known.shape != self.table.shape or known.dtype != np.uint8):
-                raise ValueError(
-                    f"the table of confidences must be uint8 {list(self.table.shape)}, not {known.dtype} {known.shape}"
-                )
             return
-        if self.confidence is not None:
-            raise ValueError("confidences belong to a table of answers: acceptance rates have none")
         same_length("acceptance", self.acceptance, stages - 1, "pair of neighbours")
         for a in self.acceptance:
             probability(a, "an acceptance rate")
@@ -229,29 +189,21 @@ def simulate(
     tokens: int,
     *,
     policy: SimulatedPolicy | None = None,
-    rows: int = 1,
     seed: int = 0,
-    contention: float = 1.0,
-    cores: int | None = None,
     lookahead: int = 8,
     handshake_s: float = 0.0,
     preempt: bool = False,
 ) -> Simulation:
-    """Run ``stages`` until the target has ``tokens`` new tokens in each of ``rows`` rows. Equal arguments give equal results.
+    """Run ``stages`` until the target has ``tokens`` new tokens. Equal arguments give equal results.
 
     Args:
-        schedule: ``workers`` and ``lockstep`` are the engine's, with the settings of ``policy``. ``reference`` and
-            ``reference-lockstep`` are the published ones, with ``lookahead`` and ``handshake_s``, and one row only.
+        schedule: ``workers`` is the engine's, with the settings of ``policy``. ``reference`` and ``reference-lockstep`` are the published ones,
+            with ``lookahead`` and ``handshake_s``.
         stages: The target last.
         answers: The tokens of the stages, or only acceptance rates.
-        tokens: New tokens per row.
-        policy: Settings of ``workers`` and ``lockstep``. None: the defaults.
-        rows: Rows of the batch.
+        tokens: New tokens.
+        policy: Settings of ``workers``. None: the defaults.
         seed: Of the random answers.
-        contention: Of ``workers``: n concurrent stages on one device take 1 + contention (n - 1) times as long each. 0: no slowdown.
-            1: they share the speed that one has alone.
-        cores: Stages of one device that run at once. Of more stages, the target keeps one core and the drafts share the others in turn,
-            as the engine's priorities do. With one core all stages share it. None: enough for all.
         lookahead: Minimum lookahead of the published schedules.
         handshake_s: Fixed cost of an acknowledgement.
         preempt: A corrected draft drops its running step.
@@ -264,7 +216,6 @@ def simulate(
     """
     functions = {
         "workers": "simulate_asynchronous",
-        "lockstep": "simulate_lockstep",
         "reference": "simulate_reference_async",
         "reference-lockstep": "simulate_reference_sync",
     }
@@ -277,12 +228,7 @@ def simulate(
     if math.isnan(policy.patience) or policy.patience < 0:
         raise ValueError(f"patience must not be negative, not {policy.patience}")
     # The native module does not check what does not fit its integers.
-    for name, value in (
-        ("tokens", tokens),
-        ("rows", rows),
-        ("width", policy.width),
-        ("cores", 1 if cores is None else cores),
-    ):
+    for name, value in (("tokens", tokens), ("width", policy.width)):
         if not 1 <= value < 2**31:
             raise ValueError(f"{name} must be a positive number, not {value}")
     if not 0 <= lookahead < 2**31 or not 0 <= seed < 2**64:
@@ -291,32 +237,20 @@ def simulate(
     from pipespec_kernels import _native
 
     setting = _native.SimSetting()
-    own_device = 1 + max((s.device for s in stages if s.device is not None), default=-1)
     built = []
-    for i, (stage, (ahead, draft_tokens, minimum)) in enumerate(
-        zip(stages, policy.per_stage(len(stages)), strict=True)
-    ):
+    for stage, (ahead, draft_tokens, minimum) in zip(stages, policy.per_stage(len(stages)), strict=True):
         out = _native.SimStage()
         out.step_s = stage.times()
-        for name in ("start_s", "sensitivity", "cold_s"):
-            setattr(out, name, non_negative(getattr(stage, name), name))
-        out.ngram = stage.ngram
-        out.device = own_device + i if stage.device is None else stage.device
+        out.start_s = non_negative(stage.start_s, "start_s")
         out.lookahead, out.max_draft_tokens, out.min_draft_tokens = ahead, draft_tokens, minimum
         built.append(out)
     setting.stages = built
     if answers.table is not None:
         setting.set_table(np.ascontiguousarray(answers.table).tobytes())
-        if answers.confidence is not None:
-            setting.set_confidence(np.ascontiguousarray(answers.confidence).tobytes())
     else:
         setting.set_acceptance([float(a) for a in answers.acceptance])
-    setting.tokens, setting.rows, setting.width, setting.seed = tokens, rows, policy.width, seed
-    setting.contention, setting.cores = non_negative(contention, "contention"), cores or 0
+    setting.tokens, setting.width, setting.seed = tokens, policy.width, seed
     setting.patience, setting.decode_meanwhile = policy.patience, policy.decode_meanwhile
-    setting.wake_s = non_negative(policy.wake_s, "wake_s")
-    setting.late_s = setting.wake_s if policy.late_s is None else non_negative(policy.late_s, "late_s")
-    setting.confidence = policy.confidence
     setting.preempt, setting.handshake_s = preempt, non_negative(handshake_s, "handshake_s")
     setting.lookahead = lookahead
     result: dict[str, Any] = getattr(_native, functions[schedule])(setting)
@@ -329,7 +263,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class SpdSimulation:
-    """``seconds`` for ``tokens`` of all rows, in ``cycles``. ``flushes``: rejected draft tokens, each of which empties the pipeline."""
+    """``seconds`` for ``tokens``, in ``cycles``. ``flushes``: rejected draft tokens, each of which empties the pipeline."""
 
     seconds: float
     tokens: int
@@ -349,21 +283,17 @@ def simulate_spd(
     draft_s: float = 0.0,
     cycle_s: float = 0.0,
     shared: bool = False,
-    rows: int = 1,
     seed: int = 0,
 ) -> SpdSimulation:
     """Simulate SPD (arXiv 2605.30852): a target cut into ``len(stage_s)`` stages, one token in each, with a draft module beside them.
 
-    Rows of a batch pass through their cycles together.
-
     Args:
         stage_s: Seconds of each stage in a cycle.
         answers: Acceptance rate, or bool [positions]: whether the draft token at this position is right.
-        tokens: New tokens per row.
+        tokens: New tokens.
         draft_s: Seconds of the draft module, concurrent with the stages.
         cycle_s: Fixed cost of a cycle in seconds.
         shared: All parts are on one device, so that a cycle takes the sum of their times.
-        rows: Rows of the batch.
         seed: Of the random answers.
 
     Raises:
@@ -377,9 +307,8 @@ def simulate_spd(
         rate = 0.0
     else:
         rate = probability(answers, "the acceptance rate")
-    for name, value in (("tokens", tokens), ("rows", rows)):
-        if not 1 <= value < 2**31:
-            raise ValueError(f"{name} must be a positive number, not {value}")
+    if not 1 <= tokens < 2**31:
+        raise ValueError(f"tokens must be a positive number, not {tokens}")
 
     from pipespec_kernels import _native
 
@@ -391,7 +320,6 @@ def simulate_spd(
         rate,
         table,
         tokens,
-        rows,
         seed,
     )
     return SpdSimulation(**result)

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -150,14 +150,9 @@ class GraphedDriver(Driver):
     def _graph_key(self, steps: Sequence[StageStep], lookahead: tuple[int, ...] = ()) -> GraphKey:
         return GraphKey.of(steps, [stage.buffers for stage in self._stages], lookahead)
 
-    def _numbers(self) -> dict[str, Any]:
-        """The scheduler's numbers: those of the configuration, while failed drafts rest."""
-        config = self.config
-        return {
-            "lookahead": tuple(0 if i in self.failed_drafts else n for i, n in enumerate(config.lookahead)),
-            "min_draft_tokens": config.min_draft_tokens,
-            "decode_meanwhile": config.decode_meanwhile,
-        }
+    def _lookahead(self) -> tuple[int, ...]:
+        """That of the configuration, while failed drafts rest."""
+        return tuple(0 if i in self.failed_drafts else n for i, n in enumerate(self.config.lookahead))
 
     # ---- a call
 
@@ -233,7 +228,7 @@ class GraphedDriver(Driver):
             # The prefill ran on torch's stream. The stages have streams of their own.
             for device in {model.device for model in self.models}:
                 torch.cuda.synchronize(device)
-        self.scheduled.run(self._numbers(), lambda: self._committed(request), self.draft_failed)
+        self.scheduled.run(self._lookahead(), lambda: self._committed(request), self.draft_failed)
 
     def _committed(self, request: GenerationRequest) -> None:
         """Called after steps of the target."""
@@ -254,7 +249,7 @@ class GraphedDriver(Driver):
 
     def steer(self, config: SpeculationConfig) -> None:
         super().steer(config)
-        self.scheduled.steer(self._numbers())
+        self.scheduled.steer(self._lookahead())
 
     def traces(self) -> dict[str, np.ndarray]:
         found = super().traces()
@@ -291,7 +286,7 @@ class GraphedDriver(Driver):
         for key in keys:
             launched[key.launched.stage].append((key.launched.width, self._graphs_launched_with(key)[key]))
         handles = tuple(tuple((width, graph.handle) for width, graph in own) for own in launched)
-        self.scheduled.use(handles, lambda: context.launcher(launched), self._numbers(), ahead=_AHEAD)
+        self.scheduled.use(handles, lambda: context.launcher(launched), self._lookahead(), ahead=_AHEAD)
 
     def _graphs_launched_with(self, key: GraphKey) -> dict[GraphKey, CapturedGraph]:
         return self._stages[key.launched.stage].buffers.graphs

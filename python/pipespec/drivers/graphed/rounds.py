@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,10 +84,6 @@ class RoundsDriver(GraphedDriver):
 
     def graph_keys(self) -> list[GraphKey]:
         return [self._graph_key(round_steps(self.config), self.config.lookahead)]
-
-    def _numbers(self) -> dict[str, Any]:
-        # The drafts run in the target's own graph, so there is nothing to wait for.
-        return super()._numbers() | {"min_draft_tokens": 0, "decode_meanwhile": False}
 
     def _run_on_host(self, request: GenerationRequest) -> None:
         ports: dict[StageStep, HostPort] = {}

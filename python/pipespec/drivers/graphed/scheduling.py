@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any, NoReturn
+from collections.abc import Callable, Hashable, Sequence
+from typing import NoReturn
 
 import numpy as np
 
-from pipespec.config import PATIENCE
 from pipespec.drivers.graphed.shadow import HostShadow
 from pipespec_kernels.scheduler import Launcher, Scheduler, TargetFailed
 
@@ -15,7 +14,7 @@ from pipespec_kernels.scheduler import Launcher, Scheduler, TargetFailed
 class ScheduledChain:
     """The scheduler of one chain. It stays from call to call while its launcher fits.
 
-    ``numbers`` in its methods are the keyword arguments of :meth:`pipespec_kernels.scheduler.Scheduler.steer`.
+    ``lookahead`` in its methods: per draft, see :class:`pipespec_kernels.scheduler.Scheduler`.
 
     Args:
         block: The chain's block.
@@ -32,38 +31,40 @@ class ScheduledChain:
         self._key: Hashable = None
         self.errors: dict[int, BaseException] = {}
 
-    def use(self, key: Hashable, make_launcher: Callable[[], Launcher], numbers: dict[str, Any], *, ahead: int) -> None:
+    def use(
+        self, key: Hashable, make_launcher: Callable[[], Launcher], lookahead: Sequence[int], *, ahead: int
+    ) -> None:
         """Keep the present scheduler if it was made for ``key``, otherwise make one.
 
         Args:
             key: What the launcher depends on.
             make_launcher: Builds the launcher.
-            numbers: Numbers that the scheduler starts with.
+            lookahead: That the scheduler starts with.
             ahead: Steps that may be launched and not ended, see :class:`pipespec_kernels.scheduler.Scheduler`.
         """
         if self.scheduler is not None and self._key == key:
             return
         # The threads of the old one end before the new ones start.
         self.scheduler = None
-        self.scheduler = Scheduler(make_launcher(), **numbers, ahead=ahead, patience=PATIENCE, trace=self._trace)
+        self.scheduler = Scheduler(make_launcher(), lookahead=lookahead, ahead=ahead, trace=self._trace)
         self._key = key
 
     def drop(self) -> None:
         """End the scheduler's threads and let go of what its launcher keeps alive."""
         self.scheduler = None
 
-    def steer(self, numbers: dict[str, Any]) -> None:
-        """Change the numbers of a call that runs. Between calls nothing happens."""
+    def steer(self, lookahead: Sequence[int]) -> None:
+        """Change the lookahead of a call that runs. Between calls nothing happens."""
         if self._block.scheduler is not None:
-            self._block.scheduler.steer(**numbers)
+            self._block.scheduler.steer(lookahead)
 
     def run(
-        self, numbers: dict[str, Any], on_commit: Callable[[], None], on_failure: Callable[[int, Exception], None]
+        self, lookahead: Sequence[int], on_commit: Callable[[], None], on_failure: Callable[[int, Exception], None]
     ) -> None:
         """Run the stages until the target's rows are complete.
 
         Args:
-            numbers: Numbers of the call.
+            lookahead: Of the call.
             on_commit: Called after steps of the target.
             on_failure: Called once for each draft that failed, with its index and error.
 
@@ -72,7 +73,7 @@ class ScheduledChain:
         """
         scheduler = self.scheduler
         assert scheduler is not None
-        scheduler.steer(**numbers)
+        scheduler.steer(lookahead)
         reported = 0
 
         def report_failures() -> None:

@@ -45,7 +45,7 @@ class StreamsDriver(GraphedDriver):
         def launcher() -> HostLauncher:
             return HostLauncher(self.block, [self._step_of(stage) for stage in self._stages], step_widths)
 
-        self.scheduled.use(key, launcher, self._numbers(), ahead=1)
+        self.scheduled.use(key, launcher, self._lookahead(), ahead=1)
         self._run_scheduled(request)
 
     def _step_of(self, stage: GraphedStage) -> Callable[[Rectangle], None]:

@@ -131,7 +131,7 @@ class RanksDriver(Driver):
             self._party.publish()
 
     def _step(self) -> Action:
-        return target_step(self._target, self.config, self.block)
+        return target_step(self._target, self.config)
 
     def _tend(self) -> None:
         """Continue without the drafts that are gone, and take back those that have returned. The user is warned of each once per call."""

@@ -551,7 +551,7 @@ class WorkersDriver(Driver):
         set_threads(min(own, self._all_threads))
 
     def _step(self) -> Action:
-        return target_step(self._target, self.config, self.block)
+        return target_step(self._target, self.config)
 
     def close(self) -> None:
         """Shut the workers down. A later ``run`` starts them again."""
