@@ -811,7 +811,7 @@ def test_a_template_survives_what_happens_to_its_workers(new_template):
         assert first.wait(SECONDS) == -signal.SIGKILL
         until(lambda: len(used()) == at_rest + 2, "it holds the second worker's pipe and descriptor only")
         lowest = min(set(range(1000)) - used())
-        for free in range(7):  # a fork needs five for the request, two for its gate, and one for the process
+        for free in range(5):  # a fork needs five for the request, and one for the process
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest + free, hard))
             with pytest.raises(ChannelError, match="Too many open files"):
                 forked(held)
@@ -914,26 +914,22 @@ def test_an_interrupt_while_the_number_of_threads_is_restored(monkeypatch):
     assert not threads._lowering
 
 
-def test_an_interrupt_between_a_request_and_its_end(new_template, monkeypatch):
-    """A later request would be taken for the end of this one."""
+def test_an_interrupt_between_a_request_and_its_answer(new_template, monkeypatch):
+    """A later request would get the answer to this one."""
     own = template._current_template()
     until(own.is_ready, "it has done its imports")
-    send = Channel.send
 
-    def interrupted(channel, message, *args, **kwargs):
-        if message == template._WANTED:
-            raise KeyboardInterrupt
-        send(channel, message, *args, **kwargs)
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
 
     ours, theirs = socket.socketpair()
     with ours, theirs:
         with monkeypatch.context() as patch:
-            patch.setattr(Channel, "send", interrupted)
+            patch.setattr(Channel, "receive", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 own.fork([theirs.fileno()])
-        theirs.close()
-        assert not own.is_usable()
-        own.process.wait(SECONDS)  # so has its last fork, which was not wanted
+    assert not own.is_usable()
+    own.process.wait(SECONDS)  # so has its last fork, whose connection is closed
 
 
 def test_a_template_that_imports_delays_no_other_thread(new_template, monkeypatch):
@@ -1059,25 +1055,31 @@ def test_a_stopped_template_is_given_up(rig, monkeypatch, killed):
     rig.check_recovered()
 
 
-def test_a_fork_whose_caller_has_given_up_ends(monkeypatch):
-    """The caller has started a command with the same descriptors: two processes would read one connection, and write one block."""
-    monkeypatch.setattr(template, "_templates", [])
+def test_a_fork_whose_caller_has_given_up_ends(new_template, monkeypatch):
+    """The caller starts a command in its place, on another connection: two processes would write one block."""
+    before = template._current_template()
+    until(before.is_ready, "it has done its imports")
+    os.kill(before.process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(template, "_ANSWER_TIMEOUT_S", 0.1)
     ours, theirs = socket.socketpair()
-    try:
-        with ours, theirs:
-            before = template._current_template()
-            until(before.is_ready, "it has done its imports")
-            os.kill(before.process.pid, signal.SIGSTOP)
-            monkeypatch.setattr(template, "_ANSWER_TIMEOUT_S", 0.1)
-            with pytest.raises(ChannelError):  # a time limit, or a broken connection
-                before.fork([theirs.fileno()])
-            theirs.close()
-            os.kill(before.process.pid, signal.SIGCONT)
-            before.process.wait(SECONDS)  # it accepts no further requests, and its last fork has ended
-            ours.settimeout(SECONDS)
-            assert ours.recv(1) == b""
-    finally:
-        template._end_templates()
+    with ours, theirs, pytest.raises(ChannelError):
+        before.fork([theirs.fileno()])
+    os.kill(before.process.pid, signal.SIGCONT)
+    before.process.wait(SECONDS)  # it accepts no further requests, and its last fork has ended
+
+
+@pytest.mark.parametrize("value", ["", None])
+def test_without_an_interpreter(value, monkeypatch):
+    """An embedded Python: ``workers`` says so, and the default schedule runs."""
+    target = random_llama(3)
+    monkeypatch.setattr(sys, "executable", value)
+    with pytest.raises(
+        RuntimeError, match=r"draft stage 0 could not start: .*sys\.executable names none .*use schedule='lockstep'"
+    ):
+        Pipeline(target, noisy(target, 0.02), schedule="workers")
+    wanted = target.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False)
+    with Pipeline(target, noisy(target, 0.02)) as pipe:
+        assert torch.equal(pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8), wanted)
 
 
 def test_a_failure_that_does_not_end_its_process_does_not_hold_up_a_call(rig, monkeypatch):

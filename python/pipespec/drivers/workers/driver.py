@@ -12,6 +12,7 @@ import pickle
 import signal
 import socket
 import subprocess
+import sys
 import time
 import weakref
 from collections import Counter
@@ -110,24 +111,19 @@ class _Worker:
         parts = [(memory, {0}), (block.memory, block.parts_of(stages))]
         if trace is not None:
             parts.append((trace.memory, stages))
-        with ExitStack() as failed:
-            try:
-                ours, theirs = socket.socketpair()
-                self.conn = Channel(ours)
-                failed.callback(self.conn.close)
-                _open_workers.add(self)  # before the start, because another thread may fork
-                with theirs, ExitStack() as stack:
-                    lent = [stack.enter_context(shared.lent(writable)) for shared, writable in parts]
-                    # A library may touch CUDA while it is imported, and CUDA does not survive a fork.
-                    ends = [theirs.fileno(), *chain(*lent)]
-                    self.process = template.start(ends, fork=weights.device.type == "cpu", deadline=deadline)
-            except OSError as error:
-                if error.errno is None:  # of a signal handler, not of the system
-                    raise
-                raise CannotStart(f"{name} could not start: {error}{_REMEDIES.get(error.errno or 0, '')}") from error
-            failed.pop_all()
+        if not sys.executable:
+            raise CannotStart(
+                f"{name} could not start: a worker process needs a Python interpreter, and sys.executable names none (an embedded Python?): set "
+                "it, or use schedule='lockstep'"
+            )
+        try:
+            # A library may touch CUDA while it is imported, and CUDA does not survive a fork.
+            counts = self._start(parts, fork=weights.device.type == "cpu", deadline=deadline)
+        except OSError as error:
+            if error.errno is None:  # of a signal handler, not of the system
+                raise
+            raise CannotStart(f"{name} could not start: {error}{_REMEDIES.get(error.errno or 0, '')}") from error
         entries = trace.entries if trace is not None else 0
-        counts = [len(fds) for fds in lent]
         self._setup = Setup(index, weights, threads, counts, entries, native, upstream is not None, confidence)
         # At once, so that several workers build their models together; unless it would have to wait for the imports of a command.
         self._has_setup = len(pickle.dumps(self._setup)) <= _UNREAD_BYTES
@@ -147,6 +143,24 @@ class _Worker:
         self.busy = 0  # generation that runs, 0 after the worker has reported its end
         self.form = ""
         self.translated = (0, 0)
+
+    def _start(self, parts: Sequence[tuple[SharedMemory, set[int]]], *, fork: bool, deadline: float) -> list[int]:
+        """Start the process. Return the number of descriptors of each part."""
+        ours, theirs = socket.socketpair()
+        self.conn = Channel(ours)
+        with ExitStack() as failed, theirs, ExitStack() as stack:
+            failed.callback(self.conn.close)
+            _open_workers.add(self)  # before the start, because another thread may fork
+            lent = [stack.enter_context(shared.lent(writable)) for shared, writable in parts]
+            try:
+                self.process = template.start([theirs.fileno(), *chain(*lent)], fork=fork, deadline=deadline)
+            except ChannelError:
+                if not fork:
+                    raise
+            else:
+                failed.pop_all()
+                return [len(fds) for fds in lent]
+        return self._start(parts, fork=False, deadline=deadline)
 
     def await_ready(self, deadline: float) -> bool:
         """Wait until the worker has built its model. Return False if it has not until ``deadline``.

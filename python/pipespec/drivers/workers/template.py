@@ -18,8 +18,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
@@ -40,9 +40,6 @@ _LOOK_S = 0.01
 """Time between two looks whether a template has done its imports."""
 _IDLE_S = 300.0
 """A template without workers ends after this time, since it occupies as much memory as a worker."""
-
-_WANTED = b"\1"
-"""The caller's answer to a fork. Without it the fork ends."""
 
 LOST = 255
 """Exit status of a worker whose template ended before it could report the true one."""
@@ -68,44 +65,45 @@ def start(fds: Sequence[int], *, fork: bool, deadline: float) -> Process:
 
     Raises:
         OSError: No process can be started.
+        ChannelError: The template does not answer. It may fork the worker all the same, whose connection the caller must close.
     """
-    if fork and _has_pidfd():
-        with _failures_of_the_system():
-            template = None
-            while True:
-                # Not during the wait: another thread may have less time.
-                with _lock:
-                    template = template or _current_template()
-                    if template is None or not template.is_usable():
-                        break
-                    if template.is_ready():
-                        return template.fork(fds)
-                    if template.hangs():
-                        template.give_up()
-                        break
-                if time.monotonic() >= deadline:
-                    break
-                time.sleep(_LOOK_S)
+    template = _ready_template(deadline) if fork and _has_pidfd() else None
+    if template is not None:
+        with _lock:
+            return template.fork(fds)
     return _command("pipespec.drivers.workers.process", fds, _environment())
-
-
-@contextmanager
-def _failures_of_the_system() -> Iterator[None]:
-    """Around the use of a template: without one, a worker is a command. Errors of the caller's signal handlers have no ``errno``, and pass."""
-    try:
-        yield
-    except ChannelError:
-        pass
-    except OSError as error:
-        if error.errno is None:
-            raise
 
 
 def prepare() -> None:
     """Start the template without waiting for it, so that the next :func:`start` takes less time."""
-    if _has_pidfd():
-        with _lock, _failures_of_the_system():
-            _current_template()
+    if sys.executable and _has_pidfd():
+        _ready_template(0.0)
+
+
+def _ready_template(deadline: float) -> _Template | None:
+    """A template that has done its imports; None if there is none until ``deadline``."""
+    template = None
+    try:
+        while True:
+            # Not during the wait: another thread may have less time.
+            with _lock:
+                template = template or _current_template()
+                if template is None or not template.is_usable():
+                    return None
+                if template.is_ready():
+                    return template
+                if template.hangs():
+                    template.give_up()
+                    return None
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(_LOOK_S)
+    except ChannelError:
+        return None
+    except OSError as error:
+        if error.errno is None:  # of a signal handler of the caller, not of the system
+            raise
+        return None
 
 
 @dataclass(frozen=True)
@@ -184,7 +182,7 @@ class _Template:
 
         Raises:
             OSError: This process has no room for descriptors.
-            ChannelError: The template cannot fork; or it does not answer, and is closed.
+            ChannelError: The template cannot fork; or it does not answer, and is closed. Its fork may come nevertheless.
         """
         with ExitStack() as lent, ExitStack() as failed:
             status, theirs = os.pipe()
@@ -199,10 +197,6 @@ class _Template:
             try:
                 self._channel.send(request, [theirs, directory, *output, *fds], timeout_s=_ANSWER_TIMEOUT_S)
                 answer, pidfds = self._channel.receive(timeout_s=_ANSWER_TIMEOUT_S)
-                if not isinstance(answer, ChannelError):
-                    failed.callback(os.close, *pidfds)
-                    # A fork whose caller has given up must not run: the caller has started a command with the same descriptors by then.
-                    self._channel.send(_WANTED, timeout_s=_ANSWER_TIMEOUT_S)
             except BaseException:
                 self.close()  # a later answer would be taken for that of the next request
                 raise
@@ -382,7 +376,6 @@ def main(fd: int) -> None:
 
 def _serve(requests: Channel, caller: int) -> None:
     workers: dict[int, tuple[int, int]] = {}  # pidfd -> pid, status pipe
-    gate: int | None = None  # of the newest worker, until its caller has answered
     last_use = time.monotonic()
     accepts = True
     # The workers end with their parent, so it must not outlive the caller.
@@ -398,73 +391,40 @@ def _serve(requests: Channel, caller: int) -> None:
         if accepts and requests.fileno() in ready:
             last_use = time.monotonic()
             try:
-                if gate is None:
-                    gate = _answer(requests, workers)
-                    continue
-                if requests.receive(timeout_s=_ANSWER_TIMEOUT_S) != (_WANTED, []):
-                    raise Closed
-                with suppress(BrokenPipeError):  # it has ended
-                    os.write(gate, _WANTED)
+                _answer(requests, workers)
             except (Closed, Late):
                 accepts = False
-            if gate is not None:
-                os.close(gate)
-                gate = None
 
 
-def _answer(requests: Channel, workers: dict[int, tuple[int, int]]) -> int | None:
-    """Receive a request, fork a worker, enter it into ``workers``, and send its process id, or why there is none. Return its gate."""
-    try:
-        request, fds = requests.receive(timeout_s=_ANSWER_TIMEOUT_S)
-        others = [requests.fileno(), *workers, *(status for _, status in workers.values())]
-        pid, pidfd, gate = _fork(request, fds, others)
-    except (Closed, Late):
-        raise
-    except (ChannelError, OSError) as error:  # no room for a process or for descriptors: the other workers live on
-        requests.send(ChannelError(str(error)), timeout_s=_ANSWER_TIMEOUT_S)
-        return None
-    workers[pidfd] = pid, fds[0]
-    try:
-        requests.send(pid, [pidfd], timeout_s=_ANSWER_TIMEOUT_S)
-        return gate
-    except ChannelError as error:
-        os.close(gate)
-        if isinstance(error, (Closed, Late)):
-            raise
-        requests.send(error, timeout_s=_ANSWER_TIMEOUT_S)
-        return None
-
-
-def _fork(request: _Request, fds: Sequence[int], templates_fds: Sequence[int]) -> tuple[int, int, int]:
-    """Fork a worker, which waits for :data:`_WANTED`. Returns its process id, a descriptor of it, and the pipe for that.
-
-    Closes ``fds`` but for the first, the status pipe; after an error, all of them.
-    """
-    with ExitStack() as failed:
-        failed.callback(os.close, fds[0])
-        with ExitStack() as lent:
+def _answer(requests: Channel, workers: dict[int, tuple[int, int]]) -> None:
+    """Receive a request, fork a worker, enter it into ``workers``, and send its process id and a descriptor of it, or why there is none."""
+    with ExitStack() as failed, ExitStack() as lent:
+        try:
+            request, fds = requests.receive(timeout_s=_ANSWER_TIMEOUT_S)
+            failed.callback(os.close, fds[0])
             for fd in fds[1:]:
                 lent.callback(os.close, fd)
-            gate, ours = os.pipe()
-            lent.callback(os.close, gate)
-            failed.callback(os.close, ours)
             parent, pid = os.getpid(), os.fork()
             if pid == 0:
                 try:
-                    os.close(ours)
-                    if os.read(gate, len(_WANTED)):
-                        os.close(gate)
-                        _run(request, fds, templates_fds, parent)
+                    _run(
+                        request, fds, [requests.fileno(), *workers, *(status for _, status in workers.values())], parent
+                    )
                 finally:
                     os._exit(1)
-        try:
-            pidfd = os.pidfd_open(pid)
-        except OSError:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            try:
+                pidfd = os.pidfd_open(pid)
+            except OSError:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                raise
+            workers[pidfd] = pid, fds[0]
+            failed.pop_all()
+            requests.send(pid, [pidfd], timeout_s=_ANSWER_TIMEOUT_S)
+        except (Closed, Late):
             raise
-        failed.pop_all()
-    return pid, pidfd, ours
+        except (ChannelError, OSError) as error:  # no room for a process or for descriptors: the other workers live on
+            requests.send(ChannelError(str(error)), timeout_s=_ANSWER_TIMEOUT_S)
 
 
 def _run(request: _Request, fds: Sequence[int], templates_fds: Sequence[int], parent: int) -> None:
