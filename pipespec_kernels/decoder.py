@@ -1,7 +1,8 @@
 """The forward of LLaMA-like decoders on the CPU, one native call per step.
 
-:class:`NativeDecoder` copies a model's matrices into panels that a forward reads front to back: as bfloat16 where that changes no
-weight, as int8 where they are given in int8, else as float32. Arithmetic is float32, whatever the dtypes of weights and cache.
+:class:`NativeDecoder` copies a model's matrices into panels that a forward reads front to back: in the blocks of their format where they are
+quantised, as bfloat16 where that changes no weight, as int8 where they are given in int8, else as float32. Arithmetic is float32, whatever the dtypes
+of weights and cache; products with quantised matrices are those of :mod:`pipespec_kernels.packed`.
 
 Every number is computed by one sequence of operations. It depends neither on the other rows and columns of the call nor on the
 number of threads, so one forward of ``q`` columns gives the same bits as ``q`` forwards of one column. Only other instructions
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 
 from pipespec_kernels import _native
+from pipespec_kernels.formats import QuantizedMatrix
+from pipespec_kernels.packed import format_code, num_threads
 
 __all__ = ["DecoderShape", "LayerWeights", "NativeDecoder"]
 
@@ -68,19 +71,20 @@ class DecoderShape:
 class LayerWeights:
     """The weights of one layer: float32 or bfloat16 on the CPU, matrices ``[out, in]`` as in ``torch.nn.Linear``.
 
-    ``q_norm`` and ``k_norm`` ``[head_dim]`` are RMS norms of each head before its rotation. A matrix with a scale, float32 ``[out]``, is int8;
-    its weights are ``scale[:, None] * matrix``. All matrices of a decoder, its head included, are int8 or none is.
+    Matrices may be quantised, each in a format of its own. ``q_norm`` and ``k_norm`` ``[head_dim]`` are RMS norms of each head before its rotation. A
+    matrix with a scale, float32 ``[out]``, is int8; its weights are ``scale[:, None] * matrix``. All matrices of a decoder that are not quantised, its
+    head included, are int8 or none is.
     """
 
     input_norm: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    o: Tensor
+    q: Tensor | QuantizedMatrix
+    k: Tensor | QuantizedMatrix
+    v: Tensor | QuantizedMatrix
+    o: Tensor | QuantizedMatrix
     post_norm: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
+    gate: Tensor | QuantizedMatrix
+    up: Tensor | QuantizedMatrix
+    down: Tensor | QuantizedMatrix
     q_bias: Tensor | None = None
     k_bias: Tensor | None = None
     v_bias: Tensor | None = None
@@ -106,18 +110,19 @@ class NativeDecoder:
         shape: Sizes and constants.
         layers: The weights of each layer. They are copied.
         windows: Per layer, the number of last positions that a column sees, its own included; None, or 0, or no sequence: all.
-        embedding: ``[V, H]``; may be the head's tensor. It is read where it lies, and must not change.
+        embedding: ``[V, H]``; may be the head's tensor. It is read where it lies, and must not change. Of a quantised matrix that is the head, too, only the
+            packed copy stays.
         norm: The last norm ``[H]``, together with ``head``.
-        head: ``[V, H]``; copied.
+        head: ``[V, H]``; copied. Either may be quantised.
         head_bias: ``[V]``.
         head_scale: float32 ``[V]``, of a head in int8.
-        threads: Upper bound while the weights are packed; default ``torch.get_num_threads()``.
+        threads: Upper bound while the weights are packed; default ``torch.getnum_threads()``.
 
     Attributes:
         shape: As given.
         num_layers: Number of layers.
         nbytes: Bytes of the packed weights.
-        weight_bits: 8 for matrices in int8, 16 where bfloat16 represents every entry of every matrix, else 32.
+        weight_bits: Of the matrices that are not quantised: 8 in int8, 16 where bfloat16 represents every entry of every one, else 32.
         logits_dtype: bfloat16 if the head's dtype is, else float32.
 
     Raises:
@@ -131,9 +136,9 @@ class NativeDecoder:
         layers: Sequence[LayerWeights],
         *,
         windows: Sequence[int | None] | None = None,
-        embedding: Tensor | None = None,
+        embedding: Tensor | QuantizedMatrix | None = None,
         norm: Tensor | None = None,
-        head: Tensor | None = None,
+        head: Tensor | QuantizedMatrix | None = None,
         head_bias: Tensor | None = None,
         head_scale: Tensor | None = None,
         threads: int | None = None,
@@ -149,20 +154,25 @@ class NativeDecoder:
             raise ValueError(f"windows must be positive, one per layer of {len(layers)}, got {windows}")
         self.shape = shape
         self.num_layers = len(layers)
-        self.logits_dtype = torch.float32 if head is None or head_scale is not None else head.dtype
-        self._embedding = None if embedding is None else embedding.detach().contiguous()
+        self.logits_dtype = head.dtype if isinstance(head, Tensor) and head_scale is None else torch.float32
+        self._embedding: Tensor | QuantizedMatrix | None = (
+            embedding.detach().contiguous() if isinstance(embedding, Tensor) else embedding
+        )
         held: list[Tensor] = []  # until they are packed
 
         def at(
-            name: str, tensor: Tensor | None, expected: tuple[int, ...], scale: Tensor | None = None
+            name: str, weight: Tensor | QuantizedMatrix | None, expected: tuple[int, ...], scale: Tensor | None = None
         ) -> tuple[int, int, int]:
-            if tensor is None:
+            if weight is None:
                 return 0, 0, 0
-            _check_weight(name, tensor, expected, scale)
-            held.append(tensor.detach().contiguous())
+            if isinstance(weight, QuantizedMatrix):
+                _check_quantized(name, weight, expected, scale)
+                return weight.data.data_ptr(), _native.FIRST_FORMAT + format_code(weight), 0
+            _check_weight(name, weight, expected, scale)
+            held.append(weight.detach().contiguous())
             address = held[-1].data_ptr()
             if scale is None:
-                return address, _CODES[tensor.dtype], 0
+                return address, _CODES[weight.dtype], 0
             held.append(scale.detach().contiguous())
             return address, 0, held[-1].data_ptr()
 
@@ -188,9 +198,11 @@ class NativeDecoder:
                 at("head", head, (v, h), head_scale),
                 at("head_bias", head_bias, (v,)),
             ],
-            _num_threads(threads),
+            num_threads(threads),
         )
-        self._has_head = head is not None
+        self._has_embedding, self._has_head = embedding is not None, head is not None
+        if _same_blocks(embedding, head):
+            self._embedding = None  # it is read from the packed head
         self.nbytes: int = self._native.bytes
         self.weight_bits: int = self._native.weight_bits
 
@@ -238,7 +250,7 @@ class NativeDecoder:
             sin: Like ``cos``.
             begin: First layer.
             end: Behind the last layer; None: all.
-            threads: Upper bound, the calling thread included; default ``torch.get_num_threads()``.
+            threads: Upper bound, the calling thread included; default ``torch.getnum_threads()``.
 
         Returns:
             float32 ``[rows, q, H]``.
@@ -254,7 +266,7 @@ class NativeDecoder:
         if hidden.dim() != 3:
             raise ValueError(f"hidden must be [rows, q, {self.shape.hidden}], got shape {tuple(hidden.shape)}")
         cache, columns = self._cache(hidden.shape[0], hidden.shape[1], keys, values, lengths, cos, sin)
-        count = _num_threads(threads)
+        count = num_threads(threads)
         out = hidden.detach().clone(memory_format=torch.contiguous_format)
         self._native.run_layers(out.data_ptr(), cache, columns, begin, end, count)
         return out
@@ -275,7 +287,7 @@ class NativeDecoder:
         """
         self._need_head()
         self._check_hidden(hidden)
-        count = _num_threads(threads)
+        count = num_threads(threads)
         source = hidden.detach().contiguous()
         out = torch.empty((*hidden.shape[:-1], self.shape.vocabulary), dtype=self.logits_dtype, device="cpu")
         rows = source.numel() // self.shape.hidden
@@ -328,7 +340,7 @@ class NativeDecoder:
             raise TypeError(f"out must be {dtype}, got {out.dtype}")
         elif out.shape != shape or not out.is_contiguous() or not out.is_cpu:
             raise ValueError(f"out must be contiguous {shape} on the CPU, got {tuple(out.shape)} on {out.device}")
-        self._native.step(described, cache, columns, keep, out.data_ptr(), _CODES[dtype], _num_threads(threads))
+        self._native.step(described, cache, columns, keep, out.data_ptr(), _CODES[dtype], num_threads(threads))
         return out
 
     def _need_head(self) -> None:
@@ -344,7 +356,7 @@ class NativeDecoder:
             raise ValueError(f"hidden must be on the CPU, not on {hidden.device}")
 
     def _tokens(self, tokens: Tensor) -> tuple[int, int, int, int]:
-        if self._embedding is None:
+        if not self._has_embedding:
             raise ValueError("this decoder was made without embedding")
         size = _TOKEN_BYTES.get(tokens.dtype)
         if size is None:
@@ -402,11 +414,9 @@ class NativeDecoder:
         )
 
 
-def _num_threads(threads: int | None) -> int:
-    count = torch.get_num_threads() if threads is None else index(threads)
-    if count < 1:
-        raise ValueError(f"threads must be at least 1, got {threads}")
-    return count
+def _same_blocks(a: Tensor | QuantizedMatrix | None, b: Tensor | QuantizedMatrix | None) -> bool:
+    quantized = isinstance(a, QuantizedMatrix) and isinstance(b, QuantizedMatrix)
+    return quantized and a.data.data_ptr() == b.data.data_ptr()  # type: ignore[union-attr]
 
 
 def _check_shape(shape: DecoderShape) -> None:
@@ -444,12 +454,21 @@ def _layer_shapes(shape: DecoderShape) -> dict[str, tuple[int, ...]]:
     return {f.name: found[f.name] for f in fields(LayerWeights) if f.name in found}
 
 
-def _check_scales(layers: Sequence[LayerWeights], head: Tensor | None, head_scale: Tensor | None) -> None:
-    scales = [getattr(layer, f"{name}_scale") for layer in layers for name in _MATRICES]
-    if head is not None:
-        scales.append(head_scale)
-    if any(scale is None for scale in scales) and any(scale is not None for scale in scales):
-        raise ValueError("all matrices must be int8 with a scale, the head too, or none of them")
+def _check_scales(
+    layers: Sequence[LayerWeights], head: Tensor | QuantizedMatrix | None, head_scale: Tensor | None
+) -> None:
+    matrices = [(getattr(layer, name), getattr(layer, f"{name}_scale")) for layer in layers for name in _MATRICES]
+    matrices.append((head, head_scale))
+    scaled = {scale is not None for matrix, scale in matrices if isinstance(matrix, Tensor)}
+    if len(scaled) > 1:
+        raise ValueError("all matrices that are not quantised must be int8 with a scale, the head too, or none of them")
+
+
+def _check_quantized(name: str, matrix: QuantizedMatrix, expected: tuple[int, ...], scale: Tensor | None) -> None:
+    if len(expected) != 2 or scale is not None:
+        raise TypeError(f"{name} cannot be quantised" if scale is None else f"{name} is quantised and has a scale")
+    if tuple(matrix.shape) != expected:
+        raise ValueError(f"{name} must be {expected}, got {tuple(matrix.shape)}")
 
 
 def _check_weight(name: str, tensor: Tensor, expected: tuple[int, ...], scale: Tensor | None = None) -> None:

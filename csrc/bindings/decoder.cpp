@@ -16,13 +16,22 @@ namespace py = pybind11;
 namespace pipespec {
 namespace {
 
-// Address, dtype, and address of the scales; address 0: there are none.
+// Address, dtype, and address of the scales; address 0: there are none. Of a matrix in blocks the
+// dtype is kFirstFormat plus its format.
 using WeightsAt = std::tuple<std::uintptr_t, int, std::uintptr_t>;
+constexpr int kFirstFormat = 16;
 
 cpu::Weights weights(const WeightsAt& at) {
   const auto& [data, dtype, scale] = at;
-  return {reinterpret_cast<const void*>(data), cpu::DType(dtype),
-          reinterpret_cast<const float*>(scale)};
+  cpu::Weights found{reinterpret_cast<const void*>(data),
+                     cpu::DType::kFloat32,
+                     reinterpret_cast<const float*>(scale),
+                     {}};
+  if (dtype >= kFirstFormat)
+    found.format = cpu::Format(dtype - kFirstFormat);
+  else
+    found.dtype = cpu::DType(dtype);
+  return found;
 }
 
 // In the order of the fields of pipespec_kernels.decoder.LayerWeights, without the scales.
@@ -90,6 +99,7 @@ cpu::Columns columns(const ColumnsAt& at) {
 void bind_decoder(py::module_& m) {
   using WithoutGil = py::call_guard<py::gil_scoped_release>;
   using cpu::Decoder;
+  m.attr("FIRST_FORMAT") = kFirstFormat;
   py::class_<Decoder>(m, "Decoder")
       .def(py::init(&make))
       .def_property_readonly("bytes", &Decoder::bytes)

@@ -7,6 +7,7 @@ PYBIND11_MODULE(_native, m) {
   pipespec::bind_build_info(m);
   pipespec::bind_select(m);
   pipespec::bind_decoder(m);
+  pipespec::bind_formats(m);
   pipespec::bind_norm(m);
   pipespec::bind_kv(m);
   pipespec::bind_trace(m);

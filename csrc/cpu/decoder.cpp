@@ -1,7 +1,5 @@
 #include "decoder.hpp"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -10,10 +8,11 @@
 #include <stdexcept>
 #include <string>
 
+#include "formats/formats.hpp"
 #include "kernels.hpp"
 #include "number.hpp"
-#include "pack.hpp"
 #include "pool.hpp"
+#include "weights.hpp"
 
 namespace pipespec::cpu {
 namespace {
@@ -30,6 +29,11 @@ constexpr int64_t kNarrow = 16;
 constexpr int64_t kTileBytes = 192 << 10;
 constexpr int64_t kMaxTileRows = 48;  // whole blocks of rows
 constexpr int64_t kUnitsPerThread = 4;
+// Inputs that the caller rounds by itself: another round costs more.
+constexpr int64_t kRoundAlone = 1 << 16;
+// Columns of all rows that go through the layers at once: what a forward needs beside its hidden
+// states stays small.
+constexpr int64_t kPieceColumns = 512;
 
 int64_t whole(int64_t n, int64_t of) { return (n + of - 1) / of; }
 int64_t rounded(int64_t n, int64_t to) { return whole(n, to) * to; }
@@ -75,7 +79,7 @@ Scratch& scratch() {
 
 // What a caller needs for one forward: hidden states, and what the layers hand on.
 struct Workspace {
-  Buffer hidden, qkv, attended, activated;
+  Buffer hidden, qkv, attended, activated, rounded[2];
 };
 
 Workspace& workspace() {
@@ -84,17 +88,6 @@ Workspace& workspace() {
 }
 
 std::atomic<uint64_t> g_round{0};
-
-float value(const Weights& w, int64_t i) {
-  return w.dtype == DType::kFloat32 ? static_cast<const float*>(w.data)[i]
-                                    : float_of_bfloat16(static_cast<const uint16_t*>(w.data)[i]);
-}
-
-std::vector<float> floats(const Weights& w, int64_t count, float offset = 0.0f) {
-  std::vector<float> out(size_t(w.data == nullptr ? 0 : count));
-  for (size_t i = 0; i < out.size(); ++i) out[i] = value(w, int64_t(i)) + offset;
-  return out;
-}
 
 // x[0 .. dim), rotated by the angles of its position: transformers' rotate_half.
 void rotate(float* x, const float* cos, const float* sin, int64_t dim) {
@@ -117,60 +110,10 @@ void store(void* to, DType dtype, int64_t at, const float* from, int64_t count) 
 
 }  // namespace
 
-// `groups` matrices of `outputs` outputs each, one behind the other: heads of queries, keys and
-// values; elsewhere one.
-struct Decoder::Matrix {
-  int64_t inputs = 0, outputs = 0, groups = 1;
-  int64_t offset = 0;  // in bytes, from the beginning of all weights
-  const unsigned char* data = nullptr;
-  std::vector<float> bias, scale;  // of all panels, or none
-
-  int64_t group_panels() const { return whole(outputs, kPanel); }
-  int64_t panels() const { return groups * group_panels(); }
-};
-
-struct Decoder::Layer {
-  Matrix qkv, o, gate_up, down;
-  std::vector<float> input_norm, post_norm, q_norm, k_norm;
-  int64_t window;
-};
-
-struct Decoder::Packed {
-  std::vector<Layer> layers;
-  Matrix head;
-  std::vector<float> norm;
-  int weight_bits = 32;
-  unsigned char* memory = nullptr;
-  size_t mapped = 0;
-  int64_t bytes = 0;
-
-  ~Packed() {
-    if (memory != nullptr) munmap(memory, mapped);
-  }
-
-  void allocate() {
-    constexpr size_t kHuge = size_t{2} << 20;
-    mapped = (size_t(bytes) + kHuge - 1) / kHuge * kHuge + kHuge;
-    void* const all =
-        mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (all == MAP_FAILED) throw std::bad_alloc();
-    memory = static_cast<unsigned char*>(all);
-#ifdef MADV_HUGEPAGE
-    // Huge pages need fewer entries of the page table for a pass over all weights. If the system
-    // has none, it uses small pages.
-    madvise(all, mapped, MADV_HUGEPAGE);
-#endif
-  }
-  unsigned char* begin() const {
-    constexpr uintptr_t kHuge = uintptr_t{2} << 20;
-    const uintptr_t at = reinterpret_cast<uintptr_t>(memory);
-    return memory + ((at + kHuge - 1) / kHuge * kHuge - at);
-  }
-};
-
 struct Decoder::Job {
   enum class Phase {
     kHead,
+    kRound,
     kProject,
     kFinish,
     kAttend,
@@ -187,6 +130,12 @@ struct Decoder::Job {
     int64_t count() const { return rows * columns; }
     int64_t at(int64_t m) const { return m / columns * stride + first + m % columns; }
   };
+  // What a product reads: the hidden states of a part, normalised, or rows of `stride` floats.
+  struct Source {
+    const std::vector<float>* norm;
+    const float* rows;
+    int64_t stride;
+  };
   // A unit of a product: rows begin .. end - 1 of the part, and some panels.
   struct Piece {
     int64_t begin, end, panel, panels;
@@ -194,9 +143,10 @@ struct Decoder::Job {
   };
 
   const DecoderShape& shape;
-  const Packed& packed;
+  const PackedWeights& packed;
   const int threads;
   const DecoderKernels& kernels = cpu::kernels().decoder;
+  const PackedKernels& packed_kernels = cpu::packed_kernels();
   Team team{threads - 1, work, this};
 
   Part all{}, kept{};  // of the hidden states: those fed, and those whose results are wanted
@@ -205,6 +155,7 @@ struct Decoder::Job {
   const Columns* columns = nullptr;
   void* out = nullptr;
   DType out_dtype = DType::kFloat32;
+  Part out_part{};  // where in `out` the logits of `kept` belong
 
   const Layer* layer = nullptr;
   int64_t layer_index = 0;
@@ -215,6 +166,8 @@ struct Decoder::Job {
   uint64_t round = 0;
   int64_t base = 0;
   Part part{};
+  Source source{};
+  RoundedInputs rounded_inputs[2];
   int64_t tile_rows = 0, chunk_panels = 0, chunks = 0;
 
   Job(const Decoder& decoder, int threads_)
@@ -232,11 +185,45 @@ struct Decoder::Job {
       team.run(std::min(units - base, Team::kMaxUnits));
   }
 
-  // A product: tiles of rows times chunks of panels.
-  void run(Phase next, const Part& of, const Matrix& matrix) {
+  // Rounds what a product with blocks of weights reads.
+  void round_inputs(const Part& of, const Matrix& matrix, const Source& from) {
+    if (!matrix.reads_rounded()) return;
     part = of;
+    source = from;
+    const int64_t count = part.count(), inputs = matrix.inputs;
+    for (int wide = 0; wide < 2; ++wide) {
+      rounded_inputs[wide] = {};
+      if (!matrix.rounds[wide]) continue;
+      const int64_t bytes = RoundedInputs::bytes(wide != 0, inputs, count);
+      rounded_inputs[wide] = RoundedInputs(
+          wide != 0, inputs, count,
+          reinterpret_cast<unsigned char*>(workspace().rounded[wide].floats(whole(bytes, 4))));
+    }
+    if (count * inputs > kRoundAlone) return run(Phase::kRound, count);
+    for (int64_t m = 0; m < count; ++m) round_row(m);
+  }
+
+  void round_row(int64_t m) const {
+    const float* x = source.rows + m * source.stride;
+    if (source.norm != nullptr) {
+      const int64_t h = shape.hidden;
+      float* const row = scratch().products.floats(h);
+      kernels.rms_norm(hidden + part.at(m) * h, source.norm->data(), h, shape.eps, row);
+      x = row;
+    }
+    for (const RoundedInputs& to : rounded_inputs)
+      if (to) to.round(x, m);
+  }
+
+  // A product: tiles of rows times chunks of panels.
+  void run(Phase next, const Part& of, const Matrix& matrix, const Source& from) {
+    round_inputs(of, matrix, from);
+    part = of;
+    source = from;
     const int64_t fitting =
-        std::clamp<int64_t>(kTileBytes / (matrix.inputs * 4) / 6 * 6, 6, kMaxTileRows);
+        matrix.reads_rounded()
+            ? RoundedInputs::tile_columns(part.count())
+            : std::clamp<int64_t>(kTileBytes / (matrix.inputs * 4) / 6 * 6, 6, kMaxTileRows);
     tile_rows = std::min(fitting, part.count());
     const int64_t tiles = whole(part.count(), tile_rows);
     const int64_t wanted = threads == 1 ? 1 : kUnitsPerThread * threads;
@@ -255,6 +242,8 @@ struct Decoder::Job {
           attend(row, i, 0, kept.columns);
         }
         return;
+      case Phase::kRound:
+        return round_row(i);
       case Phase::kProject:
         return project(i);
       case Phase::kFinish:
@@ -269,11 +258,11 @@ struct Decoder::Job {
         finish(i / shape.kv_heads, i % shape.kv_heads);
         return attend(i / shape.kv_heads, i % shape.kv_heads, 0, kept.columns);
       case Phase::kOut:
-        return add_product(layer->o, attended, attended_width(), i);
+        return add_product(layer->o, i);
       case Phase::kGateUp:
         return gate_up(i);
       case Phase::kDown:
-        return add_product(layer->down, activated, activated_width(), i);
+        return add_product(layer->down, i);
       case Phase::kLogits:
         return head_product(i);
     }
@@ -289,13 +278,34 @@ struct Decoder::Job {
             std::min(chunk_panels, matrix.panels() - panel)};
   }
 
-  void product(const Matrix& m, int64_t panel, int64_t panels, const float* x, int64_t x_stride,
-               int64_t rows, float* to, int64_t stride) const {
-    const Product multiply = packed.weight_bits == 8    ? kernels.product8
-                             : packed.weight_bits == 16 ? kernels.product16
-                                                        : kernels.product32;
-    multiply(m.data + panel * kPanel * m.inputs * (packed.weight_bits / 8), m.inputs, panels, x,
-             x_stride, rows, to, stride);
+  // Rows begin .. begin + rows - 1 of the part, times some panels.
+  void product(const Matrix& m, int64_t panel, int64_t panels, int64_t begin, int64_t rows,
+               float* to, int64_t stride) const {
+    const float* x = nullptr;
+    int64_t x_stride = source.stride;
+    if (m.reads_floats) {
+      const bool is_normed = source.norm != nullptr;
+      x = is_normed ? normed(begin, begin + rows) : source.rows + begin * x_stride;
+      if (is_normed) x_stride = shape.hidden;
+    }
+    auto run = std::upper_bound(m.runs.begin(), m.runs.end(), panel,
+                                [](int64_t p, const Run& r) { return p < r.first; });
+    for (--run; run != m.runs.end() && run->first < panel + panels; ++run) {
+      const int64_t first = std::max(panel, run->first);
+      const int64_t count = std::min(panel + panels, run->first + run->panels) - first;
+      const unsigned char* const weights = run->data + (first - run->first) * run->panel_bytes;
+      float* const out_at = to + (first - panel) * kPanel;
+      if (run->format) {
+        packed_kernels.products[int(*run->format)](
+            weights, m.inputs, count, rounded_inputs[traits(*run->format).rounds256].tile(begin),
+            rows, out_at, stride);
+        continue;
+      }
+      const Product multiply = run->bits == 8    ? kernels.product8
+                               : run->bits == 16 ? kernels.product16
+                                                 : kernels.product32;
+      multiply(weights, m.inputs, count, x, x_stride, rows, out_at, stride);
+    }
     if (!m.scale.empty()) {
       const float* const scale = m.scale.data() + panel * kPanel;
       for (int64_t r = 0; r < rows; ++r)
@@ -307,16 +317,15 @@ struct Decoder::Job {
       for (int64_t i = 0; i < panels * kPanel; ++i) to[r * stride + i] += bias[i];
   }
 
-  // The normalised hidden states of rows begin .. end - 1 of a part. Each thread computes its own
+  // The normalised hidden states of rows begin .. end - 1 of the part. Each thread computes its own
   // copy, which is cheaper than a further round.
-  const float* normed(const Part& of, int64_t begin, int64_t end,
-                      const std::vector<float>& weight) const {
+  const float* normed(int64_t begin, int64_t end) const {
     Scratch& s = scratch();
     const int64_t h = shape.hidden;
     float* const rows = s.rows.floats((end - begin) * h);
     if (s.round != round || s.begin != begin) {
       for (int64_t m = begin; m < end; ++m)
-        kernels.rms_norm(hidden + of.at(m) * h, weight.data(), h, shape.eps,
+        kernels.rms_norm(hidden + part.at(m) * h, source.norm->data(), h, shape.eps,
                          rows + (m - begin) * h);
       s.round = round;
       s.begin = begin;
@@ -326,20 +335,19 @@ struct Decoder::Job {
 
   void project(int64_t i) const {
     const Piece p = piece(layer->qkv, i);
-    product(layer->qkv, p.panel, p.panels, normed(part, p.begin, p.end, layer->input_norm),
-            shape.hidden, p.rows(), qkv + p.begin * qkv_width() + p.panel * kPanel, qkv_width());
+    product(layer->qkv, p.panel, p.panels, p.begin, p.rows(),
+            qkv + p.begin * qkv_width() + p.panel * kPanel, qkv_width());
   }
 
   void project_head(int64_t head) const {
-    const int64_t panels = layer->qkv.group_panels(), panel = head * panels;
-    product(layer->qkv, panel, panels, normed(all, 0, all.count(), layer->input_norm), shape.hidden,
-            all.count(), qkv + panel * kPanel, qkv_width());
+    const int64_t panels = layer->qkv.group_panels, panel = head * panels;
+    product(layer->qkv, panel, panels, 0, all.count(), qkv + panel * kPanel, qkv_width());
   }
 
   int64_t group() const { return shape.heads / shape.kv_heads; }
   float* projected(int64_t row, int64_t column, int64_t head) const {
     return qkv + (row * all.columns + column) * qkv_width() +
-           head * layer->qkv.group_panels() * kPanel;
+           head * layer->qkv.group_panels * kPanel;
   }
   int64_t place(const int64_t (&strides)[4], int64_t row, int64_t head) const {
     return layer_index * strides[0] + row * strides[1] + head * strides[2];
@@ -348,23 +356,26 @@ struct Decoder::Job {
   // Norms of queries and keys, rotation, and the keys and values into the cache.
   void finish(int64_t row, int64_t head) const {
     const int64_t d = shape.head_dim, r = shape.rotary_dim;
+    const int64_t key_at = rounded(group() * d, kPanel), value_at = key_at + rounded(d, kPanel);
     for (int64_t j = 0; j < all.columns; ++j) {
-      const int64_t position = columns->lengths[row] + j;
+      const int64_t position = columns->lengths[row] + all.first + j;
       const float* const cos = columns->cos + position * r;
       const float* const sin = columns->sin + position * r;
       float* const queries = projected(row, j, head);
-      float* const key = queries + group() * d;
-      for (float* x = queries; x <= key; x += d) {
-        if (x != key && j < kept.first) continue;  // no output is wanted for this query
-        const std::vector<float>& norm = x == key ? layer->k_norm : layer->q_norm;
+      float* const key = queries + key_at;
+      const auto turn = [&](float* x, const std::vector<float>& norm) {
         if (!norm.empty()) kernels.rms_norm(x, norm.data(), d, shape.eps, x);
         rotate(x, cos, sin, r);
-      }
+      };
+      // Otherwise no output is wanted for these queries.
+      if (all.first + j >= kept.first)
+        for (int64_t g = 0; g < group(); ++g) turn(queries + g * d, layer->q_norm);
+      turn(key, layer->k_norm);
       store(cache->keys, cache->dtype,
             place(cache->key_strides, row, head) + position * cache->key_strides[3], key, d);
       store(cache->values, cache->dtype,
-            place(cache->value_strides, row, head) + position * cache->value_strides[3], key + d,
-            d);
+            place(cache->value_strides, row, head) + position * cache->value_strides[3],
+            queries + value_at, d);
     }
   }
 
@@ -372,7 +383,7 @@ struct Decoder::Job {
   void attend(int64_t row, int64_t head, int64_t begin, int64_t end) const {
     const int64_t item = item_bytes(cache->dtype), width = attended_width();
     AttendTask task;
-    task.queries = projected(row, kept.first + begin, head);
+    task.queries = projected(row, kept.first - all.first + begin, head);
     task.query_stride = qkv_width();
     task.keys = static_cast<const char*>(cache->keys) + place(cache->key_strides, row, head) * item;
     task.values =
@@ -394,11 +405,11 @@ struct Decoder::Job {
   }
 
   // hidden += x * matrix
-  void add_product(const Matrix& m, const float* x, int64_t x_stride, int64_t i) const {
+  void add_product(const Matrix& m, int64_t i) const {
     const Piece p = piece(m, i);
     const int64_t width = p.panels * kPanel, h = shape.hidden, first = p.panel * kPanel;
     float* const products = scratch().products.floats(p.rows() * width);
-    product(m, p.panel, p.panels, x + p.begin * x_stride, x_stride, p.rows(), products, width);
+    product(m, p.panel, p.panels, p.begin, p.rows(), products, width);
     const int64_t count = std::min(width, h - first);
     for (int64_t r = 0; r < p.rows(); ++r) {
       float* const to = hidden + part.at(p.begin + r) * h + first;
@@ -410,8 +421,7 @@ struct Decoder::Job {
     const Piece p = piece(layer->gate_up, i);
     const int64_t width = p.panels * kPanel;
     float* const products = scratch().products.floats(p.rows() * width);
-    product(layer->gate_up, p.panel, p.panels, normed(part, p.begin, p.end, layer->post_norm),
-            shape.hidden, p.rows(), products, width);
+    product(layer->gate_up, p.panel, p.panels, p.begin, p.rows(), products, width);
     for (int64_t r = 0; r < p.rows(); ++r)
       kernels.activate(shape.activation, products + r * width, p.panels / 2,
                        activated + (p.begin + r) * activated_width() + p.panel / 2 * kPanel);
@@ -421,11 +431,11 @@ struct Decoder::Job {
     const Piece p = piece(packed.head, i);
     const int64_t width = p.panels * kPanel, first = p.panel * kPanel;
     float* const products = scratch().products.floats(p.rows() * width);
-    product(packed.head, p.panel, p.panels, normed(part, p.begin, p.end, packed.norm), shape.hidden,
-            p.rows(), products, width);
+    product(packed.head, p.panel, p.panels, p.begin, p.rows(), products, width);
     const int64_t count = std::min(width, shape.vocabulary - first);
     for (int64_t r = 0; r < p.rows(); ++r)
-      store(out, out_dtype, (p.begin + r) * shape.vocabulary + first, products + r * width, count);
+      store(out, out_dtype, out_part.at(p.begin + r) * shape.vocabulary + first,
+            products + r * width, count);
   }
 
   void run_layers(int64_t begin, int64_t end) {
@@ -442,18 +452,25 @@ struct Decoder::Job {
       activated = w.activated.floats(rows * activated_width());
       attention();
       if (kept.count() == 0) continue;
-      run(Phase::kOut, kept, layer->o);
-      run(Phase::kGateUp, kept, layer->gate_up);
-      run(Phase::kDown, kept, layer->down);
+      run(Phase::kOut, kept, layer->o, {nullptr, attended, attended_width()});
+      run(Phase::kGateUp, kept, layer->gate_up, {&layer->post_norm, nullptr, 0});
+      run(Phase::kDown, kept, layer->down, {nullptr, activated, activated_width()});
     }
   }
 
   void attention() {
     const int64_t heads = all.rows * shape.kv_heads;
-    const bool heads_are_groups = layer->qkv.group_panels() % kGroupPanels == 0;
-    if (all.count() <= kNarrow && shape.kv_heads % threads == 0 && heads_are_groups)
+    const Matrix& m = layer->qkv;
+    const Source normed_states{&layer->input_norm, nullptr, 0};
+    const bool heads_are_groups =
+        !m.reads_floats || m.runs.size() > 1 || m.group_panels % kGroupPanels == 0;
+    if (all.count() <= kNarrow && shape.kv_heads % threads == 0 && heads_are_groups) {
+      round_inputs(all, m, normed_states);
+      part = all;
+      source = normed_states;
       return run(Phase::kHead, shape.kv_heads);
-    run(Phase::kProject, all, layer->qkv);
+    }
+    run(Phase::kProject, all, m, normed_states);
     if (all.count() <= kNarrow) return run(Phase::kFinishAttend, heads);
     run(Phase::kFinish, heads);
     run(Phase::kAttend, heads * whole(kept.columns, kAttendColumns));
@@ -462,97 +479,10 @@ struct Decoder::Job {
 
 Decoder::Decoder(const DecoderShape& shape, const std::vector<LayerWeights>& layers,
                  const EndWeights& ends, int threads)
-    : shape_(shape), embedding_(ends.embedding), packed_(std::make_unique<Packed>()) {
-  const DecoderShape& s = shape_;
-  const int64_t q_size = s.heads * s.head_dim, kv_size = s.kv_heads * s.head_dim;
-  const int64_t group = s.heads / s.kv_heads;
-  std::vector<WeightSpan> spans{{ends.head, s.vocabulary * s.hidden}};
-  for (const LayerWeights& l : layers) {
-    for (const Weights& w : {l.q, l.o}) spans.push_back({w, q_size * s.hidden});
-    for (const Weights& w : {l.k, l.v}) spans.push_back({w, kv_size * s.hidden});
-    for (const Weights& w : {l.gate, l.up, l.down}) spans.push_back({w, s.intermediate * s.hidden});
-  }
-  const bool int8 = std::any_of(spans.begin(), spans.end(), [](const WeightSpan& span) {
-    return span.weights.scale != nullptr;
-  });
-  Packed& p = *packed_;
-  p.weight_bits = int8 ? 8 : are_bfloat16(spans, threads) ? 16 : 32;
-
-  // First the offsets, in the order of a forward, then the contents.
-  p.layers.resize(layers.size());
-  const auto lay_out = [&p, int8](Matrix& m, int64_t outputs, int64_t inputs, int64_t groups,
-                                  bool bias) {
-    m.outputs = outputs, m.inputs = inputs, m.groups = groups;
-    if (bias) m.bias.resize(size_t(m.panels() * kPanel));
-    if (int8) m.scale.resize(size_t(m.panels() * kPanel));
-    m.offset = p.bytes;
-    p.bytes += rounded(m.panels() * kPanel * inputs * (p.weight_bits / 8), 64);
-  };
-  for (size_t i = 0; i < layers.size(); ++i) {
-    const LayerWeights& l = layers[i];
-    const auto any = [](const Weights& a, const Weights& b, const Weights& c) {
-      return a.data != nullptr || b.data != nullptr || c.data != nullptr;
-    };
-    lay_out(p.layers[i].qkv, (group + 2) * s.head_dim, s.hidden, s.kv_heads,
-            any(l.q_bias, l.k_bias, l.v_bias));
-    lay_out(p.layers[i].o, s.hidden, q_size, 1, l.o_bias.data != nullptr);
-    lay_out(p.layers[i].gate_up, 2 * rounded(s.intermediate, kPanel), s.hidden, 1,
-            any(l.gate_bias, l.up_bias, {}));
-    lay_out(p.layers[i].down, s.hidden, s.intermediate, 1, l.down_bias.data != nullptr);
-  }
-  if (ends.head.data != nullptr)
-    lay_out(p.head, s.vocabulary, s.hidden, 1, ends.head_bias.data != nullptr);
-  p.allocate();
-
-  std::vector<PanelMatrix> matrices;
-  const auto begin = [&](Matrix& m) {
-    m.data = p.begin() + m.offset;
-    matrices.push_back(
-        {m.inputs, std::vector<MatrixRow>(size_t(m.panels() * kPanel)), p.begin() + m.offset});
-  };
-  // Output `row` of the weights becomes output `at` of the matrix that was begun last.
-  const auto put = [&](Matrix& m, int64_t at, const Weights& weights, const Weights& bias,
-                       int64_t row) {
-    matrices.back().rows[size_t(at)] = {weights, row};
-    if (bias.data != nullptr) m.bias[size_t(at)] = value(bias, row);
-    if (weights.scale != nullptr) m.scale[size_t(at)] = weights.scale[row];
-  };
-  for (size_t i = 0; i < layers.size(); ++i) {
-    const LayerWeights& from = layers[i];
-    Layer& l = p.layers[i];
-    begin(l.qkv);
-    for (int64_t h = 0; h < s.kv_heads; ++h) {
-      int64_t at = h * l.qkv.group_panels() * kPanel;
-      for (int64_t r = 0; r < group * s.head_dim; ++r)
-        put(l.qkv, at++, from.q, from.q_bias, h * group * s.head_dim + r);
-      for (int64_t r = 0; r < s.head_dim; ++r)
-        put(l.qkv, at++, from.k, from.k_bias, h * s.head_dim + r);
-      for (int64_t r = 0; r < s.head_dim; ++r)
-        put(l.qkv, at++, from.v, from.v_bias, h * s.head_dim + r);
-    }
-    begin(l.o);
-    for (int64_t r = 0; r < s.hidden; ++r) put(l.o, r, from.o, from.o_bias, r);
-    begin(l.gate_up);
-    for (int64_t r = 0; r < s.intermediate; ++r) {
-      const int64_t at = r / kPanel * 2 * kPanel + r % kPanel;
-      put(l.gate_up, at, from.gate, from.gate_bias, r);
-      put(l.gate_up, at + kPanel, from.up, from.up_bias, r);
-    }
-    begin(l.down);
-    for (int64_t r = 0; r < s.hidden; ++r) put(l.down, r, from.down, from.down_bias, r);
-    l.input_norm = floats(from.input_norm, s.hidden, s.norm_offset);
-    l.post_norm = floats(from.post_norm, s.hidden, s.norm_offset);
-    l.q_norm = floats(from.q_norm, s.head_dim, s.norm_offset);
-    l.k_norm = floats(from.k_norm, s.head_dim, s.norm_offset);
-    l.window = from.window;
-  }
-  if (ends.head.data != nullptr) {
-    begin(p.head);
-    for (int64_t r = 0; r < s.vocabulary; ++r) put(p.head, r, ends.head, ends.head_bias, r);
-  }
-  pack(matrices, p.weight_bits, threads);
-  p.norm = floats(ends.norm, s.hidden, s.norm_offset);
-}
+    : shape_(shape),
+      embedding_(ends.embedding),
+      embeds_from_head_(ends.embedding.format && ends.embedding.data == ends.head.data),
+      packed_(std::make_unique<PackedWeights>(shape, layers, ends, threads)) {}
 
 Decoder::~Decoder() = default;
 
@@ -571,34 +501,60 @@ void Decoder::embed(const Tokens& tokens, int64_t rows, int64_t columns, float* 
                                     std::to_string(shape_.vocabulary) + " entries");
     }
   }
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t j = 0; j < columns; ++j) {
-      const int64_t at = tokens.at(r, j) * shape_.hidden;
-      for (int64_t i = 0; i < shape_.hidden; ++i) *hidden++ = value(embedding_, at + i);
-    }
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t j = 0; j < columns; ++j, hidden += shape_.hidden)
+      embed_one(tokens.at(r, j), hidden);
+}
+
+void Decoder::embed_one(int64_t id, float* to) const {
+  const int64_t h = shape_.hidden;
+  if (!embedding_.format) {
+    for (int64_t i = 0; i < h; ++i) to[i] = value(embedding_, id * h + i);
+    return;
+  }
+  const FormatTraits& f = traits(*embedding_.format);
+  if (embeds_from_head_) {
+    const Run& run = packed_->head.runs[0];
+    f.lane_values(run.data + id / kPanel * run.panel_bytes, h, int(id % kPanel), to);
+  } else {
+    f.row_values(static_cast<const unsigned char*>(embedding_.data) + id * f.row_bytes(h), h, to);
+  }
+}
+
+void Decoder::run_pieces(Job& job, const Columns& columns, int64_t keep, int64_t begin, int64_t end,
+                         bool has_head) const {
+  const int64_t n = columns.columns, step = std::max<int64_t>(kPieceColumns / columns.rows, 1);
+  for (int64_t first = 0; first < n; first += step) {
+    const int64_t last = std::min(first + step, n),
+                  kept = std::clamp<int64_t>(last - (n - keep), 0, last - first);
+    job.all = {columns.rows, last - first, first, n};
+    job.kept = {columns.rows, kept, last - kept, n};
+    job.run_layers(begin, end);
+    if (!has_head || kept == 0) continue;
+    job.out_part = {columns.rows, kept, last - kept - (n - keep), keep};
+    job.run(Job::Phase::kLogits, job.kept, packed_->head, {&packed_->norm, nullptr, 0});
   }
 }
 
 void Decoder::run_layers(float* hidden, const KeysValues& cache, const Columns& columns,
                          int64_t begin, int64_t end, int threads) const {
+  if (columns.rows * columns.columns == 0) return;
   Job job(*this, threads);
-  job.all = job.kept = {columns.rows, columns.columns, 0, columns.columns};
-  if (job.all.count() == 0) return;
   job.hidden = hidden;
   job.cache = &cache;
   job.columns = &columns;
-  job.run_layers(begin, end);
+  run_pieces(job, columns, columns.columns, begin, end, false);
 }
 
 void Decoder::logits(const float* hidden, int64_t count, void* out, DType dtype,
                      int threads) const {
   if (count == 0) return;
   Job job(*this, threads);
-  job.kept = {1, count, 0, count};
+  job.kept = job.out_part = {1, count, 0, count};
   job.hidden = const_cast<float*>(hidden);  // is read only
   job.out = out;
   job.out_dtype = dtype;
-  job.run(Job::Phase::kLogits, job.kept, packed_->head);
+  job.run(Job::Phase::kLogits, job.kept, packed_->head, {&packed_->norm, nullptr, 0});
 }
 
 void Decoder::step(const Tokens& tokens, const KeysValues& cache, const Columns& columns,
@@ -608,15 +564,12 @@ void Decoder::step(const Tokens& tokens, const KeysValues& cache, const Columns&
   float* const hidden = workspace().hidden.floats(count * shape_.hidden);
   embed(tokens, columns.rows, columns.columns, hidden);
   Job job(*this, threads);
-  job.all = {columns.rows, columns.columns, 0, columns.columns};
-  job.kept = {columns.rows, keep, columns.columns - keep, columns.columns};
   job.hidden = hidden;
   job.cache = &cache;
   job.columns = &columns;
   job.out = out;
   job.out_dtype = dtype;
-  job.run_layers(0, int64_t(packed_->layers.size()));
-  if (keep > 0) job.run(Job::Phase::kLogits, job.kept, packed_->head);
+  run_pieces(job, columns, keep, 0, int64_t(packed_->layers.size()), true);
 }
 
 }  // namespace pipespec::cpu

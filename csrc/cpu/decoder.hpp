@@ -1,12 +1,12 @@
 // The forward of LLaMA-like decoders on the host: tokens or hidden states in, logits or hidden
 // states out, keys and values appended to storage with a length per row.
 //
-// The weights are copied into panels that one pass reads front to back, as bfloat16 where that
-// changes no weight, as int8 where they are given so, and as float32 otherwise. Arithmetic is
-// float32. Each number is computed by the
-// same sequence of operations whatever the number of rows, columns or threads: q forwards of one
-// column and one forward of q columns give the same bits. Other instructions (set_simd) may round
-// differently.
+// The weights are copied into panels that one pass reads front to back, in the blocks that they are
+// given in (formats/), else as bfloat16 where that changes no weight, as int8 where they are given
+// so, and as float32 otherwise. Arithmetic is float32, but products with blocks are those of
+// formats/packed.hpp. Each number is computed by the same sequence of operations whatever the
+// number of rows, columns or threads: q forwards of one column and one forward of q columns give
+// the same bits. Other instructions (set_simd) may round differently outside of such products.
 //
 // Instructions and threads are those of select.hpp. A Decoder may be used by several threads at
 // once, as long as they write to different rows.
@@ -15,9 +15,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "decoder_kernels.hpp"
+#include "formats/packed.hpp"
 #include "select.hpp"
 
 namespace pipespec::cpu {
@@ -29,15 +31,16 @@ struct DecoderShape {
   float norm_offset;  // added to the weights of all RMS norms
 };
 
-// Contiguous, float32 or bfloat16; null data: there is none. With a scale per output the data of a
-// matrix are int8, whatever the dtype says.
+// Contiguous, float32 or bfloat16; null data: there is none. With a format the data of a matrix are
+// its blocks, with a scale per output they are int8, whatever the dtype says.
 struct Weights {
   const void* data = nullptr;
   DType dtype = DType::kFloat32;
   const float* scale = nullptr;
+  std::optional<Format> format = {};
 };
 
-// Matrices are [outputs, inputs], all of them int8 or none.
+// Matrices are [outputs, inputs]; those without a format are all int8, or none is.
 struct LayerWeights {
   Weights input_norm, q, k, v, o, post_norm, gate, up, down;
   Weights q_bias, k_bias, v_bias, o_bias, gate_bias, up_bias, down_bias;
@@ -46,7 +49,7 @@ struct LayerWeights {
 };
 
 struct EndWeights {
-  Weights embedding;  // is not copied
+  Weights embedding;  // is not copied; blocks that are those of the head are read there
   Weights norm, head, head_bias;
 };
 
@@ -68,14 +71,16 @@ struct Columns {
   const float* sin;
 };
 
+struct PackedWeights;
+
 class Decoder {
  public:
   Decoder(const DecoderShape& shape, const std::vector<LayerWeights>& layers,
           const EndWeights& ends, int threads);
   ~Decoder();
 
-  int64_t bytes() const;  // of the packed weights
-  int weight_bits() const;
+  int64_t bytes() const;    // of the packed weights
+  int weight_bits() const;  // of those not in blocks
 
   // hidden[count, H] of tokens. Throws std::invalid_argument for an id outside of the vocabulary.
   void embed(const Tokens& tokens, int64_t rows, int64_t columns, float* hidden) const;
@@ -89,14 +94,17 @@ class Decoder {
             void* out, DType dtype, int threads) const;
 
  private:
-  struct Matrix;
-  struct Layer;
-  struct Packed;
   struct Job;
+
+  void embed_one(int64_t id, float* to) const;
+  // Layers and, with a head, the logits of the last `keep` columns, some columns at a time.
+  void run_pieces(Job& job, const Columns& columns, int64_t keep, int64_t begin, int64_t end,
+                  bool has_head) const;
 
   DecoderShape shape_;
   Weights embedding_;
-  std::unique_ptr<Packed> packed_;
+  bool embeds_from_head_;
+  std::unique_ptr<PackedWeights> packed_;
 };
 
 }  // namespace pipespec::cpu

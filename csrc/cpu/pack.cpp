@@ -5,8 +5,9 @@
 #include <cstring>
 
 #include "decoder_kernels.hpp"
+#include "formats/formats.hpp"
 #include "number.hpp"
-#include "pool.hpp"
+#include "share.hpp"
 
 namespace pipespec::cpu {
 namespace {
@@ -18,24 +19,6 @@ constexpr int64_t kUnitPanels = 8;
 // Inputs that are transposed at a time, in the first-level cache. The rows of a matrix often lie a
 // multiple of 4 KB apart, where a cache holds few lines at once.
 constexpr int64_t kTile = 64;
-
-// Runs work(0 .. units - 1) on `threads` threads, the calling one included.
-template <typename Work>
-void share(int threads, int64_t units, const Work& work) {
-  struct Job {
-    const Work& work;
-    int64_t base;
-  } job{work, 0};
-  Team team(
-      threads - 1,
-      [](void* context, int64_t unit) {
-        const Job& of = *static_cast<const Job*>(context);
-        of.work(of.base + unit);
-      },
-      &job);
-  for (; job.base < units; job.base += Team::kMaxUnits)
-    team.run(std::min(units - job.base, Team::kMaxUnits));
-}
 
 void convert(float from, float& to) { to = from; }
 void convert(float from, uint16_t& to) { to = uint16_t(bits_of(from) >> 16); }
@@ -101,7 +84,8 @@ int64_t whole(int64_t n, int64_t of) { return (n + of - 1) / of; }
 bool are_bfloat16(const std::vector<WeightSpan>& spans, int threads) {
   Units units;
   for (const WeightSpan& s : spans) {
-    const bool is_wide = s.weights.data != nullptr && s.weights.dtype == DType::kFloat32;
+    const bool is_wide =
+        s.weights.data != nullptr && !s.weights.format && s.weights.dtype == DType::kFloat32;
     units.add(is_wide ? whole(s.count, kUnitWeights) : 0);
   }
   std::atomic<bool> found{false};  // a weight with low bits
@@ -118,28 +102,76 @@ bool are_bfloat16(const std::vector<WeightSpan>& spans, int threads) {
   return !found.load(std::memory_order_relaxed);
 }
 
-void pack(const std::vector<PanelMatrix>& matrices, int bits, int threads) {
+std::vector<Run> runs_of(const PanelMatrix& matrix, int bits) {
+  const auto format_at = [&matrix](int64_t panel) {
+    const auto begin = matrix.rows.begin() + panel * kPanel;
+    const auto found = std::find_if(
+        begin, begin + kPanel, [](const MatrixRow& row) { return row.weights.data != nullptr; });
+    return found == begin + kPanel ? std::nullopt : found->weights.format;
+  };
+  const int64_t panels = int64_t(matrix.rows.size()) / kPanel;
+  bool is_mixed = false;
+  for (int64_t p = 1; p < panels; ++p) is_mixed |= format_at(p) != format_at(0);
+  std::vector<Run> runs;
+  for (int64_t p = 0; p < panels; ++p) {
+    const std::optional<Format> format = format_at(p);
+    if (!runs.empty() && runs.back().format == format && (format || !is_mixed)) {
+      ++runs.back().panels;
+      continue;
+    }
+    Run run;
+    run.first = p, run.panels = 1, run.format = format, run.bits = bits;
+    run.panel_bytes =
+        format ? traits(*format).panel_bytes(matrix.inputs) : kPanel * matrix.inputs * (bits / 8);
+    runs.push_back(run);
+  }
+  return runs;
+}
+
+namespace {
+
+// Panel number `panel` of a run.
+void pack_run_panel(const PanelMatrix& m, const Run& run, int64_t panel) {
+  const MatrixRow* const rows = m.rows.data() + (run.first + panel) * kPanel;
+  if (run.format) {
+    const FormatTraits& f = traits(*run.format);
+    for (int64_t i = 0; i < kPanel; ++i) {
+      const MatrixRow& row = rows[i];
+      if (row.weights.data == nullptr) continue;
+      f.put(static_cast<const unsigned char*>(row.weights.data) + row.row * f.row_bytes(m.inputs),
+            m.inputs, int(i), run.data + panel * run.panel_bytes);
+    }
+    return;
+  }
+  const int64_t in_group = panel % kGroupPanels, group = panel - in_group;
+  const int64_t group_panels = std::min(kGroupPanels, run.panels - group);
+  const int64_t at = (group * m.inputs + in_group) * kPanel;
+  if (run.bits == 8) {
+    pack_panel(rows, m.inputs, group_panels, reinterpret_cast<int8_t*>(run.data) + at);
+  } else if (run.bits == 16) {
+    pack_panel(rows, m.inputs, group_panels, reinterpret_cast<uint16_t*>(run.data) + at);
+  } else {
+    pack_panel(rows, m.inputs, group_panels, reinterpret_cast<float*>(run.data) + at);
+  }
+}
+
+}  // namespace
+
+void pack(const std::vector<PanelMatrix>& matrices, int threads) {
+  std::vector<std::pair<const PanelMatrix*, const Run*>> all;
   Units units;
-  for (const PanelMatrix& m : matrices)
-    units.add(whole(int64_t(m.rows.size()), kUnitPanels * kPanel));
+  for (const PanelMatrix& m : matrices) {
+    for (const Run& run : m.runs) {
+      all.emplace_back(&m, &run);
+      units.add(whole(run.panels, kUnitPanels));
+    }
+  }
   share(threads, units.total(), [&](int64_t unit) {
     const auto [i, number] = units.at(unit);
-    const PanelMatrix& m = matrices[i];
-    const int64_t panels = int64_t(m.rows.size()) / kPanel;
-    const int64_t last = std::min(panels, (number + 1) * kUnitPanels);
-    for (int64_t panel = number * kUnitPanels; panel < last; ++panel) {
-      const int64_t in_group = panel % kGroupPanels, group = panel - in_group;
-      const int64_t group_panels = std::min(kGroupPanels, panels - group);
-      const int64_t at = (group * m.inputs + in_group) * kPanel;
-      const MatrixRow* const rows = m.rows.data() + panel * kPanel;
-      if (bits == 8) {
-        pack_panel(rows, m.inputs, group_panels, reinterpret_cast<int8_t*>(m.to) + at);
-      } else if (bits == 16) {
-        pack_panel(rows, m.inputs, group_panels, reinterpret_cast<uint16_t*>(m.to) + at);
-      } else {
-        pack_panel(rows, m.inputs, group_panels, reinterpret_cast<float*>(m.to) + at);
-      }
-    }
+    const auto [m, run] = all[i];
+    const int64_t last = std::min(run->panels, (number + 1) * kUnitPanels);
+    for (int64_t panel = number * kUnitPanels; panel < last; ++panel)
+      pack_run_panel(*m, *run, panel);
   });
 }
 

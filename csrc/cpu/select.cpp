@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "formats/packed.hpp"
 #include "kernels.hpp"
 #include "number.hpp"
 #include "pool.hpp"
@@ -76,6 +77,17 @@ const Kernels& kernels() {
     g_kernels.store(k, std::memory_order_release);
   }
   return *k;
+}
+
+const PackedKernels& packed_kernels() {
+  const Kernels* const k = &kernels();
+  const PackedKernels* found = nullptr;
+#if defined(__x86_64__)
+  if (k == avx512_kernels() && __builtin_cpu_supports("avx512vnni")) found = vnni_packed_kernels();
+  // A CPU with AVX-512 has what the file for AVX2 may use.
+  if (found == nullptr && k != portable_kernels()) found = avx2_packed_kernels();
+#endif
+  return found == nullptr ? *portable_packed_kernels() : *found;
 }
 
 namespace {

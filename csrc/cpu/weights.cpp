@@ -1,0 +1,151 @@
+#include "weights.hpp"
+
+#include <algorithm>
+
+#include "decoder_kernels.hpp"
+#include "formats/formats.hpp"
+#include "number.hpp"
+
+namespace pipespec::cpu {
+namespace {
+
+constexpr int64_t kPanel = kPanelOutputs;
+
+int64_t whole(int64_t n, int64_t of) { return (n + of - 1) / of; }
+int64_t rounded(int64_t n, int64_t to) { return whole(n, to) * to; }
+
+std::vector<float> floats(const Weights& w, int64_t count, float offset = 0.0f) {
+  std::vector<float> out(size_t(w.data == nullptr ? 0 : count));
+  for (size_t i = 0; i < out.size(); ++i) out[i] = value(w, int64_t(i)) + offset;
+  return out;
+}
+
+// Some outputs of a matrix: rows begin .. end - 1 of `weights`.
+struct Rows {
+  const Weights& weights;
+  const Weights& bias;
+  int64_t begin, end;
+};
+
+// Lays out one matrix after the other.
+class Layout {
+ public:
+  explicit Layout(int bits) : bits_(bits) {}
+
+  // Of the next matrix, the panels in their order: each part in whole panels; in `pairs`, a panel
+  // of the first and a panel of the second of two parts take turns.
+  void add(Matrix& m, int64_t inputs, int64_t groups, const std::vector<Rows>& parts,
+           bool pairs = false) {
+    PanelMatrix from{inputs, {}, {}};
+    const bool has_bias = std::any_of(parts.begin(), parts.end(),
+                                      [](const Rows& r) { return r.bias.data != nullptr; });
+    const bool has_scale = std::any_of(parts.begin(), parts.end(),
+                                       [](const Rows& r) { return r.weights.scale != nullptr; });
+    const auto add_panel = [&](const Rows& part, int64_t begin) {
+      for (int64_t r = begin; r < begin + kPanel; ++r) {
+        const bool is_row = r < part.end;
+        from.rows.push_back(is_row ? MatrixRow{part.weights, r} : MatrixRow{});
+        if (has_bias)
+          m.bias.push_back(is_row && part.bias.data != nullptr ? value(part.bias, r) : 0.0f);
+        if (has_scale)
+          m.scale.push_back(is_row && part.weights.scale != nullptr ? part.weights.scale[r] : 1.0f);
+      }
+    };
+    if (pairs) {
+      for (int64_t r = 0; r < parts[0].end; r += kPanel)
+        for (const Rows& part : parts) add_panel(part, r);
+    } else {
+      for (const Rows& part : parts)
+        for (int64_t r = part.begin; r < part.end; r += kPanel) add_panel(part, r);
+    }
+    m.inputs = inputs, m.groups = groups;
+    m.group_panels = int64_t(from.rows.size()) / kPanel / groups;
+    from.runs = runs_of(from, bits_);
+    for (Run& run : from.runs) {
+      bytes = rounded(bytes, 64);
+      offsets_.push_back(bytes);
+      bytes += run.panels * run.panel_bytes;
+      if (run.format)
+        m.rounds[traits(*run.format).rounds256] = true;
+      else
+        m.reads_floats = true;
+    }
+    matrices_.push_back(std::move(from));
+    to_.push_back(&m);
+  }
+
+  void pack_into(unsigned char* memory, int threads) {
+    size_t next = 0;
+    for (size_t i = 0; i < matrices_.size(); ++i) {
+      for (Run& run : matrices_[i].runs) run.data = memory + offsets_[next++];
+      to_[i]->runs = matrices_[i].runs;
+    }
+    pack(matrices_, threads);
+  }
+
+  int64_t bytes = 0;
+
+ private:
+  int bits_;
+  std::vector<PanelMatrix> matrices_;
+  std::vector<Matrix*> to_;
+  std::vector<int64_t> offsets_;
+};
+
+int number_bits(const std::vector<WeightSpan>& spans, int threads) {
+  const bool int8 = std::any_of(spans.begin(), spans.end(), [](const WeightSpan& span) {
+    return span.weights.scale != nullptr;
+  });
+  return int8 ? 8 : are_bfloat16(spans, threads) ? 16 : 32;
+}
+
+}  // namespace
+
+float value(const Weights& w, int64_t i) {
+  return w.dtype == DType::kFloat32 ? static_cast<const float*>(w.data)[i]
+                                    : float_of_bfloat16(static_cast<const uint16_t*>(w.data)[i]);
+}
+
+PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeights>& from,
+                             const EndWeights& ends, int threads) {
+  const int64_t q_size = s.heads * s.head_dim, kv_size = s.kv_heads * s.head_dim;
+  const int64_t group = s.heads / s.kv_heads, d = s.head_dim;
+  std::vector<WeightSpan> spans{{ends.head, s.vocabulary * s.hidden}};
+  for (const LayerWeights& l : from) {
+    for (const Weights& w : {l.q, l.o}) spans.push_back({w, q_size * s.hidden});
+    for (const Weights& w : {l.k, l.v}) spans.push_back({w, kv_size * s.hidden});
+    for (const Weights& w : {l.gate, l.up, l.down}) spans.push_back({w, s.intermediate * s.hidden});
+  }
+  weight_bits = number_bits(spans, threads);
+  layers.resize(from.size());
+  Layout layout(weight_bits);
+  for (size_t i = 0; i < from.size(); ++i) {
+    const LayerWeights& w = from[i];
+    Layer& l = layers[i];
+    std::vector<Rows> parts;
+    for (int64_t h = 0; h < s.kv_heads; ++h) {
+      parts.push_back({w.q, w.q_bias, h * group * d, (h + 1) * group * d});
+      parts.push_back({w.k, w.k_bias, h * d, (h + 1) * d});
+      parts.push_back({w.v, w.v_bias, h * d, (h + 1) * d});
+    }
+    layout.add(l.qkv, s.hidden, s.kv_heads, parts);
+    layout.add(l.o, q_size, 1, {{w.o, w.o_bias, 0, s.hidden}});
+    layout.add(l.gate_up, s.hidden, 1,
+               {{w.gate, w.gate_bias, 0, s.intermediate}, {w.up, w.up_bias, 0, s.intermediate}},
+               true);
+    layout.add(l.down, s.intermediate, 1, {{w.down, w.down_bias, 0, s.hidden}});
+    l.input_norm = floats(w.input_norm, s.hidden, s.norm_offset);
+    l.post_norm = floats(w.post_norm, s.hidden, s.norm_offset);
+    l.q_norm = floats(w.q_norm, s.head_dim, s.norm_offset);
+    l.k_norm = floats(w.k_norm, s.head_dim, s.norm_offset);
+    l.window = w.window;
+  }
+  if (ends.head.data != nullptr)
+    layout.add(head, s.hidden, 1, {{ends.head, ends.head_bias, 0, s.vocabulary}});
+  norm = floats(ends.norm, s.hidden, s.norm_offset);
+  bytes = layout.bytes;
+  arena.allocate(bytes);
+  layout.pack_into(arena.begin(), threads);
+}
+
+}  // namespace pipespec::cpu
