@@ -29,7 +29,8 @@ def num_threads(threads: int | None) -> int:
 
 def format_code(matrix: QuantizedMatrix) -> int:
     """The number of a matrix's format in the native code."""
-    return _native.WEIGHT_FORMATS.index(matrix.format.name)
+    names: tuple[str, ...] = _native.WEIGHT_FORMATS
+    return names.index(matrix.format.name)
 
 
 class PackedMatrix:

@@ -30,6 +30,7 @@ from pipespec.models.merging import check_separate, merge, merged
 from pipespec.models.parts import ModelParts
 from pipespec_kernels import ops
 from pipespec_kernels.decoder import LayerWeights
+from pipespec_kernels.formats import QuantizedMatrix
 
 BLOCKS = (64, 16, 1)
 """Rows of a product in the exact form: the first number for which no product of the model depends on a row's place. A product of one row has one
@@ -63,15 +64,26 @@ class _Layer(NamedTuple):
     weights: LayerWeights
     qkv: _Matrix
     gate_up: _Matrix
+    o: torch.Tensor
+    down: torch.Tensor
 
     @classmethod
     def of(cls, weights: LayerWeights) -> _Layer:
         w = weights
+        q, k, v, gate, up, o, down = (_tensor(matrix) for matrix in (w.q, w.k, w.v, w.gate, w.up, w.o, w.down))
         return cls(
             w,
-            _Matrix.of((w.q, w.k, w.v), (w.q_bias, w.k_bias, w.v_bias)),
-            _Matrix.of((w.gate, w.up), (w.gate_bias, w.up_bias)),
+            _Matrix.of((q, k, v), (w.q_bias, w.k_bias, w.v_bias)),
+            _Matrix.of((gate, up), (w.gate_bias, w.up_bias)),
+            o,
+            down,
         )
+
+
+def _tensor(matrix: torch.Tensor | QuantizedMatrix) -> torch.Tensor:
+    if isinstance(matrix, QuantizedMatrix):
+        raise NotReadable("its matrices are quantised")
+    return matrix
 
 
 class _Fixed(NamedTuple):
@@ -168,10 +180,10 @@ class FusedForm(Form):
             norms = {"q_norm": weights.q_norm, "k_norm": weights.k_norm, **self._norm}
             queries = ops.rope_append(queries, keys, values, cos, sin, *storage, lengths, **norms)
             ops.verify_attention(queries, *storage, lengths, out=out, window=read.windows[i], **options)
-            x = self._linear(mixed, weights.o, weights.o_bias)
+            x = self._linear(mixed, layer.o, weights.o_bias)
             x, hidden = ops.add_rms_norm(x, hidden, weights.post_norm, **self._norm)
             x = ops.silu_mul(self._linear(x, *layer.gate_up.whole()), activation=shape.activation)
-            x = self._linear(x, weights.down, weights.down_bias)
+            x = self._linear(x, layer.down, weights.down_bias)
             x, hidden = ops.add_rms_norm(x, hidden, next_norm, **self._norm)
         cache.close()
         if keep < q:
