@@ -29,11 +29,11 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.harness import choose_sizes, markdown_table, replace_table, save
+from bench.perf_model import simulate_spd
 from pipespec import Pipeline
 from pipespec.bench.contenders import Family
 from pipespec.bench.machine import provenance
 from pipespec.demo import MODULE_STAGES, draft_module_path, family_path, load_family, prompts
-from pipespec.planning.perf_model import simulate_spd
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.spd import RanksPipeline, SpeculativePipeline
 from pipespec.spd.draft_module import DraftModuleConfig

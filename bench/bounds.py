@@ -1,17 +1,17 @@
 """Comparisons and bounds of speculative decoding in closed form: lockstep, break-even rates, optimal policies, one device.
 
-Symbols as in ``pipespec.planning.closed_form``. These forms explain results in the docs page ``theory.md``.
+Symbols as in ``bench.closed_form``. These forms explain results in the docs page ``theory.md``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from pipespec.planning.closed_form import accepted_run, lockstep_rate, published_speedup, two_stage
-from pipespec.planning.validation import non_negative, positive, probability, same_length
+from bench.closed_form import accepted_run, lockstep_rate, published_speedup, two_stage
+from bench.validation import positive, probability
 
 # --- lockstep ------------------------------------------------------------------------------------------------------
 
@@ -42,7 +42,7 @@ def crossover_acceptance(c: float) -> float:
     """Acceptance rate a*(c) below which the best lockstep beats the published asynchronous form; 0 where it never does.
 
     The claim of arXiv 2505.01572 that asynchronous decoding is always faster holds for c <= 5 only. The loss is the plain step after
-    each rejection. Waiting for a few draft tokens avoids it, see :func:`pipespec.planning.closed_form.two_stage`.
+    each rejection. Waiting for a few draft tokens avoids it, see :func:`bench.closed_form.two_stage`.
     """
 
     def lead(a: float) -> float:
@@ -107,7 +107,7 @@ def best_policy(a: float, draft: float, verify: float, plain: float, *, max_draf
     A Markov decision process over h = 0 .. ``max_draft_tokens``, solved by bisection over the rate and value iteration (Howard,
     Dynamic Programming and Markov Processes, 1960). A correction leads back to h = 0. Fractions of draft tokens that pile up during
     a step are interpolated. It assumes independent acceptance and a draft that is corrected at once, so the rate is an upper bound up to
-    that interpolation. Arguments as for :func:`pipespec.planning.closed_form.two_stage`.
+    that interpolation. Arguments as for :func:`bench.closed_form.two_stage`.
     """
     a = probability(a, "the acceptance rate")
     draft, verify, plain = positive(draft, "draft"), positive(verify, "verify"), positive(plain, "plain")
@@ -185,30 +185,6 @@ def with_foresight(
         # Waiting for any time: the best of all larger leads, and the time until then.
         left[p] = np.minimum.accumulate((best + half * lead)[::-1])[::-1] - half * lead
     return float(left[0, 0])
-
-
-# --- one device ----------------------------------------------------------------------------------------------------
-
-
-def roofline_rate(bytes_per_step: Sequence[float], steps_per_token: Sequence[float], bandwidth: float) -> float:
-    """Upper bound of the tokens per second of a chain on one device: bandwidth / sum_i bytes_i steps_i.
-
-    Every step of every stage reads its weights through one memory (Williams et al., Roofline, CACM 52(4), 2009). It assumes small
-    batches, where the weights dominate, and neglects the KV cache. Concurrent stages gain nothing here, fewer target steps do.
-
-    Args:
-        bytes_per_step: Bytes of each stage's weights.
-        steps_per_token: Steps of each stage per token of the target, at most 1 for the target itself.
-        bandwidth: Bytes per second.
-    """
-    same_length("steps_per_token", steps_per_token, len(bytes_per_step), "stage")
-    if not bytes_per_step:
-        raise ValueError("no stages")
-    read = sum(
-        positive(size, "the bytes of a stage") * non_negative(steps, "the steps of a stage")
-        for size, steps in zip(bytes_per_step, steps_per_token, strict=True)
-    )
-    return positive(bandwidth, "bandwidth") / positive(read, "the bytes read per token")
 
 
 def _bisect(f: Callable[[float], float], low: float, high: float) -> float:

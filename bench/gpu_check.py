@@ -31,7 +31,7 @@ ALL_SECONDS = 460
 LAST_LINES = 12
 """Lines of the output of a failed part that the results keep."""
 
-GPU_TESTS = ("tests/pipespec", "tests/kernels", "tests/planning", "tests/spd")
+GPU_TESTS = ("tests/pipespec", "tests/kernels", "tests/spd")
 """Folders with tests that need a GPU."""
 
 KERNELS = (

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from bench.bounds import best_policy, with_foresight
-from pipespec.planning.perf_model import Answers, SimulatedPolicy, Simulation, StageModel, simulate
+from bench.perf_model import Answers, SimulatedPolicy, Simulation, StageModel, simulate
 from pipespec.process.records import build, parse_json
 from pipespec.process.table import aligned
 
@@ -423,7 +423,7 @@ def predict(
     Args:
         evidence: Of the chain, see :func:`gather`.
         run: Only the lengths of its texts are used.
-        schedule: As for :func:`pipespec.planning.perf_model.simulate`.
+        schedule: As for :func:`bench.perf_model.simulate`.
         lookahead: Of the published schedules.
         policy: Of ``workers`` and ``lockstep``.
         keep: Indices of the samples. None: all.

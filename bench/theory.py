@@ -18,11 +18,10 @@ from zlib import crc32
 
 import numpy as np
 
-from bench import bounds, published_runs
+from bench import bounds, closed_form, published_runs
 from bench.harness import markdown_table, replace_table
+from bench.perf_model import SimulatedPolicy, StageModel, simulate, simulate_spd
 from bench.plot import Panel, Series, chart
-from pipespec.planning import closed_form
-from pipespec.planning.perf_model import SimulatedPolicy, StageModel, simulate, simulate_spd
 from pipespec.spd import law
 
 _REPLICAS = 8

@@ -36,26 +36,7 @@ void bind_ngram(py::module_& m) {
           },
           py::arg("position"), py::arg("tokens").noconvert())
       .def("truncate", &NgramIndex::truncate, py::arg("length"))
-      .def("follower", &NgramIndex::follower, py::arg("corpus") = nullptr)
-      .def(
-          "followers",
-          [](const NgramIndex& empty, const Tokens& tokens, std::size_t first,
-             const NgramIndex* corpus) {
-            const std::size_t n = count(tokens);
-            if (empty.size() != 0 || first < 1 || first > n)
-              throw std::invalid_argument("followers() needs an empty index and 1 <= first <= " +
-                                          std::to_string(n));
-            py::array_t<std::int32_t> out(static_cast<py::ssize_t>(n - first));
-            const std::int32_t* data = tokens.data();
-            std::int32_t* found = out.mutable_data();
-            const py::gil_scoped_release released;
-            NgramIndex index = empty;
-            index.write(0, data, first);
-            for (std::size_t at = first; at < n; index.append(data[at++]))
-              *found++ = index.follower(corpus);
-            return out;
-          },
-          py::arg("tokens").noconvert(), py::arg("first"), py::arg("corpus") = nullptr);
+      .def("follower", &NgramIndex::follower, py::arg("corpus") = nullptr);
   m.attr("MOST_MATCH") = NgramIndex::kMostMatch;
 
   // Python keeps the block's memory as an attribute.

@@ -1,5 +1,5 @@
 // Bindings of the perf model: plain arguments in, a dict out.
-// python/pipespec/planning/perf_model.py gives them names and defaults.
+// bench/perf_model.py gives them names and defaults.
 #include "../runtime/perf_model.hpp"
 
 #include <pybind11/pybind11.h>

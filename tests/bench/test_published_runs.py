@@ -12,7 +12,7 @@ import pytest
 
 from bench import bounds, published_runs
 from bench.harness import replace_table
-from pipespec.planning.perf_model import Answers, SimulatedPolicy, StageModel, simulate
+from bench.perf_model import Answers, SimulatedPolicy, StageModel, simulate
 
 ONE, WIDE, SMALL, MIDDLE, MIDDLE_WIDE, START = 0.120, 0.420, 0.011, 0.022, 0.026, 0.5
 LOOKAHEAD, USED = 8, 5

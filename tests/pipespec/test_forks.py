@@ -23,7 +23,7 @@ from pipespec.drivers.base import StageFailure
 from pipespec.drivers.workers import driver as workers
 from pipespec.drivers.workers import template
 from pipespec.models.loading import load_model
-from pipespec.process.threads import renew_pool, target_threads, threads_set
+from pipespec.process.threads import renew_pool, restored_threads, set_threads, target_threads
 from pipespec.spd import SpeculativePipeline
 from pipespec_kernels.state import SharedMemory, StateBlock
 from tests.conftest import noisy, random_llama, random_prompts
@@ -307,15 +307,16 @@ def test_a_fork_while_another_thread_has_lowered_torchs_threads(two_threads):
     entered, go_on = threading.Event(), threading.Event()
 
     def lower() -> None:
-        with threads_set(1):
+        with restored_threads():
+            set_threads(1)
             entered.set()
             go_on.wait(SECONDS)
 
     def look() -> None:
         assert target_threads(0) == min(2, len(os.sched_getaffinity(0)))
         torch.set_num_threads(3)
-        with threads_set(1):
-            pass
+        with restored_threads():
+            set_threads(1)
         assert torch.get_num_threads() == 3, "the child restores what its parent had"
 
     thread = threading.Thread(target=lower)

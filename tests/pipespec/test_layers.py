@@ -18,7 +18,6 @@ LAYERS = [
     ["bench"],
     ["spd"],
     ["api"],
-    ["planning"],
     ["observe"],
     ["drivers"],
     ["preflight"],

@@ -96,23 +96,6 @@ class NgramDraft:
             index.write(0, tokens)
         return index
 
-    def followers(self, text: np.ndarray, first: int) -> np.ndarray:
-        """The draft token at each position of a text, given the tokens before it.
-
-        Args:
-            text: Token ids ``[N]``.
-            first: First position, at least 1.
-
-        Returns:
-            int64 ``[N - first]``, -1 where nothing is drafted.
-
-        Raises:
-            ValueError: ``first`` is out of range.
-        """
-        corpus = None if self.corpus is None else self.index(np.asarray(self.corpus))
-        tokens = np.ascontiguousarray(text, dtype=np.int32)
-        return self.index().followers(tokens, first, corpus).astype(np.int64)
-
 
 def first_of(drafts: Sequence[Any]) -> tuple[NgramDraft | None, list[Any]]:
     """Split the drafts that a user gave into the n-gram draft, if the first is one, and the models.

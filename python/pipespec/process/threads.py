@@ -120,11 +120,3 @@ def _restore(threads: int, is_last: bool) -> None:
         set_threads(threads)
         if is_last:
             _lowering.discard(threading.get_ident())
-
-
-@contextmanager
-def threads_set(count: int) -> Iterator[None]:
-    """Compute with ``count`` threads, and restore the user's setting on exit."""
-    with restored_threads():
-        set_threads(count)
-        yield

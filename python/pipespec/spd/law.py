@@ -1,10 +1,6 @@
-"""The law of speculative pipeline decoding (arXiv 2605.30852): tokens per cycle, accepted length, speed-up and number of stages."""
+"""The law of speculative pipeline decoding (arXiv 2605.30852): tokens per cycle, accepted length, speed-up."""
 
 from __future__ import annotations
-
-import math
-
-from pipespec.planning.validation import non_negative, positive, probability
 
 
 def spd_tokens_per_cycle(a: float, n: int) -> float:
@@ -21,8 +17,11 @@ def spd_tokens_per_cycle(a: float, n: int) -> float:
     Raises:
         ValueError: ``a`` is no probability, or ``n`` is below 1.
     """
-    a = probability(a, "the acceptance rate")
-    return 1.0 / (_stages(n) * (1.0 - a) + a)
+    if not 0.0 <= a <= 1.0:  # also refuses NaN
+        raise ValueError(f"the acceptance rate is a probability, 0 to 1, not {a}")
+    if n < 1:
+        raise ValueError(f"the number of stages must be at least 1, not {n}")
+    return 1.0 / (n * (1.0 - a) + a)
 
 
 def spd_accepted_length(a: float, n: int) -> float:
@@ -31,19 +30,6 @@ def spd_accepted_length(a: float, n: int) -> float:
     Arguments and errors as for :func:`spd_tokens_per_cycle`.
     """
     return n * spd_tokens_per_cycle(a, n)
-
-
-def spd_acceptance(length: float, n: int) -> float:
-    """Acceptance rate of an accepted length, the inverse of :func:`spd_accepted_length`: a = (n - n/length) / (n - 1).
-
-    Raises:
-        ValueError: ``n`` is below 2, or ``length`` lies outside [1, n].
-    """
-    if n < 2:
-        raise ValueError("with one stage nothing is drafted ahead: no acceptance rate follows")
-    if not 1.0 <= length <= n:
-        raise ValueError(f"the accepted length lies between 1 and the number of stages, {n}, not {length}")
-    return (n - n / length) / (n - 1)
 
 
 def spd_speedup(a: float, n: int, step: float, cycle_cost: float = 0.0) -> float:
@@ -57,24 +43,12 @@ def spd_speedup(a: float, n: int, step: float, cycle_cost: float = 0.0) -> float
         n: Number of stages.
         step: T, the time of a step of the whole target.
         cycle_cost: Fixed time per cycle for control, transfers and verification.
+
+    Raises:
+        ValueError: A time is negative, or ``step`` is 0.
     """
-    step = positive(step, "step")
-    return step * spd_tokens_per_cycle(a, n) / (step / n + non_negative(cycle_cost, "cycle_cost"))
-
-
-def spd_best_stages(a: float, step: float, cycle_cost: float) -> float:
-    """Number of stages, as a real number, at which :func:`spd_speedup` is largest: sqrt(a T / ((1 - a) cycle_cost)).
-
-    The zero of the derivative of :func:`spd_speedup` by n. Infinite at a = 1 or cycle_cost = 0.
-    """
-    a = probability(a, "the acceptance rate")
-    step, cost = positive(step, "step"), non_negative(cycle_cost, "cycle_cost")
-    if a == 1.0 or cost == 0.0:
-        return math.inf
-    return math.sqrt(a * step / ((1.0 - a) * cost))
-
-
-def _stages(n: int) -> int:
-    if n < 1:
-        raise ValueError(f"the number of stages must be at least 1, not {n}")
-    return n
+    if not (0 < step < float("inf") and 0 <= cycle_cost < float("inf")):
+        raise ValueError(
+            f"step must be a positive number and cycle_cost must not be negative, not {step} and {cycle_cost}"
+        )
+    return step * spd_tokens_per_cycle(a, n) / (step / n + cycle_cost)

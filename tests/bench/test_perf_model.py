@@ -9,8 +9,8 @@ import sys
 import numpy as np
 import pytest
 
+from bench.perf_model import Answers, SimulatedPolicy, StageModel, simulate, simulate_spd
 from pipespec.config import SpeculationConfig
-from pipespec.planning.perf_model import Answers, SimulatedPolicy, StageModel, simulate, simulate_spd
 from tests.waiting import SECONDS
 
 SCHEDULES = ("workers", "reference", "reference-lockstep")
@@ -168,11 +168,11 @@ def test_native_code_simulates_every_token():
     assert calls(100_000) == calls(100)
 
 
-def test_planning_needs_no_torch():
+def test_predictions_need_no_torch():
     code = (
         "import sys\nsys.modules['torch'] = None\n"
-        "from pipespec.planning import closed_form, steps\n"
-        "from pipespec.planning.perf_model import StageModel, simulate\n"
+        "from bench import closed_form\n"
+        "from bench.perf_model import StageModel, simulate\n"
         "simulate('workers', [StageModel(1.0), StageModel(5.0)], (0.5,), 100)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from bench import bounds, theory
-from pipespec.planning import closed_form as cf
-from pipespec.planning.perf_model import simulate_spd
+from bench import closed_form as cf
+from bench.perf_model import simulate_spd
 from pipespec.spd import law
 from tests.trials import trials
 
@@ -77,27 +77,8 @@ def test_break_even_is_where_plain_decoding_is_met():
 def test_spd_forms_belong_together(a, n):
     length = law.spd_accepted_length(a, n)
     assert length == pytest.approx(law.spd_speedup(a, n, 20.0))
-    if n > 1:
-        assert law.spd_acceptance(length, n) == pytest.approx(a)
-    else:
+    if n == 1:
         assert length == 1.0
-
-
-def test_spd_best_number_of_stages_is_the_best():
-    best = law.spd_best_stages(0.82, 28.4, 2.0)
-    assert best == pytest.approx(8.0, abs=0.1)
-    speed = [law.spd_speedup(0.82, n, 28.4, 2.0) for n in range(1, 40)]
-    assert int(np.argmax(speed)) + 1 == round(best)
-    assert math.isinf(law.spd_best_stages(1.0, 10, 1))
-    assert math.isinf(law.spd_best_stages(0.5, 10, 0))
-
-
-def test_one_device_gains_by_fewer_target_steps_only():
-    assert bounds.roofline_rate([16e9], [1.0], 800e9) == pytest.approx(50.0)
-    # Five drafts and one verification for four tokens; the draft is a tenth of the target, which decodes one token per second.
-    assert bounds.roofline_rate([1.6e9, 16e9], [5 / 4, 1 / 4], 16e9) == pytest.approx(1 / (0.125 + 0.25))
-    # A pipeline with one target step per token cannot gain.
-    assert bounds.roofline_rate([1.6e9, 16e9], [0.1, 1.0], 16e9) < 1.0
 
 
 def test_the_best_policy_is_a_ceiling_and_is_reached_where_waiting_is_best():
@@ -176,7 +157,6 @@ NAN = float("nan")
         lambda a: cf.two_stage(a, 1, 10, 10),
         lambda a: bounds.best_policy(a, 1, 10, 10),
         lambda a: law.spd_tokens_per_cycle(a, 4),
-        lambda a: law.spd_best_stages(a, 10, 1),
     ],
 )
 def test_impossible_probabilities(call, a):
@@ -196,8 +176,6 @@ def test_impossible_probabilities(call, a):
         lambda t: bounds.best_policy(0.5, 1, t, 10),
         lambda t: cf.chain_rate([0.5], t, [10], [10]),
         lambda t: law.spd_speedup(0.5, 4, t),
-        lambda t: bounds.roofline_rate([t], [1.0], 1e9),
-        lambda t: bounds.roofline_rate([1e9], [1.0], t),
     ],
 )
 def test_impossible_times(call, t):
@@ -220,10 +198,6 @@ def test_impossible_times(call, t):
         (lambda: cf.chain_rate([0.5, 0.5], 1, [5], [5, 5]), "verify"),
         (lambda: cf.chain_rate([], 1, [], []), "at least one"),
         (lambda: law.spd_tokens_per_cycle(0.5, 0), "stages"),
-        (lambda: law.spd_acceptance(5.0, 4), "length"),
-        (lambda: law.spd_acceptance(1.0, 1), "one stage"),
-        (lambda: bounds.roofline_rate([], [], 1e9), "no stages"),
-        (lambda: bounds.roofline_rate([1e9], [], 1e9), "steps_per_token"),
     ],
 )
 def test_other_nonsense(call, says):

@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipespec.planning.validation import non_negative, positive, probability, same_length
+from bench.validation import non_negative, positive, probability, same_length
 
 
 def accepted_run(a: float, g: float) -> float:

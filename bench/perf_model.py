@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from bench.validation import all_positive, non_negative, probability, same_length
 from pipespec.config import PATIENCE, WIDTH
-from pipespec.planning.validation import all_positive, non_negative, probability, same_length
 
 Schedule = Literal["workers", "reference", "reference-lockstep"]
 

@@ -1,4 +1,4 @@
-"""Checks of numbers, with the same messages everywhere in the planning package."""
+"""Checks of numbers, with the same messages in the formulas and the perf model."""
 
 from __future__ import annotations
 
