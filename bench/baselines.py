@@ -30,6 +30,7 @@ from pipespec.bench.contenders import (
 )
 from pipespec.bench.results import StepCounts, SystemSettings
 from pipespec.bench.systems import KINDS, Kind, each_chain, single
+from pipespec.registry import LOCKSTEP, PLAIN, STREAMS, WORKERS
 
 LOOKAHEADS = {"asynchronous": (3, 0, 5), "lockstep": (5, 3, 8, 12)}
 """Minimum lookahead tried for the published schedules; 3 is the best asynchronous one in the publication."""
@@ -38,14 +39,14 @@ LOOKAHEADS = {"asynchronous": (3, 0, 5), "lockstep": (5, 3, 8, 12)}
 def all_contenders(drafts: Sequence[str]) -> list[Contender]:
     """Every row for a target with these drafts, smallest first."""
     captured = torch.cuda.is_available()
-    standard = standard_contenders(drafts, ("lockstep", "workers", *(["streams"] if captured else [])))
+    standard = standard_contenders(drafts, (LOCKSTEP.name, WORKERS.name, *([STREAMS.name] if captured else [])))
     hf = [c for c in standard if c.group == "hf"]
     ours = [c for c in standard if c.group == "ours"]
     if captured:
-        ours.append(PipelineContender("ours-plain-graphs", "ours, target alone, graphs", "plain", graphs=True))
+        ours.append(PipelineContender("ours-plain-graphs", "ours, target alone, graphs", PLAIN.name, graphs=True))
     for chain in chains(drafts) if captured else ():
         name, label = "+".join(chain), f"lockstep, {' + '.join(chain)}, graphs"
-        ours.append(PipelineContender(f"lockstep-graphs-{name}", label, "lockstep", chain, graphs=True))
+        ours.append(PipelineContender(f"lockstep-graphs-{name}", label, LOCKSTEP.name, chain, graphs=True))
     published = [PublishedContender(*pair) for pair in itertools.product(LOOKAHEADS, chains(drafts))]
     return [*hf, CompiledContender(), *published, *ours]
 

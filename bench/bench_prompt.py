@@ -22,6 +22,7 @@ import torch
 
 from bench.harness import choose_sizes, markdown_table, save
 from pipespec.bench.machine import provenance
+from pipespec.registry import PLAIN
 
 LENGTHS = (32, 150, 512, 2048)
 DTYPES = ("bfloat16", "float32")
@@ -38,7 +39,7 @@ def calls_of(folder: Path, dtype: str, sides: tuple[str, ...]) -> tuple[dict[str
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     calls: dict[str, Callable[[Any], object]] = {}
     if "ours" in sides:
-        pipe = Pipeline(model, [], schedule="plain")
+        pipe = Pipeline(model, [], schedule=PLAIN.name)
         calls["ours"] = lambda ids: pipe.generate(ids, max_new_tokens=1, do_sample=False)
     if "generate" in sides:
         calls["generate"] = lambda ids: model.generate(

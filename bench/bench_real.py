@@ -29,8 +29,8 @@ from pipespec import Pipeline
 from pipespec.bench.contenders import CommitClock, private_copies
 from pipespec.bench.machine import provenance
 from pipespec.process.progress import quiet_transformers, say
+from pipespec.registry import LOCKSTEP, PLAIN, WORKERS
 
-PLAIN = "plain"
 LLAMA_NGRAM = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "16")
 EDIT_TOKENS = 1400
 """Of a text to edit."""
@@ -52,37 +52,37 @@ def shuffled(model: Any) -> Any:
 
 def options_of(draft: Any, third: Any) -> dict[str, tuple[list[Any], dict[str, Any]]]:
     """By row: drafts and options of the pipeline."""
-    fixed = {f"lockstep, draft x{n}": ([draft], {"schedule": "lockstep", "lookahead": n}) for n in (1, 2, 3, 4, 6)}
-    ngram = {f"lockstep, n-gram x{n}": (["ngram"], {"schedule": "lockstep", "lookahead": n}) for n in (2, 4, 8, 16)}
+    fixed = {f"lockstep, draft x{n}": ([draft], {"schedule": LOCKSTEP.name, "lookahead": n}) for n in (1, 2, 3, 4, 6)}
+    ngram = {f"lockstep, n-gram x{n}": (["ngram"], {"schedule": LOCKSTEP.name, "lookahead": n}) for n in (2, 4, 8, 16)}
     return {
-        PLAIN: ([], {"schedule": "plain"}),
+        PLAIN.name: ([], {"schedule": PLAIN.name}),
         "default": ([draft], {}),
         "default, no draft": ([], {}),
         "default, useless draft": ([shuffled], {}),
         "default, a copy of itself as draft": ([copy.deepcopy], {}),
-        "controller, draft alone": ([draft], {"schedule": "lockstep"}),
+        "controller, draft alone": ([draft], {"schedule": LOCKSTEP.name}),
         **fixed,
         **ngram,
-        "n-gram before the draft": (["ngram", draft], {"schedule": "lockstep", "lookahead": 4}),
-        "workers": ([draft], {"schedule": "workers"}),
-        "workers, n-gram before": (["ngram", draft], {"schedule": "workers"}),
-        "confidence": ([draft], {"schedule": "lockstep", "confidence": True}),
-        "confidence, workers": ([draft], {"schedule": "workers", "confidence": True}),
+        "n-gram before the draft": (["ngram", draft], {"schedule": LOCKSTEP.name, "lookahead": 4}),
+        "workers": ([draft], {"schedule": WORKERS.name}),
+        "workers, n-gram before": (["ngram", draft], {"schedule": WORKERS.name}),
+        "confidence": ([draft], {"schedule": LOCKSTEP.name, "confidence": True}),
+        "confidence, workers": ([draft], {"schedule": WORKERS.name, "confidence": True}),
         "exact": ([draft], {"exact": True}),
         "rejection": ([draft], {"acceptance": "rejection"}),
-        "int8 draft": ([draft], {"schedule": "lockstep", "lookahead": 3, "draft_dtype": "int8"}),
+        "int8 draft": ([draft], {"schedule": LOCKSTEP.name, "lookahead": 3, "draft_dtype": "int8"}),
         "int8 draft, default": ([draft], {"draft_dtype": "int8"}),
-        "other tokenizer x2": ([third], {"schedule": "lockstep", "lookahead": 2}),
+        "other tokenizer x2": ([third], {"schedule": LOCKSTEP.name, "lookahead": 2}),
         "other tokenizer, default": ([third], {}),
-        "three models": ([third, draft], {"schedule": "lockstep", "lookahead": 2}),
-        "three models, workers": ([third, draft], {"schedule": "workers"}),
+        "three models": ([third, draft], {"schedule": LOCKSTEP.name, "lookahead": 2}),
+        "three models, workers": ([third, draft], {"schedule": WORKERS.name}),
     }
 
 
 def pipeline_row(target: Any, drafts: list[Any], options: dict[str, Any]) -> tuple[Row, Pipeline]:
     """A row of ours, and its pipeline."""
     drafts = [draft(target) if draft in (shuffled, copy.deepcopy) else draft for draft in drafts]
-    drafts = private_copies(drafts) if options.get("schedule") == "workers" else drafts
+    drafts = private_copies(drafts) if options.get("schedule") == WORKERS.name else drafts
     pipe = Pipeline(target, drafts, **options)
 
     def run(ids: torch.Tensor, arguments: dict[str, Any]) -> tuple[list[int], float, float]:
@@ -164,8 +164,8 @@ def summary(texts: dict[str, list[list[tuple[list[int], float, float]]]], kinds:
     records = []
     for kind in [*dict.fromkeys(kinds), "all"]:
         places = [i for i, k in enumerate(kinds) if kind in (k, "all")]
-        plain = {i: statistics.median(seconds for _, seconds, _ in texts[PLAIN][i]) for i in places}
-        plain_rate = {i: len(texts[PLAIN][i][0][0]) / plain[i] for i in places}
+        plain = {i: statistics.median(seconds for _, seconds, _ in texts[PLAIN.name][i]) for i in places}
+        plain_rate = {i: len(texts[PLAIN.name][i][0][0]) / plain[i] for i in places}
         for row, results in texts.items():
             if any(not results[i] for i in places):
                 continue
@@ -173,14 +173,14 @@ def summary(texts: dict[str, list[list[tuple[list[int], float, float]]]], kinds:
             first = {i: statistics.median(f for _, _, f in results[i]) for i in places}
             tokens = {i: len(results[i][0][0]) for i in places}
             ratios = [tokens[i] / seconds[i] / plain_rate[i] for i in places]
-            same = sum(results[i][0][0] == texts[PLAIN][i][0][0] for i in places)
+            same = sum(results[i][0][0] == texts[PLAIN.name][i][0][0] for i in places)
             rate = sum(tokens.values()) / sum(seconds.values())
             records.append(
                 {
                     "row": row,
                     "prompts": kind,
                     "tokens_per_second": rate,
-                    "of_plain": rate / (sum(len(texts[PLAIN][i][0][0]) for i in places) / sum(plain.values())),
+                    "of_plain": rate / (sum(len(texts[PLAIN.name][i][0][0]) for i in places) / sum(plain.values())),
                     "worst_prompt_of_plain": min(ratios),
                     "first_token_ms": 1000 * statistics.median(first.values()),
                     "decoding_tokens_per_second": (sum(tokens.values()) - len(places))
@@ -276,7 +276,7 @@ def measure(options: argparse.Namespace) -> None:
     failed: dict[str, str] = {}
     third = load(options.third, options.dtype)
     for name, (drafts, more) in options_of(draft, third).items():
-        if name != PLAIN and options.rows and name not in options.rows:
+        if name != PLAIN.name and options.rows and name not in options.rows:
             continue
         try:
             rows[name], pipe = pipeline_row(target, drafts, more)

@@ -35,6 +35,7 @@ from pipespec.bench.contenders import Family
 from pipespec.bench.machine import provenance
 from pipespec.demo import MODULE_STAGES, draft_module_path, family_path, load_family, prompts
 from pipespec.process.progress import quiet_transformers, say, working
+from pipespec.registry import PLAIN
 from pipespec.spd import RanksPipeline, SpeculativePipeline
 from pipespec.spd.draft_module import DraftModuleConfig
 from pipespec.spd.law import spd_accepted_length, spd_speedup, spd_tokens_per_cycle
@@ -135,7 +136,7 @@ def settings(modules: Sequence[Path], quick: bool, ranks: Sequence[int]) -> Iter
 def measure_plain(family: Family, ids: list[torch.Tensor], new_tokens: int, threads: int) -> PlainCalls:
     torch.set_num_threads(threads)
     out = PlainCalls(threads)
-    pipe = Pipeline(family.target, schedule="plain")
+    pipe = Pipeline(family.target, schedule=PLAIN.name)
     for prompt in ids:
         output = pipe.generate(prompt, max_new_tokens=new_tokens, do_sample=False)
         report = pipe.report

@@ -1,6 +1,6 @@
 """Perf model: one chain in virtual time, over the engine's own protocol code in csrc/runtime/perf_model.cpp.
 
-The schedule ``workers`` runs the protocol code of the engine. Only the duration of a forward and the tokens of each stage are modelled. Each stage has a
+The schedule ``asynchronous`` runs the protocol code of the engine. Only the duration of a forward and the tokens of each stage are modelled. Each stage has a
 device of its own. ``reference`` and ``reference-lockstep`` follow the description of the published system (arXiv 2505.01572).
 
 Not modelled: the duration of a plan, a commit or a publication (part of a measured step time), the growth of a step with the
@@ -19,7 +19,7 @@ import numpy as np
 from bench.validation import all_positive, non_negative, probability, same_length
 from pipespec.config import PATIENCE, WIDTH
 
-Schedule = Literal["workers", "reference", "reference-lockstep"]
+Schedule = Literal["asynchronous", "reference", "reference-lockstep"]
 
 
 @dataclass(frozen=True)
@@ -197,25 +197,25 @@ def simulate(
     """Run ``stages`` until the target has ``tokens`` new tokens. Equal arguments give equal results.
 
     Args:
-        schedule: ``workers`` is the engine's, with the settings of ``policy``. ``reference`` and ``reference-lockstep`` are the published ones,
+        schedule: ``asynchronous`` is the engine's (workers, streams, ranks), with the settings of ``policy``. ``reference`` and ``reference-lockstep`` are the published ones,
             with ``lookahead`` and ``handshake_s``.
         stages: The target last.
         answers: The tokens of the stages, or only acceptance rates.
         tokens: New tokens.
-        policy: Settings of ``workers``. None: the defaults.
+        policy: Settings of ``asynchronous``. None: the defaults.
         seed: Of the random answers.
         lookahead: Minimum lookahead of the published schedules.
         handshake_s: Fixed cost of an acknowledgement.
         preempt: A corrected draft drops its running step.
 
-    ``preempt``, and ``handshake_s`` with ``workers``, are idealisations for checks of closed forms, see csrc/runtime/perf_model.hpp.
+    ``preempt``, and ``handshake_s`` with ``asynchronous``, are idealisations for checks of closed forms, see csrc/runtime/perf_model.hpp.
 
     Raises:
         ValueError: A setting is out of range.
         RuntimeError: The chain waits without a deadline for draft tokens that cannot come.
     """
     functions = {
-        "workers": "simulate_asynchronous",
+        "asynchronous": "simulate_asynchronous",
         "reference": "simulate_reference_async",
         "reference-lockstep": "simulate_reference_sync",
     }

@@ -425,7 +425,7 @@ def predict(
         run: Only the lengths of its texts are used.
         schedule: As for :func:`bench.perf_model.simulate`.
         lookahead: Of the published schedules.
-        policy: Of ``workers`` and ``lockstep``.
+        policy: Of ``asynchronous``.
         keep: Indices of the samples. None: all.
         fills: Simulations per text.
 
@@ -501,7 +501,7 @@ def compare(evidence: ChainEvidence, run: PublishedRun) -> PipelineComparison:
 
 
 def predict_protocol(evidence: ChainEvidence, run: PublishedRun) -> dict[str, Any]:
-    """Predict the ``workers`` schedule of this engine on the texts of ``run``, in ms/token.
+    """Predict the asynchronous schedules of this engine on the texts of ``run``, in ms/token.
 
     Returns:
         ``by_min_draft_tokens``: the target sleeps while it has fewer draft tokens; ``no_minimum_ms`` and ``best_ms`` are from there.
@@ -513,7 +513,7 @@ def predict_protocol(evidence: ChainEvidence, run: PublishedRun) -> dict[str, An
 
     def ms(min_draft_tokens: int, meanwhile: bool) -> float:
         policy = SimulatedPolicy(lookahead=64, min_draft_tokens=min_draft_tokens, decode_meanwhile=meanwhile)
-        return predict(evidence, run, "workers", policy=policy).ms_per_token
+        return predict(evidence, run, "asynchronous", policy=policy).ms_per_token
 
     fastest = min(stage.times()[0] for stage in evidence.stages)
     plain, verify = evidence.stages[-1].times()

@@ -74,7 +74,7 @@ def _two_stage_rates(
     first = crc32(repr((a, draft, verify, plain, min_draft_tokens, handshake)).encode())
     for seed in range(first, first + _REPLICAS):
         yield simulate(
-            "workers", stages, [a], tokens, policy=policy, handshake_s=handshake, preempt=ideal, seed=seed
+            "asynchronous", stages, [a], tokens, policy=policy, handshake_s=handshake, preempt=ideal, seed=seed
         ).rate
 
 
@@ -134,7 +134,7 @@ def chain_grid(tokens: int) -> list[tuple[Comparison, Comparison]]:
         ):
             policy = SimulatedPolicy(lookahead=60, width=120, min_draft_tokens=minimum, patience=float("inf"))
             rates = (
-                25 * simulate("workers", stages, pair, tokens, policy=policy, preempt=True, seed=seed).rate
+                25 * simulate("asynchronous", stages, pair, tokens, policy=policy, preempt=True, seed=seed).rate
                 for seed in range(_REPLICAS)
             )
             both.append(_compare({"a01": pair[0], "a12": pair[1]}, formula, rates))
@@ -158,8 +158,8 @@ def speed(tokens: int = 500_000) -> list[tuple[str, float]]:
     """Simulated tokens per second of one core, three stages."""
     out = []
     for name, schedule, steps, pair in (
-        ("workers, steps 1 : 5 : 10, a = .9", "workers", (1.0, 5.0, 10.0), (0.9, 0.9)),
-        ("workers, steps 1 : 4 : 20, a = .8", "workers", (1.0, 4.0, 20.0), (0.8, 0.8)),
+        ("workers, steps 1 : 5 : 10, a = .9", "asynchronous", (1.0, 5.0, 10.0), (0.9, 0.9)),
+        ("workers, steps 1 : 4 : 20, a = .8", "asynchronous", (1.0, 4.0, 20.0), (0.8, 0.8)),
         ("reference, steps 1 : 4 : 20, a = .8", "reference", (1.0, 4.0, 20.0), (0.8, 0.8)),
     ):
         began = time.process_time()
@@ -259,7 +259,7 @@ def figures(tokens: int) -> dict[str, str]:
 
     def ms(min_draft_tokens: int, meanwhile: bool) -> float:
         policy = SimulatedPolicy(lookahead=64, width=128, min_draft_tokens=min_draft_tokens, decode_meanwhile=meanwhile)
-        runs = (simulate("workers", steps, [a], tokens, policy=policy, seed=s) for s in range(8))
+        runs = (simulate("asynchronous", steps, [a], tokens, policy=policy, seed=s) for s in range(8))
         return float(np.mean([1 / run.rate for run in runs]))
 
     def form(w: int) -> float:

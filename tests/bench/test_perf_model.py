@@ -13,7 +13,7 @@ from bench.perf_model import Answers, SimulatedPolicy, StageModel, simulate, sim
 from pipespec.config import SpeculationConfig
 from tests.waiting import SECONDS
 
-SCHEDULES = ("workers", "reference", "reference-lockstep")
+SCHEDULES = ("asynchronous", "reference", "reference-lockstep")
 CHAIN = [StageModel(1.0), StageModel([4.0, 4.5]), StageModel([20.0, 21.0])]
 
 
@@ -65,7 +65,9 @@ def test_what_holds_for_any_chain(schedule):
 def test_better_drafts_are_never_worse_on_average():
     # A lookahead counts the tokens under verification, too: 32 would slow this chain down.
     policy = SimulatedPolicy(lookahead=64)
-    rates = [simulate("workers", CHAIN, (a, a), 20_000, policy=policy).rate for a in (0.0, 0.3, 0.6, 0.8, 0.9, 1.0)]
+    rates = [
+        simulate("asynchronous", CHAIN, (a, a), 20_000, policy=policy).rate for a in (0.0, 0.3, 0.6, 0.8, 0.9, 1.0)
+    ]
     assert rates == sorted(rates)
     assert rates[0] == pytest.approx(1 / 20)
     assert rates[-1] == pytest.approx(1.0, rel=0.01)  # the smallest draft's own speed
@@ -74,7 +76,7 @@ def test_better_drafts_are_never_worse_on_average():
 def test_a_draft_on_another_device_never_costs_with_equal_steps():
     """Without a wait, and if a verification costs as much as a plain step, even a useless draft keeps the speed of plain decoding."""
     for a in (0.0, 0.01, 0.1):
-        result = simulate("workers", [StageModel(1.0), StageModel(7.0)], (a,), 2000)
+        result = simulate("asynchronous", [StageModel(1.0), StageModel(7.0)], (a,), 2000)
         assert result.seconds <= 2000 * 7.0
 
 
@@ -82,10 +84,11 @@ def test_wide_steps_cost_what_the_table_says():
     flat, steep = StageModel(10.0), StageModel([10.0 + w for w in range(64)])
     draft = StageModel(1.0)
     assert (
-        simulate("workers", [draft, steep], (0.9,), 3000).rate < simulate("workers", [draft, flat], (0.9,), 3000).rate
+        simulate("asynchronous", [draft, steep], (0.9,), 3000).rate
+        < simulate("asynchronous", [draft, flat], (0.9,), 3000).rate
     )
     # Without accepted draft tokens, only one-token steps remain.
-    assert simulate("workers", [draft, steep], (0.0,), 3000).seconds == 30_000.0
+    assert simulate("asynchronous", [draft, steep], (0.0,), 3000).seconds == 30_000.0
 
 
 def test_replayed_bits_decide():
@@ -100,9 +103,11 @@ def test_correlated_stages_differ_from_independent_ones():
     """Two drafts with the same wrong tokens at the same places: the middle stage has nothing to correct."""
     rng = np.random.default_rng(0)
     bits = rng.random(4000) < 0.8
-    together = simulate("workers", CHAIN, Answers.from_bits(bits, bits, same_mistake=np.ones(4000, dtype=bool)), 4000)
+    together = simulate(
+        "asynchronous", CHAIN, Answers.from_bits(bits, bits, same_mistake=np.ones(4000, dtype=bool)), 4000
+    )
     assert together.stages[1].accepted == together.stages[1].drafted
-    apart = simulate("workers", CHAIN, Answers.from_bits(bits, bits), 4000)
+    apart = simulate("asynchronous", CHAIN, Answers.from_bits(bits, bits), 4000)
     assert apart.stages[1].accepted < apart.stages[1].drafted
 
 
@@ -110,11 +115,13 @@ def test_a_wait_ends_at_its_deadline():
     late = [StageModel(1.0, start_s=1e9), StageModel(10.0)]
     # 1.5 times the expected time of four drafts, before every step but the last, which has no place for a draft.
     assert (
-        simulate("workers", late, (0.5,), 10, policy=SimulatedPolicy(min_draft_tokens=4)).seconds
+        simulate("asynchronous", late, (0.5,), 10, policy=SimulatedPolicy(min_draft_tokens=4)).seconds
         == 10 * 10 + 9 * 1.5 * 4
     )
     assert (
-        simulate("workers", late, (0.5,), 10, policy=SimulatedPolicy(min_draft_tokens=4, decode_meanwhile=True)).seconds
+        simulate(
+            "asynchronous", late, (0.5,), 10, policy=SimulatedPolicy(min_draft_tokens=4, decode_meanwhile=True)
+        ).seconds
         == 100.0
     )
 
@@ -123,7 +130,7 @@ def test_decoding_meanwhile_pays_where_verification_is_expensive():
     stages = [StageModel(22.0), StageModel([120.0, 427.0])]
 
     def rate(**policy) -> float:
-        return simulate("workers", stages, (0.95,), 20_000, policy=SimulatedPolicy(lookahead=64, **policy)).rate
+        return simulate("asynchronous", stages, (0.95,), 20_000, policy=SimulatedPolicy(lookahead=64, **policy)).rate
 
     assert rate(min_draft_tokens=10, decode_meanwhile=True) > 1.02 * max(
         rate(min_draft_tokens=0), rate(min_draft_tokens=10)
@@ -159,7 +166,7 @@ def test_native_code_simulates_every_token():
         events = []
         sys.setprofile(lambda frame, event, argument: events.append(event))
         try:
-            simulate("workers", [StageModel(1.0), StageModel(5.0), StageModel(10.0)], (0.9, 0.9), tokens)
+            simulate("asynchronous", [StageModel(1.0), StageModel(5.0), StageModel(10.0)], (0.9, 0.9), tokens)
         finally:
             sys.setprofile(None)
         return len(events)
@@ -173,7 +180,7 @@ def test_predictions_need_no_torch():
         "import sys\nsys.modules['torch'] = None\n"
         "from bench import closed_form\n"
         "from bench.perf_model import StageModel, simulate\n"
-        "simulate('workers', [StageModel(1.0), StageModel(5.0)], (0.5,), 100)\n"
+        "simulate('asynchronous', [StageModel(1.0), StageModel(5.0)], (0.5,), 100)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
@@ -226,14 +233,14 @@ def test_more_nonsense():
     with pytest.raises(ValueError, match="schedule"):
         simulate("warp", two(), (0.5,), 10)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="stages"):
-        simulate("workers", [StageModel(1.0)] * 17, (0.5,) * 16, 10)
+        simulate("asynchronous", [StageModel(1.0)] * 17, (0.5,) * 16, 10)
     with pytest.raises(ValueError, match="bool vectors"):
         Answers.from_bits(np.ones(3, bool), np.ones(4, bool))
     with pytest.raises(ValueError, match="one bool vector per draft"):
         Answers.from_bits()
     stuck = SimulatedPolicy(lookahead=4, min_draft_tokens=(8,), patience=math.inf, width=64)
     # max_draft_tokens follows the lookahead, so a longer wait is cut to the draft tokens that can come.
-    assert simulate("workers", two(), (0.5,), 50, policy=stuck).tokens == 50
+    assert simulate("asynchronous", two(), (0.5,), 50, policy=stuck).tokens == 50
 
 
 @pytest.mark.parametrize(

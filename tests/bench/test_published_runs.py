@@ -359,7 +359,7 @@ def test_foresight():
             policy = SimulatedPolicy(
                 lookahead=64, min_draft_tokens=min_draft_tokens, decode_meanwhile=min_draft_tokens > 0
             )
-            assert bound < simulate("workers", steps, Answers.from_bits(right), 400, policy=policy).seconds
+            assert bound < simulate("asynchronous", steps, Answers.from_bits(right), 400, policy=policy).seconds
 
 
 # --- the page of formulas ------------------------------------------------------------------------------------------

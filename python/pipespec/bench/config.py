@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipespec.bench.datasets import FORMATS
+from pipespec.registry import LOCKSTEP, PLAIN, WORKERS
 
 CHAINS = ("each", "whole", "both")
 """Which chains the drafts form: each draft alone, all drafts in one chain, or both."""
@@ -73,7 +74,7 @@ class BenchConfig:
     target: str | None = None
     drafts: tuple[str, ...] = ()
     module: tuple[str, ...] = ()
-    systems: tuple[str, ...] = ("hf", "plain", "assisted", "lookup", "lockstep", "workers")
+    systems: tuple[str, ...] = ("hf", PLAIN.name, "assisted", "lookup", LOCKSTEP.name, WORKERS.name)
     chains: str = "both"
     lookahead: tuple[int, ...] = ()
     stages: tuple[int, ...] = (4,)

@@ -26,6 +26,7 @@ from pipespec.models.loading import load_model
 from pipespec.models.properties import end_tokens
 from pipespec.models.tokenizers import load_tokenizer
 from pipespec.observe import StageReport
+from pipespec.registry import LOCKSTEP, PLAIN, SCHEDULES, WORKERS
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 
@@ -337,11 +338,11 @@ class PipelineContender(Contender):
         self.pipe: Pipeline | None = None
 
     def start(self, workload: Workload) -> None:
-        if self.schedule in ("plain", "lockstep"):
+        if self.schedule in (PLAIN.name, LOCKSTEP.name):
             self.settings = [TunedSetting(n) for n in workload.thread_numbers]
         super().start(workload)
         drafts: list[Any] = [workload.family.drafts.get(name, name) for name in self.drafts]
-        if self.schedule == "workers":
+        if SCHEDULES[self.schedule].has_processes:
             drafts = private_copies(drafts)
         self.pipe = Pipeline(workload.family.target, drafts, schedule=self.schedule, **self.options)
 
@@ -390,12 +391,17 @@ def counts_of(name: str, stage: StageReport) -> StepCounts:
     return StepCounts(name, **{field: getattr(stage, field) for field in same})
 
 
-def standard_contenders(drafts: Sequence[str], schedules: Sequence[str] = ("lockstep", "workers")) -> list[Contender]:
+def standard_contenders(
+    drafts: Sequence[str], schedules: Sequence[str] = (LOCKSTEP.name, WORKERS.name)
+) -> list[Contender]:
     """The rows of the demo and of the README: HuggingFace's, then ours: prompt lookup, chains of two with each draft, and one with all."""
     found: list[Contender] = [HFContender("plain", "HF generate()")]
     found += [HFContender(f"assisted-{name}", f"HF assisted, {name}", (name,)) for name in drafts]
-    found += [HFContender("lookup", "HF prompt lookup"), PipelineContender("ours-plain", "ours, target alone", "plain")]
-    found.append(PipelineContender("lockstep-ngram", "lockstep, n-gram", "lockstep", (NGRAM,)))
+    found += [
+        HFContender("lookup", "HF prompt lookup"),
+        PipelineContender("ours-plain", "ours, target alone", PLAIN.name),
+    ]
+    found.append(PipelineContender("lockstep-ngram", "lockstep, n-gram", LOCKSTEP.name, (NGRAM,)))
     for schedule, chain in itertools.product(schedules, chains(drafts)):
         label = f"{schedule}, {' + '.join(chain)}"
         found.append(PipelineContender(f"{schedule}-{'+'.join(chain)}", label, schedule, chain))

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 
 from pipespec.process.files import replace
 from pipespec.process.records import build, parse_json
+from pipespec.registry import PLAIN
 
 VERSION = 2
 """Of the format. A reader refuses a folder of another version."""
@@ -207,7 +208,7 @@ class Settings:
     systems: list[SystemSettings] = field(default_factory=list)
     datasets: list[DatasetSettings] = field(default_factory=list)
     reference: str = "hf"
-    baselines: list[str] = field(default_factory=lambda: ["hf", "plain"])
+    baselines: list[str] = field(default_factory=lambda: ["hf", PLAIN.name])
     planted: dict[str, Any] | None = None
     config: str | None = None
     machine: dict[str, Any] = field(default_factory=dict)

@@ -23,9 +23,10 @@ from pipespec.bench.datasets import Conversation
 from pipespec.bench.machine import provenance, utc
 from pipespec.bench.results import DatasetSettings, ResultsFolder, Sample, Settings, Summary, SystemSettings
 from pipespec.bench.summary import summarise
-from pipespec.bench.systems import KINDS, PLAIN, REFERENCE, contender_of, draft_names, systems_of
+from pipespec.bench.systems import KINDS, REFERENCE, contender_of, draft_names, systems_of
 from pipespec.preflight.placement import arrange
 from pipespec.process.progress import RemainingWork, say
+from pipespec.registry import PLAIN
 
 CALIBRATION = 2
 """Prompts that tune and warm up. They are not measured where a dataset has enough others."""
@@ -102,7 +103,7 @@ def prepared(
         seed=config.seed,
         systems=systems_of(config, list(family.drafts)),
         datasets=[d.settings for d in found],
-        reference=REFERENCE if config.temperature is None else PLAIN,
+        reference=REFERENCE if config.temperature is None else PLAIN.name,
         machine=provenance(torch.get_num_threads()),
         threads=torch.get_num_threads(),
         started=utc(),

@@ -15,8 +15,9 @@ from pipespec.bench.contenders import Contender, HFContender, PipelineContender,
 from pipespec.bench.results import SystemSettings
 from pipespec.config import SpeculationConfig
 from pipespec.engine.ngram import NGRAM, NgramDraft
+from pipespec.registry import LOCKSTEP, PLAIN, SCHEDULES
 
-REFERENCE, PLAIN = "hf", "plain"
+REFERENCE = "hf"
 
 Rows = Callable[[str, BenchConfig, Sequence[str]], Iterator[SystemSettings]]
 """Makes the rows of a kind, given the kind, what was asked for, and the names of the drafts."""
@@ -66,7 +67,7 @@ def systems_of(config: BenchConfig, drafts: Sequence[str]) -> list[SystemSetting
         FileNotFoundError: A folder has no draft module.
     """
     check_kinds(config.systems)
-    kinds = list(dict.fromkeys([REFERENCE, *([PLAIN] if config.temperature is not None else []), *config.systems]))
+    kinds = list(dict.fromkeys([REFERENCE, *([PLAIN.name] if config.temperature is not None else []), *config.systems]))
     found = [system for kind in kinds for system in KINDS[kind].rows(kind, config, drafts)]
     if repeated := sorted({s.key for s in found if sum(o.key == s.key for o in found) > 1}):
         raise ValueError(f"two systems have one key: {', '.join(repeated)}")
@@ -117,7 +118,7 @@ def _swept(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[Sy
 
 
 def _schedule(kind: str) -> str:
-    return "lockstep" if kind == "ngram" else kind.removesuffix("-graphs")
+    return LOCKSTEP.name if kind == "ngram" else kind.removesuffix("-graphs")
 
 
 def _hf(system: SystemSettings) -> Contender:
@@ -146,12 +147,14 @@ KINDS: dict[str, Kind] = {
     REFERENCE: Kind("transformers' generate(): the reference, always measured", single("HF generate()"), _hf, False),
     "assisted": Kind("generate() with an assistant model, tuned", _assisted, _hf),
     "lookup": Kind("generate() with prompt lookup, tuned", single("HF prompt lookup"), _hf),
-    PLAIN: Kind("pipespec, the target alone", single("target alone"), _pipeline, False),
+    PLAIN.name: Kind("pipespec, the target alone", single("target alone"), _pipeline, False),
     "plain-graphs": Kind("the same in captured steps", single("target alone, graphs"), _pipeline, False),
     "ngram": Kind("pipespec, prompt lookup", _swept, _pipeline),
-    "lockstep": Kind("pipespec, the stages take turns", _swept, _pipeline),
-    "lockstep-graphs": Kind("the same in captured rounds", _swept, _pipeline),
-    "workers": Kind("pipespec, a process per draft", _swept, _pipeline),
-    "streams": Kind("pipespec, a CUDA stream per stage", _swept, _pipeline),
+    "lockstep-graphs": Kind("pipespec, captured rounds", _swept, _pipeline),
+    **{
+        row.name: Kind(f"pipespec, stages {row.stages.partition(';')[0]}", _swept, _pipeline)
+        for row in SCHEDULES.values()
+        if row.has_drafts and not row.needs_ranks
+    },
 }
 """The table of kinds."""
