@@ -237,11 +237,11 @@ def test_speculation_configs(data, drafts) -> None:
 
 @examples(10, 1000)
 @given(
-    name=st.sampled_from([*OPTIONS[1:], "draft_dtype", "device"]),
+    name=st.sampled_from([*OPTIONS[1:], "weights", "device"]),
     value=st.one_of(ODD, ODD_TEXTS),
 )
 @example(name="device", value=5)
-@example(name="draft_dtype", value=5)
+@example(name="weights", value=5)
 def test_one_argument_of_a_pipeline(target, name, value) -> None:
     given_: dict[str, Any] = {"drafts": noisy(target, 0.02), "schedule": "lockstep"} | {name: value}
     try:

@@ -78,7 +78,7 @@ class Trial:
         if acceptance != "coupled":
             options["acceptance"] = acceptance
         if r.random() < 0.4:
-            options["draft_dtype"] = "int8"
+            options["weights"] = {"drafts": "int8"}
         if r.random() < 0.3 and schedule != "plain":
             options["lookahead"] = r.randint(1, 7)
         if r.random() < 0.2:

@@ -146,7 +146,7 @@ def test_in_int8(disabled):
 
 def test_an_adapted_draft_in_int8_in_a_worker(chain):
     target, draft, wanted = chain
-    options = {"draft_dtype": "int8", "lookahead": 4}
+    options = {"weights": {"drafts": "int8"}, "lookahead": 4}
     with Pipeline(target, draft, schedule="workers", **options) as pipe:
         with drafts_keep_up(pipe, [IDS.shape[1] + NEW]):
             assert torch.equal(pipe.generate(IDS, max_new_tokens=NEW, do_sample=False), wanted)

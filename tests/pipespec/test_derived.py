@@ -42,7 +42,7 @@ def test_the_text_is_the_targets(model, kwargs):
     ids, mask = left_pad(random_prompts(3, seed=8))
     wants = {"max_new_tokens": NEW, "pad_token_id": 0, **kwargs}
     wanted = plain(model, ids, mask, **wants)
-    with Pipeline(model, noisy(model, 0.02), schedule="lockstep", lookahead=4, draft_dtype="int8") as pipe:
+    with Pipeline(model, noisy(model, 0.02), schedule="lockstep", lookahead=4, weights={"drafts": "int8"}) as pipe:
         for _ in range(2):
             assert torch.equal(pipe.generate(ids, attention_mask=mask, **wants), wanted)
         stages = pipe.report.stages
@@ -54,7 +54,7 @@ def test_in_worker_processes(model):
     target = copy.deepcopy(model)
     ids, mask = left_pad(random_prompts(2, seed=6))
     wanted = plain(target, ids, mask, max_new_tokens=NEW, do_sample=False)
-    with Pipeline(target, copy.deepcopy(model), schedule="workers", lookahead=3, draft_dtype="int8") as pipe:
+    with Pipeline(target, copy.deepcopy(model), schedule="workers", lookahead=3, weights={"drafts": "int8"}) as pipe:
         with drafts_keep_up(pipe, [len(p) + NEW for p in random_prompts(2, seed=6)]):
             assert torch.equal(pipe.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False), wanted)
         report = pipe.report
@@ -82,17 +82,6 @@ def test_int8(model, dtype):
         in_int8(draft)
 
 
-def test_a_dtype_of_drafts_given_as_paths(model, tmp_path):
-    for name, some in (("target", model), ("draft", noisy(model, 0.01))):
-        some.save_pretrained(tmp_path / name)
-    with Pipeline(
-        tmp_path / "target", tmp_path / "draft", schedule="lockstep", dtype="float32", draft_dtype="bfloat16"
-    ) as pipe:
-        assert [m.dtype for m in pipe.models] == [torch.bfloat16, torch.float32]
-    with pytest.raises(ValueError, match="'eight' is not a dtype"):
-        Pipeline(tmp_path / "target", tmp_path / "draft", schedule="lockstep", draft_dtype="eight")
-
-
 def test_a_derived_draft_that_no_checkpoint_describes_is_not_saved(model, tmp_path):
     draft = in_int8(model)
     for one in (draft, copy.deepcopy(draft)):
@@ -102,13 +91,6 @@ def test_a_derived_draft_that_no_checkpoint_describes_is_not_saved(model, tmp_pa
     model.save_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("options", "instead"),
-    [
-        ({"draft_dtype": "int8"}, "draft_dtype is not for .* as its folder has it: leave it out"),
-        ({"draft_dtype": torch.float32}, "draft_dtype is not for .*: save such a draft and give its path"),
-    ],
-)
-def test_ranks_load_their_own_models(model, options, instead):
-    with pytest.raises(ValueError, match=instead):
-        Pipeline(model, noisy(model, 0.02), schedule="ranks", **options)
+def test_ranks_load_their_own_models(model):
+    with pytest.raises(ValueError, match=r"weights is not for .* as its folder or GGUF file has it: leave it out"):
+        Pipeline(model, noisy(model, 0.02), schedule="ranks", weights={"drafts": "int8"})

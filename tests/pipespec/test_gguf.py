@@ -87,7 +87,7 @@ def test_blocks_stay_in_the_file(tmp_path):
     }
     assert places == {str(tmp_path / "m.gguf")}
     before = logits(model)
-    model.gguf_file.release_pages()
+    model.lm_head.source.release_pages()
     assert torch.equal(logits(model), before)
 
 
@@ -279,7 +279,7 @@ def test_a_pipeline_runs_files_as_target_and_draft(tmp_path):
     for seed, name in enumerate(("target", "draft")):
         write(tiny("qwen2", seed=seed, num_hidden_layers=2 - seed), tmp_path / f"{name}.gguf")
     with Pipeline(tmp_path, [tmp_path / "draft.gguf"], gguf_file="target.gguf", schedule="lockstep") as pipe:
-        assert pipe.target.gguf_file.path == tmp_path / "target.gguf"
+        assert pipe.target.lm_head.source.path == tmp_path / "target.gguf"
         text = pipe.generate(TEXT, max_new_tokens=12)
     with Pipeline(str(tmp_path / "target.gguf")) as pipe:
         assert torch.equal(pipe.generate(TEXT, max_new_tokens=12), text)

@@ -110,7 +110,7 @@ def test_drafts_are_made_out_of_whole_models(model):
     """A derived draft shares modules' weights. It has no hooks that bring them."""
     part, _ = offloaded(model, "model.layers.1")
     with pytest.raises(ValueError, match=r"made out of a model that is whole on one device.*accelerate brings"):
-        Pipeline(model, part, schedule="lockstep", draft_dtype="int8")
+        Pipeline(model, part, schedule="lockstep", weights={"drafts": "int8"})
 
 
 def test_rejection_sampling_and_no_prompt(model):

@@ -15,9 +15,9 @@ from pipespec.engine.inputs import stage_names
 from pipespec.engine.ngram import NgramDraft
 from pipespec.engine.translation import Translation
 from pipespec.models.adapters import without_wrapper
-from pipespec.models.derived import INT8, in_int8
 from pipespec.models.devices import tensor_parallel_size
 from pipespec.models.loading import load_model
+from pipespec.models.quantizing import Weights, quantized, weights_of_each
 from pipespec.preflight.checks import check_chain
 from pipespec.preflight.devices import Devices
 from pipespec.preflight.placement import arrange
@@ -30,7 +30,7 @@ class Loading:
     """How models are loaded and drafts are made: arguments of :class:`pipespec.Pipeline`."""
 
     dtype: torch.dtype | str = "auto"
-    draft_dtype: torch.dtype | str | None = None
+    weights: Weights = None
     device: Devices = None
     tokenizer: Any = None
     draft_tokenizers: Any = None
@@ -43,7 +43,7 @@ class Chain:
 
     Attributes:
         models: Drafts first, target last.
-        notes: About the drafts that were made.
+        notes: About the models that were quantised.
         translation: For a first draft with another tokenizer.
         is_known: Whether it is known that the others have the target's tokenizer.
     """
@@ -76,16 +76,15 @@ def load_chain(
         loading: How they are loaded.
     """
     given = [*drafts, target]
-    int8, remote = loading.draft_dtype == INT8, loading.trust_remote_code
-    of_drafts = loading.dtype if loading.draft_dtype is None or int8 else loading.draft_dtype
-    dtypes = [*[of_drafts] * (len(given) - 1), loading.dtype]
+    names, remote = stage_names(len(given)), loading.trust_remote_code
+    formats = weights_of_each(loading.weights, names)
     shares_weights = config.row.has_processes
     devices = arrange(
-        given, device=loading.device, shares_weights=shares_weights, dtype=dtypes, trust_remote_code=remote
+        given, device=loading.device, shares_weights=shares_weights, dtype=loading.dtype, trust_remote_code=remote
     )
     models = [
-        load_model(m, dtype=t, device=d, trust_remote_code=remote)
-        for m, t, d in zip(given, dtypes, devices, strict=True)
+        load_model(m, dtype=loading.dtype, device=d, trust_remote_code=remote)
+        for m, d in zip(given, devices, strict=True)
     ]
     translation = translation_for(
         models,
@@ -98,12 +97,10 @@ def load_chain(
     translated = translation is not None
     check_chain(models, given, translated=translated)
     is_known = any(x is not None for x in (translation, loading.tokenizer, loading.draft_tokenizers))
-    if not drafts or not int8:
-        return Chain(models, [], translation, is_known)
-    *loaded, its_target = models
-    models = [*map(in_int8, loaded), its_target]
-    check_chain(models, [its_target] * len(models), translated=translated)
-    notes = [f"{name}: int8 weights" for name in stage_names(len(models))[:-1]]
+    notes = [f"{name}: {form} weights" for name, form in zip(names, formats, strict=True) if form is not None]
+    for i, form in enumerate(formats):
+        if form is not None:
+            models[i] = quantized(models[i], form)
     return Chain(models, notes, translation, is_known)
 
 
@@ -118,15 +115,10 @@ def check_group_drafts(drafts: Sequence[Any], schedule: str | None) -> None:
 
 def check_rank_drafts(drafts: Sequence[Any], loading: Loading) -> None:
     """Refuse drafts that are made out of other models: a rank loads its own model alone."""
-    for name in ("draft_dtype", "tokenizer", "draft_tokenizers"):
-        value = getattr(loading, name)
-        if value is not None:
-            # A dtype can be saved, int8 cannot.
-            instead = (
-                "save such a draft and give its path" if name == "draft_dtype" and value != INT8 else "leave it out"
-            )
+    for name in ("weights", "tokenizer", "draft_tokenizers"):
+        if getattr(loading, name) is not None:
             raise ValueError(
-                f"{name} is not for schedule='ranks', where each rank loads its own model as its folder has it: {instead}"
+                f"{name} is not for schedule='ranks', where each rank loads its own model as its folder or GGUF file has it: leave it out"
             )
     if any(tensor_parallel_size(draft) > 1 for draft in drafts if isinstance(draft, PreTrainedModel)):
         raise ValueError(

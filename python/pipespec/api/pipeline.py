@@ -23,6 +23,7 @@ from pipespec.errors import NotCapturable, UnsupportedInput
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import input_device, why_not_whole
 from pipespec.models.loading import gguf_path
+from pipespec.models.quantizing import Weights
 from pipespec.observe import Report
 from pipespec.preflight.checks import check_exact
 from pipespec.preflight.devices import Devices
@@ -63,8 +64,11 @@ class Pipeline(BasePipeline):
         trace: Steps per stage that the trace of a call keeps (``report.save_trace()``; 72 bytes each). 0: no trace.
         dtype: For models given as paths. Default: the one in which they are stored. In float32 the text differs from that of ``generate()`` only at rare
             near-ties, in 16 bits more often.
-        draft_dtype: Of the drafts. A dtype is for those given as paths. ``"int8"``: the matrices of all drafts in 8 bits, with a scale per row. A
-            draft given as an object stays as it is, and the pipeline has a copy that shares the rest.
+        weights: Formats in which matrices are held, so that a step reads less: ``"q8_0"``, ``"q4_k"`` or another of
+            :data:`pipespec_kernels.formats.FORMATS`, or ``"int8"`` with one scale per row. One for all stages, one per stage (drafts first; None: as it is),
+            or by stage: ``{"target": "q4_k", "draft 0": "q8_0"}``, ``{"drafts": "int8"}``. Models are quantised when the pipeline is made, adapters are
+            merged before. A model given as an object stays as it is, and the pipeline has a copy that shares the rest. The text is that of the quantised
+            target. For models on a CPU; those out of GGUF files are in blocks already.
         device: For models given as paths: one device for all, one per stage (drafts first, target last), ``{"draft 0": "cuda:1"}``, or
             ``"auto"``, see :func:`pipespec.preflight.placement.arrange`. ``{"target": ["cuda:1", "cuda:2"]}`` splits a stage over several GPUs, which
             needs the package accelerate. Default: the CPU. Models given as objects stay where they are, also over several devices and offloaded
@@ -123,7 +127,7 @@ class Pipeline(BasePipeline):
         graphs: bool | None = None,
         trace: int = 0,
         dtype: torch.dtype | str = "auto",
-        draft_dtype: torch.dtype | str | None = None,
+        weights: Weights = None,
         device: Devices = None,
         gguf_file: str | None = None,
         trust_remote_code: bool = False,
@@ -144,7 +148,7 @@ class Pipeline(BasePipeline):
         ngram, draft_models = first_of(given)
         loading = Loading(
             dtype=dtype,
-            draft_dtype=draft_dtype,
+            weights=weights,
             device=device,
             tokenizer=tokenizer,
             draft_tokenizers=draft_tokenizers,

@@ -16,6 +16,7 @@ from pipespec.cli.options import (
     one_or_all,
     read_text,
     require_text,
+    weights_option,
 )
 from pipespec.cli.staged import bundled_module, check_spd, spd_pipeline
 from pipespec.config import ACCEPTANCES
@@ -207,7 +208,7 @@ def _chain(args: argparse.Namespace, target: str | Path, drafts: list[str | Path
         acceptance=args.acceptance,
         trace=trace,
         dtype=dtype,
-        draft_dtype=args.draft_dtype,
+        weights=weights_option(args),
         device=one_or_all(args.device),
         trust_remote_code=args.trust_remote_code,
     )

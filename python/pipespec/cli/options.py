@@ -38,7 +38,10 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         "auto: GPUs by free memory; default: cpu",
     )
     parser.add_argument(
-        "--draft-dtype", metavar="D", help="of the drafts: a dtype, or int8: matrices in 8 bits, with a scale per row"
+        "--weights",
+        metavar="F",
+        nargs="+",
+        help="weight format: q8_0, q4_k, int8 and others; one for all or one per stage, drafts first; keep: as it is",
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="allow a model's own Python code to run")
 
@@ -70,6 +73,12 @@ def chosen_models(
 def is_model(draft: str) -> bool:
     """Whether a value of ``--draft`` names a model: it is not the n-gram index."""
     return draft != "ngram"
+
+
+def weights_option(args: argparse.Namespace) -> Any:
+    """The value of ``--weights`` as ``Pipeline`` takes it."""
+    given = args.weights
+    return one_or_all(None if given is None else [None if name == "keep" else name for name in given])
 
 
 def one_or_all(values: list[Any] | None) -> Any:

@@ -15,7 +15,7 @@ _OF_CHAINS = (
     "lookahead",
     "confidence",
     "exact",
-    "draft_dtype",
+    "weights",
 )
 _SCHEDULES = (None, LOCKSTEP.name, WORKERS.name)
 

@@ -29,6 +29,7 @@ from pipespec.models.derived import has_int8
 from pipespec.models.devices import input_device
 from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
+from pipespec.models.quantized import has_blocks
 
 
 class Choice(NamedTuple):
@@ -92,7 +93,13 @@ def wide_columns(model: PreTrainedModel, cache: RowCache, most: int, *, native: 
     are several times faster there. So one machine reads one prompt by the same forwards in each schedule, batch and call.
     """
     wide = library_columns(cache.dtype)
-    if wide is None or most < wide or native_form_of(model, cache, native=native) is None or has_int8(model):
+    if (
+        wide is None
+        or most < wide
+        or native_form_of(model, cache, native=native) is None
+        or has_int8(model)
+        or has_blocks(model)
+    ):
         return None
     return wide
 

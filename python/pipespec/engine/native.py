@@ -21,6 +21,7 @@ from pipespec.engine.form import Form, PartsForm
 from pipespec.models import families
 from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
+from pipespec.models.quantized import has_blocks, packed_copies_dropped, pages_released
 from pipespec_kernels.decoder import NativeDecoder
 from pipespec_kernels.env import host_memory
 
@@ -30,6 +31,9 @@ TOLERANCE = 1e-5
 BY_CHANCE = {False: 1.1, True: 16.0}
 """The ratio of the errors of two forwards that round equally often, but not in the same places; and (True) in float32, where sums are accumulated in the
 dtype of the result, so that the order of a sum matters, too. SmolLM2-135M shows a ratio of 6; a form that is wrong by 1e-5 would show more than 100."""
+
+STEPS = 1e-2
+"""Largest deviation of what a layer with quantised matrices adds, relative to its largest value: inputs that are rounded to the next step."""
 
 _ROWS = 8192
 """Rows of the head that the reference computes at a time."""
@@ -57,16 +61,17 @@ class NativeForm(PartsForm):
                 f"there is no room for a packed copy ({need >> 20} MiB with its cache, {free >> 20} are free)"
             )
         try:
-            self.decoder = NativeDecoder(
-                read.shape,
-                read.layers,
-                windows=read.windows,
-                embedding=read.embedding,
-                norm=read.norm,
-                head=read.head,
-                head_bias=read.head_bias,
-                head_scale=read.head_scale,
-            )
+            with pages_released(parts):
+                self.decoder = NativeDecoder(
+                    read.shape,
+                    read.layers,
+                    windows=read.windows,
+                    embedding=read.embedding,
+                    norm=read.norm,
+                    head=read.head,
+                    head_bias=read.head_bias,
+                    head_scale=read.head_scale,
+                )
         except (ValueError, TypeError) as error:
             raise NotReadable(f"the decoder does not take it: {error}") from error
         self._scaled, self._rotary = read.scaled, read.rotary
@@ -144,6 +149,10 @@ def native_form(
     """
     form = NativeForm(model, beside)
     given = probe_inputs(form.parts)
+    if has_blocks(form.parts):
+        with packed_copies_dropped():
+            check_parts(form, given)
+        return form
     check_outputs(form.parts, given, probed(own(given)), probe(form, probe_cache(form.parts), given))
     return form
 
@@ -180,13 +189,66 @@ def check_outputs(parts: ModelParts, given: torch.Tensor, own: torch.Tensor, our
         )
 
 
+def check_parts(form: NativeForm, given: torch.Tensor) -> None:
+    """Compare a form with matrices in blocks with the model's own modules, part by part on the same inputs.
+
+    The modules multiply with the same bits, but inputs are rounded to 8 bits: a difference in their last bit may become one of a whole step, and grows
+    from layer to layer. Such columns are allowed to differ by :data:`STEPS`; most columns have none, and differ by :data:`TOLERANCE` as in float32.
+
+    Args:
+        form: what is compared.
+        given: of :func:`probe_inputs`.
+
+    Raises:
+        NotReadable: a part does not agree, or the form's bits depend on the columns of a call.
+    """
+    parts, columns = form.parts, given.shape[1]
+    hidden = given.float()
+    if parts.embed is not None:
+        hidden = form.embed(given)
+        _check_part("embedding", hidden, parts.embed(given).float(), torch.zeros_like(hidden))
+    if parts.layers:
+        positions = torch.arange(columns, device=given.device)[None]
+        mask = torch.full((columns, columns), -torch.inf, dtype=hidden.dtype).triu(1)[None, None]
+        rope = parts.rotary(hidden, position_ids=positions)
+        behind = range(parts.first + 1, parts.first + len(parts.layers) + 1)
+        last, streams = form.run_layers(hidden, probe_cache(parts), behind)
+        for i, layer in zip(behind, parts.layers, strict=True):
+            own = layer(hidden, attention_mask=mask, position_ids=positions, position_embeddings=rope)
+            _check_part(f"layer {i - 1}", streams[i], own, hidden)
+            hidden = streams[i]
+        hidden = last
+    if parts.head is not None:
+        logits = form.logits(hidden, columns)
+        own = parts.head(parts.norm(hidden)).float()
+        _check_part("head", logits.float(), own, torch.zeros_like(own))
+        hidden = logits
+    if not torch.equal(probe(form, probe_cache(parts), given), probed(hidden)):
+        raise NotReadable("its bits depend on the columns of a call")
+
+
+def _check_part(name: str, ours: torch.Tensor, own: torch.Tensor, given: torch.Tensor) -> None:
+    """Raise :class:`NotReadable` where what a part adds to its inputs differs."""
+    error = (ours - own).abs().amax(-1)
+    allowed = TOLERANCE * ((own - given).abs().amax(-1) + own.abs().amax(-1) / 10)
+    if not bool(
+        (error.square().mean().sqrt() <= STEPS / TOLERANCE * allowed.mean())
+        & (error.quantile(0.5) <= 10 * allowed.mean())
+    ):
+        raise NotReadable(
+            f"its {name} differs from the model's own by {float((error / allowed).median()) * TOLERANCE:.2g} of its range"
+        )
+
+
 def probe_inputs(parts: ModelParts) -> torch.Tensor:
     """Two texts of 14 columns: tokens, int64 ``[2, 14]``, or without an embedding hidden states ``[2, 14, H]`` in the parts' dtype."""
     if parts.embed is None:
         noise = torch.Generator().manual_seed(0)
         hidden = torch.randn((2, 14, parts.config.hidden_size), generator=noise, dtype=torch.float32, device="cpu")
         return hidden.to(parts.device, parts.dtype)
-    return (torch.arange(2 * 14, device=parts.device).view(2, 14) * 7919 + 11) % parts.embed.weight.shape[0]
+    return (torch.arange(2 * 14, device=parts.device).view(2, 14) * 7919 + 11) % families.matrix_of(parts.embed).shape[
+        0
+    ]
 
 
 def probe_cache(parts: ModelParts, rows: int = 2, *, static: bool = False) -> RowCache:

@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 
 from pipespec.models.adapters import base_layer, is_adapted
 from pipespec.models.devices import why_not_whole
-from pipespec.models.properties import quantisation, text_config
+from pipespec.models.properties import quantisation
+from pipespec.models.quantized import untie
 
 INT8 = "int8"
-"""As the dtype of drafts: their matrices become :class:`Int8Linear`."""
+"""As the weight format of a model: its matrices become :class:`Int8Linear`."""
 
 
 def sharing(model: PreTrainedModel) -> PreTrainedModel:
@@ -37,20 +38,6 @@ def sharing(model: PreTrainedModel) -> PreTrainedModel:
     # attach() sets it on the instance.
     draft.__dict__.pop("generate", None)
     return draft.eval()
-
-
-def _refuse_saving(*args: Any, **kwargs: Any) -> None:
-    raise NotImplementedError(
-        "save_pretrained: no checkpoint of transformers describes int8 matrices; save the model that the draft was made of, and give "
-        "draft_dtype where it is used"
-    )
-
-
-def _untie(draft: PreTrainedModel) -> None:
-    """Head and embedding are two tensors from now on. As a checkpoint the draft would be another model without a word."""
-    draft.save_pretrained = _refuse_saving
-    for config in (draft.config, text_config(draft.config)):
-        config.tie_word_embeddings = False
 
 
 class Int8Linear(nn.Module):
@@ -99,11 +86,11 @@ def in_int8(model: PreTrainedModel) -> PreTrainedModel:
     """
     method = INT8 if has_int8(model) else quantisation(model)
     if method is not None:
-        raise ValueError(f"draft_dtype={INT8!r}: a draft is quantised already ({method})")
+        raise ValueError(f"weights={INT8!r}: it is quantised already ({method})")
     draft = sharing(model)
     with torch.no_grad():
         _replace_linear(draft)
-    _untie(draft)
+    untie(draft)
     return draft.eval()
 
 

@@ -7,6 +7,7 @@ assumed from the classes: :mod:`pipespec.engine.native` compares the logits.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ from pipespec.models.devices import why_not_whole
 from pipespec.models.layout import CacheLayout, UnsupportedLayers
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import has_hooks, has_own_forward
+from pipespec.models.quantized import QuantizedEmbedding, QuantizedLinear
 from pipespec_kernels.decoder import DecoderShape, LayerWeights
+from pipespec_kernels.formats import QuantizedMatrix
 
 DTYPES = frozenset((torch.float32, torch.bfloat16))
 """Dtypes of models that the native decoder packs."""
@@ -72,7 +75,7 @@ class Family:
         parts = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
         own = frozenset(getattr(source, f"{self.prefix}{part}") for part in parts)
         # Dropout is for training, which is excluded.
-        common = (nn.Linear, nn.Embedding, nn.ModuleList, nn.Dropout, Int8Linear)
+        common = (nn.Linear, nn.Embedding, nn.ModuleList, nn.Dropout, Int8Linear, QuantizedLinear, QuantizedEmbedding)
         return own, own.union(common, _activations(), [getattr(source, self.embedding or "", nn.Embedding)])
 
 
@@ -171,7 +174,7 @@ def _identity(model: PreTrainedModel | ModelParts, packed: bool) -> tuple[Any, .
     dtypes = set()
     for name, module in model.named_modules():
         kind, where = type(module), name or "the model"
-        if kind not in classes or (not packed and kind is Int8Linear):
+        if kind not in classes or (not packed and kind in (Int8Linear, QuantizedLinear, QuantizedEmbedding)):
             raise NotReadable(f"{where} is of class {kind.__name__}")
         if has_own_forward(module):
             raise NotReadable(f"{where} has a forward of its own")
@@ -256,7 +259,8 @@ def read(model: PreTrainedModel | ModelParts) -> ReadModel:
 
 def _read(parts: ModelParts, family: Family) -> ReadModel:
     config, head, embed = parts.config, parts.head, parts.embed
-    if family.embedding is not None and type(embed) is nn.Embedding:
+    is_scaled = type(embed) is not nn.Embedding and getattr(getattr(embed, "form", None), "scale", 1.0) is not None
+    if embed is not None and family.embedding is not None and not is_scaled:
         # In transformers 5.0.
         raise NotReadable("its embedding is scaled outside of the embedding's module")
     norms = [norm for layer in parts.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
@@ -264,8 +268,8 @@ def _read(parts: ModelParts, family: Family) -> ReadModel:
     if len(eps) > 1:
         raise NotReadable("its norms differ in more than their weights")
     # A lookup outside of the decoder.
-    apart = embed if type(embed) is not nn.Embedding else None
-    ends = [end.weight for end in (head, embed) if end is not None]
+    apart = embed if is_scaled else None
+    ends = [matrix_of(end) for end in (head, embed) if end is not None]
     shape = DecoderShape(
         hidden=config.hidden_size,
         vocabulary=ends[0].shape[0] if ends else 1,
@@ -277,9 +281,9 @@ def _read(parts: ModelParts, family: Family) -> ReadModel:
         shape,
         tuple(_fused(layer, shape) if family.fused else _separate(layer) for layer in parts.layers),
         _windows_of(parts),
-        None if embed is None else embed.weight.detach(),
+        None if embed is None else matrix_of(embed),
         None if parts.norm is None else parts.norm.weight.detach(),
-        None if head is None else head.weight.detach(),
+        None if head is None else matrix_of(head),
         None if head is None else _bias(head),
         None if head is None else _scale(head),
         parts.rotary,
@@ -368,7 +372,7 @@ def _separate(layer: Any) -> LayerWeights:
     return LayerWeights(
         input_norm=layer.input_layernorm.weight.detach(),
         post_norm=layer.post_attention_layernorm.weight.detach(),
-        **{name: linear.weight.detach() for name, linear in linears.items()},
+        **{name: matrix_of(linear) for name, linear in linears.items()},
         **optional,
     )
 
@@ -376,8 +380,8 @@ def _separate(layer: Any) -> LayerWeights:
 def _fused(layer: Any, shape: DecoderShape) -> LayerWeights:
     sizes = [n * shape.head_dim for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
     qkv, gate_up = layer.self_attn.qkv_proj, layer.mlp.gate_up_proj
-    both = _parts(("q", "k", "v"), qkv.weight.detach().split(sizes))
-    both |= _parts(("gate", "up"), gate_up.weight.detach().chunk(2))
+    half = shape.intermediate
+    both = _parts(("q", "k", "v"), _split(qkv, sizes)) | _parts(("gate", "up"), _split(gate_up, [half, half]))
     if isinstance(qkv, Int8Linear):
         both |= _parts(("q_scale", "k_scale", "v_scale"), qkv.scale.split(sizes))
         both |= _parts(("gate_scale", "up_scale"), gate_up.scale.chunk(2))
@@ -385,14 +389,31 @@ def _fused(layer: Any, shape: DecoderShape) -> LayerWeights:
     return LayerWeights(
         input_norm=layer.input_layernorm.weight.detach(),
         post_norm=layer.post_attention_layernorm.weight.detach(),
-        o=layer.self_attn.o_proj.weight.detach(),
-        down=layer.mlp.down_proj.weight.detach(),
+        o=matrix_of(layer.self_attn.o_proj),
+        down=matrix_of(layer.mlp.down_proj),
         **both,
     )
 
 
-def _parts(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+def _split(linear: Any, sizes: Sequence[int]) -> Sequence[torch.Tensor | QuantizedMatrix]:
+    """Rows of a matrix, ``sizes`` after another."""
+    matrix = matrix_of(linear)
+    if isinstance(matrix, torch.Tensor):
+        return matrix.split(list(sizes))
+    ends = list(itertools.accumulate(sizes))
+    return [matrix.rows(slice(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
+
+
+def _parts(names: Sequence[str], tensors: Sequence[torch.Tensor | QuantizedMatrix]) -> dict[str, Any]:
     return dict(zip(names, tensors, strict=True))
+
+
+def matrix_of(module: Any) -> torch.Tensor | QuantizedMatrix:
+    """The matrix of a linear module or an embedding."""
+    if isinstance(module, (QuantizedLinear, QuantizedEmbedding)):
+        return module.matrix
+    found: torch.Tensor = module.weight.detach()
+    return found
 
 
 def packed_bytes(model: PreTrainedModel | ModelParts) -> int:
@@ -400,5 +421,9 @@ def packed_bytes(model: PreTrainedModel | ModelParts) -> int:
     parts = model if isinstance(model, ModelParts) else ModelParts.of(model)
     # The embedding is not copied, only a head that is tied to it.
     parts = parts._replace(embed=None)
-    int8 = sum(module.weight.nbytes for _, module in parts.named_modules() if isinstance(module, Int8Linear))
-    return int8 + sum(parameter.nbytes for parameter in parts.parameters())
+    buffers = (
+        m.blocks if isinstance(m, QuantizedLinear) else m.weight
+        for _, m in parts.named_modules()
+        if isinstance(m, (Int8Linear, QuantizedLinear))
+    )
+    return sum(buffer.nbytes for buffer in buffers) + sum(parameter.nbytes for parameter in parts.parameters())

@@ -197,7 +197,6 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
         None
     }
     model.generation_config.eos_token_id = sorted(ends) if len(ends) > 1 else next(iter(ends), None)
-    model.gguf_file = file
     return model.eval()
 
 
@@ -274,9 +273,10 @@ def _fill(
     matrix = file.matrix(tensors["weight"])
     if isinstance(module, nn.Embedding):
         scale = getattr(module, "scalar_embed_scale", None)
-        made: nn.Module = QuantizedEmbedding(matrix, scale)
+        made: QuantizedEmbedding | QuantizedLinear = QuantizedEmbedding(matrix, scale)
     else:
         made = QuantizedLinear(matrix, floats.get("bias"), heads)
+    made.source = file
     model.set_submodule(name, made)
 
 

@@ -5,6 +5,10 @@ The modules take the place of ``nn.Linear`` and ``nn.Embedding``. The blocks are
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +17,15 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from pipespec.models.gguf import GgufFile
 from pipespec.models.properties import text_config
 from pipespec_kernels.formats import FORMATS, QuantizedMatrix, WeightFormat, dequantize
+from pipespec_kernels.packed import PackedMatrix
 
-_ROWS = 4096
-"""Rows of a matrix that are floats at a time."""
+_drops: contextvars.ContextVar[bool] = contextvars.ContextVar("drops", default=False)
+
+_RELEASE_SECONDS = 0.05
+"""How often the pages of files are given back while they are read: a fraction of a gigabyte lies in memory twice."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,7 @@ class _Blocks(nn.Module):
 
     def __init__(self, matrix: QuantizedMatrix, heads: int = 0, scale: float | None = None) -> None:
         super().__init__()
+        self.source: GgufFile | None = None  # whose pages hold the blocks
         self.register_buffer("blocks", matrix.data)
         self.form = Blocks(matrix.format.name, *matrix.shape, heads, scale)
 
@@ -69,7 +78,11 @@ class _Blocks(nn.Module):
 
 
 class QuantizedLinear(_Blocks):
-    """A linear module whose weights are in blocks. It multiplies with the weights as floats, some rows at a time.
+    """A linear module whose weights are in blocks.
+
+    On the CPU it multiplies with the bits of the native decoder, see :class:`pipespec_kernels.packed.PackedMatrix`: inputs are rounded to 8 bits. It
+    makes a packed copy of the matrix for the first call and keeps it, but within :func:`packed_copies_dropped`. On other devices it multiplies with the
+    weights as floats.
 
     Args:
         matrix: ``[outputs, inputs]``.
@@ -81,14 +94,21 @@ class QuantizedLinear(_Blocks):
         super().__init__(matrix, heads)
         self.out_features, self.in_features = matrix.shape
         self.bias = bias
+        self._packed: PackedMatrix | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., outputs]`` of ``x [..., inputs]``, in the dtype of ``x``."""
-        matrix, wide = self.matrix, x.float()
-        starts = range(0, self.out_features, _ROWS)
-        parts = [F.linear(wide, dequantize(matrix.rows(slice(start, start + _ROWS)))) for start in starts]
-        out = torch.cat(parts, -1).to(x.dtype)
+        if x.device.type == "cpu":
+            packed = self._packed or PackedMatrix(self.matrix)
+            self._packed = None if _drops.get() else packed
+            out = packed.matmul(x.detach().float())
+        else:
+            out = F.linear(x.float(), dequantize(self.matrix))
+        out = out.to(x.dtype)
         return out if self.bias is None else out + self.bias
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_packed": None}  # copies of the module make their own
 
 
 class QuantizedEmbedding(_Blocks):
@@ -110,14 +130,50 @@ class QuantizedEmbedding(_Blocks):
         return out if self.form.scale is None else out * self.form.scale
 
 
-def quantized_modules(model: nn.Module) -> dict[str, QuantizedLinear | QuantizedEmbedding]:
-    """The modules in blocks by name."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, (QuantizedLinear, QuantizedEmbedding))}
+@contextlib.contextmanager
+def packed_copies_dropped() -> Iterator[None]:
+    """Within it, a :class:`QuantizedLinear` drops its packed copy after each call: a pass over a model needs memory for one of them."""
+    token = _drops.set(True)
+    try:
+        yield
+    finally:
+        _drops.reset(token)
 
 
-def is_quantized(model: nn.Module) -> bool:
-    """Whether a model has modules in blocks."""
-    return any(isinstance(module, _Blocks) for module in model.modules())
+@contextlib.contextmanager
+def pages_released(parts: Any) -> Iterator[None]:
+    """Within it, and at its end, the pages of GGUF files that are read for the blocks of ``parts`` are given back to the system.
+
+    Args:
+        parts: a model, or parts of one; its modules keep the blocks, which come from the file again where they are used.
+    """
+    sources = {
+        id(m.source): m.source for _, m in parts.named_modules() if isinstance(m, _Blocks) and m.source is not None
+    }
+    if not sources:
+        yield
+        return
+    ended = threading.Event()
+
+    def release() -> None:
+        is_over = False
+        while not is_over:
+            is_over = ended.wait(_RELEASE_SECONDS)
+            for source in sources.values():
+                source.release_pages()
+
+    thread = threading.Thread(target=release, name="pipespec-pages", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def has_blocks(parts: Any) -> bool:
+    """Whether a model, or parts of one, have modules in blocks."""
+    return any(isinstance(module, _Blocks) for _, module in parts.named_modules())
 
 
 def untie(model: PreTrainedModel) -> None:
@@ -129,15 +185,6 @@ def untie(model: PreTrainedModel) -> None:
 
 def _refuse_saving(*args: Any, **kwargs: Any) -> None:
     raise NotImplementedError(
-        "save_pretrained: no checkpoint of transformers describes matrices in these blocks; save the model that they were made of, and give "
+        "save_pretrained: no checkpoint of transformers describes int8 matrices, nor those in blocks; save the model that they were made of, and give "
         "weights= where it is used"
     )
-
-
-def hollow(module_form: Blocks, bias: nn.Parameter | None, *, linear: bool) -> QuantizedLinear | QuantizedEmbedding:
-    """A module on the meta device, to be filled with blocks."""
-    form = FORMATS[module_form.format]
-    with torch.device("meta"):
-        data = torch.empty((module_form.rows, form.row_bytes(module_form.columns)), dtype=torch.uint8)
-    matrix = QuantizedMatrix(form, data, (module_form.rows, module_form.columns))
-    return QuantizedLinear(matrix, bias, module_form.heads) if linear else QuantizedEmbedding(matrix, module_form.scale)

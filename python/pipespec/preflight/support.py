@@ -12,7 +12,7 @@ from pipespec.engine.inputs import stage_names
 from pipespec.engine.recurrent import why_not_recurrent
 from pipespec.errors import NotCapturable, Unsupported
 from pipespec.models.adapters import named_tensors
-from pipespec.models.derived import has_int8, skeleton
+from pipespec.models.derived import has_int8
 from pipespec.models.devices import (
     LayerDevices,
     each_module,
@@ -26,6 +26,7 @@ from pipespec.models.devices import (
 )
 from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import compute_dtype, quantisation, text_config
+from pipespec.models.quantizing import described, skeleton
 from pipespec.models.rope import is_dynamic
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
@@ -158,7 +159,7 @@ def check_shareable(models: Sequence[PreTrainedModel]) -> None:
                 raise ValueError(
                     f"{name}: {at} is a {type(tensor).__name__}, which cannot lie in shared memory; {instead}"
                 )
-        rebuilt = skeleton(kind, model.config, int8=has_int8(model))
+        rebuilt = skeleton(kind, model.config, int8=has_int8(model), blocks=described(model))
         own, created = ({name for name, _ in named_tensors(m, merged=False)} for m in (model, rebuilt))
         if added := sorted(own - created):
             more = f" and {len(added) - 1} more" if len(added) > 1 else ""

@@ -1,0 +1,154 @@
+"""Models whose matrices are quantised when they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from pipespec.models.adapters import base_layer, is_adapted
+from pipespec.models.derived import INT8, has_int8, in_int8, sharing
+from pipespec.models.derived import skeleton as int8_skeleton
+from pipespec.models.properties import quantisation
+from pipespec.models.quantized import Blocks, QuantizedEmbedding, QuantizedLinear, has_blocks, untie
+from pipespec_kernels.formats import FORMATS, QuantizedMatrix, format_of, quantize
+
+Weights = str | None | Sequence[str | None] | Mapping[str, str | None]
+"""The weight formats of a chain, as users give them: one for all stages, one per stage, or by the names of stages."""
+
+NAMES = (*FORMATS, INT8)
+"""Values of ``weights=``."""
+
+_INSTEAD = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+"""Where blocks of 256 do not fill a row."""
+
+
+def weights_of_each(weights: Weights, names: Sequence[str]) -> list[str | None]:
+    """The weight format of each stage, None for one that stays as it is.
+
+    Args:
+        weights: as the user gives them.
+        names: of the stages, drafts first.
+
+    Raises:
+        TypeError: a value that is no name.
+        ValueError: an unknown format or stage, or another number of formats than stages.
+    """
+    if isinstance(weights, Mapping):
+        unknown = [repr(key) for key in weights if key not in names and key != "drafts"]
+        if unknown:
+            raise ValueError(
+                f"weights: there is no stage {', '.join(unknown)}; the stages are {', '.join(names)}, or 'drafts' for all drafts"
+            )
+        drafts = weights.get("drafts")
+        found = [weights.get(name, None if name == names[-1] else drafts) for name in names]
+    elif isinstance(weights, str) or weights is None:
+        found = [weights] * len(names)
+    elif not isinstance(weights, Sequence):
+        raise TypeError(f"weights: a name, a list or a dict of names, not {weights!r}")
+    else:
+        found = list(weights)
+        if len(found) != len(names):
+            raise ValueError(
+                f"weights: one for all, or one per stage ({len(names)}: {', '.join(names)}), not {len(found)}"
+            )
+    for name in found:
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"weights: a weight format is a name, not {name!r}")
+        if name is not None and name not in NAMES:
+            raise ValueError(f"weights={name!r}: the weight formats are {', '.join(NAMES)}")
+    return found
+
+
+def quantized(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """A model with the matrices of another one in blocks, adapters merged. Head and embedding are in 6 bits at least, as llama.cpp has them.
+
+    All else becomes float32, in which the model then computes.
+
+    Args:
+        model: whole, on the CPU; is not changed.
+        name: one of :data:`NAMES`.
+
+    Raises:
+        ValueError: it is quantised already, split, or on another device, or the blocks do not fill the rows of a matrix: the message names it.
+    """
+    method = "in blocks" if has_blocks(model) else INT8 if has_int8(model) else quantisation(model)
+    if method is not None:
+        raise ValueError(f"weights={name!r}: the {type(model).__name__} is quantised already ({method})")
+    if name == INT8:
+        return in_int8(model)
+    made = sharing(model)
+    head, embedding = made.get_output_embeddings(), made.get_input_embeddings()
+    tied = head is not None and getattr(head, "weight", None) is embedding.weight
+    with torch.no_grad():
+        for at, module in list(made.named_modules()):
+            own: Any = base_layer(module) if is_adapted(module) else module
+            if type(own) is nn.Linear:
+                matrix = _quantized(own.weight, name, at, is_end=module is head)
+                bias = None if own.bias is None else nn.Parameter(own.bias.detach().float(), requires_grad=False)
+                made.set_submodule(at, QuantizedLinear(matrix, bias))
+        if isinstance(embedding, nn.Embedding):
+            new: Any = made.get_output_embeddings()
+            matrix = new.matrix if tied else _quantized(embedding.weight, name, "the embedding", is_end=True)
+            made.set_input_embeddings(QuantizedEmbedding(matrix, getattr(embedding, "scalar_embed_scale", None)))
+        for module in made.modules():
+            for leaf, parameter in module._parameters.items():
+                if parameter is not None and parameter.dtype is not torch.float32:
+                    module._parameters[leaf] = nn.Parameter(parameter.detach().float(), requires_grad=False)
+    made.config.dtype = torch.float32
+    untie(made)
+    return made.eval()
+
+
+def _quantized(weight: torch.Tensor, name: str, at: str, *, is_end: bool) -> QuantizedMatrix:
+    """A matrix in the format that fits it."""
+    columns = weight.shape[1]
+    if is_end and format_of(name).bytes_per_weight < FORMATS["q6_k"].bytes_per_weight:
+        name = "q6_k"
+    if columns % format_of(name).block:
+        name = _INSTEAD.get(name, name)
+    try:
+        return quantize(weight, name)
+    except ValueError as error:
+        raise ValueError(f"{at}: {error}") from error
+
+
+def described(model: PreTrainedModel) -> dict[str, tuple[Blocks, bool]]:
+    """By the names of its modules in blocks: how they hold their matrices, and whether they have a bias."""
+    return {
+        name: (module.form, isinstance(module, QuantizedLinear) and module.bias is not None)
+        for name, module in model.named_modules()
+        if isinstance(module, (QuantizedLinear, QuantizedEmbedding))
+    }
+
+
+def skeleton(
+    kind: type[PreTrainedModel],
+    config: Any,
+    *,
+    int8: bool = False,
+    blocks: Mapping[str, tuple[Blocks, bool]] | None = None,
+) -> PreTrainedModel:
+    """A model on the meta device, whose matrices are int8 or in blocks as those of another one.
+
+    Args:
+        kind: its class.
+        config: its configuration.
+        int8: whether its matrices are :class:`pipespec.models.derived.Int8Linear`.
+        blocks: of :func:`described`.
+    """
+    model = int8_skeleton(kind, config, int8=int8)
+    with torch.device("meta"):
+        for name, (form, has_bias) in (blocks or {}).items():
+            of = FORMATS[form.format]
+            data = torch.empty((form.rows, of.row_bytes(form.columns)), dtype=torch.uint8)
+            matrix = QuantizedMatrix(of, data, (form.rows, form.columns))
+            if isinstance(model.get_submodule(name), nn.Embedding):
+                model.set_submodule(name, QuantizedEmbedding(matrix, form.scale))
+            else:
+                bias = nn.Parameter(torch.empty(form.rows), requires_grad=False) if has_bias else None
+                model.set_submodule(name, QuantizedLinear(matrix, bias, form.heads))
+    return model
