@@ -171,6 +171,11 @@ def pages_released(parts: Any) -> Iterator[None]:
         thread.join()
 
 
+def formats_of(module: nn.Module) -> tuple[str, ...]:
+    """The formats of a module's matrices in blocks, in order."""
+    return tuple(part.form.format for part in module.modules() if isinstance(part, _Blocks))
+
+
 def has_blocks(parts: Any) -> bool:
     """Whether a model, or parts of one, have modules in blocks."""
     return any(isinstance(module, _Blocks) for _, module in parts.named_modules())
