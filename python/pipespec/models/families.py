@@ -369,10 +369,10 @@ def _separate(layer: Any) -> LayerWeights:
     optional: dict[str, Any] = {f"{name}_bias": _bias(linear) for name, linear in linears.items()}
     optional |= {f"{name}_scale": _scale(linear) for name, linear in linears.items()}
     optional |= {name: getattr(attn, name).weight.detach() for name in ("q_norm", "k_norm") if hasattr(attn, name)}
+    optional |= {name: matrix_of(linear) for name, linear in linears.items()}
     return LayerWeights(
         input_norm=layer.input_layernorm.weight.detach(),
         post_norm=layer.post_attention_layernorm.weight.detach(),
-        **{name: matrix_of(linear) for name, linear in linears.items()},
         **optional,
     )
 

@@ -22,6 +22,8 @@ Weights = str | None | Sequence[str | None] | Mapping[str, str | None]
 NAMES = (*FORMATS, INT8)
 """Values of ``weights=``."""
 
+_SMALLEST = min(form.block for form in FORMATS.values())
+
 _INSTEAD = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 """Where blocks of 256 do not fill a row."""
 
@@ -66,14 +68,14 @@ def weights_of_each(weights: Weights, names: Sequence[str]) -> list[str | None]:
 def quantized(model: PreTrainedModel, name: str) -> PreTrainedModel:
     """A model with the matrices of another one in blocks, adapters merged. Head and embedding are in 6 bits at least, as llama.cpp has them.
 
-    All else becomes float32, in which the model then computes.
+    All else becomes float32, in which the model then computes; so do matrices whose rows no blocks fill.
 
     Args:
         model: whole, on the CPU; is not changed.
         name: one of :data:`NAMES`.
 
     Raises:
-        ValueError: it is quantised already, split, or on another device, or the blocks do not fill the rows of a matrix: the message names it.
+        ValueError: it is quantised already or split, blocks fill the rows of none of its matrices, or one has weights that no block holds.
     """
     method = "in blocks" if has_blocks(model) else INT8 if has_int8(model) else quantisation(model)
     if method is not None:
@@ -86,11 +88,15 @@ def quantized(model: PreTrainedModel, name: str) -> PreTrainedModel:
     with torch.no_grad():
         for at, module in list(made.named_modules()):
             own: Any = base_layer(module) if is_adapted(module) else module
-            if type(own) is nn.Linear:
+            if type(own) is nn.Linear and own.in_features % _SMALLEST == 0:
                 matrix = _quantized(own.weight, name, at, is_end=module is head)
                 bias = None if own.bias is None else nn.Parameter(own.bias.detach().float(), requires_grad=False)
                 made.set_submodule(at, QuantizedLinear(matrix, bias))
-        if isinstance(embedding, nn.Embedding):
+        if not has_blocks(made):
+            raise ValueError(
+                f"weights={name!r}: blocks of {_SMALLEST} weights fill the rows of no matrix of the {type(model).__name__}"
+            )
+        if isinstance(embedding, nn.Embedding) and embedding.embedding_dim % _SMALLEST == 0:
             new: Any = made.get_output_embeddings()
             matrix = new.matrix if tied else _quantized(embedding.weight, name, "the embedding", is_end=True)
             made.set_input_embeddings(QuantizedEmbedding(matrix, getattr(embedding, "scalar_embed_scale", None)))

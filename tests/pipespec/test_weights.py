@@ -1,0 +1,144 @@
+"""weights=: models that are quantised while they are loaded. The text is that of the quantised target, bit for bit."""
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pipespec import Pipeline
+from pipespec.engine.forward import native_unsupported_reason
+from pipespec.models.quantized import QuantizedEmbedding, QuantizedLinear
+from pipespec.models.quantizing import NAMES, quantized, weights_of_each
+from pipespec_kernels.formats import FORMATS, dequantize
+from tests.pipespec.gguf_files import LARGE, SIZES, tiny, write
+
+TEXT = torch.tensor([[3, 9, 14, 15, 92, 65, 35, 8, 9, 79]])
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("qwen2", LARGE)
+
+
+def texts(pipe, *, rows=3):
+    """Greedy and sampled texts of batches with prompts of different lengths."""
+    ids = torch.randint(3, 96, (rows, 20), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    common = {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 2}
+    return [
+        pipe.generate(ids, do_sample=False, **common),
+        pipe.generate(ids, do_sample=True, seed=3, **common),
+        pipe.generate(ids[1:2], do_sample=False, max_new_tokens=NEW, pad_token_id=2),
+    ]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_model_is_quantised_as_a_whole(model, name):
+    made = quantized(model, name)
+    assert type(model.lm_head) is torch.nn.Linear
+    linears = [module for module in made.modules() if isinstance(module, QuantizedLinear)]
+    assert len(linears) == 2 * 7 + 1
+    ends = {made.lm_head.form.format, made.model.embed_tokens.form.format}
+    assert (
+        ends == {name if FORMATS[name].bytes_per_weight > FORMATS["q6_k"].bytes_per_weight else "q6_k"}
+        or name == "q5_1"
+    )
+    up = made.model.layers[0].mlp.up_proj
+    assert up.form.format == name
+    original = model.model.layers[0].mlp.up_proj.weight
+    assert (dequantize(up.matrix) - original).norm() < 0.1 * original.norm()
+    assert {p.dtype for p in made.parameters()} == {torch.float32}
+    assert native_unsupported_reason(made) is None
+    with pytest.raises(ValueError, match="quantised already"):
+        quantized(made, name)
+
+
+def test_a_model_in_bfloat16_computes_in_float32(model):
+    made = quantized(copy.deepcopy(model).bfloat16(), "q8_0")
+    assert made.dtype is torch.float32
+    assert native_unsupported_reason(made) is None
+
+
+def test_tied_ends_stay_one_matrix():
+    made = quantized(tiny("llama", tie_word_embeddings=True), "q4_0")
+    assert made.lm_head.blocks is made.model.embed_tokens.blocks
+    assert isinstance(made.model.embed_tokens, QuantizedEmbedding)
+    assert native_unsupported_reason(made) is None
+
+
+def test_rows_that_blocks_do_not_fill():
+    torch.manual_seed(0)
+    sizes = {k: v for k, v in SIZES.items() if k != "head_dim"}
+    odd = LlamaForCausalLM(
+        LlamaConfig(**(sizes | {"hidden_size": 96, "intermediate_size": 104, "num_attention_heads": 4}))
+    ).eval()
+    made = quantized(odd, "q4_k")
+    assert made.model.layers[0].mlp.up_proj.form.format == "q5_0"
+    assert made.lm_head.form.format == "q8_0"
+    assert type(made.model.layers[0].mlp.down_proj) is torch.nn.Linear
+    assert native_unsupported_reason(made) is None
+    small = {"hidden_size": 24, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
+    with pytest.raises(ValueError, match="blocks of 32 weights fill the rows of no matrix of the LlamaForCausalLM"):
+        quantized(LlamaForCausalLM(LlamaConfig(**(sizes | small))).eval(), "q8_0")
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_k"])
+@pytest.mark.parametrize("schedule", ["lockstep", "workers"])
+def test_the_text_is_that_of_plain_decoding(model, name, schedule):
+    draft = tiny("qwen2", LARGE, num_hidden_layers=1)
+    draft.lm_head, draft.model.embed_tokens = model.lm_head, model.model.embed_tokens
+    with Pipeline(model, schedule="plain", weights=name, exact=True) as pipe:
+        expected = texts(pipe)
+        again = texts(pipe)
+    with Pipeline(model, draft, schedule=schedule, lookahead=3, weights=[name, name], exact=True) as pipe:
+        found = texts(pipe)
+        report = pipe.report
+    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, again, expected))
+    assert [stage.forward for stage in report.stages] == ["native"] * 2
+    assert schedule == "workers" or report.stages[-1].drafted > 0  # a worker may be late
+    assert any("weights" in decision for decision in report.decisions)
+
+
+def test_threads_and_prompts_in_parts_do_not_change_the_text(model):
+    made = quantized(model, "q5_k")
+    with Pipeline(made, schedule="plain") as pipe:
+        expected, before = texts(pipe), torch.get_num_threads()
+        try:
+            torch.set_num_threads(3)
+            assert all(map(torch.equal, texts(pipe), expected))
+        finally:
+            torch.set_num_threads(before)
+        whole = pipe.generate(TEXT, max_new_tokens=NEW)
+        pipe.generate(TEXT[:, :5], max_new_tokens=3)  # the cache holds another text's beginning
+        assert torch.equal(pipe.generate(TEXT, max_new_tokens=NEW), whole)
+
+
+def test_a_draft_out_of_a_file_runs_in_a_worker(model, tmp_path):
+    write(model, tmp_path / "draft.gguf", {"token_embd": "q6_k", "": "q4_k"})
+    with Pipeline(model, schedule="plain", weights="q8_0") as pipe:
+        expected = texts(pipe)
+    with Pipeline(model, tmp_path / "draft.gguf", schedule="workers", weights={"target": "q8_0"}) as pipe:
+        assert all(map(torch.equal, texts(pipe), expected))
+        assert pipe.report.stages[0].forward == "native"
+
+
+def test_weights_by_stage():
+    names = ["draft 0", "draft 1", "target"]
+    assert weights_of_each("q8_0", names) == ["q8_0"] * 3
+    assert weights_of_each(["int8", None, "q4_k"], names) == ["int8", None, "q4_k"]
+    assert weights_of_each({"drafts": "int8", "draft 1": None}, names) == ["int8", None, None]
+    assert weights_of_each({"target": "q4_0"}, names) == [None, None, "q4_0"]
+    assert weights_of_each(None, names) == [None] * 3
+    with pytest.raises(ValueError, match="there is no stage 'draft 2'"):
+        weights_of_each({"draft 2": "q8_0"}, names)
+    with pytest.raises(ValueError, match="one for all, or one per stage"):
+        weights_of_each(["q8_0"], names)
+    with pytest.raises(ValueError, match=f"weights='q3_k': the weight formats are {', '.join(NAMES)}"):
+        weights_of_each("q3_k", names)
+    for wrong in (5, [5, 5, 5]):
+        with pytest.raises(TypeError, match="weights: "):
+            weights_of_each(wrong, names)
