@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import socket
 import threading
@@ -239,6 +240,17 @@ class Ranks:
                 f"ended waiting until {until}: the ranks' store broke, rank 0, or torchrun, has ended"
             ) from error
 
+    def agree(self, error: BaseException | None, sign: str = "ready", mine: str = "") -> list[str]:
+        """:meth:`exchange`, unless some ranks have an ``error``: all leave then. Raises ``RankError`` with the first one's message."""
+        said = f"{type(error).__name__}: {error}" if error is not None else ""
+        texts = self.exchange(sign, json.dumps([said, mine]), f"all ranks are {sign}")
+        words = [json.loads(text) for text in texts]
+        failed = next((f"rank {r} failed: {what}" for r, (what, _) in enumerate(words) if what), None)
+        if failed is not None:
+            self.leave()
+            raise RankError(failed) from error
+        return [text for _, text in words]
+
     def connect(self) -> Any:
         """The gloo group of all ranks. Raises ``RankError`` unless all connect within ``start_s``."""
         try:
@@ -272,8 +284,9 @@ class Ranks:
         return RankError(f"rank {self.rank}: {what}{known}")
 
     def stop(self) -> None:
-        """Give no more signs of life."""
+        """Give no more signs of life, and watch nothing."""
         self._stopped.set()
+        self.unwatch()
         self._thread.join(GRACE_S)  # a thread inside the store at the interpreter's end would abort the process
 
     def leave(self) -> None:

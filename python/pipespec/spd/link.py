@@ -6,7 +6,6 @@ Three events end a wait: the message arrives; the connection breaks, because a p
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections import deque
@@ -70,24 +69,12 @@ class Link:
             raise
 
     def agree(self, error: BaseException | None, sign: str = "ready", mine: str = "") -> list[str]:
-        """Wait until all ranks are here, and return the text of each. Raises ``RankError`` with the first one's message if some have an ``error``."""
-        said = f"{type(error).__name__}: {error}" if error is not None else ""
+        """:meth:`pipespec.transport.Ranks.agree`."""
         try:
-            texts = self._ranks.exchange(sign, json.dumps([said, mine]), f"all ranks are {sign}")
+            return self._ranks.agree(error, sign, mine)
         except RankError:
             self._end()
             raise
-        words = [json.loads(text) for text in texts]
-        failed = [f"rank {r} failed: {what}" for r, (what, _) in enumerate(words) if what]
-        if failed:
-            self._leave()
-            raise RankError(failed[0]) from error
-        return [text for _, text in words]
-
-    def _leave(self) -> None:
-        """End on all ranks."""
-        self._end()
-        self._ranks.leave()
 
     def _end(self) -> None:
         self.broken = True

@@ -129,13 +129,9 @@ class _Circle:
         hidden_size: int,
         dtype: torch.dtype,
     ) -> None:
-        self._link, self._rank_of, self._features = link, rank_of, features
+        self._link, self._rank_of, self.features = link, rank_of, features
         self._hidden_size, self._dtype = hidden_size, dtype
         self._made: dict[tuple[bool, int, int], Sender | Receiver] = {}
-
-    def features_of(self, stage: int) -> Sequence[int]:
-        """The residual streams that a stage on another rank sends."""
-        return self._features[stage]
 
     def open(self, rows: int) -> None:
         """Lay out the lines for a call with ``rows`` rows."""
@@ -149,41 +145,26 @@ class _Circle:
     def _line(self, made: Any, peer: int, words: int, tensors: int, back: bool) -> Any:
         kind = (self._rows - 1).bit_length()
         key = made is Sender, peer, 2 * kind + back
-        size = 8 * (3 + _HEAD + 2 * max(1 << kind, len(self._rank_of)))
-        size += tensors * (1 << kind) * self._hidden_size * self._dtype.itemsize
-        at = (self._link, peer, _LINES + key[2], size, len(self._rank_of) + 2)
         if key not in self._made:
-            self._made[key] = made(*at)
-        line = self._made[key]
-        line.fit(words, (tensors, self._rows, 1, self._hidden_size), self._dtype)
-        return line
+            size = 8 * (3 + _HEAD + 2 * max(1 << kind, len(self._rank_of)))
+            size += tensors * (1 << kind) * self._hidden_size * self._dtype.itemsize
+            self._made[key] = made(self._link, peer, _LINES + key[2], size, len(self._rank_of) + 2)
+        self._made[key].fit(words, (tensors, self._rows, 1, self._hidden_size), self._dtype)
+        return self._made[key]
 
-    def _tensors_behind(self, stage: int) -> int:
-        """Tensors of a message behind ``stage``; -1: in front of the first one."""
-        if stage < 0:
-            return 0
-        return 1 + (len(self._features[stage]) if stage + 1 == len(self._rank_of) else 0)
-
-    def to_next(self, stage: int) -> Sender:
-        """From ``stage`` (-1: from rank 0) to the next stage, or from the last one to rank 0."""
-        last = stage + 1 == len(self._rank_of)
-        peer = 0 if last else self._rank_of[stage + 1]
-        found: Sender = self._line(Sender, peer, self._words, self._tensors_behind(stage), last)
-        return found
-
-    def from_before(self, stage: int) -> Receiver:
-        """What :meth:`to_next` of the stage before sends. ``stage`` may be the number of stages: what the last one sends to rank 0."""
-        last = stage == len(self._rank_of)
-        peer = 0 if stage == 0 else self._rank_of[stage - 1]
-        found: Receiver = self._line(Receiver, peer, self._words, self._tensors_behind(stage - 1), last)
-        return found
+    def behind(self, stage: int, made: type[Sender] | type[Receiver]) -> Any:
+        """An end of the line from ``stage`` (-1: from rank 0) to the next stage, or from the last one to rank 0."""
+        is_last = stage + 1 == len(self._rank_of)
+        peers = 0 if stage < 0 else self._rank_of[stage], 0 if is_last else self._rank_of[stage + 1]
+        tensors = 0 if stage < 0 else 1 + (len(self.features[stage]) if is_last else 0)
+        return self._line(made, peers[made is Sender], self._words, tensors, is_last)
 
     def streams(self, stage: int, made: type[Sender] | type[Receiver]) -> Any:
-        """The line of the residual streams of ``stage`` to rank 0; None where they go with the hidden states, or there are none."""
-        wanted = len(self._features[stage])
-        if not wanted or stage + 1 == len(self._rank_of):
+        """An end of the line of the residual streams of ``stage`` to rank 0; None where they go with the hidden states, or there are none."""
+        found = len(self.features[stage])
+        if not found or stage + 1 == len(self._rank_of):
             return None
-        return self._line(made, 0 if made is Sender else self._rank_of[stage], 1, wanted, True)
+        return self._line(made, 0 if made is Sender else self._rank_of[stage], 1, found, True)
 
 
 class _Server:
@@ -193,15 +174,11 @@ class _Server:
         self, stage: LayerStage, number: int, rank_of: Sequence[int], circle: _Circle, link: Link, native: bool
     ) -> None:
         self.stage, self._number, self._rank_of, self._link, self._native = stage, number, rank_of, link, native
-        self._circle = circle
+        self._circle, self._is_last = circle, number + 1 == len(rank_of)
         # Packs the weights now, since the other ranks do not wait that long in a call.
         self.form = open_sections([stage.section], native=native)
         self._hidden_size: int = stage.config.hidden_size
         self.busy = 0.0
-
-    @property
-    def _is_last(self) -> bool:
-        return self._number + 1 == len(self._rank_of)
 
     def open(self, rows: int, longest: int, most: int) -> None:
         self.stage.open(rows, longest, most)
@@ -228,7 +205,7 @@ class _Server:
         until = None if real is None else [at + n for at, n in zip(held, real, strict=True)]
         began = time.perf_counter()
         with self._link.own_part():
-            hidden, streams = self.stage.step(fed, held, self._circle.features_of(self._number), until)
+            hidden, streams = self.stage.step(fed, held, self._circle.features[self._number], until)
         if head.counts:
             self.busy += time.perf_counter() - began
         q = head.columns
@@ -244,8 +221,8 @@ class _Server:
                 return
             _, rows, longest, most = control
             self._circle.open(rows)
-            self._arriving = self._circle.from_before(self._number)
-            self._leaving = self._circle.to_next(self._number)
+            self._arriving = self._circle.behind(self._number - 1, Receiver)
+            self._leaving = self._circle.behind(self._number, Sender)
             self._streams = self._circle.streams(self._number, Sender)
             self.open(rows, longest, most)
             while self._handle():
@@ -261,8 +238,11 @@ class _Server:
             self._leaving.send(words)
             return False
         positions, tokens = words[_HEAD : _HEAD + rows], words[_HEAD + rows : _HEAD + 2 * rows]
-        if head.kind == _CHUNK:
-            fed = self._chunk(rows, head.columns)
+        if head.kind == _CHUNK and self._number == 0:
+            fed = self._link.receive((rows, head.columns), torch.int64, 0, _BULK)
+        elif head.kind == _CHUNK:
+            shape = rows, head.columns, self._hidden_size
+            fed = self._link.receive(shape, self.stage.section.stream_dtype, self._rank_of[self._number - 1], _BULK)
         elif self._number == 0:
             fed = torch.tensor(tokens, device="cpu")[:, None]
         else:
@@ -282,13 +262,6 @@ class _Server:
             if self._streams is not None:
                 self._streams.send([head.number], values)
         return True
-
-    def _chunk(self, rows: int, columns: int) -> torch.Tensor:
-        """Receive a chunk of the prompt: tokens, or the output of the stage before."""
-        if self._number == 0:
-            return self._link.receive((rows, columns), torch.int64, 0, _BULK)
-        shape = (rows, columns, self._hidden_size)
-        return self._link.receive(shape, self.stage.section.stream_dtype, self._rank_of[self._number - 1], _BULK)
 
 
 class _Remote:
@@ -353,23 +326,17 @@ class RanksDriver(SpeculativeDriver):
     def _generate(self, request: GenerationRequest) -> None:
         if self._link.broken:
             raise RankError("this process group broke in an earlier call; start all ranks again")
-        self._check_ended()
+        was_running = self._running  # an interruption between two instructions can leave a call that was not ended
+        if was_running:
+            raise self._link.failed("the last call was not ended")
         with self._delayed.handled():
             try:
                 super()._generate(request)
             finally:
                 with self._delayed:
                     if self._running and not self._link.broken:
-                        self._end_call()
-
-    def _check_ended(self) -> None:
-        """An interruption between two instructions can leave a call that was not ended."""
-        if self._running:
-            raise self._link.failed("the last call was not ended")
-
-    def _end_call(self) -> None:
-        with self._whole("ended"):
-            self._end()
+                        with self._whole("ended"):
+                            self._end()
 
     @contextmanager
     def _whole(self, done: str) -> Iterator[None]:
@@ -399,8 +366,8 @@ class RanksDriver(SpeculativeDriver):
                 self._link.send(control, self._rank_of[s], _CONTROL)
             if self._remote:
                 self._circle.open(rows)
-                self._leaving = self._circle.to_next(self._remote.start - 1)
-                self._arriving = self._circle.from_before(self.partition.stages)
+                self._leaving = self._circle.behind(self._remote.start - 1, Sender)
+                self._arriving = self._circle.behind(self.partition.stages - 1, Receiver)
                 self._streams = {
                     s: line for s in self._remote if (line := self._circle.streams(s, Receiver)) is not None
                 }
@@ -413,11 +380,9 @@ class RanksDriver(SpeculativeDriver):
         """Receive every message under way, so that the next call starts without any."""
         if self._local is not None:
             self.clock.stage_seconds[0] = self._local.busy
-        if self._remote:
-            self._end_remote()
-        self._running = False
-
-    def _end_remote(self) -> None:
+        if not self._remote:
+            self._running = False
+            return
         self._collect_chunks(0)
         self._number += 1
         self._leaving.send(self._circle.words(Head(_END, self._number, 0, 0)))
@@ -430,6 +395,7 @@ class RanksDriver(SpeculativeDriver):
             self.clock.stage_seconds[s] = busy / 1e9
             if self._form == NATIVE and not native:
                 self._form = f"transformers: the stage of rank {self._rank_of[s]} is not native"
+        self._running = False
 
     def _await(self, line: Receiver, number: int, at: int = 1) -> tuple[list[int], Sequence[torch.Tensor]]:
         """Receive message ``number`` of a line. Columns before it were flushed on their way. ``at``: the word with the number."""
@@ -486,12 +452,11 @@ class RanksDriver(SpeculativeDriver):
         streams: Streams = {}
         for s, number in numbers.items():
             if s in self._streams:
-                streams |= dict(
-                    zip(self._circle.features_of(s), self._await(self._streams[s], number, at=0)[1], strict=True)
-                )
+                values = self._await(self._streams[s], number, at=0)[1]
+                streams |= dict(zip(self._circle.features[s], values, strict=True))
             elif s + 1 == self.partition.stages:
-                _, (hidden, *values) = self._await(self._arriving, number)
-                streams |= dict(zip(self._circle.features_of(s), values, strict=True))
+                hidden, *values = self._await(self._arriving, number)[1]
+                streams |= dict(zip(self._circle.features[s], values, strict=True))
         return hidden, streams
 
     @_uninterrupted
@@ -512,7 +477,7 @@ class RanksDriver(SpeculativeDriver):
             self._await(self._arriving, chunk.number)
             streams = dict(chunk.streams)
             for s in self._remote:
-                wanted = self._circle.features_of(s)
+                wanted = self._circle.features[s]
                 if wanted:
                     shape = (len(wanted), self._rows, chunk.columns, self._hidden_size)
                     values = self._link.receive(shape, self._dtype, self._rank_of[s], _STREAMS)
@@ -646,7 +611,7 @@ class RanksPipeline(BasePipeline):
         except Exception as failure:
             error = failure
         except BaseException as failure:
-            self._interrupted("loading its weights", failure)
+            self._link.failed(f"{type(failure).__name__} while loading its weights")
             raise
         self._link.agree(error)
         super().__init__(models)
@@ -690,12 +655,8 @@ class RanksPipeline(BasePipeline):
         except Exception as error:
             raise self._link.failed(f"its stage failed ({type(error).__name__}: {error})") from error
         except BaseException as error:
-            self._interrupted("serving its stage", error)
+            self._link.failed(f"{type(error).__name__} while serving its stage")
             raise
-
-    def _interrupted(self, doing: str, error: BaseException) -> None:
-        """Publish ``error`` to the other ranks."""
-        self._link.failed(f"{type(error).__name__} while {doing}")
 
     def close(self) -> None:
         """End all ranks. A ``with`` block does so at its end. It waits for a call in another thread, as :meth:`pipespec.Pipeline.close` does."""

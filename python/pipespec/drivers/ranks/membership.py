@@ -70,25 +70,23 @@ def join(
     ranks = Ranks.join(start_s)
     _compare(ranks.exchange("terms", json.dumps(_terms(given, config)), "all ranks have started"), ranks)
 
-    error: Exception | None = None
-    facts, model = "", None
+    error, facts = None, ""
+    model: PreTrainedModel | None = None
     try:
         (placed,) = arrange([given[own]], device=wanted, dtype=dtype, trust_remote_code=trust_remote_code, names=[name])
         model = load_model(given[own], device=placed, dtype=dtype, trust_remote_code=trust_remote_code)
         check_architecture(name, model)
-        facts = json.dumps(vocabulary_of(name, model, given[own])._asdict())
+        facts = json.dumps(vocabulary_of(name, model, given[own]))
         check_runnable([model])
     except Exception as failure:
         error = failure
-    answers = ranks.exchange("ready", facts if error is None else f"!{error}", "all ranks have loaded their models")
-    failed = next((r for r, answer in enumerate(answers) if answer.startswith("!")), None)
-    if failed is not None or error is not None:
-        ranks.leave()
+    try:
+        answers = ranks.agree(error, mine=facts)
+    except RankError:
         if error is not None:
-            raise error
-        assert failed is not None
-        raise RankError(f"rank {failed} cannot take part: {answers[failed][1:]}")
-    target, *drafts = (Vocabulary(**json.loads(answer)) for answer in answers)
+            raise error from None
+        raise
+    target, *drafts = (Vocabulary(*json.loads(answer)) for answer in answers)
     try:
         check_vocabularies([*drafts, target])
     except ValueError:
