@@ -494,14 +494,6 @@ def test_without_free_descriptors_a_lost_draft_stays_lost_and_the_other_lives_on
     assert rig.pids[1] == other
 
 
-def test_a_setup_that_the_socket_does_not_take_at_once(monkeypatch):
-    """It is sent when the worker reads."""
-    monkeypatch.setattr(workers, "_UNREAD_BYTES", 0)
-    target = random_llama(3)
-    with Pipeline(target, noisy(target, 0.02), schedule="workers") as pipe:
-        assert pipe._driver._workers[0].is_ready
-
-
 def test_processes_of_another_user_do_not_disturb_close(rig, monkeypatch):
     """A program may drop its rights. Then its workers end with their connections."""
     pids, forbidden = rig.pids, []

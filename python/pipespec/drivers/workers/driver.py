@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -19,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 
 from transformers import PreTrainedModel
 
@@ -58,9 +57,6 @@ _TEMPLATE_TIMEOUT_S = 5.0
 
 _SEND_TIMEOUT_S = 5.0
 """A worker that waits for a message reads it within this time, or counts as hung."""
-
-_UNREAD_BYTES = 1 << 16
-"""A socket takes a message of this size before anyone reads it."""
 
 _FINISH_TIMEOUT_S = 10.0
 """A worker finishes its current forward when a call ends. One that needs longer than this counts as hung."""
@@ -125,17 +121,9 @@ class _Worker:
             raise CannotStart(f"{name} could not start: {error}{_REMEDIES.get(error.errno or 0, '')}") from error
         entries = trace.entries if trace is not None else 0
         self._setup = Setup(index, weights, threads, counts, entries, native, upstream is not None, confidence)
-        # At once, so that several workers build their models together; unless it would have to wait for the imports of a command.
-        self._has_setup = len(pickle.dumps(self._setup)) <= _UNREAD_BYTES
         self.last_error: Failed | None = None
-        if self._has_setup:
-            try:
-                self.conn.send(self._setup, timeout_s=_SEND_TIMEOUT_S)
-            except ChannelError as error:  # await_ready() raises
-                if isinstance(error, Late):  # else it is dead
-                    self.last_error = Failed(self._unread("its setup"), "")
-                    self._end_process()
         self.cache = (0, 0)  # rows, and a lower bound of the positions
+        self.is_started = False  # has done its imports, and got its setup
         self.is_ready = False  # has built its model
         self.is_late = False  # a call has waited for it in vain
         self.overdue_at = time.monotonic() + _READY_TIMEOUT_S
@@ -162,13 +150,13 @@ class _Worker:
                 return [len(fds) for fds in lent]
         return self._start(parts, fork=False, deadline=deadline)
 
-    def await_ready(self, deadline: float) -> bool:
-        """Wait until the worker has built its model. Return False if it has not until ``deadline``.
+    def await_ready(self, deadline: float, *, has_built: bool = True) -> bool:
+        """Wait until the worker has built its model, or has its setup (not ``has_built``). Return False if it has not until ``deadline``.
 
         Raises:
             CannotStart: The worker cannot start. The message has the worker's own error.
         """
-        while not self.is_ready:
+        while not (self.is_ready if has_built else self.is_started):
             while not self.conn.poll(min(_STOPPED_S / 5, max(0.0, deadline - time.monotonic()))):
                 if self._is_held_up():
                     raise self._cannot_start(self.stopped)
@@ -186,9 +174,8 @@ class _Worker:
                 raise self._cannot_start(f"{answer.cause}\n{answer.details}")
             # Only now, because a message may be larger than the socket's buffer, and the worker reads from here on.
             if answer == STARTED:
-                if not self._has_setup:
-                    self._send_part(self._setup, "its setup")
-                self._has_setup = True
+                self._send_part(self._setup, "its setup")
+                self.is_started = True
             else:
                 if self._upstream is not None:
                     self._send_part(self._upstream, "the n-gram draft or the tokenizers")
@@ -429,12 +416,13 @@ class WorkersDriver(Driver):
         """Wait for the workers that start, until ``deadline``. Return the errors of those that cannot start, which are removed."""
         failures = {}
         try:
-            for i, worker in list(self._workers.items()):
-                if worker.is_ready:
+            # All have their setups first, so that they build their models together.
+            for has_built, (i, worker) in product((False, True), list(self._workers.items())):
+                if worker.is_ready or i in failures:
                     continue
                 try:
-                    if worker.await_ready(0.0 if worker.is_late else deadline):
-                        self.block.set_alive(i, True)
+                    if worker.await_ready(0.0 if worker.is_late else deadline, has_built=has_built):
+                        self.block.set_alive(i, has_built)
                 except CannotStart as failure:
                     failures[i] = failure
                     self._workers.pop(i).kill()
