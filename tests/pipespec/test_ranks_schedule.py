@@ -344,14 +344,14 @@ class Left:
 )
 def test_other_versions_and_settings_are_refused_by_name(change, message):
     config = SpeculationConfig.of(2, schedule="ranks")
-    terms = membership._terms(["/a", "/b", "/c"], config) | {"configurations": ["a", "b", "c"]}
+    terms = membership.terms_of(["/a", "/b", "/c"], config) | {"configurations": ["a", "b", "c"]}
     meeting = Left()
-    membership._compare([json.dumps(terms)] * 3, meeting)
+    membership.compare_terms([json.dumps(terms)] * 3, meeting)
     # A model that a machine does not have is not compared.
-    membership._compare([json.dumps(t) for t in (terms, terms | {"configurations": ["", "b", ""]})], meeting)
+    membership.compare_terms([json.dumps(t) for t in (terms, terms | {"configurations": ["", "b", ""]})], meeting)
     assert not meeting.left
     with pytest.raises(RankError, match=message):
-        membership._compare([json.dumps(t) for t in (terms, terms | change)], meeting)
+        membership.compare_terms([json.dumps(t) for t in (terms, terms | change)], meeting)
     assert meeting.left
 
 
@@ -370,10 +370,10 @@ def test_a_chain_needs_its_ranks(monkeypatch, target):
         Pipeline("/nowhere/target", [sharded], schedule="ranks")
     with Pipeline(target, schedule="plain") as pipe, pytest.raises(RuntimeError, match="call generate"):
         pipe.serve()
-    assert membership._own_device({"target": "cpu"}, ["draft 0", "target"], 1) == "cpu"
-    assert membership._own_device({"target": "cpu"}, ["draft 0", "target"], 0) is None
+    assert membership.device_of_stage({"target": "cpu"}, ["draft 0", "target"], 1) == "cpu"
+    assert membership.device_of_stage({"target": "cpu"}, ["draft 0", "target"], 0) is None
     with pytest.raises(ValueError, match="no stage 'draft 7'"):
-        membership._own_device({"draft 7": "cpu"}, ["draft 0", "target"], 0)
+        membership.device_of_stage({"draft 7": "cpu"}, ["draft 0", "target"], 0)
 
 
 def test_processes(target, tmp_path):

@@ -140,9 +140,9 @@ def test_a_rank_takes_several_gpus(monkeypatch):
     names = ["draft 0", "target"]
     split = [["cuda:0", "cuda:1"]]
     for device in ("cuda:0+cuda:1", ["cpu", ["cuda:0", "cuda:1"]], {"target": ["cuda:0", "cuda:1"]}):
-        assert membership._own_device(device, names, 1) == split
-    assert membership._own_device(["cpu", torch.device("cuda:1")], names, 0) == "cpu"
-    assert membership._own_device(torch.device("cuda:1"), names, 0) == "cuda:1"
+        assert membership.device_of_stage(device, names, 1) == split
+    assert membership.device_of_stage(["cpu", torch.device("cuda:1")], names, 0) == "cpu"
+    assert membership.device_of_stage(torch.device("cuda:1"), names, 0) == "cuda:1"
 
 
 def test_what_offloaded_weights_take(model):

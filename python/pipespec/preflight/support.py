@@ -98,18 +98,22 @@ def _check_weights(name: str, model: PreTrainedModel, is_target: bool) -> None:
             )
     brought: set[int] | None = None
     for module in each_module(model):
-        weights = [p for p in module._parameters.values() if p is not None]
-        if processes == 1 and any(type(p).__name__ == "DTensor" for p in weights):
+        is_sharded = is_away = False
+        for p in module._parameters.values():
+            if p is not None:
+                is_away |= p.is_meta
+                is_sharded |= type(p).__name__ == "DTensor"
+        if is_sharded and processes == 1:
             raise ValueError(
                 f"{name} is sharded over processes ({_name_in(model, module)} has a DTensor) without a tensor-parallel plan: load it whole, or "
                 "the target with tp_plan='auto'"
             )
-        if any(type(hook).__name__ == "CpuOffload" for hook in hooks_of(module)):
+        if "_hf_hook" in module.__dict__ and any(type(hook).__name__ == "CpuOffload" for hook in hooks_of(module)):
             raise ValueError(
                 f"{name}: accelerate moves {_name_in(model, module)} to the GPU when it is called (cpu_offload_with_hook), and its cache cannot "
                 "follow; use device_map= or accelerate.cpu_offload, which bring the weights of one module at a time"
             )
-        if any(p.is_meta for p in weights):
+        if is_away:
             if brought is None:
                 brought = {id(part) for found in offloaded_modules(model).values() for part in found.modules()}
             if id(module) not in brought:

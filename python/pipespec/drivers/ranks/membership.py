@@ -66,9 +66,9 @@ def join(
         raise ValueError(f"a pipeline has at most {MAX_STAGES} stages, got {world}")
     own = (rank - 1) % world
     name = stage_names(world)[own]
-    wanted = _own_device(device, stage_names(world), own)
+    wanted = device_of_stage(device, stage_names(world), own)
     ranks = Ranks.join(start_s)
-    _compare(ranks.exchange("terms", json.dumps(_terms(given, config)), "all ranks have started"), ranks)
+    compare_terms(ranks.exchange("terms", json.dumps(terms_of(given, config)), "all ranks have started"), ranks)
 
     error, facts = None, ""
     model: PreTrainedModel | None = None
@@ -102,7 +102,7 @@ def join(
     return model, RanksDriver(model, config, ranks)
 
 
-def _own_device(device: Devices, names: Sequence[str], own: int) -> Devices:
+def device_of_stage(device: Devices, names: Sequence[str], own: int) -> Devices:
     """What ``device=`` says about one stage. The other stages' devices are on other machines, and are not checked."""
     place = split_name(place_of_each(device, names)[own])
     if place is None or place == AUTO:
@@ -112,7 +112,7 @@ def _own_device(device: Devices, names: Sequence[str], own: int) -> Devices:
     return [[rank_device(each) for each in place]]
 
 
-def _terms(given: Sequence[Any], config: SpeculationConfig) -> dict[str, Any]:
+def terms_of(given: Sequence[Any], config: SpeculationConfig) -> dict[str, Any]:
     """What all ranks must share."""
     return {
         "pipespec": __version__,
@@ -136,7 +136,7 @@ def _digest(model: Any) -> str:
     return ""
 
 
-def _compare(everyone: Sequence[str], ranks: Ranks) -> None:
+def compare_terms(everyone: Sequence[str], ranks: Ranks) -> None:
     """Raises ``RankError`` by name where ranks have other versions or settings than rank 0."""
     try:
         first, *others = (json.loads(terms) for terms in everyone)
