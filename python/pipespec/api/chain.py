@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from pipespec.config import SpeculationConfig
 from pipespec.engine.inputs import stage_names
 from pipespec.engine.ngram import NgramDraft
-from pipespec.engine.translation import Translation
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import tensor_parallel_size
 from pipespec.models.loading import load_model
@@ -23,6 +22,9 @@ from pipespec.preflight.devices import Devices
 from pipespec.preflight.placement import arrange
 from pipespec.preflight.tokenizers import translation_for
 from pipespec.registry import SCHEDULES
+
+if TYPE_CHECKING:
+    from pipespec.engine.translation import Translation
 
 
 @dataclass(frozen=True, kw_only=True)

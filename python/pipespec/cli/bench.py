@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.cli.options import DTYPES, Subparsers, check_output_folder
+from pipespec.cli.options import DTYPES, Subparsers, check_output_folder, flag, option
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.process.table import aligned
 
@@ -27,50 +27,35 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     return [parser]
 
 
+# fmt: off
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a run."""
-    add = parser.add_argument
     models = parser.add_argument_group("models")
-    models.add_argument("--target", metavar="PATH", help="model that defines the text (default: the bundled family)")
-    models.add_argument("--draft", metavar="PATH", action="append", help="draft model; several: smallest first")
-    models.add_argument(
-        "--device", metavar="D", nargs="+", help="one for all models or one per model, drafts first; auto; default: cpu"
-    )
-    models.add_argument("--dtype", choices=DTYPES, help="default: as stored; float32 for the bundled family")
-    models.add_argument("--trust-remote-code", action="store_true", help="allow a model's own Python code to run")
+    option(models, "target", "PATH", str, "model that defines the text (default: the bundled family)")
+    option(models, "draft", "PATH", str, "draft model; several: smallest first", action="append")
+    option(models, "device", "D", str, "one for all models or one per model, drafts first; auto; default: cpu", nargs="+")
+    option(models, "dtype", None, str, "default: as stored; float32 for the bundled family", choices=DTYPES)
+    flag(models, "trust-remote-code", "allow a model's own Python code to run")
     systems = parser.add_argument_group("systems")
-    systems.add_argument("--systems", metavar="LIST", help="names with commas between; --list shows all")
-    systems.add_argument(
-        "--chains", choices=("each", "whole", "both"), help="drafts alone, all in one chain, or both (default)"
-    )
-    systems.add_argument("--lookahead", type=int, nargs="+", metavar="N", help="sweep these values")
-    systems.add_argument(
-        "--tuning", type=int, metavar="N", help="settings tried of each tuned system (4); 0: its default"
-    )
-    systems.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    option(systems, "systems", "LIST", str, "names with commas between; --list shows all")
+    option(systems, "chains", None, str, "drafts alone, all in one chain, or both (default)", choices=("each", "whole", "both"))
+    option(systems, "lookahead", "N", int, "sweep these values", nargs="+")
+    option(systems, "tuning", "N", int, "settings tried of each tuned system (4); 0: its default")
+    option(systems, "threads", "N", int, "CPU threads (default: all cores)")
     text = parser.add_argument_group("texts")
-    text.add_argument(
-        "--prompts",
-        metavar="[NAME=]FILE",
-        nargs="+",
-        default=[],
-        help="jsonl, json, csv or parquet, also .gz; the format follows from NAME or the fields",
-    )
-    text.add_argument("--samples", type=int, metavar="N", help="most prompts of each dataset (default: all)")
-    text.add_argument("--new-tokens", type=int, metavar="N", help="most new tokens per prompt (128)")
-    text.add_argument(
-        "--chat", action="store_true", default=None, dest="chat_template", help="apply the target's chat template"
-    )
-    text.add_argument(
-        "--ignore-eos", action="store_true", default=None, help="write --new-tokens tokens, past end-of-text tokens"
-    )
-    text.add_argument("--temperature", type=float, metavar="T", help="sample (default: greedy)")
-    text.add_argument("--top-k", type=int, metavar="K", help="with --temperature")
-    text.add_argument("--top-p", type=float, metavar="P", help="with --temperature")
-    text.add_argument("--seed", type=int, metavar="S", help="of sampling (0)")
-    add("--out", metavar="DIR", type=Path, help="folder of results; one that exists is continued")
-    add("--json", action="store_true", help="the summary as JSON")
-    add("--list", action="store_true", help="list systems and formats of prompts")
+    option(text, "prompts", "[NAME=]FILE", str, "jsonl, json, csv or parquet, also .gz; the format follows from NAME or the fields", nargs="+", default=[])
+    option(text, "samples", "N", int, "most prompts of each dataset (default: all)")
+    option(text, "new-tokens", "N", int, "most new tokens per prompt (128)")
+    flag(text, "chat", "apply the target's chat template", default=None, dest="chat_template")
+    flag(text, "ignore-eos", "write --new-tokens tokens, past end-of-text tokens", default=None)
+    option(text, "temperature", "T", float, "sample (default: greedy)")
+    option(text, "top-k", "K", int, "with --temperature")
+    option(text, "top-p", "P", float, "with --temperature")
+    option(text, "seed", "S", int, "of sampling (0)")
+    option(parser, "out", "DIR", Path, "folder of results; one that exists is continued")
+    flag(parser, "json", "the summary as JSON")
+    flag(parser, "list", "list systems and formats of prompts")
+# fmt: on
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,7 +13,9 @@ from pipespec.cli.options import (
     add_models,
     at_least_one,
     chosen_models,
+    flag,
     one_or_all,
+    option,
     read_text,
     require_text,
     weights_option,
@@ -36,77 +38,42 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     return [parser]
 
 
+# fmt: off
 def add_generation(parser: argparse.ArgumentParser) -> None:
     """Add the options of a generation: models, schedule, prompt, sampling, output."""
     add_models(parser)
-    parser.add_argument(
-        "--system",
-        choices=SYSTEMS,
-        default="pipespec",
-        help="spd: the target in stages, one token in flight in each; --draft may name a draft module's folder; under torchrun one stage per rank",
-    )
-    parser.add_argument(
-        "--stages",
-        metavar="N",
-        help="with --system spd: the number of stages, the layers of each (4,4,4), or balanced:N; default: the draft module's, without one the number of ranks, without ranks 2",
-    )
-    parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=float,
-        help="with --system spd under torchrun: longest time of a rank for its part of a cycle, or of a chunk of the prompt (default: 6)",
-    )
-    parser.add_argument(
-        "--schedule",
-        choices=SCHEDULES,
-        help="how the stages run; default: by devices and cores, see `pipespec doctor`. "
-        + "; ".join(f"{row.name}: {row.stages.replace('`', '')}" for row in SCHEDULES.values()),
-    )
-    parser.add_argument(
-        "--lookahead",
-        metavar="N",
-        type=int,
-        nargs="+",
-        help="draft tokens ahead of the next stage: one number for all drafts, or one per draft",
-    )
-    parser.add_argument(
-        "--confidence",
-        action="store_true",
-        help="drafts stop, and the target verifies, by how sure the drafts are of their tokens; in lockstep and workers",
-    )
-    parser.add_argument(
-        "--exact", action="store_true", help="refuse a target whose bits depend on batch or drafts, in bfloat16 too"
-    )
+    option(parser, "system", None, str, "spd: the target in stages, one token in flight in each; --draft may name a draft module's folder; under torchrun one "
+           "stage per rank", choices=SYSTEMS, default="pipespec")
+    option(parser, "stages", "N", str, "with --system spd: the number of stages, the layers of each (4,4,4), or balanced:N; default: the draft module's, without "
+           "one the number of ranks, without ranks 2")
+    option(parser, "timeout", "SECONDS", float, "with --system spd under torchrun: longest time of a rank for its part of a cycle, or of a chunk of the prompt "
+           "(default: 6)")
+    rows = "; ".join(f"{row.name}: {row.stages.replace('`', '')}" for row in SCHEDULES.values())
+    option(parser, "schedule", None, str, f"how the stages run; default: by devices and cores, see `pipespec doctor`. {rows}", choices=SCHEDULES)
+    option(parser, "lookahead", "N", int, "draft tokens ahead of the next stage: one number for all drafts, or one per draft", nargs="+")
+    flag(parser, "confidence", "drafts stop, and the target verifies, by how sure the drafts are of their tokens; in lockstep and workers")
+    flag(parser, "exact", "refuse a target whose bits depend on batch or drafts, in bfloat16 too")
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="default: standard input")
-    prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="final line breaks are dropped")
-    parser.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="default: %(default)s")
+    option(prompt, "prompt", "TEXT", str, "default: standard input")
+    option(prompt, "prompt-file", "FILE", Path, "final line breaks are dropped")
+    option(parser, "max-new-tokens", "N", int, "default: %(default)s", default=128)
     sample = parser.add_argument_group(
-        "sampling",
-        "--temperature, --top-k, --top-p, --min-p or --seed turns sampling on; without them decoding is greedy",
+        "sampling", "--temperature, --top-k, --top-p, --min-p or --seed turns sampling on; without them decoding is greedy"
     )
-    sample.add_argument("--temperature", metavar="T", type=float, help="divides the logits; 0: greedy")
-    sample.add_argument("--top-k", metavar="K", type=int, help="keep the K most likely tokens")
-    sample.add_argument("--top-p", metavar="P", type=float, help="keep the most likely tokens with total probability P")
-    sample.add_argument("--min-p", metavar="P", type=float, help="keep tokens with P times the highest probability")
-    sample.add_argument(
-        "--seed", metavar="N", type=int, help="one seed gives one text, whatever the drafts (but for --acceptance)"
-    )
-    sample.add_argument("--repetition-penalty", metavar="R", type=float, help="above 1: fewer repetitions; greedy, too")
-    for kind, what in (
-        ("presence", "tokens that the new text has"),
-        ("frequency", "tokens, per occurrence in the new text"),
-    ):
-        sample.add_argument(f"--{kind}-penalty", metavar="P", type=float, help=f"subtracted from the scores of {what}")
-    sample.add_argument(
-        "--acceptance",
-        choices=ACCEPTANCES,
-        default="coupled",
-        help="how the target accepts draft tokens; rejection: at least as many in expectation, in lockstep with one draft; the text depends on the draft, too",
-    )
-    parser.add_argument("--stop", metavar="TEXT", action="append", help="stop after this text; may be repeated")
-    parser.add_argument("--chat", action="store_true", help="apply the target's chat template to the prompt")
-    parser.add_argument("--no-stream", action="store_true", help="print the text when it is complete")
+    option(sample, "temperature", "T", float, "divides the logits; 0: greedy")
+    option(sample, "top-k", "K", int, "keep the K most likely tokens")
+    option(sample, "top-p", "P", float, "keep the most likely tokens with total probability P")
+    option(sample, "min-p", "P", float, "keep tokens with P times the highest probability")
+    option(sample, "seed", "N", int, "one seed gives one text, whatever the drafts (but for --acceptance)")
+    option(sample, "repetition-penalty", "R", float, "above 1: fewer repetitions; greedy, too")
+    option(sample, "presence-penalty", "P", float, "subtracted from the scores of tokens that the new text has")
+    option(sample, "frequency-penalty", "P", float, "subtracted from the scores of tokens, per occurrence in the new text")
+    option(sample, "acceptance", None, str, "how the target accepts draft tokens; rejection: at least as many in expectation, in lockstep with one draft; the text "
+           "depends on the draft, too", choices=ACCEPTANCES, default="coupled")
+    option(parser, "stop", "TEXT", str, "stop after this text; may be repeated", action="append")
+    flag(parser, "chat", "apply the target's chat template to the prompt")
+    flag(parser, "no-stream", "print the text when it is complete")
+# fmt: on
 
 
 SYSTEMS = ("pipespec", "spd")

@@ -15,35 +15,28 @@ Subparsers = Any
 """What ``ArgumentParser.add_subparsers`` returns; its class is private to argparse."""
 
 
+def option(group: Any, name: str, metavar: str | None, kind: Any, text: str, **how: Any) -> None:
+    """Add an option with a value to a parser or a group; ``how`` as for ``add_argument``."""
+    group.add_argument(f"--{name}", metavar=metavar, type=kind, help=text, **how)
+
+
+def flag(group: Any, name: str, text: str, **how: Any) -> None:
+    """Add an option without a value."""
+    group.add_argument(f"--{name}", action="store_true", help=text, **how)
+
+
+# fmt: off
 def add_models(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose and load the models."""
-    parser.add_argument(
-        "--target",
-        metavar="PATH",
-        help="model that defines the text: a folder, a hub name or a GGUF file (default: the bundled family)",
-    )
-    parser.add_argument(
-        "--draft",
-        metavar="PATH",
-        action="append",
-        default=[],
-        help="draft; several: smallest first; ngram: prompt lookup, first or alone; only the first may have another tokenizer",
-    )
-    parser.add_argument("--dtype", choices=DTYPES, help="default: as stored; float32 for the bundled family")
-    parser.add_argument(
-        "--device",
-        metavar="D",
-        nargs="+",
-        help="cpu, cuda or cuda:1: one for all or one per stage, drafts first; cuda:1+cuda:2: a stage split over both; "
-        "auto: GPUs by free memory; default: cpu",
-    )
-    parser.add_argument(
-        "--weights",
-        metavar="F",
-        nargs="+",
-        help="weight format: q8_0, q4_k, int8 and others; one for all or one per stage, drafts first; keep: as it is",
-    )
-    parser.add_argument("--trust-remote-code", action="store_true", help="allow a model's own Python code to run")
+    option(parser, "target", "PATH", str, "model that defines the text: a folder, a hub name or a GGUF file (default: the bundled family)")
+    option(parser, "draft", "PATH", str, "draft; several: smallest first; ngram: prompt lookup, first or alone; only the first may have another tokenizer",
+           action="append", default=[])
+    option(parser, "dtype", None, str, "default: as stored; float32 for the bundled family", choices=DTYPES)
+    option(parser, "device", "D", str, "cpu, cuda or cuda:1: one for all or one per stage, drafts first; cuda:1+cuda:2: a stage split over both; auto: GPUs by "
+           "free memory; default: cpu", nargs="+")
+    option(parser, "weights", "F", str, "weight format: q8_0, q4_k, int8 and others; one for all or one per stage, drafts first; keep: as it is", nargs="+")
+    flag(parser, "trust-remote-code", "allow a model's own Python code to run")
+# fmt: on
 
 
 def chosen_models(

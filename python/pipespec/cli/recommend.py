@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.cli.options import DTYPES, Subparsers, at_least_one, read_text
+from pipespec.cli.options import DTYPES, Subparsers, at_least_one, flag, option, read_text
 from pipespec.config import SpeculationConfig
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.process.table import aligned
@@ -62,18 +62,14 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
         "recommend", help="which drafts to use, or none, on your prompts", description=run.__doc__
     )
     parser.set_defaults(command=run)
-    parser.add_argument("--target", metavar="PATH", help="model that defines the text (default: the bundled family)")
-    parser.add_argument("--draft", metavar="PATH", action="append", default=[], help="a candidate; may be repeated")
-    parser.add_argument(
-        "--prompts",
-        metavar="FILE",
-        type=Path,
-        help=f"a text, or prompts as `pipespec bench` reads them; the first {_MOST_PROMPTS} count (default: a few built-in ones)",
-    )
-    parser.add_argument("--new-tokens", metavar="N", type=int, default=32, help="new tokens per prompt (%(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: as stored; float32 for the bundled family")
-    parser.add_argument("--trust-remote-code", action="store_true", help="allow a model's own Python code to run")
-    parser.add_argument("--json", action="store_true", help="the figures as JSON")
+    option(parser, "target", "PATH", str, "model that defines the text (default: the bundled family)")
+    option(parser, "draft", "PATH", str, "a candidate; may be repeated", action="append", default=[])
+    prompts = f"a text, or prompts as `pipespec bench` reads them; the first {_MOST_PROMPTS} count (default: a few built-in ones)"
+    option(parser, "prompts", "FILE", Path, prompts)
+    option(parser, "new-tokens", "N", int, "new tokens per prompt (%(default)s)", default=32)
+    option(parser, "dtype", None, str, "default: as stored; float32 for the bundled family", choices=DTYPES)
+    flag(parser, "trust-remote-code", "allow a model's own Python code to run")
+    flag(parser, "json", "the figures as JSON")
     return [parser]
 
 

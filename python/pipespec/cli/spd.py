@@ -9,22 +9,73 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pipespec.cli.options import DTYPES, Subparsers, check_output_folder
+from pipespec.cli.options import DTYPES, Subparsers, check_output_folder, flag, option
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.spd.training import recipe as recipes
 
 _VALIDATION_BATCHES = 16
 
 
-_DEFAULTS: dict[str, Any] = {
-    "recipe": None, "target": None, "data": None, "out": None, "stages": None, "layers": None, "types": None, "anchors": None, "vocabulary": None,
-    "length": 512, "truncate": False, "held_out": [], "validation": 0.02,
-    "steps": None, "epochs": None, "tokens": None, "minutes": None, "batch": 4, "accumulate": 1,
-    "rate": 1e-4, "rate_schedule": "cosine", "warmup": 0.02, "optimizer": "adamw", "decay": 0.0, "clip": 1.0, "freeze_head": False,
-    "temperature": 1.0, "argmax_weight": 0.0, "full": 0.5, "amp": False,
-    "validate_every": 100, "save_every": None, "save_minutes": 10.0, "seed": 42, "resume": False, "dtype": "float32", "device": None,
-    "dry_run": False, "gpus": [1, 8], "peak": 989.0, "utilisation": 0.35, "link": 300.0,
-}  # fmt: skip
+# fmt: off
+_TABLE: dict[str, list[tuple[Any, ...]]] = {
+    "": [
+        ("target", "PATH", str, None, "model that the module drafts for"),
+        ("data", "PATH", str, None, "text, .jsonl, .json or .parquet files, or folders of them", "+"),
+        ("out", "FOLDER", Path, None, "module, checkpoint and record"),
+        ("stages", "N", int, None, "number of stages of the target, or the layers of each stage", "+"),
+        ("recipe", "FILE", str, None, f"options from a TOML file, or from a recipe of the package ({', '.join(recipes.names())}); options of the command line take "
+                                      "precedence"),
+        ("layers", "N", int, None, "decoder blocks of the module; default: one less than a stage has"),
+        ("types", "N", int, None, "most anchors (default: one per stage, plus one)"),
+        ("anchors", "K", int, None, "hidden states that feed the module: 0, the embedding, and outputs of layers (k: layer k - 1)", "+"),
+        ("vocabulary", "N", int, None, "draft only the N most frequent tokens (default: all)"),
+        ("dtype", None, str, "float32", "dtype of the target", DTYPES),
+        ("device", "D", str, None, "cpu or cuda; default: cpu, or one GPU per process with several processes"),
+    ],
+    "data": [
+        ("length", "N", int, 512, "most tokens of an example"),
+        ("truncate", None, bool, False, "cut longer conversations instead of dropping them"),
+        ("held-out", "PATH", str, [], "validate on these files", "+"),
+        ("validation", "P", float, 0.02, "without --held-out: validate on this share of the data"),
+    ],
+    "length of the run: one of": [
+        ("steps", "N", int, None, "optimizer steps"),
+        ("epochs", "E", float, None, "passes over the data"),
+        ("tokens", "N", int, None, "training tokens, padding not counted"),
+        ("minutes", "M", float, None, "wall-clock minutes; a resumed run then differs from an uninterrupted one"),
+    ],
+    "training": [
+        ("batch", "N", int, 4, "examples in a forward"),
+        ("accumulate", "N", int, 1, "forwards in a step"),
+        ("rate", "R", float, 1e-4, "peak learning rate"),
+        ("rate-schedule", None, str, "cosine", "how the rate falls", ("cosine", "linear")),
+        ("warmup", "W", float, 0.02, "share of the run in which the rate rises; from 1 on: steps"),
+        ("optimizer", None, str, "adamw", "adamw, or muon for all matrices but the head", ("adamw", "muon")),
+        ("decay", "W", float, 0.0, "weight decay"),
+        ("clip", "C", float, 1.0, "largest norm of the gradient"),
+        ("freeze-head", None, bool, False, "the head keeps the target's weights"),
+        ("temperature", "T", float, 1.0, "temperature of both distributions"),
+        ("argmax-weight", "W", float, 0.0, "weight of the cross entropy with the target's argmax"),
+        ("full", "P", float, 0.5, "share of the steps with all stages filled"),
+        ("amp", None, bool, False, "bf16 matrix products; weights and optimizer state stay float32"),
+        ("validate-every", "N", int, 100, "in steps"),
+        ("save-every", "N", int, None, "write a checkpoint after so many steps"),
+        ("save-minutes", "M", float, 10.0, "longest time between two checkpoints, in minutes"),
+        ("seed", "N", int, 42, "seed of all draws"),
+        ("resume", None, bool, False, "continue from the last checkpoint in --out"),
+    ],
+    "prediction": [
+        ("dry-run", None, bool, False, "say what would be trained and what it costs by counted operations; nothing is trained or written"),
+        ("gpus", "N", int, [1, 8], "hours on these numbers of GPUs", "+"),
+        ("peak", "T", float, 989.0, "peak of a GPU in Tflop/s, dense bf16 products; the default is an H100 SXM's"),
+        ("utilisation", "U", float, 0.35, "share of the peak that training reaches, an assumption"),
+        ("link", "G", float, 300.0, "GB/s between GPUs"),
+    ],
+}
+# fmt: on
+"""Options by group: name, metavar, type, default, help; ``"+"`` for several values, or the choices."""
+
+_DEFAULTS: dict[str, Any] = {row[0].replace("-", "_"): row[3] for rows in _TABLE.values() for row in rows}
 """Values of the options that neither the command line nor the recipe gives."""
 
 _LIMITS = ("steps", "epochs", "tokens", "minutes")
@@ -54,77 +105,16 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
 
 def _add_options(train: argparse.ArgumentParser) -> None:
     """Add the options without their defaults, so that what was given can be told from what was not."""
-
-    def option(group: Any, name: str, metavar: str | None, kind: Any, text: str, **how: Any) -> None:
-        default = _DEFAULTS[name.replace("-", "_")]
-        text += (
-            ""
-            if default in (None, [])
-            else f" ({' '.join(map(str, default)) if isinstance(default, list) else default})"
-        )
-        group.add_argument(f"--{name}", metavar=metavar, type=kind, default=argparse.SUPPRESS, help=text, **how)
-
-    def flag(group: Any, name: str, text: str) -> None:
-        group.add_argument(f"--{name}", action="store_true", default=argparse.SUPPRESS, help=text)
-
-    option(train, "target", "PATH", str, "model that the module drafts for")
-    option(train, "data", "PATH", str, "text, .jsonl, .json or .parquet files, or folders of them", nargs="+")
-    option(train, "out", "FOLDER", Path, "module, checkpoint and record")
-    option(train, "stages", "N", int, "number of stages of the target, or the layers of each stage", nargs="+")
-    recipe = f"options from a TOML file, or from a recipe of the package ({', '.join(recipes.names())}); options of the command line take precedence"
-    option(train, "recipe", "FILE", str, recipe)
-    option(train, "layers", "N", int, "decoder blocks of the module; default: one less than a stage has")
-    option(train, "types", "N", int, "most anchors (default: one per stage, plus one)")
-    option(
-        train,
-        "anchors",
-        "K",
-        int,
-        "hidden states that feed the module: 0, the embedding, and outputs of layers (k: layer k - 1)",
-        nargs="+",
-    )
-    option(train, "vocabulary", "N", int, "draft only the N most frequent tokens (default: all)")
-    data = train.add_argument_group("data")
-    option(data, "length", "N", int, "most tokens of an example")
-    flag(data, "truncate", "cut longer conversations instead of dropping them")
-    option(data, "held-out", "PATH", str, "validate on these files", nargs="+")
-    option(data, "validation", "P", float, "without --held-out: validate on this share of the data")
-    limits = train.add_argument_group("length of the run: one of")
-    option(limits, "steps", "N", int, "optimizer steps")
-    option(limits, "epochs", "E", float, "passes over the data")
-    option(limits, "tokens", "N", int, "training tokens, padding not counted")
-    option(limits, "minutes", "M", float, "wall-clock minutes; a resumed run then differs from an uninterrupted one")
-    options = train.add_argument_group("training")
-    option(options, "batch", "N", int, "examples in a forward")
-    option(options, "accumulate", "N", int, "forwards in a step")
-    option(options, "rate", "R", float, "peak learning rate")
-    option(options, "rate-schedule", None, str, "how the rate falls", choices=("cosine", "linear"))
-    option(options, "warmup", "W", float, "share of the run in which the rate rises; from 1 on: steps")
-    option(options, "optimizer", None, str, "adamw, or muon for all matrices but the head", choices=("adamw", "muon"))
-    option(options, "decay", "W", float, "weight decay")
-    option(options, "clip", "C", float, "largest norm of the gradient")
-    flag(options, "freeze-head", "the head keeps the target's weights")
-    option(options, "temperature", "T", float, "temperature of both distributions")
-    option(options, "argmax-weight", "W", float, "weight of the cross entropy with the target's argmax")
-    option(options, "full", "P", float, "share of the steps with all stages filled")
-    flag(options, "amp", "bf16 matrix products; weights and optimizer state stay float32")
-    option(options, "validate-every", "N", int, "in steps")
-    option(options, "save-every", "N", int, "write a checkpoint after so many steps")
-    option(options, "save-minutes", "M", float, "longest time between two checkpoints, in minutes")
-    option(options, "seed", "N", int, "seed of all draws")
-    flag(options, "resume", "continue from the last checkpoint in --out")
-    option(train, "dtype", None, str, "dtype of the target", choices=DTYPES)
-    option(train, "device", "D", str, "cpu or cuda; default: cpu, or one GPU per process with several processes")
-    costs = train.add_argument_group("prediction")
-    flag(
-        costs,
-        "dry-run",
-        "say what would be trained and what it costs by counted operations; nothing is trained or written",
-    )
-    option(costs, "gpus", "N", int, "hours on these numbers of GPUs", nargs="+")
-    option(costs, "peak", "T", float, "peak of a GPU in Tflop/s, dense bf16 products; the default is an H100 SXM's")
-    option(costs, "utilisation", "U", float, "share of the peak that training reaches, an assumption")
-    option(costs, "link", "G", float, "GB/s between GPUs")
+    for title, rows in _TABLE.items():
+        group: Any = train.add_argument_group(title) if title else train
+        for name, metavar, kind, default, text, *more in rows:
+            if kind is bool:
+                flag(group, name, text, default=argparse.SUPPRESS)
+                continue
+            if default not in (None, []):
+                text += f" ({' '.join(map(str, default)) if isinstance(default, list) else default})"
+            how = {"nargs": "+"} if more == ["+"] else {"choices": more[0]} if more else {}
+            option(group, name, metavar, kind, text, default=argparse.SUPPRESS, **how)
 
 
 def _with_recipe(given: argparse.Namespace) -> tuple[argparse.Namespace, recipes.Recipe | None]:

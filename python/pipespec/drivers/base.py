@@ -25,7 +25,6 @@ from pipespec.engine.inputs import StageInputs, stage_names
 from pipespec.engine.ngram import NGRAM, NgramStage
 from pipespec.engine.sampling import ScoreRecord
 from pipespec.engine.stage import Stage
-from pipespec.engine.translation import TranslatedStage
 from pipespec.models.devices import input_device
 from pipespec.process.warnings import user_stacklevel
 from pipespec.registry import PLAIN, SCHEDULES
@@ -309,6 +308,8 @@ class Driver(Decoder):
         """
         model, trace, native = self._model_of(i), self._trace_of(i), self.config.native
         if i == 0 and self.config.translation is not None:
+            from pipespec.engine.translation import TranslatedStage
+
             return TranslatedStage(model, self.block, i, trace, native=native, translation=self.config.translation)
         stage = Stage(
             model,
@@ -432,6 +433,10 @@ class Driver(Decoder):
 
     @property
     def translated(self) -> Mapping[int, tuple[int, int]]:
+        if self.config.translation is None:
+            return {}
+        from pipespec.engine.translation import TranslatedStage
+
         return {stage.index: stage.translated for stage in self.stages if isinstance(stage, TranslatedStage)}
 
     @property

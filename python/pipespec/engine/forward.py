@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import Form
-from pipespec.engine.fused import FusedForm, fused_form
 from pipespec.engine.known import (
     AUTOCAST,
     EXACT,
@@ -30,6 +29,9 @@ from pipespec.models.devices import input_device
 from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
 from pipespec.models.quantized import has_blocks
+
+if TYPE_CHECKING:
+    from pipespec.engine.fused import FusedForm
 
 
 class Choice(NamedTuple):
@@ -163,7 +165,7 @@ def choose_fused(model: PreTrainedModel, *, exact: bool = False) -> FusedForm | 
     choice = _choices.get(model, {}).get(name)
     if choice is None or choice.identity != identify(model, name):
         choice = _choose(model, name)
-    return choice.form if isinstance(choice.form, FusedForm) else None
+    return cast("FusedForm | None", choice.form)
 
 
 def described(model: PreTrainedModel, cache: RowCache, *, native: bool = True) -> str:
@@ -219,8 +221,9 @@ def _fused(model: PreTrainedModel, cache: RowCache) -> FusedForm | None:
     """The fused form that takes this cache now, if one was chosen."""
     if torch.is_autocast_enabled(cache.device.type):
         return None
-    forms = (choice.form for choice in _choices.get(model, {}).values())
-    return next((form for form in forms if isinstance(form, FusedForm) and form.takes(cache)), None)
+    known = _choices.get(model, {})
+    forms = (cast("FusedForm", known[name].form) for name in (FUSED, EXACT) if name in known and known[name].form)
+    return next((form for form in forms if form.takes(cache)), None)
 
 
 def _choose(model: PreTrainedModel, name: str, cache: RowCache | None = None) -> Choice:
@@ -251,6 +254,9 @@ def _choose(model: PreTrainedModel, name: str, cache: RowCache | None = None) ->
 def _make(model: PreTrainedModel, name: str, beside: int) -> Form:
     """The native or a fused form. Raises :class:`NotReadable`, with the reason, where there is none."""
     if name != NATIVE:
+        # Only captured steps and GPUs need it.
+        from pipespec.engine.fused import fused_form
+
         return fused_form(model, WholeModel(model), exact=name == EXACT)
     with torch.inference_mode():
         return native_form(model, lambda texts: model(input_ids=texts, use_cache=False).logits, beside)

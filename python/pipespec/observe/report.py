@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipespec.observe import trace as traces
-
 if TYPE_CHECKING:
     from pipespec.drivers.base import TextSource
     from pipespec.engine.confidence import Calibration
@@ -128,6 +126,8 @@ class Report:
 
     def save_trace(self, path: Path | str) -> None:
         """Write the steps of all stages as JSON for https://ui.perfetto.dev. Raises ``ValueError`` without a trace."""
+        from pipespec.observe import trace as traces
+
         traces.save_trace(path, self.traced(), title=f"pipespec {self.schedule}")
 
     def traced(self) -> Mapping[str, np.ndarray]:

@@ -6,16 +6,18 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from pipespec.engine.inputs import stage_names
-from pipespec.engine.translation import Translation
 from pipespec.models.loading import is_gguf
 from pipespec.models.tokenizers import ByteTokenizer, backend_of, load_backend
+
+if TYPE_CHECKING:
+    from pipespec.engine.translation import Translation
 
 
 def tokenizer_digest(given: Any, model: PreTrainedModel) -> str | None:
@@ -123,6 +125,8 @@ def translation_for(
                 f"{names[i - 1] if i else 'an n-gram index'}; put it first, or leave it out"
             )
         try:
+            from pipespec.engine.translation import Translation
+
             translation = Translation(*(ByteTokenizer(tokenizer_of(at).to_str()) for at in (drafts, i)))
         except (ValueError, TypeError, FileNotFoundError) as error:
             raise ValueError(
