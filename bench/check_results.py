@@ -30,6 +30,8 @@ _GENERATE = (
 )
 
 SOURCES: dict[str, tuple[str, ...]] = {
+    "exact.json": (*_ENGINE, "bench/exact.py"),
+    "exact_real.json": (*_ENGINE, "bench/exact.py"),
     "generate_cpu.json": (*_GENERATE, "python/pipespec/demo"),
     "kernels_cpu.json": (*_KERNELS, "bench/kernels.py"),
     "planted_bfloat16.json": (*_GENERATE, "bench/planted.py"),

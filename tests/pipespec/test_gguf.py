@@ -20,6 +20,8 @@ from pipespec.models.loading import load_config, load_model
 from pipespec.models.quantized import QuantizedEmbedding, QuantizedLinear
 from pipespec.models.tokenizers import load_tokenizer
 from pipespec.preflight.tokenizers import tokenizer_digest
+from pipespec.spd.partition import Partition, load_ends, load_stage
+from pipespec.spd.pipeline import SpeculativePipeline
 from pipespec_kernels.formats import FORMATS, dequantize
 from tests.pipespec.gguf_files import LARGE, SIZES, tiny, tokens, with_weights, write
 
@@ -334,3 +336,18 @@ def test_a_decoder_that_computes_something_else_is_noticed(tmp_path, change, mon
 
     monkeypatch.setattr(families, "read", wrong)
     assert "differs from the model's own" in (native_unsupported_reason(model) or "")
+
+
+def test_stages_of_one_target_have_its_text(tmp_path):
+    write(tiny("llama", LARGE), tmp_path / "m.gguf", {"token_embd": "q6_k", "": "q4_k"})
+    with Pipeline(tmp_path / "m.gguf", schedule="plain") as pipe:
+        expected = pipe.generate(TEXT, max_new_tokens=20)
+    with SpeculativePipeline(tmp_path / "m.gguf", "ngram", stages=2) as pipe:
+        assert torch.equal(pipe.generate(TEXT, max_new_tokens=20), expected)
+    model, partition = load_gguf(tmp_path / "m.gguf"), Partition((1, 1))
+    second = load_stage(tmp_path / "m.gguf", partition, 1)
+    own = model.model.layers[1].mlp.down_proj.matrix.data
+    assert torch.equal(second.section.parts.layers[0].mlp.down_proj.matrix.data, own)
+    ends = load_ends(tmp_path / "m.gguf")
+    assert len(ends.model.layers) == 0
+    assert torch.equal(ends.lm_head.matrix.data, model.lm_head.matrix.data)

@@ -7,6 +7,7 @@ stream has its HuggingFace index: 0 is the output of the embedding, k >= 1 the o
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import time
 import weakref
@@ -25,6 +26,7 @@ from transformers.utils import cached_file
 from pipespec.engine.cache import RowCache
 from pipespec.engine.sections import ModelSection, open_sections
 from pipespec.models.families import IN_STAGES
+from pipespec.models.loading import is_gguf, load_config, load_model
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import text_config
 from pipespec.preflight.checks import check_architecture
@@ -341,9 +343,14 @@ def place(model: PreTrainedModel, partition: Partition, devices: Sequence[torch.
         for layer in partition.span(s):
             base.layers[layer].to(device)
     base.embed_tokens.to(devices[0])
-    ends = devices[0] if head.weight is base.embed_tokens.weight else devices[-1]
+    ends = devices[0] if _weight(head) is _weight(base.embed_tokens) else devices[-1]
     base.norm.to(ends)
     head.to(ends)
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    """The first tensor of a module: of a linear one or an embedding, its matrix, in blocks or not."""
+    return next(itertools.chain(module.parameters(), module.buffers())) if not hasattr(module, "blocks") else module.blocks
 
 
 class Verifier:
@@ -359,8 +366,7 @@ class Verifier:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[rows, q, V]`` of the last residual stream, ``hidden [rows, q, H]``."""
-        weight = self.head.weight if isinstance(self.head, nn.Linear) else next(self.head.parameters())
-        return self.section.logits(hidden.to(weight.device))
+        return self.section.logits(hidden.to(_weight(self.head).device))
 
 
 def layer_seconds(model: PreTrainedModel, repeats: int = 7) -> list[float]:
@@ -415,15 +421,18 @@ def load_skeleton(path: str | Path) -> PreTrainedModel:
     """The model at ``path`` on the meta device, for checks before any weight is loaded.
 
     Args:
-        path: A folder with config.json and safetensors, or a hub name in the local cache.
+        path: A folder with config.json and safetensors, a hub name in the local cache, or a GGUF file.
 
     Raises:
         FileNotFoundError: There is no model.
         TypeError: The model is not of the LLaMA family.
     """
-    if _file(path, "config.json") is None:
+    if is_gguf(path):
+        config = load_config(path)
+    elif _file(path, "config.json") is None:
         raise FileNotFoundError(f"{path} holds no model: there is no config.json in it")
-    config = text_config(AutoConfig.from_pretrained(path))
+    else:
+        config = text_config(AutoConfig.from_pretrained(path))
     if config.model_type not in IN_STAGES:
         raise TypeError(f"{path} holds a {config.model_type} model; only {', '.join(IN_STAGES)} can be cut into stages")
     with torch.device("meta"):
@@ -457,6 +466,8 @@ def load_stage(
     partition.check(model.config.num_hidden_layers)
     if not 0 <= stage < partition.stages:
         raise ValueError(f"there is no stage {stage} among {partition.stages}")
+    if is_gguf(path):  # mapped: what other stages have is not read
+        return LayerStage.of(load_model(path, device=device), partition, stage)
     base, span = model.model, partition.span(stage)
     parts = {f"model.layers.{i}": base.layers[i] for i in span}
     if stage == 0:
@@ -469,6 +480,11 @@ def load_ends(
     path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:
     """Load embedding, final norm and LM head of the model at ``path``. Arguments and errors as for :func:`load_stage`."""
+    if is_gguf(path):
+        model = load_model(path, device=device)
+        base = model.model
+        base.layers = nn.ModuleList()
+        return model
     model = load_skeleton(path)
     base, tied = model.model, model.config.tie_word_embeddings
     base.layers = nn.ModuleList()
