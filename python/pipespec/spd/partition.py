@@ -7,7 +7,6 @@ stream has its HuggingFace index: 0 is the output of the embedding, k >= 1 the o
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import time
 import weakref
@@ -348,9 +347,10 @@ def place(model: PreTrainedModel, partition: Partition, devices: Sequence[torch.
     head.to(ends)
 
 
-def _weight(module: nn.Module) -> torch.Tensor:
-    """The first tensor of a module: of a linear one or an embedding, its matrix, in blocks or not."""
-    return next(itertools.chain(module.parameters(), module.buffers())) if not hasattr(module, "blocks") else module.blocks
+def _weight(module: Any) -> torch.Tensor:
+    """The matrix of a linear module or an embedding, in blocks or not, or any other tensor of a module without one."""
+    tensors = (getattr(module, "blocks", None), getattr(module, "weight", None), *module.parameters())
+    return next(tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
 class Verifier:
