@@ -1,5 +1,7 @@
 """Weight formats against the gguf package, whose layouts they share."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -123,3 +125,11 @@ def test_what_does_not_fit_is_refused() -> None:
         QuantizedMatrix(FORMATS["q8_0"], torch.zeros((2, 34), dtype=torch.uint8), (3, 32))
     with pytest.raises(TypeError, match="uint8"):
         QuantizedMatrix(FORMATS["q8_0"], torch.zeros((2, 34), dtype=torch.int8), (2, 32))
+
+
+def test_the_page_has_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "weight-formats.md").read_text()
+    x = torch.randn((512, 4096), generator=torch.Generator().manual_seed(0))
+    for name, form in FORMATS.items():
+        line = f"| `{name}` | {form.block} | {form.bytes_per_weight:.4f} | {100 * error(x, name) ** 0.5:.2f} % |"
+        assert line in page
