@@ -1,0 +1,318 @@
+"""The controller on real texts without the noise of a machine: does any prompt lose, and how far is it from the best fixed setting?
+
+    python -m bench.controller_replay record --models build/real --prompts code=humaneval.jsonl chat=mt_bench.jsonl --out build/texts.json
+    python -m bench.controller_replay replay build/texts.json --json bench/results/controller.json
+
+``record`` writes the target's greedy text after each prompt, at which of its tokens each draft makes the same choice, and the median times of steps by
+their number of columns. A round's outcome depends on nothing else, so ``replay`` runs the controller on these texts: it is shown the times of its
+rounds with noise, and the result counts them without. A draft that begins reads the end of the prompt first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.bench_real import read_prompts, shuffled
+from bench.harness import markdown_table, save
+from pipespec.bench.machine import provenance
+from pipespec.engine.cached_text import PROMPT_TAIL
+from pipespec.engine.controller import MAX_DRAFT_TOKENS, Choice, Controller
+from pipespec.engine.ngram import NgramDraft
+from pipespec.process.progress import quiet_transformers, say
+
+WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 32, PROMPT_TAIL)
+NOISE = {"quiet": (0.03, 0.0), "busy": (0.05, 0.1)}
+"""Deviation of a step's time, and how often one takes 1.2 to 2.5 times as long."""
+FIXED = [Choice("ngram", k) for k in (2, 4, 8, 16)] + [Choice("model", k) for k in (1, 2, 3, 4, 6)]
+PROMISE = 0.97
+Match = tuple[list[int], int]
+"""Draft tokens of the n-gram index after a position, and the length of its match."""
+
+
+# --- record ---
+
+
+def step_times(model: Any, repeats: int = 5) -> dict[int, float]:
+    """Median seconds of a forward by its number of columns, behind 64 positions."""
+    from pipespec.engine.cache import RowCache
+    from pipespec.engine.forward import forward
+
+    cache, tokens = RowCache.for_model(model, 1, 256), torch.arange(100, 100 + max(WIDTHS))[None]
+    forward(model, tokens[:, :64], cache, keep=0)
+    times: dict[int, list[float]] = {width: [] for width in WIDTHS}
+    for _ in range(repeats):
+        for width in WIDTHS:
+            cache.set_lengths([64])
+            began = time.perf_counter()
+            forward(model, tokens[:, :width], cache, keep=min(width, 17))
+            times[width].append(time.perf_counter() - began)
+    return {width: statistics.median(found) for width, found in times.items()}
+
+
+def choices(model: Any, prompt: Sequence[int], text: Sequence[int]) -> list[int]:
+    """The model's greedy choice at each token of a text."""
+    from pipespec.engine.cache import RowCache
+    from pipespec.engine.forward import forward
+
+    tokens = torch.tensor([[*prompt, *text]])[:, :-1]
+    cache = RowCache.for_model(model, 1, tokens.shape[1])
+    forward(model, tokens[:, : len(prompt) - 1], cache, keep=0)
+    return forward(model, tokens[:, len(prompt) - 1 :], cache, keep=len(text))[0].argmax(-1).tolist()
+
+
+def record(options: argparse.Namespace) -> None:
+    """Write texts, agreement and times."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from pipespec import Pipeline
+
+    def load(name: str) -> Any:
+        return AutoModelForCausalLM.from_pretrained(options.models / f"{name}-hf", dtype=torch.bfloat16).eval()
+
+    tokenizer = AutoTokenizer.from_pretrained(options.models / f"{options.target}-hf")
+    prompts = read_prompts(options.prompts, tokenizer, options.count, options.prompt_tokens)
+    target, texts = load(options.target), []
+    with Pipeline(target, schedule="plain") as pipe:
+        for i, (kind, ids) in enumerate(prompts):
+            out = pipe.generate(ids, max_new_tokens=options.new_tokens, do_sample=False)
+            texts.append({"kind": kind, "prompt": ids[0].tolist(), "text": out[0, ids.shape[1] :].tolist()})
+            say(f"text {i + 1} of {len(prompts)}")
+    times, draft = {"target": step_times(target)}, load(options.draft)
+    del target
+    for name, model in {"draft": draft, "useless": shuffled(draft)}.items():
+        times[name] = step_times(model)
+        for entry in texts:
+            own = choices(model, entry["prompt"], entry["text"])
+            entry[name] = [a == b for a, b in zip(own, entry["text"], strict=True)]
+    machine = provenance()
+    save(
+        options.out,
+        {"machine": machine, "target": options.target, "draft": options.draft, "times": times, "texts": texts},
+    )
+
+
+# --- replay ---
+
+
+def matches(prompt: Sequence[int], text: Sequence[int]) -> list[Match]:
+    """What the n-gram index drafts after each committed token of a text but the last."""
+    settings, known = NgramDraft(), np.array([*prompt, *text], dtype=np.int32)
+    index, found = settings.index(), []
+    for length in range(len(prompt) + 1, len(known)):
+        index.truncate(min(len(index), length - 1))
+        index.write(len(index), known[len(index) : length])
+        drafted: list[int] = []
+        while len(drafted) < MAX_DRAFT_TOKENS and (token := index.follower()) >= 0:
+            index.write(length + len(drafted), np.array([token], dtype=np.int32))
+            drafted.append(token)
+        found.append((drafted, longest_match(known[:length], settings.max_match) if drafted else 0))
+    return found
+
+
+def longest_match(text: np.ndarray, most: int) -> int:
+    """The length, at most ``most``, of the longest end of a text that occurs earlier in it."""
+    best = 0
+    for end in np.flatnonzero(text[:-1] == text[-1]):
+        n = 1
+        while n < most and n <= end and text[end - n] == text[-1 - n]:
+            n += 1
+        best = max(best, n)
+    return best
+
+
+class World:
+    """One text, and the times of a machine.
+
+    Args:
+        entry: Of ``record``.
+        drafts: Per token of the text, whether the draft model's choice is the same; None: there is no draft model.
+        times: Seconds by columns of ``target`` and ``draft``.
+        noise: Of :data:`NOISE`.
+    """
+
+    def __init__(
+        self, entry: dict[str, Any], drafts: list[bool] | None, times: dict[str, dict[int, float]], noise: str
+    ):
+        self.text, self.found = entry["text"], entry["matches"]
+        self.drafts, self.times = drafts, times
+        self.sigma, self.spikes = NOISE[noise]
+        self.random = random.Random(len(self.text))
+
+    def clean(self, model: str, columns: int) -> float:
+        """Seconds of a step, between the measured widths on a line."""
+        known = self.times[model]
+        return float(np.interp(columns, list(known), list(known.values())))
+
+    def noisy(self, seconds: float) -> float:
+        spike = self.random.uniform(1.2, 2.5) if self.random.random() < self.spikes else 1.0
+        return seconds * spike * max(self.random.gauss(1.0, self.sigma), 0.5)
+
+    def run(self, choose: Callable[..., Choice], controller: Controller | None = None) -> float:
+        """Seconds of the rounds after the first token, without noise."""
+        done, lag, reads, seconds = 1, PROMPT_TAIL, self.drafts is not None, 0.0
+        if controller is not None:
+            controller.begin()
+        while done < len(self.text):
+            drafted, match = self.found[done - 1]
+            choice = choose([(len(drafted), match)], -1 if self.drafts is None else lag, len(self.text) - done)
+            count, accepted, right = min(choice.tokens, len(self.text) - done - 1), 0, iter(())
+            if choice.source == "model":
+                assert self.drafts is not None
+                seconds += self.draft(count, lag, done, reads, controller)
+                reads, right = False, iter(self.drafts[done : done + count])
+            elif choice.source == "ngram":
+                count = min(count, len(drafted))
+                right = (a == b for a, b in zip(drafted[:count], self.text[done : done + count], strict=True))
+            accepted = leading(right)
+            took = self.clean("target", 1 + count)
+            seconds += took
+            if controller is not None:
+                controller.note_target(1 + count, self.noisy(took))
+                if count:
+                    controller.note_round(choice, [(len(drafted), match)], [(count, accepted)])
+            done += accepted + 1
+            lag = 0 if choice.source == "model" else lag + accepted + 1
+        return seconds
+
+    def draft(self, count: int, lag: int, done: int, reads: bool, controller: Controller | None) -> float:
+        """Seconds in which the draft model catches up and proposes ``count`` tokens."""
+        total = 0.0
+        for i in range(count):
+            columns = 1 if i else 1 + lag
+            took = self.clean("draft", columns)
+            total += took
+            if controller is None:
+                continue
+            if reads and i == 0:
+                controller.note_reading(self.noisy(took))
+            else:
+                controller.note_draft(columns, self.noisy(took))
+            compared = min(lag, done)
+            if i == 0 and compared >= 8:
+                assert self.drafts is not None
+                controller.rates["model"].note_agreement(sum(self.drafts[done - compared : done]), compared)
+        return total
+
+
+def leading(right: Iterator[bool]) -> int:
+    """How many are true before the first that is not."""
+    count = 0
+    for is_right in right:
+        if not is_right:
+            break
+        count += 1
+    return count
+
+
+def scenario(
+    texts: list[dict[str, Any]], name: str, times: dict[str, dict[int, float]], noise: str, kept: bool
+) -> list[dict[str, Any]]:
+    """One record per kind of text: the controller's ratios to plain decoding, and to the best fixed choice for that kind."""
+    found = {"target": times["target"], "draft": times["target" if name == "itself" else "draft"]}
+    cost = None if name == "no draft" else found["draft"][1] / found["target"][1]
+    controller, records = Controller(cost), []
+    for kind in dict.fromkeys(entry["kind"] for entry in texts):
+        plain, ours, fixed = [], [], {choice: 0.0 for choice in FIXED if choice.source == "ngram" or cost is not None}
+        for entry in (entry for entry in texts if entry["kind"] == kind):
+            drafts = {"no draft": None, "itself": [True] * len(entry["text"])}.get(name, entry.get(name))
+            world = World(entry, drafts, found, noise)
+            controller = controller if kept else Controller(cost)
+            ours.append(world.run(controller.choose, controller))
+            plain.append(world.run(lambda *_: Choice()))
+            for choice in fixed:
+                fixed[choice] += world.run(lambda *_, choice=choice: choice)
+        best = min(fixed, key=lambda choice: fixed[choice])
+        ratios = [p / o for p, o in zip(plain, ours, strict=True)]
+        records.append(
+            {
+                "draft": name,
+                "noise": noise,
+                "pipeline": "kept" if kept else "new for each prompt",
+                "prompts": kind,
+                "count": len(ratios),
+                "of_plain": sum(plain) / sum(ours),
+                "median_of_plain": statistics.median(ratios),
+                "worst_of_plain": min(ratios),
+                "below_promise": sum(ratio < PROMISE for ratio in ratios),
+                "best_fixed": f"{best.source} {best.tokens}" if fixed[best] < sum(plain) else "plain",
+                "of_best_fixed": min(fixed[best], sum(plain)) / sum(ours),
+            }
+        )
+    return records
+
+
+def replay(options: argparse.Namespace) -> None:
+    """Run all scenarios, print and save."""
+    given = json.loads(options.texts.read_text(encoding="utf-8"))
+    times = {model: {int(width): s for width, s in found.items()} for model, found in given["times"].items()}
+    for entry in given["texts"]:
+        entry["matches"] = matches(entry["prompt"], entry["text"])
+    rows = []
+    for name in ("draft", "useless", "itself", "no draft"):
+        for noise in NOISE:
+            for kept in (False, True):
+                rows += scenario(given["texts"], name, times, noise, kept)
+    header = (
+        "draft",
+        "noise",
+        "pipeline",
+        "prompts",
+        "of plain",
+        "median",
+        "worst",
+        "below 0.97",
+        "best fixed",
+        "of it",
+    )
+    cells = [
+        [
+            *(str(row[key]) for key in ("draft", "noise", "pipeline", "prompts")),
+            *(f"{row[key]:.2f}x" for key in ("of_plain", "median_of_plain")),
+            f"{row['worst_of_plain']:.3f}x",
+            f"{row['below_promise']} of {row['count']}",
+            row["best_fixed"],
+            f"{row['of_best_fixed']:.2f}",
+        ]
+        for row in rows
+    ]
+    print(markdown_table(header, cells))
+    ms = {model: {width: 1000 * s for width, s in found.items()} for model, found in times.items()}
+    kept = {key: given[key] for key in ("machine", "target", "draft")}
+    save(options.json, {"benchmark": "controller", **kept, "step_ms": ms, "rows": rows})
+
+
+def main() -> None:
+    """Record or replay."""
+    out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = out.add_subparsers(required=True)
+    writes = commands.add_parser("record")
+    writes.add_argument("--models", type=Path, required=True, help="folder of tools.real_models")
+    writes.add_argument("--target", default="q15")
+    writes.add_argument("--draft", default="q05")
+    writes.add_argument("--prompts", nargs="+", required=True, metavar="NAME=FILE")
+    writes.add_argument("--count", type=int, default=24, help="prompts of each file (%(default)s)")
+    writes.add_argument("--prompt-tokens", type=int, default=1600, help="at most, the last ones (%(default)s)")
+    writes.add_argument("--new-tokens", type=int, default=96)
+    writes.add_argument("--out", type=Path, required=True)
+    writes.set_defaults(run=record)
+    reads = commands.add_parser("replay")
+    reads.add_argument("texts", type=Path)
+    reads.add_argument("--json", type=Path)
+    reads.set_defaults(run=replay)
+    options = out.parse_args()
+    with quiet_transformers():
+        options.run(options)
+
+
+if __name__ == "__main__":
+    main()
