@@ -2,7 +2,7 @@
 
 On a CPU with the bundled family, or on a GPU with models of LLaMA's sizes and planted agreement (``bench/planted.py``)::
 
-    python -m bench.bench_generate --json bench/results/generate_cpu.json --docs docs/speed.md --readme README.md
+    python -m bench.bench_generate --json bench/results/generate_cpu.json --docs docs/speed.md
     python -m bench.bench_generate --device cuda --planted 1B 8B --agreement 0.8 --json generate.json
 
 All rows generate the same prompts, one at a time, and take turns prompt by prompt (``python/pipespec/bench/comparison.py``). transformers' rows are tuned
@@ -45,7 +45,7 @@ from bench.plot import OTHERS, OURS, Bar, bars
 from bench.timing import copy_bytes_per_second, read_bytes_per_second
 from pipespec.bench import comparison
 from pipespec.bench.comparison import IsolatedComparison, Measurement, footnotes, shown
-from pipespec.bench.contenders import GREEDY, Contender, Family, GeneratedText, Workload, standard_contenders
+from pipespec.bench.contenders import GREEDY, Contender, Family, GeneratedText, Workload
 from pipespec.bench.machine import provenance
 from pipespec.demo import family_path, load_family, prompts
 from pipespec.process.progress import quiet_transformers, say, working
@@ -241,20 +241,6 @@ def markdown(results: Sequence[DeviceMeasurement]) -> str:
     return "\n".join([table, "", *verdict(results), *footnotes(results)])
 
 
-README_ROWS = ("plain", "assisted-", "lookup", "openvino-", "ours-plain", ("lockstep-", "workers-"))
-"""The beginnings of the keys of the README's rows. Of several rows, the fastest."""
-
-
-def readme_table(results: Sequence[Measurement]) -> str:
-    """The README's table: at most six rows, the fastest of each kind, and their settings."""
-    rows = []
-    for key in README_ROWS:
-        fits = [r for r in results if r.tokens_per_second and r.key.startswith(key) and "-graphs" not in r.key]
-        if fits:
-            rows.append(max(fits, key=lambda r: r.tokens_per_second or 0.0))
-    return "\n".join([markdown_table(comparison.HEADER, map(comparison.cells, rows)), "", *footnotes(rows)])
-
-
 COLOURS = {"ours": OURS, "reference": "#d1603d", "other": "#8a6bbf"}
 
 
@@ -316,8 +302,6 @@ def main(arguments: list[str] | None = None) -> int:
         is_planted = record["family"]["name"].startswith("planted")
         mark = f"planted-{record['run']['dtype']}" if is_planted else "generate"
         replace_table(args.docs, f"{markdown(results_of(record))}\n{summary(record)}", mark)
-    if args.readme:
-        replace_table(args.readme, f"{readme_table(results_of(record))}\n{summary(record)}")
     return status
 
 
@@ -369,7 +353,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["all"],
         metavar="ROWS",
-        help="all, readme (what the README's table needs), or parts of keys: those rows and generate() (all)",
+        help="all, or parts of keys: those rows and generate() (all)",
     )
     parser.add_argument(
         "--openvino",
@@ -383,7 +367,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="two prompts of 48 tokens (GPU: 256), twice")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurement")
     parser.add_argument("--docs", type=Path, metavar="PAGE", help="rewrite the whole table between its comments there")
-    parser.add_argument("--readme", type=Path, metavar="FILE", help="rewrite the README's table between its comments")
     parser.add_argument(
         "--from", dest="earlier", type=Path, metavar="FILE", help="do not measure: use this measurement"
     )
@@ -424,8 +407,6 @@ def rows_of(
     names: Sequence[str], drafts: Sequence[str], others: Callable[[], list[Contender]] = list
 ) -> list[Contender]:
     """The contenders that ``--rows`` names, and ``others``."""
-    if names == ["readme"]:
-        return [*standard_contenders(drafts), *others()]
     everything = [*all_contenders(drafts), *others()]
     if names == ["all"]:
         return everything

@@ -2,6 +2,7 @@
 
     python -m tools.real_models build/real
     python -m bench.bench_real --models build/real --target q15 --draft q05 --prompts code=humaneval.jsonl chat=mt_bench.jsonl edit=docs/how-to/troubleshooting.md
+    python -m bench.bench_real --readme README.md bench/results/real.json
 
 Each prompt is a line of a JSON file with its first text in ``turns``; any other file is a text to edit, in one prompt. All rows generate each prompt in turn, in whole calls, so that a machine that becomes
 slower does so for all. Per row: tokens/s of whole calls (sum of tokens over the sum of each prompt's median time), the ratio to our plain decoding, the worst
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.harness import markdown_table, save
+from bench.harness import markdown_table, replace_table, save
 from bench.real_rivals import LlamaServer, OpenVino
 from pipespec import Pipeline
 from pipespec.bench.contenders import CommitClock, private_copies
@@ -215,17 +216,65 @@ def table(records: list[dict[str, Any]]) -> str:
     return markdown_table(header, rows)
 
 
+README_ROWS = {
+    "HF generate()": "transformers `generate()`",
+    "HF prompt lookup, 10": "transformers, prompt lookup",
+    "HF assisted": "transformers, assisted by the draft",
+    "OpenVINO bfloat16": "OpenVINO GenAI",
+    "OpenVINO int8, lookup": "OpenVINO GenAI, 8 bits, prompt lookup",
+    "OpenVINO int4": "OpenVINO GenAI, 4 bits",
+    "llama.cpp bfloat16, n-gram": "llama.cpp, n-gram drafts",
+    "llama.cpp Q4_K_M, n-gram": "llama.cpp, Q4_K_M, n-gram drafts",
+    PLAIN: "pipespec, target alone",
+    "default": "pipespec, default",
+}
+
+
+def readme_table(record: dict[str, Any]) -> str:
+    """The README's table of a results file: per row and kind of prompt the speed as a ratio to our plain decoding of the same run.
+
+    Rows of a run of other programs lie under a key of their own, whose own plain decoding is the measure.
+    """
+    runs = [record, *(part for part in record.values() if isinstance(part, dict) and "machine" in part)]
+    kinds = [kind for kind in dict.fromkeys(row["prompts"] for row in record["rows"]) if kind != "all"]
+    rows = []
+    for name, label in README_ROWS.items():
+        found = next(
+            (
+                of
+                for run in runs
+                if (of := {r["prompts"]: r for r in run["rows"] if r["row"] == name}).keys() >= {*kinds}
+            ),
+            None,
+        )
+        if found is not None:
+            same = [sum(found[kind]["same_text"][i] for kind in kinds) for i in (0, 1)]
+            numbers = [
+                cell
+                for kind in kinds
+                for cell in (f"{found[kind]['tokens_per_second']:.1f}", f"{found[kind]['of_plain']:.2f}x")
+            ]
+            rows.append([label, *numbers, f"{found['all']['first_token_ms']:.0f}", "/".join(map(str, same))])
+    heads = [head for kind in kinds for head in (f"{kind}: tokens/s", "of target alone")]
+    return markdown_table(["", *heads, "first token, ms", "same text"], rows)
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    out.add_argument("--models", type=Path, required=True, help="folder of tools.real_models")
+    out.add_argument(
+        "--readme", nargs=2, type=Path, metavar=("PAGE", "JSON"), help="rewrite the table of a page from a measurement"
+    )
+    out.add_argument(
+        "--models", type=Path, default=Path("build/real"), help="folder of tools.real_models (%(default)s)"
+    )
     out.add_argument("--target", default="q15")
     out.add_argument("--draft", default="q05")
     out.add_argument("--dtype", default="bfloat16")
     out.add_argument(
         "--hf", choices=("none", "bfloat16", "float32"), default="none", help="transformers' rows, in this dtype"
     )
-    out.add_argument("--prompts", nargs="+", required=True, metavar="NAME=FILE")
+    out.add_argument("--prompts", nargs="+", default=[], metavar="NAME=FILE")
     out.add_argument("--count", type=int, default=4, help="prompts of each file (%(default)s)")
     out.add_argument("--prompt-tokens", type=int, default=1024, help="at most, the last ones (%(default)s)")
     out.add_argument("--new-tokens", type=int, default=64)
@@ -248,6 +297,12 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Measure, print and save."""
     options = parser().parse_args()
+    if options.readme:
+        page, measured = options.readme
+        replace_table(page, readme_table(json.loads(measured.read_text(encoding="utf-8"))))
+        return
+    if not options.prompts:
+        raise SystemExit("bench_real: --prompts NAME=FILE is missing: the prompts to measure")
     with quiet_transformers():
         measure(options)
 
@@ -317,7 +372,7 @@ def measure(options: argparse.Namespace) -> None:
     settings = {
         key: str(value) if isinstance(value, Path) else value
         for key, value in vars(options).items()
-        if key not in ("models", "json", "llama", "openvino")
+        if key not in ("models", "json", "llama", "openvino", "readme")
     }
     lengths = [ids.shape[1] for _, ids in prompts]
     record = {

@@ -92,7 +92,7 @@ def record(options: argparse.Namespace) -> None:
     for name, model in {"draft": draft, "useless": shuffled(draft)}.items():
         times[name] = step_times(model)
         for entry in texts:
-            own = choices(model, entry["prompt"], entry["text"])
+            own = choices(model, entry["prompt"][-PROMPT_TAIL - 1 :], entry["text"])
             entry[name] = [a == b for a, b in zip(own, entry["text"], strict=True)]
     machine = provenance()
     save(
@@ -144,6 +144,7 @@ class World:
         self, entry: dict[str, Any], drafts: list[bool] | None, times: dict[str, dict[int, float]], noise: str
     ):
         self.text, self.found = entry["text"], entry["matches"]
+        self.tail = min(PROMPT_TAIL, len(entry["prompt"]) - 1)
         self.drafts, self.times = drafts, times
         self.sigma, self.spikes = NOISE[noise]
         self.random = random.Random(len(self.text))
@@ -159,7 +160,7 @@ class World:
 
     def run(self, choose: Callable[..., Choice], controller: Controller | None = None) -> float:
         """Seconds of the rounds after the first token, without noise."""
-        done, lag, reads, seconds = 1, PROMPT_TAIL, self.drafts is not None, 0.0
+        done, lag, reads, seconds = 1, self.tail, self.drafts is not None, 0.0
         if controller is not None:
             controller.begin()
         while done < len(self.text):

@@ -177,7 +177,7 @@ class CachedText:
         assert self._cache is not None
         read = [n + skipped for n, skipped in zip(self._cache.lengths, self._skipped, strict=True)]
         if self._unread is not None and not any(read):
-            return [n - PROMPT_TAIL for n in self._unread]
+            return [max(0, n - PROMPT_TAIL) for n in self._unread]
         return read
 
     def _read_late(self, cache: RowCache) -> None:
