@@ -1,6 +1,6 @@
 """The kernels' benchmarks: ``python -m bench.kernels [--device cuda] [--quick] [--only NAME] [--json FILE]``
 
-``bench/selection_cases.py`` and ``bench/layer_cases.py`` are the table of cases. The rivals are eager torch, on a GPU also ``torch.compile`` (not with
+``bench/selection_cases.py``, ``bench/layer_cases.py`` and ``bench/packed_cases.py`` are the table of cases. The rivals are eager torch, on a GPU also ``torch.compile`` (not with
 ``--quick``), FlashInfer for rejection sampling where it is installed, and FlexAttention for attention. ``bench/cpu.py`` and ``bench/gpu.py`` describe the
 timing. GB/s counts the bytes that must be moved once; the bandwidth of a plain read with the same threads (CPU) or of a copy (GPU) stands beside it. Exit
 status 1: a shape failed.
@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from bench import cpu, gpu, layer_cases, selection_cases
+from bench import cpu, gpu, layer_cases, packed_cases, selection_cases
 from bench.harness import Benchmark, save
 from bench.timing import copy_bytes_per_second
 from pipespec.bench.machine import provenance
 
-BENCHMARKS = [*selection_cases.BENCHMARKS, *layer_cases.BENCHMARKS]
+BENCHMARKS = [*selection_cases.BENCHMARKS, *layer_cases.BENCHMARKS, *packed_cases.BENCHMARKS]
 
 
 def run(benchmarks: Sequence[Benchmark], options: argparse.Namespace) -> int:

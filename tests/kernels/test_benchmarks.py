@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import cpu, gpu, harness, kernels, layer_cases, selection_cases
+from bench import cpu, gpu, harness, kernels, layer_cases, packed_cases, selection_cases
 from bench.harness import KernelCase
 from pipespec_kernels import ops
 
@@ -50,6 +50,16 @@ def test_attention_cases_run_and_rivals_do_the_same(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ops, "verify_attention", lambda q, k, v, n, **options: honest(q, k, v, n - 1, **options))
     with pytest.raises(AssertionError):
         make((2, 3, 40), torch.float32, 2)
+
+
+def test_products_with_quantised_matrices_run() -> None:
+    torch.manual_seed(0)
+    for benchmark in packed_cases.BENCHMARKS:
+        assert benchmark.shapes("cuda", False) == []
+        case = benchmark.make("cpu", True)((3, 512, 128), torch.float32, 2)
+        assert torch.equal(case.ours(0), case.ours(1))
+        assert case.rivals["bfloat16"](9).shape == case.ours(0).shape == (3, 128)  # type: ignore[attr-defined]
+        assert 4.5 / 8 * 512 * 128 <= case.bytes_moved <= 8.5 / 8 * 512 * 128
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -107,6 +117,8 @@ def test_a_table_on_the_cpu(
 ) -> None:
     monkeypatch.setattr(harness, "QUICK", [SHAPE, (1, 1, 50)])
     monkeypatch.setattr(layer_cases, "CPU_SHAPES", [(2, 3, 40)])
+    for name, size in (("COLUMNS", (1,)), ("INPUTS", 256), ("OUTPUTS", 64)):
+        monkeypatch.setattr(packed_cases, name, size)
     monkeypatch.setattr(cpu, "cold_bytes", lambda: 1 << 20)
     monkeypatch.setattr(cpu, "SECONDS_PER_CASE", 0.0)
     monkeypatch.setattr(sys, "argv", ["x", "--quick", "--threads", "1", "--json", str(tmp_path / "out.json")])
@@ -120,6 +132,7 @@ def test_a_table_on_the_cpu(
     measured = [name for name in names for _ in range(2)] + ["attention"]
     measured += ["kv_append", "kv_append", "kv_gather", "kv_compact", "kv_compact"]
     measured += [b.name for b in layer_cases.BENCHMARKS[4:] for _ in range(2)]
+    measured += [b.name for b in packed_cases.BENCHMARKS]
     assert [r["benchmark"] for r in written["results"]] == measured
     for r in written["results"]:
         assert r["us"] > 0

@@ -40,21 +40,28 @@ struct Blocks256 {
     if constexpr (kBits == 6) {
       memcpy(fields.sub_scales, block + 192, 16);
       memcpy(&fields.scale, block + 208, 2);
-      for (int i = 0; i < 256; ++i) {
-        const int half = i / 128, quarter = i / 32 % 4, l = i % 32;
-        const int low = block[64 * half + 32 * (quarter % 2) + l] >> quarter / 2 * 4 & 15;
-        codes[i] = uint8_t(low | (block[128 + 32 * half + l] >> 2 * quarter & 3) << 4);
+      for (int half = 0; half < 2; ++half, codes += 128) {
+        const unsigned char *const low = block + 64 * half, *const high = block + 128 + 32 * half;
+        for (int l = 0; l < 64; ++l) codes[l] = low[l] & 15, codes[l + 64] = low[l] >> 4;
+        for (int quarter = 0; quarter < 4; ++quarter)
+          for (int l = 0; l < 32; ++l)
+            codes[32 * quarter + l] =
+                uint8_t(codes[32 * quarter + l] | (high[l] >> 2 * quarter & 3) << 4);
       }
       return fields;
     }
     memcpy(&fields, block, 4);
     memcpy(fields.sub_scales, block + 4, 12);
     const unsigned char* const low = block + (kBits == 5 ? 48 : 16);
-    for (int i = 0; i < 256; ++i) {
-      codes[i] = uint8_t(low[i / 64 * 32 + i % 32] >> i / 32 % 2 * 4 & 15);
-      if constexpr (kBits == 5)
-        codes[i] = uint8_t(codes[i] | (block[16 + i % 32] >> i / 32 & 1) << 4);
-    }
+    for (int pair = 0; pair < 4; ++pair)
+      for (int l = 0; l < 32; ++l) {
+        codes[64 * pair + l] = low[32 * pair + l] & 15;
+        codes[64 * pair + 32 + l] = low[32 * pair + l] >> 4;
+      }
+    if constexpr (kBits == 5)
+      for (int sub = 0; sub < 8; ++sub)
+        for (int l = 0; l < 32; ++l)
+          codes[32 * sub + l] = uint8_t(codes[32 * sub + l] | (block[16 + l] >> sub & 1) << 4);
     return fields;
   }
 

@@ -43,13 +43,13 @@ struct Blocks32 {
       memcpy(&high, block, 4);
       block += 4;
     }
-    for (int i = 0; i < 32; ++i) {
-      if constexpr (kBits == 8) {
-        codes[i] = uint8_t(block[i] + kOffset);
-      } else {
-        codes[i] = uint8_t((block[i % 16] >> i / 16 * 4 & 15) | (high >> i & 1) << 4);
-      }
+    if constexpr (kBits == 8) {
+      for (int i = 0; i < 32; ++i) codes[i] = uint8_t(block[i] + kOffset);
+    } else {
+      for (int i = 0; i < 16; ++i) codes[i] = block[i] & 15, codes[i + 16] = block[i] >> 4;
     }
+    if constexpr (kBits == 5)
+      for (int i = 0; i < 32; ++i) codes[i] = uint8_t(codes[i] | (high >> i & 1) << 4);
     return fields;
   }
 

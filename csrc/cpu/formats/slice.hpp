@@ -5,6 +5,7 @@
 #pragma once
 
 #include <stdint.h>
+#include <string.h>
 
 namespace pipespec::cpu {
 namespace {
@@ -13,35 +14,34 @@ template <int kBits>
 struct Slice {
   static constexpr int64_t kBytes = kBits * 64;
 
+  // The codes of one output; four of them are a word.
   static void put(const uint8_t* codes, int lane, unsigned char* to) {
-    to += 4 * lane;
-    for (int j = 0; j < 4; ++j) {
-      if constexpr (kBits == 8) {
-        for (int i = 0; i < 8; ++i) to[64 * i + j] = codes[4 * i + j];
-        continue;
-      }
-      for (int i = 0; i < 4; ++i)
-        to[64 * i + j] = (unsigned char)((codes[4 * i + j] & 15) | codes[16 + 4 * i + j] << 4);
-      for (int row = 4; row < kBits; ++row) to[64 * row + j] = 0;
-      for (int i = 0; i < 8 && kBits > 4; ++i)
-        to[64 * high_row(i) + j] |= (unsigned char)(codes[4 * i + j] >> 4 << high_bit(i));
+    uint32_t words[8], high[4] = {};
+    memcpy(words, codes, 32);
+    if constexpr (kBits == 8) {
+      for (int i = 0; i < 8; ++i) memcpy(to + 64 * i + 4 * lane, words + i, 4);
+      return;
     }
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t both = (words[i] & kLow) | (words[i + 4] & kLow) << 4;
+      memcpy(to + 64 * i + 4 * lane, &both, 4);
+    }
+    for (int i = 0; i < 8; ++i) high[high_row(i) - 4] |= (words[i] >> 4 & kLow) << high_bit(i);
+    for (int row = 4; row < kBits; ++row) memcpy(to + 64 * row + 4 * lane, high + row - 4, 4);
   }
 
   static void get(const unsigned char* from, int lane, uint8_t* codes) {
-    from += 4 * lane;
-    for (int j = 0; j < 4; ++j) {
-      for (int i = 0; i < 8; ++i) {
-        uint8_t& code = codes[4 * i + j];
-        if constexpr (kBits == 8) {
-          code = from[64 * i + j];
-          continue;
-        }
-        code = uint8_t(from[64 * (i % 4) + j] >> (i / 4 * 4) & 15);
-        if constexpr (kBits > 4)
-          code |= uint8_t((from[64 * high_row(i) + j] >> high_bit(i) & kHigh) << 4);
-      }
+    uint32_t words[8];
+    for (int i = 0; i < 8; ++i) {
+      memcpy(words + i, from + 64 * (kBits == 8 ? i : i % 4) + 4 * lane, 4);
+      if constexpr (kBits == 8) continue;
+      words[i] = words[i] >> i / 4 * 4 & kLow;
+      if constexpr (kBits == 4) continue;
+      uint32_t high;
+      memcpy(&high, from + 64 * high_row(i) + 4 * lane, 4);
+      words[i] |= (high >> high_bit(i) & kHigh * 0x01010101u) << 4;
     }
+    memcpy(codes, words, 32);
   }
 
   // The codes of V::kLanes outputs: vector i has inputs 4 i .. 4 i + 3.
@@ -68,6 +68,7 @@ struct Slice {
   }
 
  private:
+  static constexpr uint32_t kLow = 0x0F0F0F0F;
   static constexpr int kHigh = kBits == 6 ? 3 : 1;  // mask of the bits above the lowest 4
   static constexpr int high_row(int i) { return kBits == 6 ? 4 + i / 4 : 4; }
   static constexpr int high_bit(int i) { return kBits == 6 ? i % 4 * 2 : i; }
