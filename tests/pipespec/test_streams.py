@@ -29,7 +29,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 
-from pipespec import Pipeline, attach, detach
+from pipespec import Pipeline, attach, detach, trust
 from pipespec.config import SpeculationConfig
 from pipespec.drivers.base import SpeedWarning, StageFailure
 from pipespec.drivers.graphed.buffers import SamplingKind
@@ -482,6 +482,7 @@ def test_ctrl_c(model, expected, no_thread_is_left):
                 scheduler = pipe._driver.scheduled.scheduler
                 until(lambda: not scheduler._native.wait(0, 0)[1], "the stages are to stop")
 
+        trust(wait_for_the_stop)
         hook = target.register_forward_pre_hook(wait_for_the_stop)
         with pytest.raises(KeyboardInterrupt):
             pipe.generate(ids, stopping_criteria=StoppingCriteriaList([Interrupts()]), **GREEDY)

@@ -164,6 +164,9 @@ OWN = ("seed", "presence_penalty", "frequency_penalty", "logit_bias", "grammar",
 
 MOST_TOKENS = 2**30  # positions are 32-bit numbers
 
+_SAME_TEXT = ("static", "sliding_window", "hybrid", "hybrid_chunked")
+"""Caches that a checkpoint may ask for, and whose texts are those of a dynamic one."""
+
 _LARGEST = torch.finfo(torch.float32).max
 _SEE = "docs/generate.md lists what is supported"
 
@@ -303,6 +306,8 @@ def check_options(config: GenerationConfig, own: GenerationConfig) -> None:
         if argument is not None and argument.how is not How.REFUSED:
             continue
         if value is None or value is False or value == getattr(defaults, name, None):
+            continue
+        if name == "cache_implementation" and value == own.cache_implementation and value in _SAME_TEXT:
             continue
         if name == "assistant_early_exit" and value == getattr(own, name, None):
             continue
