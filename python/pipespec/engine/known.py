@@ -30,7 +30,7 @@ from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import each_module
 from pipespec.models.families import NotReadable
 from pipespec.models.layout import CacheLayout
-from pipespec.models.originals import PACKAGES, is_original, package_of
+from pipespec.models.originals import PACKAGES, is_original, is_trusted, package_of
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import text_config
 
@@ -294,7 +294,7 @@ def _why_module(model: PreTrainedModel, module: nn.Module) -> str | None:
     if not all(is_original(hook) for place in _HOOKS for hook in space[place].values()):
         return "has hooks"
     for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None and type(tensor) not in _TENSORS and package_of(type(tensor).__module__) not in PACKAGES:
+        if tensor is not None and type(tensor) not in _TENSORS and not _is_known_kind(type(tensor)):
             return f"has a weight of class {type(tensor).__name__}"
     for name in space.keys() - _STANDARD:
         if callable(getattr(kind, name, None)) and not (
@@ -310,6 +310,10 @@ def _why_module(model: PreTrainedModel, module: nn.Module) -> str | None:
     if getattr(module, "max_norm", None) is not None:
         return "changes its weights when it is called (max_norm)"
     return None
+
+
+def _is_known_kind(kind: type) -> bool:
+    return package_of(kind.__module__) in PACKAGES or is_trusted(kind)
 
 
 def _has_dropout(module: nn.Module) -> bool:
