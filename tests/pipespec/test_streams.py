@@ -537,7 +537,8 @@ class Bans:
     ids=["penalty", "processor", "ngram"],
 )
 def test_calls_that_need_the_host_run_in_lockstep(model, expected, how, arguments, reason):
-    ids, mask = batch(2)
+    # With more rows, transformers' own loop gives a processor of the user the whole batch.
+    ids, mask = batch(1 if "logits_processor" in arguments else 2)
     with make(model, drafts_of(model, "g"), how) as pipe:
         wanted = expected(ids, GREEDY | arguments, mask)
         with pytest.warns(SpeedWarning, match=reason) as told:

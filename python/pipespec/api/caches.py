@@ -90,7 +90,7 @@ def adopt(
             raise ValueError(f"past_key_values holds {own.rows} rows, input_ids {len(prompts)}")
         if not own.matches(target):
             raise ValueError(f"past_key_values does not fit the target, it is another model's: {own!r}")
-    elif isinstance(cache, (RowCache, DynamicCache)) and not _is_plain(cache):
+    elif isinstance(cache, (RowCache, DynamicCache)) and not _is_plain(cache, CacheLayout.of(target.config)):
         raise NotKnown(
             "past_key_values",
             f"generate(): past_key_values is a {type(cache).__name__} with methods or layers of its own",
@@ -118,8 +118,10 @@ def adopt(
     return own
 
 
-def _is_plain(cache: Cache) -> bool:
+def _is_plain(cache: Cache, layout: CacheLayout) -> bool:
     """Whether a cache stores what it is given, and nothing else: one of transformers' classes, with its layers and methods."""
+    if layout.states is not None:
+        return True  # refused for that
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         return False
     layers = getattr(cache, "layer_class_to_replicate", None)
