@@ -97,10 +97,12 @@ def drafts_keep_up(pipe: Pipeline, limits: Sequence[int], eos: Sequence[int] = (
             "the drafts have filled their lookahead",
         )
 
+    from pipespec import trust
     from pipespec.models.layout import CacheLayout
 
     # The layers of a model with recurrent ones are called one by one.
     hooked = pipe.target if CacheLayout.of(pipe.target.config).states is None else pipe.target.get_input_embeddings()
+    trust(wait)
     hook = hooked.register_forward_pre_hook(wait)
     try:
         yield

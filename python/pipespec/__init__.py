@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from pipespec.api.pipeline import Pipeline
     from pipespec.drivers.base import SpeedWarning, StageFailure
     from pipespec.engine.grammar import TokenMatcher
+    from pipespec.engine.known import refresh
     from pipespec.engine.ngram import NgramDraft
     from pipespec.engine.sampling import OutputPenaltyLogitsProcessor
+    from pipespec.models.originals import trust
     from pipespec.observe import Report, StageReport
 
 __all__ = [
@@ -29,7 +31,9 @@ __all__ = [
     "attach",
     "attached",
     "detach",
+    "refresh",
     "register_attention",
+    "trust",
 ]
 
 _HOMES = {
@@ -44,6 +48,8 @@ _HOMES = {
     "attach": "pipespec.api.attach",
     "attached": "pipespec.api.attach",
     "detach": "pipespec.api.attach",
+    "refresh": "pipespec.engine.known",
+    "trust": "pipespec.models.originals",
 }
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
 
 class DoesNotFit(ValueError):
     """The stages do not fit the memory.
@@ -40,3 +44,41 @@ class NotCapturable(RuntimeError):
     def __init__(self, stage: str, part: str, cause: str) -> None:
         super().__init__(f"{stage} cannot be captured in a CUDA graph: {part}: {cause}")
         self.stage, self.part, self.cause = stage, part, cause
+
+
+class NotKnown(Unsupported):
+    """A call that runs other people's code where a pipeline would run its own: transformers decodes it, token by token, also for a ``Pipeline``."""
+
+
+class CallState:
+    """What a call had done when it failed.
+
+    Attributes:
+        is_final: whether its error is the caller's own, or came behind the first token, so that the call cannot be decoded otherwise.
+        has_streamed: whether the streamer has the prompt.
+        generator: state of torch's generator before the call drew from it; None: it has not.
+    """
+
+    def __init__(self) -> None:
+        self.is_final = self.has_streamed = False
+        self.generator: Any = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> CallState:
+        """The state that belongs to an error."""
+        found = getattr(error, "_pipespec_state", None)
+        if not isinstance(found, cls):
+            found = cls()
+            with suppress(Exception):
+                error._pipespec_state = found  # type: ignore[attr-defined]
+        return found
+
+
+@contextmanager
+def callers_code() -> Iterator[None]:
+    """Around a function of the caller: its errors come out as they are."""
+    try:
+        yield
+    except Exception as error:
+        CallState.of(error).is_final = True
+        raise

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, LlamaConfig
 
+from pipespec import trust
+
 PROMPT = torch.tensor([[5, 6, 7, 8]])
 
 
@@ -80,6 +82,9 @@ class Packed(nn.Module):
 
     def forward(self, x):
         return nn.functional.linear(x, self.weight.view(torch.int8).to(x.dtype) * self.SCB.to(x.dtype))
+
+
+trust(Packed)
 
 
 def packed(model, *, head=False, **settings):

@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM
 
+from pipespec import trust
+
 DELAY, FAIL, CALLS = range(3)
 
 
@@ -43,6 +45,9 @@ class Faulty(LlamaForCausalLM):
             raise ArithmeticError("made to fail")
         time.sleep(-delay if delay < 0 else random.uniform(0, delay))
         return super().forward(*args, **kwargs)
+
+
+trust(Faulty)
 
 
 class Telling(LlamaForCausalLM):

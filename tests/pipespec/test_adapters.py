@@ -39,6 +39,9 @@ class Lora(nn.Module):
         return self.base_layer(x) + x @ self.lora_A.t() @ self.lora_B.t()
 
 
+pipespec.trust(Lora)
+
+
 class Wrapper(nn.Module):
     """As ``peft.PeftModel``: not a transformers model, with one within."""
 

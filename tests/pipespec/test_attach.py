@@ -139,10 +139,11 @@ def test_a_class_with_a_loop_of_its_own(model):
         with pytest.raises(ValueError, match=rf"{kind.__name__} has its own {name}\(\).*use Pipeline\(model"):
             pipespec.attach(other, draft, schedule="lockstep")
         assert "generate" not in vars(other)
-    with pytest.warns(
-        UserWarning, match=r"its own prepare_inputs_for_generation\(\), which calls of a pipeline bypass"
-    ):
-        pipespec.attach(_OwnInputs(model.config), draft, schedule="lockstep")
+    own, ids = _OwnInputs(model.config), torch.tensor([[5, 6, 7]])
+    pipe = pipespec.attach(own, draft, schedule="lockstep")
+    with pytest.warns(SpeedWarning, match=r"_OwnInputs has its own prepare_inputs_for_generation\(\)"):
+        assert torch.equal(own.generate(ids, max_new_tokens=5, do_sample=False), plain(own, ids, max_new_tokens=5))
+    assert pipe.report is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pipespec.attach(_Base(model.config), draft, schedule="lockstep")
@@ -155,9 +156,9 @@ def test_an_instance_with_its_own_generate(model):
         return "own"
 
     model.generate = own
-    with pytest.warns(UserWarning, match=r"its own generate\(\), which calls of a pipeline bypass"):
-        pipespec.attach(model, noisy(model, 0.02), schedule="lockstep")
-    assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), plain(model, ids, max_new_tokens=5))
+    pipespec.attach(model, noisy(model, 0.02), schedule="lockstep")
+    with pytest.warns(SpeedWarning, match=r"a generate\(\) of its own when it was attached"):
+        assert model.generate(ids, max_new_tokens=5, do_sample=False) == "own"
     pipespec.detach(model)
     assert model.generate is own
     assert attached(model) is None

@@ -25,7 +25,7 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from pipespec import Pipeline
+from pipespec import Pipeline, trust
 from pipespec.api.arguments import ARGUMENTS, How
 from pipespec.engine.cache import RowCache
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
@@ -247,7 +247,11 @@ def _chunks(s: Situation) -> Case:
         widths.clear()
         return fingerprint(result), first
 
-    handle = s.model.model.embed_tokens.register_forward_pre_hook(lambda module, args: widths.append(args[0].shape[1]))
+    def note(module, args):
+        widths.append(args[0].shape[1])
+
+    trust(note)
+    handle = s.model.model.embed_tokens.register_forward_pre_hook(note)
     return Case(given, seen=seen, undo=handle.remove)
 
 

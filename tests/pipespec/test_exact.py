@@ -205,6 +205,7 @@ def scaled_by(number_of):
         out = out * (1 + number_of(torch.arange(len(out)), len(out))[:, None] / 64).to(out.dtype)
         return out.view(*x.shape[:-1], len(weight))
 
+    pipespec.trust(wrong)
     return wrong
 
 

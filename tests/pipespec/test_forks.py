@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 
-from pipespec import Pipeline, attach, detach
+from pipespec import Pipeline, attach, detach, trust
 from pipespec.drivers.base import StageFailure
 from pipespec.drivers.workers import driver as workers
 from pipespec.drivers.workers import template
@@ -175,6 +175,7 @@ def test_a_fork_inside_of_a_call(models, schedule, put):
     caller = os.getpid()
     waits = schedule == "streams" and put > 1
     with make(target, draft, schedule) as pipe:
+        trust(wait_for_the_fork)
         hook = target.register_forward_pre_hook(wait_for_the_fork) if waits else nullcontext()
         try:
             with hook:

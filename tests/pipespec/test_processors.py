@@ -10,7 +10,7 @@ import torch
 from transformers import LogitsProcessor, SynthIDTextWatermarkingConfig, WatermarkingConfig
 from transformers.generation import GenerationMixin
 
-from pipespec import Pipeline
+from pipespec import Pipeline, SpeedWarning
 from tests.conftest import ByPosition, always_right, left_pad, noisy, random_llama
 
 VOCABULARY, EOS, NEW = 40, 3, 18
@@ -274,25 +274,34 @@ def long_blocks(request, target):
 @pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
 def test_one_call_per_token(long_blocks, do_sample):
     """Exact prefixes, each once and in order, whatever was drafted, accepted and rolled back, and none behind the end."""
-    ids, mask = left_pad(prompts(4, seed=10))
-    kwargs = {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0, "top_k": 0, "do_sample": do_sample}
-    for more in ({}, {"temperature": 1.6} if do_sample else {}, {"eos_token_id": list(range(3, 12))}):
-        seen = Counting(ban=False)
-        out = long_blocks.generate(ids, logits_processor=[seen], seed=4, **kwargs, **more)
-        ends = more.get("eos_token_id", [])
-        wanted = []
-        for row in out.tolist():
-            new = row[ids.shape[1] :]
-            count = next((i + 1 for i, t in enumerate(new) if t in ends), len(new))
-            wanted += [row[: ids.shape[1] + i] for i in range(count)]
-        assert len(seen.prefixes) == len(wanted)
-        # Rows advance together. Each must be in order.
-        for row in ids.tolist():
-            mine = [p for p in seen.prefixes if p[: len(row)] == row]
-            assert mine == [p for p in wanted if p[: len(row)] == row]
-        # Under workers, the number of draft tokens depends on timing.
-        if not ends and long_blocks.schedule == "lockstep":
-            assert long_blocks.report.stages[-1].accepted > 10
+    kwargs = {"max_new_tokens": NEW, "pad_token_id": 0, "top_k": 0, "do_sample": do_sample}
+    for ids in prompts(4, seed=10):
+        for more in ({}, {"temperature": 1.6} if do_sample else {}, {"eos_token_id": list(range(3, 12))}):
+            seen = Counting(ban=False)
+            out = long_blocks.generate(ids[None], logits_processor=[seen], seed=4, **kwargs, **more)[0].tolist()
+            assert seen.prefixes == [out[:n] for n in range(len(ids), len(out))]
+            # Under workers, the number of draft tokens depends on timing.
+            if not more and long_blocks.schedule == "lockstep":
+                assert long_blocks.report.stages[-1].accepted > 0
+
+
+def test_a_batch_is_decoded_in_step(chain):
+    """A processor of the caller's may know the batch: it gets all rows at once, as in transformers."""
+    ids, mask = left_pad(prompts(3, seed=10))
+    shapes = []
+
+    def note(input_ids, scores):
+        shapes.append((tuple(input_ids.shape), tuple(scores.shape)))
+        return scores.roll(len(shapes), -1)
+
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    wanted = chain.target.generate(ids, logits_processor=[note], **options)
+    expected, shapes = shapes, []
+    with pytest.warns(SpeedWarning, match="note may depend on the whole batch of 3 rows"):
+        assert torch.equal(chain.generate(ids, logits_processor=[note], **options), wanted)
+    assert shapes == expected
+    assert shapes[0][0] == tuple(ids.shape)
+    assert chain.report.schedule == "transformers"
 
 
 def test_a_processor_that_raises(alone, chain):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers.generation import StoppingCriteria
 
-from pipespec import NgramDraft, Pipeline, StageFailure, transport
+from pipespec import NgramDraft, Pipeline, StageFailure, transport, trust
 from pipespec.config import SpeculationConfig
 from pipespec.drivers.ranks import membership
 from pipespec.drivers.ranks.call import decode_call, encode_call
@@ -63,6 +63,7 @@ def drafts_first(pipe, chain, rows):
             others = [(stage, row) for stage in range(last) for row in range(rows)]
             until(lambda: all(block.counters(*at)["steps"] for at in others), "the other drafts have taken steps")
 
+    trust(wait)
     hook = pipe.target.register_forward_pre_hook(wait)
     try:
         yield limits

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from pipespec import Pipeline, attach, detach
+from pipespec import Pipeline, attach, detach, trust
 from pipespec.drivers.ranks import membership
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward
@@ -55,6 +55,7 @@ def offloaded(model, within=""):
                 module._parameters[at] = None if weight is None else nn.Parameter(weight.to("meta"))
 
         drop(module)
+        trust(bring, drop)
         module.register_forward_pre_hook(bring)
         module.register_forward_hook(drop)
         module._hf_hook = SimpleNamespace(offload=True, execution_device="cpu")

@@ -54,9 +54,9 @@ ARGUMENTS: dict[str, Argument] = {
     "input_ids": Argument(How.HONOURED, "LongTensor `[B, S]`, or lists; a batch is padded on the left"),
     "attention_mask": Argument(How.HONOURED, "2-D, of 0 and 1; padding may be anywhere but at the end of a row, with the same effect as in transformers; columns before `input_ids` stand for cached tokens"),
     "generation_config": Argument(How.HONOURED, "merged as in transformers: keywords, this, the model's, defaults"),
-    "logits_processor": Argument(How.STEPWISE, "called once per generated token and row, with ids and scores of that row; drafts do not run it"),
+    "logits_processor": Argument(How.STEPWISE, "called once per generated token; in a batch, transformers' own loop gives your own all rows at once; drafts do not run it"),
     "stopping_criteria": Argument(How.HONOURED, "called token by token, also inside an accepted block, with the ids of the whole batch, as in transformers"),
-    "prefix_allowed_tokens_fn": Argument(How.STEPWISE, "gets the row's index in the batch and its ids; drafts do not run it"),
+    "prefix_allowed_tokens_fn": Argument(How.STEPWISE, "gets the row's index in the batch and its ids; drafts do not run it, and transformers' own loop decodes batches"),
     "streamer": Argument(How.HONOURED, "tokens in order, once, as soon as the target has committed them"),
     "seed": Argument(How.HONOURED, "pipespec's own: one integer, or one per row; default: drawn from torch's generator"),
     "presence_penalty": Argument(How.FUSED, "pipespec's own, as in vLLM: subtracted from the scores of generated tokens", (0, 0.0)),
@@ -122,7 +122,7 @@ ARGUMENTS: dict[str, Argument] = {
     # how it is computed
     "use_cache": Argument(How.HONOURED, "False: no cache is returned; the text is the same", (True,)),
     "prefill_chunk_size": Argument(How.HONOURED, "tokens per forward of the prefill, in every stage"),
-    "cache_implementation": Argument(How.REFUSED, _CACHE, ("dynamic", "dynamic_full")),
+    "cache_implementation": Argument(How.REFUSED, f"{_CACHE}; a static or hybrid one in the target's `generation_config` has no effect", ("dynamic", "dynamic_full")),
     "cache_config": Argument(How.REFUSED, _CACHE),
     "max_cache_len": Argument(How.REFUSED, _CACHE),
     "compile_config": Argument(How.NO_EFFECT, "transformers does not compile steps around a RowCache"),
@@ -163,6 +163,9 @@ OWN = ("seed", "presence_penalty", "frequency_penalty", "logit_bias", "grammar",
 """Arguments of a pipeline's ``generate()`` that transformers does not have."""
 
 MOST_TOKENS = 2**30  # positions are 32-bit numbers
+
+_SAME_TEXT = ("static", "sliding_window", "hybrid", "hybrid_chunked")
+"""Caches that a checkpoint may ask for, and whose texts are those of a dynamic one."""
 
 _LARGEST = torch.finfo(torch.float32).max
 _SEE = "docs/generate.md lists what is supported"
@@ -303,6 +306,8 @@ def check_options(config: GenerationConfig, own: GenerationConfig) -> None:
         if argument is not None and argument.how is not How.REFUSED:
             continue
         if value is None or value is False or value == getattr(defaults, name, None):
+            continue
+        if name == "cache_implementation" and value == own.cache_implementation and value in _SAME_TEXT:
             continue
         if name == "assistant_early_exit" and value == getattr(own, name, None):
             continue

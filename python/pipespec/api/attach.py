@@ -7,8 +7,10 @@ import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
+import torch
 from transformers import GenerationMixin, PreTrainedModel
 
 from pipespec.api.arguments import OWN, plain_number
@@ -17,7 +19,7 @@ from pipespec.api.pipeline import Pipeline
 from pipespec.drivers.base import SpeedWarning
 from pipespec.engine.cache import RowCache
 from pipespec.engine.ngram import NgramDraft
-from pipespec.errors import Unsupported
+from pipespec.errors import CallState, NotKnown, Unsupported
 from pipespec.models.adapters import without_wrapper
 from pipespec.observe.text import notify_reader_of_failure
 from pipespec.process.warnings import user_stacklevel
@@ -44,26 +46,58 @@ class _Generate:
         ):  # transformers has no such arguments
             return self.pipeline.generate(*args, **kwargs)
         with notify_reader_of_failure(kwargs.get("streamer")):
+            failure = None
             try:
-                return Pipeline.generate.__wrapped__(self.pipeline, *args, **kwargs)  # type: ignore[attr-defined]
+                self._check_own()
+                return self.pipeline.generate_known(*args, **kwargs)
             except Unsupported as error:
-                if (
-                    error.argument != "is_assistant" or "is_assistant" in kwargs
-                ):  # transformers sets it in its calls for drafts
+                # transformers sets is_assistant in its calls for drafts.
+                if error.argument != "is_assistant" or "is_assistant" in kwargs:
                     self._warn(error)
+            except Exception as error:
+                if CallState.of(error).is_final:
+                    raise
+                failure = error
             for name in OWN:
                 kwargs.pop(name, None)
-            return self._by_transformers(*args, **kwargs)
+            if failure is None:
+                return self._by_transformers(*args, **kwargs)
+            return self._after_failure(failure, *args, **kwargs)
+
+    def _check_own(self) -> None:
+        if self.before is not None:
+            raise NotKnown("model", "generate(): the model had a generate() of its own when it was attached")
+
+    def _after_failure(self, failure: Exception, *args: Any, **kwargs: Any) -> Any:
+        """Let transformers decode a call that has failed before its first token. Its error counts if it fails, too."""
+        state = CallState.of(failure)
+        if state.generator is not None:
+            torch.set_rng_state(state.generator)
+        if state.has_streamed:
+            kwargs["streamer"] = _AfterPrompt(kwargs["streamer"]) if kwargs.get("streamer") is not None else None
+        result = self._by_transformers(*args, **kwargs)
+        cause = f"{type(failure).__name__}: {failure}".partition("\n")[0]
+        if cause not in self._warned:
+            self._warned.add(cause)
+            warnings.warn(
+                f"generate(): the pipeline could not begin the call ({cause}), so transformers has decoded it, without drafts",
+                SpeedWarning,
+                stacklevel=user_stacklevel(),
+            )
+        return result
 
     def _by_transformers(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(kwargs.get("past_key_values"), RowCache):
             kwargs["past_key_values"] = for_transformers(self.pipeline.target, *args, **kwargs)
+        if self.before is not None:
+            return self.before(*args, **kwargs)
         return type(self.pipeline.target).generate(self.pipeline.target, *args, **kwargs)
 
     def _warn(self, error: Unsupported) -> None:
-        """Warn once for each argument."""
-        if error.argument not in self._warned:
-            self._warned.add(error.argument)
+        """Warn once for each argument, or cause."""
+        cause = str(error) if isinstance(error, NotKnown) else error.argument
+        if cause not in self._warned:
+            self._warned.add(cause)
             warnings.warn(
                 f"{error}. So transformers decodes calls with this {error.argument} itself, without drafts; "
                 "attach(..., unsupported='raise') refuses them",
@@ -72,11 +106,26 @@ class _Generate:
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copy = memo.get(id(self.pipeline.target))
-        return _Plain(copy)
+        return MethodType(type(self.pipeline.target).generate, memo.get(id(self.pipeline.target)))
 
     def __reduce__(self) -> Any:
-        return _Plain, (self.pipeline.target,)
+        # Without a name of this package: the model may be loaded where it is not installed.
+        return getattr, (self.pipeline.target, "generate")
+
+
+class _AfterPrompt:
+    """A streamer that has the prompt already."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer, self._is_first = streamer, True
+
+    def put(self, value: Any) -> None:
+        if not self._is_first:
+            self._streamer.put(value)
+        self._is_first = False
+
+    def end(self) -> None:
+        self._streamer.end()
 
 
 def _has_effect(name: str, value: Any) -> bool:
@@ -84,16 +133,6 @@ def _has_effect(name: str, value: Any) -> bool:
     value = plain_number(value)
     is_empty = isinstance(value, (int, float, Mapping)) and not value
     return value is not None and (name in ("seed", "logprobs") or not is_empty)
-
-
-class _Plain:
-    """``generate()`` of a copy of an attached model: that of its class."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.model).generate(self.model, *args, **kwargs)
 
 
 def attach(
@@ -146,18 +185,9 @@ def _check_own(model: PreTrainedModel) -> Any:
                 f"attach(): {kind.__name__} has its own {name}(), which a pipeline does not call: use Pipeline(model, ...) and its generate(), "
                 "whose text is that of transformers' generate()"
             )
-    before, bypassed = vars(model).get("generate"), []
-    if before is not None and not isinstance(before, _Plain):
-        bypassed.append("generate")
-    if not inspect.unwrap(kind.prepare_inputs_for_generation).__module__.startswith("transformers."):
-        bypassed.append("prepare_inputs_for_generation")
-    for name in bypassed:
-        warnings.warn(
-            f"attach(): this {kind.__name__} has its own {name}(), which calls of a pipeline bypass: where it changes the text, detach() the model",
-            UserWarning,
-            stacklevel=user_stacklevel(),
-        )
-    return before
+    before = vars(model).get("generate")
+    # A copy of an attached model has that of its class.
+    return None if getattr(before, "__func__", None) is kind.generate else before
 
 
 def attached(model: PreTrainedModel) -> Pipeline | None:

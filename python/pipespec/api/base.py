@@ -29,12 +29,17 @@ from pipespec.api.arguments import (
     plain_number,
     refusal,
 )
+from pipespec.api.left import cache_for
+from pipespec.api.left import decode as decode_by_transformers
 from pipespec.api.output import output_of, report_of
 from pipespec.api.prepare import CallOptions, Generation
 from pipespec.drivers.base import Decoder, GenerationRequest, SpeedWarning
+from pipespec.engine.attention import MaskKind, mask_kind
+from pipespec.engine.cache import RowCache
 from pipespec.engine.group import ForwardGroup
 from pipespec.engine.inputs import stage_names
-from pipespec.errors import DoesNotFit
+from pipespec.engine.known import one_call, why_unknown
+from pipespec.errors import CallState, DoesNotFit, NotKnown, callers_code
 from pipespec.models.compat import lost_arguments
 from pipespec.models.devices import LayerDevices
 from pipespec.models.rope import reset_rope
@@ -45,7 +50,7 @@ from pipespec.preflight.memory import CallNeeds, check_memory, shortage_explaine
 from pipespec.preflight.support import check_checkpointing, check_runnable
 from pipespec.process import shutdown
 from pipespec.process.forks import Lock
-from pipespec.process.signals import handlers_watched
+from pipespec.process.signals import handlers_watched, is_handlers_error
 from pipespec.process.threads import keep_to_one, renew_pool
 from pipespec.process.warnings import user_stacklevel
 
@@ -95,6 +100,7 @@ class BasePipeline:
         self._lock = Lock()
         self._owner: int | None = None  # thread that is inside
         self._is_forked = False  # since the last call
+        self._causes: set[str] = set()
         _pipelines.add(self)
 
     @property
@@ -132,8 +138,6 @@ class BasePipeline:
         return report_of(generation, self._driver)
 
     @_notifying_reader
-    @shortage_explained()
-    @torch.no_grad()
     def generate(
         self,
         inputs: torch.Tensor | None = None,
@@ -193,7 +197,50 @@ class BasePipeline:
             DoesNotFit: The memory does not suffice.
             RuntimeError: The call comes from inside of a call of this pipeline: from a streamer or a processor.
         """
-        with shutdown.call(), handlers_watched():
+        given = {
+            "inputs": inputs, "generation_config": generation_config, "logits_processor": logits_processor,
+            "stopping_criteria": stopping_criteria, "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn, "input_ids": input_ids,
+            "attention_mask": attention_mask, "past_key_values": past_key_values, "streamer": streamer, "tokenizer": tokenizer,
+            "seed": seed, "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty, "logit_bias": logit_bias,
+            "grammar": grammar, "logprobs": logprobs,
+        }  # fmt: skip
+        try:
+            return self.generate_known(**given, **kwargs)
+        except NotKnown as error:
+            self._left(error)
+            return self.generate_known(**given, **kwargs, leave=str(error))
+
+    @shortage_explained()
+    @torch.no_grad()
+    def generate_known(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        prefix_allowed_tokens_fn: Any = None,
+        *,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        streamer: Any = None,
+        tokenizer: Any = None,
+        seed: int | Sequence[int] | None = None,
+        presence_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        logit_bias: Mapping[int, float] | None = None,
+        grammar: Any = None,
+        logprobs: int | None = None,
+        leave: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """:meth:`generate`, which raises :class:`pipespec.errors.NotKnown` before any work if other people's code takes part in the call.
+
+        Args:
+            inputs: As for :meth:`generate`, like all others.
+            leave: The cause for which transformers' loop decodes the call; None: the pipeline does.
+        """
+        with shutdown.call(), handlers_watched(), _errors_of_handlers():
             renew_pool()
             if inputs is not None and input_ids is not None:
                 raise ValueError("give inputs or input_ids, not both: they mean the same")
@@ -206,6 +253,8 @@ class BasePipeline:
                 kwargs,
                 has_cache=past_key_values is not None,
             )
+            if leave is None:
+                self._check_known()
             penalties = check_penalties(presence_penalty, frequency_penalty, logit_bias)
             # The others are checked, and have no effect.
             # transformers ignores a tensor here that is not a number for the computation either: NaN as an identifier.
@@ -231,6 +280,15 @@ class BasePipeline:
                 grammar=grammar,
                 logprobs=logprobs,
             )
+            decode = functools.partial(self._decode, call_options=options)
+            if leave is not None:
+                decode = functools.partial(self._decode_left, call_options=options, cause=leave)
+                if past_key_values is not None:
+                    own = {"input_ids": ids, "attention_mask": mask, "generation_config": generation_config}
+                    kwargs["past_key_values"] = cache_for(self.target, past_key_values, **own)
+            elif config.cache_implementation is not None:
+                # The target's own entry. The pipeline's cache takes its place.
+                kwargs["cache_implementation"] = "dynamic"
             return GenerationMixin.generate(
                 self.target,
                 inputs=ids,
@@ -239,7 +297,7 @@ class BasePipeline:
                 stopping_criteria=stopping_criteria,
                 prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
                 attention_mask=mask,
-                custom_generate=functools.partial(self._decode, call_options=options),
+                custom_generate=decode,
                 **kwargs,
             )
 
@@ -283,7 +341,51 @@ class BasePipeline:
                 prompt_streamed=True,
             )
             prepared_call = (model, input_ids, logits_processor, stopping_criteria, generation_config)
-            return self._decode(*prepared_call, call_options=options, **model_kwargs)
+            try:
+                self._check_known()
+                return self._decode(*prepared_call, call_options=options, **model_kwargs)
+            except NotKnown as error:
+                self._left(error)
+                model_kwargs["past_key_values"] = prepared
+                return self._decode_left(*prepared_call, call_options=options, cause=str(error), **model_kwargs)
+
+    def _check_known(self) -> None:
+        """Raise ``NotKnown`` if the target runs other people's code."""
+        reason = why_unknown(self.target)
+        if reason is not None:
+            raise NotKnown("model", f"generate(): the model is not as transformers made it: {reason}")
+
+    def _left(self, error: NotKnown) -> None:
+        """Warn, once for each cause, of a call that transformers decodes."""
+        if str(error) not in self._causes:
+            self._causes.add(str(error))
+            warn_of(f"{error}. So transformers' own loop decodes such calls, token by token, without drafts")
+
+    def _decode_left(
+        self,
+        *prepared_call: Any,
+        call_options: CallOptions,
+        cause: str,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Run a call whose arguments transformers has prepared in transformers' loop."""
+        with self._turn("generate()", "use another Pipeline there"):
+            self.partial, cache = None, call_options.cache
+            held = (list(cache.lengths), cache.text) if isinstance(cache, RowCache) else None
+
+            def keep(text: torch.Tensor | None) -> None:
+                self.partial = text
+                if isinstance(cache, RowCache) and held is not None:
+                    cache.recover(*held)
+
+            result, self.report = decode_by_transformers(
+                *prepared_call,
+                options=call_options,
+                cause=cause.removeprefix("generate(): "),
+                on_failure=keep,
+                **model_kwargs,
+            )
+            return result
 
     def _decode(
         self,
@@ -302,12 +404,18 @@ class BasePipeline:
         for name in model_kwargs.keys() - _PREPARED:
             if model_kwargs[name] is not None:
                 raise refusal(name, model_kwargs[name]) if name in ARGUMENTS else for_forward(name)
-        with self._turn("generate()", "use another Pipeline there"):
+        with self._turn("generate()", "use another Pipeline there"), one_call():
             shutdown.check()
+            self._check_known()
             self._leave_parent()
             # They may have been moved, cast or hooked since.
             check_runnable(self.models, target_is_placed=self._is_placed)
             check_checkpointing(self.models)
+            if len(input_ids) > 1 and mask_kind(self.target.config) is MaskKind.NONE:
+                raise NotKnown(
+                    "model",
+                    f"generate(): {self.target.config._attn_implementation} attention takes no masks for rows of different lengths",
+                )
             generation = Generation(
                 self.target,
                 input_ids,
@@ -333,7 +441,8 @@ class BasePipeline:
                     generation.follow()
             self.partial = None
             if not call_options.prompt_streamed:
-                generation.progress.stream_prompt()
+                with callers_code():
+                    generation.progress.stream_prompt()
             self._leave_parent()  # the streamer may have forked
             try:
                 with self._leading(generation):
@@ -343,6 +452,9 @@ class BasePipeline:
                 return output_of(generation, self.report, functools.partial(request.return_cache, self._driver.target))
             except BaseException as error:
                 request.take_back()
+                state = CallState.of(error)
+                state.is_final |= any(generation.progress.text.counts())
+                state.has_streamed, state.generator = not call_options.prompt_streamed, generation.generator
                 with suppress(Exception):
                     self.partial = error.partial = generation.progress.text.sequences()  # type: ignore[attr-defined]
                     error.add_note("What was generated until then is in the pipeline's .partial")
@@ -418,6 +530,17 @@ class BasePipeline:
                 yield
             finally:
                 self._owner = None
+
+
+@contextmanager
+def _errors_of_handlers() -> Iterator[None]:
+    """Mark the errors of signal handlers: they end the call."""
+    try:
+        yield
+    except Exception as error:
+        if is_handlers_error(error):
+            CallState.of(error).is_final = True
+        raise
 
 
 _pipelines: weakref.WeakSet[BasePipeline] = weakref.WeakSet()

@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from pipespec.api.arguments import as_ids, effective_config
 from pipespec.engine.cache import RowCache
-from pipespec.errors import Unsupported, UnsupportedInput
+from pipespec.errors import NotKnown, Unsupported, UnsupportedInput
 from pipespec.models.compat import keep_window
 from pipespec.models.layout import CacheLayout
+
+_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 _texts: weakref.WeakKeyDictionary[Cache, list[np.ndarray]] = weakref.WeakKeyDictionary()
 """Per row, the text whose keys and values a call left in the caller's DynamicCache. Later changes of the cache are not noticed."""
@@ -81,12 +84,17 @@ def adopt(
         ValueError: The cache does not fit the call.
         NotImplementedError: A cache of this class, or in this state, cannot be continued.
     """
-    if isinstance(cache, RowCache):
+    if type(cache) is RowCache:
         own = cache
         if own.rows != len(prompts):
             raise ValueError(f"past_key_values holds {own.rows} rows, input_ids {len(prompts)}")
         if not own.matches(target):
             raise ValueError(f"past_key_values does not fit the target, it is another model's: {own!r}")
+    elif isinstance(cache, (RowCache, DynamicCache)) and not _is_plain(cache, CacheLayout.of(target.config)):
+        raise NotKnown(
+            "past_key_values",
+            f"generate(): past_key_values is a {type(cache).__name__} with methods or layers of its own",
+        )
     elif isinstance(cache, DynamicCache):
         own = _from_dynamic(target, cache, columns, prompts, limits)
     else:
@@ -108,6 +116,20 @@ def adopt(
         if not np.array_equal(known, prompt[: len(known)]):
             raise ValueError(f"past_key_values was made with another text than row {row} of input_ids")
     return own
+
+
+def _is_plain(cache: Cache, layout: CacheLayout) -> bool:
+    """Whether a cache stores what it is given, and nothing else: one of transformers' classes, with its layers and methods."""
+    if layout.states is not None:
+        return True  # refused for that
+    if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
+        return False
+    layers = getattr(cache, "layer_class_to_replicate", None)
+    return (layers is None or layers in _LAYERS) and all(
+        kind in (*_LAYERS, DynamicCache) and not any(callable(getattr(kind, name, None)) for name in vars(part))
+        for part in (cache, *cache.layers)
+        for kind in [type(part)]
+    )
 
 
 def _from_dynamic(

@@ -19,7 +19,7 @@ from pipespec.drivers.factory import make_driver
 from pipespec.drivers.follower import FollowerDriver
 from pipespec.engine.group import ForwardGroup
 from pipespec.engine.ngram import NgramDraft, first_of
-from pipespec.errors import NotCapturable, UnsupportedInput
+from pipespec.errors import CallState, NotCapturable, NotKnown, UnsupportedInput
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import input_device, why_not_whole
 from pipespec.models.loading import gguf_path
@@ -258,6 +258,16 @@ class Pipeline(BasePipeline):
 
     def _caching(self) -> Sequence[PreTrainedModel]:
         return self.models if self.config.row.has_drafts else self.models[-1:]
+
+    def _check_known(self) -> None:
+        try:
+            super()._check_known()
+        except NotKnown as error:
+            if not self.config.exact:
+                raise
+            failed = ValueError(f"exact=True: {error}; transformers' own loop has other bits")
+            CallState.of(failed).is_final = True
+            raise failed from error
 
     def _check_request(self, request: GenerationRequest) -> None:
         sampling_params = request.inputs.sampling_params

@@ -18,6 +18,7 @@ from pipespec.drivers.base import GenerationRequest
 from pipespec.engine.cache import RowCache
 from pipespec.engine.grammar import Grammar
 from pipespec.engine.inputs import PREFILL_CHUNK, StageInputs
+from pipespec.engine.processors import check_row_wise
 from pipespec.engine.sampling import Prompt, SamplingParams, ScoreRecord, row_seeds, with_penalties
 from pipespec.errors import UnsupportedInput
 from pipespec.models.compat import mask_columns_of_call
@@ -72,6 +73,7 @@ class Generation:
         is_text_known: Whether the text of cached tokens is known.
         record: Scores and logits, where the call asks for them.
         progress: The text that is committed so far.
+        generator: The state of torch's generator before the seeds were drawn; None: they were not.
 
     Raises:
         ValueError: A value cannot work; the message names the argument.
@@ -91,6 +93,7 @@ class Generation:
         position_ids: torch.Tensor | None = None,
     ) -> None:
         check_options(config, target.generation_config)
+        self.generator: torch.Tensor | None = None
         self.target, self.config, self.options = target, config, options
         rows, width = input_ids.shape
         mask = attention_mask
@@ -165,6 +168,7 @@ class Generation:
         if config.do_sample or options.seed is not None:
             seeds = row_seeds(0 if options.seed is None else options.seed, rows)
         self.seeds = seeds if config.do_sample else None  # greedy: a seed is checked, and changes nothing
+        check_row_wise(logits_processor, rows)
         processors = with_penalties(logits_processor, width, **options.penalties)
         self._sampling_params = SamplingParams.of(processors, seeds=self.seeds, prompts=shown, ends=eos)
         self._sampling_params.check_ids(vocabulary)
@@ -184,6 +188,7 @@ class Generation:
     def draw_seeds(self) -> None:
         """Draw the seeds of a sampled call that was given none. After all refusals, so that transformers draws in its place what it always draws."""
         if self._draws_seeds:
+            self.generator = torch.get_rng_state()
             self.seeds = row_seeds(None, len(self.prompts))
             self._sampling_params = replace(self._sampling_params, seeds=tuple(self.seeds))
 

@@ -46,7 +46,6 @@ class CachedText:
         # Per row, the position of the first of these tokens: a draft that begins late does not read the beginning of a long prompt.
         self._skipped: list[int] = []
         self._unread: list[int] | None = None
-        self._vocabulary: int = embedding_size(model)
         self._clamp: int | None = None
         self._group = ForwardGroup.of(model)
         self._prompt_logits: torch.Tensor | None = None
@@ -230,8 +229,9 @@ class CachedText:
 
     def _fit_vocabulary(self, target_vocabulary: int) -> None:
         # A draft whose vocabulary is padded less than the target's cannot embed each of its tokens.
-        self._clamp = self._vocabulary - 1 if self._vocabulary < target_vocabulary else None
-        self._ids = max(self._vocabulary, target_vocabulary)
+        own = embedding_size(self.model)
+        self._clamp = own - 1 if own < target_vocabulary else None
+        self._ids = max(own, target_vocabulary)
 
     def _fill(self, cache: RowCache, begin: list[int], end: list[int], *, selects: bool = False) -> None:
         """Cache the tokens ``begin[r] .. end[r] - 1`` of each row.

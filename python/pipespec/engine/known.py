@@ -1,21 +1,38 @@
-"""Known models: what a form that bypasses a model's own code depends on, and why there is none. All of these reasons are here and in
-:func:`pipespec.models.families.identity`.
+"""Known models: what a form that bypasses a model's own code depends on, and why there is none. The reasons are here, in
+:mod:`pipespec.engine.known_code` and in :func:`pipespec.models.families.identity`.
+
+A model is *known* while its code is transformers', torch's, or a package's whose modules compute column by column, and nothing of it is replaced or
+hooked. Then a forward of several columns gives what as many forwards of one column give. Every other model is decoded by transformers.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
+import operator
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.modules.module as torch_module
+from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.engine.attention import ATTENTION, MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
+from pipespec.engine.known_code import bypassed_methods, code_of, forget_code
 from pipespec.engine.recurrent import recurrent_signature
 from pipespec.models import families
+from pipespec.models.adapters import without_wrapper
+from pipespec.models.devices import each_module
 from pipespec.models.families import NotReadable
 from pipespec.models.layout import CacheLayout
+from pipespec.models.originals import PACKAGES, is_original, is_trusted, package_of
 from pipespec.models.parts import ModelParts
+from pipespec.models.properties import text_config
 
 NATIVE, FUSED, EXACT, OWN = "native", "fused", "exact", "own"
 """The forms of a model: the native decoder's, the fused operations over static caches, these with row-independent products, and its own modules."""
@@ -37,14 +54,32 @@ class Identity(NamedTuple):
 
 
 def identify(model: PreTrainedModel | ModelParts, form: str) -> Identity:
-    """The identity of a form now. It costs a fraction of a millisecond for 12 layers: once per sequence."""
+    """The identity of a form now. For a whole model, it is read again only if something of the model has changed."""
+    if isinstance(model, ModelParts):
+        return _identify(model, form)
+    identities = _record(model).identities
+    if form not in identities:
+        identities[form] = _identify(model, form)
+    return identities[form]
+
+
+def _identify(model: PreTrainedModel | ModelParts, form: str) -> Identity:
     reason = NOT_ASKED_FOR
     if form != OWN:
         try:
-            return Identity(None, _native(model) if form == NATIVE else _fused(model))
+            seen = (_refreshed, *(_native(model) if form == NATIVE else _fused(model)))
+            if isinstance(model, ModelParts) or (why := _record(model).reason) is None:
+                return Identity(None, seen)
+            reason = why
         except NotReadable as error:
             reason = str(error)
-    return Identity(reason, _own(model))
+        except (AttributeError, TypeError, IndexError, KeyError) as error:
+            # A structure of other people's.
+            reason = f"its parts are not where they are expected ({error})"
+    try:
+        return Identity(reason, _own(model))
+    except AttributeError:
+        return Identity(reason, None)
 
 
 def refusal_of_cache(cache: RowCache) -> str | None:
@@ -74,3 +109,245 @@ def _own(model: PreTrainedModel | ModelParts) -> tuple[Any, ...] | None:
     if isinstance(model, ModelParts):
         return recurrent_signature(model)
     return recurrent_signature(ModelParts.of(model)) if CacheLayout.of(model.config).states is not None else None
+
+
+# ---- known models
+
+_STANDARD = frozenset(vars(nn.Module()))
+"""Attributes of every module."""
+
+_TENSORS = (nn.Parameter, torch.Tensor, nn.Buffer)
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+_GLOBAL_HOOKS = tuple(
+    vars(torch_module)[name]
+    for name in ("_global_forward_hooks", "_global_forward_pre_hooks")
+    if name in vars(torch_module)
+)
+
+_VERSION = operator.attrgetter("_version")
+
+_refreshed = 0
+"""How often :func:`refresh` was called."""
+
+
+class Record:
+    """What a model was when it was last looked at.
+
+    Args:
+        model: the model. The record does not keep it alive.
+
+    Attributes:
+        reason: why the model is not known, as a phrase; None if it is.
+        identities: by form, those that were read since.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.identities: dict[str, Identity] = {}
+        modules = list(model.modules())
+        self._kinds = list(map(type, modules))
+        self._code = code_of(type(model), frozenset(self._kinds), getattr(model.config, "_attn_implementation", None))
+        self.reason = _why_foreign(model, modules) or self._code.reason
+        self.verified_in: object = None
+        if self.reason is None:
+            self._take(model, modules)
+
+    def _take(self, model: PreTrainedModel, modules: list[nn.Module]) -> None:
+        # Not the model's own dictionary, which may lead to the model.
+        spaces = [vars(module) for module in modules[1:]]
+        own = vars(model)
+        for module in modules:
+            spaces += [module._parameters, module._buffers, module._modules]
+        self._spaces, self._modules = spaces, modules[1:]
+        self._values = list(itertools.chain.from_iterable(map(dict.values, spaces)))
+        self._size, self._training = len(own), model.training
+        hooks = itertools.chain.from_iterable((m._forward_hooks, m._forward_pre_hooks) for m in modules)
+        self._hooks = list(hooks)
+        self._num_hooks = sum(map(len, self._hooks))
+        tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        self._tensors = [t for t in tensors if not t.is_inference()]
+        self._inference = [t for t in tensors if t.is_inference()]
+        self._versions = list(map(_VERSION, self._tensors))
+        self._pointers = list(map(torch.Tensor.data_ptr, tensors)) if all(map(_has_pointer, tensors)) else None
+        self._all = tensors
+        configs = {id(c): c for c in (model.config, *(getattr(m, "config", None) for m in modules)) if c is not None}
+        self._configs = [(vars(config), copy.deepcopy(vars(config))) for config in configs.values()]
+
+    def is_current(self, model: PreTrainedModel) -> bool:
+        """Whether the model is what it was. It costs some hundred nanoseconds per module."""
+        if self.reason is not None or not self._code.is_current():
+            return False
+        own = vars(model)
+        try:
+            return (
+                len(own) == self._size
+                and model.training == self._training
+                and type(model) is self._kinds[0]
+                and list(itertools.chain.from_iterable(map(dict.values, self._spaces))) == self._values
+                and list(map(type, self._modules)) == self._kinds[1:]
+                and list(map(_VERSION, self._tensors)) == self._versions
+                and (self._pointers is None or list(map(torch.Tensor.data_ptr, self._all)) == self._pointers)
+                and sum(map(len, self._hooks)) == self._num_hooks
+                and all(space == before for space, before in self._configs)
+                and all(name not in own for name in bypassed_methods() if name != "generate")
+            )
+        except (RuntimeError, ValueError, TypeError):
+            # Tensors are not compared: another one has come.
+            return False
+
+
+def _has_pointer(tensor: torch.Tensor) -> bool:
+    return type(tensor) in _TENSORS and tensor.layout is torch.strided
+
+
+_records: weakref.WeakKeyDictionary[PreTrainedModel, Record] = weakref.WeakKeyDictionary()
+
+_call = threading.local()
+
+
+@contextmanager
+def one_call() -> Iterator[None]:
+    """Within a call a model is looked at once: its weights, hooks and code may change between calls and not within one."""
+    before = getattr(_call, "token", None)
+    _call.token = object()
+    try:
+        yield
+    finally:
+        _call.token = before
+
+
+def _record(model: PreTrainedModel) -> Record:
+    found, token = _records.get(model), getattr(_call, "token", None)
+    if found is not None and token is not None and found.verified_in is token:
+        return found
+    if found is None or not found.is_current(model):
+        found = _records[model] = Record(model)
+    found.verified_in = token
+    return found
+
+
+def refresh(model: PreTrainedModel | None = None) -> None:
+    """Read weights and code of a model again in the next call, after a change that cannot be seen.
+
+    Calls notice almost all changes of a model by themselves. ``docs/generate.md`` lists what they cannot see, or see some calls later: changes of single
+    values of a large model that go past torch's version counters, for example.
+
+    Args:
+        model: The model that has changed; None: any of them.
+    """
+    global _refreshed
+    _refreshed += 1
+    forget_code()
+    if model is None:
+        _records.clear()
+    else:
+        _records.pop(without_wrapper(model), None)
+
+
+def why_unknown(model: PreTrainedModel) -> str | None:
+    """Why a model has to be decoded by transformers now, as a phrase; None if it is known, see :mod:`pipespec.engine.known`."""
+    return _why_watched() or _record(model).reason
+
+
+def _why_watched() -> str | None:
+    """What sees or changes the operations of this process now."""
+    if any(_GLOBAL_HOOKS):
+        hooks = itertools.chain.from_iterable(hooks.values() for hooks in _GLOBAL_HOOKS)
+        if not all(is_original(hook) for hook in hooks):
+            return "there are global hooks of modules (torch.nn.modules.module)"
+    if torch._C._len_torch_dispatch_stack():
+        return "a TorchDispatchMode is active"
+    if torch._C._len_torch_function_stack():
+        from torch.overrides import _get_current_function_mode_stack
+
+        # torch.set_default_device() is one.
+        if any(type(mode).__name__ != "DeviceContext" for mode in _get_current_function_mode_stack()):
+            return "a TorchFunctionMode is active"
+    return None
+
+
+def _why_foreign(model: PreTrainedModel, modules: list[nn.Module]) -> str | None:
+    """What the instances of a model's modules have that their classes have not."""
+    for name in bypassed_methods():
+        value = vars(model).get(name)
+        if (
+            value is not None
+            and not _is_its_own(type(model), name, value)
+            and not (name == "generate" and is_original(value))
+        ):
+            return f"it has a {name}() of its own"
+    if any(getattr(config, "alora_invocation_tokens", None) for config in _adapters(model)):
+        return "it has an activated LoRA adapter, which counts from the end of each forward"
+    for module in modules:
+        what = _why_module(model, module)
+        if what is not None:
+            return f"{_name_of(model, module)} {what}"
+        if module.training and _has_dropout(module):
+            return "it is in training mode with dropout, whose draws depend on the widths of the forwards"
+    return _why_other_layers(model)
+
+
+def _why_module(model: PreTrainedModel, module: nn.Module) -> str | None:
+    """What an instance has that its class has not, as a phrase without a subject."""
+    space, kind = vars(module), type(module)
+    if not all(is_original(hook) for place in _HOOKS for hook in space[place].values()):
+        return "has hooks"
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None and type(tensor) not in _TENSORS and not _is_known_kind(type(tensor)):
+            return f"has a weight of class {type(tensor).__name__}"
+    for name in space.keys() - _STANDARD:
+        if callable(getattr(kind, name, None)) and not (
+            _is_its_own(kind, name, space[name]) or is_original(space[name])
+        ):
+            return f"has a {name}() of its own"
+    if space.get("is_causal") is False:
+        return "is not causal"
+    if "config" in space:
+        attention = getattr(model.config, "_attn_implementation", None)
+        if getattr(space["config"], "_attn_implementation", attention) != attention:
+            return "has another attention than the model"
+    if getattr(module, "max_norm", None) is not None:
+        return "changes its weights when it is called (max_norm)"
+    return None
+
+
+def _is_known_kind(kind: type) -> bool:
+    return package_of(kind.__module__) in PACKAGES or is_trusted(kind)
+
+
+def _has_dropout(module: nn.Module) -> bool:
+    numbers = [value for name, value in vars(module).items() if "drop" in name]
+    if "Drop" in type(module).__name__:
+        numbers.append(getattr(module, "p", 0))
+    return any(isinstance(number, (int, float)) and number > 0 for number in numbers)
+
+
+def _why_other_layers(model: PreTrainedModel) -> str | None:
+    """Whether the layers are those of the configuration, in their order."""
+    layers = getattr(getattr(model, model.base_model_prefix, None), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        return None if layers is None else "its layers are not in a ModuleList"
+    count = text_config(model.config).num_hidden_layers
+    if len(layers) != count:
+        return f"it has {len(layers)} layers, and its configuration says {count}"
+    for i, layer in enumerate(list(layers)[:count]):
+        for part in each_module(layer):
+            if vars(part).get("layer_idx", i) != i:
+                return f"its layers are not in the order of their caches (layer {vars(part)['layer_idx']} at {i})"
+    return None
+
+
+def _adapters(model: PreTrainedModel) -> list[Any]:
+    configs = getattr(model, "peft_config", None)
+    return list(configs.values()) if isinstance(configs, dict) else []
+
+
+def _is_its_own(kind: type, name: str, value: Any) -> bool:
+    """Whether an attribute of an instance is the method of its class."""
+    function = getattr(value, "__func__", None)
+    return function is not None and function is getattr(kind, name, None)
+
+
+def _name_of(model: PreTrainedModel, module: nn.Module) -> str:
+    return next((name for name, other in model.named_modules() if other is module), "") or "the model"

@@ -7,6 +7,7 @@ cuts into parts, in bfloat16 either.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import Form, PartsForm
+from pipespec.engine.values import Checksums
 from pipespec.models import families
 from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
@@ -79,6 +81,7 @@ class NativeForm(PartsForm):
         self._steps = parts.embed is not None and parts.head is not None and read.scaled is None
         self._samples = families.samples(parts)
         self._sampled = torch.cat(self._samples)
+        self._checksums = Checksums([tensor for _, m in parts.named_modules() for tensor in _tensors_of(m)])
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
         """Cosines and sines, float32 ``[positions, rotary_dim]``."""
 
@@ -88,15 +91,17 @@ class NativeForm(PartsForm):
         return self.decoder.nbytes
 
     def is_current(self) -> bool:
-        # Samples of the weights. The versions of the weights are part of the identity.
-        return torch.equal(torch.cat(self._samples), self._sampled)
+        # The versions of the weights are part of the identity. These are for changes that go past them.
+        return torch.equal(torch.cat(self._samples), self._sampled) and self._checksums.agree()
 
     def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
         if not self._steps:
             return super().__call__(tokens, cache, keep)
+        began = time.perf_counter()
         storage = cache.open_storage(tokens.shape[1])
         logits = self.decoder.step(tokens, *storage, *self._rope(cache.capacity), keep=keep)
         cache.close()
+        self._checksums.spend(time.perf_counter() - began)
         return logits
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -132,6 +137,10 @@ class NativeForm(PartsForm):
             cos, sin = self._rotary(like, position_ids=positions[None])
             self._table = table = cos[0].contiguous(), sin[0].contiguous()
         return table
+
+
+def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
 def native_form(

@@ -18,6 +18,7 @@ from transformers.generation import logits_process as hf
 
 from pipespec.engine.acceptance import Acceptance
 from pipespec.engine.grammar import Grammar, apply_bitmask
+from pipespec.errors import callers_code
 from pipespec_kernels import ops
 from pipespec_kernels.confidence import confidence
 from pipespec_kernels.noise import ALL_DRAWN, Noise
@@ -49,7 +50,7 @@ class OutputPenaltyLogitsProcessor(hf.LogitsProcessor):
 
 
 # Processors without a state, which drafts run, too. All others run in the target only, where each sees every token once and in order.
-_STATELESS = {
+STATELESS = {
     hf.EncoderNoRepeatNGramLogitsProcessor, hf.EncoderRepetitionPenaltyLogitsProcessor, hf.EpsilonLogitsWarper,
     hf.EtaLogitsWarper, hf.ExponentialDecayLengthPenalty, hf.ForcedBOSTokenLogitsProcessor,
     hf.ForcedEOSTokenLogitsProcessor, hf.InfNanRemoveLogitsProcessor, hf.LogitNormalization, hf.MinLengthLogitsProcessor,
@@ -245,7 +246,7 @@ class SamplingParams:
 
         Bytes, because torch would send the tensors inside through files of its own.
         """
-        kept = tuple(p for p in self.processors if type(p) in _STATELESS)
+        kept = tuple(p for p in self.processors if type(p) in STATELESS)
         return pickle.dumps(replace(self, processors=kept, warpers=()))
 
     @classmethod
@@ -664,8 +665,9 @@ class Sampler:
         # Some processors enable gradients, which inference tensors do not allow.
         with torch.inference_mode(False), torch.no_grad():
             scores = logits.to(torch.float32, copy=True)
-            for process in self._processors[row]:
-                scores = process(ids, scores)
+            with callers_code():
+                for process in self._processors[row]:
+                    scores = process(ids, scores)
             scores = scores.detach()
             if bitmask is not None:
                 scores = scores.clone()

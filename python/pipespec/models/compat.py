@@ -221,3 +221,17 @@ def convert_gguf_tokenizer(architecture: str, described: dict[str, Any]) -> Any:
     except (ImportError, AttributeError):
         convert = importlib.import_module("transformers.integrations.ggml").convert_gguf_tokenizer
     return convert(architecture, described)[0]
+
+
+def attention_functions() -> Any:
+    """transformers' registry of attention functions, with the entries of this process."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS
+
+
+def mask_functions() -> Any:
+    """transformers' registry of the masks of attention functions."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    return ALL_MASK_ATTENTION_FUNCTIONS

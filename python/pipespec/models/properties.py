@@ -27,12 +27,12 @@ def compute_dtype(model: Any) -> torch.dtype:
 
 def embedding_size(model: Any) -> int:
     """Number of tokens in a model's embedding, packed weights included."""
-    return _rows(model.get_input_embeddings(), "num_embeddings")
+    return _rows(model, model.get_input_embeddings(), "num_embeddings")
 
 
 def head_size(model: Any) -> int:
     """Logits per position of a model's head, packed weights included."""
-    return _rows(model.get_output_embeddings(), "out_features")
+    return _rows(model, model.get_output_embeddings(), "out_features")
 
 
 def end_tokens(model: Any) -> list[int]:
@@ -41,11 +41,13 @@ def end_tokens(model: Any) -> list[int]:
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
-def _rows(module: Any, declared: str) -> int:
+def _rows(model: Any, module: Any, declared: str) -> int:
     weight = getattr(module, "weight", None)
     if isinstance(weight, torch.Tensor) and weight.is_floating_point():
         return weight.shape[0]
-    return int(getattr(module, declared))
+    # Packed weights have another shape. A module of other people's may have neither.
+    found = getattr(module, declared, None)
+    return int(text_config(model.config).vocab_size if found is None else found)
 
 
 def weight_bytes(model: nn.Module) -> int:

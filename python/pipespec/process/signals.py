@@ -58,6 +58,11 @@ def raise_handlers_error() -> None:
         raise _raised[0]
 
 
+def is_handlers_error(error: BaseException) -> bool:
+    """Whether a signal handler of the caller raised an error in this call."""
+    return any(error is raised for raised in _raised)
+
+
 class draft_errors:
     """Around what a draft computes: hand its error to ``failed``. A signal handler's error is the caller's, and passes."""
 

@@ -1,0 +1,174 @@
+"""Calls that are left to transformers' own decoding loop, because other people's code takes part in them: see :mod:`pipespec.engine.known`.
+
+The loop runs the model, its cache, the processors and the criteria as without a pipeline. What it chooses is still coupled: the last processor leaves
+one token per row, drawn with the noise of the row's key.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel
+
+from pipespec.api.caches import for_transformers
+from pipespec.api.output import PipelineOutput
+from pipespec.api.prepare import CallOptions
+from pipespec.engine.cache import RowCache
+from pipespec.engine.sampling import nothing_to_draw, row_seeds, with_penalties
+from pipespec.errors import Unsupported
+from pipespec.models.compat import mask_columns_of_call
+from pipespec.observe import Report
+from pipespec.observe.report import StageReport
+from pipespec_kernels import ops
+from pipespec_kernels.noise import Noise
+
+TRANSFORMERS = "transformers"
+"""The schedule of such calls, for their report."""
+
+
+class _Choice:
+    """The last logits processor: keeps the scores, and in sampled calls leaves the token that the noise chooses.
+
+    Args:
+        seeds: per row, the key of its noise; None: greedy.
+        skipped: per row, ids of ``input_ids`` that are padding, less the tokens that a cache holds before them.
+        keeps: whether to keep the scores.
+
+    Attributes:
+        ids: those of the last call, ``[B, n]``.
+        scores: per generated token ``[B, V]``.
+        seconds_to_first: until the first call.
+    """
+
+    def __init__(self, seeds: Sequence[int] | None, skipped: torch.Tensor, keeps: bool) -> None:
+        self._keys = (
+            None if seeds is None else torch.tensor([seed - 2**64 if seed >= 2**63 else seed for seed in seeds])
+        )
+        self._skipped, self._keeps = skipped.cpu(), keeps
+        self.ids: torch.Tensor | None = None
+        self.scores: list[torch.Tensor] = []
+        self.began = time.perf_counter()
+        self.seconds_to_first: float | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.ids = input_ids
+        if self.seconds_to_first is None:
+            self.seconds_to_first = time.perf_counter() - self.began
+        if self._keeps:
+            self.scores.append(scores)
+        if self._keys is None:
+            return scores
+        positions = input_ids.shape[1] - self._skipped
+        for row in torch.nonzero(~torch.isfinite(scores.amax(-1))).flatten().tolist():
+            raise nothing_to_draw(row, int(positions[row]))
+        ones = torch.ones(len(scores), dtype=torch.float32, device="cpu")
+        noise = Noise(self._keys, positions, ones)
+        chosen = ops.sample(scores.float()[:, None].contiguous(), noise).long()
+        return torch.full_like(scores, -torch.inf).scatter_(1, chosen.to(scores.device), 0.0)
+
+
+def decode(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: GenerationConfig,
+    *,
+    options: CallOptions,
+    cause: str,
+    on_failure: Callable[[torch.Tensor | None], None],
+    **model_kwargs: Any,
+) -> tuple[Any, Report]:
+    """Run a call whose arguments transformers has prepared in the loop of ``model``.
+
+    Args:
+        model: the target.
+        input_ids: ``[B, S]``, as all arguments that transformers prepares.
+        logits_processor: processors of the scores.
+        stopping_criteria: criteria.
+        generation_config: the merged configuration.
+        options: what transformers has not prepared.
+        cause: why the call is left to it.
+        on_failure: gets the text so far if the call fails.
+        **model_kwargs: for the forward.
+
+    Returns:
+        The result of ``generate()``, and the report.
+
+    Raises:
+        NotImplementedError: an argument of pipespec's own that this loop does not have.
+    """
+    config, rows = generation_config, len(input_ids)
+    if options.grammar is not None or options.logprobs is not None:
+        name = "grammar" if options.grammar is not None else "logprobs"
+        raise Unsupported(name, f"generate(): {name} is not supported where transformers decodes: {cause}")
+    seeds = None
+    if config.do_sample or options.seed is not None:
+        seeds = row_seeds(options.seed, rows)
+    seeds = seeds if config.do_sample else None
+    processors = with_penalties(logits_processor, input_ids.shape[1], **options.penalties)
+    keeps = bool(config.return_dict_in_generate and config.output_scores)
+    choice = _Choice(seeds, _skipped(input_ids, config, model_kwargs), keeps)
+    if options.streamer is not None and not options.prompt_streamed:
+        options.streamer.put(input_ids.cpu())
+    began = time.perf_counter()
+    try:
+        result = type(model)._sample(
+            model,
+            input_ids,
+            logits_processor=LogitsProcessorList([*processors, choice]),
+            stopping_criteria=stopping_criteria,
+            generation_config=config,
+            synced_gpus=False,
+            streamer=options.streamer,
+            **model_kwargs,
+        )
+    except BaseException:
+        on_failure(choice.ids)
+        raise
+    sequences = result if isinstance(result, torch.Tensor) else result.sequences
+    report = _report(sequences, input_ids.shape[1], time.perf_counter() - began, choice, cause, seeds)
+    if isinstance(result, torch.Tensor):
+        return result, report
+    scores = tuple(choice.scores) if keeps else None
+    cache = result.past_key_values
+    return PipelineOutput(
+        sequences, scores=scores, logits=result.logits, past_key_values=cache, speculation=report
+    ), report
+
+
+def cache_for(model: PreTrainedModel, cache: Cache | None, **call: Any) -> Cache | None:
+    """The caller's cache for transformers' loop, see :func:`pipespec.api.caches.for_transformers`."""
+    return for_transformers(model, past_key_values=cache, **call) if isinstance(cache, RowCache) else cache
+
+
+def _skipped(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> torch.Tensor:
+    """Per row, columns of ``input_ids`` that are padding, less the tokens that the mask has before them."""
+    (rows, width), mask = input_ids.shape, model_kwargs.get("attention_mask")
+    if mask is None or mask.ndim != 2:
+        return torch.full((rows,), width - mask_columns_of_call(config, model_kwargs.get("position_ids"), width))
+    return width - (mask != 0).sum(1)
+
+
+def _report(
+    sequences: torch.Tensor, width: int, seconds: float, choice: _Choice, cause: str, seeds: Sequence[int] | None
+) -> Report:
+    rows, columns = sequences.shape
+    tokens = rows * (columns - width)
+    stage = StageReport(
+        "target", tokens, rows * width + tokens - rows, 0, 0, tokens, 0, 0, 0, (tokens,), f"{TRANSFORMERS}: {cause}"
+    )
+    first = choice.seconds_to_first if choice.seconds_to_first is not None else seconds
+    return Report(
+        TRANSFORMERS,
+        rows,
+        tokens,
+        seconds,
+        first,
+        (stage,),
+        None if seeds is None else tuple(seeds),
+        (f"transformers decodes: {cause}",),
+    )

@@ -1,0 +1,543 @@
+"""Changes that programs make to a model, its calls and its process, for a test that draws some of them at random."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, LogitsProcessor, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+Undo = Callable[[], None]
+
+
+def _layers(model: PreTrainedModel) -> nn.ModuleList:
+    return model.model.layers
+
+
+def _coarse(x: torch.Tensor) -> torch.Tensor:
+    return (x * 2).round() / 2
+
+
+class Wrapped(nn.Module):
+    """A module around another one, whose result depends on the last column."""
+
+    def __init__(self, inner: nn.Module, last: bool = False) -> None:
+        super().__init__()
+        self.inner, self.last = inner, last
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = self.inner(*args, **kwargs)
+        if not self.last:
+            return out
+        first = out[0] if isinstance(out, tuple) else out
+        first = first.clone()
+        first[:, -1] *= 1.5
+        return (first, *out[1:]) if isinstance(out, tuple) else first
+
+
+def _on_first(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(out, tuple):
+        return (change(out[0].clone()), *out[1:])
+    return change(out.clone())
+
+
+def _last(x: torch.Tensor) -> torch.Tensor:
+    x[:, -1] += 0.7
+    return x
+
+
+def _by_width(x: torch.Tensor) -> torch.Tensor:
+    return x * 1.3 if x.shape[1] == 1 else x
+
+
+def _patched(place: Any, name: str, make: Callable[[Any], Any]) -> Undo:
+    """Replace an attribute by what ``make`` makes of it, until the result is called."""
+    is_own, before = name in vars(place), getattr(place, name)
+    setattr(place, name, make(before))
+
+    def undo() -> None:
+        if is_own:
+            setattr(place, name, before)
+        else:
+            delattr(place, name)
+
+    return undo
+
+
+# ---- code
+
+
+def class_forward(kind_of: Callable[[PreTrainedModel], type], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    def apply(model: PreTrainedModel) -> Undo:
+        def make(before: Any) -> Any:
+            return lambda self, *args, **kwargs: _on_first(before(self, *args, **kwargs), change)
+
+        return _patched(kind_of(model), "forward", make)
+
+    return apply
+
+
+def instance_forward(model: PreTrainedModel) -> None:
+    mlp = _layers(model)[1].mlp
+    before = type(mlp).forward
+    mlp.forward = types.MethodType(lambda self, x: _by_width(before(self, x)), mlp)
+
+
+def module_function(name: str) -> Any:
+    def apply(model: PreTrainedModel) -> Undo | None:
+        import sys
+
+        source = sys.modules[type(model).__module__]
+        if not hasattr(source, name):
+            return None
+        if name == "rotate_half":
+            return _patched(source, name, lambda before: lambda x: before(x) * (1.2 if x.shape[2] == 1 else 1.0))
+        return _patched(source, name, lambda before: lambda *a, **kw: tuple(0.9 * x for x in before(*a, **kw)))
+
+    return apply
+
+
+def torch_function(name: str) -> Any:
+    def apply(model: PreTrainedModel) -> Undo:
+        def make(before: Any) -> Any:
+            def changed(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+                out: torch.Tensor = before(x, *args, **kwargs)
+                return out * 1.1 if x.shape[-2:-1] == (1,) else out
+
+            return changed
+
+        return _patched(F, name, make)
+
+    return apply
+
+
+def registered_attention(has_mask: bool) -> Any:
+    def apply(model: PreTrainedModel) -> None:
+        name = f"hostile_{has_mask}"
+        AttentionInterface.register(name, lambda *args, **kwargs: sdpa_attention_forward(*args, **kwargs))
+        if has_mask:
+            AttentionMaskInterface.register(name, sdpa_mask)
+        model.set_attn_implementation(name)
+
+    return apply
+
+
+def replaced_attention(model: PreTrainedModel) -> Undo:
+    mapping = AttentionInterface._global_mapping
+    before = mapping["sdpa"]
+
+    def changed(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return before(module, query * (0.5 if query.shape[2] == 1 else 1.0), *args, **kwargs)
+
+    mapping["sdpa"] = changed
+    return lambda: mapping.update(sdpa=before)
+
+
+def attention(name: str) -> Any:
+    return lambda model: model.set_attn_implementation(name)
+
+
+def cache_class(model: PreTrainedModel) -> Undo:
+    def make(before: Any) -> Any:
+        return lambda self, keys, values, *args, **kw: before(self, _coarse(keys), _coarse(values), *args, **kw)
+
+    return _patched(DynamicLayer, "update", make)
+
+
+# ---- hooks
+
+
+def hook(place: Callable[[PreTrainedModel], nn.Module], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    def apply(model: PreTrainedModel) -> None:
+        place(model).register_forward_hook(lambda module, args, out: _on_first(out, change))
+
+    return apply
+
+
+def pre_hook(model: PreTrainedModel) -> None:
+    def change(module: Any, args: Any) -> Any:
+        return (_by_width(args[0]), *args[1:])
+
+    _layers(model)[0].mlp.register_forward_pre_hook(change)
+
+
+def global_hook(model: PreTrainedModel) -> Undo:
+    kind = type(_layers(model)[0].mlp)
+
+    def change(module: Any, args: Any, out: Any) -> Any:
+        return _on_first(out, _last) if isinstance(module, kind) else None
+
+    return nn.modules.module.register_module_forward_hook(change).remove
+
+
+# ---- weights
+
+
+def by_data(model: PreTrainedModel) -> None:
+    _layers(model)[1].mlp.down_proj.weight.data[3, 5] = 9.0
+
+
+def by_numpy(model: PreTrainedModel) -> None:
+    np.asarray(model.get_input_embeddings().weight.detach())[5:60] *= 2
+
+
+def in_place(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        model.get_output_embeddings().weight[5:9].mul_(1.7)
+
+
+def swapped_data(model: PreTrainedModel) -> None:
+    norm = _layers(model)[0].input_layernorm
+    norm.weight.data = norm.weight.data * 1.4
+
+
+def new_parameter(model: PreTrainedModel) -> None:
+    linear = _layers(model)[1].self_attn.o_proj
+    linear.weight = nn.Parameter(linear.weight.detach() * 0.6)
+
+
+def frequencies(model: PreTrainedModel) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def frequencies_by_numpy(model: PreTrainedModel) -> None:
+    np.multiply(model.model.rotary_emb.inv_freq.numpy(), 0.3, out=model.model.rotary_emb.inv_freq.numpy())
+
+
+def number(model: PreTrainedModel) -> None:
+    for layer in _layers(model):
+        layer.self_attn.scaling *= 1.5
+
+
+def one_number(model: PreTrainedModel) -> None:
+    _layers(model)[1].self_attn.scaling *= 1.5
+
+
+def epsilon(model: PreTrainedModel) -> None:
+    norm = _layers(model)[0].post_attention_layernorm
+    name = "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps"
+    setattr(norm, name, 0.5)
+
+
+def tied(model: PreTrainedModel) -> None:
+    model.lm_head.weight = model.get_input_embeddings().weight
+
+
+def optimizer_step(model: PreTrainedModel) -> None:
+    model.train()
+    ids = torch.arange(3, 19)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    torch.optim.SGD(model.parameters(), 0.5).step()
+    model.zero_grad()
+    model.eval()
+
+
+def stays_in_training(model: PreTrainedModel) -> None:
+    model.train()
+
+
+def double(model: PreTrainedModel) -> None:
+    model.double()
+
+
+# ---- structure
+
+
+def wrapped(place: str, last: bool = False) -> Any:
+    def apply(model: PreTrainedModel) -> None:
+        if place == "layer":
+            _layers(model)[1] = Wrapped(_layers(model)[1], last)
+        elif place == "head":
+            model.lm_head = Wrapped(model.lm_head, last)
+        elif place == "embedding":
+            model.set_input_embeddings(Wrapped(model.get_input_embeddings(), last))
+        elif place == "norm":
+            model.model.norm = Wrapped(model.model.norm, last)
+        else:
+            setattr(_layers(model)[1], place, Wrapped(getattr(_layers(model)[1], place), last))
+
+    return apply
+
+
+def fewer_layers(model: PreTrainedModel) -> None:
+    model.model.layers = nn.ModuleList(list(_layers(model))[:-1])
+
+
+def fewer_by_config(model: PreTrainedModel) -> None:
+    model.config.num_hidden_layers -= 1
+
+
+def exchanged_layers(model: PreTrainedModel) -> None:
+    layers = _layers(model)
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def more_tokens(model: PreTrainedModel) -> None:
+    torch.manual_seed(11)
+    model.resize_token_embeddings(model.config.vocab_size + 8, mean_resizing=False)
+    model.eval()
+
+
+def head_with_bias(model: PreTrainedModel) -> None:
+    old = model.lm_head
+    model.lm_head = nn.Linear(old.in_features, old.out_features)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(old.weight)
+        model.lm_head.bias.copy_(torch.linspace(-1, 1, old.out_features))
+
+
+def identity_mlp(model: PreTrainedModel) -> None:
+    _layers(model)[1].mlp = nn.Identity()
+
+
+class _Own:
+    pass
+
+
+def own_class(model: PreTrainedModel) -> None:
+    kind = type(model)
+
+    def prepare(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        given = kind.prepare_inputs_for_generation(self, input_ids, **kwargs)
+        if given.get("input_ids") is not None:
+            given["input_ids"] = given["input_ids"].clamp(max=60)
+        return given
+
+    model.__class__ = type(
+        f"Own{kind.__name__}", (kind,), {"prepare_inputs_for_generation": prepare, "__module__": __name__}
+    )
+
+
+def own_inputs(model: PreTrainedModel) -> None:
+    kind = type(model)
+
+    def prepare(input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        given = kind.prepare_inputs_for_generation(model, input_ids, **kwargs)
+        if given.get("input_ids") is not None:
+            given["input_ids"] = given["input_ids"].clamp(max=50)
+        return given
+
+    model.prepare_inputs_for_generation = prepare
+
+
+def own_update(model: PreTrainedModel) -> None:
+    kind = type(model)
+
+    def update(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs.logits[:, -1, 3:9] += 2.0
+        return kind._update_model_kwargs_for_generation(model, outputs, *args, **kwargs)
+
+    model._update_model_kwargs_for_generation = update
+
+
+def class_sample(model: PreTrainedModel) -> Undo:
+    def make(before: Any) -> Any:
+        def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+            out = before(self, *args, **kwargs)
+            return out if not isinstance(out, torch.Tensor) else torch.cat([out, out[:, -1:]], 1)
+
+        return sample
+
+    return _patched(type(model), "_sample", make)
+
+
+def own_forward(model: PreTrainedModel) -> None:
+    kind = type(model)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = kind.forward(model, *args, **kwargs)
+        out.logits = out.logits * torch.linspace(1, 2, out.logits.shape[-1])
+        return out
+
+    model.forward = forward
+
+
+# ---- configuration
+
+
+def cache_implementation(name: str) -> Any:
+    def apply(model: PreTrainedModel) -> None:
+        model.generation_config.cache_implementation = name
+
+    return apply
+
+
+def window(model: PreTrainedModel) -> None:
+    if getattr(model.config, "sliding_window", None):
+        model.config.sliding_window = 5
+
+
+def penalties(model: PreTrainedModel) -> None:
+    model.generation_config.repetition_penalty = 1.4
+
+
+def ends(model: PreTrainedModel) -> None:
+    model.generation_config.eos_token_id = [5, 9, 17, 33, 41]
+
+
+CHANGES: dict[str, Callable[[PreTrainedModel], Undo | None]] = {
+    "class of the attention, last column": class_forward(lambda m: type(_layers(m)[0].self_attn), _last),
+    "class of the MLP, width": class_forward(lambda m: type(_layers(m)[0].mlp), _by_width),
+    "class of the norm": class_forward(lambda m: type(m.model.norm), lambda x: x * 1.1),
+    "class nn.Linear": class_forward(lambda m: nn.Linear, _by_width),
+    "forward of an MLP": instance_forward,
+    "apply_rotary_pos_emb": module_function("apply_rotary_pos_emb"),
+    "rotate_half": module_function("rotate_half"),
+    "F.silu": torch_function("silu"),
+    "F.linear": torch_function("linear"),
+    "attention without a mask": registered_attention(False),
+    "attention with a mask": registered_attention(True),
+    "attention sdpa replaced": replaced_attention,
+    "eager": attention("eager"),
+    "class of the cache's layers": cache_class,
+    "hook, last column": hook(lambda m: _layers(m)[0], _last),
+    "hook, width": hook(lambda m: _layers(m)[1].mlp, _by_width),
+    "hook, everywhere": hook(lambda m: m.model.norm, lambda x: x * 0.8),
+    "hook of the head": hook(lambda m: m.lm_head, lambda x: x.roll(1, -1)),
+    "pre-hook": pre_hook,
+    "global hook": global_hook,
+    "weight by .data": by_data,
+    "weight by numpy": by_numpy,
+    "weight in place": in_place,
+    "other .data": swapped_data,
+    "other parameter": new_parameter,
+    "frequencies in place": frequencies,
+    "frequencies by numpy": frequencies_by_numpy,
+    "scaling of all layers": number,
+    "scaling of one layer": one_number,
+    "epsilon of a norm": epsilon,
+    "tied head": tied,
+    "a step of training": optimizer_step,
+    "training mode": stays_in_training,
+    "float64": double,
+    "wrapped layer": wrapped("layer"),
+    "wrapped layer, last column": wrapped("layer", True),
+    "wrapped attention": wrapped("self_attn"),
+    "wrapped MLP, last column": wrapped("mlp", True),
+    "wrapped head": wrapped("head"),
+    "wrapped embedding": wrapped("embedding"),
+    "wrapped norm": wrapped("norm", True),
+    "fewer layers": fewer_layers,
+    "fewer layers by configuration": fewer_by_config,
+    "exchanged layers": exchanged_layers,
+    "more tokens": more_tokens,
+    "head with a bias": head_with_bias,
+    "identity for an MLP": identity_mlp,
+    "own class": own_class,
+    "own prepare_inputs_for_generation": own_inputs,
+    "own _update_model_kwargs_for_generation": own_update,
+    "class's _sample": class_sample,
+    "own forward": own_forward,
+    "static cache": cache_implementation("static"),
+    "hybrid cache": cache_implementation("hybrid"),
+    "window": window,
+    "repetition penalty": penalties,
+    "ends": ends,
+}
+"""Changes of a model, of its classes or of the process. Some return what undoes them."""
+
+
+# ---- calls
+
+
+class Counting(LogitsProcessor):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return scores.roll(self.calls % 3, -1)
+
+
+class PerRow(LogitsProcessor):
+    """Has a number per row of the batch."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + torch.arange(len(scores))[:, None] * torch.linspace(-2, 2, scores.shape[1])
+
+
+class Rounded(DynamicCache):
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().update(_coarse(keys), _coarse(values), *args, **kwargs)
+
+
+class RoundedLayer(DynamicLayer):
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().update(_coarse(keys), _coarse(values), *args, **kwargs)
+
+
+def _own_update() -> DynamicCache:
+    cache = DynamicCache()
+    before = cache.update
+    cache.update = lambda keys, values, *args, **kw: before(_coarse(keys), values, *args, **kw)
+    return cache
+
+
+def _own_layers() -> DynamicCache:
+    cache = DynamicCache()
+    cache.layer_class_to_replicate = RoundedLayer
+    return cache
+
+
+def _prefix_function() -> Callable[[int, torch.Tensor], list[int]]:
+    calls = [0]
+
+    def allowed(row: int, ids: torch.Tensor) -> list[int]:
+        calls[0] += 1
+        return list(range(3 + calls[0] % 5, 60))
+
+    return allowed
+
+
+def _three(ids: torch.Tensor, scores: torch.Tensor, third: Any) -> torch.Tensor:
+    return scores
+
+
+CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "a plain cache": lambda: {"past_key_values": DynamicCache()},
+    "cache of a subclass": lambda: {"past_key_values": Rounded()},
+    "cache with layers": lambda: {"past_key_values": _own_layers()},
+    "cache with an update": lambda: {"past_key_values": _own_update()},
+    "counting processor": lambda: {"logits_processor": [Counting()]},
+    "processor per row": lambda: {"logits_processor": [PerRow()]},
+    "prefix function": lambda: {"prefix_allowed_tokens_fn": _prefix_function()},
+    "processor of three": lambda: {"logits_processor": [_three]},
+    "beams": lambda: {"num_beams": 2},
+    "scores": lambda: {"return_dict_in_generate": True, "output_scores": True},
+    "sampled": lambda: {"do_sample": True, "top_k": 1},
+}
+"""Arguments of a call, made anew for each."""
+
+
+class _Scaling(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 1.05 if func is F.linear else out
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+AROUND: dict[str, Callable[[], Any]] = {
+    "nothing": nothing,
+    "inference mode": torch.inference_mode,
+    "function mode": _Scaling,
+}
+"""What a call runs in."""
+
+copy_of = copy.deepcopy

@@ -1,0 +1,477 @@
+"""What other people's code changes: a pipeline's own forms give way, an attached model says what the bare one says, and never fails where that works."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GenerationMixin, LogitsProcessor, StaticCache, UnbatchedClassifierFreeGuidanceLogitsProcessor
+
+import pipespec
+from pipespec import Pipeline, SpeedWarning
+from pipespec.engine import known
+from pipespec.engine.values import Checksums
+from tests.conftest import noisy, random_llama, random_prompts
+from tests.pipespec import hostile
+from tests.pipespec.tiny_models import FAMILIES, make
+from tests.trials import trials
+
+NEW = 16
+IDS = random_prompts(1, seed=3, shortest=12, longest=12)[0][None] % 90 + 3
+TWO = torch.stack(random_prompts(2, seed=4, shortest=9, longest=9))
+
+
+def bare(model, ids=IDS, **given):
+    return GenerationMixin.generate(model, ids, **{"max_new_tokens": NEW, "do_sample": False} | given)
+
+
+def ours(model, ids=IDS, **given):
+    return model.generate(ids, **{"max_new_tokens": NEW, "do_sample": False} | given)
+
+
+@pytest.fixture
+def model():
+    return random_llama(3)
+
+
+@pytest.fixture
+def attached(model):
+    pipe = pipespec.attach(model, noisy(model, 0.02), schedule="lockstep")
+    yield pipe
+    if pipespec.attached(model) is pipe:
+        pipespec.detach(model)
+
+
+# ---- what is known
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_models_of_transformers_are_known(name):
+    assert known.why_unknown(make(name)) is None
+
+
+def test_a_known_model_is_looked_at_once(model, monkeypatch):
+    assert known.why_unknown(model) is None
+    monkeypatch.setattr(known, "_why_foreign", None)  # a second look would fail
+    assert known.why_unknown(model) is None
+    pipespec.refresh(model)
+    with pytest.raises(TypeError):
+        known.why_unknown(model)
+
+
+NOT_SEEN = {
+    "eager",
+    "tied head",
+    "more tokens",
+    "fewer layers",
+    "static cache",
+    "hybrid cache",
+    "window",
+    "repetition penalty",
+    "ends",
+}
+"""Changes of :data:`hostile.CHANGES` after which a model is still known, beside those of weights and numbers."""
+
+CODE = [name for name in hostile.CHANGES if name.startswith(("class", "forward", "apply", "rotate", "F.", "attention", "hook", "pre-", "global", "wrapped", "own"))]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CODE)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_changed_code_is_seen(name, when):
+    """Before and after the model was first looked at; undone, the model is known again."""
+    model = make("llama")
+    if when == "after":
+        assert known.why_unknown(model) is None
+    undo = hostile.CHANGES[name](model)
+    assert known.why_unknown(model) is not None
+    if undo is not None:
+        undo()
+        assert known.why_unknown(model) is None
+
+
+def test_modes_are_seen(model):
+    with hostile._Scaling():
+        assert known.why_unknown(model) == "a TorchFunctionMode is active"
+    with torch.device("cpu"):
+        assert known.why_unknown(model) is None
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checksums_see_every_value(dtype):
+    noise = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=noise).to(dtype) for shape in ((300, 400), (7,), (33, 5))]
+    sums = Checksums(tensors)
+    for _ in range(trials(ci=20, nightly=500)):
+        tensor = tensors[int(torch.randint(0, 3, (), generator=noise))]
+        at = int(torch.randint(0, tensor.numel(), (), generator=noise))
+        before = tensor.view(-1)[at].clone()
+        assert sums.agree()
+        tensor.data.view(-1)[at] += 3
+        assert not sums.agree()
+        tensor.data.view(-1)[at] = before
+    assert sums.agree()
+
+
+def test_a_large_model_is_checked_in_turn():
+    large = torch.zeros(3 << 20)
+    sums = Checksums([large])
+    large.data[2 << 20] = 1.0
+    seen = [sums.agree() for _ in range(30)]
+    assert seen[0]
+    assert not all(seen)
+    sums = Checksums([large])
+    large.data[2 << 20] = 0.0
+    sums.spend(1e3)  # half a percent of it is time enough for all
+    assert not sums.agree()
+
+
+@pytest.mark.parametrize("name", ["weight by .data", "weight by numpy", "frequencies in place", "frequencies by numpy"])
+@pytest.mark.parametrize("native", [True, False])
+def test_values_change_between_calls(name, native):
+    model = make("llama")
+    pipespec.attach(model, "ngram", schedule="lockstep", native=native)
+    before = ours(model)
+    hostile.CHANGES[name](model)
+    assert not torch.equal(ours(model), before)
+    assert torch.equal(ours(model), bare(model))
+    pipespec.detach(model)
+
+
+# ---- caches, attentions, processors of the caller
+
+
+@pytest.mark.parametrize("name", ["cache of a subclass", "cache with layers", "cache with an update"])
+@pytest.mark.parametrize("schedule", ["plain", "lockstep"])
+def test_a_cache_of_the_caller_is_used(model, name, schedule):
+    wanted = bare(model, **hostile.CALLS[name]())
+    assert not torch.equal(wanted, bare(model))
+    pipe = pipespec.attach(model, noisy(model, 0.02) if schedule == "lockstep" else (), schedule=schedule)
+    with pytest.warns(SpeedWarning, match="methods or layers of its own"):
+        assert torch.equal(ours(model, **hostile.CALLS[name]()), wanted)
+    with pytest.warns(SpeedWarning, match="transformers' own loop"):
+        assert torch.equal(pipe.generate(IDS, max_new_tokens=NEW, do_sample=False, **hostile.CALLS[name]()), wanted)
+    assert pipe.report.schedule == "transformers"
+    assert pipe.report.tokens == NEW
+
+
+@pytest.mark.parametrize("name", ["attention without a mask", "attention with a mask", "attention sdpa replaced"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_an_attention_of_the_caller_is_used(model, name, rows):
+    undo = hostile.CHANGES[name](model)
+    try:
+        ids = IDS if rows == 1 else TWO
+        wanted = bare(model, ids)
+        pipe = pipespec.attach(model, "ngram", schedule="lockstep")
+        assert torch.equal(ours(model, ids), wanted)
+        assert torch.equal(pipe.generate(ids, max_new_tokens=NEW, do_sample=False), wanted)
+    finally:
+        if undo is not None:
+            undo()
+
+
+class Steps(LogitsProcessor):
+    """Has a state per row of the batch, and counts its calls, as matchers of grammars do."""
+
+    def __init__(self) -> None:
+        self.states: list[int] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.states = self.states or list(range(len(input_ids)))
+        if len(self.states) != len(input_ids):
+            raise ValueError("another number of rows than before")
+        self.states = [state + 1 for state in self.states]
+        out: torch.Tensor = torch.stack([row.roll(state, -1) for row, state in zip(scores, self.states, strict=True)])
+        return out
+
+
+def test_processors_that_know_the_batch(model, attached):
+    cfg = UnbatchedClassifierFreeGuidanceLogitsProcessor
+    for make_one in (Steps, lambda: cfg(1.5, model, unconditional_ids=TWO[:, -3:].clone())):
+        wanted = bare(model, TWO, logits_processor=[make_one()])
+        assert torch.equal(ours(model, TWO, logits_processor=[make_one()]), wanted)
+        assert torch.equal(
+            attached.generate(TWO, max_new_tokens=NEW, do_sample=False, logits_processor=[make_one()]), wanted
+        )
+    # Several answers to one prompt are a batch, too.
+    options = {"do_sample": True, "top_k": 1, "num_return_sequences": 2}
+    wanted = bare(model, logits_processor=[Steps()], **options)
+    assert torch.equal(ours(model, logits_processor=[Steps()], **options), wanted)
+    assert attached.report.schedule == "transformers"  # of the call of generate() above
+    # One row is the whole batch.
+    wanted = bare(model, logits_processor=[Steps()])
+    assert torch.equal(ours(model, logits_processor=[Steps()]), wanted)
+    assert attached.report.schedule == "lockstep"
+
+
+def test_sampled_text_of_a_seed_is_the_same_where_transformers_decodes(model, attached):
+    sampled = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.8, "top_k": 40, "seed": 5}
+    wanted = attached.generate(TWO, **sampled)
+    assert attached.report.schedule == "lockstep"
+
+    def nothing(ids, scores):
+        return scores
+
+    found = attached.generate(
+        TWO, logits_processor=[nothing], return_dict_in_generate=True, output_scores=True, **sampled
+    )
+    assert attached.report.schedule == "transformers"
+    assert torch.equal(found.sequences, wanted)
+    assert len(found.scores) == NEW
+    assert bool((torch.isfinite(found.scores[0]).sum(1) == 40).all())
+
+
+# ---- prompts, structures, life of a model
+
+
+def test_a_learned_prompt_put_on_later(model, attached):
+    """As peft does it: the instance gets a prepare_inputs_for_generation() of its own."""
+    kind, prompt = type(model), torch.randn(1, 4, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
+
+    def prepare(ids: torch.Tensor, **kwargs: Any) -> Any:
+        given = kind.prepare_inputs_for_generation(model, ids, **kwargs)
+        if given["past_key_values"].get_seq_length() == 0:
+            given["inputs_embeds"] = torch.cat([prompt, model.get_input_embeddings()(given.pop("input_ids"))], 1)
+        return {
+            name: value
+            for name, value in given.items()
+            if name not in ("attention_mask", "position_ids", "cache_position")
+        }
+
+    before = ours(model)
+    model.prepare_inputs_for_generation = prepare
+    wanted = bare(model)
+    assert not torch.equal(wanted, before)
+    with pytest.warns(SpeedWarning, match=r"it has a prepare_inputs_for_generation\(\) of its own"):
+        assert torch.equal(ours(model), wanted)
+    del model.prepare_inputs_for_generation
+    assert torch.equal(ours(model), before)
+
+
+def test_an_activated_adapter_sees_whole_prompts(model):
+    model.peft_config = {"default": types.SimpleNamespace(alora_invocation_tokens=[7, 8])}
+    assert "activated LoRA" in known.why_unknown(model)
+
+
+def test_tokens_that_were_added(model, attached):
+    torch.manual_seed(3)
+    model.resize_token_embeddings(model.config.vocab_size + 20, mean_resizing=False)
+    new = model.config.vocab_size - 5
+    with torch.no_grad():
+        model.lm_head.weight[new] = 1.5 * model.lm_head.weight[int(bare(model)[0, -1])]
+    ids = torch.cat([IDS, torch.tensor([[new, new + 1, 4]])], 1)
+    assert int(bare(model, ids)[0, ids.shape[1] :].max()) >= new
+    for given in (IDS, ids):
+        assert torch.equal(ours(model, given), bare(model, given))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in hostile.CHANGES if name.startswith(("wrapped", "fewer", "exchanged", "identity", "head"))]
+)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "olmo2"])
+def test_other_structures(kind, name):
+    changed = make(kind)
+    hostile.CHANGES[name](changed)
+    pipespec.attach(changed, "ngram", schedule="lockstep")
+    assert torch.equal(ours(changed), bare(changed))
+    later = make(kind)
+    pipespec.attach(later, "ngram", schedule="lockstep")
+    ours(later)
+    hostile.CHANGES[name](later)
+    assert torch.equal(ours(later), bare(later))
+
+
+def test_a_checkpoint_that_asks_for_a_hybrid_cache():
+    model = make("gemma2, mixed, caps")
+    model.generation_config.cache_implementation = "hybrid"
+    wanted = bare(model)
+    pipe = pipespec.attach(model, "ngram", schedule="lockstep")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SpeedWarning)
+        assert torch.equal(ours(model), wanted)
+    assert pipe.report.schedule == "lockstep"
+    with pytest.warns(SpeedWarning, match="cache_implementation"):
+        ours(model, cache_implementation="static")
+
+
+def test_float16_on_the_cpu_is_left_to_transformers(model, attached):
+    model.half()
+    with pytest.warns(SpeedWarning, match="float16 on the CPU"):
+        assert torch.equal(ours(model), bare(model))
+    model.float()
+    ours(model)
+    assert attached.report.schedule == "lockstep"
+
+
+@pytest.mark.parametrize("name", ["hook, last column", "hook, width", "hook, everywhere"])
+@pytest.mark.parametrize("schedule", ["plain", "lockstep"])
+def test_hooks_see_what_transformers_feeds(model, name, schedule):
+    seen: list[Any] = []
+    model.model.layers[0].register_forward_hook(lambda module, args, out: seen.append(args[0].shape))
+    hostile.CHANGES[name](model)
+    wanted, widths = bare(model), list(seen)
+    pipespec.attach(model, "ngram" if schedule == "lockstep" else (), schedule=schedule)
+    seen.clear()
+    with pytest.warns(SpeedWarning, match="has hooks"):
+        assert torch.equal(ours(model), wanted)
+    assert seen == widths
+
+
+def test_code_that_is_trusted_speculates(model, attached):
+    seen: list[int] = []
+
+    def note(module: nn.Module, args: Any) -> None:
+        seen.append(args[0].shape[1])
+
+    model.model.norm.register_forward_pre_hook(note)
+    pipespec.trust(note)
+    assert torch.equal(ours(model), bare(model))
+    assert attached.report.schedule == "lockstep"
+    with pytest.raises(TypeError, match="functions, classes and names"):
+        pipespec.trust(3)
+
+
+def test_an_attached_model_is_loaded_without_pipespec(model, attached, tmp_path: Path):
+    torch.save(model, tmp_path / "model.pt")
+    text = ours(model, max_new_tokens=6)
+    program = (
+        "import sys, torch\n"
+        "sys.modules['pipespec'] = sys.modules['pipespec_kernels'] = None\n"
+        f"m = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)\n"
+        f"print(m.generate(torch.tensor({IDS.tolist()}), max_new_tokens=6, do_sample=False).tolist())\n"
+    )
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert out.stdout.strip() == str(text.tolist()), out.stderr
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    assert b"pipespec" not in stored.getvalue()
+
+
+# ---- errors before the first token
+
+
+class Injected(RuntimeError):
+    """An error of a line."""
+
+
+class Injector:
+    """Raises an error at the ``at``-th line that a call runs in pipespec's files; None: counts them."""
+
+    def __init__(self, at: int | None) -> None:
+        self.at, self.lines, self.where, self.has_begun = at, 0, "", False
+        self.root = str(Path(pipespec.__file__).parent)
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        self.has_begun |= code.co_name == "generate_known"
+        # What decides about the fallback, and the record of errors, are not preparation.
+        if (
+            not self.has_begun
+            or not code.co_filename.startswith(self.root)
+            or code.co_filename.endswith(("attach.py", "errors.py", "observe/text.py"))
+        ):
+            return None
+        return self.on_line
+
+    def on_line(self, frame: Any, event: str, arg: Any) -> Any:
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.at:
+                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                raise Injected(self.where)
+        return self.on_line
+
+
+def _traced(injector: Injector, call: Any) -> Any:
+    before = sys.gettrace()
+    sys.settrace(injector)
+    try:
+        return call()
+    finally:
+        sys.settrace(before)
+
+
+def test_an_error_in_any_line_before_the_first_token(model):
+    """transformers decodes the call, and the warning has the cause. Behind the first token, the error comes out."""
+    wanted = bare(model, max_new_tokens=3)
+    lines = Injector(None)
+    pipespec.attach(model, "ngram", schedule="lockstep")
+    ours(model, max_new_tokens=3)  # packs the weights
+    _traced(lines, lambda: ours(model, max_new_tokens=3))
+    assert lines.lines > 300
+    count = trials(ci=60, nightly=lines.lines)
+    fell_back = 0
+    for i in range(count):
+        injector = Injector(1 + i * lines.lines // count)
+        pipe = pipespec.attached(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                out = _traced(injector, lambda: ours(model, max_new_tokens=3))
+            except Injected:
+                out = None
+            if out is None:
+                # Something was committed.
+                assert pipe.partial is not None, injector.where
+                assert pipe.partial.shape[1] > IDS.shape[1], injector.where
+            else:
+                assert torch.equal(out, wanted), injector.where
+                fell_back += any(str(w.message).find("Injected") >= 0 for w in caught)
+        pipespec.detach(model)
+        pipespec.attach(model, "ngram", schedule="lockstep")
+        assert torch.equal(ours(model, max_new_tokens=3), wanted), injector.where
+    assert fell_back > count // 4
+
+
+def test_errors_of_the_caller_come_out(model, attached):
+    class Streamer:
+        def put(self, value):
+            raise LookupError("of the streamer")
+
+        def end(self):
+            pass
+
+    def fails(ids, scores):
+        raise LookupError("of the processor")
+
+    for given in ({"streamer": Streamer()}, {"logits_processor": [fails]}):
+        with pytest.raises(LookupError, match="of the"):
+            ours(model, **given)
+
+
+def test_errors_of_both_are_transformers(model, attached):
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        ours(model, max_new_tokens=-4)
+
+
+def test_a_call_from_inside_of_a_call(model, attached):
+    """The bare model can do that, so an attached one can."""
+    inner = []
+
+    class Streamer:
+        def put(self, value):
+            if not inner:
+                inner.append(ours(model, TWO[:1]))
+
+        def end(self):
+            pass
+
+    assert torch.equal(ours(model, streamer=Streamer()), bare(model))
+    assert torch.equal(inner[0], bare(model, TWO[:1]))
+
+
+def test_a_pipeline_refuses_before_any_work(model):
+    pipe = Pipeline(model, schedule="plain")
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    with pytest.raises(NotImplementedError, match="past_key_values"):
+        pipe.generate(IDS, past_key_values=cache, max_new_tokens=3)
