@@ -14,6 +14,7 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
 
+from pipespec import trust
 from pipespec.drivers import factory
 from tests.trials import PROFILE
 from tests.waiting import SECONDS, no_more_threads
@@ -81,6 +82,9 @@ class ByPosition(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores
+
+
+trust(ByPosition)
 
 
 def always_right(target: LlamaForCausalLM) -> LlamaForCausalLM:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from pipespec import Pipeline
+from pipespec import Pipeline, trust
 from pipespec.drivers.base import StageFailure
 from pipespec.process import shutdown
 from pipespec.process.signals import DelayedHandlers, handlers_watched, is_stopped
@@ -198,6 +198,7 @@ def test_an_error_that_a_draft_makes_out_of_the_callers(models):
                     signal.raise_signal(signal.SIGUSR1)
                 raise ArithmeticError("the draft's own")
 
+    trust(replaces)
     pipe = Pipeline(target, draft, schedule="lockstep", lookahead=4)
     with (
         raising(TimeoutError),

@@ -32,7 +32,8 @@ _trusted: set[Any] = set()
 
 
 def trust(*code: Any) -> None:
-    """Say of code of your own that it computes each column of a forward by itself, and each row: a hook that observes, an adapter, a model with remote code.
+    """Say of code of your own that it computes each column of a forward by itself, and each row: a hook that observes, an adapter, a model with remote code,
+    a logits processor that knows one row alone.
 
     Without that, transformers decodes a model that runs it, token by token, without drafts. With it, the code sees several columns at once, and the
     prompt in parts. If the statement is wrong, texts are, too.
@@ -55,6 +56,11 @@ def trust(*code: Any) -> None:
 def is_trusted(kind: type) -> bool:
     """Whether :func:`trust` was given a class, its module, or its package."""
     return bool(_trusted) and (kind in _trusted or _is_trusted_module(kind.__module__))
+
+
+def is_trusted_function(value: Any) -> bool:
+    """Whether :func:`trust` was given a function."""
+    return bool(_trusted) and getattr(value, "__code__", None) in _trusted
 
 
 def _is_trusted_module(name: Any) -> bool:
@@ -188,6 +194,8 @@ def patched_method(kind: type, names: Iterable[str] | None = None) -> str | None
         if name in _NEVER_CALLED or not matters:
             continue
         value = found[name]
+        if is_trusted_function(value):
+            continue
         if not is_ours or not is_original(value):
             return name
         # The method of another class is not this one's.
