@@ -30,6 +30,7 @@ _GENERATE = (
 )
 
 SOURCES: dict[str, tuple[str, ...]] = {
+    "controller.json": ("python/pipespec/engine/controller.py", "bench/controller_replay.py"),
     "exact.json": (*_ENGINE, "bench/exact.py"),
     "exact_real.json": (*_ENGINE, "bench/exact.py"),
     "generate_cpu.json": (*_GENERATE, "python/pipespec/demo"),

@@ -31,6 +31,7 @@ from pipespec.drivers.graphed.stage import GraphedStage
 from pipespec.engine.attention import ATTENTION
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampling import SamplingParams
+from pipespec.models.originals import trust
 
 MODELS = {
     "1B": {
@@ -177,6 +178,8 @@ def without_gpu(log: OperationLog) -> Iterator[None]:
         if not non_blocking:
             log.refused.append("waits for the device: copy_")
         return into
+
+    trust(copy)
 
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
         log.launches.append(kernel.__name__)

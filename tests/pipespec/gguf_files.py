@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pipespec_kernels.formats import FORMATS, quantize
+
+gguf = pytest.importorskip("gguf")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

@@ -5,7 +5,6 @@ import struct
 from dataclasses import replace
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -24,6 +23,8 @@ from pipespec.spd.partition import Partition, load_ends, load_stage
 from pipespec.spd.pipeline import SpeculativePipeline
 from pipespec_kernels.formats import FORMATS, dequantize
 from tests.pipespec.gguf_files import LARGE, SIZES, tiny, tokens, with_weights, write
+
+gguf = pytest.importorskip("gguf")
 
 TEXT = torch.tensor([[3, 9, 14, 15, 92, 65, 35, 8, 9, 79]])
 FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "gemma")

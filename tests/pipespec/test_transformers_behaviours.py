@@ -274,7 +274,7 @@ BEHAVIOURS: dict[str, Behaviour] = {
     "embeddings in a static cache": Behaviour(from_embeddings_in_a_static_cache, 0, ("inputs_embeds",)),
     # caches of a fixed size
     "static": Behaviour(call(RIGHT, DICT, cache_implementation="static"), 0, ("cache_implementation",)),
-    "static, all outputs": Behaviour(static_by_the_models_own_configuration, 0, ("cache_implementation",)),
+    "static, all outputs": Behaviour(static_by_the_models_own_configuration, 0, ("output_attentions",)),
     "static, the caller's": Behaviour(static_of_the_caller, 0, ("past_key_values",)),
     # errors
     "no such argument": Behaviour(call(ROW, past_key_valeus=1), fails=True),

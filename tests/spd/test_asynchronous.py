@@ -14,6 +14,7 @@ import torch
 
 from pipespec.drivers.base import StageFailure
 from pipespec.models import devices
+from pipespec.models.originals import trust
 from pipespec.spd import SpeculativePipeline, pipeline
 from pipespec.spd.chain import AsynchronousChain, ChainDrafter
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
@@ -248,8 +249,12 @@ def test_stages_at_once_under_autocast(model):
     draft, seen = noisy(model, 0.02), set()
     turn = SpeculativePipeline(model, [draft], stages=2)
     once = SpeculativePipeline(model, [draft], stages=2, devices=["cpu", "cpu"])
-    for stage in once._driver.stages:
-        stage.layers[0].mlp.down_proj.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
+
+    def observe(module, args, output):
+        seen.add(output.dtype)
+
+    trust(observe)
+    hooks = [stage.layers[0].mlp.down_proj.register_forward_hook(observe) for stage in once._driver.stages]
     for ids, options in calls():
         with torch.autocast("cpu", torch.bfloat16):
             outs = [
@@ -267,6 +272,8 @@ def test_stages_at_once_under_autocast(model):
         for one, other in zip(outs[0].logits, outs[1].logits, strict=True):
             assert torch.equal(one, other)
     assert seen == {torch.bfloat16}
+    for hook in hooks:
+        hook.remove()
 
 
 def looks_split(monkeypatch, model, layer: int) -> None:

@@ -328,6 +328,9 @@ def _why_other_layers(model: PreTrainedModel) -> str | None:
     layers = getattr(getattr(model, model.base_model_prefix, None), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         return None if layers is None else "its layers are not in a ModuleList"
+    if len(layers) == 0:
+        # The stages of its pipeline have them, in other processes.
+        return None
     count = text_config(model.config).num_hidden_layers
     if len(layers) != count:
         return f"it has {len(layers)} layers, and its configuration says {count}"
