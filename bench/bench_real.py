@@ -80,6 +80,19 @@ def options_of(draft: Any, third: Any) -> dict[str, tuple[list[Any], dict[str, A
     }
 
 
+PACKED = "GGUF"
+"""Rows of the models' GGUF files begin with it. Their texts are compared with those of the file's own plain decoding."""
+
+
+def packed_rows(target: Path, draft: Path) -> dict[str, tuple[Path, list[Any], dict[str, Any]]]:
+    """Rows of GGUF files: target, drafts and options."""
+    return {
+        f"{PACKED}, plain": (target, [], {"schedule": PLAIN.name}),
+        f"{PACKED}, default, no draft": (target, [], {}),
+        f"{PACKED}, default": (target, [draft], {}),
+    }
+
+
 def pipeline_row(target: Any, drafts: list[Any], options: dict[str, Any]) -> tuple[Row, Pipeline]:
     """A row of ours, and its pipeline."""
     drafts = [draft(target) if draft in (shuffled, copy.deepcopy) else draft for draft in drafts]
@@ -174,7 +187,8 @@ def summary(texts: dict[str, list[list[tuple[list[int], float, float]]]], kinds:
             first = {i: statistics.median(f for _, _, f in results[i]) for i in places}
             tokens = {i: len(results[i][0][0]) for i in places}
             ratios = [tokens[i] / seconds[i] / plain_rate[i] for i in places]
-            same = sum(results[i][0][0] == texts[PLAIN.name][i][0][0] for i in places)
+            own = f"{PACKED}, plain" if row.startswith(PACKED) else PLAIN.name
+            same = sum(results[i][0][0] == texts.get(own, results)[i][0][0] for i in places)
             rate = sum(tokens.values()) / sum(seconds.values())
             records.append(
                 {
@@ -225,8 +239,10 @@ README_ROWS = {
     "OpenVINO int4": "OpenVINO GenAI, 4 bits",
     "llama.cpp bfloat16, n-gram": "llama.cpp, n-gram drafts",
     "llama.cpp Q4_K_M, n-gram": "llama.cpp, Q4_K_M, n-gram drafts",
-    PLAIN: "pipespec, target alone",
+    PLAIN.name: "pipespec, target alone",
     "default": "pipespec, default",
+    f"{PACKED}, plain": "pipespec, Q4_K_M, target alone",
+    f"{PACKED}, default": "pipespec, Q4_K_M, default",
 }
 
 
@@ -330,11 +346,13 @@ def measure(options: argparse.Namespace) -> None:
     closing: list[Pipeline | LlamaServer | OpenVino] = []
     failed: dict[str, str] = {}
     third = load(options.third, options.dtype)
-    for name, (drafts, more) in options_of(draft, third).items():
+    ours = {name: (target, drafts, more) for name, (drafts, more) in options_of(draft, third).items()}
+    ours |= packed_rows(*(options.models / f"{name}.gguf" for name in (options.target, options.draft)))
+    for name, (model, drafts, more) in ours.items():
         if name != PLAIN.name and options.rows and name not in options.rows:
             continue
         try:
-            rows[name], pipe = pipeline_row(target, drafts, more)
+            rows[name], pipe = pipeline_row(model, drafts, more)
             closing.append(pipe)
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}"
