@@ -533,9 +533,8 @@ def test_a_run_of_one_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert set(rows) == {"plain", "reference-lockstep-tiny-small", "lockstep-tiny-small"}
     for row in rows.values():
         assert row.seconds_to_first_token > 0
-        # The order of the two depends on the machine. Tests with scripted seconds check the arithmetic.
-        assert row.decode_tokens_per_second is not None
-        assert row.decode_tokens_per_second > 0
+        # On a busy machine the call of one token may take longer than the whole one. Tests with scripted seconds check the arithmetic.
+        assert row.decode_tokens_per_second is None or row.decode_tokens_per_second > 0
     assert record["family"]["planted"]["measured"] is None
 
 
