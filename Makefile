@@ -1,6 +1,6 @@
 # make demo   the demonstration, on a fresh machine        make native   rebuild the native modules after a change
 # make test   everything that must pass, few trials        make test-all the same with all trials, and the coverage
-# make bench  the table of the README, measured here
+# make bench  the table of the bundled family, measured here
 #
 # Each first makes a virtual environment in .venv with the pinned versions of constraints.txt. To use an environment of
 # your own as it is, nothing installed into it:  make test ENV=/path/to/env
@@ -135,7 +135,7 @@ test-real: $(DEV) native
 	PIPESPEC_REAL_MODELS=$(abspath $(REAL)) $(PY) -m pytest -m real --durations=0 --durations-min=1
 
 bench: $(RUNTIME) native
-	$(PY) -m bench.bench_generate --rows readme --json build/bench/generate.json
+	$(PY) -m bench.bench_generate --rows assisted lookup ours-plain lockstep workers --json build/bench/generate.json
 
 # Which files of bench/results were measured by code that has changed since.
 check-results: $(DEV)

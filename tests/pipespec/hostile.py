@@ -519,7 +519,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "scores": lambda: {"return_dict_in_generate": True, "output_scores": True},
     "sampled": lambda: {"do_sample": True, "top_k": 1},
 }
-"""Arguments of a call, made anew for each."""
+"""By name, what makes the arguments of a call."""
 
 
 class _Scaling(torch.overrides.TorchFunctionMode):
