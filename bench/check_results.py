@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path("bench/results")
 
 _KERNELS = ("csrc", "pipespec_kernels")
-_ENGINE = (*_KERNELS, "python/pipespec/engine", "python/pipespec/drivers", "python/pipespec/models")
+_ENGINE = (*_KERNELS, "python/pipespec/engine", "python/pipespec/schedules", "python/pipespec/models")
 
 _GENERATE = (
     *_ENGINE,

@@ -15,7 +15,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
 
 from pipespec import trust
-from pipespec.drivers import factory
+from pipespec.schedules import factory
 from tests.trials import PROFILE
 from tests.waiting import SECONDS, no_more_threads
 
@@ -141,7 +141,7 @@ LIMITS = {
     "driver": ("_FINISH_TIMEOUT_S", "_RESTART_TIMEOUT_S", "_TEMPLATE_TIMEOUT_S", "_SEND_TIMEOUT_S", "_EXIT_TIMEOUT_S"),
     "template": ("_ANSWER_TIMEOUT_S", "_IMPORT_TIMEOUT_S"),
 }
-"""Time limits of worker processes, by module of ``pipespec.drivers.workers``."""
+"""Time limits of worker processes, by module of ``pipespec.schedules.workers``."""
 
 
 @pytest.fixture(autouse=True)
@@ -150,7 +150,7 @@ def patience() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:  # not the test's own one, which it may undo
         for module, names in LIMITS.items():
             # Tests that do not import it start no workers.
-            if imported := sys.modules.get(f"pipespec.drivers.workers.{module}"):
+            if imported := sys.modules.get(f"pipespec.schedules.workers.{module}"):
                 for name in names:
                     patch.setattr(imported, name, SECONDS)
         yield

@@ -10,13 +10,13 @@ from pipespec_kernels import __version__
 if TYPE_CHECKING:
     from pipespec.api.attach import attach, attached, detach
     from pipespec.api.pipeline import Pipeline
-    from pipespec.drivers.base import SpeedWarning, StageFailure
     from pipespec.engine.grammar import TokenMatcher
     from pipespec.engine.known import refresh
     from pipespec.engine.ngram import NgramDraft
     from pipespec.engine.sampling import OutputPenaltyLogitsProcessor
     from pipespec.models.originals import trust
     from pipespec.observe import Report, StageReport
+    from pipespec.schedules.base import SpeedWarning, StageFailure
 
 __all__ = [
     "NgramDraft",
@@ -41,8 +41,8 @@ _HOMES = {
     "OutputPenaltyLogitsProcessor": "pipespec.engine.sampling",
     "Pipeline": "pipespec.api.pipeline",
     "Report": "pipespec.observe",
-    "SpeedWarning": "pipespec.drivers.base",
-    "StageFailure": "pipespec.drivers.base",
+    "SpeedWarning": "pipespec.schedules.base",
+    "StageFailure": "pipespec.schedules.base",
     "StageReport": "pipespec.observe",
     "TokenMatcher": "pipespec.engine.grammar",
     "attach": "pipespec.api.attach",

@@ -35,7 +35,7 @@ class SpeculationConfig:
     """How a chain runs: one object for pipeline, factory and driver.
 
     :meth:`of` builds it from the arguments of :class:`pipespec.Pipeline`. ``dataclasses.replace`` makes the one for
-    :meth:`pipespec.drivers.base.Driver.steer`; ``lookahead`` may change between any two steps.
+    :meth:`pipespec.schedules.base.Driver.steer`; ``lookahead`` may change between any two steps.
 
     Args:
         schedule: One of :data:`pipespec.registry.SCHEDULES`.

@@ -89,26 +89,26 @@ def _imported(where: str) -> Any:
 
 PLAIN = Schedule(
     "plain",
-    "pipespec.drivers.lockstep:LockstepDriver",
+    "pipespec.schedules.lockstep:LockstepDriver",
     "the target alone, through the same loop; drafts are ignored",
     "comparison",
     frozenset(OPTIONS),  # those of drafts have no effect
-    captured="pipespec.drivers.graphed.rounds:RoundsDriver",
+    captured="pipespec.schedules.graphs.rounds:RoundsDriver",
     has_drafts=False,
 )
 LOCKSTEP = Schedule(
     "lockstep",
-    "pipespec.drivers.lockstep:LockstepDriver",
+    "pipespec.schedules.lockstep:LockstepDriver",
     "one after the other, in one process; with `graphs=True` a round is one captured CUDA graph",
     "a CPU, one GPU",
     frozenset({"graphs", "ngram", "translation", "confidence", "acceptance"}),
     lookahead=4,  # each draft token is paid for with its own time
-    captured="pipespec.drivers.graphed.rounds:RoundsDriver",
-    controlled="pipespec.drivers.controlled:ControlledDriver",
+    captured="pipespec.schedules.graphs.rounds:RoundsDriver",
+    controlled="pipespec.schedules.controlled:ControlledDriver",
 )
 WORKERS = Schedule(
     "workers",
-    "pipespec.drivers.workers.driver:WorkersDriver",
+    "pipespec.schedules.workers.driver:WorkersDriver",
     "each draft in a process of its own, the target in yours, all at once",
     "stages with a NUMA node or a device each; drafts that must not share a process with the target",
     frozenset({"ngram", "translation", "confidence"}),
@@ -117,23 +117,23 @@ WORKERS = Schedule(
 )
 STREAMS = Schedule(
     "streams",
-    "pipespec.drivers.graphed.streams:StreamsDriver",
+    "pipespec.schedules.graphs.streams:StreamsDriver",
     "in one process, a thread and a CUDA stream per stage, each step a captured graph",
     "several GPUs",
     frozenset({"graphs"}),
     lookahead=8,
-    captured="pipespec.drivers.graphed.streams:StreamsDriver",
+    captured="pipespec.schedules.graphs.streams:StreamsDriver",
     needs="GPUs",
 )
 RANKS = Schedule(
     "ranks",
-    "pipespec.drivers.ranks.driver:RanksDriver",
+    "pipespec.schedules.ranks.driver:RanksDriver",
     "each stage in a process that torchrun has started, on any machine",
     "[several machines](several-machines.md)",
     frozenset({"ngram", "translation"}),
     lookahead=8,
     needs="processes that torchrun starts",
-    join="pipespec.drivers.ranks.membership:join",
+    join="pipespec.schedules.ranks.membership:join",
 )
 
 SCHEDULES: Mapping[str, Schedule] = {row.name: row for row in (LOCKSTEP, WORKERS, STREAMS, RANKS, PLAIN)}

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from pipespec import Pipeline
 from pipespec.config import SpeculationConfig
-from pipespec.drivers.ranks.draft import DraftRank
-from pipespec.drivers.ranks.driver import RanksDriver
+from pipespec.schedules.ranks.draft import DraftRank
+from pipespec.schedules.ranks.driver import RanksDriver
 from pipespec.transport import Ranks, break_group
 from tests.waiting import SECONDS, until
 
@@ -68,7 +68,9 @@ class InProcess:
 def in_process(monkeypatch: Any, models: Sequence[Any], **options: Any) -> Iterator[tuple[Pipeline, InProcess]]:
     """A pipeline over a chain in this process."""
     chain = InProcess(models, **options)
-    monkeypatch.setattr("pipespec.drivers.ranks.membership.join", lambda given, config, **_: (given[-1], chain.driver))
+    monkeypatch.setattr(
+        "pipespec.schedules.ranks.membership.join", lambda given, config, **_: (given[-1], chain.driver)
+    )
     try:
         yield Pipeline(models[-1], models[:-1], schedule="ranks"), chain
     finally:

@@ -11,9 +11,9 @@ from torch import nn
 
 import pipespec
 from pipespec import Pipeline
-from pipespec.drivers.workers.weights import share
 from pipespec.models.adapters import named_tensors
 from pipespec.models.derived import in_int8
+from pipespec.schedules.workers.weights import share
 from tests.conftest import noisy, random_llama
 from tests.waiting import drafts_keep_up
 

@@ -18,8 +18,8 @@ import pipespec
 from pipespec import Pipeline
 from pipespec.api.attach import attached
 from pipespec.demo import family_path
-from pipespec.drivers.base import SpeedWarning
-from pipespec.drivers.workers import template
+from pipespec.schedules.base import SpeedWarning
+from pipespec.schedules.workers import template
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.waiting import SECONDS, until
 

@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from pipespec import NgramDraft, Pipeline
-from pipespec.drivers.workers import driver as workers
 from pipespec.models.tokenizers import load_tokenizer
+from pipespec.schedules.workers import driver as workers
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import always_right, noisy, random_llama
 from tests.waiting import SECONDS

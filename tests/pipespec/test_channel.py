@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from pipespec.drivers.workers.channel import Channel, ChannelError, Closed, Late
+from pipespec.schedules.workers.channel import Channel, ChannelError, Closed, Late
 from tests.waiting import SECONDS
 
 
@@ -56,7 +56,7 @@ def test_a_check_ends_a_wait(ends, monkeypatch):
     def fail() -> None:
         raise LookupError
 
-    monkeypatch.setattr("pipespec.drivers.workers.channel._CHECK_S", 0.01)
+    monkeypatch.setattr("pipespec.schedules.workers.channel._CHECK_S", 0.01)
     with pytest.raises(LookupError):
         ends[0].send(bytes(1 << 20), timeout_s=SECONDS, check=fail)
 

@@ -310,7 +310,7 @@ def test_ctrl_c_ends_the_workers_and_keeps_the_text(family, tmp_path):
     code = """
 import itertools, sys, time
 from pipespec.cli.main import main
-from pipespec.drivers.workers.driver import WorkersDriver
+from pipespec.schedules.workers.driver import WorkersDriver
 
 step, steps = WorkersDriver._step, itertools.count()
 

@@ -14,10 +14,10 @@ import pipespec
 from pipespec import Pipeline, config, registry
 from pipespec.api import pipeline as pipelines
 from pipespec.config import SpeculationConfig
-from pipespec.drivers import factory
-from pipespec.drivers.base import Driver, SpeedWarning
 from pipespec.errors import NotCapturable
 from pipespec.registry import OPTIONS, SCHEDULES, default_schedule, numa_nodes
+from pipespec.schedules import factory
+from pipespec.schedules.base import Driver, SpeedWarning
 from tests.conftest import noisy, random_llama
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
@@ -216,8 +216,8 @@ def test_names_of_schedules_are_literals_in_the_table_and_in_their_drivers():
             ):
                 values = {child.value for child in ast.walk(node) if isinstance(child, ast.Constant)}
                 if values & set(SCHEDULES) and "unsupported" not in ast.unparse(node):
-                    found.add(str(file.relative_to(package / "drivers")) if "drivers" in file.parts else file.name)
-    assert found == {"lockstep.py", "workers/driver.py", "graphed/streams.py", "graphed/rounds.py", "ranks/driver.py"}
+                    found.add(str(file.relative_to(package / "schedules")) if "schedules" in file.parts else file.name)
+    assert found == {"lockstep.py", "workers/driver.py", "graphs/streams.py", "graphs/rounds.py", "ranks/driver.py"}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipespec import Pipeline, trust
-from pipespec.drivers.base import StageFailure
+from pipespec.schedules.base import StageFailure
 from pipespec_kernels.state import SharedMemory, StateBlock
 from tests.conftest import VOCABULARY, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Stray

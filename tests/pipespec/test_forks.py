@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from pipespec import Pipeline, attach, detach, trust
-from pipespec.drivers.base import StageFailure
-from pipespec.drivers.workers import driver as workers
-from pipespec.drivers.workers import template
 from pipespec.models.loading import load_model
 from pipespec.process.threads import renew_pool, restored_threads, set_threads, target_threads
+from pipespec.schedules.base import StageFailure
+from pipespec.schedules.workers import driver as workers
+from pipespec.schedules.workers import template
 from pipespec.spd import SpeculativePipeline
 from pipespec_kernels.state import SharedMemory, StateBlock
 from tests.conftest import noisy, random_llama, random_prompts

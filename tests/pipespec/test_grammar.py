@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
 import pipespec
 from pipespec import Pipeline, SpeedWarning, TokenMatcher
 from pipespec.demo import family_path
-from pipespec.drivers.base import StageFailure
 from pipespec.engine.grammar import Grammar
 from pipespec.engine.sampling import Sampler, SamplingParams
+from pipespec.schedules.base import StageFailure
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import left_pad, noisy, random_llama
 from tests.docs.test_code_blocks import ROOT, blocks
@@ -410,7 +410,7 @@ def as_json():
 
 
 @pytest.mark.parametrize("how", ["lockstep", "workers", "streams"])
-@pytest.mark.filterwarnings("ignore::pipespec.drivers.base.SpeedWarning")
+@pytest.mark.filterwarnings("ignore::pipespec.schedules.base.SpeedWarning")
 def test_json_schema_of_xgrammar(as_json, how) -> None:
     """Matchers, and in lockstep xgrammar's processor as it is, position by position."""
     xgrammar, tokenizer, model, compiled, inputs, options, wanted = as_json

@@ -20,15 +20,15 @@ import torch
 
 from pipespec import Pipeline
 from pipespec.config import SpeculationConfig
-from pipespec.drivers.base import SpeedWarning
-from pipespec.drivers.graphed import capture as capturing
-from pipespec.drivers.graphed.driver import GraphedDriver
-from pipespec.drivers.graphed.rounds import HostPort, RoundsDriver, round_steps
-from pipespec.drivers.graphed.shadow import PinnedMemory
-from pipespec.drivers.graphed.stage import GraphedStage
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampling import SamplingParams
 from pipespec.errors import NotCapturable
+from pipespec.schedules.base import SpeedWarning
+from pipespec.schedules.graphs import capture as capturing
+from pipespec.schedules.graphs.driver import GraphedDriver
+from pipespec.schedules.graphs.rounds import HostPort, RoundsDriver, round_steps
+from pipespec.schedules.graphs.shadow import PinnedMemory
+from pipespec.schedules.graphs.stage import GraphedStage
 from pipespec_kernels import _native
 from pipespec_kernels.scheduler import HostLauncher
 from pipespec_kernels.state import Action, StateBlock

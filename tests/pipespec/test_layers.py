@@ -19,7 +19,7 @@ LAYERS = [
     ["spd"],
     ["api"],
     ["observe"],
-    ["drivers"],
+    ["schedules"],
     ["preflight"],
     ["engine"],
     ["models"],

@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from transformers.generation import StoppingCriteria
 
 from pipespec import Pipeline, SpeedWarning
-from pipespec.drivers.graphed import buffers
 from pipespec.engine import sampling
 from pipespec.engine.sampling import ScoreRecord
+from pipespec.schedules.graphs import buffers
 from tests.conftest import ByPosition, left_pad, noisy, random_llama
 
 VOCABULARY, NEW, TOP = 40, 20, 5

@@ -9,8 +9,8 @@ import torch
 from transformers import DynamicCache, GenerationMixin
 
 from pipespec import Pipeline, attach
-from pipespec.drivers.base import SpeedWarning
 from pipespec.engine.cache import RowCache
+from pipespec.schedules.base import SpeedWarning
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty

@@ -18,12 +18,12 @@ from transformers.generation import StoppingCriteria
 
 from pipespec import NgramDraft, Pipeline, StageFailure, transport, trust
 from pipespec.config import SpeculationConfig
-from pipespec.drivers.ranks import membership
-from pipespec.drivers.ranks.call import decode_call, encode_call
-from pipespec.drivers.ranks.draft import SILENT_S, DraftRank
-from pipespec.drivers.ranks.party import stages_of
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampling import SamplingParams
+from pipespec.schedules.ranks import membership
+from pipespec.schedules.ranks.call import decode_call, encode_call
+from pipespec.schedules.ranks.draft import SILENT_S, DraftRank
+from pipespec.schedules.ranks.party import stages_of
 from pipespec.transport import RankError
 from pipespec_kernels.state import StateBlock
 from tests.conftest import always_right, left_pad, noisy, random_prompts

@@ -18,9 +18,9 @@ import torch
 from pipespec import Pipeline, attach, detach
 from pipespec.api import prepare
 from pipespec.api.text import Progress
-from pipespec.drivers.base import StageFailure
 from pipespec.engine import stage as stages
 from pipespec.engine.cache import RowCache
+from pipespec.schedules.base import StageFailure
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import always_right, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 
 from pipespec import Pipeline, attach
 from pipespec.config import WIDTH
-from pipespec.drivers.base import SpeedWarning
+from pipespec.schedules.base import SpeedWarning
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import always_right, always_wrong, left_pad, noisy
 

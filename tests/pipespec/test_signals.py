@@ -14,9 +14,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from pipespec import Pipeline, trust
-from pipespec.drivers.base import StageFailure
 from pipespec.process import shutdown
 from pipespec.process.signals import DelayedHandlers, handlers_watched, is_stopped
+from pipespec.schedules.base import StageFailure
 from pipespec.spd import SpeculativePipeline
 from pipespec_kernels import env
 from tests.conftest import noisy, random_llama, random_prompts

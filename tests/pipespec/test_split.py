@@ -14,7 +14,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from pipespec import Pipeline, attach, detach, trust
-from pipespec.drivers.ranks import membership
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward
 from pipespec.errors import DoesNotFit, NotCapturable
@@ -24,6 +23,7 @@ from pipespec.preflight.devices import DeviceFacts, requested
 from pipespec.preflight.memory import StageFacts, estimate
 from pipespec.preflight.placement import arrange
 from pipespec.preflight.support import check_streams
+from pipespec.schedules.ranks import membership
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.chains_of_ranks import in_process
 from tests.pipespec.checkpoints import GIB, PROMPT, folder_of, gpus, llama, save

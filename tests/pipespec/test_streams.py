@@ -31,18 +31,18 @@ from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 
 from pipespec import Pipeline, attach, detach, trust
 from pipespec.config import SpeculationConfig
-from pipespec.drivers.base import SpeedWarning, StageFailure
-from pipespec.drivers.graphed.buffers import SamplingKind
-from pipespec.drivers.graphed.driver import GraphedDriver
-from pipespec.drivers.graphed.rounds import RoundsDriver, round_steps
-from pipespec.drivers.graphed.streams import StreamsDriver
-from pipespec.drivers.graphed.tracker import ModuleTracker
-from pipespec.drivers.lockstep import LockstepDriver
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward
 from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.stage import Stage
 from pipespec.errors import NotCapturable
+from pipespec.schedules.base import SpeedWarning, StageFailure
+from pipespec.schedules.graphs.buffers import SamplingKind
+from pipespec.schedules.graphs.driver import GraphedDriver
+from pipespec.schedules.graphs.rounds import RoundsDriver, round_steps
+from pipespec.schedules.graphs.streams import StreamsDriver
+from pipespec.schedules.graphs.tracker import ModuleTracker
+from pipespec.schedules.lockstep import LockstepDriver
 from pipespec_kernels.scheduler import widths
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
@@ -742,7 +742,7 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(model, monkeypatch)
         raise RuntimeError("no processes")
 
     monkeypatch.setattr(GraphedDriver, "__init__", refuse)
-    monkeypatch.setattr("pipespec.drivers.workers.driver.WorkersDriver", InThisProcess)
+    monkeypatch.setattr("pipespec.schedules.workers.driver.WorkersDriver", InThisProcess)
     draft, ids = drafts_of(model, "g"), batch(1)[0]
     with pytest.warns(
         SpeedWarning, match=r"target .* graph: model\.layers\.0\.mlp \(Strange\): .*'workers' is used"
@@ -753,7 +753,7 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(model, monkeypatch)
         assert isinstance(pipe._driver, InThisProcess)
         pipe.generate(ids, **GREEDY)
         assert pipe.report.schedule == "workers"
-    monkeypatch.setattr("pipespec.drivers.workers.driver.WorkersDriver", no_processes)
+    monkeypatch.setattr("pipespec.schedules.workers.driver.WorkersDriver", no_processes)
     for how in ({"schedule": "streams"}, {"schedule": "lockstep", "graphs": True}):
         with pytest.warns(SpeedWarning, match="in lockstep, without graphs") as told:
             pipe = Pipeline(model, draft, **how)

@@ -13,11 +13,11 @@ from transformers import BitsAndBytesConfig, LlamaForCausalLM
 from pipespec import Pipeline
 from pipespec.api import chain
 from pipespec.config import SpeculationConfig
-from pipespec.drivers.workers import driver as workers
-from pipespec.drivers.workers.driver import WorkersDriver
 from pipespec.errors import NotCapturable
 from pipespec.models.properties import quantisation
 from pipespec.preflight.support import check_capturable, check_runnable, check_shareable, check_streams
+from pipespec.schedules.workers import driver as workers
+from pipespec.schedules.workers.driver import WorkersDriver
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import always_right, noisy, random_llama
 from tests.pipespec.checkpoints import PROMPT, on_gpu, packed, save

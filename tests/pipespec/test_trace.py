@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from pipespec import Pipeline
-from pipespec.drivers.base import StageFailure
 from pipespec.observe.trace import chrome_trace, not_kept, save_trace, summary
+from pipespec.schedules.base import StageFailure
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty

@@ -24,8 +24,8 @@ from transformers.generation import GenerateBeamDecoderOnlyOutput
 from transformers.utils import ModelOutput
 
 import pipespec
-from pipespec.drivers.base import SpeedWarning
 from pipespec.engine.cache import RowCache
+from pipespec.schedules.base import SpeedWarning
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
 
 NEW = 5

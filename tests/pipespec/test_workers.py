@@ -25,14 +25,14 @@ import pytest
 import torch
 
 from pipespec import Pipeline
-from pipespec.drivers.base import StageFailure
-from pipespec.drivers.workers import driver as workers
-from pipespec.drivers.workers import template
-from pipespec.drivers.workers.channel import Channel, ChannelError
-from pipespec.drivers.workers.process import NICE, Failed
 from pipespec.process import threads
 from pipespec.process.signals import is_stopped
 from pipespec.process.threads import restored_threads, target_threads
+from pipespec.schedules.base import StageFailure
+from pipespec.schedules.workers import driver as workers
+from pipespec.schedules.workers import template
+from pipespec.schedules.workers.channel import Channel, ChannelError
+from pipespec.schedules.workers.process import NICE, Failed
 from pipespec_kernels.state import SharedMemory
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import CALLS, Faulty, Stopping, Telling
@@ -1228,7 +1228,7 @@ import torch
 from tests.conftest import VOCABULARY, random_llama, noisy
 from tests.pipespec.faulty import Faulty
 from pipespec import Pipeline
-from pipespec.drivers.workers import driver as workers, template
+from pipespec.schedules.workers import driver as workers, template
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background of a shell ignores it
 plain = random_llama(3)

@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipespec.drivers.base import StageFailure
 from pipespec.models import devices
 from pipespec.models.originals import trust
+from pipespec.schedules.base import StageFailure
 from pipespec.spd import SpeculativePipeline, pipeline
 from pipespec.spd.chain import AsynchronousChain, ChainDrafter
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig

@@ -14,7 +14,7 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LogitsProces
 
 from pipespec import Pipeline
 from pipespec.api import prepare
-from pipespec.drivers.base import StageFailure
+from pipespec.schedules.base import StageFailure
 from pipespec.spd import Drafter, SpeculativePipeline
 from pipespec.spd import partition as runtime
 from pipespec.spd.chain import ChainDrafter

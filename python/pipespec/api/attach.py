@@ -16,13 +16,13 @@ from transformers import GenerationMixin, PreTrainedModel
 from pipespec.api.arguments import OWN, plain_number
 from pipespec.api.caches import for_transformers
 from pipespec.api.pipeline import Pipeline
-from pipespec.drivers.base import SpeedWarning
 from pipespec.engine.cache import RowCache
 from pipespec.engine.ngram import NgramDraft
 from pipespec.errors import CallState, NotKnown, Unsupported
 from pipespec.models.adapters import without_wrapper
 from pipespec.observe.text import notify_reader_of_failure
 from pipespec.process.warnings import user_stacklevel
+from pipespec.schedules.base import SpeedWarning
 
 
 class _Generate:

@@ -1,6 +1,6 @@
 """BasePipeline: the contract of ``generate()`` for any decoder.
 
-A call is checked (``generate``), prepared (:class:`pipespec.api.prepare.Generation`), run (:meth:`pipespec.drivers.base.Decoder.run`) and reported. Each
+A call is checked (``generate``), prepared (:class:`pipespec.api.prepare.Generation`), run (:meth:`pipespec.schedules.base.Decoder.run`) and reported. Each
 step is one call from here, and only ``GenerationRequest.on_commit`` calls back.
 """
 
@@ -33,7 +33,6 @@ from pipespec.api.left import cache_for
 from pipespec.api.left import decode as decode_by_transformers
 from pipespec.api.output import output_of, report_of
 from pipespec.api.prepare import CallOptions, Generation
-from pipespec.drivers.base import Decoder, GenerationRequest, SpeedWarning
 from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
 from pipespec.engine.group import ForwardGroup
@@ -53,6 +52,7 @@ from pipespec.process.forks import Lock
 from pipespec.process.signals import handlers_watched, is_handlers_error
 from pipespec.process.threads import keep_to_one, renew_pool
 from pipespec.process.warnings import user_stacklevel
+from pipespec.schedules.base import Decoder, GenerationRequest, SpeedWarning
 
 
 def _notifying_reader(generate: Callable[..., Any]) -> Callable[..., Any]:

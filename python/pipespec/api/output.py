@@ -12,14 +12,14 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from pipespec.api.caches import give_back
 from pipespec.api.prepare import Generation
-from pipespec.drivers.base import Decoder
 from pipespec.engine.cache import RowCache
 from pipespec.engine.sampling import ScoreRecord
 from pipespec.observe import Report
 from pipespec.observe.report import stage_report
+from pipespec.schedules.base import Decoder
 
 ReturnCache = Callable[[Sequence[int]], RowCache | None]
-"""That of the target's stage, see :class:`pipespec.drivers.base.CacheOwner`."""
+"""That of the target's stage, see :class:`pipespec.schedules.base.CacheOwner`."""
 
 
 class Logprobs(NamedTuple):

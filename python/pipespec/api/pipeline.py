@@ -14,9 +14,6 @@ from pipespec.api.base import BasePipeline, warn_of
 from pipespec.api.chain import Chain, Loading, check_group_drafts, check_rank_drafts, given_drafts, load_chain
 from pipespec.api.prepare import Generation
 from pipespec.config import SpeculationConfig
-from pipespec.drivers.base import Driver, GenerationRequest
-from pipespec.drivers.factory import make_driver
-from pipespec.drivers.follower import FollowerDriver
 from pipespec.engine.group import ForwardGroup
 from pipespec.engine.ngram import NgramDraft, first_of
 from pipespec.errors import CallState, NotCapturable, NotKnown, UnsupportedInput
@@ -30,6 +27,9 @@ from pipespec.preflight.devices import Devices
 from pipespec.preflight.tokenizers import tokenizer_digest
 from pipespec.process.signals import handlers_watched, raise_handlers_error
 from pipespec.registry import LOCKSTEP, PLAIN, WORKERS, default_schedule
+from pipespec.schedules.base import Driver, GenerationRequest
+from pipespec.schedules.factory import make_driver
+from pipespec.schedules.follower import FollowerDriver
 
 _ENOUGH, _HARDLY = 64, 0.02
 """Draft tokens after which, and acceptance rate up to which, a draft probably has another tokenizer."""

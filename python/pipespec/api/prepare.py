@@ -14,7 +14,6 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 from pipespec.api.arguments import MOST_TOKENS, check_logprobs, check_options, check_positions, too_many_ends
 from pipespec.api.caches import Columns, adopt, cached_texts
 from pipespec.api.text import CommittedText, Criteria, Progress, Stream
-from pipespec.drivers.base import GenerationRequest
 from pipespec.engine.cache import RowCache
 from pipespec.engine.grammar import Grammar
 from pipespec.engine.inputs import PREFILL_CHUNK, StageInputs
@@ -24,6 +23,7 @@ from pipespec.errors import UnsupportedInput
 from pipespec.models.compat import mask_columns_of_call
 from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import head_size
+from pipespec.schedules.base import GenerationRequest
 from pipespec_kernels.state import MAX_EOS
 
 

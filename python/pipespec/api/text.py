@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipespec.drivers.base import TextSource
 from pipespec.engine.sampling import ScoreRecord
 from pipespec.process import shutdown
+from pipespec.schedules.base import TextSource
 
 
 class CommittedText:

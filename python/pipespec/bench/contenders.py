@@ -20,13 +20,13 @@ from transformers import PreTrainedModel
 
 from pipespec.api.pipeline import Pipeline
 from pipespec.bench.results import StepCounts
-from pipespec.drivers.base import StageFailure
 from pipespec.engine.ngram import NGRAM
 from pipespec.models.loading import load_model
 from pipespec.models.properties import end_tokens
 from pipespec.models.tokenizers import load_tokenizer
 from pipespec.observe import StageReport
 from pipespec.registry import LOCKSTEP, PLAIN, SCHEDULES, WORKERS
+from pipespec.schedules.base import StageFailure
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 

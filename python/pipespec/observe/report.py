@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from pipespec.drivers.base import TextSource
     from pipespec.engine.confidence import Calibration
+    from pipespec.schedules.base import TextSource
 
 
 @dataclass(frozen=True)

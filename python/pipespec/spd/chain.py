@@ -22,11 +22,11 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import PATIENCE, WIDTH, SpeculationConfig
-from pipespec.drivers.base import GenerationRequest
-from pipespec.drivers.lockstep import LockstepDriver
-from pipespec.drivers.workers.driver import WorkersDriver
 from pipespec.engine.inputs import StageInputs
 from pipespec.registry import WORKERS
+from pipespec.schedules.base import GenerationRequest
+from pipespec.schedules.lockstep import LockstepDriver
+from pipespec.schedules.workers.driver import WorkersDriver
 from pipespec.spd.decoding import DraftSampler
 from pipespec.spd.drafting import Drafter, SampleTokens
 from pipespec.spd.machine import DraftRequest

@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from pipespec.drivers.base import Decoder, GenerationRequest, StageFailure
 from pipespec.engine.cache import RowCache
 from pipespec.engine.sampling import Sampler, SamplingParams
 from pipespec.engine.sections import open_sections
 from pipespec.models.layout import CacheLayout
 from pipespec.process.signals import draft_errors
 from pipespec.process.warnings import user_stacklevel
+from pipespec.schedules.base import Decoder, GenerationRequest, StageFailure
 from pipespec.spd.drafting import Drafter
 from pipespec.spd.machine import DraftRequest, Entry, Machine
 from pipespec.spd.partition import LayerStage, Partition, Verifier, synchronise

@@ -256,7 +256,7 @@ class Machine:
     def count(self, row: int) -> RowCounters:
         return self._rows[row].counters
 
-    # ---- the verified text, under the names of a state block (see ``pipespec.drivers.base.TextSource``)
+    # ---- the verified text, under the names of a state block (see ``pipespec.schedules.base.TextSource``)
 
     @property
     def target(self) -> int:

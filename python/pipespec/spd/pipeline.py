@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from pipespec.api.base import BasePipeline
 from pipespec.api.output import report_of
 from pipespec.api.prepare import Generation
-from pipespec.drivers.base import GenerationRequest
 from pipespec.errors import UnsupportedInput
 from pipespec.models.devices import LayerDevices
 from pipespec.models.layout import CacheLayout
@@ -21,6 +20,7 @@ from pipespec.preflight.checks import check_chain
 from pipespec.preflight.devices import device_name
 from pipespec.preflight.support import check_whole
 from pipespec.registry import LOCKSTEP, WORKERS
+from pipespec.schedules.base import GenerationRequest
 from pipespec.spd.chain import AsynchronousChain, ChainDrafter
 from pipespec.spd.decoding import LocalDriver, SpeculativeDriver
 from pipespec.spd.draft_module import CONFIG_FILE, DraftModule, DraftModuleConfig, ModuleDrafter

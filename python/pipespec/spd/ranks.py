@@ -36,13 +36,13 @@ from transformers import PreTrainedModel
 
 from pipespec.api.base import BasePipeline
 from pipespec.api.prepare import Generation
-from pipespec.drivers.base import Decoder, GenerationRequest
 from pipespec.engine.cache import RowCache
 from pipespec.engine.known import NATIVE
 from pipespec.engine.sections import open_sections, stream_dtype
 from pipespec.preflight.devices import rank_device
 from pipespec.process.signals import DelayedHandlers
 from pipespec.registry import LOCKSTEP, RANKS
+from pipespec.schedules.base import Decoder, GenerationRequest
 from pipespec.spd.decoding import Fed, SpeculativeDriver, Streams
 from pipespec.spd.drafting import Drafter
 from pipespec.spd.lines import Receiver, Sender

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipespec.drivers.graphed.buffers import StaticBuffers, StaticSampler
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import choose_fused, forward
 from pipespec.engine.inputs import StageInputs, stage_names, static_capacity
@@ -23,6 +22,7 @@ from pipespec.engine.sampling import ScoreRecord
 from pipespec.engine.stage import Stage
 from pipespec.preflight.checks import check_exact
 from pipespec.preflight.memory import HEADROOM
+from pipespec.schedules.graphs.buffers import StaticBuffers, StaticSampler
 from pipespec_kernels import _native
 from pipespec_kernels.state import StateBlock
 

@@ -8,7 +8,7 @@ from abc import abstractmethod
 
 import numpy as np
 
-from pipespec.drivers.ranks.link import BODY, HEAD, Link
+from pipespec.schedules.ranks.link import BODY, HEAD, Link
 from pipespec.transport import Ranks, break_group
 from pipespec_kernels import _native
 from pipespec_kernels.state import StateBlock

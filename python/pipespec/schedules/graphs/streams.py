@@ -1,6 +1,6 @@
 """Streams: all stages in one process, each with a C++ thread and steps without Python. Each step is a captured graph.
 
-The tests also run the steps on a CPU, without capture (:func:`pipespec.drivers.factory.make_driver`): the stages are then threads that share Python's lock
+The tests also run the steps on a CPU, without capture (:func:`pipespec.schedules.factory.make_driver`): the stages are then threads that share Python's lock
 and torch's threads.
 """
 
@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import torch
 
-from pipespec.drivers.base import GenerationRequest
-from pipespec.drivers.graphed.buffers import GraphKey, StageStep
-from pipespec.drivers.graphed.driver import GraphedDriver
-from pipespec.drivers.graphed.stage import GraphedStage
+from pipespec.schedules.base import GenerationRequest
+from pipespec.schedules.graphs.buffers import GraphKey, StageStep
+from pipespec.schedules.graphs.driver import GraphedDriver
+from pipespec.schedules.graphs.stage import GraphedStage
 from pipespec_kernels.scheduler import HostLauncher, Rectangle, widths
 
 

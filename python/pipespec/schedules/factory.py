@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.drivers.base import Driver
 from pipespec.models.devices import input_device
 from pipespec.registry import SCHEDULES, names
+from pipespec.schedules.base import Driver
 
 _runs_uncaptured = False
 """Whether captured schedules run their steps uncaptured on a CPU. Only the tests set this."""
@@ -21,7 +21,7 @@ def make_driver(models: Sequence[PreTrainedModel], config: SpeculationConfig) ->
     Args:
         models: Drafts, then the target. With ``"plain"`` the drafts take no part.
         config: Its schedule is any but ``"ranks"``, whose models are in other processes: see
-            :func:`pipespec.drivers.ranks.membership.join`.
+            :func:`pipespec.schedules.ranks.membership.join`.
 
     Raises:
         ValueError: The models cannot run in this schedule, or captured steps would run on a CPU.

@@ -10,10 +10,10 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.drivers.base import Driver, GenerationRequest
 from pipespec.engine.acceptance import Acceptance
 from pipespec.engine.stage import Stage
 from pipespec.process.signals import draft_errors
+from pipespec.schedules.base import Driver, GenerationRequest
 from pipespec_kernels.state import Action
 
 

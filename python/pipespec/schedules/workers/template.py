@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
 
-from pipespec.drivers.workers.channel import Channel, ChannelError, Closed, Late
 from pipespec.process.forks import Lock
 from pipespec.process.signals import STOPPED_S, StopWatch
+from pipespec.schedules.workers.channel import Channel, ChannelError, Closed, Late
 
 _ANSWER_TIMEOUT_S = 5.0
 """A template that has done its imports answers in milliseconds. One that takes longer than this is stopped or hangs, and is given up."""
@@ -53,7 +53,7 @@ _READ_AT_IMPORT = (
 
 
 def start(fds: Sequence[int], *, fork: bool, deadline: float) -> Process:
-    """Start a worker process that runs :func:`pipespec.drivers.workers.process.main`.
+    """Start a worker process that runs :func:`pipespec.schedules.workers.process.main`.
 
     The worker has the caller's present environment, ``sys.path``, directory, output, priority and processor affinity. It has a process
     group of its own: the terminal's Ctrl-C does not reach it.
@@ -71,7 +71,7 @@ def start(fds: Sequence[int], *, fork: bool, deadline: float) -> Process:
     if template is not None:
         with _lock:
             return template.fork(fds)
-    return _command("pipespec.drivers.workers.process", fds, _environment())
+    return _command("pipespec.schedules.workers.process", fds, _environment())
 
 
 def prepare() -> None:
@@ -143,7 +143,9 @@ class _Template:
         environment = _environment() | {"OPENBLAS_NUM_THREADS": "1"}
         with theirs:
             # Not in the caller's directory, which may have been deleted: transformers cannot be imported there.
-            self.process = _command("pipespec.drivers.workers.template", [theirs.fileno()], environment, directory="/")
+            self.process = _command(
+                "pipespec.schedules.workers.template", [theirs.fileno()], environment, directory="/"
+            )
         self._overdue_at = time.monotonic() + _IMPORT_TIMEOUT_S
         self._is_overdue = False
         self._stops = StopWatch(self.process.pid)
@@ -362,7 +364,7 @@ def main(fd: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited: where the caller ignores it, no status could be had
     import transformers.models.llama.modeling_llama  # noqa: F401  the class of most drafts
 
-    import pipespec.drivers.workers.process  # noqa: F401
+    import pipespec.schedules.workers.process  # noqa: F401
 
     if len(os.listdir("/proc/self/task")) > 1:
         os._exit(1)  # a fork has only one of the threads, and the locks of the others stay locked in it
@@ -429,7 +431,7 @@ def _answer(requests: Channel, workers: dict[int, tuple[int, int]]) -> None:
 
 def _run(request: _Request, fds: Sequence[int], templates_fds: Sequence[int], parent: int) -> None:
     """In the fork: take over the caller's present environment, then run the worker."""
-    from pipespec.drivers.workers import process
+    from pipespec.schedules.workers import process
 
     status, directory, stdout, stderr, *arguments = fds
     try:

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.drivers.base import GenerationRequest
-from pipespec.drivers.lockstep import LockstepDriver
 from pipespec.engine.controller import MAX_DRAFT_TOKENS, Choice, Controller
 from pipespec.engine.inputs import stage_names
 from pipespec.engine.ngram import NGRAM, NgramStage
 from pipespec.engine.stage import Stage
 from pipespec.process.signals import draft_errors
+from pipespec.schedules.base import GenerationRequest
+from pipespec.schedules.lockstep import LockstepDriver
 from pipespec_kernels.state import Action
 
 

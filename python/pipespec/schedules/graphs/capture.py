@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from pipespec.config import SpeculationConfig
-from pipespec.drivers.graphed.buffers import GraphKey, StageStep
-from pipespec.drivers.graphed.shadow import PinnedMemory
-from pipespec.drivers.graphed.stage import GraphedStage
-from pipespec.drivers.graphed.tracker import ModuleTracker
 from pipespec.errors import NotCapturable
 from pipespec.models.compat import discard_capture, graph_handle, own_workspaces
 from pipespec.process.signals import raise_handlers_error
+from pipespec.schedules.graphs.buffers import GraphKey, StageStep
+from pipespec.schedules.graphs.shadow import PinnedMemory
+from pipespec.schedules.graphs.stage import GraphedStage
+from pipespec.schedules.graphs.tracker import ModuleTracker
 from pipespec_kernels.device_state import DevicePort, PolicyRing
 from pipespec_kernels.state import StateBlock
 

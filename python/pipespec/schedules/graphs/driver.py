@@ -14,13 +14,6 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.drivers.base import Driver, GenerationRequest
-from pipespec.drivers.graphed.attention import BorrowedAttention
-from pipespec.drivers.graphed.buffers import GraphKey, StageStep
-from pipespec.drivers.graphed.scheduling import ScheduledChain
-from pipespec.drivers.graphed.shadow import HostShadow, PinnedMemory
-from pipespec.drivers.graphed.stage import GraphedStage
-from pipespec.drivers.lockstep import LockstepDriver, prefill, run_in_turn
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampling import SamplingParams
 from pipespec.errors import NotCapturable
@@ -30,10 +23,17 @@ from pipespec.preflight.checks import check_exact
 from pipespec.preflight.support import check_streams
 from pipespec.process.progress import working
 from pipespec.process.signals import raise_handlers_error
+from pipespec.schedules.base import Driver, GenerationRequest
+from pipespec.schedules.graphs.attention import BorrowedAttention
+from pipespec.schedules.graphs.buffers import GraphKey, StageStep
+from pipespec.schedules.graphs.scheduling import ScheduledChain
+from pipespec.schedules.graphs.shadow import HostShadow, PinnedMemory
+from pipespec.schedules.graphs.stage import GraphedStage
+from pipespec.schedules.lockstep import LockstepDriver, prefill, run_in_turn
 from pipespec_kernels.state import StateBlock
 
 if TYPE_CHECKING:
-    from pipespec.drivers.graphed.capture import CaptureContext, CapturedGraph
+    from pipespec.schedules.graphs.capture import CaptureContext, CapturedGraph
 
 _AHEAD = 2
 """Largest number of steps of a draft in flight on a GPU, so that the next one begins without the host. It also holds for plain decoding and
@@ -266,7 +266,7 @@ class GraphedDriver(Driver):
         Raises:
             NotCapturable: A step cannot become a CUDA graph.
         """
-        from pipespec.drivers.graphed.capture import CaptureContext
+        from pipespec.schedules.graphs.capture import CaptureContext
 
         layout = self.block.memory.address, self.block.rows, self.block.capacity
         if self.context is None or self.context.layout != layout:

@@ -19,13 +19,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from pipespec.drivers.asynchronous import drafting
-from pipespec.drivers.workers.channel import Channel, ChannelError, Closed
-from pipespec.drivers.workers.weights import SharedWeights
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.ngram import NgramDraft, NgramStage
 from pipespec.engine.stage import Stage
 from pipespec.engine.translation import TranslatedStage, Translation
+from pipespec.schedules.asynchronous import drafting
+from pipespec.schedules.workers.channel import Channel, ChannelError, Closed
+from pipespec.schedules.workers.weights import SharedWeights
 from pipespec_kernels.state import SharedMemory, StateBlock
 from pipespec_kernels.trace import TraceMemory
 

@@ -15,15 +15,15 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.drivers.base import Decoder
-from pipespec.drivers.ranks.draft import DraftRank
-from pipespec.drivers.ranks.driver import RanksDriver
 from pipespec.engine.inputs import stage_names
 from pipespec.models.loading import load_model
 from pipespec.preflight.checks import Vocabulary, check_architecture, check_vocabularies, vocabulary_of
 from pipespec.preflight.devices import AUTO, Devices, place_of_each, rank_device, split_name
 from pipespec.preflight.placement import arrange
 from pipespec.preflight.support import check_runnable
+from pipespec.schedules.base import Decoder
+from pipespec.schedules.ranks.draft import DraftRank
+from pipespec.schedules.ranks.driver import RanksDriver
 from pipespec.transport import START_S, RankError, Ranks, rank_and_world
 from pipespec_kernels import __version__
 from pipespec_kernels.state import MAX_STAGES

@@ -11,12 +11,12 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.drivers.asynchronous import target_step
-from pipespec.drivers.base import Decoder, Driver, GenerationRequest
-from pipespec.drivers.ranks.call import encode_call
-from pipespec.drivers.ranks.party import Party
 from pipespec.engine.ngram import NgramStage
 from pipespec.engine.stage import Stage
+from pipespec.schedules.asynchronous import target_step
+from pipespec.schedules.base import Decoder, Driver, GenerationRequest
+from pipespec.schedules.ranks.call import encode_call
+from pipespec.schedules.ranks.party import Party
 from pipespec.transport import Ranks
 from pipespec_kernels.state import Action
 
@@ -47,7 +47,7 @@ class _TargetParty(Party):
 
 
 class RanksDriver(Driver):
-    """Runs the target; the drafts run on the other ranks, see :class:`pipespec.drivers.ranks.draft.DraftRank`.
+    """Runs the target; the drafts run on the other ranks, see :class:`pipespec.schedules.ranks.draft.DraftRank`.
 
     The target waits for no other rank. A draft that dies, stops or is cut off costs speed and never a token.
 

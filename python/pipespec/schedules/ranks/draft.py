@@ -10,16 +10,16 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.drivers.asynchronous import drafting
-from pipespec.drivers.base import CacheOwner, Decoder, GenerationRequest
-from pipespec.drivers.ranks.call import decode_call
-from pipespec.drivers.ranks.link import Link
-from pipespec.drivers.ranks.party import Party
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.ngram import NgramStage
 from pipespec.engine.stage import Stage
 from pipespec.process.signals import draft_errors, handlers_watched
 from pipespec.registry import RANKS
+from pipespec.schedules.asynchronous import drafting
+from pipespec.schedules.base import CacheOwner, Decoder, GenerationRequest
+from pipespec.schedules.ranks.call import decode_call
+from pipespec.schedules.ranks.link import Link
+from pipespec.schedules.ranks.party import Party
 from pipespec.transport import RankError, Ranks, break_group
 from pipespec_kernels.state import StateBlock
 

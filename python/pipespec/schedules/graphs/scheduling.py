@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from pipespec.drivers.graphed.shadow import HostShadow
+from pipespec.schedules.graphs.shadow import HostShadow
 from pipespec_kernels.scheduler import Launcher, Scheduler, TargetFailed
 
 

@@ -10,13 +10,13 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.drivers.base import Driver, GenerationRequest
 from pipespec.engine.stage import Stage
+from pipespec.schedules.base import Driver, GenerationRequest
 
 
 @dataclass(frozen=True)
 class _Received:
-    """The text that the leader has generated, see :class:`pipespec.drivers.base.TextSource`."""
+    """The text that the leader has generated, see :class:`pipespec.schedules.base.TextSource`."""
 
     starts: Sequence[int]
     rows: Sequence[np.ndarray]

@@ -23,12 +23,6 @@ from itertools import chain, product
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.drivers.asynchronous import target_step
-from pipespec.drivers.base import Driver, GenerationRequest
-from pipespec.drivers.workers import template
-from pipespec.drivers.workers.channel import Channel, ChannelError, Closed, Late
-from pipespec.drivers.workers.process import STARTED, Failed, Setup, WorkerCall
-from pipespec.drivers.workers.weights import SharedWeights, share
 from pipespec.engine.cache import RowCache
 from pipespec.engine.ngram import NgramDraft, NgramStage
 from pipespec.engine.sampling import SamplingParams
@@ -39,6 +33,12 @@ from pipespec.preflight.support import check_shareable
 from pipespec.process.signals import STOPPED_S as _STOPPED_S
 from pipespec.process.signals import StopWatch, is_stopped
 from pipespec.process.threads import restored_threads, set_threads, target_threads
+from pipespec.schedules.asynchronous import target_step
+from pipespec.schedules.base import Driver, GenerationRequest
+from pipespec.schedules.workers import template
+from pipespec.schedules.workers.channel import Channel, ChannelError, Closed, Late
+from pipespec.schedules.workers.process import STARTED, Failed, Setup, WorkerCall
+from pipespec.schedules.workers.weights import SharedWeights, share
 from pipespec_kernels.state import Action, SharedMemory, StateBlock
 from pipespec_kernels.trace import TraceMemory
 
@@ -80,7 +80,7 @@ class _Worker:
         native: Whether the draft may run in the native form.
         upstream: The draft upstream, if it is an n-gram index; or the two tokenizers, if the draft has another one than the target.
         confidence: Whether the draft uses the confidence of its tokens.
-        deadline: For the template, see :func:`pipespec.drivers.workers.template.start`.
+        deadline: For the template, see :func:`pipespec.schedules.workers.template.start`.
 
     Raises:
         CannotStart: No process can be started.

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.drivers.base import GenerationRequest
-from pipespec.drivers.graphed.buffers import GraphKey, StageStep
-from pipespec.drivers.graphed.driver import GraphedDriver
 from pipespec.process.signals import draft_errors
+from pipespec.schedules.base import GenerationRequest
+from pipespec.schedules.graphs.buffers import GraphKey, StageStep
+from pipespec.schedules.graphs.driver import GraphedDriver
 from pipespec_kernels import _native
 from pipespec_kernels.state import Action, StateBlock
 
