@@ -152,17 +152,13 @@ inline void sub_block(const SubScales<V, kBits>& scales, const unsigned char* co
   [[maybe_unused]] const auto second = scales.template get<kBits == 6 ? 2 * kSub + 1 : kSub>();
   for (int64_t c = 0; c < columns; ++c) {
     const int8_t* const inputs = x[c].codes + 32 * kSub;
-    auto dots = V::broadcast(kBits == 6 ? x[c].offsets[2 * kSub] : 0);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) dots = V::template dot<kBits>(dots, w[i], inputs + 4 * i);
     if constexpr (kBits == 6) {
-      auto others = V::broadcast(x[c].offsets[2 * kSub + 1]);
-#pragma GCC unroll 4
-      for (int i = 4; i < 8; ++i) others = V::template dot<kBits>(others, w[i], inputs + 4 * i);
+      const auto* const start = x[c].offsets + 2 * kSub;
+      const auto dots = V::template dots<6, 4>(V::broadcast(start[0]), w, inputs);
+      const auto others = V::template dots<6, 4>(V::broadcast(start[1]), w + 4, inputs + 16);
       sums[c] = V::add(sums[c], V::add(V::multiply(dots, scale), V::multiply(others, second)));
     } else {
-#pragma GCC unroll 4
-      for (int i = 4; i < 8; ++i) dots = V::template dot<kBits>(dots, w[i], inputs + 4 * i);
+      const auto dots = V::template dots<kBits, 8>(V::broadcast(int32_t{0}), w, inputs);
       sums[c] = V::add(sums[c], V::multiply(dots, scale));
     }
   }

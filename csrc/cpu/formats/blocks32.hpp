@@ -106,9 +106,8 @@ inline void panel_product(Blocks32<kBits, kOffset, kMinimum>, const unsigned cha
         const auto scale = V::half(scales + part * 2 * V::kLanes);
         const auto minimum = kMinimum ? V::half(scales + 32 + part * 2 * V::kLanes) : scale;
         for (int64_t c = 0; c < columns; ++c) {
-          auto dots = V::broadcast(kHasOffset ? x[c].offsets[kWhich] : 0);
-#pragma GCC unroll 8
-          for (int i = 0; i < 8; ++i) dots = V::template dot<kBits>(dots, w[i], x[c].codes + 4 * i);
+          const auto dots = V::template dots<kBits, 8>(
+              V::broadcast(kHasOffset ? x[c].offsets[kWhich] : 0), w, x[c].codes);
           auto sum = V::add(sums[c][part], V::multiply(V::multiply(scale, V::broadcast(x[c].scale)),
                                                        V::to_float(dots)));
           if constexpr (kMinimum)

@@ -39,10 +39,32 @@ struct PackedAvx2 : Avx2 {
   static I bit_or(I a, I b) { return _mm256_or_si256(a, b); }
   static I add(I a, I b) { return _mm256_add_epi32(a, b); }
   static I multiply(I a, I b) { return _mm256_mullo_epi32(a, b); }
-  // Sums of two products stay within 16 bits: codes are less than 64; those of 8 bits are taken
-  // with their sign, and inputs are -127 .. 127.
+  // Adds to each lane the products of kCount vectors of codes with 4 kCount inputs. Pairs of
+  // products are added up in 16 bits as long as they fit: inputs are -127 .. 127, codes are less
+  // than 2^kBits; those of 8 bits are taken with their sign.
+  template <int kBits, int kCount>
+  static I dots(I sum, const Bytes* codes, const int8_t* x) {
+    constexpr int kGroup = kBits == 4 ? 8 : kBits == 5 ? 4 : kBits == 6 ? 2 : 1;
+    static_assert(kGroup * 2 * 127 * ((1 << kBits) - 1) <= 32767 || kBits == 8);
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; i += kGroup) {
+      __m256i pairs = pair_products<kBits>(codes[i], x + 4 * i);
+#pragma GCC unroll 8
+      for (int j = i + 1; j < i + kGroup; ++j)
+        pairs = _mm256_add_epi16(pairs, pair_products<kBits>(codes[j], x + 4 * j));
+      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    return sum;
+  }
+  static I dot16(I sum, I words, const int16_t* x) {
+    int32_t two;
+    __builtin_memcpy(&two, x, 4);
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(words, _mm256_set1_epi32(two)));
+  }
+
+ private:
   template <int kBits>
-  static I dot(I sum, Bytes codes, const int8_t* x) {
+  static __m256i pair_products(Bytes codes, const int8_t* x) {
     int32_t four;
     __builtin_memcpy(&four, x, 4);
     __m256i inputs = _mm256_set1_epi32(four);
@@ -51,13 +73,7 @@ struct PackedAvx2 : Avx2 {
       inputs = _mm256_sign_epi8(inputs, weights);
       codes = _mm256_abs_epi8(weights);
     }
-    const __m256i pairs = _mm256_maddubs_epi16(codes, inputs);
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-  }
-  static I dot16(I sum, I words, const int16_t* x) {
-    int32_t two;
-    __builtin_memcpy(&two, x, 4);
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(words, _mm256_set1_epi32(two)));
+    return _mm256_maddubs_epi16(codes, inputs);
   }
 };
 

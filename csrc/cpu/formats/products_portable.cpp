@@ -40,11 +40,14 @@ struct PackedPortable : Portable {
   static I bit_or(I a, I b) { return a | b; }
   static I add(I a, I b) { return a + b; }
   static I multiply(I a, I b) { return a * b; }
-  template <int kBits>
-  static I dot(I sum, Bytes codes, const int8_t* x) {
-    const int16_t even[2] = {x[0], x[2]}, odd[2] = {x[1], x[3]};
-    const Pairs pairs = Pairs(codes);
-    return dot16(dot16(sum, I(pairs & 255), even), I(pairs >> 8), odd);
+  template <int kBits, int kCount>
+  static I dots(I sum, const Bytes* codes, const int8_t* x) {
+    for (int i = 0; i < kCount; ++i, x += 4) {
+      const int16_t even[2] = {x[0], x[2]}, odd[2] = {x[1], x[3]};
+      const Pairs pairs = Pairs(codes[i]);
+      sum = dot16(dot16(sum, I(pairs & 255), even), I(pairs >> 8), odd);
+    }
+    return sum;
   }
   static I dot16(I sum, I words, const int16_t* x) {
 #if defined(__SSE2__)

@@ -40,14 +40,16 @@ struct Vnni : Avx512 {
   static I bit_or(I a, I b) { return _mm512_or_si512(a, b); }
   static I add(I a, I b) { return _mm512_add_epi32(a, b); }
   static I multiply(I a, I b) { return _mm512_mullo_epi32(a, b); }
-  // Adds to each lane 4 codes times 4 inputs.
-  template <int kBits>
-  static I dot(I sum, Bytes codes, const int8_t* x) {
+  // Adds to each lane the products of kCount vectors of codes with 4 kCount inputs.
+  template <int kBits, int kCount>
+  static I dots(I sum, const Bytes* codes, const int8_t* x) {
     // The compiler would load the inputs by an instruction of its own.
     typedef int32_t Four __attribute__((may_alias, aligned(1)));
-    asm("vpdpbusd %2%{1to16%}, %1, %0"
-        : "+v"(sum)
-        : "v"(codes), "m"(*reinterpret_cast<const Four*>(x)));
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i)
+      asm("vpdpbusd %2%{1to16%}, %1, %0"
+          : "+v"(sum)
+          : "v"(codes[i]), "m"(*reinterpret_cast<const Four*>(x + 4 * i)));
     return sum;
   }
   // Adds to each lane 2 words times 2 inputs.
