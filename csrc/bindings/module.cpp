@@ -16,4 +16,5 @@ PYBIND11_MODULE(_native, m) {
   pipespec::bind_ngram(m);
   pipespec::bind_schedule(m);
   pipespec::bind_perf_model(m);
+  pipespec::bind_watch(m);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -300,22 +301,20 @@ def identity_mlp(model: PreTrainedModel) -> None:
     _layers(model)[1].mlp = nn.Identity()
 
 
-class _Own:
-    pass
-
-
-def own_class(model: PreTrainedModel) -> None:
-    kind = type(model)
-
+@functools.cache
+def _own_class(kind: type) -> type:
     def prepare(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        given = kind.prepare_inputs_for_generation(self, input_ids, **kwargs)
+        given = kind.prepare_inputs_for_generation(self, input_ids, **kwargs)  # type: ignore[attr-defined]
         if given.get("input_ids") is not None:
             given["input_ids"] = given["input_ids"].clamp(max=60)
         return given
 
-    model.__class__ = type(
-        f"Own{kind.__name__}", (kind,), {"prepare_inputs_for_generation": prepare, "__module__": __name__}
-    )
+    return type(f"Own{kind.__name__}", (kind,), {"prepare_inputs_for_generation": prepare, "__module__": __name__})
+
+
+def own_class(model: PreTrainedModel) -> None:
+    # One class for all models, so that a later patch of it is one for all.
+    model.__class__ = _own_class(type(model))
 
 
 def own_inputs(model: PreTrainedModel) -> None:

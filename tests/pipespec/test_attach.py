@@ -133,17 +133,17 @@ def test_a_forward_that_torch_compiles_as_one_graph(model):
 
 
 def test_a_class_with_a_loop_of_its_own(model):
-    draft = noisy(model, 0.02)
-    for kind, name in {_OwnGenerate: "generate", _OwnSample: "_sample"}.items():
-        other = kind(model.config)
-        with pytest.raises(ValueError, match=rf"{kind.__name__} has its own {name}\(\).*use Pipeline\(model"):
-            pipespec.attach(other, draft, schedule="lockstep")
-        assert "generate" not in vars(other)
-    own, ids = _OwnInputs(model.config), torch.tensor([[5, 6, 7]])
-    pipe = pipespec.attach(own, draft, schedule="lockstep")
-    with pytest.warns(SpeedWarning, match=r"_OwnInputs has its own prepare_inputs_for_generation\(\)"):
-        assert torch.equal(own.generate(ids, max_new_tokens=5, do_sample=False), plain(own, ids, max_new_tokens=5))
-    assert pipe.report is None
+    draft, ids = noisy(model, 0.02), torch.tensor([[5, 6, 7]])
+    names = {_OwnGenerate: "generate", _OwnSample: "_sample", _OwnInputs: "prepare_inputs_for_generation"}
+    for kind, name in names.items():
+        own = kind(model.config)
+        wanted = own.generate(ids, max_new_tokens=5, do_sample=False)
+        pipe = pipespec.attach(own, draft, schedule="lockstep")
+        with pytest.warns(SpeedWarning, match=rf"{kind.__name__} has its own {name}\(\)"):
+            assert torch.equal(own.generate(ids, max_new_tokens=5, do_sample=False), wanted)
+        assert pipe.report is None
+        pipespec.detach(own)
+        assert "generate" not in vars(own)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pipespec.attach(_Base(model.config), draft, schedule="lockstep")
@@ -370,6 +370,12 @@ def test_copies_are_plain(model, pipe):
     saved.seek(0)
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)]
     copies.append(copy.deepcopy(copies[0]))
+    # This one shares the modules, and has a configuration of its own.
+    shallow = copy.copy(model)
+    shallow.generation_config = copy.deepcopy(shallow.generation_config)
+    shallow.generation_config.max_new_tokens = 3
+    assert attached(shallow) is None
+    assert shallow.generate(ids[None]).shape[1] == len(ids) + 3
     for other in copies:
         assert other is not model
         assert attached(other) is None

@@ -257,7 +257,6 @@ def test_a_single_draft_needs_no_list(model, tmp_path):
 def test_dtypes_and_devices_that_cannot_work(model):
     half = random_llama(1, dtype=torch.float16)
     assert "bfloat16" in refused(ValueError, "draft 0 is float16 on the CPU", model, half)
-    refused(ValueError, "target is float16 on the CPU", half)
     with torch.device("meta"):
         hollow = transformers.LlamaForCausalLM(model.config)
     refused(ValueError, "draft 0 .*not loaded", model, hollow)

@@ -19,6 +19,7 @@ import pipespec
 from pipespec import Pipeline, SpeedWarning
 from pipespec.engine import known
 from pipespec.engine.values import Checksums
+from pipespec_kernels._native import Stamp
 from tests.conftest import noisy, random_llama, random_prompts
 from tests.pipespec import hostile
 from tests.pipespec.tiny_models import FAMILIES, make
@@ -104,13 +105,54 @@ def test_modes_are_seen(model):
         assert known.why_unknown(model) is None
 
 
+class _Base:
+    inherited = 1
+
+
+class _Stamped(_Base):
+    def method(self):
+        return 1
+
+
+def _renamed(space):
+    space["other"] = space.pop("a")
+
+
+STAMPED = {
+    "value of a dictionary": lambda s: s["space"].update(a=object()),
+    "key of a dictionary": lambda s: _renamed(s["space"]),
+    "entry of a dictionary": lambda s: s["space"].update(b=3),
+    "item of a list": lambda s: s["items"].__setitem__(0, object()),
+    "length of a list": lambda s: s["items"].append(None),
+    "class of an object": lambda s: setattr(s["object"], "__class__", _Base),
+    "code of a function": lambda s: setattr(s["function"], "__code__", (lambda: 2).__code__),
+    "attribute of a class": lambda s: setattr(_Stamped, "method", None),
+    "attribute of its base": lambda s: setattr(_Base, "inherited", 2),
+}
+
+
+@pytest.mark.parametrize("name", STAMPED)
+def test_a_stamp_sees(name, monkeypatch):
+    monkeypatch.setattr(_Base, "inherited", 1)
+    monkeypatch.setattr(_Stamped, "method", _Stamped.method)
+    parts = {"space": {"a": 1000.5}, "items": [1], "object": _Stamped(), "function": lambda: 1}
+    stamp = Stamp([parts["space"], parts["items"]], [parts["object"]], [parts["function"]], [_Stamped])
+    for _ in range(3):
+        assert stamp.is_current()
+    # The same object put where it is is no change.
+    parts["space"]["a"] = parts["space"]["a"]
+    assert stamp.is_current()
+    STAMPED[name](parts)
+    assert not stamp.is_current()
+
+
 # ---- values
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_checksums_see_every_value(dtype):
     noise = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(shape, generator=noise).to(dtype) for shape in ((300, 400), (7,), (33, 5))]
+    tensors = [torch.randn(shape, generator=noise).to(dtype) for shape in ((150, 400), (7,), (33, 5))]
     sums = Checksums(tensors)
     for _ in range(trials(ci=20, nightly=500)):
         tensor = tensors[int(torch.randint(0, 3, (), generator=noise))]
@@ -124,16 +166,27 @@ def test_checksums_see_every_value(dtype):
 
 
 def test_a_large_model_is_checked_in_turn():
-    large = torch.zeros(3 << 20)
-    sums = Checksums([large])
-    large.data[2 << 20] = 1.0
-    seen = [sums.agree() for _ in range(30)]
-    assert seen[0]
-    assert not all(seen)
-    sums = Checksums([large])
-    large.data[2 << 20] = 0.0
-    sums.spend(1e3)  # half a percent of it is time enough for all
+    """A change of a matrix shows at once, one of a row or of one value after some checks, sooner after long calls."""
+    noise = torch.Generator().manual_seed(1)
+    large = torch.randn((1500, 1000), generator=noise)
+    sums = Checksums([large.t()])  # whatever the strides
+    large.data.mul_(1.5)
     assert not sums.agree()
+    for change in ((1200, slice(None)), (1200, 17)):
+        sums = Checksums([large])
+        large.data[change] += 1.0
+        # Each check reads some more, without any time for it.
+        seen = [sums.agree() for _ in range(large.nbytes >> 14)]
+        assert seen[0]
+        assert not seen[-1]
+    sums = Checksums([large])
+    before = large[[3, 4]]
+    large.data[[4, 3]] = before  # the same sum
+    checks = 0
+    while sums.agree():
+        sums.spend(1e3)
+        checks += 1
+    assert checks < large.nbytes >> 14
 
 
 @pytest.mark.parametrize("name", ["weight by .data", "weight by numpy", "frequencies in place", "frequencies by numpy"])
@@ -308,6 +361,10 @@ def test_float16_on_the_cpu_is_left_to_transformers(model, attached):
     model.half()
     with pytest.warns(SpeedWarning, match="float16 on the CPU"):
         assert torch.equal(ours(model), bare(model))
+    half = make("llama").half()
+    pipespec.attach(half, "ngram", schedule="lockstep")
+    with pytest.warns(SpeedWarning, match="float16 on the CPU"):
+        assert torch.equal(ours(half), bare(half))
     model.float()
     ours(model)
     assert attached.report.schedule == "lockstep"

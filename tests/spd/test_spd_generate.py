@@ -712,10 +712,7 @@ def test_without_the_native_form(model):
     hooked.model.layers[4].mlp.register_forward_hook(lambda module, args, output: output * 2)
     pipeline = SpeculativePipeline(hooked, stages=2)
     assert torch.equal(greedy(pipeline), greedy(hooked))
-    assert (
-        pipeline.report.stages[0].forward
-        == "transformers: the model is not as transformers made it: model.layers.4.mlp has hooks"
-    )
+    assert pipeline.report.stages[0].forward == "transformers: this model runs as it is: model.layers.4.mlp has hooks"
 
 
 # ---- n-grams

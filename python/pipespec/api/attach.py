@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -26,21 +26,22 @@ from pipespec.schedules.base import SpeedWarning
 
 
 class _Generate:
-    """Replaces ``model.generate``. Copies and pickles of the model have the ``generate()`` of their class."""
+    """Replaces ``model.generate``."""
 
     def __init__(self, pipeline: Pipeline, *, is_strict: bool, before: Any) -> None:
         self.pipeline, self.is_strict = pipeline, is_strict
         self.before = before  # the instance's own
         self._warned: set[str] = set()
-        functools.update_wrapper(self, GenerationMixin.generate)
-        parameters = list(inspect.signature(GenerationMixin.generate).parameters.values())[1:]
+        theirs = type(pipeline.target).generate
+        functools.update_wrapper(self, theirs)
+        parameters = list(inspect.signature(theirs).parameters.values())[1:]
         self.__signature__ = inspect.Signature(parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("custom_generate") is self.pipeline:
             del kwargs["custom_generate"]
         if kwargs.get("custom_generate") is not None:  # another decoding loop
-            return GenerationMixin.generate(self.pipeline.target, *args, **kwargs)
+            return self._by_transformers(*args, **kwargs)
         if self.is_strict or any(
             _has_effect(name, kwargs.get(name)) for name in OWN
         ):  # transformers has no such arguments
@@ -67,6 +68,10 @@ class _Generate:
     def _check_own(self) -> None:
         if self.before is not None:
             raise NotKnown("model", "generate(): the model had a generate() of its own when it was attached")
+        kind = type(self.pipeline.target)
+        for name in ("generate", "_sample"):
+            if getattr(kind, name) is not getattr(GenerationMixin, name):
+                raise NotKnown("model", f"generate(): {kind.__name__} has its own {name}()")
 
     def _after_failure(self, failure: Exception, *args: Any, **kwargs: Any) -> Any:
         """Let transformers decode a call that has failed before its first token. Its error counts if it fails, too."""
@@ -104,13 +109,6 @@ class _Generate:
                 SpeedWarning,
                 stacklevel=user_stacklevel(),
             )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return MethodType(type(self.pipeline.target).generate, memo.get(id(self.pipeline.target)))
-
-    def __reduce__(self) -> Any:
-        # Without a name of this package: the model may be loaded where it is not installed.
-        return getattr, (self.pipeline.target, "generate")
 
 
 class _AfterPrompt:
@@ -158,8 +156,7 @@ def attach(
         The pipeline, whose ``report`` describes the last call.
 
     Raises:
-        ValueError: The model is attached already, its class has its own ``generate()`` or ``_sample()``, the models cannot form a chain, or
-            ``unsupported`` is neither.
+        ValueError: The model is attached already, the models cannot form a chain, or ``unsupported`` is neither.
         TypeError: As for :class:`pipespec.Pipeline`.
     """
     model = without_wrapper(model)
@@ -167,27 +164,24 @@ def attach(
         raise ValueError("this model is attached already; detach() it first")
     if unsupported not in ("plain", "raise"):
         raise ValueError(f"unsupported must be 'plain' or 'raise', not {unsupported!r}")
-    before = _check_own(model)
     pipeline = Pipeline(model, drafts, **options)
+    before = vars(model).get("generate")
+    if getattr(before, "__func__", None) is type(model).generate:
+        before = None
+    copyreg.dispatch_table.setdefault(type(model), _reduced)
     # On the instance: other models of its class are not touched.
     model.generate = _Generate(pipeline, is_strict=unsupported == "raise", before=before)
     return pipeline
 
 
-def _check_own(model: PreTrainedModel) -> Any:
-    """Check that calls of ``model.generate()`` are transformers' own, and return what the instance has in its place, or None."""
-    if not (isinstance(model, PreTrainedModel) and isinstance(model, GenerationMixin)):
-        return None  # Pipeline() refuses it
-    kind = type(model)
-    for name in ("generate", "_sample"):
-        if getattr(kind, name) is not getattr(GenerationMixin, name):
-            raise ValueError(
-                f"attach(): {kind.__name__} has its own {name}(), which a pipeline does not call: use Pipeline(model, ...) and its generate(), "
-                "whose text is that of transformers' generate()"
-            )
-    before = vars(model).get("generate")
-    # A copy of an attached model has that of its class.
-    return None if getattr(before, "__func__", None) is kind.generate else before
+def _reduced(model: PreTrainedModel) -> Any:
+    """The state of a model without its attachment: what ``copy`` and ``pickle`` make of it is not attached, and needs no pipespec."""
+    make, arguments, state, *more = model.__reduce_ex__(4)
+    if isinstance(state, dict) and isinstance(state.get("generate"), _Generate):
+        before = state["generate"].before
+        state = {name: value for name, value in state.items() if name != "generate"}
+        state |= {} if before is None else {"generate": before}
+    return make, arguments, state, *more
 
 
 def attached(model: PreTrainedModel) -> Pipeline | None:

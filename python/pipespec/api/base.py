@@ -240,7 +240,7 @@ class BasePipeline:
             inputs: As for :meth:`generate`, like all others.
             leave: The cause for which transformers' loop decodes the call; None: the pipeline does.
         """
-        with shutdown.call(), handlers_watched(), _errors_of_handlers():
+        with shutdown.call(), handlers_watched(), _errors_of_handlers(), one_call():
             renew_pool()
             if inputs is not None and input_ids is not None:
                 raise ValueError("give inputs or input_ids, not both: they mean the same")
@@ -319,7 +319,7 @@ class BasePipeline:
         """Run a call of ``model.generate(..., custom_generate=pipe)``. ``ValueError`` if ``model`` is not the target."""
         lost = lost_arguments()
         reader = notify_reader_of_failure(lost.get("streamer"))
-        with shutdown.call(), handlers_watched(), reader, shortage_explained():
+        with shutdown.call(), handlers_watched(), reader, shortage_explained(), one_call():
             if model is not self.target:
                 raise ValueError(
                     f"custom_generate: this pipeline generates the text of its own target, not of the {type(model).__name__} whose "
@@ -353,7 +353,7 @@ class BasePipeline:
         """Raise ``NotKnown`` if the target runs other people's code."""
         reason = why_unknown(self.target)
         if reason is not None:
-            raise NotKnown("model", f"generate(): the model is not as transformers made it: {reason}")
+            raise NotKnown("model", f"generate(): this model runs as it is: {reason}")
 
     def _left(self, error: NotKnown) -> None:
         """Warn, once for each cause, of a call that transformers decodes."""
@@ -404,9 +404,8 @@ class BasePipeline:
         for name in model_kwargs.keys() - _PREPARED:
             if model_kwargs[name] is not None:
                 raise refusal(name, model_kwargs[name]) if name in ARGUMENTS else for_forward(name)
-        with self._turn("generate()", "use another Pipeline there"), one_call():
+        with self._turn("generate()", "use another Pipeline there"):
             shutdown.check()
-            self._check_known()
             self._leave_parent()
             # They may have been moved, cast or hooked since.
             check_runnable(self.models, target_is_placed=self._is_placed)

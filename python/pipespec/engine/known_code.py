@@ -32,6 +32,7 @@ from pipespec.models.originals import (
     patched_global,
     patched_method,
 )
+from pipespec_kernels._native import Stamp
 
 _TORCH = frozenset(
     f"torch.nn.modules.{name}"
@@ -96,16 +97,30 @@ class Code:
         # Objects by place, and the places: attributes of classes and modules, values of mappings, and code objects of functions.
         self._seen: list[tuple[Callable[[], Any], Any]] = []
         self._functions: list[FunctionType] = []
+        # The classes and mappings that have the places.
+        self._classes: list[type] = []
+        self._spaces: list[dict[str, Any]] = []
         self.reason = self._read(model, kinds)
         self._functions = list(dict.fromkeys(self._functions))
         self._codes = list(map(_CODE, self._functions))
+        self._stamp = self._new_stamp()
+
+    def _new_stamp(self) -> Any:
+        spaces = {id(space): space for space in self._spaces}
+        return Stamp(list(spaces.values()), [], self._functions, list(dict.fromkeys(self._classes)))
 
     def is_current(self) -> bool:
-        """Whether everything is as it was."""
+        """Whether everything is as it was. It costs microseconds while nothing of the classes and mappings has changed."""
+        if self._stamp.is_current():
+            return True
         for read, expected in self._seen:
             if read() != expected:
                 return False
-        return list(map(_CODE, self._functions)) == self._codes
+        if list(map(_CODE, self._functions)) != self._codes:
+            return False
+        # Something else of them has changed.
+        self._stamp = self._new_stamp()
+        return True
 
     def _read(self, model: type, kinds: frozenset[type]) -> str | None:
         reasons = [self._class(kind) for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__))]
@@ -151,6 +166,10 @@ class Code:
         if names:
             read = functools.partial(operator.attrgetter(*names), place)
             self._seen.append((read, read()))
+        if isinstance(place, type):
+            self._classes.append(place)
+        else:
+            self._spaces.append(vars(place))
 
     def _sources(self, kinds: frozenset[type]) -> str | None:
         """Watch the globals that the code reads, in its modules and in torch."""
@@ -177,6 +196,7 @@ class Code:
             all_names |= names
             self._functions += [f for n in sorted(names & space.keys()) for f in functions_of(space[n])]
             self._seen.append((functools.partial(_values, space), _values(space)))
+            self._spaces.append(space)
             patched = patched_global(module, names)
             if patched is None and name in _SOURCES:
                 patched = next(
@@ -222,6 +242,8 @@ class Code:
             read = functools.partial(registry.get, name)
             value = read()
             self._seen.append((read, value))
+            self._spaces += [vars(registry), registry._local_mapping, registry._global_mapping]
+            self._classes.append(type(registry))
             if value is not None:
                 self._functions += functions_of(value)
                 if not is_original(value) or (

@@ -1,47 +1,42 @@
-"""Checksums of weights, for changes that go past torch's version counters: through ``.data``, numpy or DLPack."""
+"""Digests of weights, for changes that go past torch's version counters: through ``.data``, numpy or DLPack."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
-_BLOCK = 1 << 17
-"""Bytes of a block, which has one checksum."""
+from pipespec_kernels._native import MemoryWatch
 
-SHARE = 0.005
-"""The part of the time of all forwards that the checks may take."""
+SHARE = 0.004
+"""The part of the time of all forwards that the checks may take. What a call compares beside them takes the rest of half a percent."""
 
-ALWAYS = 1 << 19
-"""Bytes that each check reads in any case. A model of this size is checked as a whole before every call."""
+LONGEST = 0.02
+"""Seconds that one check may take, so that it does not delay the first token."""
 
 
 class Checksums:
-    """Sums of all values of some tensors, block by block.
+    """Digests of all values of some tensors.
 
-    A check reads some blocks in turn, and the next check goes on behind them, so that every change is seen after some calls. How many depends on the
-    size of the model and on the length of the calls. It reads all small tensors (norms, biases, frequencies of RoPE).
+    Each check reads all small tensors (norms, biases, frequencies of RoPE), a few values of the others, and more of them in turn: samples, of which every
+    row of a matrix has one, and blocks with all their values. How many depends on the length of the calls. A change of a whole matrix shows at once, one
+    of a row or a single value after some calls. Models of up to 256 KiB are read as a whole.
 
     Args:
         tensors: on the CPU. Others are left out.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        views = [_words(tensor) for tensor in tensors if tensor.device.type == "cpu" and tensor.numel()]
-        self._small = [view for view in views if view.nbytes <= 4096]
-        self._copies = [view.tobytes() for view in self._small]
-        self._blocks = [
-            view[at : at + _BLOCK // view.itemsize]
-            for view in views
-            if view.nbytes > 4096
-            for at in range(0, len(view), _BLOCK // view.itemsize)
-        ]
-        began = time.perf_counter()
-        self._sums = [_sum(block) for block in self._blocks]
-        self._seconds_per_byte = (time.perf_counter() - began) / max(1, sum(block.nbytes for block in self._blocks))
-        self._next, self._credit = 0, 0.0
+        # They keep the memory.
+        self._tensors = [tensor.detach() for tensor in tensors if tensor.device.type == "cpu" and tensor.numel()]
+        self._watch, self._credit = MemoryWatch(), 0.0
+        for tensor in self._tensors:
+            size = tensor.element_size()
+            span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            # One sample per row of a contiguous matrix, along a diagonal that wraps around.
+            step = tensor.shape[-1] + 1 if tensor.ndim > 1 else 16
+            self._watch.add(tensor.data_ptr(), span * size, step * size)
+        self._watch.remember()
 
     def spend(self, seconds: float) -> None:
         """Note the time of a forward."""
@@ -49,26 +44,5 @@ class Checksums:
 
     def agree(self) -> bool:
         """Whether the tensors have the values that they had, as far as this check reads them."""
-        if [view.tobytes() for view in self._small] != self._copies:
-            return False
-        left = max(ALWAYS, self._credit / self._seconds_per_byte if self._blocks else 0)
-        self._credit = 0.0
-        for _ in self._blocks:
-            if left <= 0:
-                break
-            at, self._next = self._next, (self._next + 1) % len(self._blocks)
-            left -= self._blocks[at].nbytes
-            if _sum(self._blocks[at]) != self._sums[at]:
-                return False
-        return True
-
-
-def _words(tensor: torch.Tensor) -> np.ndarray:
-    """The bits of a tensor as integers, 8 bytes each where they divide evenly. A view, if the tensor is contiguous."""
-    flat = tensor.detach().reshape(-1)
-    bits = flat.view(torch.uint8).numpy()
-    return bits.view(np.int64) if bits.nbytes % 8 == 0 and bits.ctypes.data % 8 == 0 else bits
-
-
-def _sum(block: np.ndarray) -> int:
-    return int(np.add.reduce(block, dtype=np.int64))
+        seconds, self._credit = min(self._credit, LONGEST), 0.0
+        return bool(self._watch.agree(seconds))

@@ -151,7 +151,7 @@ def identity(model: PreTrainedModel | ModelParts, *, packed: bool = True) -> tup
     Args:
         model: the model, or parts of one.
         packed: the form copies the weights, for the CPU: their versions count, too. A change that goes past the version counters (through
-            ``.data``) does not show, see :func:`samples`.
+            ``.data``) does not show, see :mod:`pipespec.engine.values`.
 
     Raises:
         NotReadable: for a packed copy, the model is not on the CPU in float32 or bfloat16; it is on several devices or in training; a module
@@ -199,20 +199,6 @@ def _identity(model: PreTrainedModel | ModelParts, packed: bool) -> tuple[Any, .
     if len(dtypes) != 1 or not dtypes <= taken:
         raise NotReadable(f"its weights are {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}")
     return (*dtypes, *seen, *_windows_of(model if isinstance(model, ModelParts) else ModelParts.of(model)))
-
-
-def samples(model: PreTrainedModel | ModelParts) -> list[torch.Tensor]:
-    """Views of some values of each weight, as integers ``[n]``: a change of them shows what the version counters miss.
-
-    A matrix has one value per row, along a diagonal that wraps around, so that a change of any row, column or block shows. A change of single
-    values elsewhere does not.
-    """
-    views = []
-    for parameter in model.parameters():
-        flat = parameter.detach().reshape(-1)
-        bits = flat.view(torch.int32 if flat.dtype == torch.float32 else torch.int16)
-        views.append(bits[:: parameter.shape[-1] + 1] if parameter.ndim > 1 else bits)
-    return views
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,115 @@
+#include "watch.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+namespace pipespec::cpu {
+namespace {
+
+constexpr std::size_t kSmall = 4096;  // bytes of a range that each check reads
+constexpr std::size_t kAllAlways =
+    256 << 10;  // bytes of all ranges, up to which each check reads them all
+constexpr std::size_t kBlock = 16 << 10;  // bytes of a block
+constexpr std::size_t kSamples = 256;     // samples of a unit
+constexpr std::size_t kAlways = 4;        // samples of a large range that each check reads
+constexpr std::uint64_t kFactor = 0x9e3779b97f4a7c15;
+
+std::uint64_t mix(std::uint64_t digest, std::uint64_t word) {
+  digest = (digest ^ word) * kFactor;
+  return digest ^ (digest >> 29);
+}
+
+// Eight bytes at every stride, the last ones at the end of the range.
+std::uint64_t digest_of_samples(const unsigned char* data, std::size_t bytes, std::size_t stride) {
+  std::uint64_t found = bytes, word;
+  for (std::size_t at = 0; at < bytes; at += stride) {
+    std::memcpy(&word, data + std::min(at, bytes - sizeof word), sizeof word);
+    found = mix(found, word);
+  }
+  return found;
+}
+
+}  // namespace
+
+std::uint64_t digest(const unsigned char* data, std::size_t bytes) {
+  // The second sums weigh each word by its place.
+  constexpr std::size_t kLanes = 8, kLine = kLanes * sizeof(std::uint64_t);
+  std::uint64_t first[kLanes] = {}, second[kLanes] = {}, line[kLanes];
+  std::size_t at = 0;
+  for (; at + kLine <= bytes; at += kLine) {
+    std::memcpy(line, data + at, kLine);
+    for (std::size_t i = 0; i < kLanes; ++i) second[i] += first[i] += line[i];
+  }
+  std::memset(line, 0, kLine);
+  std::memcpy(line, data + at, bytes - at);
+  std::uint64_t found = bytes;
+  for (std::size_t i = 0; i < kLanes; ++i) {
+    second[i] += first[i] += line[i];
+    found = mix(mix(found, first[i]), second[i]);
+  }
+  return found;
+}
+
+void MemoryWatch::add(const void* data, std::size_t bytes, std::size_t stride) {
+  if (bytes != 0) ranges_.push_back({static_cast<const unsigned char*>(data), bytes, stride});
+}
+
+void MemoryWatch::remember() {
+  const bool all = bytes() <= kAllAlways;
+  for (const Range& range : ranges_) {
+    const auto [data, bytes, stride] = range;
+    if (all || bytes <= kSmall) {
+      always_.push_back({{data, bytes, 0}, digest(data, bytes)});
+      continue;
+    }
+    const std::size_t wide = std::max(stride, (bytes / stride / kAlways) * stride);
+    always_.push_back({{data, bytes, wide}, digest_of_samples(data, bytes, wide)});
+    for (std::size_t at = 0; at < bytes; at += kSamples * stride) {
+      const std::size_t size = std::min(bytes - at, kSamples * stride);
+      // The last samples may be fewer bytes than one is read from.
+      const std::size_t from = size < sizeof(std::uint64_t) ? bytes - sizeof(std::uint64_t) : at;
+      const std::size_t length = std::min(bytes - from, kSamples * stride);
+      samples_.push_back(
+          {{data + from, length, stride}, digest_of_samples(data + from, length, stride)});
+    }
+    for (std::size_t at = 0; at < bytes; at += kBlock) {
+      const std::size_t size = std::min(bytes - at, kBlock);
+      blocks_.push_back({{data + at, size, 0}, digest(data + at, size)});
+    }
+  }
+}
+
+bool MemoryWatch::agree(double seconds) {
+  using Clock = std::chrono::steady_clock;
+  const auto is_same = [](const Unit& unit) {
+    const auto [data, bytes, stride] = unit.range;
+    return unit.digest == (stride ? digest_of_samples(data, bytes, stride) : digest(data, bytes));
+  };
+  if (!std::all_of(always_.begin(), always_.end(), is_same)) return false;
+  const auto end = Clock::now() + std::chrono::duration<double>(std::min(seconds, 1e6));
+  const auto next_is_same = [&](const std::vector<Unit>& units, std::size_t& next) {
+    if (!is_same(units[next])) return false;
+    next = (next + 1) % units.size();
+    return true;
+  };
+  for (std::size_t i = 0; i < blocks_.size() && (i == 0 || Clock::now() < end); ++i) {
+    if (i < samples_.size() && !next_is_same(samples_, next_sample_)) return false;
+    if (!next_is_same(blocks_, next_block_)) return false;
+  }
+  return true;
+}
+
+std::size_t MemoryWatch::samples() const {
+  std::size_t found = 0;
+  for (const Unit& unit : samples_) found += (unit.range.bytes - 1) / unit.range.stride + 1;
+  return found;
+}
+
+std::size_t MemoryWatch::bytes() const {
+  std::size_t found = 0;
+  for (const Range& range : ranges_) found += range.bytes;
+  return found;
+}
+
+}  // namespace pipespec::cpu
