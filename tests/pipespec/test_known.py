@@ -458,15 +458,56 @@ def _traced(injector: Injector, call: Any) -> Any:
         sys.settrace(before)
 
 
-def test_an_error_in_any_line_before_the_first_token(model):
+class Kept:
+    """A streamer that keeps its tokens, those of the prompt included."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        pass
+
+
+def _touch(model: Any) -> None:
+    with torch.no_grad():
+        model.lm_head.weight.add_(0)
+
+
+FAILING: dict[str, tuple[torch.Tensor, dict[str, Any], Any]] = {
+    "greedy": (IDS, {}, None),
+    "sampled": (IDS, {"do_sample": True, "top_k": 1}, None),
+    "rows with padding": (TWO, {"attention_mask": torch.ones_like(TWO).index_fill(1, torch.tensor([0]), 0)}, None),
+    "scores": (IDS, {"return_dict_in_generate": True, "output_scores": True}, None),
+    "packed again": (IDS, {}, _touch),
+    "compared again": (IDS, {}, pipespec.refresh),
+}
+"""Calls in which errors are injected: ids, arguments, and what happens to the model before each."""
+
+
+@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize("schedule", ["lockstep", "plain"])
+def test_an_error_in_any_line_before_the_first_token(model, name, schedule):
     """transformers decodes the call, and the warning has the cause. Behind the first token, the error comes out."""
-    wanted = bare(model, max_new_tokens=3)
+    ids, given, before = FAILING[name]
+    given = {"max_new_tokens": 3, **given}
+    wanted, drafts = bare(model, ids, **given), "ngram" if schedule == "lockstep" else ()
+
+    def call(injector: Injector) -> tuple[Any, list[int]]:
+        streamer = Kept() if len(ids) == 1 else None
+        if before is not None:
+            before(model)
+        out = _traced(injector, lambda: ours(model, ids, streamer=streamer, **given))
+        return out, [] if streamer is None else streamer.tokens
+
     lines = Injector(None)
-    pipespec.attach(model, "ngram", schedule="lockstep")
-    ours(model, max_new_tokens=3)  # packs the weights
-    _traced(lines, lambda: ours(model, max_new_tokens=3))
+    pipespec.attach(model, drafts, schedule=schedule)
+    ours(model, ids, **given)  # packs the weights
+    call(lines)
     assert lines.lines > 300
-    count = trials(ci=60, nightly=lines.lines)
+    count = trials(ci=10, nightly=lines.lines)
     fell_back = 0
     for i in range(count):
         injector = Injector(1 + i * lines.lines // count)
@@ -474,20 +515,25 @@ def test_an_error_in_any_line_before_the_first_token(model):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                out = _traced(injector, lambda: ours(model, max_new_tokens=3))
+                out, streamed = call(injector)
             except Injected:
                 out = None
             if out is None:
                 # Something was committed.
                 assert pipe.partial is not None, injector.where
-                assert pipe.partial.shape[1] > IDS.shape[1], injector.where
+                assert pipe.partial.shape[1] > ids.shape[1], injector.where
             else:
-                assert torch.equal(out, wanted), injector.where
+                assert torch.equal(_text(out), _text(wanted)), injector.where
+                assert not streamed or streamed == _text(out)[0].tolist(), injector.where
                 fell_back += any(str(w.message).find("Injected") >= 0 for w in caught)
         pipespec.detach(model)
-        pipespec.attach(model, "ngram", schedule="lockstep")
-        assert torch.equal(ours(model, max_new_tokens=3), wanted), injector.where
+        pipespec.attach(model, drafts, schedule=schedule)
+        assert torch.equal(_text(ours(model, ids, **given)), _text(wanted)), injector.where
     assert fell_back > count // 4
+
+
+def _text(out: Any) -> torch.Tensor:
+    return out if isinstance(out, torch.Tensor) else out.sequences
 
 
 def test_errors_of_the_caller_come_out(model, attached):
