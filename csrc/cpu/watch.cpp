@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::size_t kSmall = 4096;  // bytes of a range that each check reads
 constexpr std::size_t kAllAlways =
-    256 << 10;  // bytes of all ranges, up to which each check reads them all
+    512 << 10;  // bytes of all ranges, up to which each check reads them all
 constexpr std::size_t kBlock = 16 << 10;  // bytes of a block
 constexpr std::size_t kSamples = 256;     // samples of a unit
 constexpr std::size_t kAlways = 4;        // samples of a large range that each check reads

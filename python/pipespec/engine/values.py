@@ -20,7 +20,7 @@ class Checksums:
 
     Each check reads all small tensors (norms, biases, frequencies of RoPE), a few values of the others, and more of them in turn: samples, of which every
     row of a matrix has one, and blocks with all their values. How many depends on the length of the calls. A change of a whole matrix shows at once, one
-    of a row or a single value after some calls. Models of up to 256 KiB are read as a whole.
+    of a row or a single value after some calls. Models of up to 512 KiB are read as a whole.
 
     Args:
         tensors: on the CPU. Others are left out.
