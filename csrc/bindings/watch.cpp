@@ -143,8 +143,8 @@ void bind_watch(py::module_& m) {
           },
           py::arg("address"), py::arg("bytes"), py::arg("stride"))
       .def("remember", &cpu::MemoryWatch::remember, py::call_guard<py::gil_scoped_release>())
-      .def("agree", &cpu::MemoryWatch::agree, py::arg("seconds"),
-           py::call_guard<py::gil_scoped_release>())
+      // With the lock of the interpreter: it is the one of the places that a check goes on at.
+      .def("agree", &cpu::MemoryWatch::agree, py::arg("seconds"))
       .def_property_readonly("samples", &cpu::MemoryWatch::samples)
       .def_property_readonly("bytes", &cpu::MemoryWatch::bytes);
 }
