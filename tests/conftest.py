@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -34,12 +35,28 @@ factory._runs_uncaptured = True
 
 LONGEST = ("test_ranks.py", "test_interpreted.py", "test_compile_gate.py")
 
+PROCESSES = re.compile(
+    r"test_(workers|channel|forks|faults|signals|damage|robust|cli|command|ranks|ranks_schedule|asynchronous|tensor_parallel|split|gpu_check|spd_command)\.py"
+)
+"""Files whose tests start processes. Elsewhere it is those that run a schedule with processes."""
+
+
+def kind_of(item: pytest.Item) -> str:
+    """``triton`` and ``build`` need compilers or an interpreter of their own, ``process`` other processes, ``unit`` nothing."""
+    if item.path.parent.name in ("build", "docs"):
+        return "build"
+    if "triton" in item.path.parts or item.path.name in ("test_interpreted.py", "test_compile_gate.py"):
+        return "triton"
+    is_process = PROCESSES.fullmatch(item.path.name) or re.search(r"\b(workers|ranks)\b", item.name)
+    return "process" if is_process else "unit"
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first: a process that has finished takes over tests from the end of the other's list, which are short then.
-
-    The tests of one file stay in one process, so that a long fixture is made once.
+    """Mark each test with its kind, and run the longest files first: a process that has finished takes over tests from the end of the other's list,
+    which are short then.
     """
+    for item in items:
+        item.add_marker(kind_of(item))
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 

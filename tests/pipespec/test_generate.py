@@ -322,38 +322,6 @@ class Recorder:
         self.ends += 1
 
 
-@pytest.mark.parametrize("make", [always_right, always_wrong, lambda t: noisy(t, 0.03)])
-def test_the_streamer_gets_every_token_once(model, make):
-    pipeline = Pipeline(model, make(model), lookahead=4, schedule="lockstep")
-    prompt = random_prompts(1, seed=60)[0][None]
-    text = new_tokens(model, prompt, 21)
-    for end in (None, text[first_uses(text)[-1]]):
-        recorder = Recorder()
-        out = pipeline.generate(prompt, max_new_tokens=21, eos_token_id=end, streamer=recorder)
-        assert recorder.ends == 1
-        assert torch.equal(recorder.values[0], prompt)
-        assert all(v.ndim == 1 and len(v) > 0 for v in recorder.values[1:])
-        assert torch.equal(torch.cat(recorder.values[1:]), out[0, prompt.shape[1] :])
-        if make is always_wrong:
-            assert all(len(v) == 1 for v in recorder.values[1:])
-
-
-def test_the_streamer_of_a_batch(model):
-    """One token of each row at a time, as in transformers, with ended rows filled. The slowest row sets the pace."""
-    ids, mask = left_pad(random_prompts(3, seed=63))
-    text = model.generate(ids, attention_mask=mask, max_new_tokens=18, do_sample=False)[:, ids.shape[1] :]
-    for make in (always_right, always_wrong, lambda t: noisy(t, 0.03)):
-        pipeline = Pipeline(model, make(model), lookahead=4, schedule="lockstep")
-        for ends in (None, [int(text[0, 3]), int(text[2, 9])], [int(t) for t in text[:, 5]]):
-            recorders = Recorder(), Recorder()
-            kwargs = {"attention_mask": mask, "max_new_tokens": 18, "eos_token_id": ends, "pad_token_id": 0}
-            out = pipeline.generate(ids, streamer=recorders[0], **kwargs)
-            model.generate(ids, streamer=recorders[1], do_sample=False, **kwargs)
-            assert [v.tolist() for v in recorders[0].values] == [v.tolist() for v in recorders[1].values]
-            assert torch.equal(torch.stack(recorders[0].values[1:], dim=1), out[:, ids.shape[1] :])
-            assert recorders[0].ends == 1
-
-
 def test_the_streamer_gets_tokens_as_they_come(model):
     """Tokens do not come all at the end: an error at the fifth token stops the generation there. The next call is complete."""
 
@@ -370,21 +338,6 @@ def test_the_streamer_gets_tokens_as_they_come(model):
         pipeline.generate(prompt, max_new_tokens=400, streamer=impatient)
     assert sum(v.numel() for v in impatient.values[1:]) <= 5 + 2
     both(pipeline, prompt, max_new_tokens=9)
-
-
-def test_a_streamer_of_transformers(model):
-    from transformers import TextIteratorStreamer
-
-    class Tokenizer:
-        def decode(self, ids, **_):
-            return "".join(f"<{int(i)}>" for i in ids)
-
-    prompt = random_prompts(1, seed=62)[0][None]
-    streamer = TextIteratorStreamer(Tokenizer(), skip_prompt=True)
-    out = Pipeline(model, noisy(model, 0.02), schedule="lockstep").generate(
-        prompt, max_new_tokens=15, streamer=streamer
-    )
-    assert "".join(streamer) == Tokenizer().decode(out[0, prompt.shape[1] :])
 
 
 # ---- the report

@@ -1,7 +1,8 @@
-"""Grammars: every draft column has the mask of its own prefix, and the text is transformers' with the same grammar as a logits processor."""
+"""Grammars: rows with and without one, all rules of acceptance, and what matchers may do wrong. Texts: ``tests/same_text``."""
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -11,88 +12,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import pipespec
-from pipespec import Pipeline, SpeedWarning, TokenMatcher
+from pipespec import Pipeline, TokenMatcher
 from pipespec.demo import family_path
 from pipespec.engine.grammar import Grammar
 from pipespec.engine.sampling import Sampler, SamplingParams
 from pipespec.schedules.base import StageFailure
-from pipespec.spd import SpeculativePipeline
 from tests.conftest import left_pad, noisy, random_llama
 from tests.docs.test_code_blocks import ROOT, blocks
 from tests.pipespec import test_acceptance as acceptance
+from tests.support import grammars
+from tests.support.grammars import END, Masks
 
-VOCABULARY, NEW, END = 40, 24, 2
-HOW = {
-    "plain": {"schedule": "plain"},
-    "lockstep": {"schedule": "lockstep"},
-    "rounds": {"schedule": "lockstep", "graphs": True},
-    "workers": {"schedule": "workers"},
-    "streams": {"schedule": "streams"},
-}
-SAMPLED = {"do_sample": True, "seed": 5, "top_k": 20, "temperature": 0.9}
-
-
-class Classes:
-    """A matcher with the methods of ``xgrammar.GrammarMatcher``: a token's class modulo 5 follows from the sum of the tokens before it. After ``length`` tokens
-    the end may follow, and after twice as many nothing else. Wrong use raises, as there."""
-
-    def __init__(self, length: int, vocabulary: int = VOCABULARY) -> None:
-        self.length, self.vocabulary = length, vocabulary
-        self.tokens: list[int] = []
-        self.rolled_back = 0
-
-    def allowed(self) -> list[int]:
-        over = len(self.tokens) >= 2 * self.length
-        classes = [] if over else [sum(self.tokens) % 5, (sum(self.tokens) + 2) % 5]
-        ends = [END] if len(self.tokens) >= self.length else []
-        return [t for t in range(3, self.vocabulary) if t % 5 in classes] + ends
-
-    def accept_token(self, token_id: int) -> bool:
-        assert not self.is_terminated()
-        if token_id not in self.allowed():
-            return False
-        self.tokens.append(token_id)
-        return True
-
-    def rollback(self, num_tokens: int = 1) -> None:
-        assert 0 < num_tokens <= len(self.tokens)
-        del self.tokens[-num_tokens:]
-        self.rolled_back += num_tokens
-
-    def fill_next_token_bitmask(self, bitmask: torch.Tensor, index: int = 0) -> bool:
-        assert not self.is_terminated()
-        assert bitmask.shape[1] == -(-self.vocabulary // 32)
-        words = [0] * bitmask.shape[1]
-        for token in self.allowed():
-            words[token // 32] |= 1 << token % 32
-        bitmask[index] = torch.tensor(words).to(torch.int32)
-        return True
-
-    def is_terminated(self) -> bool:
-        return bool(self.tokens) and self.tokens[-1] == END
-
-
-class Masks(LogitsProcessor):
-    """The grammar for transformers, as xgrammar's ``contrib.hf.LogitsProcessor``: it accepts the newest token of each row, then masks."""
-
-    def __init__(self, matchers: list[Any]) -> None:
-        self.matchers, self.begun = matchers, False
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.clone()
-        for row, matcher in enumerate(self.matchers):
-            if self.begun and not matcher.is_terminated():
-                assert matcher.accept_token(int(input_ids[row, -1]))
-            if not matcher.is_terminated():
-                bits = torch.zeros(1, -(-VOCABULARY // 32), dtype=torch.int32)
-                matcher.fill_next_token_bitmask(bits, 0)
-                at = torch.arange(VOCABULARY)
-                scores[row, (bits[0, at // 32] >> (at % 32)) & 1 == 0] = -torch.inf
-        self.begun = True
-        return scores
+VOCABULARY, NEW = 40, 24
+Classes = functools.partial(grammars.Classes, vocabulary=VOCABULARY)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +37,7 @@ def target():
 LENGTHS = (6, 9, 30)  # the first two rows end, the last one is cut
 
 
-def matchers() -> list[Classes]:
+def matchers() -> list[grammars.Classes]:
     return [Classes(n) for n in LENGTHS]
 
 
@@ -114,21 +48,10 @@ def call():
     return ids, {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": END}
 
 
-CASES = {
-    "greedy": {"do_sample": False},
-    "penalties": {"do_sample": False, "repetition_penalty": 1.3},
-    "another processor": {"do_sample": False, "no_repeat_ngram_size": 2},
-}
-
-
 @pytest.fixture(scope="module")
 def expected(target, call):
     ids, options = call
-    found = {}
-    for name, case in CASES.items():
-        found[name] = target.generate(ids, **options, **case, logits_processor=[Masks(matchers())])
-    assert not torch.equal(found["greedy"], target.generate(ids, **options, do_sample=False))
-    return found
+    return target.generate(ids, **options, do_sample=False, logits_processor=[Masks(matchers())])
 
 
 def check_obeys(ids: torch.Tensor, text: torch.Tensor) -> None:
@@ -138,35 +61,6 @@ def check_obeys(ids: torch.Tensor, text: torch.Tensor) -> None:
                 break
             assert matcher.accept_token(token)
         assert matcher.is_terminated() == (row < 2)
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_text_of_transformers_in_every_schedule(target, call, expected, how) -> None:
-    ids, options = call
-    captured = how in ("rounds", "streams")
-    drafts = [noisy(target, 0.02)] if how in ("workers", "rounds") else [noisy(target, 0.1), noisy(target, 0.02)]
-    with Pipeline(target, drafts, lookahead=4, **HOW[how]) as pipe, warnings.catch_warnings():
-        # Captured steps leave their schedule for such a call.
-        warnings.simplefilter("ignore" if captured else "error", SpeedWarning)
-        for name, case in CASES.items():
-            assert torch.equal(pipe.generate(ids, **options, **case, grammar=matchers()), expected[name]), name
-            assert captured == ("matchers of a grammar run on the host" in str(pipe.report))
-            check_obeys(ids, expected[name])
-            if how == "lockstep":
-                assert pipe.report.stages[-1].acceptance_rate > 0.6
-        sampled = pipe.generate(ids, **options, **SAMPLED, grammar=matchers())
-        # One row after the other, each with a processor of its own.
-        for row, length in enumerate(LENGTHS):
-            n = int(options["attention_mask"][row].sum())
-            rest = {name: value for name, value in options.items() if name != "attention_mask"}
-            seed = pipe.report.seeds[row]
-            alone = Pipeline(target).generate(
-                ids[row : row + 1, -n:],
-                **rest,
-                **SAMPLED | {"seed": [seed]},
-                logits_processor=[Masks([Classes(length)])],
-            )[0, n:]
-            assert torch.equal(sampled[row, ids.shape[1] :][: len(alone)], alone)
 
 
 def test_drafts_that_are_right_are_all_accepted(target, call) -> None:
@@ -185,47 +79,12 @@ def test_rows_without_a_grammar(target, call, expected) -> None:
     free = target.generate(ids, **options, do_sample=False)
     with Pipeline(target, [noisy(target, 0.02)], lookahead=4, schedule="lockstep") as pipe:
         out = pipe.generate(ids, **options, do_sample=False, grammar=[None, *matchers()[1:]])
-        assert torch.equal(out[1:], expected["greedy"][1:, : out.shape[1]])
+        assert torch.equal(out[1:], expected[1:, : out.shape[1]])
         assert torch.equal(out[0, : free.shape[1]], free[0, : out.shape[1]])
         assert torch.equal(pipe.generate(ids, **options, do_sample=False, grammar=[None] * 3), free)
 
 
-def test_attached_custom_generate_and_stages(target, call, expected) -> None:
-    """And an SPD target."""
-    ids, options = call
-    with Pipeline(target, [noisy(target, 0.02)], schedule="lockstep") as pipe:
-        got = target.generate(ids, custom_generate=pipe, **options, do_sample=False, grammar=matchers())
-        assert torch.equal(got, expected["greedy"])
-    pipespec.attach(target, [noisy(target, 0.02)], schedule="lockstep")
-    try:
-        assert torch.equal(target.generate(ids, **options, do_sample=False, grammar=matchers()), expected["greedy"])
-    finally:
-        pipespec.detach(target)
-    pipe = SpeculativePipeline(target, "ngram", stages=2)
-    assert torch.equal(pipe.generate(ids, **options, do_sample=False, grammar=matchers()), expected["greedy"])
-
-
-def test_a_mutation_is_caught(target, call, expected, monkeypatch) -> None:
-    """All columns with the mask of the first one."""
-    ids, options = call
-    real = Grammar.bitmask
-
-    def first(self, text, fed, query_lens, num_draft_tokens, *rest, **more):
-        masks = real(self, text, fed, query_lens, num_draft_tokens, *rest, **more)
-        for row in query_lens.nonzero()[0]:
-            column = query_lens[row] - 1 - num_draft_tokens[row]
-            masks[row, column:] = masks[row, column]
-        return masks
-
-    monkeypatch.setattr(Grammar, "bitmask", first)
-    with (
-        Pipeline(target, [noisy(target, 0.02)], lookahead=4, schedule="lockstep") as pipe,
-        pytest.raises(ValueError, match=r"the grammar of row . does not accept token"),
-    ):
-        pipe.generate(ids, **options, do_sample=False, grammar=matchers())
-
-
-class NoRepeats(Classes):
+class NoRepeats(grammars.Classes):
     """Over a tiny vocabulary: no token twice in a row."""
 
     def allowed(self) -> list[int]:
@@ -270,7 +129,7 @@ def test_texts_have_the_masked_distribution(rule) -> None:
     assert pipe.report.stages[-1].accepted > 0
 
 
-class Silent(Classes):
+class Silent(grammars.Classes):
     """Forbids everything after two tokens."""
 
     def allowed(self) -> list[int]:
@@ -282,9 +141,9 @@ def test_a_grammar_without_a_way_on(target) -> None:
     options = {"max_new_tokens": 8, "eos_token_id": END, "pad_token_id": 0}
     with Pipeline(target, [noisy(target, 0.02)], schedule="lockstep") as pipe:
         with pytest.raises(ValueError, match="grammar of row 0 does not accept token 0, its generated token 2"):
-            pipe.generate(ids, **options, do_sample=False, grammar=Silent(9))
+            pipe.generate(ids, **options, do_sample=False, grammar=Silent(9, VOCABULARY))
         with pytest.raises(ValueError, match="no token can be drawn at position 5 of row 0"):
-            pipe.generate(ids, **options, do_sample=True, seed=1, grammar=Silent(9))
+            pipe.generate(ids, **options, do_sample=True, seed=1, grammar=Silent(9, VOCABULARY))
         # A matcher that was used before.
         used = Classes(6)
         pipe.generate(ids, **options, do_sample=False, grammar=used)
@@ -305,7 +164,7 @@ def test_a_draft_with_fewer_tokens() -> None:
     assert got.tolist() == [[5]]
 
 
-class Narrow(Classes):
+class Narrow(grammars.Classes):
     """Of another vocabulary."""
 
     def fill_next_token_bitmask(self, bitmask: torch.Tensor, index: int = 0) -> bool:
@@ -316,17 +175,17 @@ def test_a_grammar_for_another_vocabulary(target) -> None:
     with pytest.raises(
         ValueError, match=r"for the target's 40 tokens \(should be \(batch_size, 9\)\): make it for as many"
     ):
-        Pipeline(target).generate(torch.tensor([[5, 6]]), max_new_tokens=2, grammar=Narrow(3))
+        Pipeline(target).generate(torch.tensor([[5, 6]]), max_new_tokens=2, grammar=Narrow(3, VOCABULARY))
 
 
-class Forgetful(Classes):
+class Forgetful(grammars.Classes):
     """Does not roll back."""
 
     def rollback(self, num_tokens: int = 1) -> None:
         raise RuntimeError("at most 0 tokens")
 
 
-class Strict(Classes):
+class Strict(grammars.Classes):
     def accept_token(self, token_id: int) -> bool:
         raise KeyError(token_id)
 
@@ -343,7 +202,7 @@ class Strict(Classes):
 )
 def test_a_matcher_that_raises(target, matcher, message) -> None:
     """The call is refused by name, also if the draft's step is the first to fail."""
-    options = {"max_new_tokens": 9, "eos_token_id": END, "do_sample": False, "grammar": [None, matcher(9)]}
+    options = {"max_new_tokens": 9, "eos_token_id": END, "do_sample": False, "grammar": [None, matcher(9, VOCABULARY)]}
     with Pipeline(target, [noisy(target, 0.3)], schedule="lockstep", lookahead=4) as pipe:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", StageFailure)

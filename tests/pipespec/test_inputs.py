@@ -564,25 +564,6 @@ def raise_out_of_memory(*arguments, **options):
     raise torch.OutOfMemoryError
 
 
-def test_scores_end_with_each_row(pipe, model):
-    ids, mask = left_pad(random_prompts(3, seed=30, shortest=4))
-    texts = plain(model, ids, attention_mask=mask, max_new_tokens=NEW)[:, ids.shape[1] :]
-    kwargs = {"attention_mask": mask, "max_new_tokens": NEW, "eos_token_id": int(texts[1, 4]), "pad_token_id": 0}
-    kwargs |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    got, wanted = pipe.generate(ids, **kwargs), plain(model, ids, **kwargs)
-    assert torch.equal(got.sequences, wanted.sequences)
-    counts = [row.index(int(texts[1, 4])) + 1 if int(texts[1, 4]) in row else NEW for row in texts.tolist()]
-    assert min(counts) <= 5
-    for name in ("scores", "logits"):
-        assert len(getattr(got, name)) == len(getattr(wanted, name))
-        for i, (ours, theirs) in enumerate(zip(getattr(got, name), getattr(wanted, name), strict=True)):
-            for row, count in enumerate(counts):
-                if i < count:
-                    torch.testing.assert_close(ours[row], theirs[row], rtol=1e-4, atol=1e-4)
-                else:
-                    assert not ours[row].any()
-
-
 def test_without_a_cache(pipe, model):
     out = pipe.generate(prompt(31), max_new_tokens=NEW, use_cache=False, return_dict_in_generate=True)
     assert out.past_key_values is None

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pipespec import Pipeline
-from tests.conftest import VOCABULARY, always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
+from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.trials import trials
 from tests.waiting import drafts_keep_up
 
@@ -142,15 +142,6 @@ def test_random_models(family, k, schedule):
         assert accepted["good"] > rejected["good"] > 0
         assert rejected["bad"] > accepted["bad"]
         assert rejected["wrong"] > trials(ci=20, nightly=100)
-
-
-def test_every_token_of_the_vocabulary_is_compared(family):
-    """The tests above can fail: they find a single changed token and distinguish it from a near-tie."""
-    rows, ids, _, wanted = family.reference(3)[0]
-    wrong = wanted.clone()
-    wrong[1, ids.shape[1] + 2] = (wrong[1, ids.shape[1] + 2] + 1) % VOCABULARY
-    with pytest.raises(AssertionError, match=r"row 1 .*new token 2: .*margin"):
-        check(family.target, rows, wanted, wrong, ids.shape[1], "mutant")
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import pipespec
-from pipespec import NgramDraft, Pipeline, attach, detach
+from pipespec import NgramDraft, Pipeline
 from pipespec.config import SpeculationConfig
 from pipespec.registry import default_schedule
-from tests.conftest import VOCABULARY, always_wrong, left_pad, noisy, random_llama, random_prompts
+from tests.conftest import VOCABULARY, always_wrong, noisy, random_llama, random_prompts
 from tests.pipespec.test_forks import Child
 from tests.waiting import drafts_keep_up
 
@@ -88,29 +88,6 @@ def test_the_target_verifies_what_a_search_finds(model, repetitive, schedule, dr
             assert pipe.report.schedule == schedule
             total += stage.accepted
     assert total > 0
-
-
-@pytest.mark.parametrize("kwargs", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("schedule", ["lockstep", "workers"])
-@pytest.mark.parametrize("models", [0, 1, 2])
-def test_batches(model, repetitive, models, schedule, kwargs):
-    """Rows of different lengths, which end at different times, behind drafts that often disagree."""
-    ids, mask = left_pad([*repetitive, *random_prompts(2, seed=3)])
-    free = plain(model, ids, mask, max_new_tokens=NEW, **kwargs)
-    eos = [int(free[1, ids.shape[1] + 9]), int(free[3, ids.shape[1] + 17])]
-    wants = {"max_new_tokens": NEW, "eos_token_id": eos, "pad_token_id": 0, **kwargs}
-    wanted = plain(model, ids, mask, **wants)
-    drafts = [noisy(model, 0.2, seed=1), noisy(model, 0.03, seed=2)][2 - models :]
-    with Pipeline(model, ["ngram", *drafts], schedule=schedule, lookahead=4) as pipe:
-        for _ in range(2):
-            assert torch.equal(wanted, pipe.generate(ids, attention_mask=mask, **wants))
-        names = [stage.name for stage in pipe.report.stages]
-    assert names == ["ngram", *(f"draft {i}" for i in range(models)), "target"]
-    assert pipe.report.stages[0].forward == "n-gram index"
-    if schedule == "lockstep":  # a worker may come too late
-        assert pipe.report.stages[0].steps > 0
-        assert all(stage.drafted > 0 for stage in pipe.report.stages[1:])
-        assert pipe.report.stages[-1].accepted > 0
 
 
 def test_text_without_repetition_costs_no_draft_tokens(model):
@@ -279,18 +256,6 @@ def test_a_fork(model, repetitive):
         child.check()
 
 
-def test_attach(repetitive):
-    model = random_llama(7)
-    wanted = model.generate(repetitive[0][None], max_new_tokens=NEW, do_sample=False)
-    pipe = attach(model, drafts="ngram")
-    try:
-        assert torch.equal(wanted, model.generate(repetitive[0][None], max_new_tokens=NEW, do_sample=False))
-        assert pipe.schedule == "lockstep"
-        assert pipe.report.stages[0].name == "ngram"
-    finally:
-        detach(model)
-
-
 def test_dynamic_numbers(model, repetitive):
     """A lookahead of 0 lets the index rest."""
     prompt = repetitive[0]
@@ -321,8 +286,6 @@ def test_defaults(model):
     [
         (lambda m: [noisy(m, 0.1), "ngram"], {}, ValueError, "can only be the first of the drafts"),
         (lambda m: ["ngram", NgramDraft()], {}, ValueError, "can only be the first of the drafts"),
-        (lambda m: "ngram", {"graphs": True}, ValueError, "graphs=True does not support an n-gram draft"),
-        (lambda m: "ngram", {"schedule": "streams"}, ValueError, "an n-gram draft is for schedule=.*not for 'streams'"),
         (lambda m: ["ngram"], {"schedule": "lockstep", "lookahead": [4, 4]}, ValueError, "one per draft, 1, not 2"),
         (lambda m: NgramDraft(corpus=[5, VOCABULARY]), {}, ValueError, f"ids from 5 to {VOCABULARY}"),
         (lambda m: NgramDraft(corpus=[-1, 5]), {}, ValueError, "ids from -1 to 5"),

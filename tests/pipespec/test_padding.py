@@ -86,12 +86,6 @@ def test_masks_of_all_kinds(pipes, model, schedule, name):
     assert torch.equal(pipe.generate(ids, max_new_tokens=NEW), plain(model, ids))
 
 
-def test_the_padding_matters(model):
-    """Otherwise the test above would be weak."""
-    ids, mask = masked("holes")
-    assert not torch.equal(plain(model, ids, attention_mask=mask), plain(model, ids))
-
-
 @pytest.mark.parametrize("name", ["all kinds", "left"])
 def test_scores_processors_and_ends_with_such_masks(pipe, model, name):
     """Processors get all columns, padding included."""

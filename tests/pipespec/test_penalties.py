@@ -1,18 +1,14 @@
-"""Penalties and biases in all schedules: fused, each position with its own prefix, and the text is transformers' with the same processors."""
+"""Penalties and biases: what is fused, the formula, the buffers of captured steps, wrong values. Texts: ``tests/same_text``."""
 
 from __future__ import annotations
 
-import warnings
-
-import numpy as np
 import pytest
 import torch
 from transformers.generation import LogitsProcessorList
 
-import pipespec
-from pipespec import Pipeline, SpeedWarning
-from pipespec.engine.sampling import FusedPenalties, OutputPenaltyLogitsProcessor, Sampler, SamplingParams
-from tests.conftest import ByPosition, left_pad, noisy, random_llama
+from pipespec import Pipeline
+from pipespec.engine.sampling import FusedPenalties, OutputPenaltyLogitsProcessor, SamplingParams
+from tests.conftest import left_pad, noisy, random_llama
 
 VOCABULARY, NEW = 40, 24
 OWN = {"presence_penalty": 0.9, "frequency_penalty": 0.35}
@@ -22,12 +18,6 @@ CASES = {
     "negative": {"presence_penalty": -0.5, "frequency_penalty": -0.2},
     "biases": {"sequence_bias": {(5,): -9.0, (11,): 1.5}, "logit_bias": {7: 2.0, 9: float("-inf")}},
     "all": {"repetition_penalty": 1.3, "sequence_bias": {(5,): -9.0}, "logit_bias": {7: 2.0}} | OWN,
-}
-HOW = {
-    "lockstep": {"schedule": "lockstep"},
-    "rounds": {"schedule": "lockstep", "graphs": True},
-    "workers": {"schedule": "workers"},
-    "streams": {"schedule": "streams"},
 }
 
 
@@ -55,44 +45,6 @@ def theirs(target, ids, mask, case, **more) -> torch.Tensor:
     )
 
 
-SAMPLED = {"do_sample": True, "seed": 5, "top_k": 20, "temperature": 0.9}
-
-
-@pytest.fixture(scope="module")
-def expected(target):
-    """Per case transformers' greedy text, and the sampled text of the target alone, position by position."""
-    ids, mask = left_pad(prompts(3))
-    alone, options = Pipeline(target), {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0}
-    plain = alone.generate(ids, **options, **SAMPLED)
-    found = {}
-    for name, case in CASES.items():
-        out = alone.generate(ids, **options, **SAMPLED, **case, logits_processor=[ByPosition()])
-        assert plain.shape != out.shape or not torch.equal(plain, out), name
-        found[name] = theirs(target, ids, mask, case, do_sample=False), out
-    return found
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_text_of_transformers_in_every_schedule(target, expected, how) -> None:
-    """Greedy and sampled, without leaving the schedule."""
-    ids, mask = left_pad(prompts(3))
-    options = {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0}
-    drafts = [noisy(target, 0.02)] if how == "workers" else [noisy(target, 0.1), noisy(target, 0.02)]
-    cases = {name: CASES[name] for name in (CASES if how == "lockstep" else ["repetition", "all"])}
-    with Pipeline(target, drafts, lookahead=4, **HOW[how]) as chain, warnings.catch_warnings():
-        warnings.simplefilter("error", SpeedWarning)
-        drafted = accepted = 0
-        for name, case in cases.items():
-            greedy, sampled = expected[name]
-            assert torch.equal(chain.generate(ids, **options, do_sample=False, **case), greedy), name
-            assert chain.report.schedule == HOW[how]["schedule"]
-            accepted += chain.report.stages[-1].accepted
-            drafted += chain.report.stages[-1].drafted
-            assert torch.equal(chain.generate(ids, **options, **SAMPLED, **case), sampled), name
-        if how in ("lockstep", "rounds"):
-            assert accepted > 0.6 * drafted > 0
-
-
 def test_drafts_apply_them(target) -> None:
     """Without the penalties a perfect draft would be wrong at every token that they change."""
     ids, mask = left_pad(prompts(2))
@@ -112,21 +64,6 @@ def test_the_processor_is_the_formula_of_vllm() -> None:
             assert float(got[row, token]) == pytest.approx(wanted, abs=1e-6)
 
 
-def test_a_mutation_is_caught(target, monkeypatch) -> None:
-    """A sampler whose penalties forget the generated text gives another text."""
-    ids, mask = left_pad(prompts(1))
-    wanted = theirs(target, ids, mask, CASES["all"], do_sample=False)
-    real = Sampler._prefix
-    monkeypatch.setattr(
-        Sampler,
-        "_prefix",
-        lambda self, row, end: np.append(real(self, row, end)[:2], [-1] * (end - 2)).astype(np.int32),
-    )
-    with Pipeline(target, [noisy(target, 0.02)], lookahead=4, schedule="lockstep") as chain:
-        got = chain.generate(ids, max_new_tokens=NEW, pad_token_id=0, do_sample=False, **CASES["all"])
-    assert got.shape != wanted.shape or not torch.equal(got, wanted)
-
-
 def test_captured_buffers_are_those_of_the_call(target) -> None:
     """Prompts, numbers and the number of biases change from call to call over the same buffers."""
     with Pipeline(target, [noisy(target, 0.02)], lookahead=3, schedule="lockstep", graphs=True) as chain:
@@ -134,33 +71,6 @@ def test_captured_buffers_are_those_of_the_call(target) -> None:
             ids, mask = left_pad(prompts(1 + i % 2))
             got = chain.generate(ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, do_sample=False, **case)
             assert torch.equal(got, theirs(target, ids, mask, case, do_sample=False)), case
-
-
-def test_other_processors_run_beside_them(target) -> None:
-    """Position by position, in the same order."""
-    ids, mask = left_pad(prompts(2))
-    case = OWN | {"repetition_penalty": 1.2}
-    with Pipeline(target, [noisy(target, 0.02)], lookahead=3, schedule="lockstep") as chain:
-        for more in (
-            {"min_new_tokens": 9, "eos_token_id": list(range(10, 40))},
-            {"sequence_bias": {(4, 6): 2.0, (5,): -1.0}},
-        ):
-            options = {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False}
-            got = chain.generate(ids, **options, **case, **more)
-            assert torch.equal(got, theirs(target, ids, mask, case | more, do_sample=False))
-
-
-def test_attached_and_custom_generate(target) -> None:
-    ids, mask = left_pad(prompts(2))
-    options = {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False}
-    wanted = theirs(target, ids, mask, CASES["all"], do_sample=False)
-    with Pipeline(target, [noisy(target, 0.02)], schedule="lockstep") as pipe:
-        assert torch.equal(target.generate(ids, custom_generate=pipe, **options, **CASES["all"]), wanted)
-    pipespec.attach(target, [noisy(target, 0.02)], schedule="lockstep")
-    try:
-        assert torch.equal(target.generate(ids, **options, **CASES["all"]), wanted)
-    finally:
-        pipespec.detach(target)
 
 
 @pytest.mark.parametrize(

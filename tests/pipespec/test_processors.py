@@ -8,10 +8,9 @@ import copy
 import pytest
 import torch
 from transformers import LogitsProcessor, SynthIDTextWatermarkingConfig, WatermarkingConfig
-from transformers.generation import GenerationMixin
 
 from pipespec import Pipeline, SpeedWarning
-from tests.conftest import ByPosition, always_right, left_pad, noisy, random_llama
+from tests.conftest import always_right, left_pad, noisy, random_llama
 
 VOCABULARY, EOS, NEW = 40, 3, 18
 
@@ -320,90 +319,3 @@ def test_a_processor_that_raises(alone, chain):
     assert 0 < len(partial) <= 9 - ids.shape[1]
     assert partial == whole[0, : len(partial)].tolist()
     compared(alone, chain, ids, None, do_sample=True)
-
-
-# ---- scores and logits
-
-
-def prepared(model, ids, mask, **kwargs):
-    """The processors that transformers makes of the arguments."""
-    found = []
-
-    def capture(model, input_ids, logits_processor=None, **_):
-        found.extend(logits_processor)
-        return input_ids
-
-    GenerationMixin.generate(model, ids, attention_mask=mask, custom_generate=capture, **kwargs)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("more", "filters"),
-    [
-        ({}, False),
-        ({"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3}, True),
-        ({"temperature": 1.3, "top_k": 0, "renormalize_logits": True}, False),
-        ({"typical_p": 0.8, "no_repeat_ngram_size": 2, "suppress_tokens": [4, 5]}, True),
-        ({"top_h": 0.6, "top_k": 10, "min_new_tokens": 3}, True),
-        ({"do_sample": False, "repetition_penalty": 1.5}, False),
-    ],
-    ids=str,
-)
-def test_scores_and_logits(chain, more, filters):
-    """The scores are those of transformers' processors on a plain forward's logits, per generated token, with zeros behind a row's end."""
-    prompt = prompts(3, seed=12)
-    ids, mask = left_pad(prompt)
-    kwargs = {"max_new_tokens": 14, "pad_token_id": 0, "eos_token_id": [3, 7, 8, 9], "do_sample": True} | more
-    out = chain.generate(
-        ids,
-        attention_mask=mask,
-        seed=3,
-        return_dict_in_generate=True,
-        output_scores=True,
-        output_logits=True,
-        **kwargs,
-    )
-    width, steps = ids.shape[1], out.sequences.shape[1] - ids.shape[1]
-    assert len(out.scores) == len(out.logits) == steps
-    processors = prepared(chain.target, ids, mask, **kwargs)
-    done = [False] * 3
-    filtered = 0
-    for i in range(steps):
-        assert out.scores[i].shape == out.logits[i].shape == (3, VOCABULARY)
-        assert out.scores[i].dtype == out.logits[i].dtype == torch.float32
-        prefix = out.sequences[:, : width + i]
-        with torch.no_grad():
-            logits = torch.stack(
-                [chain.target(prefix[row : row + 1, width - len(p) :]).logits[0, -1] for row, p in enumerate(prompt)]
-            )
-        scores = logits
-        for process in processors:
-            scores = process(prefix, scores)
-        for row in range(3):
-            if done[row]:
-                assert not out.scores[i][row].any()
-                assert not out.logits[i][row].any()
-                continue
-            torch.testing.assert_close(out.logits[i][row], logits[row], atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(out.scores[i][row], scores[row], atol=1e-4, rtol=1e-4)
-            filtered += int((scores[row] == -torch.inf).sum())
-            token = int(out.sequences[row, width + i])
-            assert scores[row, token] > -torch.inf
-            done[row] = token in kwargs["eos_token_id"]
-    assert (filtered > 0) == filters
-
-
-def test_logits_of_the_fused_path_are_the_same(chain):
-    """output_logits and output_scores keep the fused path. The recorded logits come before penalties and cutoffs."""
-    ids, mask = left_pad(prompts(3, seed=13))
-    kwargs = {"attention_mask": mask, "do_sample": True, "repetition_penalty": 1.6, "top_k": 5, "seed": 2}
-    kwargs |= {"max_new_tokens": 12, "return_dict_in_generate": True, "output_logits": True}
-    fused = chain.generate(ids, **kwargs)
-    kwargs["output_scores"] = True
-    scored, walked = chain.generate(ids, **kwargs), chain.generate(ids, logits_processor=[ByPosition()], **kwargs)
-    assert torch.equal(fused.sequences, walked.sequences)
-    assert fused.scores is None
-    for a, b in zip(fused.logits, walked.logits, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-    for a, b in zip(scored.scores, walked.scores, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)

@@ -79,21 +79,6 @@ CALLS = {
 }
 
 
-def test_the_text_is_the_targets_in_every_call(target, monkeypatch, no_thread_is_left):
-    ids, mask = left_pad(random_prompts(3, seed=4, longest=9))
-    models = [noisy(target, 0.1, 1), noisy(target, 0.02), target]
-    with in_process(monkeypatch, models) as (pipe, chain):
-        for options in CALLS.values():
-            options = {"attention_mask": mask, "max_new_tokens": NEW} | options
-            assert torch.equal(pipe.generate(ids, **options), plain(target, ids, **options))
-            assert pipe.report.schedule == "ranks"
-            assert [stage.name for stage in pipe.report.stages] == ["draft 0", "draft 1", "target"]
-        messages, size = chain.driver.traffic
-        assert messages > 0
-        assert size > 24 * messages
-    assert not chain.errors
-
-
 @pytest.mark.parametrize("drafts", [1, 2])
 def test_draft_tokens_arrive_and_are_accepted(target, monkeypatch, drafts):
     ids = random_prompts(1, seed=2, longest=9)[0][None]

@@ -1,45 +1,16 @@
-"""Coupled sampling: one seed gives one text per row, with any drafts, schedule and batch.
-
-The grid: prompts x {two, three models} x {lockstep, workers} x every fused parameter x batches of 1 and 4, each text compared
-with the one of the target alone and, token by token, with an oracle that shares nothing with the engine (``oracle.py``).
-"""
+"""Coupled sampling: one seed gives one text per row, whatever the batch; which seeds there are. Texts: ``tests/same_text``."""
 
 from __future__ import annotations
 
 import threading
-import warnings
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 
 from pipespec import Pipeline
-from tests.conftest import ByPosition, always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
-from tests.pipespec.oracle import Oracle, Sampling
-from tests.trials import trials
-from tests.waiting import SECONDS, drafts_keep_up
-
-NEW = 16
-EOS = [17, 101, 230]
-
-FUSED = {
-    "temperature 0.5": Sampling(temperature=0.5),
-    "temperature 1": Sampling(),
-    "temperature 1.5": Sampling(temperature=1.5),
-    "top_k": Sampling(top_k=12),
-    "top_p": Sampling(top_p=0.8),
-    "min_p": Sampling(min_p=0.08),
-    "repetition_penalty": Sampling(repetition_penalty=1.4),
-    "all": Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.02, repetition_penalty=1.2),
-}
-
-# Tolerance between float32 forwards and the float64 oracle: the difference of the random models' logits, with a margin.
-ORACLE_TOLERANCE = 2e-4
-
-
-def arguments(sampling: Sampling) -> dict:
-    return {"do_sample": True} | vars(sampling)
+from tests.conftest import left_pad, noisy, random_llama, random_prompts
+from tests.waiting import SECONDS
 
 
 def new_tokens(pipeline: Pipeline, ids, width: int | None = None, **kwargs) -> list[list[int]]:
@@ -48,116 +19,6 @@ def new_tokens(pipeline: Pipeline, ids, width: int | None = None, **kwargs) -> l
     rows = pipeline.generate(ids, pad_token_id=0, **kwargs)[:, width:].tolist()
     ends = kwargs.get("eos_token_id") or []
     return [row[: next((i + 1 for i, t in enumerate(row) if t in ends), len(row))] for row in rows]
-
-
-# ---- the grid
-
-
-class Grid:
-    """The target, its own texts, and the oracle."""
-
-    def __init__(self, prompts: int):
-        self.target = random_llama(7)
-        self.oracle = Oracle(self.target)
-        self.prompts = random_prompts(prompts, seed=12, longest=20)
-        self.seeds = [1000 * i + 7 for i in range(prompts)]
-        self.alone = Pipeline(self.target)
-        self.texts: dict[str, list[list[int]]] = {}
-        self.ties = 0  # near-ties, where the oracle is undecided
-
-    def wanted(self, name: str) -> list[list[int]]:
-        if name not in self.texts:
-            sampling = FUSED[name]
-            self.texts[name] = [
-                new_tokens(self.alone, p[None], seed=[s], max_new_tokens=NEW, eos_token_id=EOS, **arguments(sampling))[
-                    0
-                ]
-                for p, s in zip(self.prompts, self.seeds, strict=True)
-            ]
-            for prompt, seed, text in zip(self.prompts, self.seeds, self.texts[name], strict=True):
-                self.ties += self.oracle.check(prompt, text, seed, sampling, ORACLE_TOLERANCE)
-        return self.texts[name]
-
-
-@pytest.fixture(scope="module")
-def grid():
-    return Grid(trials(ci=4, nightly=100))
-
-
-@pytest.mark.parametrize("schedule", ["lockstep", "workers"])
-@pytest.mark.parametrize("k", [2, 3])
-def test_the_text_is_the_target_s(grid, k, schedule):
-    drafts = [noisy(grid.target, 0.1, seed=1), noisy(grid.target, 0.03, seed=2)][1 - k :]
-    texts = ties = accepted = rejected = ended = 0
-    with Pipeline(grid.target, drafts, schedule=schedule, lookahead=[4, 3][: k - 1]) as pipeline:
-        for name, sampling in FUSED.items():
-            wanted = grid.wanted(name)
-            for batch in (1, 4):
-                for begin in range(0, len(grid.prompts), batch):
-                    prompts = grid.prompts[begin : begin + batch]
-                    ids, mask = left_pad(prompts)
-                    seeds = grid.seeds[begin : begin + batch]
-                    # The number of draft tokens that come in time depends on the machine. In the first call the target waits for them.
-                    keep_up = schedule == "workers" and begin == 0
-                    with drafts_keep_up(pipeline, [len(p) + NEW for p in prompts], EOS) if keep_up else nullcontext():
-                        got = new_tokens(
-                            pipeline,
-                            ids,
-                            attention_mask=mask,
-                            seed=seeds,
-                            max_new_tokens=NEW,
-                            eos_token_id=EOS,
-                            **arguments(sampling),
-                        )
-                    for prompt, seed, a, b in zip(prompts, seeds, wanted[begin:], got, strict=False):
-                        texts += 1
-                        ended += len(a) < NEW
-                        if a != b:
-                            what = f"{name}, K={k}, {schedule}, batch {batch}, prompt {prompt.tolist()}, seed {seed}"
-                            assert grid.oracle.may_differ(prompt, a, b, seed, sampling), f"{what}: {a} {b}"
-                            ties += 1
-                    last = pipeline.report.stages[-1]
-                    accepted += last.accepted
-                    rejected += last.drafted - last.accepted
-    print(
-        f"K={k} {schedule}: {texts} texts, {ties} differ at a near-tie, {accepted} draft tokens accepted, {rejected} rejected"
-    )
-    if ties:
-        warnings.warn(f"{ties} of {texts} texts differ at a near-tie", stacklevel=1)
-    assert texts == 2 * len(FUSED) * len(grid.prompts)
-    assert ties <= max(1, texts // 100)
-    assert grid.ties <= len(FUSED) * len(grid.prompts) * NEW // 100
-    # The test needs right and wrong draft tokens, and rows that end early.
-    assert ended > 0
-    if schedule == "lockstep":
-        assert accepted > texts
-        assert rejected > texts // 4
-    else:
-        assert accepted > 0
-
-
-def test_every_parameter_changes_the_text(grid):
-    """Otherwise the grid would compare the same text eight times."""
-    assert len({str(grid.wanted(name)) for name in FUSED}) == len(FUSED)
-
-
-def test_the_oracle_by_a_forward_per_token(grid):
-    """The oracle's other form, which never sees the engine's tokens."""
-    for name in ("temperature 1", "all"):
-        for prompt, seed, text in list(zip(grid.prompts, grid.seeds, grid.wanted(name), strict=True))[:4]:
-            assert grid.oracle.text(prompt, len(text), seed, FUSED[name]) == text
-
-
-@pytest.mark.parametrize("name", FUSED)
-@pytest.mark.parametrize("make", [always_right, always_wrong])
-def test_extreme_drafts(grid, name, make):
-    pipeline = Pipeline(grid.target, make(grid.target), lookahead=6, schedule="lockstep")
-    for prompt, seed, text in list(zip(grid.prompts, grid.seeds, grid.wanted(name), strict=True))[:4]:
-        kwargs = arguments(FUSED[name])
-        assert new_tokens(pipeline, prompt[None], seed=seed, max_new_tokens=NEW, eos_token_id=EOS, **kwargs) == [text]
-        rate = pipeline.report.stages[-1].acceptance_rate
-        # A perfect draft draws the target's own tokens. The opposite one hardly ever does, but with some noise it may.
-        assert rate == 1 if make is always_right else not rate > 0.5
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -174,22 +35,6 @@ def test_other_dtypes(dtype):
             same += torch.equal(a, b)
             total += 1
         assert same == total if dtype is torch.float64 else same >= total // 2
-
-
-# ---- the fused path and the other one
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_fused_and_position_by_position(grid, name):
-    chain = Pipeline(
-        grid.target, [noisy(grid.target, 0.1), noisy(grid.target, 0.03)], lookahead=[4, 3], schedule="lockstep"
-    )
-    for begin in range(0, min(8, len(grid.prompts)), 4):
-        ids, mask = left_pad(grid.prompts[begin : begin + 4])
-        kwargs = arguments(FUSED[name]) | {"attention_mask": mask, "max_new_tokens": NEW, "seed": 5}
-        fused = chain.generate(ids, **kwargs)
-        for pipeline in (chain, grid.alone):
-            assert torch.equal(pipeline.generate(ids, logits_processor=[ByPosition()], **kwargs), fused)
 
 
 # ---- seeds

@@ -108,27 +108,6 @@ def test_where_assisted_decoding_overshoots(chain):
         check_cut(chain, PROMPT, max_new_tokens=NEW, stopping_criteria=[At(stops)])
 
 
-def test_each_prefix_once_and_in_order(chain):
-    for stop_at in (9, NEW):
-        end = PROMPT.shape[1] + stop_at
-        criterion = At(lambda ids, end=end: ids.shape[1] >= end)
-        other = At(lambda ids: False)
-        out = chain.generate(PROMPT, max_new_tokens=NEW, stopping_criteria=[other, criterion])[0].tolist()
-        assert len(out) == end
-        assert criterion.seen == [out[:n] for n in range(PROMPT.shape[1] + 1, end + 1)]
-        assert other.seen == criterion.seen
-
-
-def test_each_prefix_of_each_row(chain):
-    ids, mask = left_pad(random_prompts(3, seed=6, shortest=3))
-    criterion = At(lambda row: False)
-    out = chain.generate(ids, attention_mask=mask, max_new_tokens=20, stopping_criteria=[criterion])
-    for row in out.tolist():
-        mine = [seen for seen in criterion.seen if seen[: ids.shape[1]] == row[: ids.shape[1]]]
-        assert mine == [row[:n] for n in range(ids.shape[1] + 1, len(row) + 1)]
-    assert len(criterion.seen) == 3 * 20
-
-
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_one_row_of_a_batch(chain, row):
     """The row ends there and is padded, and the others continue."""
@@ -149,18 +128,6 @@ def test_one_row_of_a_batch(chain, row):
         assert (out[row, len(mine) + new :] == pad).all()
         assert out[row, len(mine) + new - 1] != pad
         assert chain.report.tokens == 2 * 20 + new
-
-
-def test_without_an_end_of_text_rows_run_on_until_all_are_over(chain):
-    ids, mask = left_pad(random_prompts(3, seed=6, shortest=3))
-    ends = torch.tensor([5, 14, 9]) + ids.shape[1]
-
-    def criteria():
-        return [At(lambda text: ends == text.shape[1], lambda x: x)]
-
-    out = same(chain, ids, attention_mask=mask, max_new_tokens=20, criteria=criteria)
-    assert out.shape[1] == ends.max()
-    assert chain.report.tokens == 3 * 14
 
 
 class AllRows(StoppingCriteria):
@@ -201,43 +168,6 @@ def test_together_with_ends_of_text(chain):
             )
             assert out.shape[1] == start + min(new, place + 1)
     check_cut(chain, PROMPT, max_new_tokens=NEW, eos_token_id=text[first_uses[5]])
-
-
-def test_criteria_of_sampled_texts(chain):
-    start = PROMPT.shape[1]
-    alone = Pipeline(chain.target)
-    for new in (1, 4, 9):
-        kwargs = {"do_sample": True, "seed": 3, "top_k": 0, "max_new_tokens": 20}
-        whole = alone.generate(PROMPT, **kwargs)
-        stop = [At(lambda ids, new=new: ids.shape[1] >= start + new)]
-        assert torch.equal(chain.generate(PROMPT, stopping_criteria=stop, **kwargs), whole[:, : start + new])
-
-
-def test_criteria_see_the_scores(chain):
-    """One entry per token if scores were requested, else None."""
-    seen = []
-
-    class Scores(StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            seen.append(scores if scores is None else (len(scores), scores[-1].shape))
-            return False
-
-    chain.generate(PROMPT, max_new_tokens=5, stopping_criteria=[Scores()])
-    assert seen == [None] * 5
-    seen.clear()
-    kwargs = {"return_dict_in_generate": True, "output_scores": True}
-    out = chain.generate(PROMPT, max_new_tokens=5, stopping_criteria=[Scores()], **kwargs)
-    assert seen == [(i + 1, (1, 320)) for i in range(5)]
-    assert len(out.scores) == 5
-
-
-def test_scores_are_cut_with_the_text(chain):
-    end = PROMPT.shape[1] + 5
-    kwargs = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    out = chain.generate(PROMPT, max_new_tokens=NEW, stopping_criteria=[At(lambda t: t.shape[1] >= end)], **kwargs)
-    assert out.sequences.shape[1] == end
-    assert len(out.scores) == len(out.logits) == 5
-    assert [int(s[0].argmax()) for s in out.scores] == out.sequences[0, PROMPT.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("at", [1, 7, 13])

@@ -92,16 +92,6 @@ def test_text_streamer(chain, capsys, skip_prompt):
     assert ours.strip() == words(out, PROMPT.shape[1] if skip_prompt else 0).strip()
 
 
-def test_every_token_once(chain):
-    for kwargs in ({}, {"do_sample": True, "seed": 3, "top_k": 0}, {"suppress_tokens": [5]}):
-        recorder = Recorder()
-        out = chain.generate(PROMPT, max_new_tokens=NEW, streamer=recorder, **kwargs)
-        assert torch.equal(recorder.values[0], PROMPT)
-        assert recorder.new == out[0, PROMPT.shape[1] :].tolist()
-        assert recorder.ends == 1
-        assert all(v.ndim == 1 and len(v) > 0 for v in recorder.values[1:])
-
-
 def test_text_iterator_streamer(chain):
     """The consumer reads in one thread while another one generates."""
     streamer = TextIteratorStreamer(Letters(), skip_prompt=True, timeout=SECONDS)
@@ -152,36 +142,6 @@ def test_the_first_token_comes_early(model, chain):
 
 
 # ---- a batch
-
-
-@pytest.mark.parametrize("end", ["none", "some", "all"])
-def test_a_batch_is_streamed_as_by_transformers(chain, end):
-    """put() for put(): the prompts, then one token of each row at a time, ended rows padded."""
-    kwargs = {"attention_mask": MASK, "do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
-    text = chain.target.generate(BATCH, **kwargs)[:, BATCH.shape[1] :]
-    if end == "some":
-        kwargs["eos_token_id"] = text[0, [3]].tolist() + text[2, [9]].tolist()
-    elif end == "all":
-        kwargs["eos_token_id"] = sorted({int(text[row, 4 + row]) for row in range(4)})
-    ours, theirs = Recorder(), Recorder()
-    out = chain.generate(BATCH, streamer=ours, **kwargs)
-    assert torch.equal(out, chain.target.generate(BATCH, streamer=theirs, **kwargs))
-    assert len(ours.values) == len(theirs.values)
-    for a, b in zip(ours.values, theirs.values, strict=True):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
-    assert ours.ends == theirs.ends == 1
-    assert torch.equal(torch.stack(ours.values[1:], dim=1), out[:, BATCH.shape[1] :])
-    assert end != "all" or out.shape[1] < BATCH.shape[1] + NEW
-
-
-def test_returned_sequences_are_streamed(chain):
-    recorder = Recorder()
-    out = chain.generate(
-        PROMPT, max_new_tokens=9, do_sample=True, seed=1, top_k=0, num_return_sequences=3, streamer=recorder
-    )
-    assert torch.equal(recorder.values[0], PROMPT.expand(3, -1))
-    assert torch.equal(torch.stack(recorder.values[1:], dim=1), out[:, PROMPT.shape[1] :])
 
 
 def test_a_streamer_for_one_row_says_so(chain):

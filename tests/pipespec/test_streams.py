@@ -40,7 +40,6 @@ from pipespec.schedules.base import SpeedWarning, StageFailure
 from pipespec.schedules.graphs.buffers import SamplingKind
 from pipespec.schedules.graphs.driver import GraphedDriver
 from pipespec.schedules.graphs.rounds import RoundsDriver, round_steps
-from pipespec.schedules.graphs.streams import StreamsDriver
 from pipespec.schedules.graphs.tracker import ModuleTracker
 from pipespec.schedules.lockstep import LockstepDriver
 from pipespec_kernels.scheduler import widths
@@ -170,17 +169,6 @@ def test_under_the_same_attention_plain_decoding_is_the_same_bit_for_bit(model):
 
 
 @pytest.mark.parametrize("how", ["streams", "lockstep"])
-def test_wrong_cache_lengths_are_found(model, expected, how, monkeypatch):
-    """The tests above can fail: cache lengths that are one too small change the text."""
-    ids, mask = batch(3)
-    wanted = expected(ids, GREEDY, mask)
-    follow = RowCache.follow
-    monkeypatch.setattr(RowCache, "follow", lambda cache, lengths: follow(cache, (lengths - 1).clamp(min=0)))
-    with make(model, drafts_of(model, "g"), how) as pipe:
-        assert not torch.equal(pipe.generate(ids, attention_mask=mask, **GREEDY), wanted)
-
-
-@pytest.mark.parametrize("how", ["streams", "lockstep"])
 def test_an_end_of_text_at_every_place(model, expected, how):
     """``generate()`` ends a single row with the first end-of-text token."""
     ids, _ = batch(1, seed=3)
@@ -206,45 +194,6 @@ def test_limits(model, expected, how):
         for new in (1, 2, 5, 6, 7):
             options = GREEDY | {"max_new_tokens": new}
             assert torch.equal(pipe.generate(ids, attention_mask=mask, **options), expected(ids, options, mask))
-
-
-class UntilToken:
-    """Ends a row after ``token``. ``shown``: the lengths that it was called with."""
-
-    def __init__(self, token: int):
-        self.token, self.shown = token, []
-
-    def __call__(self, ids, scores, **kwargs):
-        self.shown.append(ids.shape[1])
-        return ids[:, -1] == self.token
-
-
-@pytest.mark.parametrize("how", ["streams", "lockstep"])
-def test_criteria_and_streamers(model, expected, how):
-    """Criteria see each prefix once and in order, and end rows. The streamer gets committed tokens."""
-    ids, mask = batch(2, seed=6)
-    text = expected(ids, GREEDY, mask)
-    stop = int(text[0, ids.shape[1] + 9])
-
-    class Streamer:
-        def __init__(self):
-            self.got, self.ended = [], 0
-
-        def put(self, value):
-            self.got.append(value.tolist())
-
-        def end(self):
-            self.ended += 1
-
-    with make(model, drafts_of(model, "g"), how) as pipe:
-        ours, theirs, streamer = UntilToken(stop), UntilToken(stop), Streamer()
-        given = {"attention_mask": mask, "eos_token_id": 319, **GREEDY}
-        got = pipe.generate(ids, stopping_criteria=StoppingCriteriaList([ours]), streamer=streamer, **given)
-        wanted = plain_of(pipe, ids, given | {"stopping_criteria": StoppingCriteriaList([theirs])})
-    assert torch.equal(got, wanted)
-    assert ours.shown == theirs.shown
-    assert streamer.ended == 1
-    assert torch.tensor(streamer.got[1:]).T.tolist() == got[:, ids.shape[1] :].tolist()
 
 
 # ---- caches and calls after calls
@@ -582,15 +531,6 @@ def test_inference_mode_of_some_calls(model, how):
                 texts.append(pipe.generate(ids, seed=2, **SAMPLED | {"top_k": 9}).clone())
         assert torch.equal(texts[0], texts[1])
         assert torch.equal(texts[0], texts[2])
-
-
-def test_one_model_alone(model):
-    ids, mask = batch(2)
-    driver = StreamsDriver([model], SpeculationConfig())
-    with Pipeline(model, schedule="plain") as pipe:
-        wanted = pipe.generate(ids, attention_mask=mask, **GREEDY)
-        pipe._driver = driver
-        assert torch.equal(pipe.generate(ids, attention_mask=mask, **GREEDY), wanted)
 
 
 def test_kinds_of_sampling():

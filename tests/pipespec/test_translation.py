@@ -13,12 +13,11 @@ from pipespec import Pipeline, attach, detach
 from pipespec.config import SpeculationConfig
 from pipespec.demo import family_path
 from pipespec.registry import default_schedule
-from tests.conftest import always_wrong, left_pad, noisy, random_llama
+from tests.conftest import always_wrong, noisy, random_llama
 from tests.pipespec.vocabularies import as_bytes, byte_level, sentencepiece, unigram
 from tests.waiting import drafts_keep_up
 
 NEW = 24
-SAMPLED = {"do_sample": True, "seed": 3, "temperature": 0.6, "top_k": 20}
 PROMPTS = [
     "def mean(values):\n    return sum(val",
     "na\u00efve = '\U0001f600 \u65e5\u672c",
@@ -60,43 +59,10 @@ def other():
 
 
 @pytest.fixture(scope="module")
-def random_draft():
-    made = sentencepiece()
-    return random_llama(3, layers=1, vocabulary=made.get_vocab_size() + 5), made
-
-
-@pytest.fixture(scope="module")
 def rows(tokenizer):
     """The prompts, and the last one cut inside of a character."""
     rows = [tokenizer(text, return_tensors="pt").input_ids[0] for text in PROMPTS]
     return [*rows, tokenizer("ab \U0001f600", return_tensors="pt").input_ids[0, :-1]]
-
-
-def plain(model, ids, mask, **kwargs):
-    if kwargs.get("do_sample"):
-        return Pipeline(model, schedule="plain").generate(ids, attention_mask=mask, **kwargs)
-    return model.generate(ids, attention_mask=mask, **kwargs)
-
-
-@pytest.mark.parametrize("kwargs", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("schedule", ["lockstep", "workers"])
-def test_a_batch(target, tokenizer, other, random_draft, rows, schedule, kwargs):
-    """Rows of different lengths that end at different times."""
-    ids, mask = left_pad(rows)
-    free = plain(target, ids, mask, max_new_tokens=NEW, **kwargs)
-    wants = {"max_new_tokens": NEW, "eos_token_id": [int(free[0, -9])], "pad_token_id": 0, **kwargs}
-    wanted = plain(target, ids, mask, **wants)
-    for draft, own in (other, random_draft):
-        options = {"schedule": schedule, "lookahead": 4, "tokenizer": tokenizer, "draft_tokenizers": own}
-        with Pipeline(target, draft, **options) as pipe:
-            for _ in range(2):
-                assert torch.equal(wanted, pipe.generate(ids, attention_mask=mask, **wants))
-            first = pipe.report.stages[0]
-            assert first.translated is not None
-            if schedule == "lockstep":
-                assert first.translated >= first.produced > 0
-                assert pipe.report.stages[-1].drafted > 0
-                assert pipe.report.stages[-1].accepted > 0 or draft is random_draft[0]
 
 
 def test_only_the_ids_differ(target, tokenizer, other, rows):
@@ -251,18 +217,6 @@ def test_a_report_hints_at_another_tokenizer():
 
 
 # ---- refusals
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"graphs": True}, "graphs=True does not support a draft with another tokenizer"),
-        ({"schedule": "streams"}, "a draft with another tokenizer is for schedule=.*not for 'streams'"),
-    ],
-)
-def test_refused_schedules(target, folder, options, message):
-    with pytest.raises(ValueError, match=message):
-        Pipeline(target, folder, **options)
 
 
 def test_refused_chains(target, tokenizer, other, folder):

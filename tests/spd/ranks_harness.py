@@ -35,11 +35,12 @@ from pipespec.spd.ranks import RanksPipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.spd.drafters import Blind
 from tests.trials import PROFILE
+from tests.waiting import SECONDS
 
 LAYERS = 3
 NEW = 12
 
-PATIENCE_S = 120.0
+PATIENCE_S = SECONDS
 """Long time limits, so that a busy machine does not make a rank count as lost or late in tests of other things."""
 
 

@@ -67,25 +67,6 @@ def test_one_row_per_earlier_position(n: int, fill: int) -> None:
     assert every_earlier_position_once(mask, len(kinds), length)
 
 
-def distance_instead_of_lag(length: int, fill: int, n: int) -> torch.Tensor:
-    """The rule of the published code: a token is complete by its distance from the query, instead of its lag."""
-    kinds = torch.tensor(depths(fill, n))
-    time = torch.arange(length)
-    since = time[:, None] - time
-    wanted = torch.where(since[None] >= fill, n, (kinds[:, None, None] + since).clamp(max=n))
-    seen = (wanted[:, :, None, :] == kinds[None, None, :, None]) & (since >= 0)[None, :, None, :]
-    return seen.reshape(len(kinds) * length, -1)
-
-
-@pytest.mark.parametrize("n", [3, 4, 8])
-def test_the_published_rule_is_caught(n: int) -> None:
-    length = 2 * n + 8
-    for fill in range(2, n):
-        assert mismatches(distance_instead_of_lag(length, fill, n), n, fill, length)[0] > 0, fill
-    for fill in (1, n):  # the published rule is right here
-        assert mismatches(distance_instead_of_lag(length, fill, n), n, fill, length)[0] == 0, fill
-
-
 def test_fill_outside_of_the_pipe() -> None:
     for fill in (0, 5):
         with pytest.raises(ValueError, match="in flight"):

@@ -166,37 +166,6 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_coupled_sampling_is_that_of_the_target_alone(model, setting):
-    alone = Pipeline(model)
-    pipelines = [
-        SpeculativePipeline(model, noisy(model, 0.01), stages=2),
-        SpeculativePipeline(model, [noisy(model, 0.05), noisy(model, 0.01)], stages=3),
-        SpeculativePipeline(model, "ngram", stages=[1, 3, 1]),
-        SpeculativePipeline(model, Blind(VOCABULARY), stages=LAYERS),
-    ]
-    accepted = 0
-    prompts = random_prompts(6, seed=21, longest=9)
-    for begin in range(0, 6, 3):
-        ids, mask = left_pad(prompts[begin : begin + 3])
-        options = {"attention_mask": mask, "do_sample": True, "max_new_tokens": NEW, "seed": 100 + begin}
-        wanted = alone.generate(ids, **options, **SETTINGS[setting])
-        for pipeline in pipelines:
-            assert torch.equal(pipeline.generate(ids, **options, **SETTINGS[setting]), wanted)
-            assert pipeline.report.seeds == alone.report.seeds
-            adds_up(pipeline.report)
-        accepted += pipelines[0].report.accepted
-    assert accepted > 0
-
-
-def test_the_seed_decides(model, good):
-    pipeline = SpeculativePipeline(model, good, stages=3)
-    one, again, other = (
-        pipeline.generate(PROMPT, do_sample=True, max_new_tokens=NEW, seed=seed).tolist() for seed in (1, 1, 2)
-    )
-    assert one == again != other
-
-
 @pytest.mark.parametrize("setting", ["stepwise", "minimum"])
 def test_a_chain_that_runs_past_an_end(model, setting):
     """The chain is ahead of the pipe, so it must also draft tokens after an end that was only drafted."""
@@ -217,59 +186,7 @@ def test_a_chain_that_runs_past_an_end(model, setting):
         assert torch.equal(got, alone.generate(ids, seed=seed, **options))
 
 
-def test_num_return_sequences(model, good):
-    options = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": NEW, "seed": 9}
-    wanted = Pipeline(model).generate(PROMPT, **options)
-    got = SpeculativePipeline(model, good, stages=3).generate(PROMPT, **options)
-    assert torch.equal(got, wanted)
-    assert len({tuple(row) for row in got.tolist()}) == 3
-
-
 # ---- the rest of the contract
-
-
-class Streamer:
-    def __init__(self):
-        self.values, self.ended = [], 0
-
-    def put(self, value):
-        self.values.append(value.tolist())
-
-    def end(self):
-        self.ended += 1
-
-
-def test_streaming(model, good):
-    streamer, plain = Streamer(), Streamer()
-    got = greedy(SpeculativePipeline(model, good, stages=3), streamer=streamer)
-    greedy(model, streamer=plain)
-    assert streamer.values == plain.values
-    assert streamer.ended == plain.ended == 1
-    assert [t for value in streamer.values[1:] for t in value] == got[0, PROMPT.shape[1] :].tolist()
-
-
-class StopsAt(StoppingCriteria):
-    def __init__(self, lengths):
-        self.lengths, self.seen = lengths, []
-
-    def __call__(self, ids, scores, **kwargs):
-        self.seen.append(ids.tolist())
-        return torch.tensor([ids.shape[1] >= self.lengths[row] for row in range(len(ids))])
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_criteria_are_asked_token_by_token(model, good, n):
-    ids = PROMPT.repeat(2, 1)
-    ids[1] = ids[1].flip(0)
-    width = ids.shape[1]
-    options = {"eos_token_id": 319, "pad_token_id": 0}
-    mine, theirs = StopsAt([width + 5, width + 9]), StopsAt([width + 5, width + 9])
-    pipeline = SpeculativePipeline(model, good, stages=n)
-    got = greedy(pipeline, ids, stopping_criteria=[mine], **options)
-    assert torch.equal(got, greedy(model, ids, stopping_criteria=[theirs], **options))
-    assert mine.seen == theirs.seen
-    assert pipeline.report.tokens == 14
-    adds_up(pipeline.report)
 
 
 @pytest.mark.parametrize("n", [1, 3, LAYERS])
@@ -290,36 +207,6 @@ def test_stop_strings(model, n):
 
 def test_max_time(model, good):
     assert greedy(SpeculativePipeline(model, good, stages=3), max_time=0.0).shape[1] == PROMPT.shape[1] + 1
-
-
-class Counting(LogitsProcessor):
-    """A processor with a state, which must see each token once and in order."""
-
-    def __init__(self):
-        self.seen = []
-
-    def __call__(self, ids, scores):
-        self.seen.append(ids[0].tolist())
-        scores = scores.clone()
-        scores[:, len(self.seen) % 7 :: 7] -= 3
-        return scores
-
-
-def test_processors_with_a_memory(model, good):
-    mine, theirs = Counting(), Counting()
-    got = greedy(SpeculativePipeline(model, good, stages=3), logits_processor=[mine])
-    assert torch.equal(got, greedy(model, logits_processor=[theirs]))
-    assert mine.seen == theirs.seen
-
-
-def test_scores_and_logits(model, good):
-    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "repetition_penalty": 1.2}
-    pipeline = SpeculativePipeline(model, good, stages=3)
-    got, wanted = greedy(pipeline, **options), greedy(model, **options)
-    assert torch.equal(got.sequences, wanted.sequences)
-    torch.testing.assert_close(got.scores, wanted.scores)
-    torch.testing.assert_close(got.logits, wanted.logits)
-    assert got.speculation is pipeline.report
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "observer"])
@@ -537,43 +424,6 @@ def test_caches_hold_what_the_machine_says(model, good):
     driver.machine.commit = commit
     greedy(pipeline, torch.cat([PROMPT, PROMPT.flip(1)]))
     assert flushes > 3
-
-
-def stale_keys(pipeline) -> None:
-    """A flush does not cut the first stage's keys and values, and the next token is appended to them."""
-    stage = pipeline._driver.stages[0]
-    real = stage.step
-    stage.step = lambda fed, held, *rest: real(
-        fed, [max(h, n) for h, n in zip(held, stage.cache.lengths, strict=True)], *rest
-    )
-
-
-def shifted_noise(pipeline) -> None:
-    """The choice at the exit uses the noise of the leaving token's own position."""
-    driver, real = pipeline._driver, pipeline._driver._verify
-    driver._verify = lambda leaving, hidden: real([e._replace(position=e.position - 1) for e in leaving], hidden)
-
-
-def lenient(pipeline) -> None:
-    """Accepts every draft token."""
-    machine, real = pipeline._driver.machine, pipeline._driver.machine.commit
-
-    def commit(drafts, chosen):
-        said = {e.row: machine.all_tokens(e.row)[e.position + 1 : e.position + 2] for e in machine.exits()}
-        return real(drafts, {row: said[row][0] if said[row] else token for row, token in chosen.items()})
-
-    machine.commit = commit
-
-
-@pytest.mark.parametrize("mistake", [None, stale_keys, shifted_noise, lenient])
-def test_the_usual_mistakes_would_be_seen(model, mistake):
-    """The comparisons above can fail: a wrong variant of the loop does not pass."""
-    pipeline = SpeculativePipeline(model, Blind(VOCABULARY), stages=3)
-    options = {"do_sample": True, "seed": 1, "max_new_tokens": NEW}
-    wanted = Pipeline(model).generate(PROMPT, **options)
-    if mistake is not None:
-        mistake(pipeline)
-    assert torch.equal(pipeline.generate(PROMPT, **options), wanted) == (mistake is None)
 
 
 # ---- a drafter that fails

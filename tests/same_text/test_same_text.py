@@ -1,0 +1,265 @@
+"""The text is the target's: each way to run a chain, each kind of draft, each feature of a call, against transformers' own ``generate()``."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+import pipespec
+from pipespec import NgramDraft, Pipeline, SpeedWarning, transport
+from pipespec.registry import SCHEDULES
+from pipespec.spd import SpeculativePipeline
+from tests.conftest import random_llama
+from tests.pipespec.chains_of_ranks import in_process
+from tests.same_text.table import CALLS, CHAINS, NEW, TOP, VOCABULARY, WAYS, Call, Chain, Way, calls_of
+from tests.support.reference import transformers_text
+from tests.waiting import drafts_keep_up
+
+PIPELINES = [(way, chain) for way in WAYS for chain in CHAINS if WAYS[way].takes(CHAINS[chain])]
+CELLS = [((way, chain), call) for way, chain in PIPELINES for call in calls_of(WAYS[way], CHAINS[chain])]
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return random_llama(21, layers=3, vocabulary=VOCABULARY)
+
+
+def text_of(out: Any) -> torch.Tensor:
+    return out if isinstance(out, torch.Tensor) else out.sequences
+
+
+class Expected:
+    """What transformers gives for a call, made once."""
+
+    def __init__(self, target: Any) -> None:
+        self.target, self.made = copy.deepcopy(target), {}
+
+    def base(self, call: Call) -> list[list[int]]:
+        """The new tokens of the call without what it is about."""
+        ids, mask = call.prompts()
+        options = call.arguments([[END_OF_NO_TEXT] * NEW] * call.rows)
+        plain = {name: options[name] for name in SAMPLING if name in options}
+        out = transformers_text(self.target, ids, mask, max_new_tokens=NEW, pad_token_id=0, eos_token_id=None, **plain)
+        return text_of(out)[:, ids.shape[1] :].tolist()
+
+    def of(self, name: str) -> tuple[list[list[int]], list[tuple[Any, dict[str, Any]]]]:
+        """The new tokens without what the call is about, and per turn the result with the arguments that led to it."""
+        if name not in self.made:
+            call = CALLS[name]
+            base, turns = self.base(call), []
+            ids, mask = call.prompts()
+            while len(turns) < call.turns:
+                if turns:
+                    ids, mask = continued(text_of(turns[-1][0]), mask)
+                given = call.arguments(base)
+                turns.append((transformers_text(self.target, ids, mask, **given), given))
+            self.made[name] = base, turns
+        return self.made[name]
+
+
+SAMPLING = ("do_sample", "seed", "temperature", "top_k", "top_p", "min_p")
+END_OF_NO_TEXT = 3
+
+
+def continued(text: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The prompts of the next turn."""
+    ids = torch.cat([text, text[:, -3:]], 1)
+    return ids, torch.cat([mask, torch.ones(len(ids), ids.shape[1] - mask.shape[1], dtype=mask.dtype)], 1)
+
+
+@pytest.fixture(scope="module")
+def expected(target: Any) -> Expected:
+    return Expected(target)
+
+
+@contextmanager
+def ranks(chain: Chain, target: Any) -> Iterator[Pipeline]:
+    """A chain whose ranks share this process. A busy machine must not make one count as lost."""
+    drafts = chain.drafts(target)
+    models = [draft for draft in drafts if not isinstance(draft, str)]
+    options: dict[str, Any] = {"ngram": NgramDraft()} if len(models) < len(drafts) else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "SILENCE_S", 1e9)
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")  # gloo must not look up the machine's name
+        with in_process(patch, [*models, target], **options) as (pipe, ranked):
+            yield pipe
+        assert not ranked.errors
+
+
+class Opened:
+    """A pipeline, and how a program calls it."""
+
+    def __init__(self, way: Way, chain: Chain, target: Any, stack: ExitStack) -> None:
+        self.way, self.chain = way, chain
+        drafts, options = chain.drafts(target), dict(chain.options)
+        lookahead = {"lookahead": 4} if way.fixed and way.row.has_drafts else {}
+        if way.door == "spd":
+            self.pipe = stack.enter_context(
+                SpeculativePipeline(target, drafts[0] if drafts == ["ngram"] else drafts, stages=3)
+            )
+            self.generate = self.pipe.generate
+            return
+        if way.row.needs_ranks:
+            self.pipe = stack.enter_context(ranks(chain, target))
+            self.generate = self.pipe.generate
+            return
+        options |= {"schedule": way.row.name, **lookahead} | (
+            {"graphs": True} if way.captured and not way.row.is_captured else {}
+        )
+        if way.door == "attach":
+            self.pipe = pipespec.attach(target, drafts, **options)
+            stack.callback(pipespec.detach, target)
+            self.generate = target.generate
+            return
+        self.pipe = stack.enter_context(Pipeline(target, drafts, **options))
+        self.generate = self.pipe.generate
+        if way.door == "custom_generate":
+            self.generate = lambda ids, **given: target.generate(ids, custom_generate=self.pipe, **given)
+
+
+@pytest.fixture(scope="module")
+def opened(request: pytest.FixtureRequest, target: Any) -> Iterator[Opened]:
+    way, chain = request.param
+    with ExitStack() as stack:
+        yield Opened(WAYS[way], CHAINS[chain], copy.deepcopy(target), stack)
+
+
+@pytest.mark.parametrize(
+    ("opened", "name"), CELLS, ids=lambda part: part if isinstance(part, str) else "-".join(part), indirect=["opened"]
+)
+def test_same_text(opened: Opened, expected: Expected, name: str) -> None:
+    call = CALLS[name]
+    base, turns = expected.of(name)
+    ids, mask = call.prompts()
+    # Captured steps leave a call to others that needs the host at each position. Nothing else is slower than it could be.
+    leaves = opened.way.captured and call.by_position
+    got: Any = None
+    for wanted, theirs in turns:
+        given = call.arguments(base)
+        if call.turns > 1:
+            given["return_dict_in_generate"] = True
+        if got is not None:
+            ids, mask = continued(text_of(got), mask)
+            given["past_key_values"] = got.past_key_values
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if leaves else "error", SpeedWarning)
+            with keep_up(opened, name, mask):
+                got = opened.generate(ids, attention_mask=mask, **given)
+        assert torch.equal(text_of(got), text_of(wanted)), (
+            f"wanted {text_of(wanted).tolist()}, got {text_of(got).tolist()}"
+        )
+        for ours, its in zip(objects(given), objects(theirs), strict=True):
+            assert ours.record == its.record
+        if given.get("output_scores"):
+            check_scores(expected.target, ids, got, wanted, given)
+    check_report(opened, name, leaves)
+
+
+def objects(given: dict[str, Any]) -> list[Any]:
+    """Those of a call that keep a record."""
+    found = [*given.get("logits_processor", []), *given.get("stopping_criteria", []), given.get("streamer")]
+    return [one for one in found if hasattr(one, "record")]
+
+
+def check_report(opened: Opened, name: str, leaves: bool) -> None:
+    """The schedule was the one that was asked for, and the drafts have taken part."""
+    report, way = opened.pipe.report, opened.way
+    if way.door == "spd":
+        assert report.accepted <= report.checked
+        assert opened.chain.agrees is None or name != "greedy" or (report.accepted > 0) == opened.chain.agrees
+        return
+    assert report.decisions if leaves else report.schedule == way.row.name
+    if not way.row.has_drafts:
+        assert [stage.name for stage in report.stages] == ["target"]
+        return
+    last = report.stages[-1]
+    if not way.fixed or (way.is_asynchronous and not waits(opened, name)):
+        return
+    assert last.drafted > 0
+    agrees = opened.chain.agrees
+    if type(agrees) is float:
+        assert last.acceptance_rate == agrees
+    # With penalties the least likely token is now and then the best.
+    elif agrees or (agrees is False and name == "greedy"):
+        assert (last.accepted > 0) == agrees
+
+
+def waits(opened: Opened, name: str) -> bool:
+    """Whether the target waits for its drafts in this call, so that their number does not depend on the machine."""
+    needs_models = not opened.chain.uses
+    return name == "greedy" and needs_models and opened.way.is_asynchronous and not opened.way.row.needs_ranks
+
+
+def keep_up(opened: Opened, name: str, mask: torch.Tensor) -> Any:
+    if not waits(opened, name):
+        return nullcontext()
+    return drafts_keep_up(opened.pipe, [int(n) + NEW for n in mask.sum(1)])
+
+
+def check_scores(target: Any, ids: torch.Tensor, got: Any, wanted: Any, given: dict[str, Any]) -> None:
+    """Scores, logits and log-probabilities up to the end of each row, and nothing after it."""
+    steps, end = text_of(got).shape[1] - ids.shape[1], given["eos_token_id"] or []
+    assert len(got.scores) == len(got.logits) == len(wanted.scores) == steps
+    theirs = target.compute_transition_scores(wanted.sequences, wanted.scores, normalize_logits=True)
+    processed = torch.log_softmax(torch.stack(wanted.scores, 1).float(), -1)
+    chosen, top_ids, top = got.logprobs
+    for row, text in enumerate(text_of(got)[:, ids.shape[1] :].tolist()):
+        n = next((i + 1 for i, token in enumerate(text) if token in end), steps)
+        for name in ("scores", "logits"):
+            ours, its = (torch.stack([step[row] for step in getattr(out, name)]) for out in (got, wanted))
+            torch.testing.assert_close(ours[:n], its[:n], atol=2e-5, rtol=2e-5)
+            assert not ours[n:].any()
+        torch.testing.assert_close(chosen[row, :n], theirs[row, :n], atol=2e-5, rtol=2e-5)
+        best = processed[row, :n].topk(TOP)
+        torch.testing.assert_close(top[row, :n], best.values, atol=2e-5, rtol=2e-5)
+        there = best.values > -torch.inf
+        assert torch.equal(top_ids[row, :n] >= 0, there)
+        at = processed[row, :n].gather(1, top_ids[row, :n].clamp(min=0))
+        torch.testing.assert_close(at[there], top[row, :n][there], atol=2e-5, rtol=2e-5)
+        assert not chosen[row, n:].any()
+        assert (top_ids[row, n:] == -1).all()
+        assert (top[row, n:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_shows_something(expected: Expected, name: str) -> None:
+    """Its arguments change the text, or what is recorded beside it: without them the comparison above would show nothing."""
+    base, [(out, given), *_] = expected.of(name)
+    ids = CALLS[name].prompts()[0]
+    text = text_of(out)[:, ids.shape[1] :].tolist()
+    changes = name not in ("greedy", "one row", "cache", "cache, sampled", "prompt in parts", "sampled")
+    if objects(given) or "output_scores" in given or not changes or "sampled" in name or given["do_sample"]:
+        return
+    assert text != base
+
+
+EXCLUDED = [
+    (way, chain)
+    for way in WAYS
+    for chain in CHAINS
+    if WAYS[way].row.has_drafts
+    and WAYS[way].door == "generate"
+    and WAYS[way].fixed
+    and not WAYS[way].takes(CHAINS[chain])
+    and CHAINS[chain].uses
+]
+
+
+@pytest.mark.parametrize(("way", "chain"), EXCLUDED, ids="-".join)
+def test_what_a_schedule_does_not_take_is_refused(target: Any, way: str, chain: str) -> None:
+    """By the name of the option, with the schedules that take it."""
+    row, given = WAYS[way].row, CHAINS[chain]
+    takers = [other.name for other in SCHEDULES.values() if given.uses <= other.options and other.has_drafts]
+    says = (
+        rf"is for schedule=.*'{takers[0]}'.*, not for '{row.name}'"
+        if given.uses - row.options
+        else "graphs=True does not support"
+    )
+    with pytest.raises(ValueError, match=says):
+        Pipeline(target, given.drafts(target), schedule=row.name, graphs=WAYS[way].captured or None, **given.options)
