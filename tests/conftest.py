@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -155,21 +156,41 @@ def full() -> Path:
 
 
 LIMITS = {
-    "driver": ("_FINISH_TIMEOUT_S", "_RESTART_TIMEOUT_S", "_TEMPLATE_TIMEOUT_S", "_SEND_TIMEOUT_S", "_EXIT_TIMEOUT_S"),
+    "driver": (
+        "_READY_TIMEOUT_S",
+        "_FINISH_TIMEOUT_S",
+        "_RESTART_TIMEOUT_S",
+        "_TEMPLATE_TIMEOUT_S",
+        "_SEND_TIMEOUT_S",
+        "_EXIT_TIMEOUT_S",
+    ),
     "template": ("_ANSWER_TIMEOUT_S", "_IMPORT_TIMEOUT_S"),
 }
 """Time limits of worker processes, by module of ``pipespec.schedules.workers``."""
 
 
-@pytest.fixture(autouse=True)
-def patience() -> Iterator[None]:
-    """Long time limits, so that a worker on a busy machine does not count as hung. Tests of a limit set it."""
+@contextmanager
+def long_limits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:  # not the test's own one, which it may undo
         for module, names in LIMITS.items():
             # Tests that do not import it start no workers.
             if imported := sys.modules.get(f"pipespec.schedules.workers.{module}"):
                 for name in names:
                     patch.setattr(imported, name, SECONDS)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def patience_of_fixtures() -> Iterator[None]:
+    """As ``patience``, for the pipelines that all tests of a file share."""
+    with long_limits():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def patience() -> Iterator[None]:
+    """Long time limits, so that a worker on a busy machine does not count as hung. Tests of a limit set it."""
+    with long_limits():
         yield
 
 

@@ -17,6 +17,7 @@ from pipespec.schedules.base import StageFailure
 from pipespec_kernels.state import SharedMemory, StateBlock
 from tests.conftest import VOCABULARY, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Stray
+from tests.support.processes import workers_of
 from tests.trials import trials
 from tests.waiting import SECONDS, drafts_keep_up
 
@@ -123,7 +124,7 @@ def test_a_worker_that_writes_elsewhere_is_a_dead_draft(models):
     with Pipeline(target, draft, schedule="workers") as pipe:
         generate_with_all_drafts(pipe, texts)
         # Else it may die within the step that it takes while the call ends.
-        assert pipe._driver._workers[0].await_idle()
+        assert workers_of(pipe)[0].await_idle()
         draft.strays.fill_(1)
         with drafts_keep_up(pipe, [len(PROMPTS[0]) + NEW]):  # it is dead before the text is complete
             (message,) = generate(pipe, texts)

@@ -38,6 +38,7 @@ import os, sys, time, warnings
 import torch
 from pipespec import Pipeline
 from tests.conftest import noisy, random_llama
+from tests.support.processes import workers_of
 
 looks = [time.time() for _ in range(20)]
 assert max(looks) - min(looks) > 3600, "the clock does not jump"
@@ -47,7 +48,7 @@ for schedule in ("streams", "workers"):
     with Pipeline(target, [noisy(target, 0.02), noisy(target, 0.01)], schedule=schedule) as pipe:
         for number in (0, *map(int, sys.argv[1:])):
             if schedule == "workers" and number:
-                os.kill(pipe._driver._workers[0].process.pid, number)
+                os.kill(workers_of(pipe)[0].process.pid, number)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 assert torch.equal(pipe.generate(prompt, max_new_tokens=40), wanted)

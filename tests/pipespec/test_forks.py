@@ -27,6 +27,7 @@ from pipespec.schedules.workers import template
 from pipespec.spd import SpeculativePipeline
 from pipespec_kernels.state import SharedMemory, StateBlock
 from tests.conftest import noisy, random_llama, random_prompts
+from tests.support.processes import pids_of, workers_of
 from tests.trials import trials
 from tests.waiting import SECONDS, drafts_keep_up, until
 
@@ -350,7 +351,7 @@ def test_a_child_that_closes_does_not_close_its_parents(models):
     target, draft, texts = models
     with Pipeline(target, draft, schedule="workers") as pipe:
         generates(pipe, texts, 1)
-        pids = [worker.process.pid for worker in pipe._driver._workers.values()]
+        pids = pids_of(pipe)
         templates = list(template._templates)
 
         def close() -> None:
@@ -360,13 +361,13 @@ def test_a_child_that_closes_does_not_close_its_parents(models):
         Child(close).check()
         assert template._templates == templates
         generates(pipe, texts, 1)
-        assert [worker.process.pid for worker in pipe._driver._workers.values()] == pids
+        assert pids_of(pipe) == pids
 
 
 def test_a_child_keeps_no_descriptors_of_its_parents_workers(models):
     target, draft, _ = models
     with Pipeline(target, draft, schedule="workers") as pipe:
-        (worker,) = pipe._driver._workers.values()
+        (worker,) = workers_of(pipe).values()
         assert isinstance(worker.process, template.ForkedProcess)
         open_ones = [worker.process._pidfd, worker.process._status]
 

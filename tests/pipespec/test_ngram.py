@@ -15,6 +15,7 @@ from pipespec.config import SpeculationConfig
 from pipespec.registry import default_schedule
 from tests.conftest import VOCABULARY, always_wrong, noisy, random_llama, random_prompts
 from tests.pipespec.test_forks import Child
+from tests.support.processes import kill_worker
 from tests.waiting import drafts_keep_up
 
 NEW = 40
@@ -193,39 +194,12 @@ def test_a_worker_that_dies_takes_the_index_with_it(model, repetitive):
     prompt = repetitive[0]
     wanted = model.generate(prompt[None], max_new_tokens=NEW, do_sample=False)
     with Pipeline(model, ["ngram", noisy(model, 0.05)], schedule="workers") as pipe:
-        pipe._driver._workers[1].process.kill()
-        pipe._driver._workers[1].process.wait()
+        kill_worker(pipe, 1)
         with pytest.warns(pipespec.StageFailure, match="draft stage 0 has ended since the last call"):
             assert torch.equal(wanted, pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False))
         with drafts_keep_up(pipe, [len(prompt) + NEW]):
             assert torch.equal(wanted, pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False))
         assert pipe.report.stages[0].steps > 0
-
-
-@pytest.mark.parametrize("drafts", [["ngram"], ["ngram", "model"]], ids=["alone", "two"])
-@pytest.mark.parametrize("schedule", ["lockstep", "workers"])
-def test_calls_after_an_interrupted_one(model, repetitive, schedule, drafts):
-    prompt = repetitive[2]
-    wanted = model.generate(prompt[None], max_new_tokens=NEW, do_sample=False)
-
-    class Failing:
-        def put(self, tokens):
-            if tokens.numel() and self.left == 0:
-                raise LookupError("enough")
-            self.left -= 1
-
-        def end(self):
-            pass
-
-    given = [noisy(model, 0.05) if draft == "model" else draft for draft in drafts]
-    with Pipeline(model, given, schedule=schedule) as pipe:
-        for at in (1, 7):
-            streamer = Failing()
-            streamer.left = at
-            with pytest.raises(LookupError, match="enough"):
-                pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False, streamer=streamer)
-            assert torch.equal(pipe.partial[0], wanted[0, : pipe.partial.shape[1]])
-            assert torch.equal(wanted, pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False))
 
 
 def test_a_text_in_turns(model, repetitive):

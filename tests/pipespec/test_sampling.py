@@ -26,15 +26,13 @@ def test_other_dtypes(dtype):
     """float64 is exact. In 16 bits near-ties are common, and a forward of one token rounds differently from one of four."""
     target = random_llama(7, dtype=dtype)
     alone = Pipeline(target)
-    for drafts in ([noisy(target, 0.03)], [noisy(target, 0.1), noisy(target, 0.03)]):
-        chain = Pipeline(target, drafts, lookahead=3, schedule="lockstep")
-        same = total = 0
-        for i, prompt in enumerate(random_prompts(6, seed=3)):
-            kwargs = {"do_sample": True, "temperature": 0.9, "top_p": 0.9, "seed": i, "max_new_tokens": 12}
-            a, b = (p.generate(prompt[None], **kwargs) for p in (alone, chain))
-            same += torch.equal(a, b)
-            total += 1
-        assert same == total if dtype is torch.float64 else same >= total // 2
+    chain = Pipeline(target, [noisy(target, 0.1), noisy(target, 0.03)], lookahead=3, schedule="lockstep")
+    same, prompts = 0, random_prompts(6, seed=3)
+    for i, prompt in enumerate(prompts):
+        kwargs = {"do_sample": True, "temperature": 0.9, "top_p": 0.9, "seed": i, "max_new_tokens": 12}
+        a, b = (p.generate(prompt[None], **kwargs) for p in (alone, chain))
+        same += torch.equal(a, b)
+    assert same == len(prompts) if dtype is torch.float64 else same >= len(prompts) // 2
 
 
 # ---- seeds

@@ -20,6 +20,7 @@ from pipespec.schedules.base import StageFailure
 from pipespec.spd import SpeculativePipeline
 from pipespec_kernels import env
 from tests.conftest import noisy, random_llama, random_prompts
+from tests.support.processes import workers_of
 from tests.trials import trials
 from tests.waiting import until
 
@@ -101,7 +102,7 @@ def test_an_error_of_the_callers_while_it_talks_to_a_worker(models, waits_in, ki
     target, draft = models
     with Pipeline(target, draft, schedule="workers") as pipe:
         wanted = pipe.generate(PROMPT, max_new_tokens=20, do_sample=False)
-        worker = pipe._driver._workers[0]
+        worker = workers_of(pipe)[0]
         worker.conn = Interrupted(worker.conn)
         with raising(kind), pytest.raises(kind, match="time is up"):
             pipe.generate(PROMPT, max_new_tokens=20, do_sample=False)
@@ -259,12 +260,12 @@ def test_a_draft_that_any_signal_ends(models, number):
     target, draft = models
     wanted = Pipeline(target, schedule="plain").generate(PROMPT, max_new_tokens=20, do_sample=False)
     with Pipeline(target, draft, schedule="workers") as pipe:
-        worker = pipe._driver._workers[0]
+        worker = workers_of(pipe)[0]
         os.kill(worker.process.pid, number)
         until(worker.is_dead, "the worker has ended")
         name = "SIGKILL" if number == signal.SIGKILL else f"signal {number:d}"
         with pytest.warns(StageFailure, match=f"killed by {name}"):
             assert torch.equal(pipe.generate(PROMPT, max_new_tokens=20, do_sample=False), wanted)
         assert torch.equal(pipe.generate(PROMPT, max_new_tokens=20, do_sample=False), wanted)
-        assert pipe._driver._workers[0] is not worker
+        assert workers_of(pipe)[0] is not worker
         assert pipe._driver.block.is_alive(0)

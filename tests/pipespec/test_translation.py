@@ -15,6 +15,7 @@ from pipespec.demo import family_path
 from pipespec.registry import default_schedule
 from tests.conftest import always_wrong, noisy, random_llama
 from tests.pipespec.vocabularies import as_bytes, byte_level, sentencepiece, unigram
+from tests.support.processes import kill_worker
 from tests.waiting import drafts_keep_up
 
 NEW = 24
@@ -93,8 +94,7 @@ def test_a_worker_drafts(target, tokenizer, other, rows):
         assert len(pipe.report.traced()["draft 0"]) > 0
         assert "draft 0 has another tokenizer" in str(pipe.report)
         # The second call starts from the first one's cache.
-        pipe._driver._workers[0].process.kill()
-        pipe._driver._workers[0].process.wait()
+        kill_worker(pipe, 0)
         with pytest.warns(match="draft stage 0 has ended since the last call"):
             assert torch.equal(wanted, pipe.generate(rows[0][None], max_new_tokens=NEW, do_sample=False))
 
@@ -108,18 +108,6 @@ def test_under_a_draft_with_the_targets_tokenizer(target, tokenizer, other, rows
     ) as pipe:
         assert torch.equal(wanted, pipe.generate(rows[2][None], max_new_tokens=NEW, do_sample=False))
         assert all(stage.accepted > 0 for stage in pipe.report.stages[1:])
-
-
-def test_a_text_in_turns(target, tokenizer, other, rows):
-    """Caches of both models continue."""
-    options = {"tokenizer": tokenizer, "draft_tokenizers": other[1]}
-    with Pipeline(target, other[0], schedule="lockstep", lookahead=4, **options) as pipe:
-        first = pipe.generate(rows[0][None], max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
-        more = torch.cat([first.sequences, rows[2][None, 1:]], 1)
-        wanted = target.generate(more, max_new_tokens=NEW, do_sample=False)
-        got = pipe.generate(more, past_key_values=first.past_key_values, max_new_tokens=NEW, do_sample=False)
-        assert torch.equal(wanted, got)
-        assert pipe.report.stages[-1].accepted > 0
 
 
 @pytest.mark.parametrize("made", [byte_level, unigram])

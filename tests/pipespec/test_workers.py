@@ -36,6 +36,7 @@ from pipespec.schedules.workers.process import NICE, Failed
 from pipespec_kernels.state import SharedMemory
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import CALLS, Faulty, Stopping, Telling
+from tests.support.processes import pids_of, workers_of
 from tests.trials import trials
 from tests.waiting import SECONDS, drafts_keep_up, until
 
@@ -104,7 +105,7 @@ class Rig:
 
     @property
     def pids(self) -> list[int]:
-        return [worker.process.pid for _, worker in sorted(self.pipeline._driver._workers.items())]
+        return pids_of(self.pipeline)
 
     def lengths(self) -> list[int]:
         return [self.pipeline._driver.block.length(stage, 0) for stage in range(3)]
@@ -128,7 +129,7 @@ class Rig:
 
     def await_ends_of_call(self) -> None:
         """Wait until all workers are idle. They end a call later than the target does."""
-        assert all(worker.await_idle() for worker in self.pipeline._driver._workers.values())
+        assert all(worker.await_idle() for worker in workers_of(self.pipeline).values())
 
     def generate(self, which: int = 0, new: int = 60, do=None, at: int = 0) -> list[str]:
         """Run one call and check its text. Return the messages of its warnings."""
@@ -143,7 +144,7 @@ class Rig:
         return [str(warning.message) for warning in caught]
 
     def kill(self, stage: int, sig=signal.SIGKILL):
-        process = self.pipeline._driver._workers[stage].process
+        process = workers_of(self.pipeline)[stage].process
         os.kill(process.pid, sig)
         if sig == signal.SIGKILL:
             process.wait(SECONDS)
@@ -389,7 +390,7 @@ def test_a_stopped_worker(rig, monkeypatch):
     stopped = rig.pids[1]
     rig.generate(do=lambda: rig.kill(1, signal.SIGSTOP), at=4)
     assert alive(stopped)
-    assert rig.pipeline._driver._workers[0].await_idle()  # the other one does not answer
+    assert workers_of(rig.pipeline)[0].await_idle()  # the other one does not answer
     with monkeypatch.context() as patch:
         patch.setattr(workers, "_STOPPED_S", 0.1)
         messages = rig.generate(1)
@@ -402,7 +403,7 @@ def test_a_stopped_worker(rig, monkeypatch):
 def test_a_worker_stopped_between_calls_does_not_block_the_caller(rig):
     # Prompts larger than the socket's buffer. No process may wait until a process that is stopped has read them.
     ids = torch.randint(2, VOCABULARY, (20, 256), generator=torch.Generator().manual_seed(0))
-    with socket.socket(fileno=os.dup(rig.pipeline._driver._workers[0].conn.fileno())) as sender:
+    with socket.socket(fileno=os.dup(workers_of(rig.pipeline)[0].conn.fileno())) as sender:
         sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         assert sender.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < 20 * 256 * 4
     with Pipeline(rig.target, schedule="plain") as plain:
@@ -419,7 +420,7 @@ def test_a_worker_that_stops_before_it_has_all_of_a_call(rig, monkeypatch):
     stopped, send = rig.pids[0], Channel.send
 
     def stop_and_send(channel, message, *args, **kwargs):
-        if channel is rig.pipeline._driver._workers[0].conn:
+        if channel is workers_of(rig.pipeline)[0].conn:
             with socket.socket(fileno=os.dup(channel.fileno())) as sender:
                 sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             rig.kill(0, signal.SIGSTOP)
@@ -439,7 +440,7 @@ def test_a_worker_whose_caller_ends_within_a_call(rig):
     pids = rig.pids
 
     def leave() -> None:
-        for worker in rig.pipeline._driver._workers.values():
+        for worker in workers_of(rig.pipeline).values():
             worker.conn.close()
         await_end_of(pids)
 
@@ -599,7 +600,7 @@ def test_calls_go_on_while_a_worker_starts(stopping, monkeypatch):
         worker.overdue_at = time.monotonic()
         stopping(False)
         (overdue,) = messages()
-        assert "was not ready within 120 s; it is started again" in overdue
+        assert f"was not ready within {SECONDS:.0f} s; it is started again" in overdue
         assert not alive(worker.process.pid)
         assert messages() == []
 
@@ -619,12 +620,12 @@ def test_a_worker_that_stays_stopped_while_it_starts_is_given_up(stopping, monke
         monkeypatch.setattr(workers, "_STOPPED_S", 0.1)
         monkeypatch.setattr(workers, "_RESTART_TIMEOUT_S", SECONDS)
         stopping()
-        first = pipe._driver._workers[0].process
+        first = workers_of(pipe)[0].process
         first.kill()
         first.wait()
         with pytest.warns(StageFailure, match=r"could not start: a signal has stopped its process \d+"):
             assert torch.equal(pipe.generate(prompt, max_new_tokens=20), wanted)
-        assert pipe._driver._workers == {}
+        assert workers_of(pipe) == {}
     with pytest.raises(RuntimeError, match="could not start: a signal has stopped"):
         Pipeline(target, draft, schedule="workers")
 
@@ -646,13 +647,13 @@ def test_a_pipeline_waits_for_its_first_workers(stopping, monkeypatch):
     monkeypatch.setattr(workers, "_READY_TIMEOUT_S", SECONDS)
     stopping(False)
     with Pipeline(target, draft, schedule="workers") as pipe:
-        assert pipe._driver._workers[0].is_ready
+        assert workers_of(pipe)[0].is_ready
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("call", [1, 4], ids=["prefill", "step"])
 def test_a_worker_whose_model_fails(rig, stage, call):
-    for worker in rig.pipeline._driver._workers.values():
+    for worker in workers_of(rig.pipeline).values():
         assert worker.await_idle()  # otherwise its present step would fail
     rig.drafts[stage].set(fail_at=call)
     with rig.drafts_keep_up():  # it is dead before the text is complete
@@ -1076,7 +1077,7 @@ def test_without_an_interpreter(value, monkeypatch):
 
 def test_a_failure_that_does_not_end_its_process_does_not_hold_up_a_call(rig, monkeypatch):
     monkeypatch.setattr(workers, "_EXIT_TIMEOUT_S", 0.2)
-    worker = rig.pipeline._driver._workers[0]
+    worker = workers_of(rig.pipeline)[0]
     rig.generate()
     rig.await_ends_of_call()
     worker.busy, worker.last_error = 1, Failed("as if it had said so", "")  # within the call
@@ -1094,7 +1095,7 @@ def test_a_template_that_never_answers_delays_no_call(rig, monkeypatch):
         patch.setattr(template, "_Template", Silent)
         rig.kill(1)
         assert len(rig.generate()) == 1
-        assert isinstance(rig.pipeline._driver._workers[1].process, subprocess.Popen)
+        assert isinstance(workers_of(rig.pipeline)[1].process, subprocess.Popen)
     rig.check_recovered()
 
 
@@ -1122,7 +1123,7 @@ def test_without_a_template_a_worker_is_a_command(rig, monkeypatch, lacking):
             patch.setattr(template._Template, "fork", lambda *args: (_ for _ in ()).throw(ChannelError))
         rig.kill(1)
         assert len(rig.generate()) == 1
-        assert isinstance(rig.pipeline._driver._workers[1].process, subprocess.Popen)
+        assert isinstance(workers_of(rig.pipeline)[1].process, subprocess.Popen)
         rig.check_recovered()
         assert start_telling("exit") == "its process ended with status 7"
     # Has a template started, whose imports a call would not wait for.
@@ -1203,7 +1204,7 @@ def test_close_and_collection():
     pipeline = Pipeline(target, noisy(target, 0.02), schedule="workers")
     prompt = random_prompts(1, seed=2)[0][None]
     wanted = target.generate(prompt, max_new_tokens=9, do_sample=False)
-    pids = [w.process.pid for w in pipeline._driver._workers.values()]
+    pids = pids_of(pipeline)
     assert all(map(alive, pids))
     with pipeline:
         assert torch.equal(pipeline.generate(prompt, max_new_tokens=9), wanted)
@@ -1213,7 +1214,7 @@ def test_close_and_collection():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(pipeline.generate(prompt, max_new_tokens=9), wanted)
-    pids = [w.process.pid for w in pipeline._driver._workers.values()]
+    pids = pids_of(pipeline)
     assert len(pids) == 1
     # The models keep working after the pipeline, in the shared memory.
     del pipeline
@@ -1227,6 +1228,7 @@ import os, signal, sys, warnings
 import torch
 from tests.conftest import VOCABULARY, random_llama, noisy
 from tests.pipespec.faulty import Faulty
+from tests.support.processes import pids_of
 from pipespec import Pipeline
 from pipespec.schedules.workers import driver as workers, template
 
@@ -1236,7 +1238,7 @@ target = Faulty.like(plain)
 pipeline = Pipeline(target, [noisy(plain, 0.02), noisy(plain, 0.01)], schedule="workers")
 prompt = torch.tensor([[5, 6, 7, 8]])
 wanted = plain.generate(prompt, max_new_tokens=40, do_sample=False)
-pids = [w.process.pid for w in pipeline._driver._workers.values()]
+pids = pids_of(pipeline)
 print("pids", *pids, template._templates[0].process.pid, flush=True)
 
 
@@ -1261,13 +1263,13 @@ except KeyboardInterrupt:
     print("interrupted", flush=True)
 target.set()
 assert torch.equal(pipeline.generate(prompt, max_new_tokens=40), wanted)
-assert [w.process.pid for w in pipeline._driver._workers.values()] == pids
+assert pids_of(pipeline) == pids
 child = os.fork()
 if child == 0:
     sys.exit(0)  # runs the exit handlers of a process that did not start the workers
 os.waitpid(child, 0)
 assert torch.equal(pipeline.generate(prompt, max_new_tokens=40), wanted)
-assert [w.process.pid for w in pipeline._driver._workers.values()] == pids
+assert pids_of(pipeline) == pids
 print("done", flush=True)
 """
 

@@ -20,6 +20,8 @@ from tests.support.grammars import END, Classes
 
 TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=sentencepiece())
 VOCABULARY, NEW, SEED, TOP = len(TOKENIZER), 14, 5, 4
+WORD = next(i for i in range(4, VOCABULARY) if TOKENIZER.convert_ids_to_tokens(i).isalpha())
+"""A token that is no single byte."""
 
 
 # ---- calls
@@ -132,8 +134,10 @@ def matchers() -> list[Classes]:
 
 
 def stop_strings(text: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Over two tokens in the middle of the text."""
-    return {"stop_strings": [TOKENIZER.decode(text[0][6:8]), "never said"], "tokenizer": TOKENIZER}
+    """A token in the middle of the text that is no single byte."""
+    names = TOKENIZER.convert_ids_to_tokens(list(text[0]))
+    at = next(i for i in range(3, NEW - 2) if names[i].isalpha())
+    return {"stop_strings": [names[at], "never said"], "tokenizer": TOKENIZER}
 
 
 CALLS = {

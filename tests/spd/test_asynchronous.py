@@ -22,6 +22,7 @@ from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.test_forks import Child
 from tests.pipespec.tiny_models import model_of
 from tests.spd.drafters import Blind, Failing
+from tests.support.processes import workers_of
 from tests.trials import PROFILE
 from tests.waiting import SECONDS, until
 
@@ -80,7 +81,7 @@ def test_a_chain_that_dies(model, chained):
         def put(self, value):
             self.seen += 1
             if self.seen == 3:
-                process = chained.drafter._driver._workers[1].process
+                process = workers_of(chained.drafter)[1].process
                 os.kill(process.pid, signal.SIGKILL)
                 process.wait()
 

@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LogitsProcessor, StoppingCriteria
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LogitsProcessor
 
 from pipespec import Pipeline
 from pipespec.api import prepare
@@ -234,17 +234,6 @@ def test_caches_go_on(model, drafter, begin):
         torch.testing.assert_close(mine.values[:, :, :n], theirs.values)
 
 
-def test_a_cache_of_ragged_rows(model, good):
-    ids, mask = left_pad(random_prompts(3, seed=4))
-    pipeline, plain = SpeculativePipeline(model, good, stages=2), Pipeline(model)
-    options = {"attention_mask": mask, "return_dict_in_generate": True}
-    out = greedy(pipeline, ids, **options)
-    longer = torch.cat([out.sequences, ids[:, -1:]], 1)
-    mask = torch.cat([mask, torch.ones_like(longer[:, mask.shape[1] :])], 1)
-    got = greedy(pipeline, longer, attention_mask=mask, past_key_values=out.past_key_values)
-    assert torch.equal(got, greedy(plain, longer, attention_mask=mask))
-
-
 def test_a_failed_call_leaves_the_caller_s_cache(model):
     pipeline = SpeculativePipeline(model, "ngram", stages=2)
     one = greedy(pipeline, return_dict_in_generate=True)
@@ -271,21 +260,6 @@ def test_custom_generate(model, good):
     pipeline = SpeculativePipeline(model, good, stages=3)
     assert torch.equal(greedy(model, custom_generate=pipeline), greedy(model))
     assert pipeline.report.cycles > 0
-
-
-def test_an_interrupted_call(model, good):
-    pipeline = SpeculativePipeline(model, good, stages=3)
-
-    class Interrupts(StoppingCriteria):
-        def __call__(self, ids, scores, **kwargs):
-            if ids.shape[1] == PROMPT.shape[1] + 6:
-                raise KeyboardInterrupt
-            return torch.zeros(1, dtype=torch.bool)
-
-    with pytest.raises(KeyboardInterrupt):
-        greedy(pipeline, stopping_criteria=[Interrupts()])
-    assert torch.equal(pipeline.partial, greedy(model)[:, : PROMPT.shape[1] + 6])
-    assert torch.equal(greedy(pipeline), greedy(model))
 
 
 def test_nothing_of_a_call_waits_for_the_garbage_collector(model, good, monkeypatch):
