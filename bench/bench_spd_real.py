@@ -36,17 +36,9 @@ from pipespec.spd import SpeculativePipeline
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
 from pipespec.spd.partition import cut
 from pipespec.spd.training import recipe
+from pipespec.spd.training.acceptance import Acceptance, drafts_right, replay
 from pipespec.spd.training.data import Batches, TrainingExample, collate, frequent_tokens
-from pipespec.spd.training.trainer import (
-    RECORD,
-    Acceptance,
-    Taught,
-    TrainingBatch,
-    TrainingSettings,
-    drafts_right,
-    replay,
-    train,
-)
+from pipespec.spd.training.trainer import RECORD, Taught, TrainingBatch, TrainingSettings, train
 
 PROMPTS = Path(__file__).with_name("recipes") / "smollm2-135m-prompts.toml"
 NEW_TOKENS, BATCH, HELD_OUT, SEED, ANSWER = 96, 48, 8, 42, 64
@@ -190,7 +182,7 @@ def draft_vocabulary(examples: list[TrainingExample], size: int, always: Iterabl
 
 def train_module(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
-    options = {name.replace("-", "_"): value for name, value in recipe.load(args.recipe).options.items()}
+    options = {name.replace("-", "_"): value for name, value in recipe.load(args.recipe).items()}
     model = load_model(args.target, dtype="float32")
     examples, states = read_text(args.work, args.kept)
     vocabulary = draft_vocabulary(examples, options["vocabulary"], end_tokens(model))

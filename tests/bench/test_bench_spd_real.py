@@ -79,6 +79,20 @@ def test_the_recipe_has_options_of_the_command(target: Path, tmp_path: Path, cap
     talks = tmp_path / "talks.jsonl"
     talks.write_text("\n".join(json.dumps({"messages": TALK}) for _ in range(12)))
     recipe = bench.PROMPTS.with_name("smollm2-135m.toml")
-    given = ["--target", str(target), "--data", str(talks), "--stages", "2", "--vocabulary", "200", "--steps", "5"]
-    assert main(["spd", "train", "--recipe", str(recipe), *given, "--dry-run"]) == 0
-    assert "1 blocks" in capsys.readouterr().out
+    out = tmp_path / "module"
+    given = [
+        "--target",
+        str(target),
+        "--data",
+        str(talks),
+        "--out",
+        str(out),
+        "--stages",
+        "2",
+        "--vocabulary",
+        "2048",
+        "--validation",
+        "0.5",
+    ]
+    assert main(["spd", "train", "--recipe", str(recipe), *given, "--steps", "1"]) == 0
+    assert "1 steps" in capsys.readouterr().out

@@ -77,10 +77,7 @@ def test_configurations_that_are_refused(tmp_path: Path, content) -> None:
         load_config(file)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"options = 5", b"data = 5", b"target = [1]", b"a = " + b"[" * 100_000, b"data = {examples = 'many'}"],
-)
+@pytest.mark.parametrize("content", [b"options = 5", b"a = " + b"[" * 100_000])
 def test_recipes_that_are_refused(tmp_path: Path, content) -> None:
     file = tmp_path / "recipe.toml"
     file.write_bytes(content)

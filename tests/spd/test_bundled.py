@@ -10,7 +10,7 @@ from pipespec import demo
 from pipespec.spd import SpeculativePipeline
 from pipespec.spd.draft_module import DraftModule
 from pipespec.spd.partition import Partition
-from pipespec.spd.training.trainer import Acceptance, acceptance_along
+from pipespec.spd.training.acceptance import Acceptance, acceptance_along
 from tests.spd.test_training import speculative
 from tests.trials import trials
 

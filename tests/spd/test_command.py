@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from pipespec.cli.main import main
 from pipespec.demo import family_path
 from pipespec.spd.draft_module import CONFIG_FILE, WEIGHTS_FILE, DraftModule, DraftModuleConfig
 from pipespec.spd.partition import Partition
+from pipespec.spd.training import recipe
 from pipespec.spd.training import trainer as training
 from tests.conftest import random_llama
 from tests.spd.test_data import LLAMA, TALK
@@ -166,33 +166,18 @@ def test_epochs_and_a_recipe(target: Path, talks: Path, tmp_path: Path, capsys) 
     assert "--target is missing" in capsys.readouterr().err
 
 
-def test_a_prediction_of_the_published_recipe(capsys) -> None:
-    """1.2 million sequences in steps of 64, hours by hand from the printed operations, nothing loaded."""
-    assert main(["spd", "train", "--recipe", "llama-8b", "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert "stages of 4 4 4 4 4 4 4 4" in said
-    assert "anchors 0 8 16 24 31, 32,000 draft tokens" in said
-    assert "18,750 steps of 64 sequences" in said
-    total = float(re.search(r"in all ([\d.e+]+) Eflop", said)[1])
-    alone = float(re.search(r"([\d.,]+) hours on 1 GPU", said)[1].replace(",", ""))
-    assert alone == pytest.approx(total * 1e18 / (989e12 * 0.35) / 3600, rel=0.01)
-    together = float(re.search(r"([\d.,]+) hours on 8 GPUs", said)[1])
-    assert alone / 8 < together < 1.1 * alone / 8
-    assert main(["spd", "train", "--recipe", "llama-8b", "--dry-run", "--utilisation", "0.7", "--steps", "100"]) == 0
-    said = capsys.readouterr().out
-    assert "100 steps of 64 sequences" in said
-    assert "70% are reached" in said
-
-
-def test_a_prediction_counts_the_data(target: Path, talks: Path, capsys) -> None:
-    given = ["spd", "train", "--target", str(target), "--stages", "2", "--epochs", "1", "--dry-run"]
-    assert main([*given, "--data", str(talks), "--gpus", "1"]) == 0
-    said = capsys.readouterr().out
-    assert "12 examples of" in said
-    assert "(counted in --data)" in said
-    assert "hours on 1 GPU" in said
-    assert main(given) == 2
-    assert "give --data, or a --recipe with [data]" in capsys.readouterr().err
+def test_recipes(tmp_path: Path) -> None:
+    assert "llama-8b" in recipe.names()
+    assert recipe.load("llama-8b")["stages"] == [8]
+    file = tmp_path / "mine.toml"
+    file.write_text("[options]\nstages = [1, 3]\namp = true\ntruncate = false\nrate = 2e-3\n")
+    assert recipe.arguments(recipe.load(file)) == ["--stages", "1", "3", "--amp", "--rate", "0.002"]
+    with pytest.raises(FileNotFoundError, match="neither a file nor one of llama-8b"):
+        recipe.load("llama-9b")
+    for wrong, message in (("[options]\n[model]\n", "one table"), ("[options", "is not TOML")):
+        file.write_text(wrong)
+        with pytest.raises(ValueError, match=message):
+            recipe.load(file)
 
 
 SETTINGS = training.TrainingSettings(steps=3, rate=2e-3, validate_every=3, seed=1)

@@ -45,6 +45,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from bench import plot
 from pipespec.demo import MODULE_STAGES, corpus
+from pipespec.spd.training import acceptance
 from pipespec.spd.training import trainer as training
 from pipespec.spd.training.trainer import learning_rate
 from tools.demo_family import card
@@ -1004,7 +1005,7 @@ class TrainingRun:
                 for ids in [held[0], held[1]]
             ],
             extra=lambda net: {
-                "acceptance": training.acceptance_along(target, net, probe, [begin] * len(probe), ends).rate
+                "acceptance": acceptance.acceptance_along(target, net, probe, [begin] * len(probe), ends).rate
             },
             resume=self.args.resume and (work / training.CHECKPOINT).exists(),
         )
@@ -1023,15 +1024,15 @@ class TrainingRun:
     def _acceptance(self, tok: PreTrainedTokenizerFast, target: LlamaForCausalLM, module: Any) -> dict[str, Any]:
         """What the module in the package does along the target's greedy text after the prompts that the family's figures use."""
         prompts = [tok(h.text, return_tensors="pt")["input_ids"] for h in corpus.function_heads(self.args.prompts)]
-        counts = training.Acceptance(0, 0, 0, 0)
+        counts = acceptance.Acceptance(0, 0, 0, 0)
         halves = [counts, counts]
         for prompt in prompts:
             begin = prompt.shape[1]
-            right = training.drafts_right(target, module, greedy(target, prompt, NEW_TOKENS))[0]
+            right = acceptance.drafts_right(target, module, greedy(target, prompt, NEW_TOKENS))[0]
             middle = begin + NEW_TOKENS // 2
-            counts += training.replay(right, begin)
-            halves[0] += training.replay(right[:, : middle - 1], begin)
-            halves[1] += training.replay(right, middle)
+            counts += acceptance.replay(right, begin)
+            halves[0] += acceptance.replay(right[:, : middle - 1], begin)
+            halves[1] += acceptance.replay(right, middle)
         found = {
             "prompts": len(prompts),
             **counts._asdict(),

@@ -64,13 +64,6 @@ _TABLE: dict[str, list[tuple[Any, ...]]] = {
         ("seed", "N", int, 42, "seed of all draws"),
         ("resume", None, bool, False, "continue from the last checkpoint in --out"),
     ],
-    "prediction": [
-        ("dry-run", None, bool, False, "say what would be trained and what it costs by counted operations; nothing is trained or written"),
-        ("gpus", "N", int, [1, 8], "hours on these numbers of GPUs", "+"),
-        ("peak", "T", float, 989.0, "peak of a GPU in Tflop/s, dense bf16 products; the default is an H100 SXM's"),
-        ("utilisation", "U", float, 0.35, "share of the peak that training reaches, an assumption"),
-        ("link", "G", float, 300.0, "GB/s between GPUs"),
-    ],
 }
 # fmt: on
 """Options by group: name, metavar, type, default, help; ``"+"`` for several values, or the choices."""
@@ -117,19 +110,18 @@ def _add_options(train: argparse.ArgumentParser) -> None:
             option(group, name, metavar, kind, text, default=argparse.SUPPRESS, **how)
 
 
-def _with_recipe(given: argparse.Namespace) -> tuple[argparse.Namespace, recipes.Recipe | None]:
-    """All options: given ones, those of the recipe, and defaults. And the recipe.
+def _with_recipe(given: argparse.Namespace) -> argparse.Namespace:
+    """All options: given ones, those of the recipe, and defaults.
 
     Raises:
         ValueError: The recipe has an option that this command has not, or a value that it does not take.
     """
     if "recipe" not in given:
-        return argparse.Namespace(**_DEFAULTS | vars(given)), None
-    recipe = recipes.load(given.recipe)
+        return argparse.Namespace(**_DEFAULTS | vars(given))
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     _add_options(parser)
     try:
-        chosen, unknown = parser.parse_known_args(recipe.arguments())
+        chosen, unknown = parser.parse_known_args(recipes.arguments(recipes.load(given.recipe)))
     except argparse.ArgumentError as error:
         raise ValueError(f"recipe {given.recipe}: {error}") from error
     if unknown or "recipe" in chosen:
@@ -137,7 +129,7 @@ def _with_recipe(given: argparse.Namespace) -> tuple[argparse.Namespace, recipes
     values = vars(chosen)
     if any(name in given for name in _LIMITS):  # this start sets the length of the run
         values = {name: value for name, value in values.items() if name not in _LIMITS}
-    return argparse.Namespace(**_DEFAULTS | values | vars(given)), recipe
+    return argparse.Namespace(**_DEFAULTS | values | vars(given))
 
 
 def run_import(args: argparse.Namespace) -> int:
@@ -167,10 +159,56 @@ def run(args: argparse.Namespace) -> int:
     """Train a draft module for a target cut into stages (speculative pipeline decoding). The target is the teacher and does not change. The module
     learns the assistant's turns of conversations, and all of plain text. On several GPUs: torchrun or accelerate launch,
     `-m pipespec spd train`."""
-    args, recipe = _with_recipe(args)
-    for name in ("target", "stages") if args.dry_run else ("target", "data", "out", "stages"):
+    args = _with_recipe(args)
+    _check(args)
+    with working("importing torch and transformers"):
+        import torch.distributed as dist
+
+        from pipespec.spd.training import data
+        from pipespec.spd.training.trainer import RECORD, TrainingSettings, train
+    given = {field.name: getattr(args, field.name) for field in fields(TrainingSettings)}
+    # The number of steps of some epochs is known when the data are. One step stands for it in the checks until then.
+    settings = TrainingSettings(
+        **given | ({"steps": 1, "warmup": min(args.warmup, 0.5)} if args.epochs is not None else {})
+    )
+    _check_folder(args)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    device = _join_processes(args.device) if processes > 1 else args.device
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    with quiet_transformers():
+        examples, held, lost, ranges = _examples(args, settings.seed)
+        model, module = _module(args, ranges, examples, device)
+    if first:
+        tokens, learnt = sum(len(e.ids) for e in examples), sum(int(e.wanted.sum()) for e in examples)
+        parameters = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        say(
+            f"{len(examples)} examples, {tokens:,} tokens, {learnt:,} of them to learn ({lost}); {len(held)} held out; "
+            f"{parameters:,} parameters, anchors {' '.join(map(str, module.config.anchors))}"
+        )
+    batches = data.Batches(examples, args.batch, settings.seed)
+    if args.epochs is not None:
+        settings = TrainingSettings(**given | {"steps": batches.steps(args.epochs, args.accumulate, processes)})
+    checks = [data.collate(held[at : at + args.batch]) for at in range(0, len(held), args.batch)][:_VALIDATION_BATCHES]
+    more: dict[str, Any] = {"held_out": checks, "resume": args.resume, "data": batches.digest()}
+    try:
+        record = train(model, module, batches.__getitem__, settings, args.out, **more)
+    finally:
+        if processes > 1:
+            dist.destroy_process_group()
+    if first:
+        last = record["history"][-1]
+        print(
+            f"{args.out}: {record['steps']} steps, held-out KL {last['held_out_loss']:.3f}, agreement {last['agreement']:.3f}; "
+            f"the record is {RECORD}"
+        )
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ``ValueError`` for options that are missing or do not fit together."""
+    for name in ("target", "data", "out", "stages"):
         if getattr(args, name) is None:
-            raise ValueError(f"--{name} is missing" + (f", and {args.recipe} has none" if recipe else ""))
+            raise ValueError(f"--{name} is missing" + (f", and {args.recipe} has none" if args.recipe else ""))
     if sum(getattr(args, name) is not None for name in _LIMITS) != 1:
         raise ValueError("give exactly one of --steps, --epochs, --tokens and --minutes")
     if args.types is not None and args.anchors is not None:
@@ -178,74 +216,83 @@ def run(args: argparse.Namespace) -> int:
     for name in ("batch", "accumulate"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, not {getattr(args, name)}")
-    if args.dry_run:
-        return _predict(args, recipe)
-    with working("importing torch and transformers"):
-        import torch
-        import torch.distributed as dist
-        from transformers import AutoConfig, AutoTokenizer
 
-        from pipespec.models.loading import load_model
-        from pipespec.models.properties import end_tokens, text_config
-        from pipespec.spd.draft_module import CONFIG_FILE, DraftModule, DraftModuleConfig
-        from pipespec.spd.partition import cut
-        from pipespec.spd.training import data
-        from pipespec.spd.training.trainer import CHECKPOINT, RECORD, TrainingSettings, train
-    given = {field.name: getattr(args, field.name) for field in fields(TrainingSettings)}
-    # The number of steps of some epochs is known when the data are. One step stands for it in the checks until then.
-    settings = TrainingSettings(
-        **given | ({"steps": 1, "warmup": min(args.warmup, 0.5)} if args.epochs is not None else {})
-    )
-    folder, layers, device = args.out, args.layers, args.device
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    check_output_folder(folder)
-    if (folder / CONFIG_FILE).exists() and not args.resume:
-        raise ValueError(f"{folder} holds a draft module already: continue with --resume, or give another --out")
-    if args.resume and not (folder / CHECKPOINT).is_file():
-        raise FileNotFoundError(f"nothing to resume: {folder / CHECKPOINT} does not exist")
-    if processes > 1 and not dist.is_initialized():
-        on_gpu = torch.cuda.is_available() and device != "cpu"
-        dist.init_process_group("nccl" if on_gpu else "gloo")
-        if on_gpu:
-            device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}"
-            torch.cuda.set_device(device)
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    with quiet_transformers():
-        # These checks run before the target's weights are loaded.
-        try:
-            described = text_config(AutoConfig.from_pretrained(args.target))
-            tokenizer = AutoTokenizer.from_pretrained(args.target)
-        except (OSError, ValueError) as error:
-            raise FileNotFoundError(
-                f"{args.target} holds no model with a tokenizer that can be loaded: {error}"
-            ) from error
-        depth, size = described.num_hidden_layers, described.vocab_size
-        stages = args.stages if len(args.stages) > 1 else args.stages[0]
-        ranges = cut(depth, stages, list).ranges
-        layers = _blocks(layers, ranges)
-        if args.vocabulary is not None and not 1 <= args.vocabulary <= size:
-            raise ValueError(f"a draft vocabulary of {args.vocabulary} tokens: between 1 and the target's {size}")
-        with working("reading the data"):
-            examples, lost = data.load_examples(args.data, tokenizer, args.length, truncate=args.truncate)
-            if args.held_out:
-                held, _ = data.load_examples(args.held_out, tokenizer, args.length, truncate=args.truncate)
-            else:
-                examples, held = data.split(examples, args.validation, settings.seed)
-        highest = max(int(e.ids.max()) for e in (*examples, *held))
-        if highest >= size:
-            raise ValueError(
-                f"the tokenizer gives id {highest}, the target has {size} tokens: they do not belong together"
-            )
-        with working("loading the target"):
-            model = load_model(args.target, dtype=args.dtype, device=device)
+
+def _check_folder(args: argparse.Namespace) -> None:
+    """Raise an error for an ``--out`` that holds another module, or nothing to resume."""
+    from pipespec.spd.draft_module import CONFIG_FILE
+    from pipespec.spd.training.trainer import CHECKPOINT
+
+    check_output_folder(args.out)
+    if (args.out / CONFIG_FILE).exists() and not args.resume:
+        raise ValueError(f"{args.out} holds a draft module already: continue with --resume, or give another --out")
+    if args.resume and not (args.out / CHECKPOINT).is_file():
+        raise FileNotFoundError(f"nothing to resume: {args.out / CHECKPOINT} does not exist")
+
+
+def _join_processes(device: str | None) -> str | None:
+    """Join the group of several processes. Returns the device of this one."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return device
+    on_gpu = torch.cuda.is_available() and device != "cpu"
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    if on_gpu:
+        device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}"
+        torch.cuda.set_device(device)
+    return device
+
+
+def _examples(args: argparse.Namespace, seed: int) -> tuple[Any, Any, Any, Any]:
+    """Training and held-out examples, what was left out, and the layers of each stage, all before the target's weights are loaded."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    from pipespec.models.properties import text_config
+    from pipespec.spd.partition import cut
+    from pipespec.spd.training import data
+
+    try:
+        described = text_config(AutoConfig.from_pretrained(args.target))
+        tokenizer = AutoTokenizer.from_pretrained(args.target)
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"{args.target} holds no model with a tokenizer that can be loaded: {error}") from error
+    size = described.vocab_size
+    stages = args.stages if len(args.stages) > 1 else args.stages[0]
+    ranges = cut(described.num_hidden_layers, stages, list).ranges
+    if args.vocabulary is not None and not 1 <= args.vocabulary <= size:
+        raise ValueError(f"a draft vocabulary of {args.vocabulary} tokens: between 1 and the target's {size}")
+    with working("reading the data"):
+        examples, lost = data.load_examples(args.data, tokenizer, args.length, truncate=args.truncate)
+        if args.held_out:
+            held, _ = data.load_examples(args.held_out, tokenizer, args.length, truncate=args.truncate)
+        else:
+            examples, held = data.split(examples, args.validation, seed)
+    if (highest := max(int(e.ids.max()) for e in (*examples, *held))) >= size:
+        raise ValueError(f"the tokenizer gives id {highest}, the target has {size} tokens: they do not belong together")
+    return examples, held, lost, ranges
+
+
+def _module(args: argparse.Namespace, ranges: Any, examples: Any, device: str | None) -> tuple[Any, Any]:
+    """The target, and the draft module that is trained: a new one, or that of the run that is resumed."""
+    from pipespec.models.loading import load_model
+    from pipespec.models.properties import end_tokens
+    from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
+    from pipespec.spd.training import data
+
+    # By default drafting takes no longer than a stage (SPD, section 3.4).
+    layers = max(1, min(end - begin for begin, end in ranges) - 1) if args.layers is None else args.layers
+    with working("loading the target"):
+        model = load_model(args.target, dtype=args.dtype, device=device)
     if args.resume:
-        config = DraftModuleConfig.load(folder)
+        config = DraftModuleConfig.load(args.out)
         config.require(model, ranges)
         if config.layers != layers:
-            raise ValueError(f"the module in {folder} has {config.layers} layers, --layers says {layers}")
+            raise ValueError(f"the module in {args.out} has {config.layers} layers, --layers says {layers}")
         if args.anchors is not None and tuple(args.anchors) != config.anchors:
             raise ValueError(
-                f"the module in {folder} has the anchors {' '.join(map(str, config.anchors))}, not those of --anchors"
+                f"the module in {args.out} has the anchors {' '.join(map(str, config.anchors))}, not those of --anchors"
             )
     else:
         ids = None
@@ -254,119 +301,4 @@ def run(args: argparse.Namespace) -> int:
         config = DraftModuleConfig.for_target(
             model, ranges, layers=layers, vocabulary=ids, types=args.types, anchors=args.anchors
         )
-    module = DraftModule.of_target(model, config).to(model.device)
-    if first:
-        tokens, learnt = sum(len(e.ids) for e in examples), sum(int(e.wanted.sum()) for e in examples)
-        parameters = sum(p.numel() for p in module.parameters() if p.requires_grad)
-        say(
-            f"{len(examples)} examples, {tokens:,} tokens, {learnt:,} of them to learn ({lost}); {len(held)} held out; "
-            f"{parameters:,} parameters, anchors {' '.join(map(str, config.anchors))}"
-        )
-    batches = data.Batches(examples, args.batch, settings.seed)
-    if args.epochs is not None:
-        settings = TrainingSettings(**given | {"steps": batches.steps(args.epochs, args.accumulate, processes)})
-    checks = [data.collate(held[at : at + args.batch]) for at in range(0, len(held), args.batch)][:_VALIDATION_BATCHES]
-    try:
-        record: dict[str, Any] = train(
-            model,
-            module,
-            batches.__getitem__,
-            settings,
-            folder,
-            held_out=checks,
-            resume=args.resume,
-            data=batches.digest(),
-        )
-    finally:
-        if processes > 1:
-            dist.destroy_process_group()
-    if first:
-        last = record["history"][-1]
-        print(
-            f"{folder}: {record['steps']} steps, held-out KL {last['held_out_loss']:.3f}, agreement {last['agreement']:.3f}; "
-            f"the record is {RECORD}"
-        )
-    return 0
-
-
-def _blocks(layers: int | None, ranges: Any) -> int:
-    """Blocks of the module. The default makes drafting take no longer than a stage (SPD, section 3.4)."""
-    return max(1, min(end - begin for begin, end in ranges) - 1) if layers is None else layers
-
-
-def _predict(args: argparse.Namespace, recipe: recipes.Recipe | None) -> int:
-    """Print what the run would train, and its hours."""
-    with working("importing transformers"):
-        from transformers import AutoConfig, AutoTokenizer
-
-        from pipespec.models.properties import text_config
-        from pipespec.spd.draft_module import DraftModuleConfig
-        from pipespec.spd.partition import cut
-        from pipespec.spd.training import cost, data
-    if args.minutes is not None:
-        raise ValueError(
-            "--minutes limits the time, so there is nothing to predict: give --steps, --epochs or --tokens"
-        )
-    hardware = cost.Hardware(args.peak, args.utilisation, args.link)
-    if min(args.gpus) < 1:
-        raise ValueError(f"--gpus must be at least 1, not {min(args.gpus)}")
-    if recipe is not None and recipe.target and args.target == recipe.options.get("target"):
-        described = dict(recipe.target)
-        try:
-            config = AutoConfig.for_model(described.pop("model_type"), **described)
-        except (KeyError, ValueError, TypeError) as error:
-            raise ValueError(f"recipe {args.recipe}: [target] is no config of a model: {error}") from error
-    else:
-        config = text_config(AutoConfig.from_pretrained(args.target))
-    ranges = cut(config.num_hidden_layers, args.stages if len(args.stages) > 1 else args.stages[0], list).ranges
-    if args.vocabulary is not None and not 1 <= args.vocabulary <= config.vocab_size:
-        raise ValueError(
-            f"a draft vocabulary of {args.vocabulary} tokens: between 1 and the target's {config.vocab_size}"
-        )
-    module = DraftModuleConfig.for_config(
-        config,
-        ranges,
-        layers=_blocks(args.layers, ranges),
-        vocabulary=None if args.vocabulary is None else range(args.vocabulary),
-        types=args.types,
-        anchors=args.anchors,
-    )
-    if args.data is not None:
-        with working("reading the data"):
-            found, _ = data.load_examples(
-                args.data, AutoTokenizer.from_pretrained(args.target), args.length, truncate=args.truncate
-            )
-        examples, mean = len(found), sum(len(e.ids) for e in found) / len(found)
-        origin = "counted in --data"
-    elif recipe is not None and recipe.examples and recipe.mean_tokens:
-        examples, mean, origin = recipe.examples, recipe.mean_tokens, "assumed by the recipe"
-    else:
-        raise ValueError(
-            "a prediction needs the number of examples and their length: give --data, or a --recipe with [data]"
-        )
-    # The step is that of the largest machine, whatever the number of GPUs: fewer GPUs accumulate more.
-    per_step = args.batch * args.accumulate * max(args.gpus)
-    sequences = examples * (args.epochs or 0.0)
-    if args.steps is not None:
-        sequences = float(args.steps * per_step)
-    if args.tokens is not None:
-        sequences = args.tokens / mean
-    one = cost.sequence_cost(module, round(mean), full=args.full, freeze_head=args.freeze_head)
-    run = cost.run_cost(module, sequences, mean, full=args.full, freeze_head=args.freeze_head)
-    lines = [
-        f"target {args.target}: {config.num_hidden_layers} layers in stages of {' '.join(str(e - b) for b, e in ranges)}",
-        f"module: {module.layers} blocks, anchors {' '.join(map(str, module.anchors))}, {module.logits:,} draft tokens, "
-        f"{run.parameters / 1e6:,.0f} million trained parameters; {run.state_bytes() / 2**30:.1f} GiB for them, their gradients and AdamW",
-        f"data: {examples:,} examples of {mean:,.0f} tokens in the mean ({origin})",
-        f"run: {run.tokens / 1e6:,.1f} million tokens, {sequences / per_step:,.0f} steps of {per_step} sequences",
-        f"operations per sequence: target's forward {one.teacher / 1e12:.3g} Tflop, module {one.module / 1e12:.3g} Tflop; "
-        f"in all {run.flops / 1e18:.3g} Eflop",
-        f"assumed: {hardware.peak:g} Tflop/s per GPU, of which {hardware.utilisation:.0%} are reached; gradients summed over "
-        f"{hardware.link:g} GB/s behind each step; no time for reading, validation and checkpoints; attention at the mean length",
-        *(
-            f"predicted: {run.hours(gpus, per_step, hardware):,.1f} hours on {gpus} GPU{'s' * (gpus > 1)}"
-            for gpus in args.gpus
-        ),
-    ]
-    print("\n".join(lines))
-    return 0
+    return model, DraftModule.of_target(model, config).to(model.device)

@@ -188,88 +188,7 @@ def loss_of(
     return total / max(1, len(log_q))
 
 
-# ---- acceptance of a module
-
-
-class Acceptance(NamedTuple):
-    """Counts of a decoding run: draft tokens verified and accepted, cycles, and tokens emitted in the cycles."""
-
-    verified: int
-    accepted: int
-    cycles: int
-    tokens: int
-
-    @property
-    def rate(self) -> float:
-        """Accepted draft tokens / verified draft tokens."""
-        return self.accepted / max(1, self.verified)
-
-    def length(self, n: int) -> float:
-        """Equivalent accepted length, n tokens / cycles."""
-        return n * self.tokens / max(1, self.cycles)
-
-    def __add__(self, other: Any) -> Acceptance:
-        return Acceptance(*(a + b for a, b in zip(self, other, strict=True)))
-
-
-def replay(right: np.ndarray, first: int) -> Acceptance:
-    """Counts of greedy decoding, computed from a table of the correct drafts.
-
-    The target never verifies a draft after a wrong one, so decoding depends only on drafts that follow the right text. After k accepted
-    drafts and a wrong one, a pipeline of n stages has run n + k cycles and starts again with one token (SPD, section 2.4).
-
-    Args:
-        right: Bool ``[n, S]``. Entry ``[fill - 1, t]`` is whether the draft of position t + 1 with ``fill`` tokens in flight is correct.
-        first: Position of the first token in flight.
-    """
-    n, length = right.shape
-    start, verified, accepted, cycles = first, 0, 0, 0
-    for t in range(first, length):
-        verified += 1
-        if right[min(n, t - start + 1) - 1, t]:
-            accepted += 1
-        else:
-            cycles += n + t - start
-            start = t + 1
-    if start < length:
-        cycles += n - 1 + length - start
-    return Acceptance(verified, accepted, cycles, verified)
-
-
-@torch.no_grad()
-def drafts_right(target: PreTrainedModel, module: DraftModule, texts: torch.Tensor) -> np.ndarray:
-    """Whether each draft of a text is correct, for 1 to n tokens in flight. All drafts come from one forward of the target.
-
-    Args:
-        target: The target.
-        module: The draft module.
-        texts: ``[B, S]`` token ids.
-
-    Returns:
-        Bool ``[B, n, S - 1]``, the tables of :func:`replay`.
-    """
-    ids, following = texts[:, :-1].to(module.head.weight.device), texts[:, 1:].cpu()
-    anchors = teach(target, ids, module.config.anchors).anchors
-    full = _full_ids(module)
-    right = [
-        (full[simulate(module, anchors, fill).argmax(-1).cpu()] == following).numpy()
-        for fill in range(1, module.config.n + 1)
-    ]
-    return np.stack(right, axis=1)
-
-
-def acceptance_along(
-    target: PreTrainedModel, module: DraftModule, texts: torch.Tensor, first: Sequence[int], ends: Sequence[int]
-) -> Acceptance:
-    """Counts of decoding ``texts [B, S]``, where ``target`` generated row r greedily from position ``first[r]`` to ``ends[r] - 1``."""
-    table = drafts_right(target, module, texts)
-    counts = Acceptance(0, 0, 0, 0)
-    for row, (begin, end) in enumerate(zip(first, ends, strict=True)):
-        counts += replay(table[row, :, : end - 1], begin)
-    return counts
-
-
-def _full_ids(module: DraftModule) -> torch.Tensor:
+def full_ids(module: DraftModule) -> torch.Tensor:
     """Target ids of the draft vocabulary."""
     ids = module.config.vocabulary
     return torch.arange(module.config.logits) if ids is None else torch.tensor(ids)
@@ -402,185 +321,224 @@ def train(
         FileNotFoundError: There is no checkpoint to resume.
         RuntimeError: The loss is not finite.
     """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    device = module.head.weight.device
-    target = target.eval().requires_grad_(False)
-    module.head.requires_grad_(not settings.freeze_head)
-    trained = [p for p in module.parameters() if p.requires_grad]
-    low = {str(p.dtype) for p in trained} - {"torch.float32"}
-    if low:
-        raise ValueError(
-            f"a module in {', '.join(sorted(low))} cannot be trained, small updates would be rounded away: train it in float32 (amp computes "
-            "products in bfloat16)"
-        )
-    optimizers = _optimizers(module, settings)
-    columns = _full_ids(module).to(device)
-    inside = torch.zeros(target.get_output_embeddings().weight.shape[0], dtype=torch.bool, device=device)
-    inside[columns] = True
-    step = tokens = position = 0
-    before, mean = 0.0, math.nan
-    history: list[dict[str, Any]] = []
-    checkpoint = folder / CHECKPOINT
+    run = _Run(target, module, settings, folder, data)
     if resume:
-        if not checkpoint.is_file():
-            raise FileNotFoundError(f"nothing to resume: {checkpoint} does not exist")
-        state = torch.load(checkpoint, weights_only=True, map_location=device)
-        if json.loads(state["config"]) | {"target": None} != json.loads(_identity(module)) | {"target": None}:
-            raise ValueError(f"{checkpoint} belongs to another module (target, stages, layers or vocabulary differ)")
-        if state["data"] != data:
-            raise ValueError(
-                f"{checkpoint} belongs to other data: resume with the same --data, --length, --batch and --seed, or begin in another folder"
-            )
-        if state["trained"] != len(trained) or state["optimizer"] != settings.optimizer:
-            raise ValueError(
-                f"{checkpoint} was written with another optimizer, or with a head that is trained or frozen"
-            )
-        module.load_state_dict(state["module"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        mean = state["mean"]
-        step, tokens, position = state["step"], state["tokens"], state["position"]
-        before, history = state["seconds"], json.loads(state["history"])
-        say(f"resumed at step {step} after {before / 60:.1f} min")
-    begun, last_saved = time.monotonic(), before
+        run.resume()
+    return run.run(batch, held_out, extra)
 
-    def elapsed() -> float:
-        return before + time.monotonic() - begun
 
-    def fraction() -> float:
+class _Run:
+    """A training run: what is trained, and how far it is. Arguments as for :func:`train`."""
+
+    def __init__(
+        self, target: PreTrainedModel, module: DraftModule, settings: TrainingSettings, folder: Path, data: str
+    ) -> None:
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.target, self.module = target.eval().requires_grad_(False), module
+        self.settings, self.folder, self.data = settings, folder, data
+        self.device = module.head.weight.device
+        module.head.requires_grad_(not settings.freeze_head)
+        self.trained = [p for p in module.parameters() if p.requires_grad]
+        if low := {str(p.dtype) for p in self.trained} - {"torch.float32"}:
+            raise ValueError(
+                f"a module in {', '.join(sorted(low))} cannot be trained, small updates would be rounded away: train it in float32 (amp computes "
+                "products in bfloat16)"
+            )
+        self.optimizers = _optimizers(module, settings)
+        self.columns = full_ids(module).to(self.device)
+        vocabulary = target.get_output_embeddings().weight.shape[0]
+        self.inside = torch.zeros(vocabulary, dtype=torch.bool, device=self.device)
+        self.inside[self.columns] = True
+        self.step = self.tokens = self.position = 0
+        self.rate, self.mean = settings.rate, math.nan
+        self.history: list[dict[str, Any]] = []
+        self._empty = 0  # consecutive steps without a token to learn
+        self._before = self._saved_at = 0.0
+        self._begun = time.monotonic()
+
+    def run(
+        self,
+        batch: Callable[[int], TrainingBatch],
+        held_out: Sequence[TrainingBatch],
+        extra: Callable[[DraftModule], dict[str, float]] | None,
+    ) -> dict[str, Any]:
+        """Train to the end, and return the record."""
+        settings = self.settings
+        self.module.train()
+        began_at, said = self.fraction(), self.elapsed
+        while (done := self.fraction()) < 1:
+            self._step(done, batch)
+            if self.step % settings.validate_every == 0:
+                self._validate(held_out, extra)
+                said = self.elapsed
+            elif self.rank == 0 and self.elapsed - said >= SAY_EVERY_S:
+                said, share = self.elapsed, self.fraction()
+                left = readable_time(max(0.0, (said - self._before) * (1 - share) / (share - began_at)))
+                say(f"{self._so_far()}, about {left} left: loss {self.mean:.3f}")
+            is_due = settings.save_every is not None and self.step % settings.save_every == 0
+            if is_due or self.elapsed - self._saved_at >= 60 * settings.save_minutes:
+                self.save()
+        if not self.history or self.history[-1]["step"] != self.step:
+            self._validate(held_out, extra)
+        self.save()
+        self.module.eval()
+        return self.record()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the run, those before it was resumed included."""
+        return self._before + time.monotonic() - self._begun
+
+    def fraction(self) -> float:
+        """The share of the run that is done."""
+        settings = self.settings
         if settings.steps is not None:
-            return step / settings.steps
+            return self.step / settings.steps
         if settings.tokens is not None:
-            return tokens / settings.tokens
+            return self.tokens / settings.tokens
         assert settings.minutes is not None
-        now = torch.tensor(elapsed() / (60 * settings.minutes), device=device)
-        if world > 1:
+        now = torch.tensor(self.elapsed / (60 * settings.minutes), device=self.device)
+        if self.world > 1:
             dist.broadcast(now, 0)  # all must stop at the same step
         return float(now)
 
-    def lesson(which: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _so_far(self) -> str:
+        return f"step {self.step}, {self.tokens:,} tokens, {readable_time(self.elapsed)}"
+
+    def _lesson(self, which: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Anchors, the positions to learn (bool ``[B, S]``), and the target's logits at these. Both heads compute no other position: for a
         large vocabulary they are the larger part of a step and of its memory."""
-        valid = which.wanted.to(device)
-        with torch.no_grad(), _autocast(device, settings.amp):
-            anchors, last = which.taught or teach(target, which.ids.to(device), module.config.anchors)
-            logits = target.get_output_embeddings()(last.to(device)[valid].to(target.dtype))
-        learnt = inside[logits.argmax(-1)]
+        valid = which.wanted.to(self.device)
+        with torch.no_grad(), _autocast(self.device, self.settings.amp):
+            anchors, last = which.taught or teach(self.target, which.ids.to(self.device), self.module.config.anchors)
+            logits = self.target.get_output_embeddings()(last.to(self.device)[valid].to(self.target.dtype))
+        learnt = self.inside[logits.argmax(-1)]
         valid = valid.masked_scatter(valid, learnt)
-        return anchors.to(device, module.head.weight.dtype), valid, logits[learnt][:, columns]
+        return anchors.to(self.device, self.module.head.weight.dtype), valid, logits[learnt][:, self.columns]
 
-    def record() -> dict[str, Any]:
-        return {
-            "steps": step,
-            "tokens": tokens,
-            "seconds": elapsed(),
-            "processes": world,
-            "settings": asdict(settings),
-            "parameters": sum(p.numel() for p in trained),
-            "history": history,
-        }
-
-    def save() -> None:
-        nonlocal last_saved
-        last_saved = elapsed()
-        if rank:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        state = {
-            "config": _identity(module),
-            "module": module.state_dict(),
-            "optimizers": [o.state_dict() for o in optimizers],
-            "data": data,
-            "trained": len(trained),
-            "optimizer": settings.optimizer,
-            "step": step,
-            "tokens": tokens,
-            "position": position,
-            "seconds": elapsed(),
-            "mean": mean,
-            "history": json.dumps(history),
-        }
-        partial = checkpoint.with_suffix(".partial")
-        torch.save(state, partial)
-        os.replace(partial, checkpoint)  # a run that is killed here keeps the previous checkpoint
-        module.save(folder)
-        (folder / RECORD).write_text(json.dumps(record(), indent=1) + "\n")
-
-    def validate(mean: float) -> None:
-        figures: dict[str, Any] = {"step": step, "tokens": tokens, "seconds": elapsed(), "rate": rate, "loss": mean}
-        if rank == 0:
-            module.eval()
-            if held_out:
-                figures |= _held_out(module, map(lesson, held_out), settings)
-            if extra is not None:
-                figures |= extra(module)
-            module.train()
-            history.append(figures)
-            shown = ", ".join(
-                f"{k} {v:.3f}" for k, v in figures.items() if isinstance(v, float) and k not in ("seconds", "rate")
-            )
-            say(f"step {step}, {tokens:,} tokens, {readable_time(elapsed())}: {shown}")
-
-    module.train()
-    empty, rate = 0, settings.rate
-    resumed_at, said = fraction(), elapsed()
-    while (done := fraction()) < 1:
-        rate = settings.rate * learning_rate(done, settings.warmup_share, settings.rate_schedule)
-        torch.manual_seed(int(np.random.default_rng([settings.seed, step, rank]).integers(2**62)))  # for dropout
-        for optimizer in optimizers:
+    def _step(self, done: float, batch: Callable[[int], TrainingBatch]) -> None:
+        """One step of the optimizers, ``done`` of the run behind it."""
+        settings = self.settings
+        self.rate = settings.rate * learning_rate(done, settings.warmup_share, settings.rate_schedule)
+        # For dropout.
+        torch.manual_seed(int(np.random.default_rng([settings.seed, self.step, self.rank]).integers(2**62)))
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = self.rate
             optimizer.zero_grad(set_to_none=True)
-        fill = fill_of(step, module.config.n, settings)
-        value = counted = fed = 0.0
-        for part in range(settings.accumulate):
-            which = batch(position + part * world + rank)
-            anchors, valid, wished = lesson(which)
-            with _autocast(device, settings.amp):
-                logits = simulate(module, anchors, fill, valid)
-            loss = loss_of(logits, wished, settings.temperature, settings.argmax_weight) / settings.accumulate
-            loss.backward()
-            value += loss.item()
-            counted += len(wished)
-            fed += which.ids.numel() if which.tokens is None else which.tokens
-        if world > 1:
-            for p in trained:
-                if p.grad is not None:  # the same parameters in all processes, since the fill is the same
-                    dist.all_reduce(p.grad)
-                    p.grad /= world
-            sums = torch.tensor([value / world, counted, fed], device=device, dtype=torch.float64)
-            dist.all_reduce(sums)
-            value, counted, fed = sums.tolist()
-        if not math.isfinite(value):
-            raise RuntimeError(f"the loss is {value} at step {step}: a smaller rate may help")
-        empty = 0 if counted else empty + 1
-        if empty == _EMPTY_STEPS:
+        loss, learnt, fed = self._gradients(batch)
+        if not math.isfinite(loss):
+            raise RuntimeError(f"the loss is {loss} at step {self.step}: a smaller rate may help")
+        self._empty = 0 if learnt else self._empty + 1
+        if self._empty == _EMPTY_STEPS:
             raise ValueError(
                 f"nothing to learn in {_EMPTY_STEPS} steps: no token is the assistant's and in the draft vocabulary"
             )
-        if counted:
-            nn.utils.clip_grad_norm_(trained, settings.clip)
-            for optimizer in optimizers:
+        if learnt:
+            nn.utils.clip_grad_norm_(self.trained, settings.clip)
+            for optimizer in self.optimizers:
                 optimizer.step()
-            mean = value if math.isnan(mean) else 0.98 * mean + 0.02 * value
-        step, tokens, position = step + 1, tokens + int(fed), position + settings.accumulate * world
-        if step % settings.validate_every == 0:
-            validate(mean)
-            said = elapsed()
-        elif rank == 0 and elapsed() - said >= SAY_EVERY_S:
-            said, share = elapsed(), fraction()
-            left = (said - before) * (1 - share) / (share - resumed_at)
-            say(
-                f"step {step}, {tokens:,} tokens, {readable_time(said)}, about {readable_time(max(0.0, left))} left: loss {mean:.3f}"
+            self.mean = loss if math.isnan(self.mean) else 0.98 * self.mean + 0.02 * loss
+        self.step, self.tokens = self.step + 1, self.tokens + int(fed)
+        self.position += settings.accumulate * self.world
+
+    def _gradients(self, batch: Callable[[int], TrainingBatch]) -> tuple[float, float, float]:
+        """Compute the gradients of a step. Returns loss, positions learnt and tokens fed of all processes."""
+        settings = self.settings
+        fill = fill_of(self.step, self.module.config.n, settings)
+        value = learnt = fed = 0.0
+        for part in range(settings.accumulate):
+            which = batch(self.position + part * self.world + self.rank)
+            anchors, valid, wished = self._lesson(which)
+            with _autocast(self.device, settings.amp):
+                logits = simulate(self.module, anchors, fill, valid)
+            loss = loss_of(logits, wished, settings.temperature, settings.argmax_weight) / settings.accumulate
+            loss.backward()
+            value, learnt = value + loss.item(), learnt + len(wished)
+            fed += which.ids.numel() if which.tokens is None else which.tokens
+        if self.world == 1:
+            return value, learnt, fed
+        for p in self.trained:
+            if p.grad is not None:  # the same parameters in all processes, since the fill is the same
+                dist.all_reduce(p.grad)
+                p.grad /= self.world
+        sums = torch.tensor([value / self.world, learnt, fed], device=self.device, dtype=torch.float64)
+        dist.all_reduce(sums)
+        value, learnt, fed = sums.tolist()
+        return value, learnt, fed
+
+    def _validate(
+        self, held_out: Sequence[TrainingBatch], extra: Callable[[DraftModule], dict[str, float]] | None
+    ) -> None:
+        if self.rank:
+            return
+        figures: dict[str, Any] = {"step": self.step, "tokens": self.tokens, "seconds": self.elapsed}
+        figures |= {"rate": self.rate, "loss": self.mean}
+        self.module.eval()
+        if held_out:
+            figures |= _held_out(self.module, map(self._lesson, held_out), self.settings)
+        if extra is not None:
+            figures |= extra(self.module)
+        self.module.train()
+        self.history.append(figures)
+        shown = (f"{k} {v:.3f}" for k, v in figures.items() if isinstance(v, float) and k not in ("seconds", "rate"))
+        say(f"{self._so_far()}: {', '.join(shown)}")
+
+    def record(self) -> dict[str, Any]:
+        """What :func:`train` returns."""
+        done = {"steps": self.step, "tokens": self.tokens, "seconds": self.elapsed, "processes": self.world}
+        parameters = sum(p.numel() for p in self.trained)
+        return done | {"settings": asdict(self.settings), "parameters": parameters, "history": self.history}
+
+    _KEPT = ("step", "tokens", "position", "mean")  # attributes that a checkpoint has
+
+    def save(self) -> None:
+        """Write checkpoint, module and record. A run that is killed here keeps the previous checkpoint."""
+        self._saved_at = self.elapsed
+        if self.rank:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        state = {name: getattr(self, name) for name in self._KEPT} | {
+            "config": _identity(self.module),
+            "module": self.module.state_dict(),
+            "optimizers": [o.state_dict() for o in self.optimizers],
+            "data": self.data,
+            "trained": len(self.trained),
+            "optimizer": self.settings.optimizer,
+            "seconds": self.elapsed,
+            "history": json.dumps(self.history),
+        }
+        checkpoint = self.folder / CHECKPOINT
+        partial = checkpoint.with_suffix(".partial")
+        torch.save(state, partial)
+        os.replace(partial, checkpoint)
+        self.module.save(self.folder)
+        (self.folder / RECORD).write_text(json.dumps(self.record(), indent=1) + "\n")
+
+    def resume(self) -> None:
+        """Continue from the checkpoint in the folder. Raises the errors of :func:`train`."""
+        checkpoint = self.folder / CHECKPOINT
+        if not checkpoint.is_file():
+            raise FileNotFoundError(f"nothing to resume: {checkpoint} does not exist")
+        state = torch.load(checkpoint, weights_only=True, map_location=self.device)
+        if json.loads(state["config"]) | {"target": None} != json.loads(_identity(self.module)) | {"target": None}:
+            raise ValueError(f"{checkpoint} belongs to another module (target, stages, layers or vocabulary differ)")
+        if state["data"] != self.data:
+            raise ValueError(
+                f"{checkpoint} belongs to other data: resume with the same --data, --length, --batch and --seed, or begin in another folder"
             )
-        due = settings.save_every is not None and step % settings.save_every == 0
-        if due or elapsed() - last_saved >= 60 * settings.save_minutes:
-            save()
-    if not history or history[-1]["step"] != step:
-        validate(mean)
-    save()
-    module.eval()
-    return record()
+        if state["trained"] != len(self.trained) or state["optimizer"] != self.settings.optimizer:
+            raise ValueError(
+                f"{checkpoint} was written with another optimizer, or with a head that is trained or frozen"
+            )
+        self.module.load_state_dict(state["module"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        for name in self._KEPT:
+            setattr(self, name, state[name])
+        self._before = self._saved_at = state["seconds"]
+        self.history = json.loads(state["history"])
+        say(f"resumed at step {self.step} after {self._before / 60:.1f} min")
 
 
 def _identity(module: DraftModule) -> str:
