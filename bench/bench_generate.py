@@ -8,7 +8,7 @@ On a CPU with the bundled family, or on a GPU with models of LLaMA's sizes and p
 All rows generate the same prompts, one at a time, and take turns prompt by prompt (``python/pipespec/bench/comparison.py``). transformers' rows are tuned
 first, on prompts that are not measured; the published schedules (``bench/published.py``) are tuned, too; ours run with their defaults. Every
 row in one process also tries one and two CPU threads. A row that fails is listed with the reason. With ``--json`` and ``--docs`` a picture is written beside the file (``.svg``). Exit status 1
-if a float32 text of pipespec or transformers differs from the reference, otherwise 0; slower rows and other products' texts do not change it.
+if a float32 text of pipespec or transformers differs from the reference, otherwise 0; slower rows do not change it.
 
 Columns: *tokens/s*, the median of the repeats; the ratios to transformers' plain ``generate()`` and to its fastest row; *same text*, texts equal to
 the reference (``generate()``'s; sampled: our plain decoding's with the same seed) and the median position of the first difference; *accepted
@@ -28,7 +28,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -39,7 +39,6 @@ import torch
 from bench import gpu
 from bench.baselines import all_contenders
 from bench.harness import markdown_table, replace_table, save
-from bench.openvino import openvino_contenders
 from bench.planted import SHAPES, bytes_per_step, plant, random_prompts
 from bench.plot import OTHERS, OURS, Bar, bars
 from bench.timing import copy_bytes_per_second, read_bytes_per_second
@@ -47,7 +46,7 @@ from pipespec.bench import comparison
 from pipespec.bench.comparison import IsolatedComparison, Measurement, footnotes, shown
 from pipespec.bench.contenders import GREEDY, Contender, Family, GeneratedText, Workload
 from pipespec.bench.machine import provenance
-from pipespec.demo import family_path, load_family, prompts
+from pipespec.demo import load_family, prompts
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.process.table import aligned
 
@@ -241,7 +240,7 @@ def markdown(results: Sequence[DeviceMeasurement]) -> str:
     return "\n".join([table, "", *verdict(results), *footnotes(results)])
 
 
-COLOURS = {"ours": OURS, "reference": "#d1603d", "other": "#8a6bbf"}
+COLOURS = {"ours": OURS, "reference": "#d1603d"}
 
 
 def picture(results: Sequence[Measurement], caption: str) -> str:
@@ -274,8 +273,7 @@ def report(record: dict[str, Any]) -> int:
             f"Agreement with the target measured over {measured['positions']} positions: {rates}; rounding alone changes the target's own "
             f"choice at {100 * measured['flips']:.2f} % of them"
         )
-    ours = (r for r in results if r.group != "other")
-    return 1 if record["run"]["dtype"] == "float32" and not all(r.is_identical for r in ours) else 0
+    return 1 if record["run"]["dtype"] == "float32" and not all(r.is_identical for r in results) else 0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -355,11 +353,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ROWS",
         help="all, or parts of keys: those rows and generate() (all)",
     )
-    parser.add_argument(
-        "--openvino",
-        metavar="PYTHON",
-        help="an interpreter with openvino-genai and optimum-intel: adds OpenVINO's rows",
-    )
     parser.add_argument("--temperature", type=float, help="sample (greedy without)")
     parser.add_argument("--top-p", type=float, default=1.0, help="%(default)s")
     parser.add_argument("--seed", type=int, default=0, help="seed of planted weights and of sampling (%(default)s)")
@@ -403,11 +396,9 @@ def _models(args: argparse.Namespace) -> tuple[Family, list[torch.Tensor], dict[
     return family, [family.encode(text) for text in prompts(count)], {}
 
 
-def rows_of(
-    names: Sequence[str], drafts: Sequence[str], others: Callable[[], list[Contender]] = list
-) -> list[Contender]:
-    """The contenders that ``--rows`` names, and ``others``."""
-    everything = [*all_contenders(drafts), *others()]
+def rows_of(names: Sequence[str], drafts: Sequence[str]) -> list[Contender]:
+    """The contenders that ``--rows`` names."""
+    everything = all_contenders(drafts)
     if names == ["all"]:
         return everything
     return [c for c in everything if c.key == "plain" or any(name in c.key for name in names)]
@@ -427,16 +418,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     rate = copy_bytes_per_second() if args.device == "cuda" else read_bytes_per_second(threads)
     if args.device == "cuda":
         torch.cuda.empty_cache()  # the two gigabytes of the copy
-    drafts = list(family.drafts)
-
-    def openvino() -> list[Contender]:
-        if args.openvino is None:
-            return []
-        root = None if args.family == "bundled" else Path(args.family)
-        folders = {name: root / name if root else family_path(name) for name in family.models}
-        return openvino_contenders(args.openvino, folders, drafts)
-
-    contenders = rows_of(args.rows, drafts, openvino)
+    contenders = rows_of(args.rows, list(family.drafts))
     limit = args.seconds - (time.monotonic() - began)
 
     options = {"limit": limit, "seed": args.seed, "tuning_tokens": args.tuning_tokens}

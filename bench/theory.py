@@ -1,4 +1,4 @@
-"""Formulas against simulation: the error tables and figures of docs/theory.md, and the perf model's speed.
+"""Formulas against simulation: the error tables and figures of docs/theory.md.
 
 python -m bench.theory                print the tables
 python -m bench.theory --docs docs    rewrite them in docs/theory.md, and the figures in docs/theory/
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -154,20 +153,6 @@ def spd_grid(tokens: int) -> list[Comparison]:
     ]
 
 
-def speed(tokens: int = 500_000) -> list[tuple[str, float]]:
-    """Simulated tokens per second of one core, three stages."""
-    out = []
-    for name, schedule, steps, pair in (
-        ("workers, steps 1 : 5 : 10, a = .9", "asynchronous", (1.0, 5.0, 10.0), (0.9, 0.9)),
-        ("workers, steps 1 : 4 : 20, a = .8", "asynchronous", (1.0, 4.0, 20.0), (0.8, 0.8)),
-        ("reference, steps 1 : 4 : 20, a = .8", "reference", (1.0, 4.0, 20.0), (0.8, 0.8)),
-    ):
-        began = time.process_time()
-        simulate(schedule, [StageModel(s) for s in steps], pair, tokens, lookahead=3)  # type: ignore[arg-type]
-        out.append((name, tokens / (time.process_time() - began)))
-    return out
-
-
 # --- tables and figures --------------------------------------------------------------------------------------------
 
 
@@ -220,9 +205,6 @@ def error_tables(tokens: int) -> dict[str, str]:
                 + [f"{bounds.break_even_acceptance(1, 10 * r, 10, min_draft_tokens=w):.2f}" for r in ratios]
                 for w in (0, 4)
             ],
-        ),
-        "speed": markdown_table(
-            ["setting", "million simulated tokens per second"], [[n, f"{v / 1e6:.1f}"] for n, v in speed()]
         ),
     }
 

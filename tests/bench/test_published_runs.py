@@ -378,7 +378,7 @@ def test_blocks_of_the_page_are_replaced(tmp_path):
 def test_the_page_has_every_block_and_figure():
     docs = Path(__file__).parents[2] / "docs"
     page = (docs / "theory.md").read_text()
-    for name in ("errors", "published", "chains", "crossover", "break-even", "speed", "published-runs"):
+    for name in ("errors", "published", "chains", "crossover", "break-even", "published-runs"):
         inside = page.split(f"<!-- {name}:begin -->")[1].split(f"<!-- {name}:end -->")[0]
         assert len(inside) > 100, name
     for name in ("speedup.svg", "expensive_verification.svg", "spd.svg"):

@@ -182,7 +182,7 @@ class Contender(ABC):
     """One row of a comparison.
 
     Attributes:
-        group: ``"hf"``, ``"reference"``, ``"other"`` (another product) or ``"ours"``.
+        group: ``"hf"``, ``"reference"`` (a published schedule) or ``"ours"``.
         settings: Candidates of tuning, the default first; empty: nothing to tune.
         exact: Greedy, the text is the target's; sampled, it is the text of the seed.
         slow: The start may take a minute.
