@@ -55,7 +55,7 @@ from pipespec_kernels.triton.cutoff import (
     cutoff_search_kernel,
     group_of,
 )
-from pipespec_kernels.triton.kv import append_kernel, compact_kernel, gather_kernel, truncate_kernel
+from pipespec_kernels.triton.kv import append_kernel
 from pipespec_kernels.triton.launch import LEAST_WIDTH_BLOCK, Config, choose_config, cut
 from pipespec_kernels.triton.logprobs import BLOCK as LOGPROBS_BLOCK
 from pipespec_kernels.triton.logprobs import WARPS as LOGPROBS_WARPS
@@ -244,11 +244,6 @@ def kv_cases() -> Iterator[CompileCase]:
     yield CompileCase("attention, combine, D=128", combine_kernel, "bf16", None, combined, None)
     blocks = {"DIM": 128, "BLOCK_D": 128}
     yield CompileCase("kv_append", append_kernel, "bf16", None, blocks | {"HAS_NEW": True, "BLOCK_Q": 8}, None)
-    yield CompileCase("kv_compact", compact_kernel, "bf16", None, blocks | {"BLOCK_P": 32}, None)
-    yield CompileCase(
-        "kv_gather", gather_kernel, "bf16", None, blocks | {"BLOCK_B": 1024, "BLOCK": 16}, None, 8
-    )  # most rows
-    yield CompileCase("kv_truncate", truncate_kernel, "bf16", None, {"BLOCK": 64}, None)
 
 
 def layer_cases() -> Iterator[CompileCase]:

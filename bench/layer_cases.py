@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -124,107 +124,30 @@ def make_attention(device: str, quick: bool):
     return case
 
 
-# ---- keys and values
-
-
-class Layer(NamedTuple):
-    """Storage ``[B, Hkv, S, D]``, and the arguments of the moves."""
-
-    keys: Tensor
-    values: Tensor
-    new_keys: Tensor  # [B, Hkv, Q, D]
-    new_values: Tensor
-    lengths: Tensor
-    columns: Tensor  # int64 [B, Q]: where the new ones belong
-    rows: Tensor
-    own: Tensor  # int64 [B, 1]: each row's number
-    kept: Tensor  # int64 [B, Q]: a token each, beyond where it goes
-    counts: Tensor
-
-
-def lengths_of(shape: Shape) -> list[int]:
-    batch, width, capacity = shape
-    return [capacity - 2 * width - row % (width + 1) for row in range(batch)]
-
-
-def layer(shape: Shape, dtype: torch.dtype, device: str) -> Layer:
-    batch, width, capacity = shape
-    keys, values = (normal((batch, KV_HEADS, capacity, DIM), dtype, device) for _ in range(2))
-    new_keys, new_values = (normal((batch, width, KV_HEADS, DIM), dtype, device).transpose(1, 2) for _ in range(2))
-    rows = torch.arange(batch, dtype=torch.int32, device=device).roll(1)
-    own = torch.arange(batch, device=device)[:, None]
-    lengths = torch.tensor(lengths_of(shape), dtype=torch.int32, device=device)
-    columns = lengths.long()[:, None] + torch.arange(width, device=device)
-    counts = torch.full_like(lengths, width)
-    return Layer(keys, values, new_keys, new_values, lengths, columns, rows, own, columns + width // 2, counts)
-
-
-def move(op: str, x: Layer) -> None:
-    if op == "kv_append":
-        ops.kv_append(x.new_keys, x.new_values, x.keys, x.values, x.lengths, x.counts)
-    elif op == "kv_gather":
-        ops.kv_gather(x.keys, x.values, x.lengths, x.rows)
-    else:
-        ops.kv_compact(x.keys, x.values, x.kept, x.lengths, x.counts)
-
-
-def eager_move(op: str, x: Layer) -> None:
-    """The same in plain torch."""
-    for cache, new in ((x.keys, x.new_keys), (x.values, x.new_values)):
-        if op == "kv_append":
-            cache[x.own, :, x.columns] = new.transpose(1, 2)
-        elif op == "kv_gather":
-            cache.copy_(cache.index_select(0, x.rows))
-        else:
-            cache[x.own, :, x.columns] = cache[x.own, :, x.kept]
-
-
-def check_move(op: str, x: Layer) -> None:
-    """Check that both change the rows' tokens in the same way."""
-    mine, theirs = (x._replace(keys=x.keys.clone(), values=x.values.clone()) for _ in range(2))
-    move(op, mine)
-    eager_move(op, theirs)
-    lengths = x.lengths[x.rows.long()] if op == "kv_gather" else x.lengths + x.counts
-    for row, n in enumerate(lengths.tolist()):
-        assert torch.equal(mine.keys[row, :, :n], theirs.keys[row, :, :n])
-        assert torch.equal(mine.values[row, :, :n], theirs.values[row, :, :n])
-
-
-def move_shapes(op: str, device: str, quick: bool) -> list[Shape]:
-    if op == "kv_gather":  # a single row has nowhere to go
-        batches = BATCHES if device == "cuda" else (1, 4)
-        return [(b, 1, 8192 if device == "cuda" else 1024) for b in batches if b > 1]
-    # Small storage, where its size has no effect: untouched storage must not push the rest out of the caches.
-    return [(b, q, 4 * q) for b, q in rows_and_widths(device, quick)]
-
-
-def move_bytes(op: str, shape: Shape, dtype: torch.dtype) -> int:
-    tokens = sum(lengths_of(shape)) if op == "kv_gather" else shape[0] * shape[1]
-    return 4 * tokens * KV_HEADS * DIM * dtype.itemsize  # keys and values, read and written
-
-
-def move_maker(op: str):
-    def make(device: str, quick: bool):
-        others = rivals(device, quick, functools.partial(eager_move, op))
-
-        def case(shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
-            layers = [layer(shape, dtype, device) for _ in range(copies)]
-            check_move(op, layers[0])
-            return KernelCase(
-                move_bytes(op, shape, dtype),
-                lambda i: move(op, layers[i]),
-                {name: lambda i, rival=rival: rival(layers[i]) for name, rival in others.items()},
-            )
-
-        return case
-
-    return make
-
-
-# ---- the rest of a layer
+# ---- keys and values, and the rest of a layer
 
 Operation = Callable[[bool], tuple[Tensor, ...]]
 """Ours or the rival's; returns its results."""
+
+
+def append_call(shape: Shape, dtype: torch.dtype, device: str) -> Operation:
+    batch, width, capacity = shape
+    storage = [normal((batch, KV_HEADS, capacity, DIM), dtype, device) for _ in range(2)]
+    new = [normal((batch, width, KV_HEADS, DIM), dtype, device).transpose(1, 2) for _ in range(2)]
+    lengths = torch.tensor([capacity - 2 * width - row % (width + 1) for row in range(batch)], device=device).int()
+    counts = torch.full_like(lengths, width)
+    columns = lengths.long()[:, None] + torch.arange(width, device=device)
+    own = torch.arange(batch, device=device)[:, None]
+
+    def call(ours: bool) -> tuple[Tensor, ...]:
+        if ours:
+            ops.kv_append(*new, *storage, lengths, counts)
+        else:
+            for cache, fresh in zip(storage, new, strict=True):
+                cache[own, :, columns] = fresh.transpose(1, 2)
+        return tuple(storage)
+
+    return call
 
 
 def norm_call(shape: Shape, dtype: torch.dtype, device: str) -> Operation:
@@ -272,11 +195,13 @@ def rope_call(shape: Shape, dtype: torch.dtype, device: str) -> Operation:
 
 
 SIZES = {
+    "kv_append": (append_call, "S", None, 4 * KV_HEADS * DIM),
     "add_rms_norm": (norm_call, "H", HIDDEN, 4 * HIDDEN),
     "silu_mul": (activation_call, "I", INTERMEDIATE, 3 * INTERMEDIATE),
     "rope_append": (rope_call, "S", 64, (2 * HEADS + 4 * KV_HEADS) * DIM),
 }
-"""By operation: what makes it, the axis and its size, the numbers of a column that are read or written."""
+"""By operation: what makes it, the axis and its size (None: four times the width, as untouched storage must not push the rest out of the caches), the numbers
+of a column that are read or written."""
 
 
 def check_operation(call: Operation) -> None:
@@ -308,18 +233,12 @@ def operation(op: str) -> Benchmark:
         return case
 
     def shapes(device: str, quick: bool) -> list[Shape]:
-        return [(b, q, size) for b, q in rows_and_widths(device, quick)]
+        return [(b, q, size or 4 * q) for b, q in rows_and_widths(device, quick)]
 
     return Benchmark(op, make, ("B", "Q", axis), shapes, dtypes, bytes_moved)
 
 
-def moves(op: str) -> Benchmark:
-    shapes, moved = functools.partial(move_shapes, op), functools.partial(move_bytes, op)
-    return Benchmark(op, move_maker(op), ("B", "Q", "S"), shapes, dtypes, moved)
-
-
 BENCHMARKS = [
     Benchmark("attention", make_attention, ("B", "Q", "S"), attention_shapes, dtypes, attention_bytes),
-    *map(moves, ("kv_append", "kv_gather", "kv_compact")),
     *map(operation, SIZES),
 ]

@@ -26,7 +26,6 @@ from pipespec_kernels.specs import (
     FLOATS,
     INTEGERS,
     check,
-    check_contiguous,
     check_last,
     check_out,
     check_storage,
@@ -37,7 +36,6 @@ from pipespec_kernels.specs import (
 # Dtypes that the native code computes with, with its names.
 NATIVE_DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16"}
 MOST_DIM = 256  # of the kernels
-MOST_GATHERED = 1024
 
 
 def kv_append(
@@ -175,112 +173,6 @@ def _plain_rows(tensor: Any, count: int) -> bool:
         and tensor.is_contiguous()
         and tensor.shape == (count,)
     )
-
-
-def kv_truncate(lengths: Tensor, to: Tensor) -> None:
-    """``lengths[r] = min(lengths[r], max(to[r], 0))``, in place: a rollback, which never makes a row longer.
-
-    Args:
-        lengths: ``[B]``, int32 or int64, contiguous.
-        to: ``[B]``, int32 or int64, contiguous, on the same device.
-
-    Raises:
-        TypeError, ValueError: as for :func:`kv_append`.
-    """
-    if not isinstance(lengths, Tensor) or lengths.dim() != 1:
-        raise ValueError(f"lengths must be a tensor [B], got {shape_of(lengths)}")
-    for name, tensor in (("lengths", lengths), ("to", to)):
-        check_tensor(tensor, name, INTEGERS, (len(lengths),), lengths.device)
-        check_contiguous(tensor, name)
-    (dispatch.kernels(lengths) or reference).kv_truncate(lengths, to)
-
-
-def kv_gather(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tensor, *, check_counts: bool = False) -> None:
-    """Row ``r`` becomes what row ``rows[r]`` was, in place: a batch in another order, or without its finished rows.
-
-    ``rows`` may repeat a row, and may have fewer entries than the batch: the rows behind do not change. Only the first
-    ``lengths[rows[r]]`` tokens are moved. The lengths themselves do not change (layers share them): after
-    the last layer do ``lengths[:len(rows)] = lengths[rows]``.
-
-    Args:
-        k_cache: as for :func:`kv_append`.
-        v_cache: likewise.
-        lengths: likewise.
-        rows: ``[N]``, int32 or int64, contiguous, on the device of the storage; ``N <= min(B, 1024)``.
-        check_counts: likewise.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as for :func:`kv_append`.
-    """
-    refuse_gradients("kv_gather", k_cache, v_cache)
-    check_storage(k_cache, v_cache)
-    most = min(len(k_cache), MOST_GATHERED)
-    if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.shape[0] > most:
-        raise ValueError(f"rows must be a tensor [N] with N <= {most}, got {shape_of(rows)}")
-    check("kv_gather", k_cache, v_cache, lengths, rows)
-    arguments.check_flag("check_counts", check_counts)
-    kernels = kernels_for(k_cache)
-    if kernels is None and (native := native_for(k_cache)) is not None:
-        where, moved = _places(k_cache, v_cache), len(rows)
-        if native.kv_gather(*where, numbers(lengths), numbers(rows), moved, torch.get_num_threads()) >= 0:
-            _check_sources(k_cache, lengths, rows)
-        return
-    if check_counts or kernels is None:
-        _check_sources(k_cache, lengths, rows)
-    (kernels or reference).kv_gather(k_cache, v_cache, lengths, rows)
-
-
-def _check_sources(k_cache: Tensor, lengths: Tensor, rows: Tensor) -> None:
-    check_fits(lengths, None, 0, k_cache.shape[2], "")
-    for row, source in enumerate(rows.tolist()):
-        if not 0 <= source < len(k_cache):
-            raise ValueError(f"rows[{row}] is {source}, but the storage has {len(k_cache)} rows")
-
-
-def kv_compact(
-    k_cache: Tensor, v_cache: Tensor, positions: Tensor, begin: Tensor, n_keep: Tensor, *, check_counts: bool = False
-) -> None:
-    """Move the tokens at ``positions[r, :n_keep[r]]`` to ``begin[r] ..``, in place: the kept part of a block of draft tokens.
-
-    Token ``begin[r] + j`` becomes what token ``positions[r, j]`` was. Defined where tokens move down or stay,
-    ``positions[r, j] >= begin[r] + j``; they may be in any order and repeat. Lengths are not read: lower them to
-    ``begin + n_keep`` with :func:`kv_truncate` after the last layer.
-
-    Args:
-        k_cache: as for :func:`kv_append`.
-        v_cache: likewise.
-        positions: ``[B, P]``, int32 or int64, any strides, on the device of the storage; below ``S``.
-        begin: ``[B]``, like ``lengths`` there; ``0 <= begin``, ``begin + n_keep <= S``.
-        n_keep: ``[B]``, likewise; ``0 <= n_keep <= P``.
-        check_counts: likewise.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as for :func:`kv_append`.
-    """
-    refuse_gradients("kv_compact", k_cache, v_cache)
-    check("kv_compact", k_cache, v_cache, positions, begin, n_keep)
-    arguments.check_flag("check_counts", check_counts)
-    kernels = kernels_for(k_cache)
-    if kernels is None and (native := native_for(k_cache)) is not None:
-        table = (*positions.stride(), positions.shape[1])
-        where = _places(k_cache, v_cache)
-        if native.kv_compact(*where, numbers(positions), *table, numbers(begin), numbers(n_keep)) >= 0:
-            _check_positions(k_cache.shape[2], positions, begin, n_keep)
-        return
-    if check_counts or kernels is None:
-        _check_positions(k_cache.shape[2], positions, begin, n_keep)
-    (kernels or reference).kv_compact(k_cache, v_cache, positions, begin, n_keep)
-
-
-def _check_positions(capacity: int, positions: Tensor, begin: Tensor, n_keep: Tensor) -> None:
-    check_fits(begin, n_keep, positions.shape[1], capacity, "n_keep", "begin")
-    for row, (first, count) in enumerate(zip(begin.tolist(), n_keep.tolist(), strict=True)):
-        for j, source in enumerate(positions[row, :count].tolist()):
-            if not first + j <= source < capacity:
-                raise ValueError(
-                    f"row {row}: positions[{j}] is {source}, but must be at least begin + {j} = {first + j} "
-                    f"and below the capacity {capacity}"
-                )
 
 
 def verify_attention(

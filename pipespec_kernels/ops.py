@@ -3,7 +3,7 @@
 Row selection over logits ``[B, Q, V]``: :func:`argmax`, :func:`sample`, and :func:`verify` with either; :func:`rejection_sample` for drafts
 with a distribution; :func:`cutoff` for top-k, top-p and min-p; :func:`penalize` for penalties, biases and bitmasks;
 :func:`logprobs` of what was selected. Keys and values in storage ``[B, Hkv, S, D]`` with a length per row:
-:func:`kv_append`, :func:`kv_truncate`, :func:`kv_gather`, :func:`kv_compact`, and :func:`verify_attention` over them. The rest of a
+:func:`kv_append`, and :func:`verify_attention` over them. The rest of a
 decoder layer but its matrix products: :func:`add_rms_norm`, :func:`silu_mul`, and :func:`rope_append` in place of RoPE and :func:`kv_append`.
 
 Tensors on a GPU go to the kernels of :mod:`pipespec_kernels.triton`, whose noise equals the host's bit for bit. Tensors on the
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from pipespec_kernels import arguments, dispatch, reference
 from pipespec_kernels.arguments import CPU, FLOAT32, FLOAT64, FlatNoise
-from pipespec_kernels.kv import kv_append, kv_compact, kv_gather, kv_truncate, verify_attention
+from pipespec_kernels.kv import kv_append, verify_attention
 from pipespec_kernels.layers import add_rms_norm, rope_append, silu_mul
 from pipespec_kernels.logprobs import logprobs
 from pipespec_kernels.noise import INDEPENDENT, Noise, Streams, check_streams, check_undrawn
@@ -43,9 +43,6 @@ __all__ = [
     "argmax",
     "cutoff",
     "kv_append",
-    "kv_compact",
-    "kv_gather",
-    "kv_truncate",
     "logprobs",
     "penalize",
     "rejection_sample",

@@ -376,27 +376,6 @@ def kv_append(
             cache[row, :, length : length + count] = new[row, :, :count]
 
 
-def kv_truncate(lengths: Tensor, to: Tensor) -> None:
-    """See :func:`pipespec_kernels.ops.kv_truncate`."""
-    lengths.copy_(torch.minimum(lengths, to.clamp(min=0).to(lengths.dtype)))
-
-
-def kv_gather(k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tensor) -> None:
-    """See :func:`pipespec_kernels.ops.kv_gather`."""
-    for cache in (k_cache, v_cache):
-        before = cache.clone()
-        for row, source in enumerate(rows.tolist()):
-            n = int(lengths[source])
-            cache[row, :, :n] = before[source, :, :n]
-
-
-def kv_compact(k_cache: Tensor, v_cache: Tensor, positions: Tensor, begin: Tensor, n_keep: Tensor) -> None:
-    """See :func:`pipespec_kernels.ops.kv_compact`."""
-    for row, (first, count) in enumerate(zip(begin.tolist(), n_keep.tolist(), strict=True)):
-        for cache in (k_cache, v_cache):
-            cache[row, :, first : first + count] = cache[row].index_select(1, positions[row, :count])
-
-
 def verify_attention(
     q: Tensor,
     k_cache: Tensor,

@@ -43,8 +43,6 @@ _NEW = (Argument("keys", "BHQD", strides="dense"), Argument("values", "BHQD", st
 _QUERIES = Argument("q", "BGQD", strides="dense")
 SPECS: dict[str, tuple[Argument, ...]] = {
     "kv_append": (*_NEW, _per_row("lengths"), _per_row("n_new", optional=True)),
-    "kv_gather": (_per_row("lengths"), Argument("rows", "N", INTEGERS, "contiguous")),
-    "kv_compact": (Argument("positions", "BP", INTEGERS), _per_row("begin"), _per_row("n_keep")),
     "verify_attention": (_QUERIES, _per_row("lengths"), _per_row("query_lens", optional=True)),
     "rope_append": (
         *_NEW,

@@ -113,23 +113,6 @@ void bind_kv(py::module_& m) {
                               width, integers(lengths), integers(counts));
       },
       release());
-  m.def(
-      "kv_gather",
-      [](const Place& keys, const Place& values, const Sizes& sizes, const Numbers& lengths,
-         const Numbers& sources, std::int64_t moved, int threads) {
-        return cpu::kv_gather(storage(keys, values, sizes), integers(lengths), integers(sources),
-                              moved, threads);
-      },
-      release());
-  m.def(
-      "kv_compact",
-      [](const Place& keys, const Place& values, const Sizes& sizes, const Numbers& positions,
-         std::int64_t positions_row, std::int64_t positions_column, std::int64_t width,
-         const Numbers& begin, const Numbers& counts) {
-        return cpu::kv_compact(storage(keys, values, sizes), integers(positions), positions_row,
-                               positions_column, width, integers(begin), integers(counts));
-      },
-      release());
   m.def("verify_attention", &verify_attention, release());
   m.def("rope_append", &rope_append, release());
 }

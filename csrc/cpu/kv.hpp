@@ -1,8 +1,5 @@
-// Moves of keys and values within storage of fixed size, on the host. See kv_append, kv_gather and
-// kv_compact in pipespec_kernels/kv.py for what they do.
-//
-// Every function first checks all numbers and returns the first row whose numbers lie outside of
-// the storage, or -1; then nothing has been written.
+// New keys and values into storage of fixed size, on the host. See kv_append in
+// pipespec_kernels/kv.py for what it does.
 #pragma once
 
 #include <cstdint>
@@ -31,16 +28,9 @@ struct Integers {
   }
 };
 
-// counts.data null: all `width` columns.
+// counts.data null: all `width` columns. First checks all numbers, and returns the first row whose
+// numbers lie outside of the storage, or -1; then nothing has been written.
 int64_t kv_append(const KvStorage& storage, StridedTokens keys, StridedTokens values, int64_t width,
                   Integers lengths, Integers counts);
-
-// `sources` has `moved` entries. May use `threads` threads of the pool.
-int64_t kv_gather(const KvStorage& storage, Integers lengths, Integers sources, int64_t moved,
-                  int threads);
-
-// `positions` is [rows, width], with strides in elements.
-int64_t kv_compact(const KvStorage& storage, Integers positions, int64_t positions_row,
-                   int64_t positions_column, int64_t width, Integers begin, Integers counts);
 
 }  // namespace pipespec::cpu

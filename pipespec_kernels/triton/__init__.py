@@ -13,7 +13,7 @@ from pipespec_kernels.noise import Streams
 from pipespec_kernels.triton.activation import silu_mul
 from pipespec_kernels.triton.attention import verify_attention
 from pipespec_kernels.triton.cutoff import cutoff
-from pipespec_kernels.triton.kv import kv_append, kv_compact, kv_gather, kv_truncate
+from pipespec_kernels.triton.kv import kv_append
 from pipespec_kernels.triton.launch import Config, RowState, Workspace
 from pipespec_kernels.triton.logprobs import logprobs
 from pipespec_kernels.triton.norm import add_rms_norm
@@ -30,9 +30,6 @@ __all__ = [
     "add_rms_norm",
     "cutoff",
     "kv_append",
-    "kv_compact",
-    "kv_gather",
-    "kv_truncate",
     "logprobs",
     "penalize",
     "rejection_sample",

@@ -72,11 +72,6 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         **_counts(),
     },
     "kv_append": lambda: {**_new(), **_storage(), "lengths": _lengths(), "n_new": _lengths(2), "check_counts": True},
-    "kv_truncate": lambda: {"lengths": _lengths(), "to": _lengths(2)},
-    "kv_gather": lambda: {**_storage(), "lengths": _lengths(), "rows": torch.arange(B), "check_counts": True},
-    "kv_compact": lambda: {
-        **_storage(), "positions": torch.full((B, Q), 5, dtype=torch.int32), "begin": _lengths(), "n_keep": _lengths(2), "check_counts": True,
-    },
     "verify_attention": lambda: {
         "q": torch.randn(B, HEADS, Q, SIZE), **_storage(), "lengths": _lengths(), "query_lens": _lengths(2), "scale": 1.0, "invariant": False,
         "out": None, "check_counts": True, "workspace": None, "window": None, "softcap": None,

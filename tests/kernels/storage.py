@@ -39,19 +39,3 @@ def appended(cache: Tensor, new: Tensor, lengths: list[int], counts: list[int]) 
         for j in range(count):
             after[row, :, n + j] = new[row, :, j]
     return after
-
-
-def gathered(cache: Tensor, lengths: list[int], rows: list[int]) -> Tensor:
-    after = cache.clone()
-    for row, source in enumerate(rows):
-        for position in range(lengths[source]):
-            after[row, :, position] = cache[source, :, position]
-    return after
-
-
-def compacted(cache: Tensor, positions: list[list[int]], begin: list[int]) -> Tensor:
-    after = cache.clone()
-    for row, kept in enumerate(positions):
-        for j, source in enumerate(kept):
-            after[row, :, begin[row] + j] = cache[row, :, source]
-    return after

@@ -72,28 +72,17 @@ def test_flex_attention_sees_what_ours_sees(monkeypatch: pytest.MonkeyPatch) -> 
     torch.testing.assert_close(got, ops.verify_attention(q, k, v, lengths), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("benchmark", layer_cases.BENCHMARKS[1:4], ids=lambda b: b.name)
-def test_moves_of_keys_are_checked_before_they_are_timed(
-    benchmark: harness.Benchmark, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make = benchmark.make("cpu", True)
-    for shape in benchmark.shapes("cpu", True):
-        tokens = sum(layer_cases.lengths_of(shape)) if benchmark.name == "kv_gather" else shape[0] * shape[1]
-        case = make(shape, torch.float32, 2)  # compares the results of both
-        assert case.bytes_moved == benchmark.input_bytes(shape, torch.float32) == tokens * 2 * 2 * 8 * 128 * 4
-        case.ours(1)
-        case.rivals["eager"](1)
-    monkeypatch.setattr(ops, benchmark.name, lambda *_: None)
-    with pytest.raises(AssertionError):
-        make(shape, torch.float32, 2)
-
-
-@pytest.mark.parametrize("benchmark", layer_cases.BENCHMARKS[4:], ids=lambda b: b.name)
+@pytest.mark.parametrize("benchmark", layer_cases.BENCHMARKS[1:], ids=lambda b: b.name)
 def test_layers_are_checked_before_they_are_timed(
     benchmark: harness.Benchmark, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = benchmark.make("cpu", True)
-    numbers = {"add_rms_norm": 4 * 4096, "silu_mul": 3 * 14336, "rope_append": (2 * 32 + 4 * 8) * 128}
+    numbers = {
+        "kv_append": 4 * 8 * 128,
+        "add_rms_norm": 4 * 4096,
+        "silu_mul": 3 * 14336,
+        "rope_append": (2 * 32 + 4 * 8) * 128,
+    }
     for shape in benchmark.shapes("cpu", True):
         case = make(shape, torch.bfloat16, 2)  # compares the results of both
         expected = shape[0] * shape[1] * numbers[benchmark.name] * 2
@@ -103,6 +92,8 @@ def test_layers_are_checked_before_they_are_timed(
     right = getattr(ops, benchmark.name)
 
     def wrong(*given: object, **options: object) -> object:
+        if benchmark.name == "kv_append":
+            return None
         result = right(*given, **options)
         (result[0] if isinstance(result, tuple) else result).mul_(2)
         return result
@@ -130,8 +121,7 @@ def test_a_table_on_the_cpu(
     assert {"cpu", "torch", "simd", "load_average", "load_average_after"} <= set(written["machine"])
     names = ["argmax", "sample", "verify greedy", "verify coupled", "rejection_sample", "cutoff", "logprobs"]
     measured = [name for name in names for _ in range(2)] + ["attention"]
-    measured += ["kv_append", "kv_append", "kv_gather", "kv_compact", "kv_compact"]
-    measured += [b.name for b in layer_cases.BENCHMARKS[4:] for _ in range(2)]
+    measured += [b.name for b in layer_cases.BENCHMARKS[1:] for _ in range(2)]
     measured += [b.name for b in packed_cases.BENCHMARKS]
     assert [r["benchmark"] for r in written["results"]] == measured
     for r in written["results"]:

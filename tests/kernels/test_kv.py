@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipespec_kernels import dispatch, ops, reference
 from tests.trials import trials
 
-from .storage import CACHE_LAYOUTS, appended, compacted, gathered, make_storage, on_device
+from .storage import CACHE_LAYOUTS, appended, make_storage, on_device
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -23,15 +23,10 @@ EXAMPLES = settings(max_examples=trials(ci=30, nightly=120))
 
 @EXAMPLES
 @given(st.integers(1, 4), st.integers(1, 12), st.sampled_from(DTYPES), st.sampled_from(CACHE_LAYOUTS), st.data())
-def test_moves(batch, capacity, dtype, layout, data) -> None:
+def test_append(batch, capacity, dtype, layout, data) -> None:
     width = data.draw(st.integers(0, capacity))
     lengths = [data.draw(st.integers(0, capacity)) for _ in range(batch)]
     counts = [data.draw(st.integers(0, min(width, capacity - n))) for n in lengths]
-    positions = [
-        [data.draw(st.integers(n + j, capacity - 1)) for j in range(count)]
-        for n, count in zip(lengths, counts, strict=True)
-    ]
-    rows = data.draw(st.lists(st.integers(0, batch - 1), max_size=batch))
     caches = make_storage(batch, 2, capacity, 5, dtype, layout, CPU)
     new = torch.randn(2, batch, 2, width, 5).to(dtype)
     n, count = on_device(lengths, CPU, torch.int64), on_device(counts, CPU)
@@ -39,22 +34,7 @@ def test_moves(batch, capacity, dtype, layout, data) -> None:
     expected = [appended(c, x, lengths, counts) for c, x in zip(caches, new, strict=True)]
     ops.kv_append(new[0], new[1], *caches, n, count)
     assert all(torch.equal(a, b) for a, b in zip(caches, expected, strict=True))
-
-    table = torch.full((batch, width), -5)
-    for row, kept in enumerate(positions):
-        table[row, : len(kept)] = torch.tensor(kept, dtype=table.dtype)
-    expected = [compacted(c, positions, lengths) for c in caches]
-    ops.kv_compact(*caches, table, n, count)
-    assert all(torch.equal(a, b) for a, b in zip(caches, expected, strict=True))
-
-    expected = [gathered(c, lengths, rows) for c in caches]
-    ops.kv_gather(*caches, n, on_device(rows, CPU))
-    assert all(torch.equal(a, b) for a, b in zip(caches, expected, strict=True))
     assert n.tolist() == lengths
-
-    to = [data.draw(st.integers(-3, capacity + 3)) for _ in range(batch)]
-    ops.kv_truncate(n, on_device(to, CPU))
-    assert n.tolist() == [max(0, min(a, b)) for a, b in zip(lengths, to, strict=True)]
 
 
 @EXAMPLES
@@ -178,29 +158,6 @@ BAD = {
         (ValueError, "row 0: lengths is -1", {"lengths": COUNTS - 4}),
         (ValueError, "row 0: lengths is 5, and 4 more", {"lengths": COUNTS + 2, "n_new": None}),
     ],
-    "kv_gather": [
-        *BAD_STORAGE,
-        EXPANDED,
-        (ValueError, r"rows must be a tensor \[N\] with N <= 2", {"rows": torch.tensor([0, 1, 0])}),
-        (TypeError, "rows must be int32", {"rows": torch.tensor([0.0])}),
-        (ValueError, r"rows\[1\] is 2, but the storage has 2 rows", {"rows": torch.tensor([0, 2])}),
-        (ValueError, r"rows\[0\] is -1", {"rows": torch.tensor([-1])}),
-        (ValueError, "row 0: lengths is 9", {"lengths": COUNTS + 6}),
-    ],
-    "kv_compact": [
-        *BAD_STORAGE,
-        EXPANDED,
-        (TypeError, "positions must be int32", {"positions": TABLE.float()}),
-        (ValueError, "positions must have shape", {"positions": TABLE[:1]}),
-        (
-            ValueError,
-            r"positions\[2\] is 2, but must be at least begin \+ 2 = 5",
-            {"positions": TABLE - torch.tensor([0, 0, 5, 0])},
-        ),
-        (ValueError, r"positions\[0\] is 8, .* below the capacity 8", {"positions": TABLE + 1}),
-        (ValueError, "row 0: need 0 <= n_keep <= 4, is 5", {"n_keep": COUNTS + 2}),
-        (ValueError, "row 0: begin is 6, and 3 more", {"begin": COUNTS + 3}),
-    ],
     "verify_attention": [
         *BAD_STORAGE,
         (TypeError, "q must be a tensor", {"q": 1}),
@@ -223,8 +180,6 @@ BAD = {
 }
 GOOD = {
     "kv_append": {"keys": NEW, "values": NEW, "lengths": COUNTS, "n_new": COUNTS},
-    "kv_gather": {"lengths": COUNTS, "rows": torch.tensor([1, 0])},
-    "kv_compact": {"positions": TABLE, "begin": COUNTS, "n_keep": COUNTS},
     "verify_attention": {"q": NEW, "lengths": COUNTS, "query_lens": COUNTS},
 }
 
@@ -244,19 +199,6 @@ def test_bad_arguments_touch_nothing(name: str) -> None:
         assert torch.equal(v_cache, before[1])
         assert (out == -9).all()
     getattr(ops, name)(**{"k_cache": k_cache, "v_cache": v_cache, **GOOD[name]})
-
-
-def test_truncate_refuses() -> None:
-    lengths = torch.tensor([4, 4])
-    for error, message, arguments in (
-        (ValueError, r"lengths must be a tensor \[B\]", (3, lengths)),
-        (TypeError, "lengths must be int32", (lengths.float(), lengths)),
-        (TypeError, "to must be a tensor", (lengths, 3)),
-        (ValueError, "to must have shape", (lengths, lengths[:1])),
-    ):
-        with pytest.raises(error, match=message):
-            ops.kv_truncate(*arguments)
-    assert lengths.tolist() == [4, 4]
 
 
 @pytest.mark.parametrize("name", GOOD)
