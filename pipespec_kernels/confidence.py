@@ -9,24 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipespec_kernels import _native
+from pipespec_kernels import _native, reference
 from pipespec_kernels.arguments import check_logits, per_row
 
 PER_LOGIT: float = _native.CONFIDENCE_PER_LOGIT
 CENTRE: float = _native.CONFIDENCE_CENTRE
 BINS: int = _native.CONFIDENCE_BINS
 """Of a calibration: values ``8 * i`` to ``8 * i + 7`` share bin ``i``."""
-
-_DTYPES = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16, torch.float16: _native.FLOAT16}
-
-
-def confidence_of(probability: np.ndarray) -> np.ndarray:
-    """The bytes of probabilities, uint8 of the same shape. NaN, and what is no probability, gives 0."""
-    p = np.asarray(probability, dtype=np.float64)
-    is_known = (p >= 0) & (p <= 1)
-    safe = np.where(is_known, np.clip(p, 1e-12, 1 - 1e-12), 0.5)
-    byte = np.clip(np.rint(CENTRE + PER_LOGIT * np.log(safe / (1 - safe))), 1, 255)
-    return np.where(is_known, byte, 0).astype(np.uint8)
 
 
 def confidence(
@@ -41,8 +30,7 @@ def confidence(
     The probability is that of the softmax of all logits at the temperature: without top-k, top-p and min-p, which would make most of them 1.
 
     Args:
-        logits: ``[B, Q, V]``, float32, bfloat16 or float16. On the CPU the native core reads each row that selected a token once more; elsewhere torch
-            does, and the call waits for the device.
+        logits: ``[B, Q, V]``. The call waits for the device.
         selected: int32 ``[B, Q]`` on the CPU, contiguous.
         query_lens: int32 ``[B]``, as for ``verify``.
         num_draft_tokens: int32 ``[B]``, likewise.
@@ -55,7 +43,7 @@ def confidence(
         TypeError: a dtype that is not supported.
         ValueError: shapes, devices, counts or ids that do not fit.
     """
-    rows, width, vocabulary, _ = check_logits(logits)
+    rows, width, _, _ = check_logits(logits)
     if (
         selected.dtype is not torch.int32
         or selected.shape != (rows, width)
@@ -70,23 +58,20 @@ def confidence(
         inv_temperature = per_row("inv_temperature", inv_temperature, (rows,), torch.device("cpu"))
     lens = np.ascontiguousarray(query_lens, dtype=np.int32)
     drafts = np.ascontiguousarray(num_draft_tokens, dtype=np.int32)
+    reference.check_counts(torch.from_numpy(lens), torch.from_numpy(drafts), width)
     out = torch.zeros((rows, width), dtype=torch.uint8, device="cpu")
-    if logits.device.type == "cpu" and logits.dtype in _DTYPES and (logits.stride(2) == 1 or vocabulary == 1):
-        data, strides = logits.data_ptr(), (logits.stride(0), logits.stride(1))
-        scale = 0 if inv_temperature is None else inv_temperature.data_ptr()
-        counts = lens.ctypes.data, drafts.ctypes.data, selected.data_ptr()
-        _native.confidence(
-            data, _DTYPES[logits.dtype], rows, width, vocabulary, *strides, scale, *counts, out.data_ptr()
-        )
-        return out
     for row in np.flatnonzero(lens).tolist():
         first, count = int(lens[row] - 1 - drafts[row]), int((selected[row] >= 0).sum())
         if count == 0:
             continue
-        scores = logits[row, first : first + count].double()
+        scores = logits[row, first : first + count].float()
         if inv_temperature is not None:
             scores = scores * float(inv_temperature[row])
+        if int(selected[row, :count].max()) >= scores.shape[-1]:
+            raise ValueError(f"row {row}: selected holds a token id outside of the vocabulary")
         ids = selected[row, :count].to(device=logits.device, dtype=torch.int64)[:, None]
-        p = scores.softmax(-1).gather(1, ids)[:, 0].cpu().numpy()
-        out[row, :count] = torch.from_numpy(confidence_of(p))
+        # Not from the probability, which float32 cannot tell from 1 where the others have little.
+        odds = scores.gather(1, ids)[:, 0] - scores.scatter(1, ids, -torch.inf).logsumexp(-1)
+        byte = (CENTRE + PER_LOGIT * odds).round().clamp(1, 255)
+        out[row, :count] = torch.where(scores.amax(-1).isfinite(), byte, 0).to("cpu", torch.uint8)
     return out

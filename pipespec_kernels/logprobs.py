@@ -1,7 +1,7 @@
 """Log-probabilities of selected tokens, and of the likeliest ones, from the logits that verification has read.
 
 :func:`logprobs` runs behind :func:`pipespec_kernels.ops.verify` or :func:`pipespec_kernels.ops.rejection_sample`, for the columns that
-selected a token. :mod:`pipespec_kernels.ops` exports it, too. On the CPU float64 goes to torch, other dtypes to the native code.
+selected a token. :mod:`pipespec_kernels.ops` exports it, too. On the CPU torch computes it.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pipespec_kernels import arguments, dispatch, reference
-from pipespec_kernels.arguments import CPU, FLOAT32, INT32
+from pipespec_kernels.arguments import CPU, INT32
 
 __all__ = ["logprobs"]
 
@@ -60,30 +59,10 @@ def logprobs(
         >>> chosen.exp(), ids
         (tensor([[0.5000]]), tensor([[[0, 1]]], dtype=torch.int32))
     """
-    batch, width, _, native = arguments.check_logits(logits)
-    logits = logits.detach()
+    logits = logits.detach() if isinstance(logits, Tensor) else logits
     query_lens, num_draft_tokens, scale, bars = _checked(
         logits, selected, query_lens, num_draft_tokens, inv_temperature, cutoff, top_n
     )
-    if native is not None:
-        chosen = torch.empty((batch, width), dtype=FLOAT32, device=CPU)
-        top_ids = torch.empty((batch, width, top_n), dtype=INT32, device=CPU)
-        top = torch.empty((batch, width, top_n), dtype=FLOAT32, device=CPU)
-        selected = selected.contiguous()
-        arguments.native.logprobs(
-            *native,
-            query_lens.data_ptr(),
-            num_draft_tokens.data_ptr(),
-            selected.data_ptr(),
-            arguments.address(scale),
-            arguments.address(bars),
-            top_n,
-            chosen.data_ptr(),
-            top_ids.data_ptr(),
-            top.data_ptr(),
-            arguments.num_threads(None),
-        )
-        return chosen, top_ids, top
     arguments.check_count_values(query_lens, num_draft_tokens, logits.shape[1])
     if scale is not None:
         arguments.check_inv_temperature(scale, arguments.busy_rows(query_lens))

@@ -2,9 +2,7 @@
 // results.
 #include "../cpu/select.hpp"
 
-#include "../cpu/confidence.hpp"
 #include "../cpu/cutoff.hpp"
-#include "../cpu/logprobs.hpp"
 #include "../cpu/penalize.hpp"
 #include "../cpu/pool.hpp"
 #include "../cpu/rejection.hpp"
@@ -127,35 +125,6 @@ void penalize(Address logits, std::int64_t batch, std::int64_t width, std::int64
                  pointer<std::uint32_t>(bitmask)});
 }
 
-void confidence(Address logits, int dtype, std::int64_t batch, std::int64_t width,
-                std::int64_t vocab, std::int64_t batch_stride, std::int64_t width_stride,
-                Address inv_temperature, Address query_lens, Address num_draft_tokens,
-                Address selected, Address out) {
-  cpu::confidence(
-      {pointer(logits), cpu::DType(dtype), batch, width, vocab, batch_stride, width_stride},
-      pointer<float>(inv_temperature), pointer<std::int32_t>(query_lens),
-      pointer<std::int32_t>(num_draft_tokens), pointer<std::int32_t>(selected),
-      pointer<std::uint8_t>(out));
-}
-
-void logprobs(Address logits, int dtype, std::int64_t batch, std::int64_t width, std::int64_t vocab,
-              std::int64_t batch_stride, std::int64_t width_stride, Address query_lens,
-              Address num_draft_tokens, Address selected, Address inv_temperature, Address cutoff,
-              std::int64_t top_n, Address chosen, Address top_ids, Address top, int threads) {
-  cpu::logprobs(
-      {{pointer(logits), cpu::DType(dtype), batch, width, vocab, batch_stride, width_stride},
-       pointer<std::int32_t>(query_lens),
-       pointer<std::int32_t>(num_draft_tokens),
-       pointer<std::int32_t>(selected),
-       pointer<float>(inv_temperature),
-       pointer<float>(cutoff),
-       top_n,
-       pointer<float>(chosen),
-       pointer<std::int32_t>(top_ids),
-       pointer<float>(top)},
-      threads);
-}
-
 void gumbel(std::uint64_t seed, std::int64_t position, std::uint32_t stream, std::int64_t begin,
             std::int64_t count, Address out) {
   cpu::gumbel_noise(seed, position, stream, begin, count, pointer<float>(out));
@@ -178,8 +147,6 @@ void bind_select(py::module_& m) {
   m.def("rejection_sample", &rejection_sample, WithoutGil());
   m.def("sample", &sample, WithoutGil());
   m.def("cutoff", &cutoff, WithoutGil());
-  m.def("confidence", &confidence, WithoutGil());
-  m.def("logprobs", &logprobs, WithoutGil());
   m.def("penalize", &penalize, WithoutGil());
   m.def("gumbel", &gumbel, py::arg("seed"), py::arg("position"), py::arg("stream"),
         py::arg("begin"), py::arg("count"), py::arg("out"), WithoutGil());

@@ -6,8 +6,6 @@
 
 #include "coupled.hpp"
 #include "decoder_kernels.hpp"
-#include "logprobs_span.hpp"
-#include "rejection_span.hpp"
 #include "span.hpp"
 
 namespace pipespec::cpu {
@@ -15,8 +13,6 @@ namespace pipespec::cpu {
 struct Kernels {
   SpanKernels span;
   CoupledKernels coupled;
-  RejectionKernels rejection;
-  LogprobKernels logprobs;
   DecoderKernels decoder;
 };
 

@@ -5,8 +5,6 @@
 #include "coupled_impl.hpp"
 #include "decoder_impl.hpp"
 #include "kernels.hpp"
-#include "logprobs_impl.hpp"
-#include "rejection_impl.hpp"
 #include "span_impl.hpp"
 
 namespace pipespec::cpu {
@@ -18,8 +16,6 @@ constexpr Kernels table(const char* name) {
   return {{name, span_argmax<V16>, span_argmax<V32>, span_read<V32>},
           {coupled_select<V, Float32>, coupled_select<V, BFloat16>, coupled_select<V, Float16>,
            noise_span<V>},
-          {kOfFormat<V, Float32>, kOfFormat<V, BFloat16>, kOfFormat<V, Float16>},
-          {sum_and_lead<V, Float32>, sum_and_lead<V, BFloat16>, sum_and_lead<V, Float16>},
           decoder_table<D>()};
 }
 

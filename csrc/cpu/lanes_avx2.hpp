@@ -1,4 +1,4 @@
-// Vectors and formats of logits for AVX2 (with F16C), for coupled_impl.hpp and rejection_impl.hpp.
+// Vectors and formats of logits for AVX2 (with F16C), for coupled_impl.hpp and decoder_impl.hpp.
 // In an unnamed namespace, see span_impl.hpp.
 #pragma once
 
@@ -32,11 +32,8 @@ struct Avx2 {
   static F add_unless_less(F sum, F x, F bar, F y) {
     return _mm256_add_ps(sum, _mm256_and_ps(y, _mm256_cmp_ps(x, bar, _CMP_NLT_UQ)));
   }
-  // The steps of 2^d: d clamped to the range of the next two functions (a NaN stays a NaN); d minus
-  // the nearest integer; y times two to the power of that integer.
-  static F within_reach(F d) {
-    return _mm256_min_ps(broadcast(64.0f), _mm256_max_ps(broadcast(-120.0f), d));
-  }
+  // The steps of 2^d, d within -120 .. 64: d minus the nearest integer; y times two to the power of
+  // that integer.
   static F fraction(F d) {
     return _mm256_sub_ps(d, _mm256_round_ps(d, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }

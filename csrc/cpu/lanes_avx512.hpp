@@ -1,5 +1,5 @@
 // Vectors and formats of logits for AVX-512 (F, BW, VL, DQ), for coupled_impl.hpp and
-// rejection_impl.hpp. In an unnamed namespace, see span_impl.hpp.
+// decoder_impl.hpp. In an unnamed namespace, see span_impl.hpp.
 #pragma once
 
 // gcc 12 takes the deliberate `__m512i y = y` of its own header for a mistake (GCC PR 105593).
@@ -37,9 +37,8 @@ struct Avx512 {
   static F add_unless_less(F sum, F x, F bar, F y) {
     return _mm512_mask_add_ps(sum, _mm512_cmp_ps_mask(x, bar, _CMP_NLT_UQ), sum, y);
   }
-  // The steps of 2^d: d clamped to the range of the next two functions; d minus the nearest
-  // integer; y times two to the power of that integer.
-  static F within_reach(F d) { return d; }
+  // The steps of 2^d, d within -120 .. 64: d minus the nearest integer; y times two to the power of
+  // that integer.
   static F fraction(F d) { return _mm512_reduce_ps(d, _MM_FROUND_TO_NEAREST_INT); }
   static F scale(F y, F d, F fraction) { return _mm512_scalef_ps(y, _mm512_sub_ps(d, fraction)); }
   static F to_float(I x) { return _mm512_cvtepi32_ps(x); }

@@ -1,5 +1,5 @@
 // Vectors and formats of logits for any CPU: 16 bytes that the compiler turns into SSE2, NEON or
-// plain code. For coupled_impl.hpp and rejection_impl.hpp. In an unnamed namespace, see
+// plain code. For coupled_impl.hpp and decoder_impl.hpp. In an unnamed namespace, see
 // span_impl.hpp.
 #pragma once
 
@@ -29,12 +29,8 @@ struct Portable {
   // May round once or twice: for filters only.
   static F multiply_add(F a, F b, F c) { return a * b + c; }
   static F add_unless_less(F sum, F x, F bar, F y) { return sum + F(I(y) & ~(x < bar)); }
-  // The steps of 2^d: d clamped to the range of the next two functions (a NaN stays a NaN); d minus
-  // the nearest integer; y times two to the power of that integer.
-  static F within_reach(F d) {
-    const F high = d < -120 ? broadcast(-120.0f) : d;
-    return high > 64 ? broadcast(64.0f) : high;
-  }
+  // The steps of 2^d, d within -120 .. 64: d minus the nearest integer; y times two to the power of
+  // that integer.
   static F fraction(F d) { return d - (d + 0x1.8p+23f - 0x1.8p+23f); }
   static F scale(F y, F d, F fraction) {
     const I whole = I(d - fraction + 0x1.8p+23f);  // in the low bits

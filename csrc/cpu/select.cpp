@@ -391,17 +391,6 @@ int64_t item_bytes(DType dtype) {
   throw std::invalid_argument("logits: unknown dtype code");
 }
 
-float logit_at(const void* row, DType dtype, int64_t id) {
-  if (dtype == DType::kFloat32) {
-    float x;
-    std::memcpy(&x, static_cast<const float*>(row) + id, sizeof(x));
-    return x;
-  }
-  uint16_t half;
-  std::memcpy(&half, static_cast<const uint16_t*>(row) + id, sizeof(half));
-  return dtype == DType::kBFloat16 ? float_of_bfloat16(half) : float_of_float16(half);
-}
-
 void argmax(const Logits& logits, int32_t* selected, int threads) {
   check(logits, threads);
   select_all(Greedy(logits), selected, threads);

@@ -15,17 +15,6 @@ namespace pipespec {
 inline constexpr double kConfidencePerLogit = 14.0, kConfidenceCentre = 128.0;
 inline constexpr std::uint32_t kMostConfidence = 255;
 
-// The byte of p = part / whole. `rest`: whole - part, which may be more precise than a difference.
-// 0 unless all are finite and not negative.
-inline std::uint8_t confidence_of(double part, double rest) {
-  if (!(part >= 0.0) || !(rest >= 0.0) || !(part + rest > 0.0) || !std::isfinite(part + rest))
-    return 0;
-  const double least = 1e-300;  // keeps the quotient finite
-  const double logit = std::log(std::max(part, least) / std::max(rest, least));
-  const double byte = std::nearbyint(kConfidenceCentre + kConfidencePerLogit * logit);
-  return static_cast<std::uint8_t>(std::clamp(byte, 1.0, double{kMostConfidence}));
-}
-
 inline std::uint32_t confidence_bin(std::uint32_t confidence) {
   return std::min(confidence, kMostConfidence) * kConfidenceBins / (kMostConfidence + 1);
 }
