@@ -200,10 +200,8 @@ def test_the_check_imports_nothing_else() -> None:
     files += [ROOT / "tests" / name for name in ("conftest.py", "trials.py", "waiting.py")]
     assert len(files) > 100
     for file in files:
-        if file.name in ("run.py", "run_spd.py") and file.parent.name == "demo":
+        if file.name == "run.py" and file.parent.name == "demo":
             continue  # the demo, which no part runs
-        if file.name == "openvino_server.py":
-            continue  # runs in an environment of its own
         for node in ast.parse(file.read_text()).body:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.level == 0:

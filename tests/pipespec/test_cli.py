@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,9 +24,6 @@ from pipespec.cli.main import main
 from pipespec.demo import family_path, load_family
 from pipespec.demo import run as demo_run
 from pipespec.observe.text import TextStream
-from pipespec.spd import SpeculativePipeline
-from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
-from pipespec.spd.partition import Partition
 from tests.conftest import noisy, random_llama
 from tests.waiting import SECONDS, until
 
@@ -406,47 +402,6 @@ def test_demo(family, capsys):
     assert "three models at once" in out
     assert "workers, small + medium" in out
     assert "Every row generated the same text" in out
-
-
-@pytest.fixture(scope="module")
-def staged(family) -> Path:
-    """The same folder with a draft module for the target in two stages."""
-    target = load_family(family).target
-    config = DraftModuleConfig.for_target(target, Partition.uniform(target.config.num_hidden_layers, 2).ranges)
-    DraftModule.of_target(target, config).save(family / "module")
-    return family
-
-
-SPD_DEMO = ["demo", "--system", "spd", "--quick", "--new-tokens", "6", "--family"]
-
-
-def test_demo_of_stages(staged, capsys):
-    assert main([*SPD_DEMO, str(staged)]) == 0
-    out = capsys.readouterr().out
-    assert "one model in 2 stages" in out
-    assert "drafts by ModuleDrafter" in out
-    prompt, tokens, cycles, *_, identical = out[out.index("identical text") :].splitlines()[1].split()
-    assert (prompt, tokens, identical) == ("1", "6", "yes")
-    assert 5 < int(cycles) <= 10  # the prefill gives the first token; a cycle per token, or two
-    assert "Every text was generate()'s" in out
-
-
-def test_demo_of_stages_fails_where_a_text_differs(staged, capsys, monkeypatch):
-    def changed(self, *args, **kwargs):
-        out = right(self, *args, **kwargs)
-        out[0, -1] += 1
-        return out
-
-    right = SpeculativePipeline.generate
-    monkeypatch.setattr(SpeculativePipeline, "generate", changed)
-    assert main([*SPD_DEMO, str(staged)]) == 1
-    assert "NOT every text" in capsys.readouterr().out
-
-
-def test_demo_of_stages_without_a_module(family, tmp_path, capsys):
-    shutil.copytree(family / "target", tmp_path / "target")
-    assert main([*SPD_DEMO, str(tmp_path)]) == 2
-    assert "holds no draft module" in capsys.readouterr().err
 
 
 def test_benchmark_of_stages(tmp_path, capsys):

@@ -430,7 +430,7 @@ class Injector:
 
     def __call__(self, frame: Any, event: str, arg: Any) -> Any:
         code = frame.f_code
-        self.has_begun |= code.co_name == "generate_known"
+        self.has_begun |= code.co_name == "generate" and code.co_filename.endswith("api/base.py")
         # What decides about the fallback, and the record of errors, are not preparation.
         if (
             not self.has_begun

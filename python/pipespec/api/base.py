@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
@@ -29,13 +29,10 @@ from pipespec.api.arguments import (
     plain_number,
     refusal,
 )
-from pipespec.api.left import cache_for
-from pipespec.api.left import decode as decode_by_transformers
 from pipespec.api.output import output_of, report_of
 from pipespec.api.prepare import CallOptions, Generation
 from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
-from pipespec.engine.group import ForwardGroup
 from pipespec.engine.inputs import stage_names
 from pipespec.engine.known import one_call, why_unknown
 from pipespec.errors import CallState, DoesNotFit, NotKnown, callers_code
@@ -54,16 +51,26 @@ from pipespec.process.threads import keep_to_one, renew_pool
 from pipespec.process.warnings import user_stacklevel
 from pipespec.schedules.base import Decoder, GenerationRequest, SpeedWarning
 
+if TYPE_CHECKING:
+    from pipespec.engine.group import ForwardGroup
 
-def _notifying_reader(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Pass the error of a failed call to its streamer. ``__wrapped__`` is the function without that."""
+_LEAVE = "the cause for which transformers decodes the call"
+"""Keyword of :meth:`BasePipeline.generate` that no caller can write as an argument."""
 
-    @functools.wraps(generate)
-    def notifying(*args: Any, **kwargs: Any) -> Any:
+
+def _or_left(generate_known: Callable[..., Any]) -> Callable[..., Any]:
+    """Let transformers' loop decode a call that is not known, and pass the error of a failed call to its streamer. ``__wrapped__`` is without that."""
+
+    @functools.wraps(generate_known)
+    def generate(self: BasePipeline, *args: Any, **kwargs: Any) -> Any:
         with notify_reader_of_failure(kwargs.get("streamer")):
-            return generate(*args, **kwargs)
+            try:
+                return generate_known(self, *args, **kwargs)
+            except NotKnown as error:
+                self._left(error)
+                return generate_known(self, *args, **kwargs, **{_LEAVE: str(error)})
 
-    return notifying
+    return generate
 
 
 _PREPARED = {
@@ -137,7 +144,9 @@ class BasePipeline:
         """The report of the call that has just run."""
         return report_of(generation, self._driver)
 
-    @_notifying_reader
+    @_or_left
+    @shortage_explained()
+    @torch.no_grad()
     def generate(
         self,
         inputs: torch.Tensor | None = None,
@@ -197,49 +206,7 @@ class BasePipeline:
             DoesNotFit: The memory does not suffice.
             RuntimeError: The call comes from inside of a call of this pipeline: from a streamer or a processor.
         """
-        given = {
-            "inputs": inputs, "generation_config": generation_config, "logits_processor": logits_processor,
-            "stopping_criteria": stopping_criteria, "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn, "input_ids": input_ids,
-            "attention_mask": attention_mask, "past_key_values": past_key_values, "streamer": streamer, "tokenizer": tokenizer,
-            "seed": seed, "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty, "logit_bias": logit_bias,
-            "grammar": grammar, "logprobs": logprobs,
-        }  # fmt: skip
-        try:
-            return self.generate_known(**given, **kwargs)
-        except NotKnown as error:
-            self._left(error)
-            return self.generate_known(**given, **kwargs, leave=str(error))
-
-    @shortage_explained()
-    @torch.no_grad()
-    def generate_known(
-        self,
-        inputs: torch.Tensor | None = None,
-        generation_config: GenerationConfig | None = None,
-        logits_processor: Any = None,
-        stopping_criteria: Any = None,
-        prefix_allowed_tokens_fn: Any = None,
-        *,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        streamer: Any = None,
-        tokenizer: Any = None,
-        seed: int | Sequence[int] | None = None,
-        presence_penalty: float | None = None,
-        frequency_penalty: float | None = None,
-        logit_bias: Mapping[int, float] | None = None,
-        grammar: Any = None,
-        logprobs: int | None = None,
-        leave: str | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """:meth:`generate`, which raises :class:`pipespec.errors.NotKnown` before any work if other people's code takes part in the call.
-
-        Args:
-            inputs: As for :meth:`generate`, like all others.
-            leave: The cause for which transformers' loop decodes the call; None: the pipeline does.
-        """
+        leave: str | None = kwargs.pop(_LEAVE, None)
         with shutdown.call(), handlers_watched(), _errors_of_handlers(), one_call():
             renew_pool()
             if inputs is not None and input_ids is not None:
@@ -284,6 +251,8 @@ class BasePipeline:
             if leave is not None:
                 decode = functools.partial(self._decode_left, call_options=options, cause=leave)
                 if past_key_values is not None:
+                    from pipespec.api.left import cache_for
+
                     own = {"input_ids": ids, "attention_mask": mask, "generation_config": generation_config}
                     kwargs["past_key_values"] = cache_for(self.target, past_key_values, **own)
             elif config.cache_implementation is not None:
@@ -300,6 +269,9 @@ class BasePipeline:
                 custom_generate=decode,
                 **kwargs,
             )
+
+    generate_known: Callable[..., Any] = generate.__wrapped__  # type: ignore[attr-defined]
+    """:meth:`generate`, which raises :class:`pipespec.errors.NotKnown` before any work if other people's code takes part in the call."""
 
     def __call__(
         self,
@@ -369,6 +341,8 @@ class BasePipeline:
         **model_kwargs: Any,
     ) -> Any:
         """Run a call whose arguments transformers has prepared in transformers' loop."""
+        from pipespec.api.left import decode as decode_by_transformers
+
         with self._turn("generate()", "use another Pipeline there"):
             self.partial, cache = None, call_options.cache
             held = (list(cache.lengths), cache.text) if isinstance(cache, RowCache) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -14,7 +14,7 @@ from pipespec.api.base import BasePipeline, warn_of
 from pipespec.api.chain import Chain, Loading, check_group_drafts, check_rank_drafts, given_drafts, load_chain
 from pipespec.api.prepare import Generation
 from pipespec.config import SpeculationConfig
-from pipespec.engine.group import ForwardGroup
+from pipespec.engine.cached_text import forward_group
 from pipespec.engine.ngram import NgramDraft, first_of
 from pipespec.errors import CallState, NotCapturable, NotKnown, UnsupportedInput
 from pipespec.models.adapters import without_wrapper
@@ -29,7 +29,9 @@ from pipespec.process.signals import handlers_watched, raise_handlers_error
 from pipespec.registry import LOCKSTEP, PLAIN, WORKERS, default_schedule
 from pipespec.schedules.base import Driver, GenerationRequest
 from pipespec.schedules.factory import make_driver
-from pipespec.schedules.follower import FollowerDriver
+
+if TYPE_CHECKING:
+    from pipespec.schedules.follower import FollowerDriver
 
 _ENOUGH, _HARDLY = 64, 0.02
 """Draft tokens after which, and acceptance rate up to which, a draft probably has another tokenizer."""
@@ -139,7 +141,7 @@ class Pipeline(BasePipeline):
         draft_tokenizers: Any = None,
     ) -> None:
         given, target = given_drafts(drafts), gguf_path(without_wrapper(target), gguf_file)
-        self._group = ForwardGroup.of(target) if isinstance(target, PreTrainedModel) else None
+        self._group = forward_group(target) if isinstance(target, PreTrainedModel) else None
         self._follows = self._group is not None and not self._group.is_leader
         if self._group is not None:
             check_group_drafts(given, schedule)
@@ -225,6 +227,8 @@ class Pipeline(BasePipeline):
         config = SpeculationConfig.of(num_drafts, schedule=schedule, **options)
         _check_form(chain.models, config)
         if self._follows:
+            from pipespec.schedules.follower import FollowerDriver
+
             return FollowerDriver(chain.models, config)
         if fallback is None or not config.row.has_processes:
             return _make_driver(chain.models, config)

@@ -15,7 +15,6 @@ from pipespec.api.arguments import MOST_TOKENS, check_logprobs, check_options, c
 from pipespec.api.caches import Columns, adopt, cached_texts
 from pipespec.api.text import CommittedText, Criteria, Progress, Stream
 from pipespec.engine.cache import RowCache
-from pipespec.engine.grammar import Grammar
 from pipespec.engine.inputs import PREFILL_CHUNK, StageInputs
 from pipespec.engine.processors import check_row_wise
 from pipespec.engine.sampling import Prompt, SamplingParams, ScoreRecord, row_seeds, with_penalties
@@ -172,7 +171,11 @@ class Generation:
         processors = with_penalties(logits_processor, width, **options.penalties)
         self._sampling_params = SamplingParams.of(processors, seeds=self.seeds, prompts=shown, ends=eos)
         self._sampling_params.check_ids(vocabulary)
-        self._grammar = Grammar.of(options.grammar, [len(prompt) for prompt in self.prompts])
+        self._grammar = None
+        if options.grammar is not None:
+            from pipespec.engine.grammar import Grammar
+
+            self._grammar = Grammar.of(options.grammar, [len(prompt) for prompt in self.prompts])
         self.record: ScoreRecord | None = None
         logprobs = check_logprobs(options.logprobs, config, vocabulary)
         outputs = config.return_dict_in_generate and (config.output_scores or config.output_logits)

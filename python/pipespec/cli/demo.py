@@ -17,12 +17,6 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     )
     parser.set_defaults(command=run)
     parser.add_argument(
-        "--system",
-        choices=("pipespec", "spd"),
-        default="pipespec",
-        help="a chain of models (default), or one model in stages with a draft module",
-    )
-    parser.add_argument(
         "--quick", action="store_true", help="seconds instead of a minute or more; the figures mean little"
     )
     parser.add_argument("--prompt", metavar="FILE", help="use this text as the prompt; - for standard input")
@@ -32,23 +26,20 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
         "--family",
         metavar="FOLDER",
         type=Path,
-        help="other models: FOLDER/target, /medium and /small; spd: /target and /module",
+        help="other models: FOLDER/target, /medium and /small",
     )
     return [parser]
 
 
 def run(args: argparse.Namespace) -> int:
     """Stream the text of three bundled models that run at once. Then measure plain generate(), HuggingFace's assisted generation and
-    pipespec. With --system spd: the target in stages with one token in flight in each, and its draft module. Exit code 1 if any texts
-    differ."""
+    pipespec. Exit code 1 if any texts differ."""
     text = None
     if args.prompt is not None:
         text = read_text(None if args.prompt == "-" else Path(args.prompt))
     at_least_one(args, "prompts", "new_tokens")
     with working("importing torch and transformers"):
         from pipespec.demo.run import FULL, QUICK, run_demo
-        from pipespec.demo.run_spd import run_spd_demo
     size = QUICK if args.quick else FULL
     size = replace(size, prompts=args.prompts or size.prompts, new_tokens=args.new_tokens or size.new_tokens)
-    show = run_spd_demo if args.system == "spd" else run_demo
-    return 0 if show(size, text, args.family) else 1
+    return 0 if run_demo(size, text, args.family) else 1

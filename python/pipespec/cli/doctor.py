@@ -137,7 +137,7 @@ def _doctor_rows(env: dict[str, Any]) -> Iterator[tuple[str, str]]:
     module = env["draft_module"]
     yield (
         "draft module",
-        f"missing: {module}" if isinstance(module, str) else f"there: {module} MB (pipespec demo --system spd)",
+        f"missing: {module}" if isinstance(module, str) else f"there: {module} MB (pipespec generate --system spd)",
     )
 
 

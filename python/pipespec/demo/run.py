@@ -79,7 +79,7 @@ def run_demo(size: DemoSize, prompt: str | None = None, folder: Path | None = No
                 sizes = ", ".join(f"{model.num_parameters() / 1e6:.1f} M" for model in family.models.values())
                 title = f"three models at once ({sizes} parameters), one text"
                 most = min(2 * new_tokens, family.most_new_tokens(measured[:1]))
-                stream_text(console, family, first.pipe, measured[0], most, title, legend=True)
+                stream_text(console, family, first.pipe, measured[0], most, title)
             display.start()
             comparison.start(others[0])
             comparison.tune(others, size.settings)
@@ -108,11 +108,9 @@ def run_demo(size: DemoSize, prompt: str | None = None, folder: Path | None = No
     return True
 
 
-def stream_text(
-    console: Console, family: Family, pipe: BasePipeline, prompt: str, new_tokens: int, title: str, legend: bool = False
-) -> None:
-    """Generate for one prompt, showing the text as it is committed. ``legend``: in two colours, for accepted and for own tokens."""
-    drafted_style, own_style = ("green", "bold yellow") if legend else ("", "")
+def stream_text(console: Console, family: Family, pipe: BasePipeline, prompt: str, new_tokens: int, title: str) -> None:
+    """Generate for one prompt, showing the text as it is committed, in two colours, for accepted and for own tokens."""
+    drafted_style, own_style = "green", "bold yellow"
 
     def write(text: str, drafted: bool) -> None:
         console.print(Text(text, style=drafted_style if drafted else own_style), end="")
@@ -121,9 +119,8 @@ def stream_text(
     ids = family.encode(prompt)
     pipe.generate(ids, max_new_tokens=1, do_sample=False)  # the first call is slow
     console.rule(title)
-    if legend:
-        console.print(Text("drafted and accepted", style="green"), "/", Text("the target's own", style="bold yellow"))
-        console.print()
+    console.print(Text("drafted and accepted", style=drafted_style), "/", Text("the target's own", style=own_style))
+    console.print()
     console.print(Text(prompt, style="dim"), end="")
     pipe.generate(ids, max_new_tokens=new_tokens, do_sample=False, streamer=stream)
     console.print("\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,13 +12,24 @@ from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import described, forward, forward_row, native_form_of, recheck, release, wide_columns
-from pipespec.engine.group import ForwardGroup
 from pipespec.engine.inputs import StageInputs
-from pipespec.models.devices import input_device
+from pipespec.models.devices import input_device, tensor_parallel_size
 from pipespec.models.properties import embedding_size
+
+if TYPE_CHECKING:
+    from pipespec.engine.group import ForwardGroup
 
 PROMPT_TAIL = 64
 """Tokens of a prompt that a draft reads if it begins late. The rest hardly helps it, and would delay the text."""
+
+
+def forward_group(model: PreTrainedModel) -> ForwardGroup | None:
+    """The processes that share a model's tensors; None for one that is whole in this process. All pipelines on a model share it."""
+    if tensor_parallel_size(model) == 1:
+        return None
+    from pipespec.engine.group import ForwardGroup
+
+    return ForwardGroup.of(model)
 
 
 class CachedText:
@@ -47,7 +59,7 @@ class CachedText:
         self._skipped: list[int] = []
         self._unread: list[int] | None = None
         self._clamp: int | None = None
-        self._group = ForwardGroup.of(model)
+        self._group = forward_group(model)
         self._prompt_logits: torch.Tensor | None = None
         self.reads_wide = True
         """Whether the model's own modules read long parts of a prompt, see :func:`pipespec.engine.forward.wide_columns`."""

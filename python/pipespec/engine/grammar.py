@@ -12,8 +12,6 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from pipespec_kernels import ops
-
 
 @runtime_checkable
 class TokenMatcher(Protocol):
@@ -171,11 +169,3 @@ class Grammar:
         if accepted:
             self._accepted[row].append(token)
         return accepted
-
-
-def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, **counts: Any) -> None:
-    """Forbid tokens in float32 logits ``[B, Q, V]``, in place; see :func:`pipespec_kernels.ops.penalize`."""
-    rows, width, _ = logits.shape
-    nothing = torch.full((rows, width), -1, dtype=torch.int32, device=logits.device)
-    none = torch.zeros(rows, dtype=torch.int32, device=logits.device)
-    ops.penalize(logits, nothing, nothing.clone(), none, bitmask=bitmask.to(logits.device), **counts)

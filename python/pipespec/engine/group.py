@@ -20,7 +20,6 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from pipespec.models.compat import tensor_parallel_group
-from pipespec.models.devices import tensor_parallel_size
 
 _FIRST = 512
 """Integers of the first block of an announcement. Longer ones take a second block."""
@@ -60,10 +59,8 @@ class ForwardGroup:
         self.rank = dist.get_group_rank(self._group, dist.get_rank())
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> ForwardGroup | None:
-        """The group of a model; None for one that is whole in this process. All pipelines on a model share it."""
-        if tensor_parallel_size(model) == 1:
-            return None
+    def of(cls, model: PreTrainedModel) -> ForwardGroup:
+        """The group of a model that is spread over processes. All pipelines on it share the group."""
         if model not in _groups:
             _groups[model] = cls(model)
         return _groups[model]

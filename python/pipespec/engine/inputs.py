@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pipespec.config import WIDTH
-from pipespec.engine.grammar import Grammar
 from pipespec.engine.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from pipespec.engine.grammar import Grammar
 
 INITIAL_CAPACITY = 1024
 """Generated tokens that a new cache has room for. A cache that becomes full doubles."""

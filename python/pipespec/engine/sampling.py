@@ -10,19 +10,21 @@ import copy
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from transformers.generation import logits_process as hf
 
 from pipespec.engine.acceptance import Acceptance
-from pipespec.engine.grammar import Grammar, apply_bitmask
 from pipespec.errors import callers_code
 from pipespec_kernels import ops
 from pipespec_kernels.confidence import confidence
 from pipespec_kernels.noise import ALL_DRAWN, Noise
 from pipespec_kernels.penalties import Penalties
+
+if TYPE_CHECKING:
+    from pipespec.engine.grammar import Grammar
 
 _Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -714,6 +716,14 @@ def logprobs_of(
         top_n=top_n,
     )
     return torch.cat([chosen[:, :, None], top], -1), top_ids
+
+
+def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, **counts: Any) -> None:
+    """Forbid tokens in float32 logits ``[B, Q, V]``, in place; see :func:`pipespec_kernels.ops.penalize`."""
+    rows, width, _ = logits.shape
+    nothing = torch.full((rows, width), -1, dtype=torch.int32, device=logits.device)
+    none = torch.zeros(rows, dtype=torch.int32, device=logits.device)
+    ops.penalize(logits, nothing, nothing.clone(), none, bitmask=bitmask.to(logits.device), **counts)
 
 
 def check_drawn(undrawn: torch.Tensor) -> None:

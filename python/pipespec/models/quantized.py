@@ -10,17 +10,19 @@ import contextvars
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from pipespec.models.gguf import GgufFile
 from pipespec.models.properties import text_config
 from pipespec_kernels.formats import FORMATS, QuantizedMatrix, WeightFormat, dequantize
 from pipespec_kernels.packed import PackedMatrix
+
+if TYPE_CHECKING:
+    from pipespec.models.gguf import GgufFile
 
 _drops: contextvars.ContextVar[bool] = contextvars.ContextVar("drops", default=False)
 
