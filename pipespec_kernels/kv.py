@@ -17,14 +17,11 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pipespec_kernels import arguments, dispatch, reference
 from pipespec_kernels.library import call, register, traced
 from pipespec_kernels.specs import (
-    FLOATS,
-    INTEGERS,
     check,
     check_last,
     check_out,
@@ -102,8 +99,6 @@ def _kv_append(
     n_new: Tensor | None = None,
     check_counts: bool = False,
 ) -> None:
-    if _plain_append(keys, values, k_cache, v_cache, lengths, n_new):
-        return
     _check_append(keys, values, k_cache, v_cache, lengths, n_new)
     arguments.check_flag("check_counts", check_counts)
     kernels, width = kernels_for(k_cache), keys.shape[2]
@@ -115,64 +110,6 @@ def _kv_append(
     if check_counts or kernels is None:
         check_fits(lengths, n_new, width, k_cache.shape[2], "n_new")
     (kernels or reference).kv_append(keys, values, k_cache, v_cache, lengths, n_new)
-
-
-def _plain_append(
-    keys: Tensor, values: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, n_new: Tensor | None
-) -> bool:
-    """Append by the native code, if a short look shows that all arguments are right; returns whether it did.
-
-    The checks that name what is wrong take longer than the copy of a step. They follow where this returns False.
-    """
-    if not is_plain(k_cache, v_cache, keys, values, dense=False) or (native := native_for(k_cache)) is None:
-        return False
-    shape, new = k_cache.shape, keys.shape
-    if len(shape) != 4 or len(new) != 4 or v_cache.shape != shape or values.shape != new:
-        return False
-    (rows, heads, capacity, dim), width, size = shape, new[2], k_cache.element_size()
-    if (
-        (new[0], new[1], new[3]) != (rows, heads, dim)
-        or dim == 0
-        or capacity >= 2**31
-        or not _plain_rows(lengths, rows)
-    ):
-        return False
-    if n_new is not None and not _plain_rows(n_new, rows):
-        return False
-    places = []
-    for tensor in (k_cache, v_cache, keys, values):
-        row, head, position, last = tensor.stride()
-        # Strides of 0 are for the checks: they are wrong in storage only.
-        if last != 1 or not (row and head and position):
-            return False
-        places.append((tensor.data_ptr(), row * size, head * size, position * size))
-    counts = numbers(lengths), numbers(n_new)
-    return bool(native.kv_append(*places[:2], (rows, heads, capacity, dim * size), *places[2:], width, *counts) < 0)
-
-
-def is_plain(*tensors: Any, optional: tuple[Any, ...] = (), dense: bool = True) -> bool:
-    """Whether all of these are ordinary tensors on the CPU in the dtype of the first, contiguous ones if ``dense``. Optional ones may be None."""
-    dtype = getattr(tensors[0], "dtype", None)
-    if dtype not in FLOATS:
-        return False
-    return all(
-        type(x) in arguments.PLAIN
-        and x.dtype is dtype
-        and x.is_cpu
-        and not x.is_neg()
-        and (not dense or x.is_contiguous())
-        for x in (*tensors, *(x for x in optional if x is not None))
-    )
-
-
-def _plain_rows(tensor: Any, count: int) -> bool:
-    return (
-        type(tensor) is Tensor
-        and tensor.dtype in INTEGERS
-        and tensor.is_cpu
-        and tensor.is_contiguous()
-        and tensor.shape == (count,)
-    )
 
 
 def verify_attention(
@@ -322,16 +259,37 @@ def _verify_attention(
         if bad >= 0:
             check_fits(lengths, query_lens, width, k_cache.shape[2], "query_lens")
         return out
-    if dispatch.forced:
-        step = 1 if invariant else max(width, 1)
-        for j in range(0, width, step):
-            part = slice(j, j + step)
-            fed = None if query_lens is None else (query_lens - j).clamp(0, step)
-            out[:, :, part] = reference.verify_attention(
-                q[:, :, part], k_cache, v_cache, lengths + j, fed, scale, window, softcap
+    return _by_reference(q, k_cache, v_cache, lengths, query_lens, scale, invariant, window, softcap, out)
+
+
+def _by_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    query_lens: Tensor | None,
+    scale: float | None,
+    invariant: bool,
+    window: int | None,
+    softcap: float | None,
+    out: Tensor,
+) -> Tensor:
+    """The reference's attention, which reads only the keys that a column sees. ``invariant``: every column by itself, as in a step of one column."""
+    width = q.shape[2]
+    befores, fed = lengths.tolist(), [width] * q.shape[0] if query_lens is None else query_lens.tolist()
+    if min(fed, default=width) < width:
+        out.zero_()
+    for row, before in enumerate(befores):
+        for begin in range(0, fed[row], 1 if invariant else width):
+            end = begin + 1 if invariant else fed[row]
+            first = 0 if window is None else max(0, before + begin + 1 - window)
+            keys, values = (cache[row : row + 1, :, first : before + end] for cache in (k_cache, v_cache))
+            seen = lengths[row : row + 1] + (begin - first)
+            queries = q[row : row + 1, :, begin:end]
+            out[row : row + 1, :, begin:end] = reference.verify_attention(
+                queries, keys, values, seen, None, scale, window, softcap
             )
-        return out
-    return _attention(q, k_cache, v_cache, lengths.tolist(), query_lens, scale, invariant, window, softcap, out)
+    return out
 
 
 def _check_attention(
@@ -372,64 +330,6 @@ def _check_workspace(workspace: Any, q: Tensor, k_cache: Tensor) -> None:
     size = workspace.shape[0] if isinstance(workspace, Tensor) and workspace.dim() == 1 else 0
     check_tensor(workspace, "workspace", (torch.int32,), (max(size, least),), q.device, "q")
     check_last(workspace, "workspace")
-
-
-def _attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: list[int],
-    query_lens: Tensor | None,
-    scale: float | None,
-    invariant: bool,
-    window: int | None,
-    softcap: float | None,
-    out: Tensor,
-) -> Tensor:
-    """Attention by torch. ``invariant``: every column by itself, as in a step of one column."""
-    batch, width = q.shape[0], q.shape[2]
-    fed = [width] * batch if query_lens is None else query_lens.tolist()
-    if len({*zip(lengths, fed, strict=True)}) == 1 and not invariant:
-        parts = [(slice(0, batch), 0, fed[0], lengths[0])]
-    elif invariant:
-        parts = [(slice(r, r + 1), j, j + 1, lengths[r] + j) for r in range(batch) for j in range(fed[r])]
-    else:
-        parts = [(slice(r, r + 1), 0, fed[r], lengths[r]) for r in range(batch)]
-    if min(fed, default=width) < width:
-        out.zero_()
-    grouped = q.shape[1] != k_cache.shape[1]
-    for rows, begin, end, before in parts:
-        columns = end - begin
-        if columns == 0:
-            continue
-        top = before + columns
-        # Keys that no column sees are not read.
-        first = 0 if window is None else max(0, before + 1 - window)
-        keys, values, queries = k_cache[rows, :, first:top], v_cache[rows, :, first:top], q[rows, :, begin:end]
-        mask = None if columns == 1 else _lower_right(columns, top - first, q.device, window)
-        if softcap is None:
-            result = F.scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=grouped)
-        else:
-            result = _capped(queries, keys, values, mask, q.shape[3] ** -0.5 if scale is None else scale, softcap)
-        out[rows, :, begin:end] = result
-    return out
-
-
-def _lower_right(columns: int, keys: int, device: torch.device, window: int | None) -> Tensor:
-    """Causal mask in which the last column sees the last key, and each column at most ``window`` of them."""
-    at, own = torch.arange(keys, device=device), torch.arange(keys - columns, keys, device=device)[:, None]
-    return at <= own if window is None else (at <= own) & (at > own - window)
-
-
-def _capped(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
-    """Attention whose scores are capped, which torch's own does not do. In float32 at least."""
-    group, dtype = queries.shape[1] // keys.shape[1], queries.dtype
-    queries, keys, values = (x.to(torch.promote_types(dtype, torch.float32)) for x in (queries, keys, values))
-    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    scores = softcap * torch.tanh(queries @ keys.transpose(2, 3) * (scale / softcap))
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf)
-    return (torch.softmax(scores, -1) @ values).to(dtype)
 
 
 def refuse_gradients(operation: str, *tensors: Any) -> None:

@@ -22,7 +22,6 @@ from pipespec_kernels import arguments, dispatch, reference
 from pipespec_kernels.kv import (
     NATIVE_DTYPES,
     check_fits,
-    is_plain,
     kernels_for,
     native_for,
     numbers,
@@ -81,9 +80,6 @@ def add_rms_norm(
     """
     refuse_gradients("add_rms_norm", x, residual, weight, bias, out, residual_out)
     arguments.check_flag("one_plus_weight", one_plus_weight)
-    found = _plain_norm(x, residual, weight, eps, one_plus_weight, bias, out, residual_out)
-    if found is not None:
-        return found
     _check_norm(x, residual, weight, eps, one_plus_weight, bias)
     _check_outs(x, residual, out, residual_out)
     kernels = dispatch.kernels(x)
@@ -135,57 +131,6 @@ def _check_norm(
     _check_eps(eps)
 
 
-def _plain_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    one_plus_weight: bool,
-    bias: Tensor | None,
-    out: Tensor | None,
-    residual_out: Tensor | None,
-) -> tuple[Tensor, Tensor] | None:
-    """The result by the native code, if a short look shows that all arguments are right and contiguous; else None.
-
-    The checks that name what is wrong take longer than the arithmetic of a step.
-    """
-    if not is_plain(x, weight, optional=(residual, bias, out, residual_out)) or (native := native_for(x)) is None:
-        return None
-    shape, code = x.shape, NATIVE_DTYPES.get(x.dtype)
-    if code is None or not shape or not x.numel() or not isinstance(eps, float) or not 0 <= eps < math.inf:
-        return None
-    if residual is None and residual_out is not None:
-        return None
-    hidden = shape[-1]
-    vectors_fit = weight.shape == (hidden,) and (bias is None or bias.shape == (hidden,))
-    if not vectors_fit or any(t is not None and t.shape != shape for t in (residual, out, residual_out)):
-        return None
-    normed, total, before = torch.empty_like(x) if out is None else out, x, 0
-    if residual is not None:
-        total, before = torch.empty_like(x) if residual_out is None else residual_out, residual.data_ptr()
-    if residual is not None and total is normed:
-        return None
-    rows = x.numel() // hidden
-    native.add_rms_norm(
-        getattr(native, code),
-        rows,
-        hidden,
-        x.data_ptr(),
-        hidden,
-        before,
-        hidden,
-        weight.data_ptr(),
-        arguments.address(bias),
-        eps,
-        one_plus_weight,
-        normed.data_ptr(),
-        hidden,
-        total.data_ptr(),
-        hidden,
-    )
-    return normed, total
-
-
 def _check_outs(x: Tensor, residual: Tensor | None, out: Tensor | None, residual_out: Tensor | None) -> None:
     if residual_out is not None and (residual is None or residual_out is out):
         raise ValueError("residual_out is for a sum with a residual, and not the same tensor as out")
@@ -225,9 +170,6 @@ def silu_mul(gate_up: Tensor, *, activation: str = "silu", out: Tensor | None = 
         tensor([[0.0000, 1.4621]])
     """
     refuse_gradients("silu_mul", gate_up, out)
-    found = _plain_silu_mul(gate_up, activation, out)
-    if found is not None:
-        return found
     _check_gate_up(gate_up, activation)
     if out is not None:
         _check_out_half(out, gate_up)
@@ -270,24 +212,6 @@ def _check_gate_up(gate_up: Tensor, activation: str) -> None:
 def _check_out_half(out: Tensor, gate_up: Tensor) -> None:
     _check_like(out, "out", gate_up, _half_shape(gate_up), "gate_up")
     check_distinct(out, "out")
-
-
-def _plain_silu_mul(gate_up: Tensor, activation: str, out: Tensor | None) -> Tensor | None:
-    """As :func:`_plain_norm`."""
-    if not is_plain(gate_up, optional=(out,)) or (native := native_for(gate_up)) is None:
-        return None
-    shape, code = gate_up.shape, NATIVE_DTYPES.get(gate_up.dtype)
-    number = _NATIVE_ACTIVATIONS.get(activation) if isinstance(activation, str) else None
-    if code is None or number is None or not shape or shape[-1] % 2 or not (count := gate_up.numel()):
-        return None
-    size = shape[-1] // 2
-    if out is None:
-        out = gate_up.new_empty((*shape[:-1], size))
-    elif out.shape != (*shape[:-1], size):
-        return None
-    rows = count // shape[-1]
-    native.silu_mul(getattr(native, code), number, rows, size, gate_up.data_ptr(), shape[-1], out.data_ptr(), size)
-    return out
 
 
 # --- rope_append -----------------------------------------------------------------------------------------------------
