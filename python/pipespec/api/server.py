@@ -157,7 +157,8 @@ def _before_stop(text: str, stops: tuple[str, ...], stopped: bool = False) -> tu
     found = min((at for stop in stops if (at := text.find(stop)) >= 0), default=-1)
     if stopped or found >= 0:
         return "" if stopped else text[:found], "", True
-    held = max(n for n in range(len(max(stops, key=len)) + 1) if any(s.startswith(text[len(text) - n :]) for s in stops))  # fmt: skip
+    longest = min(len(text), max(map(len, stops)))
+    held = next(n for n in range(longest, -1, -1) if any(stop.startswith(text[len(text) - n :]) for stop in stops))
     return text[: len(text) - held], text[len(text) - held :], False
 
 
@@ -225,7 +226,8 @@ class _Requests(utils.GenerateManager):
         if limit is not None and prompt >= limit:
             raise HTTPException(400, f"the prompt has {prompt} tokens; the model's limit is {limit} with the answer")
         if limit is not None:
-            config.max_new_tokens = min(config.max_new_tokens, limit - prompt)
+            room = limit - prompt
+            config.max_new_tokens = room if config.max_new_tokens is None else min(config.max_new_tokens, room)
         options |= _options.get()
         if not self._places.acquire(blocking=False):
             raise HTTPException(429, "the queue is full: try again later", {"Retry-After": "1"})
