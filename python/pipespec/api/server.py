@@ -11,9 +11,9 @@ import asyncio
 import inspect
 import json
 import threading
-import time
 from collections.abc import Callable
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, HTTPException
@@ -100,7 +100,8 @@ class _OneModel(ModelManager):
 
     def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
         super().__init__()
-        self.force_model, self._loaded, self._created = name, (model, tokenizer), int(time.time())
+        self.force_model, self._loaded = name, (model, tokenizer)
+        self._created = int(Path(name).stat().st_mtime) if Path(name).exists() else 0
 
     def load_model_and_processor(self, *args: Any, **kwargs: Any) -> Any:
         return self._loaded
