@@ -1,4 +1,4 @@
-# make demo   the demonstration, on a fresh machine        make native   rebuild the native modules after a change
+# make demo   the demonstration, on a fresh machine        make demo-real the same with a real model, 1.7 GB
 # make test   everything that must pass, few trials        make test-all the same with all trials, and the coverage
 # make bench  the table of the bundled family, measured here
 #
@@ -25,12 +25,12 @@ JOBS ?= $(shell nproc)
 CPP_FILES = $(shell find csrc tests/native -name '*.?pp' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all lint format types native native-test pytest test-oldest bench check-results docs \
+.PHONY: help env demo demo-real test test-all lint format types native native-test pytest test-oldest bench check-results docs \
   test-real check-clean-build clean
 
 help:
 	@sed -n '1,6s/^# \{0,1\}//p' Makefile
-	@echo "also: env lint format types native-test pytest test-oldest test-real check-results docs check-clean-build clean"
+	@echo "also: env lint format types native native-test pytest test-oldest test-real check-results docs check-clean-build clean"
 
 # --- the environment ---------------------------------------------------------------------------------------------
 .venv/tools.stamp: constraints.txt
@@ -55,6 +55,12 @@ env: $(DEV)
 # --- what users run ----------------------------------------------------------------------------------------------
 demo: $(RUNTIME) native
 	$(BIN)/pipespec demo
+
+# Fetches the real family (1.7 GB, once) and shows a small version of the README's table.
+demo-real: $(DEV) native
+	$(PY) -m tools.real_models $(REAL)
+	$(PY) -m bench.bench_real --models $(REAL) --hf bfloat16 --rows default "GGUF, plain" "GGUF, default" --new-tokens 32 --repeats 1 \
+	  --prompts code=bench/configs/demo_code.jsonl chat=bench/configs/demo_chat.jsonl --json build/bench/demo_real.json
 
 # The steps in order, with the time of each; the first failure ends it.
 STEPS = lint types native native-test pytest test-oldest
@@ -137,9 +143,9 @@ test-real: $(DEV) native
 bench: $(RUNTIME) native
 	$(PY) -m bench.bench_generate --rows assisted lookup ours-plain lockstep workers --json build/bench/generate.json
 
-# Which files of bench/results were measured by code that has changed since.
-check-results: $(DEV)
-	$(PY) -m bench.check_results
+# Fails where README or docs quote figures of bench/results that are older than the code that they measure. Needs the history.
+check-results:
+	$(PYTHON) -m bench.check_results
 
 # The documentation site, in build/site. A broken link or a missing docstring reference is an error.
 docs: $(DEV)

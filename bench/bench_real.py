@@ -402,6 +402,7 @@ def measure(options: argparse.Namespace) -> None:
         "failed": failed,
     }
     save(options.json, record)
+    print(readme_table(record))
 
 
 if __name__ == "__main__":

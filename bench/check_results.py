@@ -1,13 +1,14 @@
-"""Which files of bench/results are older than the code that they measure. ``python -m bench.check_results``
+"""Which files of bench/results are older than the code that they measure, or quoted nowhere. ``python -m bench.check_results``
 
 Each file names the commit that it measured (``pipespec.bench.machine``). A file is outdated where a later commit changes one of its sources in
-:data:`SOURCES`. Exit status: 0, or 1 under ``--strict`` if a file is not current.
+:data:`SOURCES`. README.md and the pages of docs/ quote a file by its path. Exit status: 0, or 1 if a file is not current, or not quoted, or quoted and not there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -34,7 +35,6 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "exact.json": (*_ENGINE, "bench/exact.py"),
     "exact_real.json": (*_ENGINE, "bench/exact.py"),
     "generate_cpu.json": (*_GENERATE, "python/pipespec/demo"),
-    "kernels_cpu.json": (*_KERNELS, "bench/kernels.py"),
     "planted_bfloat16.json": (*_GENERATE, "bench/planted.py"),
     "planted_float32.json": (*_GENERATE, "bench/planted.py"),
     "prompt.json": (*_ENGINE, "bench/bench_prompt.py"),
@@ -82,22 +82,33 @@ def state(root: Path, file: Path, sources: Sequence[str]) -> tuple[bool, str]:
     return True, f"measured {named}"
 
 
+def quoted(root: Path) -> set[str]:
+    """The results files that README.md and the pages of docs/ name."""
+    pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    texts = (page.read_text(encoding="utf-8") for page in pages if page.exists())
+    return {name for text in texts for name in re.findall(r"bench/results/(\w+\.json)", text)}
+
+
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.check_results", description=__doc__.splitlines()[0])
-    parser.add_argument("--strict", action="store_true", help="exit status 1 if a file is not current")
-    strict = parser.parse_args(arguments).strict
+    parser.parse_args(arguments)
     if _git(root, "rev-parse", "HEAD").returncode:
         print(f"{root} is no git repository: there is no history to compare with", file=sys.stderr)
         return 2
-    outdated = 0
-    for file in sorted((root / RESULTS).glob("*.json")):
-        if file.name in SOURCES:
-            is_current, reason = state(root, file, SOURCES[file.name])
-        else:
+    names, found = quoted(root), {file.name: file for file in (root / RESULTS).glob("*.json")}
+    failed = 0
+    for name in sorted(names | found.keys()):
+        if name not in found:
+            is_current, reason = False, "is quoted, and not there"
+        elif name not in SOURCES:
             is_current, reason = False, "has no entry in SOURCES of bench/check_results.py"
-        outdated += not is_current
-        print(f"{'current ' if is_current else 'outdated'}  {RESULTS / file.name}: {reason}")
-    return 1 if strict and outdated else 0
+        elif name not in names:
+            is_current, reason = False, "is quoted nowhere in README.md and docs/: delete it"
+        else:
+            is_current, reason = state(root, found[name], SOURCES[name])
+        failed += not is_current
+        print(f"{'current' if is_current else 'FAILED '}  {RESULTS / name}: {reason}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

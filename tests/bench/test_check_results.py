@@ -35,10 +35,12 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def measured(root: Path, name: str, **content: object) -> None:
     (root / check_results.RESULTS / name).write_text(json.dumps(content))
+    with (root / "README.md").open("a") as page:
+        print(f"[figures]({check_results.RESULTS}/{name})", file=page)
 
 
-def run(root: Path, capsys: pytest.CaptureFixture[str], strict: bool = True) -> tuple[int, str]:
-    status = check_results.main(["--strict"] if strict else [], root)
+def run(root: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    status = check_results.main([], root)
     return status, capsys.readouterr().out
 
 
@@ -46,13 +48,12 @@ def test_current_until_a_source_changes(root: Path, capsys: pytest.CaptureFixtur
     first = commit(root, source="1", other="1")
     measured(root, "a.json", machine={"commit": first})
     commit(root, other="2")
-    assert run(root, capsys) == (0, f"current   bench/results/a.json: measured {first}\n")
+    assert run(root, capsys) == (0, f"current  bench/results/a.json: measured {first}\n")
     last = commit(root, source="2")
     status, out = run(root, capsys)
     assert status == 1
     assert "1 later commits change its sources" in out
     assert last[:7] in out
-    assert run(root, capsys, strict=False)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -81,14 +82,29 @@ def test_uncommitted_changes_and_files_without_an_entry(root: Path, capsys: pyte
     assert "b.json: has no entry in SOURCES" in out
 
 
+def test_figures_that_no_page_quotes_and_pages_without_figures(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head = commit(root, source="1")
+    measured(root, "a.json", commit=head)
+    assert run(root, capsys)[0] == 0
+    (root / "README.md").write_text("[figures](bench/results/gone.json)")
+    status, out = run(root, capsys)
+    assert status == 1
+    assert "a.json: is quoted nowhere" in out
+    assert "gone.json: is quoted, and not there" in out
+    (root / "docs").mkdir()
+    (root / "docs" / "speed.md").write_text("`bench/results/a.json`")
+    assert "current  bench/results/a.json" in run(root, capsys)[1]
+
+
 def test_no_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_results.main([], tmp_path) == 2
     assert "no git repository" in capsys.readouterr().err
 
 
-def test_the_table_names_the_files_of_this_tree() -> None:
+def test_every_file_of_this_tree_has_sources_and_is_quoted() -> None:
     results = check_results.ROOT / check_results.RESULTS
-    assert set(check_results.SOURCES) == {file.name for file in results.glob("*.json")}
+    there = {file.name for file in results.glob("*.json")}
+    assert set(check_results.SOURCES) == there == check_results.quoted(check_results.ROOT)
     for sources in check_results.SOURCES.values():
         for source in sources:
             assert (check_results.ROOT / source).exists(), source

@@ -116,7 +116,7 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
     elif any(value is not None for value in (args.stages, args.timeout)):
         raise ValueError("--stages and --timeout are options of --system spd")
     else:
-        target, drafts, dtype = chosen_models(args, lambda: _bundled(args.schedule, args.acceptance))
+        target, drafts, dtype = chosen_models(args, lambda: bundled_drafts(args.schedule, args.acceptance))
     with working("importing torch and transformers"):
         from pipespec.models.tokenizers import load_tokenizer
         from pipespec.observe.text import TextStream
@@ -213,7 +213,7 @@ def _encode(tokenizer: Any, prompt: str, chat: bool) -> Any:
     )
 
 
-def _bundled(schedule: str | None, acceptance: str) -> list[str]:
+def bundled_drafts(schedule: str | None, acceptance: str) -> list[str]:
     """Drafts of the bundled family; with few cores, one draft, since a worker process needs a core of its own."""
     row = None if schedule is None else SCHEDULES[schedule]
     if row is not None and row.needs_ranks:  # as many as there are ranks

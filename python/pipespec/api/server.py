@@ -1,0 +1,249 @@
+"""An OpenAI-compatible server: the handlers and routes of ``transformers serve``, with a pipeline's ``generate()``.
+
+transformers' handlers read the requests and write the answers. What differs from ``transformers serve``: a request has its own seed, penalties and
+stop strings as OpenAI's API defines them; an option without an effect is refused; the queue is bounded; requests whose client has
+gone are cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, HTTPException
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+from jinja2 import TemplateError
+from transformers.cli.serving import utils
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.server import build_server
+
+from pipespec.api.pipeline import Pipeline
+from pipespec.api.server_metrics import ServerMetrics
+from pipespec.models.tokenizers import backend_of
+
+_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
+_OWN = ("seed", "presence_penalty", "frequency_penalty", "logit_bias")
+_HARMLESS = {"user", "metadata", "store", "stream_options", "service_tier", "parallel_tool_calls", "prediction"}
+_NEUTRAL = {
+    "n": 1,
+    "best_of": 1,
+    "logprobs": False,
+    "echo": False,
+    "tool_choice": "auto",
+    "response_format": {"type": "text"},
+}
+_INPUT_ERRORS = (HTTPException, RequestValidationError, ValueError, TypeError, KeyError, NotImplementedError, TemplateError)  # fmt: skip
+
+# Of the request that a task handles: the options of generate() that transformers' handlers do not have, and ASGI's receive().
+_options: ContextVar[dict[str, Any]] = ContextVar("options")
+_receive: ContextVar[Callable[[], Any]] = ContextVar("receive")
+
+
+def make_app(pipe: Pipeline, tokenizer: Any, name: str, *, queue: int = 16, cors: bool = False) -> FastAPI:
+    """Make the ASGI application.
+
+    Args:
+        pipe: Its ``generate()`` writes the texts, one request after the other.
+        tokenizer: The target's, a fast one.
+        name: The model's name in requests and answers.
+        queue: Requests that may wait; further ones get status 429.
+        cors: Let pages of other origins read the answers.
+    """
+    manager, state, metrics = _OneModel(pipe.target, tokenizer, name), utils.GenerationState(), ServerMetrics(name)
+    requests = _Requests(pipe, metrics, queue)
+    state.get_manager = lambda *args, **kwargs: requests
+    handlers = {"chat_handler": ChatCompletionHandler, "completion_handler": CompletionHandler}
+    made = {key: _handler(kind)(manager, state) for key, kind in handlers.items()}
+    made |= {key: None for key in inspect.signature(build_server).parameters if key.endswith("_handler") and key not in made}  # fmt: skip
+    app = build_server(manager, generation_state=state, enable_cors=cors, **made)
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in _ROUTES]
+    app.get("/metrics")(lambda: PlainTextResponse(metrics.text()))
+    for kind in (*_INPUT_ERRORS, utils._GenerationCancelled, Exception):
+        app.add_exception_handler(kind, _error)
+    app.add_middleware(_Connection)
+    return app
+
+
+def _error(request: Any, error: Exception) -> JSONResponse:
+    """An error in OpenAI's form."""
+    status = getattr(error, "status_code", 400 if isinstance(error, _INPUT_ERRORS) else 500)
+    message = f"the request has no {error}" if isinstance(error, KeyError) else getattr(error, "detail", str(error))
+    if isinstance(error, RequestValidationError):
+        message = f"the request is no JSON object: {error.errors()[0]['msg']}"
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return JSONResponse(body, status_code=status, headers=getattr(error, "headers", None))
+
+
+class _Connection:
+    """ASGI middleware: a request's handler can ask whether the client is still there."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        _receive.set(receive)
+        await self._app(scope, receive, send)
+
+
+class _OneModel(ModelManager):
+    """transformers' manager of models, with the one that the pipeline has loaded."""
+
+    def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
+        super().__init__()
+        self.force_model, self._loaded = name, (model, tokenizer)
+        self._created = int(Path(name).stat().st_mtime) if Path(name).exists() else 0
+
+    def load_model_and_processor(self, *args: Any, **kwargs: Any) -> Any:
+        return self._loaded
+
+    def process_model_name(self, model_id: str) -> str:
+        return model_id
+
+    def get_gen_models(self) -> list[dict[str, Any]]:
+        return [{"id": self.force_model, "object": "model", "created": self._created, "owned_by": "pipespec"}]
+
+
+def _handler(kind: Any) -> Any:
+    class Handler(kind):
+        _unused_fields = kind._unused_fields - {*_OWN, *_HARMLESS}
+
+        def _validate_request(self, body: dict[str, Any]) -> None:
+            super()._validate_request(body)
+            for field in sorted(body.keys() & self._unused_fields):
+                neutral = _NEUTRAL.get(field)
+                if body[field] is not None and (type(body[field]), body[field]) != (type(neutral), neutral):
+                    raise HTTPException(400, f"{field}={body[field]!r} is not supported: leave {field} out")
+
+        def _build_generation_config(self, body: dict[str, Any], config: Any, use_cb: bool = False) -> Any:
+            own = {field: body[field] for field in _OWN if body.get(field) is not None}
+            if "logit_bias" in own:
+                own["logit_bias"] = {int(token): float(bias) for token, bias in own["logit_bias"].items()}
+            _options.set(own)
+            rest = {field: value for field, value in body.items() if field not in _OWN}
+            made = super()._build_generation_config(rest, config, use_cb)
+            if body.get("temperature"):  # transformers keeps the model's default, which may be greedy
+                made.do_sample = True
+            return made
+
+    return Handler
+
+
+class _Streamer(utils.DirectStreamer):
+    """Streams the text up to the first stop string. What may be the beginning of one is held back."""
+
+    stops: tuple[str, ...] = ()
+    _held, _stopped = "", False
+
+    def _enqueue(self, item: Any) -> None:
+        if self.stops and type(item) is str:
+            item, self._held, self._stopped = _before_stop(self._held + item, self.stops, self._stopped)
+        elif self._held and item is None:
+            super()._enqueue(self._held)
+        if item != "":
+            super()._enqueue(item)
+
+
+def _before_stop(text: str, stops: tuple[str, ...], stopped: bool = False) -> tuple[str, str, bool]:
+    """What of ``text`` may be sent, what is held back, and whether a stop string has come."""
+    found = min((at for stop in stops if (at := text.find(stop)) >= 0), default=-1)
+    if stopped or found >= 0:
+        return "" if stopped else text[:found], "", True
+    longest = min(len(text), max(map(len, stops)))
+    held = next(n for n in range(longest, -1, -1) if any(stop.startswith(text[len(text) - n :]) for stop in stops))
+    return text[: len(text) - held], text[len(text) - held :], False
+
+
+class _Waiting:
+    """The streamer of an answer in one piece: ends the call once the client has gone."""
+
+    is_gone = False
+
+    async def watch(self, receive: Callable[[], Any]) -> None:
+        while not self.is_gone:
+            self.is_gone = (await receive())["type"] == "http.disconnect"
+
+    def put(self, tokens: Any) -> None:
+        if self.is_gone:
+            raise utils._GenerationCancelled
+
+    def end(self) -> None:
+        pass
+
+
+class _Requests(utils.GenerateManager):
+    """transformers' queue of calls, bounded, whose calls are the pipeline's."""
+
+    def __init__(self, pipe: Pipeline, metrics: ServerMetrics, queue: int) -> None:
+        super().__init__()
+        self._pipe, self._metrics, self._places = pipe, metrics, threading.BoundedSemaphore(queue + 1)
+
+    def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None) -> Any:  # fmt: skip
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        streamer = _Streamer(backend_of(processor), loop, queue, response_parser=response_parser)
+        streamer.stops = _stops(gen_config)
+        call = self._call(inputs, gen_config, streamer=streamer, tokenizer=processor)
+
+        def run() -> None:
+            try:
+                call()
+            except utils._GenerationCancelled:
+                loop.call_soon_threadsafe(queue.put_nowait, None)
+            except Exception as error:  # transformers writes the message into JSON as it is
+                escaped = json.dumps(str(error) or type(error).__name__)[1:-1]
+                loop.call_soon_threadsafe(queue.put_nowait, utils._StreamError(escaped))
+
+        self.submit(run)
+        return queue, streamer
+
+    async def generate_non_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str) -> Any:  # fmt: skip
+        waiting = _Waiting()
+        watch = asyncio.create_task(waiting.watch(_receive.get()))
+        try:
+            call = self._call(inputs, gen_config, streamer=waiting, tokenizer=processor)
+            output = await self.async_submit(call)
+        finally:
+            watch.cancel()
+        prompt, stops = inputs["input_ids"].shape[-1], _stops(gen_config)
+        text = processor.decode(output[0, prompt:], skip_special_tokens=True)
+        if stops:
+            before, held, _ = _before_stop(text, stops)
+            text = before + held
+        return text, prompt, output[0, prompt:]
+
+    def _call(self, inputs: Any, config: Any, **options: Any) -> Callable[[], Any]:
+        """A request's call, once it has a place in the queue."""
+        prompt = inputs["input_ids"].shape[-1]
+        limit = getattr(self._pipe.target.config.get_text_config(), "max_position_embeddings", None)
+        if limit is not None and prompt >= limit:
+            raise HTTPException(400, f"the prompt has {prompt} tokens; the model's limit is {limit} with the answer")
+        if limit is not None:
+            room = limit - prompt
+            config.max_new_tokens = room if config.max_new_tokens is None else min(config.max_new_tokens, room)
+        options |= _options.get()
+        if not self._places.acquire(blocking=False):
+            raise HTTPException(429, "the queue is full: try again later", {"Retry-After": "1"})
+        since = self._metrics.enter()
+
+        def call() -> Any:
+            try:
+                with self._metrics.request(since, prompt, config.max_new_tokens, self._pipe):
+                    return self._pipe.generate(**inputs, generation_config=config, **options)
+            finally:
+                self._places.release()
+
+        return call
+
+
+def _stops(config: Any) -> tuple[str, ...]:
+    stops = config.stop_strings or ()
+    return tuple(filter(None, (stops,) if isinstance(stops, str) else stops))

@@ -1,0 +1,72 @@
+"""``pipespec serve``: transformers' server, with a pipeline's generate()."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from importlib.util import find_spec
+
+from pipespec.cli.generate import bundled_drafts
+from pipespec.cli.options import (
+    Subparsers,
+    add_models,
+    at_least_one,
+    chosen_models,
+    flag,
+    one_or_all,
+    option,
+    weights_option,
+)
+from pipespec.process.progress import quiet_transformers, say, working
+
+_PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client")
+
+
+# fmt: off
+def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
+    """Add the command."""
+    parser = commands.add_parser("serve", help="serve a model with OpenAI's API", description=run.__doc__)
+    parser.set_defaults(command=run)
+    add_models(parser)
+    option(parser, "host", "ADDRESS", str, "default: %(default)s, this machine only; there are no passwords", default="127.0.0.1")
+    option(parser, "port", "N", int, "default: %(default)s; 0: a free one", default=8000)
+    option(parser, "queue", "N", int, "requests that may wait; further ones get status 429 (default: %(default)s)", default=16)
+    flag(parser, "cors", "let web pages of other origins use the server")
+    return [parser]
+# fmt: on
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve a model under /v1/chat/completions and /v1/completions, with /metrics under vLLM's names. Requests run one after the other; the text is the target's own."""
+    at_least_one(args, "queue")
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(f"pipespec serve needs {', '.join(missing)}: pip install 'pipespec[serve]'")
+    target, drafts, dtype = chosen_models(args, lambda: bundled_drafts(None, "coupled"))
+    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+    with socket.create_server((args.host, args.port), family=family) as listener, quiet_transformers():
+        with working("importing torch and transformers"):
+            import uvicorn
+
+            from pipespec.api.pipeline import Pipeline
+            from pipespec.models.tokenizers import load_tokenizer
+
+            try:
+                from pipespec.api.server import make_app
+            except ModuleNotFoundError as error:
+                raise ImportError(
+                    f"pipespec serve needs the server of a newer transformers ({error}): pip install -U transformers"
+                ) from error
+
+        with working("loading the models"):
+            pipe = Pipeline(
+                target, drafts, dtype=dtype, weights=weights_option(args), device=one_or_all(args.device), trust_remote_code=args.trust_remote_code
+            )  # fmt: skip
+        with pipe:
+            tokenizer = load_tokenizer(target, trust_remote_code=args.trust_remote_code)
+            app = make_app(pipe, tokenizer, str(target), queue=args.queue, cors=args.cors)
+            host, port = listener.getsockname()[:2]
+            say(f"serving {target} on http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+            settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
+            uvicorn.Server(settings).run(sockets=[listener])
+    return 0
