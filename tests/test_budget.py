@@ -21,7 +21,7 @@ PYTHON = ("python/pipespec", "pipespec_kernels", "bench", "tools")
 FOLDERS = {
     "csrc": 13_700,
     "pipespec_kernels": 8_600,
-    "python/pipespec": 30_800,
+    "python/pipespec": 31_100,
     "bench": 8_300,
     "tools": 1_500,
     "tests": 53_000,

@@ -290,8 +290,8 @@ class Way:
             return False
         if self.door == "spd":  # the target is in stages; its drafts propose one token at a time
             return chain in (CHAINS["two"], CHAINS["right"], CHAINS["wrong"], CHAINS["index"])
-        if self.row.needs_ranks and chain.options:
-            return False  # each rank loads its own model, with its tokenizer
+        if self.row.needs_ranks and (chain.options or chain is CHAINS["index"]):
+            return False  # each rank loads its own model, with its tokenizer; an index has no rank
         return chain is not CHAINS["alone"] and chain.uses <= self.row.options
 
     @property

@@ -207,7 +207,7 @@ def check_report(opened: Opened, name: str, leaves: bool) -> None:
         assert report.accepted <= report.checked
         assert opened.chain.agrees is None or name != "greedy" or (report.accepted > 0) == opened.chain.agrees
         return
-    assert report.decisions if leaves else report.schedule == way.row.name
+    assert report.decisions if leaves else report.schedule == way.row.name, report
     if not way.row.has_drafts:
         assert [stage.name for stage in report.stages] == ["target"]
         return
@@ -225,8 +225,9 @@ def check_report(opened: Opened, name: str, leaves: bool) -> None:
 
 def waits(opened: Opened, name: str) -> bool:
     """Whether the target waits for its drafts in this call, so that their number does not depend on the machine."""
-    needs_models = not opened.chain.uses
-    return name == "greedy" and needs_models and opened.way.is_asynchronous and not opened.way.row.needs_ranks
+    # The wait is a hook, which an exact target does not take.
+    can_wait = not opened.chain.uses and "exact" not in opened.chain.options
+    return name == "greedy" and can_wait and opened.way.is_asynchronous and not opened.way.row.needs_ranks
 
 
 def keep_up(opened: Opened, name: str, mask: torch.Tensor) -> Any:
