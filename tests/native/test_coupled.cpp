@@ -27,12 +27,6 @@ namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return bits;
-}
-
 float bound(uint32_t r) {
   const float f = float(int32_t(r >> 1));
   return noise::kBoundOffset - noise::kBoundSlope * float(int32_t(bits_of(f)));
