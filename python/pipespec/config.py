@@ -47,6 +47,8 @@ class SpeculationConfig:
         exact: The target runs in a form whose bits depend on neither batch nor width (on the CPU the native one, in captured steps the exact
             fused one), or a call is refused.
         ngram: The first draft, if it is an n-gram index instead of a model (:class:`pipespec.engine.ngram.NgramDraft`). It has its place in ``lookahead``.
+        head: The draft, if it is a head that reads the target's hidden states: its path, or once it is loaded the
+            :class:`pipespec.drafts.head.DraftHead`. It has its place in ``lookahead``.
         acceptance: One of :data:`ACCEPTANCES`, see :mod:`pipespec.engine.acceptance`.
         translation: The two tokenizers, if the first draft has another one than the target (:class:`pipespec.engine.translation.Translation`).
         confidence: Drafts publish how sure they are of their tokens. They stop, and the target verifies, decodes or waits, by what these tokens
@@ -66,6 +68,7 @@ class SpeculationConfig:
     native: bool = True
     exact: bool = False
     ngram: Any = None
+    head: Any = None
     acceptance: str = "coupled"
     translation: Any = None
     confidence: bool = False
@@ -158,6 +161,10 @@ class SpeculationConfig:
         config = replace(config, lookahead=per_draft)
         if len(config.lookahead) != num_drafts:
             raise ValueError(f"lookahead: one per draft, {num_drafts}, not {len(config.lookahead)}")
+        if config.head is not None and config.ngram is not None and not config.controlled:
+            raise ValueError(
+                "an n-gram draft beside a draft head needs the controller, which chooses between them: leave lookahead out"
+            )
         return config
 
     @property

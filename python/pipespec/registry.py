@@ -16,17 +16,19 @@ from typing import Any
 OPTIONS = {
     "graphs": "graphs=True",
     "ngram": "an n-gram draft",
+    "head": "a draft head",
     "translation": "a draft with another tokenizer",
     "confidence": "confidence=True",
     "acceptance": "rejection sampling (acceptance=)",
 }
 """The options of :class:`pipespec.config.SpeculationConfig` that some schedules do not take, and how messages call them."""
 
-UNCAPTURED = frozenset({"ngram", "translation", "confidence", "acceptance"})
+UNCAPTURED = frozenset({"ngram", "head", "translation", "confidence", "acceptance"})
 """Options that no captured step takes."""
 
 EXCLUDED = {
     "acceptance": ("ngram", "translation", "confidence", "exact"),
+    "head": ("acceptance", "confidence"),
 }
 """By option, those that it excludes: rejection sampling needs the distribution of the one draft that drew a token."""
 
@@ -101,7 +103,7 @@ LOCKSTEP = Schedule(
     "pipespec.schedules.lockstep:LockstepDriver",
     "one after the other, in one process; with `graphs=True` a round is one captured CUDA graph",
     "a CPU, one GPU",
-    frozenset({"graphs", "ngram", "translation", "confidence", "acceptance"}),
+    frozenset({"graphs", "ngram", "head", "translation", "confidence", "acceptance"}),
     lookahead=4,  # each draft token is paid for with its own time
     captured="pipespec.schedules.graphs.rounds:RoundsDriver",
     controlled="pipespec.schedules.controlled:ControlledDriver",
@@ -164,6 +166,7 @@ def default_schedule(
     *,
     nodes: int | None = None,
     ngram: bool = False,
+    head: bool = False,
     translated: bool = False,
     whole: bool = True,
 ) -> tuple[str, bool]:
@@ -175,7 +178,7 @@ def default_schedule(
     | stages | schedule |
     |---|---|
     | no drafts | ``"plain"`` |
-    | an n-gram index as the only draft | ``"lockstep"``, as it has no steps to overlap |
+    | an n-gram index or a draft head, and no other draft | ``"lockstep"``, as there are no steps to overlap |
     | all on one GPU | ``"lockstep"``, captured rounds |
     | all on GPUs, more than one | ``"streams"`` |
     | all on the CPU, and a NUMA node for each stage | ``"workers"`` |
@@ -190,6 +193,7 @@ def default_schedule(
         cores: CPU cores for this process. None: as the operating system reports.
         nodes: NUMA nodes on whose cores this process may run. None: likewise.
         ngram: Whether the first draft is an n-gram index.
+        head: Whether a draft is a head, which is where the target is.
         translated: Whether the first draft has another tokenizer than the target.
         whole: Whether each model lies whole on one device: not split, offloaded or sharded over processes.
 
@@ -198,9 +202,9 @@ def default_schedule(
     """
     *drafts, target = devices
     captured = whole and all(device.startswith("cuda") for device in devices) if graphs is None else graphs
-    captured = captured and not ngram and not translated
+    captured = captured and not (ngram or head or translated)
     if not drafts:
-        return (LOCKSTEP if ngram else PLAIN).name, captured
+        return (LOCKSTEP if ngram or head else PLAIN).name, captured
     if captured:
         on_gpus = target.startswith("cuda") and len(set(devices)) > 1
         return (STREAMS if on_gpus else LOCKSTEP).name, True

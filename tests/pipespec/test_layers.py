@@ -21,6 +21,7 @@ LAYERS = [
     ["observe"],
     ["schedules"],
     ["preflight"],
+    ["drafts"],
     ["engine"],
     ["models"],
     ["process", "transport"],

@@ -11,11 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
+from pipespec.drafts.head import DraftHead, HeadConfig, is_head
 from pipespec.engine.inputs import stage_names
 from pipespec.engine.ngram import NgramDraft
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import tensor_parallel_size
-from pipespec.models.loading import load_model
+from pipespec.models.loading import load_config, load_model
 from pipespec.models.quantizing import Weights, quantized, weights_of_each
 from pipespec.preflight.checks import check_chain
 from pipespec.preflight.devices import Devices
@@ -48,12 +49,14 @@ class Chain:
         notes: About the models that were quantised.
         translation: For a first draft with another tokenizer.
         is_known: Whether it is known that the others have the target's tokenizer.
+        head: The draft head, which is not among the models.
     """
 
     models: list[PreTrainedModel]
     notes: list[str]
     translation: Translation | None
     is_known: bool
+    head: DraftHead | None = None
 
 
 def given_drafts(drafts: Any) -> list[Any]:
@@ -64,6 +67,18 @@ def given_drafts(drafts: Any) -> list[Any]:
     if not isinstance(drafts, Sequence):
         raise TypeError(f"drafts must be a list of models or paths, not {type(drafts).__name__}")
     return [without_wrapper(draft) for draft in drafts]
+
+
+def head_of(drafts: Sequence[Any]) -> tuple[str | Path | None, list[Any]]:
+    """Split the drafts without an n-gram index into the draft head, if there is one, and the models. ``ValueError`` for a head beside others."""
+    heads = [draft for draft in drafts if is_head(draft)]
+    if not heads:
+        return None, list(drafts)
+    if len(drafts) > 1:
+        raise ValueError(
+            f"{heads[0]} is a draft head, which reads the target's hidden states: beside it there can be an n-gram draft, and no other draft"
+        )
+    return heads[0], []
 
 
 def load_chain(
@@ -79,7 +94,15 @@ def load_chain(
     """
     given = [*drafts, target]
     names, remote = stage_names(len(given)), loading.trust_remote_code
-    formats = weights_of_each(loading.weights, names)
+    of_head = None
+    if config.head is not None:
+        names = stage_names(2)
+        known = target.config if isinstance(target, PreTrainedModel) else load_config(target, trust_remote_code=remote)
+        HeadConfig.load(config.head).require(known)
+        of_head, *formats = weights_of_each(loading.weights, names)
+        names = names[1:]
+    else:
+        formats = weights_of_each(loading.weights, names)
     shares_weights = config.row.has_processes
     devices = arrange(
         given, device=loading.device, shares_weights=shares_weights, dtype=loading.dtype, trust_remote_code=remote
@@ -100,10 +123,21 @@ def load_chain(
     check_chain(models, given, translated=translated)
     is_known = any(x is not None for x in (translation, loading.tokenizer, loading.draft_tokenizers))
     notes = [f"{name}: {form} weights" for name, form in zip(names, formats, strict=True) if form is not None]
+    head = None
+    if config.head is not None:
+        if tensor_parallel_size(models[-1]) > 1:
+            raise ValueError(
+                f"{config.head} is a draft head, and the target is sharded over processes (tp_plan): leave one out"
+            )
+        head = DraftHead.load(config.head, models[-1], loading.dtype)
     for i, form in enumerate(formats):
         if form is not None:
             models[i] = quantized(models[i], form)
-    return Chain(models, notes, translation, is_known)
+    if head is not None:
+        head.borrow(models[-1])  # the embedding of the target that runs
+        if of_head is not None:
+            notes.insert(0, f"draft 0: {head.quantize(of_head)} weights")
+    return Chain(models, notes, translation, is_known, head)
 
 
 def check_group_drafts(drafts: Sequence[Any], schedule: str | None) -> None:

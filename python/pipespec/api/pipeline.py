@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.api.base import BasePipeline, warn_of
-from pipespec.api.chain import Chain, Loading, check_group_drafts, check_rank_drafts, given_drafts, load_chain
+from pipespec.api.chain import Chain, Loading, check_group_drafts, check_rank_drafts, given_drafts, head_of, load_chain
 from pipespec.api.prepare import Generation
 from pipespec.config import SpeculationConfig
 from pipespec.engine.cached_text import forward_group
@@ -50,7 +50,8 @@ class Pipeline(BasePipeline):
             given. An embedding may be
             padded to another size if ``tokenizer.json`` lies beside the weights of both and is the same. The first, or only, draft may be
             ``"ngram"`` or a :class:`pipespec.NgramDraft`: prompt lookup, without a model. The first draft
-            may have another tokenizer: its draft tokens are translated by way of the text.
+            may have another tokenizer: its draft tokens are translated by way of the text. The folder of an EAGLE-3 head stands for a draft that reads the target's
+            hidden states; it is the only draft beside an n-gram index, in ``"lockstep"``.
         schedule: How the stages run. None: the rule of :func:`pipespec.registry.default_schedule`; :attr:`schedule` holds its choice.
             ``"plain"`` ignores the drafts. ``"lockstep"`` runs all stages one after the other in this process. ``"workers"`` runs each draft in a
             process of its own, at the same time as the target. ``"streams"`` is for GPUs: all stages run at the same time in this process, each step
@@ -148,6 +149,7 @@ class Pipeline(BasePipeline):
             if self._follows:
                 given, draft_tokenizers = [], None  # rank 0 runs them
         ngram, draft_models = first_of(given)
+        head, draft_models = head_of(draft_models)
         loading = Loading(
             dtype=dtype,
             weights=weights,
@@ -163,6 +165,7 @@ class Pipeline(BasePipeline):
             "native": native,
             "exact": exact,
             "ngram": ngram,
+            "head": head,
             "acceptance": acceptance,
             "confidence": confidence,
         }
@@ -179,11 +182,12 @@ class Pipeline(BasePipeline):
         chain = load_chain(target, draft_models, config, loading)
         super().__init__(chain.models)
         self._notes += tuple(chain.notes)
-        self._unchecked = [] if chain.is_known else [*draft_models, target]
+        self._unchecked = [] if chain.is_known or chain.head is not None else [*draft_models, target]
         # 3. The driver.
         if chain.translation is not None:
             options["translation"] = chain.translation
             config = SpeculationConfig.of(len(given), schedule=config.schedule, **options)
+        options["head"] = chain.head
         if config.ngram is not None:
             options["ngram"] = config.ngram.for_target(target, chain.models[-1])
         with handlers_watched():
@@ -215,6 +219,7 @@ class Pipeline(BasePipeline):
                 places,
                 options["graphs"],
                 ngram=has_ngram,
+                head=chain.head is not None,
                 translated=chain.translation is not None,
                 whole=all(why_not_whole(model) is None for model in chain.models),
             )

@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from pipespec.engine.attention import attach_lengths
 from pipespec.engine.cache_forward import ForwardCache
+from pipespec.engine.features import Features
 from pipespec.models.compat import cropped_length, query_length
 from pipespec.models.devices import LayerDevices, local_kv_heads
 from pipespec.models.layout import CacheLayout, UnsupportedLayers
@@ -245,6 +246,8 @@ class RowCache(ForwardCache, Cache):
         for store, other in zip(alone._stores, self._stores, strict=True):
             store[:, 0, :, :begin].copy_(other[:, row, :, :begin])
         alone._set([begin])
+        if isinstance(self.features, Features):
+            alone.features = self.features.of_row(row)
         yield alone
         for store, other in zip(alone._stores, self._stores, strict=True):
             other[:, row, :, begin:end].copy_(store[:, 0, :, begin:end])

@@ -11,6 +11,7 @@ import torch
 
 from pipespec.config import WIDTH
 from pipespec.engine.attention import ATTENTION
+from pipespec.engine.features import Features, RowFeatures
 from pipespec.engine.states import StateRing
 from pipespec.models.layout import CacheLayout
 
@@ -80,6 +81,8 @@ class RowLengths:
     """
 
     text: Sequence[np.ndarray] | None = None
+    features: Features | RowFeatures | None = None
+    """Where forwards keep hidden states for a draft that reads them; None: nowhere."""
     _capacity: int
     _lengths: list[int]
     _ring: StateRing | None = None

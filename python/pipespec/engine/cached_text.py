@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
+from pipespec.engine.features import Features
 from pipespec.engine.forward import described, forward, forward_row, native_form_of, recheck, release, wide_columns
 from pipespec.engine.inputs import StageInputs
 from pipespec.models.devices import input_device, tensor_parallel_size
@@ -63,6 +64,8 @@ class CachedText:
         self._prompt_logits: torch.Tensor | None = None
         self.reads_wide = True
         """Whether the model's own modules read long parts of a prompt, see :func:`pipespec.engine.forward.wide_columns`."""
+        self.published: tuple[Sequence[int], torch.dtype] | None = None
+        """The hidden states that the forwards keep for a draft, and in which dtype, see :class:`pipespec.engine.features.Features`; None: none."""
         self.defers = False
         """Whether the prompt is read in the first step of a call, which may never come. For drafts."""
 
@@ -119,9 +122,15 @@ class CachedText:
         """
         cache, self._cache = self._cache, None
         assert cache is not None
+        cache.features = None
         self._roll_back(cache, [min(n, held) for n, held in zip(lengths, cache.lengths, strict=True)])
         cache.text = [self._text[row, :n].copy() for row, n in enumerate(cache.lengths)]
         return cache
+
+    @property
+    def cache(self) -> RowCache | None:
+        """Of the present or last call."""
+        return self._cache
 
     @property
     def form(self) -> str:
@@ -210,11 +219,14 @@ class CachedText:
             # The model was moved or cast since.
             self._cache = None
         if self._cache is not None and inputs.reuse and self._cache.rows == rows:
-            held = [_common(self._text[row, : self._held[row]], prompt[:-1]) for row, prompt in enumerate(prompts)]
+            held = [
+                common_length(self._text[row, : self._held[row]], prompt[:-1]) for row, prompt in enumerate(prompts)
+            ]
             if any(n <= skipped for n, skipped in zip(held, self._skipped, strict=True) if skipped):
                 held = [0] * rows
             held = self._cache.restorable(held)
         cache = self._cache_for(inputs, held)
+        self._attach_features(cache, held)
         if not any(held):
             self._skipped = [0] * rows
         cache.truncate(self._in_cache(held))
@@ -226,6 +238,15 @@ class CachedText:
             self._text[row, : len(prompt)] = prompt
         self._held = [len(p) - 1 for p in prompts]
         return cache, held
+
+    def _attach_features(self, cache: RowCache, held: list[int]) -> None:
+        """Let the forwards over a cache, which holds ``held[r]`` tokens that count, keep what is published."""
+        if self.published is None:
+            cache.features = None
+        elif isinstance(cache.features, Features) and cache.features.layers == tuple(self.published[0]):
+            cache.features.begin = [min(pair) for pair in zip(cache.features.begin, held, strict=True)]
+        else:
+            cache.features = Features(self.published[0], held, self.published[1])
 
     def _cache_for(self, inputs: StageInputs, held: list[int]) -> RowCache:
         """The cache for a call, which the stage owns from here on. It holds the first ``held[r]`` tokens of the cache before."""
@@ -335,7 +356,7 @@ class CachedText:
             cache.reserve(max(need, min(2 * cache.capacity, self._text.shape[1])))
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
+def common_length(a: np.ndarray, b: np.ndarray) -> int:
     """Length of the common prefix."""
     n = min(len(a), len(b))
     differ = np.flatnonzero(a[:n] != b[:n])

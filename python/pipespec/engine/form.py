@@ -35,8 +35,11 @@ class PartsForm(Form):
     def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
         """Run all parts. Without an embedding, ``tokens`` are hidden states; without a head, hidden states are returned."""
         hidden = tokens.to(self.dtype) if self.parts.embed is None else self.embed(tokens)
+        features, lengths, embedded = cache.features, cache.lengths, hidden
         if self.parts.layers:
-            hidden, _ = self.run_layers(hidden, cache)
+            hidden, streams = self.run_layers(hidden, cache, () if features is None else features.layers)
+            if features is not None:
+                features.record(lengths, {0: embedded, **streams})
         if self.parts.head is None:
             return hidden[:, hidden.shape[1] - keep :]
         return self.logits(hidden, keep)

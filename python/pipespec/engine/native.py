@@ -93,7 +93,7 @@ class NativeForm(PartsForm):
         return self._checksums.agree()
 
     def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
-        if not self._steps:
+        if not self._steps or cache.features is not None:
             return super().__call__(tokens, cache, keep)
         began = time.perf_counter()
         storage = cache.open_storage(tokens.shape[1])

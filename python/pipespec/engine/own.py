@@ -40,14 +40,19 @@ class WholeModel(Form):
             else:
                 mask = cache.masks_by_type(q) if self._masks_by_type else cache.mask(q, window=cache.windows[0])
         # logits_to_keep=0 would compute all of them.
-        logits: torch.Tensor = model(
+        features, lengths = cache.features, cache.lengths
+        found = model(
             input_ids=tokens,
             attention_mask=mask,
             position_ids=cache.positions(q),
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=max(keep, 1),
-        ).logits
+            **({} if features is None else {"output_hidden_states": True}),
+        )
+        if features is not None:
+            features.record(lengths, dict(enumerate(found.hidden_states)))
+        logits: torch.Tensor = found.logits
         return logits[:, logits.shape[1] - keep :]
 
 

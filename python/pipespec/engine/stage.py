@@ -40,6 +40,9 @@ class Stage(CachedText):
         in_turn: whether the drafts stand still while the target works.
     """
 
+    may_defer = True
+    """Whether its prompt may be read by the first step of a call."""
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -187,6 +190,13 @@ class Stage(CachedText):
             self._roll_back(cache, self._in_cache(self._kv.tolist()))
         columns = port.columns
         self._grow(cache, cache.get_seq_length() + columns)
+        fed = self._take_tokens(columns)
+        self._held = (self._kv + self._query_lens).tolist()
+        return cache, fed
+
+    def _take_tokens(self, columns: int) -> torch.Tensor:
+        """The tokens ``[rows, columns]`` of the planned step, which become part of the text."""
+        port = self.port
         given = port.tokens[: self._rows, :columns]
         # Another process writes the draft tokens. As unsigned numbers, negative ids are large.
         if given.view(np.uint32).max() >= self._ids:
@@ -195,13 +205,15 @@ class Stage(CachedText):
         for row in range(self._rows):
             at, n = self._kv[row], self._query_lens[row]
             self._text[row, at : at + n] = port.tokens[row, :n]
-        self._held = (self._kv + self._query_lens).tolist()
-        return cache, fed
+        return fed
+
+    def _first_selecting(self) -> int:
+        """The first column whose logits a row needs."""
+        return int((self._n_select - self._num_draft_tokens)[self._n_select > 0].min()) - 1
 
     def _score(self, fed: torch.Tensor, cache: RowCache) -> tuple[torch.Tensor, int]:
         """The logits of the columns from the first one that selects, and its index."""
-        # Columns before it need no logits.
-        first = int((self._n_select - self._num_draft_tokens)[self._n_select > 0].min()) - 1
+        first = self._first_selecting()
         if self._prompt_logits is not None:
             logits, self._prompt_logits = self._prompt_logits, None
             return logits, first

@@ -401,6 +401,8 @@ class TranslatedStage(Stage):
         others: See :class:`Stage`.
     """
 
+    may_defer = False  # it has no prompt of the target's to read
+
     def __init__(
         self,
         model: PreTrainedModel,

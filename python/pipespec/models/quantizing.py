@@ -86,12 +86,7 @@ def quantized(model: PreTrainedModel, name: str) -> PreTrainedModel:
     head, embedding = made.get_output_embeddings(), made.get_input_embeddings()
     tied = head is not None and getattr(head, "weight", None) is embedding.weight
     with torch.no_grad():
-        for at, module in list(made.named_modules()):
-            own: Any = base_layer(module) if is_adapted(module) else module
-            if type(own) is nn.Linear and own.in_features % _SMALLEST == 0:
-                matrix = _quantized(own.weight, name, at, is_end=module is head)
-                bias = None if own.bias is None else nn.Parameter(own.bias.detach().float(), requires_grad=False)
-                made.set_submodule(at, QuantizedLinear(matrix, bias))
+        put_in_blocks(made, name, head)
         if not has_blocks(made):
             raise ValueError(
                 f"weights={name!r}: blocks of {_SMALLEST} weights fill the rows of no matrix of the {type(model).__name__}"
@@ -100,13 +95,28 @@ def quantized(model: PreTrainedModel, name: str) -> PreTrainedModel:
             new: Any = made.get_output_embeddings()
             matrix = new.matrix if tied else _quantized(embedding.weight, name, "the embedding", is_end=True)
             made.set_input_embeddings(QuantizedEmbedding(matrix, getattr(embedding, "scalar_embed_scale", None)))
-        for module in made.modules():
-            for leaf, parameter in module._parameters.items():
-                if parameter is not None and parameter.dtype is not torch.float32:
-                    module._parameters[leaf] = nn.Parameter(parameter.detach().float(), requires_grad=False)
+        rest_in_float32(made)
     made.config.dtype = torch.float32
     untie(made)
     return made.eval()
+
+
+def put_in_blocks(model: nn.Module, name: str, head: nn.Module | None) -> None:
+    """Replace the linear modules whose rows blocks fill. ``head``: the one that gives the logits."""
+    for at, module in list(model.named_modules()):
+        own: Any = base_layer(module) if is_adapted(module) else module
+        if type(own) is nn.Linear and own.in_features % _SMALLEST == 0:
+            matrix = _quantized(own.weight, name, at, is_end=module is head)
+            bias = None if own.bias is None else nn.Parameter(own.bias.detach().float(), requires_grad=False)
+            model.set_submodule(at, QuantizedLinear(matrix, bias))
+
+
+def rest_in_float32(model: nn.Module) -> None:
+    """Cast the parameters that are left, in which the model then computes."""
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None and parameter.dtype is not torch.float32:
+                module._parameters[leaf] = nn.Parameter(parameter.detach().float(), requires_grad=False)
 
 
 def _quantized(weight: torch.Tensor, name: str, at: str, *, is_end: bool) -> QuantizedMatrix:

@@ -311,7 +311,10 @@ class Driver(Decoder):
             from pipespec.engine.translation import TranslatedStage
 
             return TranslatedStage(model, self.block, i, trace, native=native, translation=self.config.translation)
-        stage = Stage(
+        kind = Stage
+        if model is self.config.head:
+            from pipespec.drafts.stage import HeadStage as kind
+        stage = kind(
             model,
             self.block,
             i,

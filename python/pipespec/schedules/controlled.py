@@ -12,7 +12,7 @@ from pipespec.config import SpeculationConfig
 from pipespec.engine.controller import MAX_DRAFT_TOKENS, Choice, Controller
 from pipespec.engine.inputs import stage_names
 from pipespec.engine.ngram import NGRAM, NgramStage
-from pipespec.engine.stage import Stage
+from pipespec.models.properties import weight_bytes
 from pipespec.process.signals import draft_errors
 from pipespec.schedules.base import GenerationRequest
 from pipespec.schedules.lockstep import LockstepDriver
@@ -29,14 +29,13 @@ class ControlledDriver(LockstepDriver):
     def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
         super().__init__(models, config)
         for stage in self._stages[:-1]:
-            # The others have no prompt of their own to read.
-            stage.defers = type(stage) is Stage
+            stage.defers = stage.may_defer
         self._packed = False
         index = self.block.target - 1
         self._last: NgramStage | None = None
         if config.ngram is not None:
             self._last = NgramStage(config.ngram, self.block, self._trace_of(index), index=index)
-        sizes = [sum(p.numel() * p.element_size() for p in model.parameters()) for model in models]
+        sizes = [weight_bytes(model) for model in models]
         self.controller = Controller(sum(sizes[:-1]) / sizes[-1] if len(models) > 1 else None)
 
     def _index_of(self, model: int) -> int:

@@ -32,6 +32,8 @@ class LockstepDriver(Driver):
             i = self._index_of(model)
             self._stages.append(self._make_stage(i, None if self._stages else ngram, self._acceptance))
             self.block.set_alive(i, True)
+        if config.head is not None:
+            self._stages[-2].read_from(self.target)  # type: ignore[attr-defined]
 
     def _index_of(self, model: int) -> int:
         """The stage of a model, counted as in :attr:`models`."""

@@ -1,0 +1,428 @@
+"""Draft heads: a decoder layer over hidden states of the target, in the two formats of EAGLE-3 checkpoints.
+
+EAGLE-3 (arXiv 2503.01840). With the target's hidden states ``f_p`` of three depths at position ``p``, ``g_p = fc(f_p)``. The head's slot ``p`` reads
+``g_p`` and the embedding of token ``p + 1``, and gives the logits of token ``p + 2``. For a slot whose position the target has not computed, the head's
+own output at the slot before takes the place of ``g``. Each slot attends to those before it. Its rotary position is relative, so that the slot's index serves.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers.utils import cached_file
+
+from pipespec.models.derived import INT8
+from pipespec.models.devices import input_device
+from pipespec.models.loading import DAMAGE
+from pipespec.models.properties import embedding_size, text_config
+from pipespec.models.quantizing import put_in_blocks, rest_in_float32
+from pipespec.process.records import parse_json
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_BLOCKS = ("llama", "qwen3")
+_UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight")
+"""The target's own weights, which the trainer of ``speculators`` may have stored."""
+
+
+def is_head(draft: Any) -> bool:
+    """Whether what a user gave for a draft is the folder, or the hub name, of a draft head."""
+    if not isinstance(draft, (str, Path)):
+        return False
+    record = _record(draft)
+    return record is not None and ("speculators_model_type" in record or _is_original(record))
+
+
+def _is_original(record: dict[str, Any]) -> bool:
+    names = record.get("architectures") or []
+    return "draft_vocab_size" in record or any("eagle3" in str(name).lower() for name in names)
+
+
+def _record(folder: str | Path) -> dict[str, Any] | None:
+    """The object in a ``config.json``; None where there is none, or none that can be read."""
+    file = _file(folder, CONFIG)
+    try:
+        found = None if file is None else parse_json(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _file(folder: str | Path, name: str) -> Path | None:
+    path = Path(folder)
+    if path.is_dir():
+        return path / name if (path / name).is_file() else None
+    if path.exists() or path.is_absolute() or str(folder).startswith(".") or str(folder).count("/") != 1:
+        return None
+    try:
+        found = cached_file(str(folder), name)
+    except OSError:
+        return None
+    return None if found is None else Path(found)
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The architecture of a draft head, and the target that it fits.
+
+    Attributes:
+        block: transformers' config of its decoder layers. ``vocab_size`` is the target's.
+        draft_vocabulary: tokens that it can draft.
+        features: the target's hidden states that it reads, as indices in ``hidden_states``; None: EAGLE-3's rule, see :meth:`layers_of`.
+        target_hidden: size of the target's hidden states.
+        norm_before_residual: the first layer adds to the normalised state instead of to the state.
+        norm_before_fc: one norm over all hidden states in front of ``fc``.
+        fc_norm: one norm for each of them.
+        norm_output: the next slot reads the output behind the last norm.
+        where: its folder, for messages.
+    """
+
+    block: Any
+    draft_vocabulary: int
+    features: tuple[int, ...] | None
+    target_hidden: int
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    where: str = "the draft head"
+
+    @classmethod
+    def load(cls, folder: str | Path) -> HeadConfig:
+        """Read the ``config.json`` of a head, in either format. Raises ``FileNotFoundError`` if there is none, and ``ValueError`` for a config of no head."""
+        record = _record(folder)
+        if record is None:
+            raise FileNotFoundError(f"{folder} holds no draft head: there is no {CONFIG} in it that can be read")
+        return cls.from_json(record, str(folder))
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any], where: str = "the draft head") -> HeadConfig:
+        """The configuration that the object of a ``config.json`` describes."""
+        kind = record.get("speculators_model_type", "eagle3")
+        if kind != "eagle3":
+            raise ValueError(
+                f"{where} is a draft of the kind {kind!r}; of the speculators format, EAGLE-3 heads are read"
+            )
+        described = record.get("transformer_layer_config", record)
+        ids = record.get("eagle_aux_hidden_state_layer_ids") or (record.get("eagle_config") or {}).get(
+            "eagle_aux_hidden_state_layer_ids"
+        )
+        try:
+            described = dict(described)
+            model_type = described.pop("model_type", "llama")
+            if model_type not in _BLOCKS:
+                raise ValueError(f"its layers are those of {model_type!r}; {' and '.join(map(repr, _BLOCKS))} are read")
+            block = AutoConfig.for_model(model_type, **{k: v for k, v in described.items() if k != "architectures"})
+            return cls(
+                block=block,
+                draft_vocabulary=int(record.get("draft_vocab_size") or block.vocab_size),
+                features=None if ids is None else tuple(map(int, ids)),
+                target_hidden=int(record.get("target_hidden_size") or block.hidden_size),
+                **{name: bool(record.get(name, False)) for name in _FLAGS},
+                where=where,
+            )
+        except (ValueError, *DAMAGE) as error:
+            raise ValueError(f"{where}: its {CONFIG} describes no EAGLE-3 head: {error}") from error
+
+    def to_json(self, target: str, architectures: Sequence[str], lookahead: int) -> dict[str, Any]:
+        """The object of a ``config.json`` in the format of ``speculators``.
+
+        Args:
+            target: path or name of the target.
+            architectures: the target's, as its own config names them.
+            lookahead: draft tokens per round that the head was trained for.
+        """
+        layer = self.block.to_diff_dict()
+        return {
+            "architectures": ["Eagle3DraftModel"],
+            "speculators_model_type": "eagle3",
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": lookahead}],
+                "verifier": {"name_or_path": target, "architectures": list(architectures)},
+            },
+            "transformer_layer_config": layer | {"model_type": self.block.model_type, "head_dim": self.head_dim},
+            "draft_vocab_size": self.draft_vocabulary,
+            "eagle_aux_hidden_state_layer_ids": None if self.features is None else list(self.features),
+            "target_hidden_size": None if self.target_hidden == self.block.hidden_size else self.target_hidden,
+            **{name: getattr(self, name) for name in _FLAGS},
+            "tie_word_embeddings": False,
+        }
+
+    @property
+    def head_dim(self) -> int:
+        found = getattr(self.block, "head_dim", None)
+        return int(found or self.block.hidden_size // self.block.num_attention_heads)
+
+    def layers_of(self, depth: int) -> tuple[int, ...]:
+        """The features of a target with ``depth`` layers; without a choice 2, the middle, and the third from the end, as EAGLE-3 has them."""
+        return (2, depth // 2, depth - 3) if self.features is None else self.features
+
+    @property
+    def count(self) -> int:
+        """Number of the hidden states that it reads."""
+        return 3 if self.features is None else len(self.features)
+
+    def require(self, target: Any) -> None:
+        """Check that the head is for a target.
+
+        Args:
+            target: its config.
+
+        Raises:
+            ValueError: another hidden size, number of layers or vocabulary.
+        """
+        config = text_config(target)
+        advice = "use the target that the head was trained for"
+        if config.hidden_size != self.target_hidden:
+            raise ValueError(
+                f"{self.where} reads hidden states of size {self.target_hidden}, the target's have {config.hidden_size}: {advice}"
+            )
+        if config.vocab_size != self.block.vocab_size:
+            raise ValueError(
+                f"{self.where} is for a vocabulary of {self.block.vocab_size} tokens, the target has {config.vocab_size}: {advice}"
+            )
+        layers, depth = self.layers_of(config.num_hidden_layers), config.num_hidden_layers
+        if len(set(layers)) != len(layers) or not all(0 <= k < depth for k in layers):
+            raise ValueError(
+                f"{self.where} reads the hidden states {list(layers)} (0: the embedding, k: the output of layer k - 1); the target's {depth} layers "
+                f"give those from 0 to {depth - 1}: {advice}"
+            )
+
+
+class DraftHead(nn.Module):
+    """An EAGLE-3 head.
+
+    Args:
+        config: its architecture. Weights are random until they are loaded.
+
+    Attributes:
+        embed_tokens: its own embedding; None: the target's.
+        ids: int64 ``[draft_vocabulary]``, the target's id of each token that it can draft.
+    """
+
+    ids: torch.Tensor
+
+    def __init__(self, config: HeadConfig, *, has_embedding: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        # The embedding of the base is not used.
+        block = copy.copy(config.block)
+        block.vocab_size, block.pad_token_id = 1, None
+        base = AutoModel.from_config(block, dtype=torch.float32)
+        self.block, self.layers, self.norm, self.rotary_emb = base.config, base.layers, base.norm, base.rotary_emb
+        hidden, norm = block.hidden_size, type(base.norm)
+        first = self.layers[0]
+        first.hidden_norm = norm(hidden, eps=block.rms_norm_eps)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            old = getattr(first.self_attn, name)
+            setattr(first.self_attn, name, nn.Linear(2 * hidden, old.out_features, bias=old.bias is not None))
+        inputs = config.count * config.target_hidden
+        self.fc = nn.Linear(inputs, hidden, bias=False)
+        self.lm_head = nn.Linear(hidden, config.draft_vocabulary, bias=False)
+        self.input_norm = norm(inputs, eps=block.rms_norm_eps) if config.norm_before_fc else None
+        norms = [norm(config.target_hidden, eps=block.rms_norm_eps) for _ in range(config.count * config.fc_norm)]
+        self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
+        self.embed_tokens = nn.Embedding(config.block.vocab_size, hidden) if has_embedding else None
+        self.register_buffer("ids", torch.arange(config.draft_vocabulary), persistent=False)
+        self._borrowed: list[Any] = []  # not a submodule: its weights are the target's
+
+    @classmethod
+    def load(cls, folder: str | Path, target: PreTrainedModel, dtype: torch.dtype | str = "auto") -> DraftHead:
+        """Load a head for a target, on its device, in eval mode.
+
+        Args:
+            folder: of either format, or a hub name.
+            target: whose embedding it uses where it has none of its own.
+            dtype: of its weights; ``"auto"``: as they are stored.
+
+        Raises:
+            FileNotFoundError: the folder holds no head.
+            ValueError: the head does not fit the target, or its files are damaged or incomplete.
+        """
+        config = HeadConfig.load(folder)
+        config.require(target.config)
+        weights = _weights(folder)
+        mapping = {name: weights.pop(name, None) for name in ("d2t", "t2d")}
+        head = cls(config, has_embedding="embed_tokens.weight" in weights)
+        head.fill(weights)
+        head.map_vocabulary(**mapping)
+        stored = weights["fc.weight"].dtype if dtype == "auto" else dtype
+        head.to(getattr(torch, stored) if isinstance(stored, str) else stored)
+        head.borrow(target)
+        return head.to(input_device(target)).eval()
+
+    def borrow(self, target: PreTrainedModel) -> None:
+        """Use the target's embedding if the head has none. Raises ``ValueError`` where that has another size."""
+        if self.embed_tokens is not None:
+            return
+        size, needed = text_config(target.config).hidden_size, self.config.block.hidden_size
+        if size != needed:
+            raise ValueError(
+                f"{self.config.where} has no embedding of its own, and its hidden size is {needed}, the target's {size}"
+            )
+        if embedding_size(target) < self.config.block.vocab_size:
+            raise ValueError(f"{self.config.where} has no embedding of its own, and the target's has fewer tokens")
+        self._borrowed = [target.get_input_embeddings()]
+
+    def fill(self, weights: dict[str, torch.Tensor]) -> None:
+        """Take over stored weights, of both formats. ``ValueError`` names what lacks, is unknown, or has another shape."""
+        where, own = self.config.where, self.state_dict()
+        named = {name.replace("midlayer.", "layers.0.", 1): value for name, value in weights.items()}
+        named = {name: x for name, x in named.items() if name not in _UNUSED and not name.endswith("inv_freq")}
+        if lacking := sorted(own.keys() - named.keys()):
+            raise ValueError(f"{where}: its weights lack {', '.join(lacking[:3])} ({len(lacking)} in all)")
+        if unknown := sorted(named.keys() - own.keys()):
+            raise ValueError(
+                f"{where}: weights that no EAGLE-3 head has: {', '.join(unknown[:3])} ({len(unknown)} in all)"
+            )
+        for name, value in named.items():
+            if value.shape != own[name].shape:
+                raise ValueError(
+                    f"{where}: {name} is {list(value.shape)}, and by its {CONFIG} it must be {list(own[name].shape)}"
+                )
+        self.load_state_dict(named)
+
+    def map_vocabulary(self, d2t: torch.Tensor | None, t2d: torch.Tensor | None) -> None:
+        """Set the target's ids of the draft vocabulary.
+
+        Args:
+            d2t: int ``[draft_vocabulary]``, what is added to each index; None: the vocabulary is the target's.
+            t2d: bool ``[vocabulary]``, which tokens it has; None: as ``d2t`` says.
+        """
+        where, count, size = self.config.where, self.config.draft_vocabulary, self.config.block.vocab_size
+        if d2t is None:
+            if count != size:
+                raise ValueError(f"{where} drafts {count} of {size} tokens and has no d2t, which says which ones")
+            return
+        if d2t.shape != (count,) or (t2d is not None and t2d.shape != (size,)):
+            shapes = [list(x.shape) for x in (d2t, t2d) if x is not None]
+            raise ValueError(
+                f"{where}: d2t and t2d are {shapes}, and by its {CONFIG} they must be [{count}] and [{size}]"
+            )
+        ids = torch.arange(count) + d2t.long()
+        if int(ids.min()) < 0 or int(ids.max()) >= size or len(ids.unique()) != count:
+            raise ValueError(f"{where}: d2t does not give {count} different tokens of {size}")
+        if t2d is not None and not (int(t2d.sum()) == count and bool(t2d.bool()[ids].all())):
+            raise ValueError(f"{where}: d2t and t2d name different tokens")
+        self.ids = ids
+
+    def save(self, folder: str | Path, target: PreTrainedModel, lookahead: int = 3) -> None:
+        """Write the head in the format of ``speculators``.
+
+        Args:
+            folder: is made if there is none.
+            target: the model that it was trained for.
+            lookahead: see :meth:`HeadConfig.to_json`.
+        """
+        config, folder = self.config, Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
+        if self.embed_tokens is None:
+            # That package stores the target's embedding with each head.
+            embedding = self._borrowed[0](torch.arange(config.block.vocab_size, device=target.device))
+            weights["embed_tokens.weight"] = embedding.detach().to("cpu", self.fc.weight.dtype).contiguous()
+        if config.draft_vocabulary != config.block.vocab_size:
+            ids, inside = self.ids.cpu(), torch.zeros(config.block.vocab_size, dtype=torch.bool)
+            inside[ids] = True
+            weights |= {"d2t": ids - torch.arange(len(ids)), "t2d": inside}
+        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+        record = config.to_json(
+            target.config._name_or_path, target.config.architectures or [type(target).__name__], lookahead
+        )
+        (folder / CONFIG).write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
+
+    def quantize(self, name: str) -> str:
+        """Put the matrices in blocks, in place. Returns the format: ``"int8"`` stands for ``"q8_0"``."""
+        name = "q8_0" if name == INT8 else name
+        with torch.no_grad():
+            put_in_blocks(self, name, self.lm_head)
+            rest_in_float32(self)
+        return name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its norms, and so of its hidden states."""
+        return self.norm.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embeddings ``[rows, q, H]`` of ``tokens [rows, q]``, ids of the target."""
+        module = self._borrowed[0] if self.embed_tokens is None else self.embed_tokens
+        return module(tokens).to(self.dtype)
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """States ``[..., H]`` of the target's ``features [..., count * target_hidden]``."""
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            parts = features.split(self.config.target_hidden, dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(features)
+
+    def forward(
+        self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, masks: Sequence[Any], cache: Any
+    ) -> torch.Tensor:
+        """Run slots.
+
+        Args:
+            embeds: ``[rows, q, H]``, of the tokens.
+            states: ``[rows, q, H]``, of :meth:`fuse`, or outputs of the slots before.
+            positions: int64 ``[rows or 1, q]``.
+            masks: per layer, as transformers' attention takes them.
+            cache: transformers' ``Cache``, into which keys and values go.
+
+        Returns:
+            ``[rows, q, H]``, which the next slot reads, and :meth:`logits`.
+        """
+        rope = self.rotary_emb(states, position_ids=positions)
+        shared = {"position_ids": positions, "past_key_values": cache, "position_embeddings": rope}
+        first, *others = self.layers
+        normed = first.hidden_norm(states)
+        attended, _ = first.self_attn(
+            hidden_states=torch.cat([first.input_layernorm(embeds), normed], dim=-1), attention_mask=masks[0], **shared
+        )
+        hidden = (normed if self.config.norm_before_residual else states) + attended
+        hidden = hidden + first.mlp(first.post_attention_layernorm(hidden))
+        for layer, mask in zip(others, masks[1:], strict=True):
+            hidden = layer(hidden, attention_mask=mask, use_cache=True, **shared)
+        return self.norm(hidden) if self.config.norm_output else hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits ``[..., draft_vocabulary]`` of outputs ``[..., H]``."""
+        return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
+
+
+def _weights(folder: str | Path) -> dict[str, torch.Tensor]:
+    """All tensors of a head's safetensors."""
+    file = _file(folder, WEIGHTS)
+    if file is None:
+        inside = sorted(p.name for p in Path(folder).glob("*.bin")) if Path(folder).is_dir() else []
+        raise FileNotFoundError(
+            f"{folder} holds no {WEIGHTS}"
+            + (
+                f" (only {', '.join(inside)}, which can run code when loaded); convert the head to safetensors"
+                if inside
+                else ""
+            )
+        )
+    try:
+        with safe_open(file, "pt") as tensors:
+            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118  it is not a mapping
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged: {error}") from error

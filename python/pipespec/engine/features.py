@@ -1,0 +1,65 @@
+"""Features: hidden states of a target that a draft reads, one per position of its text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+
+class Features:
+    """Hidden states of some layers, position by position, beside the keys and values of a :class:`pipespec.engine.cache.RowCache`.
+
+    They follow the rules of the keys and values: a forward writes those of its columns at the lengths of the rows, and what lies beyond a length
+    does not count. So a rollback is a lower length for them, too.
+
+    Args:
+        layers: indices in transformers' ``hidden_states`` (0: the embedding, k: the output of layer k - 1).
+        begin: per row, the first position whose features will be recorded: what the cache held before has none.
+        dtype: in which they are kept.
+    """
+
+    def __init__(self, layers: Sequence[int], begin: Sequence[int], dtype: torch.dtype) -> None:
+        self.layers, self.begin, self.dtype = tuple(layers), list(begin), dtype
+        self._stored: torch.Tensor | None = None
+
+    def record(self, lengths: Sequence[int], streams: Mapping[int, torch.Tensor], first: int = 0) -> None:
+        """Keep the features of a forward.
+
+        Args:
+            lengths: per row of the forward, the position of its first column.
+            streams: by layer, ``[rows, q, H]``.
+            first: the row of the cache that is the forward's first one.
+        """
+        parts = [streams[layer] for layer in self.layers]
+        columns = torch.cat([part.to(parts[0].device, self.dtype) for part in parts], dim=-1)
+        _rows, q, size = columns.shape
+        need, stored = max(lengths) + q, self._stored
+        if stored is None or stored.shape[1] < need:
+            room = need if stored is None else max(need, 2 * stored.shape[1])
+            self._stored = columns.new_zeros((len(self.begin), room, size))
+            if stored is not None:
+                self._stored[:, : stored.shape[1]] = stored
+            stored = self._stored
+        for row, at in enumerate(lengths, first):
+            stored[row, at : at + q] = columns[row - first]
+
+    def read(self, row: int, begin: int, end: int) -> torch.Tensor:
+        """The features of positions, ``[end - begin, layers * H]``."""
+        assert self._stored is not None
+        return self._stored[row, begin:end]
+
+    def of_row(self, row: int) -> RowFeatures:
+        """For a cache of that row alone."""
+        return RowFeatures(self, row)
+
+
+class RowFeatures:
+    """What the forwards over one row alone record, see :meth:`pipespec.engine.cache.RowCache.row_alone`."""
+
+    def __init__(self, owner: Features, row: int) -> None:
+        self.layers, self._owner, self._row = owner.layers, owner, row
+
+    def record(self, lengths: Sequence[int], streams: Mapping[int, torch.Tensor]) -> None:
+        """As :meth:`Features.record`, for the one row."""
+        self._owner.record(lengths, streams, self._row)

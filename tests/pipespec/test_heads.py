@@ -1,0 +1,370 @@
+"""Draft heads: both formats of files, what a head drafts, and that the text stays the target's."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import DynamicCache
+
+from pipespec import Pipeline, attach, detach
+from pipespec.drafts.head import DraftHead, HeadConfig, is_head
+from pipespec.drafts.stage import HeadStage
+from pipespec.engine.cache import RowCache
+from tests.conftest import VOCABULARY, left_pad, random_prompts
+from tests.pipespec import heads
+from tests.support.grammars import Classes
+
+SAMPLED = {"do_sample": True, "seed": 5, "temperature": 0.9, "top_k": 30}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one key head": {"kv_heads": 1},
+    "wide heads, own embedding": {"heads": 2, "head_dim": 24, "own_embedding": True},
+    "qwen3": {"qwen3": True},
+    "norms before": {"norm_before_residual": True, "norm_before_fc": True},
+    "norms after": {"fc_norm": True, "norm_output": True},
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return heads.make_target()
+
+
+def write(folder, form: str, shape: dict[str, Any]):
+    """A head's folder and weights."""
+    weights = heads.make_weights(**shape)
+    more = {name: True for name in heads.FLAGS if shape.get(name)}
+    dim = shape.get("head_dim", 8)
+    if form == "original":
+        return heads.write_original(folder, weights, **more, head_dim=dim), weights
+    layer = heads.layer_config(weights, head_dim=dim)
+    ids = [2, 4, 5]
+    more |= {"transformer_layer_config": layer, "eagle_aux_hidden_state_layer_ids": ids}
+    return heads.write_speculators(folder, weights, **more), weights
+
+
+def reference_options(shape: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of :class:`heads.Reference`."""
+    return {name: True for name in heads.FLAGS if shape.get(name)} | {"head_dim": shape.get("head_dim", 8)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("head"), "speculators", {})[0]
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_both_formats_give_one_head(shape, target, tmp_path) -> None:
+    made = []
+    for form in ("original", "speculators"):
+        path, _ = write(tmp_path / form, form, shape)
+        assert is_head(path)
+        made.append(DraftHead.load(path, target))
+    first, second = (head.state_dict() | {"ids": head.ids} for head in made)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert made[0].config.layers_of(heads.LAYERS) == made[1].config.layers_of(heads.LAYERS)
+
+
+def test_a_saved_head_is_the_same_head(target, folder, tmp_path) -> None:
+    head = DraftHead.load(folder, target)
+    head.save(tmp_path, target)
+    again = DraftHead.load(tmp_path, target)
+    assert torch.equal(head.ids, again.ids)
+    assert again.embed_tokens is not None  # as the package speculators stores it
+    kept = again.state_dict()
+    assert all(torch.equal(value, kept[name]) for name, value in head.state_dict().items())
+    assert HeadConfig.load(tmp_path).features == (2, 4, 5)
+
+
+def test_a_model_is_no_head(tmp_path) -> None:
+    heads.make_target().save_pretrained(tmp_path)
+    assert not is_head(tmp_path)
+    assert not is_head(str(tmp_path / "nothing"))
+    assert not is_head("ngram")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 64}, "reads hidden states of size 64, the target's have 32"),
+        ({"vocab_size": 99}, "a vocabulary of 99 tokens, the target has 320"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 8]}}, r"\[2, 4, 8\].*the target's 8 layers"),
+        ({"model_type": "gemma"}, "its layers are those of 'gemma'"),
+        ({"intermediate_size": 40}, r"layers.0.mlp.* is .*and by its config.json it must be"),
+        ({"norm_before_fc": True}, "its weights lack input_norm.weight"),
+        ({"draft_vocab_size": 60}, "lm_head.weight is"),
+        ({"speculators_model_type": "dflash"}, "a draft of the kind 'dflash'"),
+        ({"num_hidden_layers": "one"}, "describes no EAGLE-3 head"),
+    ],
+)  # fmt: skip
+def test_heads_that_do_not_fit_are_refused(changes, message, target, tmp_path) -> None:
+    path = heads.write_original(tmp_path, heads.make_weights(), **changes)
+    with pytest.raises(ValueError, match=message):
+        Pipeline(target, path)
+
+
+def test_another_target_is_refused_before_its_weights_are_read(tmp_path, folder) -> None:
+    small = tmp_path / "target"
+    heads.make_target(num_hidden_layers=5).save_pretrained(small)
+    (small / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="the target's 5 layers give those from 0 to 4"):
+        Pipeline(small, folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("d2t") is None or w.pop("t2d"), "drafts 200 of 320 tokens and has no d2t"),
+        (lambda w: w["d2t"].add_(200), "d2t does not give 200 different tokens of 320"),
+        (lambda w: w["t2d"].logical_not_(), "d2t and t2d name different tokens"),
+        (lambda w: w.pop("fc.weight"), "its weights lack fc.weight"),
+        (lambda w: w.update(more=torch.zeros(1)), "weights that no EAGLE-3 head has: more"),
+    ],
+)  # fmt: skip
+def test_damaged_weights_are_refused(change, message, target, tmp_path) -> None:
+    weights = heads.make_weights()
+    change(weights)
+    with pytest.raises(ValueError, match=message):
+        Pipeline(target, heads.write_original(tmp_path, weights))
+
+
+def test_pickled_weights_are_refused(target, tmp_path) -> None:
+    path = heads.write_original(tmp_path, heads.make_weights())
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match="which can run code when loaded"):
+        Pipeline(target, path)
+
+
+# ---- what a head drafts
+
+
+class Drafted:
+    """Records the logits of each draft token, with the text before it and the number of tokens that the target had committed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: list[tuple[int, list[int], torch.Tensor]] = []
+        score, found = HeadStage._score, self.found
+
+        def recording(stage: HeadStage, fed: torch.Tensor, cache: Any) -> tuple[torch.Tensor, int]:
+            wide, first = score(stage, fed, cache)
+            for row, n in enumerate(stage._n_select.tolist()):
+                if n:
+                    end = int(stage._kv[row] + stage._query_lens[row])
+                    known = stage.block.length(stage.block.target, row)
+                    found.append((known, stage._text[row, :end].tolist(), wide[row, n - 1 - first].clone()))
+            return wide, first
+
+        monkeypatch.setattr(HeadStage, "_score", recording)
+
+
+def check_against_reference(found, target, weights, layers, atol=2e-4, **more) -> None:
+    """Compare drafts with :class:`heads.Reference` over the hidden states of transformers' own forward."""
+    reference = heads.Reference(weights, target.get_input_embeddings().weight.detach(), **more)
+    ids = torch.arange(heads.DRAFTED) + weights["d2t"]
+    others = torch.ones(VOCABULARY, dtype=torch.bool)
+    others[ids] = False
+    for known, text, logits in found:
+        with torch.no_grad():
+            states = target(torch.tensor([text[: known - 1]]), output_hidden_states=True).hidden_states
+        features = torch.cat([states[k][0] for k in layers], -1)
+        assert torch.isneginf(logits[others]).all()
+        torch.testing.assert_close(logits[ids].double(), reference.chain(features, text), atol=atol, rtol=atol)
+
+
+@pytest.mark.parametrize("form", ["original", "speculators"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_drafts_are_the_reference_s(shape, form, target, tmp_path, monkeypatch) -> None:
+    path, weights = write(tmp_path, form, shape)
+    drafted = Drafted(monkeypatch)
+    ids, mask = left_pad(random_prompts(2, seed=3, shortest=4, longest=9))
+    with Pipeline(target, path, lookahead=3) as pipe:
+        # Sampled, so that some are accepted: later rounds follow rollbacks of different depths.
+        pipe.generate(ids, attention_mask=mask, max_new_tokens=12, **SAMPLED)
+    assert len({len(text) - known for known, text, _ in drafted.found}) == 3
+    more = reference_options(shape)
+    check_against_reference(drafted.found, target, weights, (2, 4, 5), **more)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_drafts_after_a_reused_prompt_and_a_given_cache(native, target, folder, monkeypatch) -> None:
+    drafted = Drafted(monkeypatch)
+    prompt = random_prompts(1, seed=8, shortest=20, longest=21)[0][None]
+    with Pipeline(target, folder, lookahead=2, native=native) as pipe:
+        text = pipe.generate(prompt, max_new_tokens=10, do_sample=False)
+        longer = torch.cat([text, prompt[:, :5]], 1)
+        pipe.generate(longer, max_new_tokens=6, do_sample=False)
+        check_against_reference(drafted.found, target, heads.make_weights(), (2, 4, 5))
+        drafted.found.clear()
+        # What is in the caller's cache has no features: the head begins behind it.
+        cache = DynamicCache()
+        target(longer[:, :-3], past_key_values=cache)
+        expected = target.generate(longer, max_new_tokens=6, do_sample=False)
+        assert torch.equal(pipe.generate(longer, past_key_values=cache, max_new_tokens=6, do_sample=False), expected)
+    assert drafted.found
+    begin = longer.shape[1] - 3
+    for known, text, logits in drafted.found:
+        with torch.no_grad():
+            states = target(torch.tensor([text[: known - 1]]), output_hidden_states=True).hidden_states
+        features = torch.cat([states[k][0, begin:] for k in (2, 4, 5)], -1)
+        reference = heads.Reference(heads.make_weights(), target.get_input_embeddings().weight.detach())
+        ids = torch.arange(heads.DRAFTED) + heads.make_weights()["d2t"]
+        torch.testing.assert_close(logits[ids].double(), reference.chain(features, text[begin:]), atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_drafts_are_those_of_speculators(shape, target, tmp_path) -> None:
+    """The package's own forward over its training steps: slots with features, then slots that read its outputs."""
+    pytest.importorskip("speculators", reason="the package speculators is not installed")
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+
+    path, weights = write(tmp_path, "speculators", shape)
+    record = json.loads((path / "config.json").read_text())
+    record["speculators_config"]["verifier"]["name_or_path"] = None
+    config = Eagle3SpeculatorConfig.from_dict(record)
+    config.transformer_layer_config._attn_implementation = "eager"
+    theirs, ours = Eagle3DraftModel(config).eval(), DraftHead.load(path, target)
+    lacking, unknown = theirs.load_state_dict(load_file(path / "model.safetensors"), strict=False)
+    assert not unknown
+    assert set(lacking) <= {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"}
+    if ours.embed_tokens is None:
+        theirs.embed_tokens.weight.data.copy_(target.get_input_embeddings().weight)
+    tokens, steps = torch.randint(VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(2)), 5
+    with torch.no_grad():
+        states = target(tokens, output_hidden_states=True).hidden_states
+        features = torch.cat([states[k] for k in (2, 4, 5)], -1)[:, :-1]
+        logits: list[torch.Tensor] = []
+        theirs.lm_head.register_forward_hook(lambda module, args, out: logits.append(out[0]))
+        theirs(features, tokens[:, 1:], torch.zeros(1, 39, dtype=torch.long), ttt_steps=steps)
+    reference = heads.Reference(weights, target.get_input_embeddings().weight.detach(), **reference_options(shape))
+    worst = 0.0
+    for known in (1, 2, 7, 20, 34):
+        cache = RowCache(ours.block, 1, 64, dtype=torch.float32)
+        with torch.inference_mode():
+            hidden = ours.fuse(features[:, :known])
+            for step in range(steps):
+                end = known + step
+                embeds = ours.embed(tokens[:, end - hidden.shape[1] + 1 : end + 1])
+                hidden = ours(embeds, hidden, cache.positions(hidden.shape[1]), cache.masks(hidden.shape[1]), cache)[
+                    :, -1:
+                ]
+                expected, got = logits[step][known - 1], ours.logits(hidden)[0, 0]
+                worst = max(worst, float((got - expected).abs().max() / expected.abs().max()))
+                chain = reference.chain(features[0, :known], tokens[0, : end + 1].tolist())
+                torch.testing.assert_close(chain.float(), expected, atol=2e-4, rtol=2e-4)
+                assert int(got.argmax()) == int(expected.argmax())
+    print(f"largest difference: {worst:.1e} of the largest logit")
+    assert worst < 1e-5
+
+
+# ---- the text
+
+CALLS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": SAMPLED,
+    "penalties": {"do_sample": False, "repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {3: 2.0}},
+    "processors": SAMPLED | {"top_p": 0.9, "no_repeat_ngram_size": 3, "min_new_tokens": 5},
+    "eos": {"do_sample": False, "eos_token_id": list(range(5))},
+}
+PIPELINES: dict[str, dict[str, Any]] = {
+    "controlled": {},
+    "lookahead": {"lookahead": 3},
+    "own modules": {"lookahead": 3, "native": False},
+    "quantised head": {"lookahead": 3, "weights": {"draft 0": "q8_0"}},
+    "quantised head, 4 bits": {"lookahead": 2, "weights": {"draft 0": "q5_0"}},
+    "n-gram": {"drafts": ["ngram"]},
+}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("options", PIPELINES.values(), ids=PIPELINES)
+def test_the_text_is_the_target_s(options, rows, target, folder) -> None:
+    prompts = random_prompts(rows, seed=rows, shortest=3, longest=30)
+    ids, mask = left_pad(prompts)
+    options = dict(options)
+    drafts = [*options.pop("drafts", []), folder]
+    with (
+        Pipeline(target, drafts, **options) as pipe,
+        Pipeline(target, schedule="plain", native=options.get("native", True)) as plain,
+    ):
+        for name, call in CALLS.items():
+            how = {"attention_mask": mask, "max_new_tokens": 16, "pad_token_id": 0} | call
+            assert torch.equal(pipe.generate(ids, **how), plain.generate(ids, **how)), name
+        if "lookahead" in options:
+            assert pipe.report.stages[-1].drafted > 0
+        grammar = [Classes(24, VOCABULARY) for _ in range(rows)]
+        how = {"attention_mask": mask, "max_new_tokens": 14, "do_sample": False}
+        expected = plain.generate(ids, **how, grammar=[Classes(24, VOCABULARY) for _ in range(rows)])
+        assert torch.equal(pipe.generate(ids, **how, grammar=grammar), expected)
+
+
+def test_a_long_prompt_of_a_bfloat16_target(folder) -> None:
+    """The library reads such prompts where the processor has its instructions, so that the first step feeds nothing."""
+    target = heads.make_target().bfloat16()
+    prompts = random_prompts(2, seed=4, shortest=150, longest=300)
+    ids, mask = left_pad(prompts)
+    with Pipeline(target, folder, lookahead=2) as pipe, Pipeline(target, schedule="plain") as plain:
+        how = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": False}
+        assert torch.equal(pipe.generate(ids, **how), plain.generate(ids, **how))
+        assert pipe.report.stages[-1].drafted > 0
+
+
+def test_attach_and_a_target_in_blocks(folder) -> None:
+    target = heads.make_target(seed=2)
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    expected = target.generate(prompt, max_new_tokens=12, do_sample=False)
+    attach(target, folder, lookahead=2)
+    try:
+        assert torch.equal(target.generate(prompt, max_new_tokens=12, do_sample=False), expected)
+    finally:
+        detach(target)
+    with Pipeline(target, folder, lookahead=2, weights="q8_0") as pipe, Pipeline(target, weights="q8_0") as plain:
+        drafted, alone = (p.generate(prompt, max_new_tokens=12, do_sample=False) for p in (pipe, plain))
+        assert torch.equal(drafted, alone)
+        assert "draft 0: q8_0 weights" in pipe.report.decisions
+
+
+def test_a_head_that_fails_costs_its_drafts_only(target, folder, monkeypatch) -> None:
+    def failing(*args: Any) -> None:
+        raise RuntimeError("broken")
+
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    with Pipeline(target, folder, lookahead=2) as pipe:
+        monkeypatch.setattr(DraftHead, "forward", failing)
+        with pytest.warns(RuntimeWarning, match="draft stage 0 failed .*broken"):
+            found = pipe.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert torch.equal(found, target.generate(prompt, max_new_tokens=8, do_sample=False))
+
+
+# ---- where it does not run
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "workers"}, "a draft head is for schedule='lockstep', not for 'workers'"),
+        ({"schedule": "streams"}, "a draft head is for schedule='lockstep', not for 'streams'"),
+        ({"schedule": "ranks"}, "a draft head is for schedule='lockstep', not for 'ranks'"),
+        ({"graphs": True}, "graphs=True does not support a draft head"),
+        ({"acceptance": "rejection"}, "does not go with rejection sampling"),
+        ({"confidence": True}, "does not go with confidence=True"),
+    ],
+)
+def test_options_that_exclude_a_head(options, message, target, folder) -> None:
+    with pytest.raises(ValueError, match=message):
+        Pipeline(target, folder, **options)
+
+
+def test_drafts_that_exclude_a_head(target, folder) -> None:
+    with pytest.raises(ValueError, match="beside it there can be an n-gram draft, and no other draft"):
+        Pipeline(target, [heads.make_target(3), folder])
+    with pytest.raises(ValueError, match="needs the controller, which chooses between them: leave lookahead out"):
+        Pipeline(target, ["ngram", folder], lookahead=4)
