@@ -14,6 +14,7 @@ from pipespec import Pipeline, attach, detach
 from pipespec.drafts.head import DraftHead, HeadConfig, is_head
 from pipespec.drafts.stage import HeadStage
 from pipespec.engine.cache import RowCache
+from pipespec.engine.values import Checksums
 from tests.conftest import VOCABULARY, left_pad, random_prompts
 from tests.pipespec import heads
 from tests.support.grammars import Classes
@@ -201,7 +202,8 @@ def test_drafts_after_a_reused_prompt_and_a_given_cache(native, target, folder, 
     with Pipeline(target, folder, lookahead=2, native=native) as pipe:
         text = pipe.generate(prompt, max_new_tokens=10, do_sample=False)
         longer = torch.cat([text, prompt[:, :5]], 1)
-        pipe.generate(longer, max_new_tokens=6, do_sample=False)
+        for again in (longer, longer):
+            pipe.generate(again, max_new_tokens=6, do_sample=False)
         check_against_reference(drafted.found, target, heads.make_weights(), (2, 4, 5))
         drafted.found.clear()
         # What is in the caller's cache has no features: the head begins behind it.
@@ -342,6 +344,28 @@ def test_a_head_that_fails_costs_its_drafts_only(target, folder, monkeypatch) ->
         with pytest.warns(RuntimeWarning, match="draft stage 0 failed .*broken"):
             found = pipe.generate(prompt, max_new_tokens=8, do_sample=False)
     assert torch.equal(found, target.generate(prompt, max_new_tokens=8, do_sample=False))
+
+
+def test_a_patched_target_without_hidden_states_costs_drafts_only(folder) -> None:
+    target, prompt = heads.make_target(), torch.tensor([[5, 6, 7, 8]])
+    expected, own = target.generate(prompt, max_new_tokens=8, do_sample=False), target.forward
+    target.forward = lambda *args, output_hidden_states=None, **kwargs: own(*args, **kwargs)
+    with (
+        Pipeline(target, folder, lookahead=2) as pipe,
+        pytest.warns(RuntimeWarning, match=r"gives no hidden states of the layers \[2, 4, 5\]"),
+    ):
+        found = pipe.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("drafts", [[], ["head"]])
+def test_each_native_forward_pays_for_the_checks_of_weights(drafts, folder, monkeypatch) -> None:
+    """A forward in parts, which keeps features, is watched like one in one call."""
+    target, spent = heads.make_target(), []
+    monkeypatch.setattr(Checksums, "spend", lambda self, seconds: spent.append(seconds))
+    with Pipeline(target, [folder for _ in drafts], lookahead=2 if drafts else None) as pipe:
+        pipe.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=8, do_sample=False)
+    assert len(spent) >= pipe.report.stages[-1].steps > 0
 
 
 # ---- where it does not run

@@ -115,10 +115,9 @@ class HeadConfig:
                 f"{where} is a draft of the kind {kind!r}; of the speculators format, EAGLE-3 heads are read"
             )
         described = record.get("transformer_layer_config", record)
-        ids = record.get("eagle_aux_hidden_state_layer_ids") or (record.get("eagle_config") or {}).get(
-            "eagle_aux_hidden_state_layer_ids"
-        )
         try:
+            name = "eagle_aux_hidden_state_layer_ids"
+            ids = record.get(name) or (record.get("eagle_config") or {}).get(name)
             described = dict(described)
             model_type = described.pop("model_type", "llama")
             if model_type not in _BLOCKS:

@@ -66,7 +66,8 @@ class HeadStage(Stage):
             for row, prompt in enumerate(prompts):
                 # Slot s has read the tokens up to s + 1.
                 read = self._skipped[row] + self._known[row] + 1
-                known[row] = max(0, common_length(self._text[row, :read], prompt) - 1 - self._skipped[row])
+                same = common_length(self._text[row, :read], prompt[:-1])  # the last slot runs, for its output
+                known[row] = max(0, same - 1 - self._skipped[row])
         else:
             self._skipped = [0] * rows
             self._cache = cache = RowCache(

@@ -28,9 +28,11 @@ class Features:
 
         Args:
             lengths: per row of the forward, the position of its first column.
-            streams: by layer, ``[rows, q, H]``.
+            streams: by layer, ``[rows, q, H]``. Where a layer is missing, as in the outputs of a patched model, nothing is kept.
             first: the row of the cache that is the forward's first one.
         """
+        if not streams.keys() >= set(self.layers):
+            return
         parts = [streams[layer] for layer in self.layers]
         columns = torch.cat([part.to(parts[0].device, self.dtype) for part in parts], dim=-1)
         _rows, q, size = columns.shape
@@ -45,8 +47,9 @@ class Features:
             stored[row, at : at + q] = columns[row - first]
 
     def read(self, row: int, begin: int, end: int) -> torch.Tensor:
-        """The features of positions, ``[end - begin, layers * H]``."""
-        assert self._stored is not None
+        """The features of positions, ``[end - begin, layers * H]``. Raises ``RuntimeError`` where the forwards gave none."""
+        if self._stored is None or self._stored.shape[1] < end:
+            raise RuntimeError(f"the target's forward gives no hidden states of the layers {list(self.layers)}")
         return self._stored[row, begin:end]
 
     def of_row(self, row: int) -> RowFeatures:

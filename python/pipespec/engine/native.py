@@ -93,14 +93,15 @@ class NativeForm(PartsForm):
         return self._checksums.agree()
 
     def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
-        if not self._steps or cache.features is not None:
-            return super().__call__(tokens, cache, keep)
         began = time.perf_counter()
-        storage = cache.open_storage(tokens.shape[1])
-        logits = self.decoder.step(tokens, *storage, *self._rope(cache.capacity), keep=keep)
-        cache.close()
+        if self._steps and cache.features is None:
+            storage = cache.open_storage(tokens.shape[1])
+            outputs = self.decoder.step(tokens, *storage, *self._rope(cache.capacity), keep=keep)
+            cache.close()
+        else:
+            outputs = super().__call__(tokens, cache, keep)
         self._checksums.spend(time.perf_counter() - began)
-        return logits
+        return outputs
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         if self._scaled is None:

@@ -51,7 +51,7 @@ class WholeModel(Form):
             **({} if features is None else {"output_hidden_states": True}),
         )
         if features is not None:
-            features.record(lengths, dict(enumerate(found.hidden_states)))
+            features.record(lengths, dict(enumerate(found.hidden_states or ())))
         logits: torch.Tensor = found.logits
         return logits[:, logits.shape[1] - keep :]
 
