@@ -21,10 +21,10 @@ PYTHON = ("python/pipespec", "pipespec_kernels", "bench", "tools")
 FOLDERS = {
     "csrc": 13_700,
     "pipespec_kernels": 8_600,
-    "python/pipespec": 31_100,
+    "python/pipespec": 31_900,
     "bench": 8_300,
     "tools": 1_500,
-    "tests": 53_000,
+    "tests": 53_600,
 }
 """Most lines of C++, CUDA and Python. The design's goals of the first five: 12,500, 8,000, 20,000, 7,000 and 1,200."""
 
@@ -47,7 +47,7 @@ LONGER = {
     # The state of one machine, which its methods share.
     "pipespec_kernels/decoder.py:NativeDecoder": 310,
     "pipespec_kernels/decoder.py:__init__": 80,
-    "python/pipespec/engine/cached_text.py:CachedText": 310,
+    "python/pipespec/engine/cached_text.py:CachedText": 330,
     "python/pipespec/engine/cache.py:RowCache": 370,
     "python/pipespec/spd/ranks.py:__init__": 70,
     # One case or one row of a report, from its inputs to its numbers.
@@ -73,7 +73,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 71, 13_300
+MODULES, LINES = 75, 13_900
 """Most modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 

@@ -14,6 +14,7 @@ from pipespec import Pipeline, attach, detach
 from pipespec.drafts.head import DraftHead, HeadConfig, is_head
 from pipespec.drafts.stage import HeadStage
 from pipespec.engine.cache import RowCache
+from pipespec.engine.features import Features
 from pipespec.engine.values import Checksums
 from tests.conftest import VOCABULARY, left_pad, random_prompts
 from tests.pipespec import heads
@@ -346,16 +347,14 @@ def test_a_head_that_fails_costs_its_drafts_only(target, folder, monkeypatch) ->
     assert torch.equal(found, target.generate(prompt, max_new_tokens=8, do_sample=False))
 
 
-def test_a_patched_target_without_hidden_states_costs_drafts_only(folder) -> None:
-    target, prompt = heads.make_target(), torch.tensor([[5, 6, 7, 8]])
-    expected, own = target.generate(prompt, max_new_tokens=8, do_sample=False), target.forward
-    target.forward = lambda *args, output_hidden_states=None, **kwargs: own(*args, **kwargs)
-    with (
-        Pipeline(target, folder, lookahead=2) as pipe,
-        pytest.warns(RuntimeWarning, match=r"gives no hidden states of the layers \[2, 4, 5\]"),
-    ):
-        found = pipe.generate(prompt, max_new_tokens=8, do_sample=False)
-    assert torch.equal(found, expected)
+def test_a_forward_without_hidden_states_keeps_nothing() -> None:
+    """The draft that reads fails then, and not the target."""
+    features = Features([0, 2], [0], torch.float32)
+    features.record([0], {0: torch.ones(1, 3, 4)})
+    with pytest.raises(RuntimeError, match=r"gives no hidden states of the layers \[0, 2\]"):
+        features.read(0, 0, 3)
+    features.record([0], {0: torch.ones(1, 3, 4), 1: torch.zeros(1, 3, 4), 2: torch.full((1, 3, 4), 2.0)})
+    assert features.read(0, 1, 3).tolist() == [[1.0] * 4 + [2.0] * 4] * 2
 
 
 @pytest.mark.parametrize("drafts", [[], ["head"]])
