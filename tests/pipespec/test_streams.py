@@ -182,6 +182,16 @@ def test_an_end_of_text_at_every_place(model, expected, how):
             assert pipe.report.tokens == new
 
 
+def margin_where_they_part(target, wanted: torch.Tensor, got: torch.Tensor) -> float:
+    """The difference of the logits of the first two tokens that differ, of the largest logit; 0 for equal texts ``[S]``."""
+    if torch.equal(wanted, got):
+        return 0.0
+    at = int((got != wanted).nonzero()[0])
+    with torch.no_grad():
+        logits = target(wanted[None, :at].to(target.device)).logits[0, -1].float()
+    return float((logits[wanted[at]] - logits[got[at]]).abs() / logits.abs().max())
+
+
 def plain_of(pipe, ids, options):
     """``generate()`` of a pipeline's target, under the pipeline's attention."""
     return type(pipe.target).generate(pipe.target, ids, **options)
@@ -513,7 +523,9 @@ def test_autocast(model, how):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             wanted = plain_of(pipe, ids, GREEDY)
             with pytest.warns(SpeedWarning, match="autocast"):
-                assert torch.equal(pipe.generate(ids, **GREEDY), wanted)
+                got = pipe.generate(ids, **GREEDY)
+            # Steps of different widths round differently in 16 bits, on some processors.
+            assert margin_where_they_part(pipe.target, wanted[0], got[0]) < 0.02
             assert "autocast" in str(pipe.report)
         pipe.generate(ids, **GREEDY)
         assert pipe.report.schedule == how
@@ -878,13 +890,8 @@ def test_how_many_texts_are_the_same_in_bfloat16(how, capsys) -> None:
     with make(target, drafts, how) as pipe:
         for prompt, text in zip(prompts, wanted, strict=True):
             got = pipe.generate(prompt[None].cuda(), **GREEDY | {"max_new_tokens": 64})[0].cpu()
-            if torch.equal(got, text):
-                same += 1
-                continue
-            at = int((got != text).nonzero()[0])
-            with torch.no_grad():
-                logits = target(text[None, :at].cuda()).logits[0, -1].float()
-            margins.append(float((logits[text[at]] - logits[got[at]]).abs() / logits.abs().max()))
+            same += torch.equal(got, text)
+            margins.append(margin_where_they_part(target, text, got))
     with capsys.disabled():
         print(
             f"\nbfloat16, {how}: {same} of {len(prompts)} texts as generate()'s, relative margins where they part: {margins}"
