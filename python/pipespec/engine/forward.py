@@ -19,6 +19,7 @@ from pipespec.engine.known import (
     OWN,
     Identity,
     identify,
+    read_again,
     refusal_of_cache,
 )
 from pipespec.engine.native import NativeForm, native_form
@@ -238,6 +239,8 @@ def _choose(model: PreTrainedModel, name: str, cache: RowCache | None = None) ->
         except NotReadable as error:
             reason = str(error)
     if name in (FUSED, EXACT):
+        if form is not None:
+            read_again(model)
         now = identify(model, name) if identity.reason is None else identity
         if now != identity:
             # The merge has moved weights. Other forms hold them where they were.

@@ -250,6 +250,11 @@ def refresh(model: PreTrainedModel | None = None) -> None:
         _records.pop(without_wrapper(model), None)
 
 
+def read_again(model: PreTrainedModel) -> None:
+    """Read a model again whose weights a form has moved, within the call, too."""
+    _records.pop(model, None)
+
+
 def why_unknown(model: PreTrainedModel) -> str | None:
     """Why a model has to be decoded by transformers now, as a phrase; None if it is known, see :mod:`pipespec.engine.known`."""
     return _why_watched() or _record(model).reason
