@@ -20,16 +20,22 @@ if(NOT CMAKE_CUDA_COMPILER)
   return()
 endif()
 
-# Real code for each architecture, PTX for the newest, so that GPUs that come later still run it.
+# Real code for each architecture, PTX for the newest, so that GPUs that come later still run it. Code for x.0 runs on all of x.
 set(archs ${PIPESPEC_CUDA_ARCHS})
 if(NOT archs)
   execute_process(COMMAND ${CMAKE_CUDA_COMPILER} --list-gpu-arch OUTPUT_VARIABLE known COMMAND_ERROR_IS_FATAL ANY)
-  foreach(arch 80 90 100)
+  foreach(arch 80 90 100 120)
     if(known MATCHES "compute_${arch}\n")  # an older toolkit does not know the newest
       list(APPEND archs ${arch})
     endif()
   endforeach()
 endif()
+foreach(arch ${archs})
+  if(arch MATCHES "^[0-9]+" AND CMAKE_MATCH_0 LESS 80)
+    message(FATAL_ERROR "PIPESPEC_CUDA_ARCHS=${PIPESPEC_CUDA_ARCHS}: the kernels need compute capability 8.0 or newer. Older GPUs "
+                        "run the steps without graphs, for which PIPESPEC_CUDA=off suffices.")
+  endif()
+endforeach()
 list(POP_BACK archs newest)
 list(TRANSFORM archs APPEND "-real")
 set(CMAKE_CUDA_ARCHITECTURES ${archs} ${newest})
