@@ -44,6 +44,10 @@ def collect_env() -> dict[str, Any]:
     }
 
 
+LEAST_CAPABILITY = 80
+"""Ten times the compute capability that the CUDA module needs: its sums over a warp, and products of bfloat16."""
+
+
 def host_memory() -> tuple[int, int]:
     """Return the memory limit of this process and the free part of it, in bytes.
 
@@ -92,7 +96,12 @@ def problems(env: dict[str, Any]) -> list[str]:
     built = [int(arch.split("-")[0]) for arch in (env["native"] or {}).get("cuda_archs", [])]
     for device in cuda["devices"]:
         capability = device["capability"][0] * 10 + device["capability"][1]
-        if built and capability < min(built):
+        if capability < LEAST_CAPABILITY:
+            found.append(
+                f"{device['name']} has compute capability {capability / 10}, and the CUDA module needs {LEAST_CAPABILITY / 10}: "
+                f"on this GPU the steps run one by one, without graphs."
+            )
+        elif built and capability < min(built):
             found.append(
                 f"{device['name']} has compute capability {capability / 10}, older than what the CUDA module was built "
                 f"for: install pipespec again with PIPESPEC_CUDA_ARCHS={capability}."

@@ -21,10 +21,10 @@ PYTHON = ("python/pipespec", "pipespec_kernels", "bench", "tools")
 FOLDERS = {
     "csrc": 13_700,
     "pipespec_kernels": 8_600,
-    "python/pipespec": 31_900,
+    "python/pipespec": 32_100,
     "bench": 8_300,
     "tools": 1_500,
-    "tests": 53_600,
+    "tests": 54_000,
 }
 """Most lines of C++, CUDA and Python. The design's goals of the first five: 12,500, 8,000, 20,000, 7,000 and 1,200."""
 

@@ -270,7 +270,8 @@ def test_no_problems() -> None:
         ("cuda", {"error": "not built", "file": None, "devices": []}, "built without its CUDA module"),
         ("cuda", {"error": "_cuda does not load: x"}, "_cuda does not load: x"),
         ("cuda", {"devices": [], "device_error": "no usable CUDA device: old"}, "driver may be too old"),
-        ("cuda", {"devices": [{"name": "T4", "capability": [7, 5]}]}, "PIPESPEC_CUDA_ARCHS=75"),
+        ("cuda", {"devices": [{"name": "T4", "capability": [7, 5]}]}, "needs 8.0: on this GPU the steps run one by one"),
+        ("native", {"cuda_archs": ["100"]}, "PIPESPEC_CUDA_ARCHS=90"),
     ],
 )
 def test_problem_is_named(part: str, change: dict, sentence: str) -> None:

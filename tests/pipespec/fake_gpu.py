@@ -8,9 +8,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import types
 import weakref
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+import torch
+
+from pipespec.schedules.graphs import capture as capturing
+from pipespec.schedules.graphs.driver import GraphedDriver
+from pipespec.schedules.graphs.rounds import HostPort
+from pipespec.schedules.graphs.stage import GraphedStage
+from pipespec_kernels import _native
+from pipespec_kernels.scheduler import HostLauncher
+from pipespec_kernels.state import Action
 
 
 class Stream:
@@ -78,6 +89,7 @@ class Graph:
         priority: Of its kernels. ``CUDAGraph::instantiate()`` passes ``cudaGraphInstantiateFlagUseNodePriority``, and a captured kernel has the
             priority of the stream that captured it.
         workspaces: Those whose addresses its kernels have.
+        invalid: Whether an operation has made its capture fail, so that it cannot be ended.
     """
 
     numbers = itertools.count(1)
@@ -87,6 +99,7 @@ class Graph:
         self.pool: Any = None
         self.priority: int | None = None
         self.workspaces: list[Memory] = []
+        self.invalid = False
         self._gpu, self._ended = gpu, False
         gpu.graphs.add(self)
 
@@ -101,7 +114,7 @@ class Graph:
 
     def capture_end(self):
         gpu = self._gpu
-        failed, gpu.invalid = gpu.invalid, False
+        failed, self.invalid = self.invalid, False
         error = RuntimeError("operation failed due to a previous error during capture")
         if failed and not gpu.ends_before_it_raises:
             raise error
@@ -129,23 +142,26 @@ class FakeGpu:
     Attributes:
         log: Calls to ports and captures.
         captured: Captures into a given pool.
-        graph: The graph that captures at present.
+        captures: By thread, the graph that captures at present.
         fails: Called in each body.
-        invalid: Whether an operation has made the present capture fail, so that it cannot be ended.
         ends_before_it_raises: Whether ``capture_end()`` tells the allocators and the generator before it raises: pytorch#180395. False: 2.11.
         memory: Pools of the GPU's memory; likewise ``pinned``.
         generator_captures: Whether torch's generator refuses to draw outside of captures: ``CUDAGeneratorState::increase()`` of 2.11.
         held: Pools with memory that is in use.
         workspaces: cuBLAS workspaces by handle and stream. A thread has a handle of its own.
         graphs: Graphs that live.
+        capability: Of the device.
+        allocator: Name of torch's allocator.
     """
+
+    capability, allocator = (9, 0), "native"
 
     def __init__(self):
         self.log: list[Any] = []
         self.captured = 0
-        self.graph: Graph | None = None
+        self.captures: dict[int, Graph] = {}
         self.fails = lambda stage: None
-        self.invalid, self.ends_before_it_raises = False, False
+        self.ends_before_it_raises = False
         self.memory, self.pinned = Pools(), Pools()
         self.generator_captures = False
         self.held: set[Any] = set()
@@ -154,8 +170,18 @@ class FakeGpu:
         self._default, self._of_thread = Stream(), threading.local()
 
     @property
+    def graph(self) -> Graph | None:
+        """The graph that the thread captures."""
+        return self.captures.get(threading.get_ident())
+
+    @property
     def capturing(self) -> bool:
         return self.graph is not None
+
+    def invalidate(self):
+        """An operation that a capture does not allow, if the thread captures."""
+        if self.graph is not None:
+            self.graph.invalid = True
 
     @property
     def stream(self) -> Stream:
@@ -189,19 +215,96 @@ class FakeGpu:
     @contextlib.contextmanager
     def capture(self, graph, pool=None, stream=None, capture_error_mode="global"):
         """``torch.cuda.graph``. Where the capture does not end, ``__exit__`` does not restore the stream."""
+        self.synchronize()
         if pool is not None:
             self.captured += 1
             self.log.append("capture")
         self.empty_cache()
         before, self._of_thread.stream = self.stream, stream
         graph.capture_begin(pool)
-        self.graph = graph
+        self.captures[threading.get_ident()] = graph
         try:
             yield
         finally:
-            self.graph = None
+            del self.captures[threading.get_ident()]
             graph.capture_end()
             self._of_thread.stream = before
+
+    def synchronize(self, device=None):
+        """``cudaDeviceSynchronize()``. During a capture on the device, by any thread and in any mode, it is an error, and the capture is invalid."""
+        if self.captures:
+            for graph in self.captures.values():
+                graph.invalid = True
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    def record(self, stage, body, inputs):
+        """The forward of a stage within a capture. Returns what it selects."""
+        return torch.full_like(inputs[0], -1)
+
+    def launch(self, captured, given):
+        """A launch of a graph: its last step's plan and commit are the scheduler's."""
+        for step in captured.steps[:-1]:
+            port = step.port
+            if port.plan() == Action.STEP:
+                port.commit(step.stage.body(port.tokens, port.kv, port.num_draft_tokens, port.n_select))
+        arrays = (given.tokens, given.kv, given.num_draft_tokens, given.n_select)
+        torch.from_numpy(given.selected).copy_(captured.steps[-1].stage.body(*map(torch.from_numpy, arrays)))
+
+    def install(self, monkeypatch):
+        """Let the pipelines of a test run on this GPU."""
+        from pipespec_kernels import _cuda
+
+        seen = self
+
+        class Port(HostPort):
+            def __init__(self, block, stage, width, device, *, rows, policy):
+                port = types.SimpleNamespace(port=lambda s, w: _native.StagePort(_native.Block(block.data_ptr()), s, w))
+                super().__init__(port, stage, width, rows)
+                self.stage, self.width = stage, width
+
+            def open(self, scratch):
+                seen.log.append("open")
+
+            def plan(self):
+                seen.log.append(("plan", self.stage, self.width))
+                return super().plan()
+
+            def commit(self, selected):
+                seen.log.append("commit")
+                super().commit(selected)
+
+            def close(self, shadow, scratch, log):
+                seen.log.append("close")
+
+        body, make_launcher = GraphedStage.body, capturing.CaptureContext.launcher
+
+        def watched(stage, *inputs):
+            seen.multiply()
+            seen.fails(stage)
+            return seen.record(stage, body, inputs) if seen.capturing else body(stage, *inputs)
+
+        def launcher(context, own):
+            make_launcher(context, own)
+            steps = [
+                lambda given, graphs=dict(of_stage): seen.launch(graphs[given.tokens.shape[1]], given)
+                for of_stage in own
+            ]
+            made = HostLauncher(context.shadow, steps, [[width for width, _ in of_stage] for of_stage in own])
+            made.graphs = own
+            return made
+
+        monkeypatch.setattr(GraphedDriver, "_runs_on_gpu", lambda driver, models: True)
+        monkeypatch.setattr(GraphedStage, "body", watched)
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+        monkeypatch.setattr(capturing, "DevicePort", Port)
+        monkeypatch.setattr(capturing.CaptureContext, "launcher", launcher)
+        monkeypatch.setattr(_cuda, "driver_version", _cuda.runtime_version)
+        monkeypatch.setattr(_cuda, "StageGraphs", types.SimpleNamespace)
+        monkeypatch.setattr(_cuda, "CudaLauncher", lambda *arguments: None)
+        for name, value in self.replacements().items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        for name, value in self.private_replacements().items():
+            monkeypatch.setattr(torch._C, name, value, raising=False)
 
     def replacements(self) -> dict[str, Any]:
         """What replaces functions of ``torch.cuda``, by name."""
@@ -213,7 +316,9 @@ class FakeGpu:
             "stream": self.on_stream,
             "device": contextlib.nullcontext,
             "graph_pool_handle": object,
-            "synchronize": lambda device=None: None,
+            "synchronize": self.synchronize,
+            "get_device_capability": lambda device=None: self.capability,
+            "get_allocator_backend": lambda: self.allocator,
         }
 
     def private_replacements(self) -> dict[str, Any]:

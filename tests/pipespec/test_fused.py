@@ -6,12 +6,16 @@ import copy
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import pipespec
+from pipespec.demo import family_path
 from pipespec.engine import fused, native
 from pipespec.engine.attention import ATTENTION
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import choose_fused, described, forward, release
+from pipespec.models.families import NotReadable
+from pipespec.models.parts import ModelParts
 from pipespec_kernels import ops
 from tests.conftest import noisy
 from tests.pipespec.test_native import MODELS, ids, make
@@ -114,3 +118,59 @@ def test_a_wrong_operation_is_found(operation, monkeypatch):
     assert choose_fused(model) is None
     cache = RowCache.for_model(model, 1, 16, static=True)
     assert "differ from the model's own" in described(model, cache)
+
+
+ROUNDINGS = 200
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    """A model in bfloat16 that is deep enough for its roundings to matter; the inputs of its probes, and its logits in float32."""
+    model = AutoModelForCausalLM.from_pretrained(family_path("small"), dtype=torch.bfloat16).eval()
+    model.set_attn_implementation("sdpa")
+    parts = ModelParts.of(model)
+    given = native.probe_inputs(parts)
+    with torch.inference_mode():
+        return model, given, native._in_wider(parts, given, torch.float32)
+
+
+def changed_logits(model, given, changes, ending, kind=torch.nn.Module):
+    """Logits on the probes where ``changes`` applies to the outputs of modules with these names."""
+    chosen = [module for name, module in model.named_modules() if name.endswith(ending) and isinstance(module, kind)]
+    hooks = [module.register_forward_hook(lambda module, inputs, out: changes(out)) for module in chosen]
+    with torch.inference_mode():
+        logits = model(given).logits
+    for hook in hooks:
+        hook.remove()
+    return logits
+
+
+def check_bundled(bundled, monkeypatch, own, ours):
+    model, given, exact = bundled
+    monkeypatch.setattr(native, "_in_wider", lambda *_: exact)
+    native.check_outputs(ModelParts.of(model), given, native.probed(own), native.probed(ours))
+
+
+def test_equally_good_roundings_are_not_refused(bundled, monkeypatch):
+    """A library may choose another kernel for a merged matrix, which changes one last bit in a thousand. No such form is worse than another."""
+    model, given, _ = bundled
+    noise = torch.Generator().manual_seed(0)
+
+    def another_order(out):
+        flips = (torch.rand(out.shape, generator=noise) < 1e-3) & (out != 0)
+        steps = torch.where(torch.rand(out.shape, generator=noise) < 0.5, 1, -1).to(torch.int16)
+        return (out.view(torch.int16) + steps * flips).view(torch.bfloat16)
+
+    many = changed_logits(model, given.repeat(ROUNDINGS, 1), another_order, "", torch.nn.Linear)
+    roundings = many.view(ROUNDINGS, *given.shape, -1)
+    for ours, own in zip(roundings, roundings.roll(1, 0), strict=True):
+        assert not torch.equal(ours, own)
+        check_bundled(bundled, monkeypatch, own, ours)
+
+
+@pytest.mark.parametrize("ending", ["o_proj", "v_proj", "down_proj", "input_layernorm", "post_attention_layernorm"])
+def test_a_form_that_is_wrong_by_two_percent_is_refused(bundled, monkeypatch, ending):
+    model, given, _ = bundled
+    own, ours = (changed_logits(model, given, lambda out, by=by: out * by, ending) for by in (1.0, 1.02))
+    with pytest.raises(NotReadable, match="differ from the model's own"):
+        check_bundled(bundled, monkeypatch, own, ours)

@@ -17,7 +17,7 @@ from pipespec.api import base, chain
 from pipespec.cli.main import main
 from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
-from pipespec.engine.inputs import stage_names
+from pipespec.engine.inputs import stage_names, static_capacity
 from pipespec.errors import DoesNotFit
 from pipespec.models import loading
 from pipespec.models.properties import weight_bytes
@@ -243,7 +243,7 @@ def test_a_call_must_fit_beside_what_is_there(model, monkeypatch):
         check(first.sum - 1, reusable_bytes=lambda: {"cuda:1": 1})
     with pytest.raises(DoesNotFit, match="1000000 positions"):  # more than the device has
         check(first.sum, limit=1_000_000)
-    with pytest.raises(DoesNotFit, match="131072 positions"):  # static caches need the last capacity, rounded up
+    with pytest.raises(DoesNotFit, match="131136 positions"):  # static caches need the last capacity, rounded up
         check(first.sum, graphs=True)
     check(2 * GIB, graphs=True, total=2 * GIB)
 
@@ -310,6 +310,14 @@ def test_unused_caches_are_released(model, monkeypatch, options, last):
         assert set(map(id, live.caches)) == kept  # the caches are reused
         with pytest.raises(RuntimeWarning, match="unless other programs give some back"):
             pipe.generate(PROMPT.repeat(5, 1), max_new_tokens=20)
+
+
+@pytest.mark.parametrize("limit", [1 << n for n in range(11, 18)])
+def test_static_caches_of_round_limits_are_hardly_larger(limit):
+    assert limit + WIDTH <= static_capacity(limit + WIDTH) <= 1.05 * limit + WIDTH
+    # Calls of similar lengths share a cache.
+    assert static_capacity(limit + WIDTH) == static_capacity(limit // 2 + 1 + WIDTH)
+    assert all(n <= static_capacity(n) for n in (1, WIDTH, WIDTH + 1, limit - 1, limit + 1, limit + WIDTH + 1))
 
 
 def test_capacity_that_an_earlier_call_did_not_reach_is_not_counted(model, monkeypatch):

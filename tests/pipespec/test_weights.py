@@ -126,6 +126,14 @@ def test_a_draft_out_of_a_file_runs_in_a_worker(model, tmp_path):
         assert pipe.report.stages[0].forward == "native"
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_formats_are_refused_on_a_gpu(model, monkeypatch, name):
+    """There each step would be slower than in 16 bits."""
+    monkeypatch.setattr(type(model), "device", torch.device("cuda", 0))
+    with pytest.raises(ValueError, match=f"weights='{name}': these formats are for the CPU, .* is on cuda:0"):
+        quantized(model, name)
+
+
 def test_weights_by_stage():
     names = ["draft 0", "draft 1", "target"]
     assert weights_of_each("q8_0", names) == ["q8_0"] * 3

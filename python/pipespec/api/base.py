@@ -49,7 +49,7 @@ from pipespec.process.forks import Lock
 from pipespec.process.signals import handlers_watched, is_handlers_error
 from pipespec.process.threads import keep_to_one, renew_pool
 from pipespec.process.warnings import user_stacklevel
-from pipespec.schedules.base import Decoder, GenerationRequest, SpeedWarning
+from pipespec.schedules.base import Decoder, Driver, GenerationRequest, SpeedWarning
 
 if TYPE_CHECKING:
     from pipespec.engine.group import ForwardGroup
@@ -96,6 +96,8 @@ class BasePipeline:
     """
 
     _driver: Decoder
+    _captured: Driver | None = None
+    """While the driver is one without graphs, because the static caches of the last call did not fit: the driver that has them."""
     _group: ForwardGroup | None = None
     _is_placed = False
     """Whether the driver moves the target's hidden states between the devices of its parts."""
@@ -136,6 +138,10 @@ class BasePipeline:
     def _caching(self) -> Sequence[PreTrainedModel]:
         """The models with caches in this process."""
         return self.models
+
+    def _without_graphs(self, driver: Driver) -> Driver | None:
+        """What runs a call for which the static caches of ``driver`` are too large; None if nothing does."""
+        return None
 
     def _check_request(self, request: GenerationRequest) -> None:
         """Refuse a call that the options of the pipeline exclude."""
@@ -468,29 +474,23 @@ class BasePipeline:
         _keep_to_one_thread()
 
     def _check_memory(self, request: GenerationRequest) -> None:
-        """Check that the call fits the memory, see :func:`pipespec.preflight.memory.check_memory`."""
-        driver, inputs = self._driver, request.inputs
-        names = {id(m): name for m, name in zip(self.models, stage_names(len(self.models)), strict=True)}
-        caching = {names[id(model)]: model for model in self._caching()}
-
-        def check(static: bool) -> None:
-            needs = CallNeeds(
-                rows=len(inputs.prompts),
-                longest=max(map(len, inputs.prompts)),
-                limit=inputs.most,
-                graphs=static,
-                copied="target" in caching and request.copies_cache(static or driver.keeps_cache),
-                distributions=driver.distribution_bytes(request),
-            )
-            check_memory(caching, needs, lambda: driver.reusable_bytes(request), lambda: driver.release_unused(request))
-
+        """See :func:`pipespec.preflight.memory.check_memory`. A call whose static caches do not fit, and whose growing ones may, runs without graphs."""
+        if self._captured is not None:
+            captured, self._captured = self._captured, None
+            self._driver.close()
+            self._driver = captured
+        driver = self._driver
         static = driver.has_static_caches(request)
         try:
-            check(static)
-        except DoesNotFit:
-            if not (static and driver.forgo_graphs()):
+            _check_caches(self, request, static)
+        except DoesNotFit as error:
+            if not static or not isinstance(driver, Driver) or (eager := self._without_graphs(driver)) is None:
                 raise
-            check(False)  # caches that grow may fit
+            driver.release()
+            driver.close()
+            self._captured, self._driver = driver, eager
+            _check_caches(self, request, False)
+            driver.warn_slower(f"static caches do not fit, so calls like this one run without graphs: {error}")
 
     @contextmanager
     def _turn(self, what: str, instead: str) -> Iterator[None]:
@@ -503,6 +503,21 @@ class BasePipeline:
                 yield
             finally:
                 self._owner = None
+
+
+def _check_caches(pipeline: BasePipeline, request: GenerationRequest, static: bool) -> None:
+    driver, inputs = pipeline._driver, request.inputs
+    names = {id(m): name for m, name in zip(pipeline.models, stage_names(len(pipeline.models)), strict=True)}
+    caching = {names[id(model)]: model for model in pipeline._caching()}
+    needs = CallNeeds(
+        rows=len(inputs.prompts),
+        longest=max(map(len, inputs.prompts)),
+        limit=inputs.most,
+        graphs=static,
+        copied="target" in caching and request.copies_cache(static or driver.keeps_cache),
+        distributions=driver.distribution_bytes(request),
+    )
+    check_memory(caching, needs, lambda: driver.reusable_bytes(request), lambda: driver.release_unused(request))
 
 
 @contextmanager

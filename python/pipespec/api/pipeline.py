@@ -268,6 +268,10 @@ class Pipeline(BasePipeline):
     def _caching(self) -> Sequence[PreTrainedModel]:
         return self.models if self.config.row.has_drafts else self.models[-1:]
 
+    def _without_graphs(self, driver: Driver) -> Driver | None:
+        # Growing caches have other addresses, and the exact form has other bits than the modules.
+        return None if driver.config.exact else make_driver(driver.models, _eager(driver.config))
+
     def _check_known(self) -> None:
         try:
             super()._check_known()
@@ -326,8 +330,7 @@ def _make_driver(models: Sequence[PreTrainedModel], config: SpeculationConfig) -
         if config.exact:
             # The steps that run instead have other bits.
             raise ValueError(f"exact=True: {reason}; without graphs or without exact=True the pipeline runs") from error
-    eager = replace(config, graphs=False) if not config.row.is_captured else None
-    if eager is None:
+    if config.row.is_captured:
         try:
             driver = make_driver(models, replace(config, schedule=WORKERS.name, graphs=False))
             warn_of(f"{reason}; schedule={WORKERS.name!r} is used instead")
@@ -335,6 +338,10 @@ def _make_driver(models: Sequence[PreTrainedModel], config: SpeculationConfig) -
         except (ValueError, RuntimeError) as error:
             raise_handlers_error()
             reason = f"{reason}; worker processes cannot be used either ({error})"
-        eager = replace(config, schedule=LOCKSTEP.name, graphs=False)
     warn_of(f"{reason}; the steps run one by one, in lockstep, without graphs")
-    return make_driver(models, eager)
+    return make_driver(models, _eager(config))
+
+
+def _eager(config: SpeculationConfig) -> SpeculationConfig:
+    """The same without graphs."""
+    return replace(config, schedule=LOCKSTEP.name if config.row.is_captured else config.schedule, graphs=False)

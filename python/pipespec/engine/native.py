@@ -30,9 +30,11 @@ from pipespec_kernels.env import host_memory
 TOLERANCE = 1e-5
 """Largest deviation of float32 logits on the probes, relative to the largest logit: some ten times what another order of summation makes."""
 
-BY_CHANCE = {False: 1.1, True: 16.0}
+BY_CHANCE = {False: 1.5, True: 16.0}
 """The ratio of the errors of two forwards that round equally often, but not in the same places; and (True) in float32, where sums are accumulated in the
-dtype of the result, so that the order of a sum matters, too. SmolLM2-135M shows a ratio of 6; a form that is wrong by 1e-5 would show more than 100."""
+dtype of the result, so that the order of a sum matters, too. SmolLM2-135M shows a ratio of 6; a form that is wrong by 1e-5 would show more than 100. In 16 bits the ratio
+of two such forwards spreads by 9 %, since a library may choose other kernels for merged matrices; a form whose attention, activation or norms are wrong by
+2 % shows 1.6 or more."""
 
 STEPS = 0.1
 """Largest deviation of what a layer with matrices in blocks adds, relative to its norm, where inputs are rounded to the next step: ten times what real models show."""

@@ -75,8 +75,13 @@ def quantized(model: PreTrainedModel, name: str) -> PreTrainedModel:
         name: one of :data:`NAMES`.
 
     Raises:
-        ValueError: it is quantised already or split, blocks fill the rows of none of its matrices, or one has weights that no block holds.
+        ValueError: it is on a GPU, quantised already or split, blocks fill the rows of none of its matrices, or one has weights that no block holds.
     """
+    if model.device.type not in ("cpu", "meta"):
+        raise ValueError(
+            f"weights={name!r}: these formats are for the CPU, and the {type(model).__name__} is on {model.device}, where each step would write its "
+            "matrices out in 16 bits: leave weights= out, or load a model that is quantised for GPUs"
+        )
     method = "in blocks" if has_blocks(model) else INT8 if has_int8(model) else quantisation(model)
     if method is not None:
         raise ValueError(f"weights={name!r}: the {type(model).__name__} is quantised already ({method})")

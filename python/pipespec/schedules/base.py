@@ -185,10 +185,6 @@ class Decoder(ABC):
         """Whether the call runs in captured steps, whose caches cannot grow."""
         return False
 
-    def forgo_graphs(self) -> bool:
-        """Run the next call without captured steps, as its static caches do not fit. Returns False if this decoder cannot."""
-        return False
-
     def reusable_bytes(self, request: GenerationRequest) -> Mapping[str, int]:
         """Bytes per device that the call takes over from earlier calls."""
         return {}
@@ -200,7 +196,7 @@ class Decoder(ABC):
     def release_unused(self, request: GenerationRequest) -> None:
         """Release the memory that the call does not reuse. While no stage runs."""
 
-    def _slower(self, reason: str) -> None:
+    def warn_slower(self, reason: str) -> None:
         """Warn that calls leave the fast path, once for each reason."""
         if reason not in self._warned:
             self._warned.add(reason)

@@ -409,9 +409,10 @@ def seconds_of(
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it."""
+    """Wait until the device has done what the current stream was asked for."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        # Not for the whole device, which would invalidate the capture of another thread.
+        torch.cuda.current_stream(device).synchronize()
 
 
 # ---- loading a part of the safetensors

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,6 +21,7 @@ from pipespec.schedules.graphs.shadow import PinnedMemory
 from pipespec.schedules.graphs.stage import GraphedStage
 from pipespec.schedules.graphs.tracker import ModuleTracker
 from pipespec_kernels.device_state import DevicePort, PolicyRing
+from pipespec_kernels.env import LEAST_CAPABILITY
 from pipespec_kernels.state import StateBlock
 
 _DRAFT_PRIORITY = -1
@@ -26,6 +29,53 @@ _DRAFT_PRIORITY = -1
 
 _TORCH_STREAMS = 32
 """Number of streams per device and priority. torch assigns them round-robin."""
+
+
+_INVALIDATED = "previous error during capture"
+"""Of the message of ``cudaErrorStreamCaptureInvalidated``: something outside of the capture has ended it."""
+
+_capturing: defaultdict[torch.device, threading.Lock] = defaultdict(threading.Lock)
+"""Held during a capture on a device. ``torch.cuda.graph`` synchronises the device as it begins, which invalidates a capture of any other thread."""
+
+
+def cuda_module(device: torch.device) -> Any:
+    """``pipespec_kernels._cuda``, for captured steps on ``device``.
+
+    Raises:
+        NotCapturable: It is not there or does not load, or the device, its driver or torch cannot run captured steps.
+    """
+
+    def refused(part: str, cause: object, error: Exception | None = None) -> NotCapturable:
+        found = NotCapturable("the chain", part, str(cause).strip())
+        found.__cause__ = error
+        return found
+
+    if torch.version.hip is not None:
+        raise refused("ROCm", "captured steps need a GPU of NVIDIA")
+    try:
+        from pipespec_kernels import _cuda
+    except ImportError as error:
+        raise refused("the CUDA module", error, error) from error
+    major, minor = torch.cuda.get_device_capability(device)
+    if 10 * major + minor < LEAST_CAPABILITY:
+        least = LEAST_CAPABILITY / 10
+        raise refused(str(device), f"the kernels need compute capability {least}, and this GPU has {major}.{minor}")
+    if torch.cuda.get_allocator_backend() == "cudaMallocAsync":
+        cause = "it has no memory pools for captures: unset PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync"
+        raise refused("torch's allocator", cause)
+    try:
+        supports, runtime = _cuda.driver_version(), _cuda.runtime_version()
+    except RuntimeError as error:
+        raise refused("the driver", error, error) from error
+    # Within one major version any driver runs any runtime.
+    if supports // 1000 < runtime // 1000:
+        what = f"it supports CUDA {_dotted(supports)}, and the CUDA module has the runtime of {_dotted(runtime)}"
+        raise refused("the driver", f"{what}: update the driver, or build pipespec from source with an older nvcc")
+    return _cuda
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 class RecordedStep:
@@ -78,8 +128,7 @@ class CaptureResources:
     """
 
     def __init__(self, device: torch.device, priority: int) -> None:
-        from pipespec_kernels import _cuda
-
+        _cuda = cuda_module(device)
         self.device, self.priority = device, priority
         self.scratch = torch.zeros(_cuda.STEP_SCRATCH_BYTES, dtype=torch.uint8, device=device)
         policies = torch.zeros((_cuda.STEPS_IN_FLIGHT, 4), dtype=torch.int32, device="cpu").pin_memory()
@@ -144,9 +193,19 @@ class CaptureContext:
     def capture(self, key: GraphKey) -> CapturedGraph:
         """Capture the steps of ``key`` as one graph, over the static buffers that the stages use at present.
 
+        Once more, if something outside of the capture has ended it: a thread that has synchronised the whole device.
+
         Raises:
             NotCapturable: Names the stage and the module that the error comes from.
         """
+        try:
+            return self._capture(key)
+        except NotCapturable as error:
+            if _INVALIDATED not in error.cause:
+                raise
+        return self._capture(key)
+
+    def _capture(self, key: GraphKey) -> CapturedGraph:
         steps = self._recorded_steps(key)
         last = steps[-1]
         resources = self.resources[key.launched.stage]
@@ -183,6 +242,7 @@ class CaptureContext:
                         run(warm_up=True)
                     stream.synchronize()
                     with (
+                        _capturing[resources.device],
                         _garbage_collection_off(),
                         own_workspaces(),
                         torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
@@ -191,18 +251,18 @@ class CaptureContext:
                             run(warm_up=False)
                         except Exception as first:
                             error = first
+                    captured = CapturedGraph(graph, steps, (resources, self._block, self._pinned))
                 # Ending a capture that has failed raises once more.
                 except Exception as later:
                     error = error or later
                 if error is not None:
                     resources.leave_pool()
-                    discard_capture(graph, resources.device.index, pool)
+                    with _capturing[resources.device]:
+                        discard_capture(graph, resources.device.index, pool)
             if error is not None:
                 raise_handlers_error()
-                first_line = next(iter(str(error).strip().splitlines()), "")
-                cause = f"{type(error).__name__}: {first_line}"
+                cause = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
                 raise NotCapturable(current.stage.name, inside or "the step as a whole", cause) from error
-        captured = CapturedGraph(graph, steps, (resources, self._block, self._pinned))
         resources.add(captured)
         return captured
 
@@ -228,9 +288,11 @@ class CaptureContext:
 
         Args:
             graphs: Per stage the width and graph of each step that it is launched with, ascending. Empty: its steps are in another stage's graph.
-        """
-        from pipespec_kernels import _cuda
 
+        Raises:
+            NotCapturable: The CUDA module refuses the device or the driver.
+        """
+        _cuda = cuda_module(self.resources[-1].device)
         entries = []
         for resources, own in zip(self.resources, graphs, strict=True):
             entry = _cuda.StageGraphs()
@@ -240,7 +302,11 @@ class CaptureContext:
             entry.block, entry.policies = self._block.data_ptr(), resources.policy.policies.data_ptr()
             entry.scratch, entry.log = resources.scratch.data_ptr(), resources.log.data_ptr()
             entries.append(entry)
-        return GraphLauncher(_cuda.CudaLauncher(self.shadow.memory.address, entries), (self, graphs))
+        try:
+            native = _cuda.CudaLauncher(self.shadow.memory.address, entries)
+        except (RuntimeError, ValueError) as error:
+            raise NotCapturable("the chain", "the launcher of its graphs", str(error)) from error
+        return GraphLauncher(native, (self, graphs))
 
     def read_back(self) -> None:
         """Copy the block to the host shadow, with all counters; a step copies only three of them. While no stage runs."""

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
+from pipespec.engine.forward import described
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampling import SamplingParams
 from pipespec.errors import NotCapturable
@@ -34,6 +35,9 @@ from pipespec_kernels.state import StateBlock
 
 if TYPE_CHECKING:
     from pipespec.schedules.graphs.capture import CaptureContext, CapturedGraph
+
+_MAX_GRAPHS = 16
+"""Graphs that a stage keeps for one number of rows, beyond those of the present call. One of an 8B model takes about half a megabyte."""
 
 _AHEAD = 2
 """Largest number of steps of a draft in flight on a GPU, so that the next one begins without the host. It also holds for plain decoding and
@@ -59,6 +63,16 @@ def host_reason(request: GenerationRequest, device: str) -> str | None:
             "min_p, penalties and biases of single tokens"
         )
     return None
+
+
+def why_by_modules(stage: GraphedStage) -> str | None:
+    """Why the graphs of a stage run its model's own modules; None if they run the fused form, which has a quarter of the launches."""
+    _, own, why = described(stage.model, stage.buffers.cache).partition("transformers: ")
+    return (
+        f"the graphs of {stage.name} run transformers' modules, with some 40 launches per layer instead of 9: {why}"
+        if own
+        else None
+    )
 
 
 class GraphedDriver(Driver):
@@ -169,7 +183,7 @@ class GraphedDriver(Driver):
         if reason is not None:
             self.ran_as = self._name_of(LockstepDriver.schedule)
             self.remarks = (f"this call was run in lockstep, step by step: {reason}",)
-            self._slower(f"calls like this one run in lockstep, step by step: {reason}")
+            self.warn_slower(f"calls like this one run in lockstep, step by step: {reason}")
         self._prepare(request)
         prefill(self, request)
         if reason is not None:
@@ -220,14 +234,19 @@ class GraphedDriver(Driver):
                     self.capture()
                 except NotCapturable as error:
                     return str(error)
+                except (MemoryError, RuntimeError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    return f"no memory for the graphs ({error}); lower max_new_tokens or the batch"
         return None
 
     def _run_scheduled(self, request: GenerationRequest) -> None:
         """Let the scheduler run the stages."""
         if self.on_gpu:
-            # The prefill ran on torch's stream. The stages have streams of their own.
+            # The prefill ran on torch's stream. The stages have streams of their own. A wait for the whole device would invalidate the capture of
+            # another thread.
             for device in {model.device for model in self.models}:
-                torch.cuda.synchronize(device)
+                torch.cuda.current_stream(device).synchronize()
         self.scheduled.run(self._lookahead(), lambda: self._committed(request), self.draft_failed)
 
     def _committed(self, request: GenerationRequest) -> None:
@@ -284,9 +303,18 @@ class GraphedDriver(Driver):
                     self._graphs_launched_with(key)[key] = context.capture(key)
         launched: list[list[tuple[int, CapturedGraph]]] = [[] for _ in self._stages]
         for key in keys:
-            launched[key.launched.stage].append((key.launched.width, self._graphs_launched_with(key)[key]))
+            graphs = self._graphs_launched_with(key)
+            # The last used one last.
+            graphs[key] = graph = graphs.pop(key)
+            launched[key.launched.stage].append((key.launched.width, graph))
         handles = tuple(tuple((width, graph.handle) for width, graph in own) for own in launched)
         self.scheduled.use(handles, lambda: context.launcher(launched), self._lookahead(), ahead=_AHEAD)
+        for i, own in enumerate(launched):
+            if (why := why_by_modules(self._stages[i])) is not None and self.config.native:
+                self.warn_slower(why)
+            graphs = self._stages[i].buffers.graphs
+            for key in list(graphs)[: -max(_MAX_GRAPHS, len(own))]:
+                del graphs[key]
 
     def _graphs_launched_with(self, key: GraphKey) -> dict[GraphKey, CapturedGraph]:
         return self._stages[key.launched.stage].buffers.graphs
@@ -311,12 +339,17 @@ class GraphedDriver(Driver):
                 buffers.graphs.clear()
 
     def _try_capture(self) -> None:
-        """Capture the smallest steps."""
+        """Capture the smallest steps. Raises :class:`NotCapturable`, also where there is no memory for them."""
         inputs = StageInputs([np.zeros(1, dtype=np.int32)], [1], SamplingParams(), embedding_size(self.models[-1]))
-        with torch.inference_mode(False), torch.no_grad():
-            for stage in self._stages:
-                stage.prepare(inputs)
-            self.capture()
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                for stage in self._stages:
+                    stage.prepare(inputs)
+                self.capture()
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, NotCapturable) or not is_out_of_memory(error):
+                raise
+            raise NotCapturable("the chain", "its static buffers and graphs", str(error)) from error
         self.release()
 
     # ---- memory

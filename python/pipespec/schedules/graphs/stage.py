@@ -35,7 +35,7 @@ _versions = itertools.count()
 class GraphedStage(Stage):
     """A stage with static buffers. The attention of its model must be ``"pipespec"``.
 
-    It keeps one set of buffers for each of the last few numbers of rows. Capacities are powers of two. A cache of the caller is copied in, and copied
+    It keeps one set of buffers for each of the last few numbers of rows. Capacities are those of :func:`static_capacity`. A cache of the caller is copied in, and copied
     out after the call. :meth:`step` remains for calls that need the host.
 
     Args:
