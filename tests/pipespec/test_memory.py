@@ -285,8 +285,8 @@ def shape(cache: RowCache) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("options", "last"),
     [
-        ({"schedule": "streams"}, 128),
-        ({"graphs": True}, 128),
+        ({"schedule": "streams"}, 96),
+        ({"graphs": True}, 96),
         ({"schedule": "lockstep"}, 4 + 20 + WIDTH),
     ],
     ids=str,
@@ -300,7 +300,7 @@ def test_unused_caches_are_released(model, monkeypatch, options, last):
         here = len(pipe._driver.stages)
         for rows, new in ((1, 300), (2, 300), (3, 20)):
             pipe.generate(PROMPT.repeat(rows, 1), max_new_tokens=new, max_time=0.0)
-        assert len(live.caches) == (3 if last == 128 else 1) * here
+        assert len(live.caches) == (3 if last == 96 else 1) * here
         stages = [StageFacts.of_model("target", m) for m in pipe.models]
         live.total = estimate(stages, 4, last).on("cpu")  # room for the next call and nothing else
         assert torch.equal(pipe.generate(PROMPT.repeat(4, 1), max_new_tokens=20), wanted)

@@ -226,7 +226,9 @@ def test_buffers_and_scheduler_are_reused(model, expected):
         assert numbers[4] == numbers[5]
         assert seen[1][0] is seen[2][0] is seen[3][0]  # the block holds three rows from the second call on
         assert seen[4][0] is seen[5][0]
-        assert all(cache.cache.capacity & (cache.cache.capacity - 1) == 0 for cache in driver.target.all_buffers())
+        # Powers of two, and room for a step: few sizes, and so few captures.
+        sizes = [buffers.cache.capacity - 64 for buffers in driver.target.all_buffers()]
+        assert all(size & (size - 1) == 0 for size in sizes)
         for rows in range(1, 9):
             ids, mask = batch(rows)
             pipe.generate(ids, attention_mask=mask, **GREEDY | {"max_new_tokens": 2})
