@@ -1,12 +1,14 @@
 """Tests and benchmarks of one GPU within a time limit: ``python -m bench.gpu_check --out DIR``
 
-The parts run one after the other: the tests marked ``gpu``, the kernels' benchmarks (``bench.kernels``), whole generations by planted models of LLaMA's
-sizes (``bench.bench_generate``), transformers' compiled ``generate()``, and the tests under compute-sanitizer. Each part is a process with a time limit.
-``DIR/gpu_check.json`` has the results and is written after each part; ``DIR/gpu_check.log`` has the output of all parts.
+The parts run one after the other, in two calls that may be made apart. ``--call tests``: the first minute (``bench.gpu_smoke``), the tests marked ``gpu``,
+and those under compute-sanitizer. ``--call figures``: the first minute again, whole generations by planted models of LLaMA's sizes
+(``bench.bench_generate``), transformers' compiled ``generate()``, and the kernels' benchmarks (``bench.kernels``). Each part is a process with a time limit
+that writes its results as it goes. ``DIR/gpu_check.json`` has them and is written after each part; ``DIR/gpu_check.log`` has the output of all parts.
 
 The check runs the source tree that contains it, with or without git. It builds the native modules, for the GPU's architecture alone, where they do not
-import. pytest runs in several processes and with a limit per test where pytest-xdist and pytest-timeout are installed. Exit status: 0, all parts passed;
-1, a part failed; 2, there is no GPU. ``--dry-run`` runs the same parts on a CPU with small sizes; its figures mean nothing.
+import, and stops where the CUDA module cannot be had. pytest runs in several processes and with a limit per test where pytest-xdist and pytest-timeout are
+installed. A part also fails where graphs run transformers' modules instead of the fused form. Exit status: 0, all parts passed; 1, a part failed; 2, there
+is no GPU. ``--dry-run`` runs the same parts on a CPU with small sizes; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -24,15 +26,21 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
-ALL_SECONDS = 460
+CALL_SECONDS = 540
+"""For the parts of one call."""
 LAST_LINES = 12
 """Lines of the output of a failed part that the results keep."""
 
 GPU_TESTS = ("tests/pipespec", "tests/kernels", "tests/spd")
 """Folders with tests that need a GPU."""
+
+BY_RISK = ("tests/kernels/test_cuda_launcher.py", "tests/pipespec/test_streams.py", "tests/spd/test_spd_gpu.py")
+"""Tests of what nothing without a GPU has run, which come first."""
+
+BY_MODULES = "run transformers' modules"
+"""Of the warning that a model is not in the fused form."""
 
 KERNELS = (
     "verify greedy",
@@ -57,12 +65,14 @@ class Part:
         command: Arguments of Python; ``{file}`` stands for the results file.
         seconds: Time limit.
         required: Whether the check fails without it.
+        call: ``"tests"`` or ``"figures"``; empty: both begin with it.
     """
 
     name: str
     command: tuple[str, ...]
     seconds: int
     required: bool = True
+    call: str = "tests"
 
     @property
     def is_tests(self) -> bool:
@@ -77,53 +87,69 @@ def _tests(
         plugins += ("-n", str(processes))
     if find_spec("pytest_timeout"):
         plugins += ("--timeout", "60")
-    options = ("-m", marked, "-q", "--tb=short", "-p", "no:cacheprovider", "--junitxml", "{file}", *plugins)
+    results = ("-p", "bench.result_lines", "--results", "{file}")
+    options = ("-m", marked, "-q", "--tb=short", "-p", "no:cacheprovider", *results, *plugins)
     return Part(name, ("-m", "pytest", *paths, *options), seconds, required)
 
 
 def _generations(name: str, models: Sequence[str], rows: Sequence[str], seconds: int, *options: str) -> Part:
     chosen = ("--planted", *models, "--rows", *rows, "--first-token", "--json", "{file}", "--prompts", "1")
-    return Part(name, ("-m", "bench.bench_generate", *chosen, "--seconds", str(seconds - 20), *options), seconds)
+    command = ("-m", "bench.bench_generate", *chosen, "--seconds", str(seconds - 20), *options)
+    return Part(name, command, seconds, call="figures")
 
 
 def _kernels(seconds: int, *options: str) -> Part:
-    return Part("kernels", ("-m", "bench.kernels", "--quick", "--json", "{file}", *options), seconds, required=False)
+    command = ("-m", "bench.kernels", "--quick", "--json", "{file}", *options)
+    return Part("kernels", command, seconds, required=False, call="figures")
+
+
+def _smoke(seconds: int, *options: str) -> Part:
+    return Part("smoke", ("-m", "bench.gpu_smoke", "--json", "{file}", *options), seconds, call="")
 
 
 def parts_of(dry: bool) -> tuple[Part, ...]:
     """The parts, on the GPU or for a dry run."""
     if dry:
         sizes = ("--prompt-tokens", "8", "--new-tokens", "12", "--repeats", "1", "--threads", "1", "--dtype", "float32")
+        few = ("tests/kernels/test_noise.py", "tests/kernels/test_argmax.py")
         return (
-            _tests(
-                "tests", "not gpu", ("tests/kernels/test_noise.py", "tests/kernels/test_argmax.py"), 300, processes=2
-            ),
-            _kernels(120, "--threads", "1", "--only", "kv_append"),
+            _smoke(300, "--dry-run"),
+            _tests("tests", "not gpu", few, 300, processes=2),
             _generations("1B -> 8B", ("tiny-small", "tiny-target"), ROWS, 120, *sizes, "--uncalibrated"),
             _generations("compiled", ("tiny-small",), ("static",), 120, *sizes, "--uncalibrated", "--seconds", "inf"),
+            _kernels(120, "--threads", "1", "--only", "kv_append"),
         )
     sizes = ("--prompt-tokens", "64", "--new-tokens", "256", "--repeats", "2", "--device", "cuda")
     tuning = ("--agreement", "0.8", "--settings", "3", "--tuning-tokens", "48")
     return (
-        _tests("tests", "gpu and not sanitizer", GPU_TESTS, 160, processes=6),
-        _kernels(45, "--device", "cuda", "--only", *KERNELS),
-        _generations("1B -> 8B", ("1B", "8B"), ROWS, 165, *sizes, *tuning),
+        _smoke(45),
+        # One core each for the launcher's threads and the check itself.
+        _tests("tests", "gpu and not sanitizer", (*BY_RISK, *GPU_TESTS), 400, processes=max(1, min(12, _cores() - 2))),
+        _tests("memcheck", "gpu and sanitizer", GPU_TESTS[:1], 240, processes=1, required=False),
+        _generations("1B -> 8B", ("1B", "8B"), ROWS, 240, *sizes, *tuning),
         # Compilation takes longer than bench_generate allows of a time limit.
-        _generations("compiled", ("8B",), ("static",), 120, *sizes, "--uncalibrated", "--seconds", "inf"),
-        _tests("memcheck", "gpu and sanitizer", GPU_TESTS[:1], 120, processes=1, required=False),
+        _generations("compiled", ("8B",), ("static",), 150, *sizes, "--uncalibrated", "--seconds", "inf"),
+        _kernels(60, "--device", "cuda", "--only", *KERNELS),
     )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def run(command: Sequence[str], log: Path, seconds: float, **variables: str) -> dict[str, Any]:
     """Run Python with ``command`` and the environment ``variables``, and end it after ``seconds`` with all its processes.
 
     Returns:
-        ``status`` (None: it was stopped), ``seconds`` and ``last_lines``.
+        ``status`` (None: it was stopped), ``seconds``, ``last_lines``, and with ``by_modules`` the warnings that a model is not in the fused form.
     """
     begin = time.monotonic()
     paths = os.pathsep.join([str(ROOT), str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
     # faulthandler prints all threads of a process that crashes, or that SIGABRT ends because it hangs.
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"} | variables
+    # Many images have nvcc in this folder alone.
+    toolkit = os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
+    environment["PATH"] = os.pathsep.join(filter(None, [environment.get("PATH"), toolkit]))
     with log.open("ab") as output:
         output.write(f"\n==== {' '.join(command)}\n".encode())
         output.flush()
@@ -145,28 +171,40 @@ def run(command: Sequence[str], log: Path, seconds: float, **variables: str) -> 
     with log.open("rb") as file:
         file.seek(before)
         lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    return {"status": status, "seconds": round(time.monotonic() - begin, 1), "last_lines": lines[-LAST_LINES:]}
+    found = {"status": status, "seconds": round(time.monotonic() - begin, 1), "last_lines": lines[-LAST_LINES:]}
+    by_modules = list(dict.fromkeys(line[:300] for line in lines if BY_MODULES in line and "Warning" in line))
+    return found | ({"by_modules": by_modules} if by_modules else {})
 
 
 def results_of(part: Part, file: Path) -> dict[str, Any]:
     """What a part has written; empty where it has written nothing."""
-    with suppress(OSError, ValueError, ElementTree.ParseError):
+    with suppress(OSError, ValueError):
+        text = file.read_text(encoding="utf-8")
         if not part.is_tests:
-            found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            found: dict[str, Any] = json.loads(text)
             return found
-        cases = list(ElementTree.parse(file).iter("testcase"))
-        failed = {
-            f"{case.get('classname')}::{case.get('name')}": (found.get("message") or "").splitlines()[:3]
-            for case in cases
-            for found in (*case.findall("failure"), *case.findall("error"))
+        # A process that was killed may have written half of the last line.
+        cases = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        failed = {case["test"]: case["message"] for case in cases if case["outcome"] == "failed"}
+        skipped = sum(case["outcome"] == "skipped" for case in cases)
+        slowest = sorted(cases, key=lambda case: -case["seconds"])[:3]
+        return {
+            "tests": {
+                "passed": sum(case["outcome"] == "passed" for case in cases),
+                "skipped": skipped,
+                "failed": failed,
+                "slowest": {case["test"]: round(case["seconds"], 1) for case in slowest},
+            }
         }
-        skipped = sum(case.find("skipped") is not None for case in cases)
-        return {"tests": {"passed": len(cases) - skipped - len(failed), "skipped": skipped, "failed": failed}}
     return {}
 
 
 def has_passed(part: Part, found: dict[str, Any]) -> bool:
-    """Whether nothing failed and something ran."""
+    """Whether nothing failed, something ran, and graphs were those of the fused form."""
+    if part.call == "figures" and found.get("by_modules"):
+        return False
+    if "checks" in found:
+        return found["status"] == 0 and all(check["passed"] for check in found["checks"].values())
     if part.is_tests:
         is_empty = found["status"] == 5 and not part.required  # pytest's status where it has collected no test
         return (found["status"] == 0 and found.get("tests", {}).get("passed", 0) > 0) or is_empty
@@ -183,6 +221,10 @@ def show(part: Part, found: dict[str, Any]) -> None:
     if tests:
         print(f"    {tests['passed']} passed, {tests['skipped']} skipped, {len(tests['failed'])} failed")
         print("".join(f"    {name}\n" for name in tests["failed"]), end="")
+    for name, check in found.get("checks", {}).items():
+        print(f"    {name:12}{'passed' if check['passed'] else check['error'][:150]}")
+    for line in found.get("by_modules", ()):
+        print(f"    {line}")
     for row in found.get("rows", ()):
         speed = row.get("tokens_per_second")
         print(f"    {row['label']:50}" + (f"{speed:9.1f} tokens/s" if speed else f" ({row.get('reason')})"))
@@ -201,21 +243,26 @@ def prepare(log: Path, dry: bool, seconds: float) -> dict[str, Any]:
     """Build the native modules where they do not import. Returns the machine's facts, and the build's result.
 
     Raises:
-        RuntimeError: The package does not import.
+        RuntimeError: The package or its CUDA module does not import, with the reason.
     """
-    modules, built = "_native" if dry else "_native, _cuda", {}
-    if run(["-c", f"from pipespec_kernels import {modules}"], log, 60)["status"] != 0:
+    imports, built = ["-c", f"from pipespec_kernels import {'_native' if dry else '_native, _cuda'}"], {}
+    if run(imports, log, 60)["status"] != 0:
         variables = {}
-        if not dry and "PIPESPEC_CUDA_ARCHS" not in os.environ:  # each further architecture would take as long again
-            variables["PIPESPEC_CUDA_ARCHS"] = run(["-c", _ARCHITECTURE], log, 60)["last_lines"][-1]
+        if not dry:
+            variables["PIPESPEC_CUDA"] = "on"  # without nvcc it fails, and says so
+            if "PIPESPEC_CUDA_ARCHS" not in os.environ:  # each further architecture would take as long again
+                variables["PIPESPEC_CUDA_ARCHS"] = run(["-c", _ARCHITECTURE], log, 60)["last_lines"][-1]
         built = {"build": run(["setup.py", "-q", "build_ext", "--inplace"], log, seconds, **variables)}
+        again = run(imports, log, 60)
+        if again["status"] != 0:
+            raise RuntimeError("\n".join([*built["build"]["last_lines"], *again["last_lines"]]))
     facts = run(["-c", _FACTS], log, 60)
     if facts["status"] != 0:
         raise RuntimeError("\n".join(facts["last_lines"]))
     return {"machine": json.loads(facts["last_lines"][-1]), **built}
 
 
-def check(out: Path, parts: Sequence[Part], seconds: float = ALL_SECONDS, dry: bool = False) -> bool:
+def check(out: Path, parts: Sequence[Part], seconds: float = CALL_SECONDS, dry: bool = False) -> bool:
     """Run ``parts`` and write ``out/gpu_check.json`` after each; returns whether all required ones passed."""
     log, end, passed = out / "gpu_check.log", time.monotonic() + seconds, True
     log.write_bytes(b"")
@@ -226,8 +273,14 @@ def check(out: Path, parts: Sequence[Part], seconds: float = ALL_SECONDS, dry: b
         half.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         half.replace(out / "gpu_check.json")
 
-    record |= prepare(log, dry, seconds)
-    write()
+    try:
+        record |= prepare(log, dry, seconds)
+    except RuntimeError as error:
+        record |= {"error": str(error), "passed": False}
+        print(f"not prepared:\n{error}", flush=True)
+        return False
+    finally:
+        write()
     for i, part in enumerate(parts):
         limit = min(part.seconds, end - time.monotonic())
         if limit < 10:
@@ -250,7 +303,8 @@ def check(out: Path, parts: Sequence[Part], seconds: float = ALL_SECONDS, dry: b
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the results; made if it is not there")
-    parser.add_argument("--seconds", type=float, default=ALL_SECONDS, help="for all parts together (%(default)s)")
+    parser.add_argument("--call", choices=["tests", "figures"], help="only the parts of one call")
+    parser.add_argument("--seconds", type=float, help=f"for all parts together ({CALL_SECONDS} for one call)")
     parser.add_argument("--parts", nargs="+", metavar="PART", help="only parts of these names")
     parser.add_argument("--dry-run", action="store_true", help="the same parts on a CPU with small sizes")
     options = parser.parse_args()
@@ -266,8 +320,11 @@ def main() -> int:
             return 2
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    chosen = [part for part in parts if part.name in (options.parts or names)]
-    passed = check(out, chosen, options.seconds, options.dry_run)
+    chosen = [
+        part for part in parts if part.name in (options.parts or names) and part.call in (options.call or part.call, "")
+    ]
+    seconds = options.seconds or CALL_SECONDS * (1 if options.call else 2)
+    passed = check(out, chosen, seconds, options.dry_run)
     print(f"{'all passed' if passed else 'NOT all passed'}; written to {out}/gpu_check.json")
     return 0 if passed else 1
 

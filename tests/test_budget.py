@@ -22,9 +22,9 @@ FOLDERS = {
     "csrc": 13_700,
     "pipespec_kernels": 8_600,
     "python/pipespec": 32_100,
-    "bench": 8_300,
+    "bench": 8_500,
     "tools": 1_500,
-    "tests": 54_000,
+    "tests": 54_100,
 }
 """Most lines of C++, CUDA and Python. The design's goals of the first five: 12,500, 8,000, 20,000, 7,000 and 1,200."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import os
 import re
@@ -10,13 +11,16 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import gpu_check, kernels
+from bench import gpu_check, gpu_smoke, kernels
 from bench.gpu_check import Part, check
+from pipespec.schedules import factory
+from pipespec.schedules.graphs.driver import GraphedDriver
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -139,27 +143,94 @@ def test_results_of_tests(run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     tests = written["parts"]["tests"]["tests"]
     assert not passed
     assert (tests["passed"], tests["skipped"]) == (1, 1)
-    assert list(tests["failed"]) == ["test_some::test_bad"]
-    assert any("1 + 1" in line for line in tests["failed"]["test_some::test_bad"])
+    assert list(tests["failed"]) == ["test_some.py::test_bad"]
+    assert any("1 + 1" in line for line in tests["failed"]["test_some.py::test_bad"])
+
+
+def test_results_of_tests_that_are_killed(run, tmp_path: Path) -> None:
+    """Those that had ended stay."""
+    file = tmp_path / "test_some.py"
+    file.write_text("import os\ndef test_good(): pass\ndef test_crash(): os.abort()\n")
+    part = gpu_check._tests("tests", "not gpu", [str(file)], 600, processes=1)
+    alone = ("--noconftest", "-c", os.devnull, "--rootdir", str(tmp_path))
+    passed, written = run(Part("tests", (*part.command, *alone), 600))
+    found = written["parts"]["tests"]
+    assert not passed
+    assert found["status"] == -signal.SIGABRT
+    assert (found["tests"]["passed"], found["tests"]["failed"]) == (1, {})
+
+
+def test_graphs_of_modules_fail_a_figure(run, capsys: pytest.CaptureFixture[str]) -> None:
+    """The warning of the driver is looked for in the output: the fused form is what was predicted."""
+    warns = f"print('SpeedWarning: the graphs of target {gpu_check.BY_MODULES}, with some 40 launches')\n"
+    figures = replace(script("figures", dumps({"rows": ROWS}) + warns), call="figures")
+    passed, written = run(figures, script("tests", dumps({"rows": ROWS}) + warns))
+    assert not passed
+    assert [name for name, part in written["parts"].items() if part["passed"]] == ["tests"]
+    assert gpu_check.BY_MODULES in capsys.readouterr().out
+    assert gpu_check.BY_MODULES in inspect.getsource(GraphedDriver)
+
+
+def test_checks_of_the_smoke(run, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = {"checks": {"plain": {"passed": True}, "streams": {"passed": False, "error": "AssertionError: another text"}}}
+    good = {"checks": {"plain": {"passed": True}}}
+    passed, written = run(script("bad", dumps(bad) + "raise SystemExit(1)"), script("good", dumps(good)))
+    assert not passed
+    assert [part["passed"] for part in written["parts"].values()] == [False, True]
+    assert "another text" in capsys.readouterr().out
+
+
+def test_the_smoke_checks_each_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU the steps run uncaptured. A schedule that gives another text fails, and the others are still checked."""
+    file = tmp_path / "smoke.json"
+    monkeypatch.setattr(sys, "argv", ["gpu_smoke", "--dry-run", "--json", str(file)])
+    monkeypatch.setattr(factory, "_runs_uncaptured", False)
+    monkeypatch.setattr(gpu_smoke.Smoke, "options", gpu_smoke.Smoke.options | {"max_new_tokens": 4})
+    plain = gpu_smoke.Smoke.run
+
+    def broken(self: gpu_smoke.Smoke, name: str) -> dict[str, Any]:
+        if name == "rounds":
+            self.text = self.text + 1
+        return plain(self, name)
+
+    monkeypatch.setattr(gpu_smoke.Smoke, "run", broken)
+    assert gpu_smoke.main() == 1
+    checks = json.loads(file.read_text())["checks"]
+    assert [found["passed"] for found in checks.values()] == [True, False, False]
+    assert checks["plain"]["forward"] == ["fused"]
+    assert "another text" in checks["rounds"]["error"]
+
+
+def test_calls_fit_their_time() -> None:
+    """What is required, with a build and the smoke, fits one call."""
+    for call in ("tests", "figures"):
+        parts = [part for part in gpu_check.parts_of(False) if part.call in (call, "")]
+        assert parts[0].name == "smoke"
+        assert sum(part.seconds for part in parts if part.required) + 90 <= gpu_check.CALL_SECONDS
+    assert all((ROOT / path).exists() for path in gpu_check.BY_RISK)
 
 
 def test_one_architecture_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Modules that do not import are built, for the GPU's own architecture unless the environment says otherwise."""
     built: list[dict[str, str]] = []
+    imports = iter([1, 0, 1, 0, 1, 1])  # the last build does not help
 
     def run(command: Any, log: Path, limit: float, **variables: str) -> dict[str, Any]:
         if command[0] == "setup.py":
             built.append(variables)
         is_import = command[-1].startswith("from pipespec_kernels")
         lines = ["90"] if command[-1] == gpu_check._ARCHITECTURE else ["{}"]
-        return {"status": int(is_import), "seconds": 1.0, "last_lines": lines}
+        return {"status": next(imports) if is_import else 0, "seconds": 1.0, "last_lines": lines}
 
     monkeypatch.setattr(gpu_check, "run", run)
     monkeypatch.delenv("PIPESPEC_CUDA_ARCHS", raising=False)
     gpu_check.prepare(tmp_path / "log", False, 300)
     monkeypatch.setenv("PIPESPEC_CUDA_ARCHS", "80;90")
     gpu_check.prepare(tmp_path / "log", False, 300)
-    assert built == [{"PIPESPEC_CUDA_ARCHS": "90"}, {}]
+    with pytest.raises(RuntimeError):
+        gpu_check.prepare(tmp_path / "log", False, 300)
+    on = {"PIPESPEC_CUDA": "on"}
+    assert built == [on | {"PIPESPEC_CUDA_ARCHS": "90"}, on, on]
 
 
 def test_the_kernels_of_the_check_exist() -> None:
