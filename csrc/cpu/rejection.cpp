@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <limits>
 #include <stdexcept>
@@ -17,6 +18,20 @@ namespace {
 constexpr double kInf = std::numeric_limits<double>::infinity();
 // Ids of a part. Sums add up part by part, so they do not depend on threads.
 constexpr int64_t kPart = 8 << 10;
+
+// The element of a row that may begin at any byte.
+template <class T>
+T element(const void* row, int64_t i) {
+  T x;
+  std::memcpy(&x, static_cast<const unsigned char*>(row) + i * int64_t(sizeof(T)), sizeof(T));
+  return x;
+}
+
+float logit_at(const void* row, DType dtype, int64_t id) {
+  if (dtype == DType::kFloat32) return element<float>(row, id);
+  const uint16_t half = element<uint16_t>(row, id);
+  return dtype == DType::kBFloat16 ? float_of_bfloat16(half) : float_of_float16(half);
+}
 
 // One row of logits, as it is scaled and cut.
 struct Row {

@@ -87,13 +87,6 @@ void check_noise(const Logits& logits, const Noise& noise, int64_t row);
 void check_scale(float inv_temperature, int64_t row, const char* name);
 int64_t item_bytes(DType dtype);  // refuses unknown codes
 
-// The logit of an id in a row of this type.
-inline float logit_at(const void* row, DType dtype, int64_t id) {
-  if (dtype == DType::kFloat32) return static_cast<const float*>(row)[id];
-  const uint16_t half = static_cast<const uint16_t*>(row)[id];
-  return dtype == DType::kBFloat16 ? float_of_bfloat16(half) : float_of_float16(half);
-}
-
 // The instructions in use: "portable", "avx2" or "avx512". set_simd is for tests and benchmarks; it
 // returns the previous name and refuses what this CPU, its operating system or the compiler lacks.
 std::string simd();
