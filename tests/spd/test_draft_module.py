@@ -26,7 +26,7 @@ from pipespec.spd.draft_module import (
 )
 from pipespec.spd.machine import DraftRequest
 from pipespec.spd.partition import Partition
-from pipespec.spd.training.trainer import simulate
+from pipespec.spd.training.students import simulate
 from tests.conftest import VOCABULARY, random_llama
 from tests.spd.replay import Machine
 

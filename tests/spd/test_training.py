@@ -24,7 +24,8 @@ from pipespec.spd.machine import DraftRequest
 from pipespec.spd.partition import Partition
 from pipespec.spd.training import trainer as training
 from pipespec.spd.training.acceptance import Acceptance, acceptance_along, replay
-from pipespec.spd.training.trainer import TrainingBatch, TrainingSettings, loss_of, teach
+from pipespec.spd.training.students import loss_of
+from pipespec.spd.training.trainer import TrainingBatch, TrainingSettings, teach
 from tests.conftest import VOCABULARY, random_llama
 from tests.spd.replay import Machine
 from tests.waiting import SECONDS

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pipespec.cli.options import DTYPES, Subparsers, check_output_folder, flag, option
 from pipespec.process.progress import quiet_transformers, say, working
@@ -80,7 +81,7 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     inner = group.add_subparsers(required=True, metavar="command")
     parser = inner.add_parser("train", help="train a draft module for a target", description=run.__doc__)
     parser.set_defaults(command=run)
-    _add_options(parser)
+    add_training_options(parser)
     convert = inner.add_parser("import", help="convert a published draft module", description=run_import.__doc__)
     convert.set_defaults(command=run_import)
     convert.add_argument("file", metavar="FILE", type=Path, help="published file, *.pt")
@@ -96,7 +97,7 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     return [parser, convert]
 
 
-def _add_options(train: argparse.ArgumentParser) -> None:
+def add_training_options(train: argparse.ArgumentParser) -> None:
     """Add the options without their defaults, so that what was given can be told from what was not."""
     for title, rows in _TABLE.items():
         group: Any = train.add_argument_group(title) if title else train
@@ -110,7 +111,7 @@ def _add_options(train: argparse.ArgumentParser) -> None:
             option(group, name, metavar, kind, text, default=argparse.SUPPRESS, **how)
 
 
-def _with_recipe(given: argparse.Namespace) -> argparse.Namespace:
+def with_recipe(given: argparse.Namespace) -> argparse.Namespace:
     """All options: given ones, those of the recipe, and defaults.
 
     Raises:
@@ -119,7 +120,7 @@ def _with_recipe(given: argparse.Namespace) -> argparse.Namespace:
     if "recipe" not in given:
         return argparse.Namespace(**_DEFAULTS | vars(given))
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
-    _add_options(parser)
+    add_training_options(parser)
     try:
         chosen, unknown = parser.parse_known_args(recipes.arguments(recipes.load(given.recipe)))
     except argparse.ArgumentError as error:
@@ -159,31 +160,58 @@ def run(args: argparse.Namespace) -> int:
     """Train a draft module for a target cut into stages (speculative pipeline decoding). The target is the teacher and does not change. The module
     learns the assistant's turns of conversations, and all of plain text. On several GPUs: torchrun or accelerate launch,
     `-m pipespec spd train`."""
-    args = _with_recipe(args)
-    _check(args)
+    args = with_recipe(args)
+    check_options(args, ("target", "data", "out", "stages"))
+    if args.types is not None and args.anchors is not None:
+        raise ValueError("give --types or --anchors, not both")
+    return train_on_files(args, ModuleKind(args))
+
+
+class Kind(Protocol):
+    """A kind of draft that :func:`train_on_files` trains.
+
+    Attributes:
+        file: in its folder, by which a draft is known to be there.
+    """
+
+    file: str
+
+    def check(self, config: Any) -> None:
+        """Check the options against the target's config, before weights are loaded."""
+        ...
+
+    def make(self, model: Any, vocabulary: list[int] | None) -> Any:
+        """The new draft, or that of the folder to resume, for :func:`pipespec.spd.training.trainer.train`."""
+        ...
+
+
+def train_on_files(args: argparse.Namespace, kind: Kind) -> int:
+    """Train a draft on files. ``args``: all options of :func:`add_training_options`."""
     with working("importing torch and transformers"):
         import torch.distributed as dist
 
         from pipespec.spd.training import data
+        from pipespec.spd.training.students import student_of
         from pipespec.spd.training.trainer import RECORD, TrainingSettings, train
     given = {field.name: getattr(args, field.name) for field in fields(TrainingSettings)}
     # The number of steps of some epochs is known when the data are. One step stands for it in the checks until then.
     settings = TrainingSettings(
         **given | ({"steps": 1, "warmup": min(args.warmup, 0.5)} if args.epochs is not None else {})
     )
-    _check_folder(args)
+    _check_folder(args, kind.file)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     device = _join_processes(args.device) if processes > 1 else args.device
     first = not dist.is_initialized() or dist.get_rank() == 0
     with quiet_transformers():
-        examples, held, lost, ranges = _examples(args, settings.seed)
-        model, module = _module(args, ranges, examples, device)
+        examples, held, lost = _examples(args, kind, settings.seed)
+        model, draft = _load(args, kind, examples, device)
+    student = student_of(draft)
     if first:
         tokens, learnt = sum(len(e.ids) for e in examples), sum(int(e.wanted.sum()) for e in examples)
-        parameters = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        parameters = sum(p.numel() for p in student.module.parameters() if p.requires_grad)
         say(
             f"{len(examples)} examples, {tokens:,} tokens, {learnt:,} of them to learn ({lost}); {len(held)} held out; "
-            f"{parameters:,} parameters, anchors {' '.join(map(str, module.config.anchors))}"
+            f"{parameters:,} parameters, anchors {' '.join(map(str, student.anchors))}"
         )
     batches = data.Batches(examples, args.batch, settings.seed)
     if args.epochs is not None:
@@ -191,7 +219,7 @@ def run(args: argparse.Namespace) -> int:
     checks = [data.collate(held[at : at + args.batch]) for at in range(0, len(held), args.batch)][:_VALIDATION_BATCHES]
     more: dict[str, Any] = {"held_out": checks, "resume": args.resume, "data": batches.digest()}
     try:
-        record = train(model, module, batches.__getitem__, settings, args.out, **more)
+        record = train(model, student, batches.__getitem__, settings, args.out, **more)
     finally:
         if processes > 1:
             dist.destroy_process_group()
@@ -204,27 +232,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Raise ``ValueError`` for options that are missing or do not fit together."""
-    for name in ("target", "data", "out", "stages"):
+def check_options(args: argparse.Namespace, needed: Sequence[str]) -> None:
+    """Raise ``ValueError`` for options that are missing or do not fit together, for any kind of draft."""
+    for name in needed:
         if getattr(args, name) is None:
             raise ValueError(f"--{name} is missing" + (f", and {args.recipe} has none" if args.recipe else ""))
     if sum(getattr(args, name) is not None for name in _LIMITS) != 1:
         raise ValueError("give exactly one of --steps, --epochs, --tokens and --minutes")
-    if args.types is not None and args.anchors is not None:
-        raise ValueError("give --types or --anchors, not both")
     for name in ("batch", "accumulate"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, not {getattr(args, name)}")
 
 
-def _check_folder(args: argparse.Namespace) -> None:
-    """Raise an error for an ``--out`` that holds another module, or nothing to resume."""
-    from pipespec.spd.draft_module import CONFIG_FILE
+def _check_folder(args: argparse.Namespace, file: str) -> None:
+    """Raise an error for an ``--out`` that holds another draft, or nothing to resume."""
     from pipespec.spd.training.trainer import CHECKPOINT
 
     check_output_folder(args.out)
-    if (args.out / CONFIG_FILE).exists() and not args.resume:
+    if (args.out / file).exists() and not args.resume:
         raise ValueError(f"{args.out} holds a draft module already: continue with --resume, or give another --out")
     if args.resume and not (args.out / CHECKPOINT).is_file():
         raise FileNotFoundError(f"nothing to resume: {args.out / CHECKPOINT} does not exist")
@@ -245,12 +270,11 @@ def _join_processes(device: str | None) -> str | None:
     return device
 
 
-def _examples(args: argparse.Namespace, seed: int) -> tuple[Any, Any, Any, Any]:
-    """Training and held-out examples, what was left out, and the layers of each stage, all before the target's weights are loaded."""
+def _examples(args: argparse.Namespace, kind: Kind, seed: int) -> tuple[Any, Any, Any]:
+    """Training and held-out examples, and what was left out, all before the target's weights are loaded."""
     from transformers import AutoConfig, AutoTokenizer
 
     from pipespec.models.properties import text_config
-    from pipespec.spd.partition import cut
     from pipespec.spd.training import data
 
     try:
@@ -259,8 +283,7 @@ def _examples(args: argparse.Namespace, seed: int) -> tuple[Any, Any, Any, Any]:
     except (OSError, ValueError) as error:
         raise FileNotFoundError(f"{args.target} holds no model with a tokenizer that can be loaded: {error}") from error
     size = described.vocab_size
-    stages = args.stages if len(args.stages) > 1 else args.stages[0]
-    ranges = cut(described.num_hidden_layers, stages, list).ranges
+    kind.check(described)
     if args.vocabulary is not None and not 1 <= args.vocabulary <= size:
         raise ValueError(f"a draft vocabulary of {args.vocabulary} tokens: between 1 and the target's {size}")
     with working("reading the data"):
@@ -271,34 +294,54 @@ def _examples(args: argparse.Namespace, seed: int) -> tuple[Any, Any, Any, Any]:
             examples, held = data.split(examples, args.validation, seed)
     if (highest := max(int(e.ids.max()) for e in (*examples, *held))) >= size:
         raise ValueError(f"the tokenizer gives id {highest}, the target has {size} tokens: they do not belong together")
-    return examples, held, lost, ranges
+    return examples, held, lost
 
 
-def _module(args: argparse.Namespace, ranges: Any, examples: Any, device: str | None) -> tuple[Any, Any]:
-    """The target, and the draft module that is trained: a new one, or that of the run that is resumed."""
+def _load(args: argparse.Namespace, kind: Kind, examples: Any, device: str | None) -> tuple[Any, Any]:
+    """The target, and the draft that is trained: a new one, or that of the run that is resumed."""
     from pipespec.models.loading import load_model
     from pipespec.models.properties import end_tokens
-    from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
     from pipespec.spd.training import data
 
-    # By default drafting takes no longer than a stage (SPD, section 3.4).
-    layers = max(1, min(end - begin for begin, end in ranges) - 1) if args.layers is None else args.layers
     with working("loading the target"):
         model = load_model(args.target, dtype=args.dtype, device=device)
-    if args.resume:
-        config = DraftModuleConfig.load(args.out)
-        config.require(model, ranges)
-        if config.layers != layers:
-            raise ValueError(f"the module in {args.out} has {config.layers} layers, --layers says {layers}")
-        if args.anchors is not None and tuple(args.anchors) != config.anchors:
-            raise ValueError(
-                f"the module in {args.out} has the anchors {' '.join(map(str, config.anchors))}, not those of --anchors"
+    ids = None
+    if args.vocabulary is not None:
+        ids = data.frequent_tokens(examples, args.vocabulary, end_tokens(model))
+    return model, kind.make(model, ids)
+
+
+class ModuleKind:
+    """Draft modules of SPD."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from pipespec.spd.draft_module import CONFIG_FILE
+
+        self.args, self.file = args, CONFIG_FILE
+
+    def check(self, config: Any) -> None:
+        from pipespec.spd.partition import cut
+
+        stages = self.args.stages if len(self.args.stages) > 1 else self.args.stages[0]
+        self.ranges = cut(config.num_hidden_layers, stages, list).ranges
+
+    def make(self, model: Any, vocabulary: list[int] | None) -> Any:
+        from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
+
+        args, ranges = self.args, self.ranges
+        # By default drafting takes no longer than a stage (SPD, section 3.4).
+        layers = max(1, min(end - begin for begin, end in ranges) - 1) if args.layers is None else args.layers
+        if args.resume:
+            config = DraftModuleConfig.load(args.out)
+            config.require(model, ranges)
+            if config.layers != layers:
+                raise ValueError(f"the module in {args.out} has {config.layers} layers, --layers says {layers}")
+            if args.anchors is not None and tuple(args.anchors) != config.anchors:
+                raise ValueError(
+                    f"the module in {args.out} has the anchors {' '.join(map(str, config.anchors))}, not those of --anchors"
+                )
+        else:
+            config = DraftModuleConfig.for_target(
+                model, ranges, layers=layers, vocabulary=vocabulary, types=args.types, anchors=args.anchors
             )
-    else:
-        ids = None
-        if args.vocabulary is not None:
-            ids = data.frequent_tokens(examples, args.vocabulary, end_tokens(model))
-        config = DraftModuleConfig.for_target(
-            model, ranges, layers=layers, vocabulary=ids, types=args.types, anchors=args.anchors
-        )
-    return model, DraftModule.of_target(model, config).to(model.device)
+        return DraftModule.of_target(model, config).to(model.device)

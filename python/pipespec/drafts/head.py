@@ -184,7 +184,7 @@ class HeadConfig:
             ValueError: another hidden size, number of layers or vocabulary.
         """
         config = text_config(target)
-        advice = "use the target that the head was trained for"
+        advice = "use the target that the head was trained for, or train one for this target (pipespec train-draft)"
         if config.hidden_size != self.target_hidden:
             raise ValueError(
                 f"{self.where} reads hidden states of size {self.target_hidden}, the target's have {config.hidden_size}: {advice}"

@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.spd.draft_module import DraftModule
-from pipespec.spd.training.trainer import full_ids, simulate, teach
+from pipespec.spd.training.students import full_ids, simulate
+from pipespec.spd.training.trainer import teach
 
 
 class Acceptance(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import os
@@ -16,14 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
 
 from pipespec.process.progress import readable_time, say
 from pipespec.spd.draft_module import DraftModule
-from pipespec.spd.training.mask import depths, visible
+from pipespec.spd.training.students import Lesson, Student, autocast, student_of
 
 CHECKPOINT, RECORD = "training.pt", "training.json"
 RATE_SCHEDULES = ("cosine", "linear")
@@ -96,102 +93,6 @@ def teach(target: PreTrainedModel, ids: torch.Tensor, anchors: Sequence[int]) ->
     with _captured(target, anchors) as found:
         last = target.base_model(input_ids=ids, use_cache=False).last_hidden_state
     return Taught(torch.stack([found[k] for k in anchors], dim=2), last)
-
-
-# ---- student
-
-
-@functools.lru_cache(maxsize=2)  # masks of long texts in many stages are large
-def _mask(length: int, fill: int, n: int, device: torch.device) -> torch.Tensor:
-    return visible(length, fill, n, device)[None, None]
-
-
-def simulate(module: DraftModule, anchors: torch.Tensor, fill: int, wanted: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute the draft logits that decoding with ``fill`` tokens in flight gives, for the token after each position.
-
-    For the logits of position t, t is the newest position. The ``fill - 1`` positions before it are in flight at depths 1, 2, ..., and the
-    older ones are complete.
-
-    Args:
-        module: The draft module.
-        anchors: ``[B, S, k, H]``, the target's anchors of all positions.
-        fill: Tokens in flight.
-        wanted: Bool ``[B, S]``, the positions whose logits are computed. None: all.
-
-    Returns:
-        ``[B, S, Vd]``, or ``[number of wanted positions, Vd]``.
-    """
-    config = module.config
-    length = anchors.shape[1]
-    kinds = depths(fill, config.n)
-    fused = {kind: module.fuse(anchors, kind) for kind in {config.types[d] for d in kinds}}
-    rows = torch.cat([fused[config.types[d]] for d in kinds], dim=1)
-    positions = torch.arange(length, device=rows.device).repeat(len(kinds))[None]
-    rope = module.rotary_emb(rows, position_ids=positions)
-    mask = _mask(length, fill, config.n, rows.device)
-    for layer in module.layers[:-1]:
-        rows = layer(rows, attention_mask=mask, position_embeddings=rope, position_ids=positions, past_key_values=None)
-    last = module.layers[-1]
-    if type(last) is LlamaDecoderLayer:
-        rows = _newest_only(last, rows, length, rope, mask)
-    else:
-        rows = last(rows, attention_mask=mask, position_embeddings=rope, position_ids=positions, past_key_values=None)[
-            :, -length:
-        ]
-    return module.logits(rows if wanted is None else rows[wanted])
-
-
-def _newest_only(
-    layer: Any, rows: torch.Tensor, count: int, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor
-) -> torch.Tensor:
-    """The last ``count`` rows of a LLaMA layer's output. In the last block the other rows contribute keys and values only."""
-    attention = layer.self_attn
-    batch = rows.shape[0]
-    normed = layer.input_layernorm(rows)
-
-    def split(x: torch.Tensor) -> torch.Tensor:
-        return x.view(batch, x.shape[1], -1, attention.head_dim).transpose(1, 2)
-
-    queries, keys = split(attention.q_proj(normed[:, -count:])), split(attention.k_proj(normed))
-    cos, sin = rope
-    queries = apply_rotary_pos_emb(queries, queries, cos[:, -count:], sin[:, -count:])[0]
-    keys = apply_rotary_pos_emb(keys, keys, cos, sin)[0]
-    values = split(attention.v_proj(normed))
-    seen = mask[..., -count:, :]
-    mixed = F.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=seen, scale=attention.scaling, enable_gqa=keys.shape[1] != queries.shape[1]
-    )
-    hidden = rows[:, -count:] + attention.o_proj(mixed.transpose(1, 2).reshape(batch, count, -1))
-    out: torch.Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-    return out
-
-
-def loss_of(
-    student: torch.Tensor,
-    teacher: torch.Tensor,
-    temperature: float = 1.0,
-    argmax_weight: float = 0.0,
-) -> torch.Tensor:
-    """KL(teacher || student) in nats per position, times ``temperature`` squared; 0 without a position.
-
-    Args:
-        student: Logits ``[N, Vd]`` over the draft vocabulary.
-        teacher: Logits ``[N, Vd]`` of the same tokens, renormalised by the restriction to them (SPD, section 4.3).
-        temperature: Divides both logits.
-        argmax_weight: Weight of the cross entropy with the teacher's argmax, which is added.
-    """
-    log_q = F.log_softmax(student.float() / temperature, dim=-1)
-    log_p = F.log_softmax(teacher.float() / temperature, dim=-1)
-    total = F.kl_div(log_q, log_p, log_target=True, reduction="sum") * temperature**2
-    if argmax_weight:
-        total = total + argmax_weight * F.nll_loss(log_q, log_p.argmax(-1), reduction="sum")
-    return total / max(1, len(log_q))
-
-
-def full_ids(module: DraftModule) -> torch.Tensor:
-    """Target ids of the draft vocabulary."""
-    ids = module.config.vocabulary
-    return torch.arange(module.config.logits) if ids is None else torch.tensor(ids)
 
 
 # ---- the run
@@ -278,21 +179,15 @@ class TrainingSettings:
         return self.warmup / self.steps if self.warmup >= 1 and self.steps is not None else self.warmup
 
 
-def fill_of(step: int, n: int, settings: TrainingSettings) -> int:
-    """Tokens in flight of a step. They depend on seed and step only, so all processes and resumed runs agree."""
-    draw = np.random.default_rng([settings.seed, step])
-    return n if n == 1 or draw.random() < settings.full else int(draw.integers(1, n))
-
-
 def train(
     target: PreTrainedModel,
-    module: DraftModule,
+    module: DraftModule | Student,
     batch: Callable[[int], TrainingBatch],
     settings: TrainingSettings,
     folder: Path,
     *,
     held_out: Sequence[TrainingBatch] = (),
-    extra: Callable[[DraftModule], dict[str, float]] | None = None,
+    extra: Callable[[Any], dict[str, float]] | None = None,
     resume: bool = False,
     data: str = "",
 ) -> dict[str, Any]:
@@ -304,7 +199,7 @@ def train(
 
     Args:
         target: The teacher, which does not change.
-        module: The draft module, in float32.
+        module: The draft module, or another student, in float32.
         batch: Returns the batch of a number. It depends on the number only.
         settings: Settings of the run.
         folder: Folder of the results.
@@ -321,7 +216,7 @@ def train(
         FileNotFoundError: There is no checkpoint to resume.
         RuntimeError: The loss is not finite.
     """
-    run = _Run(target, module, settings, folder, data)
+    run = _Run(target, student_of(module), settings, folder, data)
     if resume:
         run.resume()
     return run.run(batch, held_out, extra)
@@ -331,21 +226,22 @@ class _Run:
     """A training run: what is trained, and how far it is. Arguments as for :func:`train`."""
 
     def __init__(
-        self, target: PreTrainedModel, module: DraftModule, settings: TrainingSettings, folder: Path, data: str
+        self, target: PreTrainedModel, student: Student, settings: TrainingSettings, folder: Path, data: str
     ) -> None:
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.target, self.module = target.eval().requires_grad_(False), module
+        self.target, self.student, self.module = target.eval().requires_grad_(False), student, student.module
         self.settings, self.folder, self.data = settings, folder, data
-        self.device = module.head.weight.device
-        module.head.requires_grad_(not settings.freeze_head)
-        self.trained = [p for p in module.parameters() if p.requires_grad]
+        self.weight = next(student.head.parameters())
+        self.device = self.weight.device
+        student.head.requires_grad_(not settings.freeze_head)
+        self.trained = [p for p in self.module.parameters() if p.requires_grad]
         if low := {str(p.dtype) for p in self.trained} - {"torch.float32"}:
             raise ValueError(
                 f"a module in {', '.join(sorted(low))} cannot be trained, small updates would be rounded away: train it in float32 (amp computes "
                 "products in bfloat16)"
             )
-        self.optimizers = _optimizers(module, settings)
-        self.columns = full_ids(module).to(self.device)
+        self.optimizers = _optimizers(student, settings)
+        self.columns = student.columns.to(self.device)
         vocabulary = target.get_output_embeddings().weight.shape[0]
         self.inside = torch.zeros(vocabulary, dtype=torch.bool, device=self.device)
         self.inside[self.columns] = True
@@ -360,7 +256,7 @@ class _Run:
         self,
         batch: Callable[[int], TrainingBatch],
         held_out: Sequence[TrainingBatch],
-        extra: Callable[[DraftModule], dict[str, float]] | None,
+        extra: Callable[[Any], dict[str, float]] | None,
     ) -> dict[str, Any]:
         """Train to the end, and return the record."""
         settings = self.settings
@@ -405,16 +301,15 @@ class _Run:
     def _so_far(self) -> str:
         return f"step {self.step}, {self.tokens:,} tokens, {readable_time(self.elapsed)}"
 
-    def _lesson(self, which: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Anchors, the positions to learn (bool ``[B, S]``), and the target's logits at these. Both heads compute no other position: for a
-        large vocabulary they are the larger part of a step and of its memory."""
-        valid = which.wanted.to(self.device)
-        with torch.no_grad(), _autocast(self.device, self.settings.amp):
-            anchors, last = which.taught or teach(self.target, which.ids.to(self.device), self.module.config.anchors)
+    def _lesson(self, which: TrainingBatch) -> Lesson:
+        """Both heads compute no position but those to learn: for a large vocabulary they are the larger part of a step and of its memory."""
+        valid, ids = which.wanted.to(self.device), which.ids.to(self.device)
+        with torch.no_grad(), autocast(self.device, self.settings.amp):
+            anchors, last = which.taught or teach(self.target, ids, self.student.anchors)
             logits = self.target.get_output_embeddings()(last.to(self.device)[valid].to(self.target.dtype))
         learnt = self.inside[logits.argmax(-1)]
         valid = valid.masked_scatter(valid, learnt)
-        return anchors.to(self.device, self.module.head.weight.dtype), valid, logits[learnt][:, self.columns]
+        return Lesson(ids, anchors.to(self.device, self.weight.dtype), valid, logits[learnt][:, self.columns])
 
     def _step(self, done: float, batch: Callable[[int], TrainingBatch]) -> None:
         """One step of the optimizers, ``done`` of the run behind it."""
@@ -445,16 +340,14 @@ class _Run:
     def _gradients(self, batch: Callable[[int], TrainingBatch]) -> tuple[float, float, float]:
         """Compute the gradients of a step. Returns loss, positions learnt and tokens fed of all processes."""
         settings = self.settings
-        fill = fill_of(self.step, self.module.config.n, settings)
         value = learnt = fed = 0.0
         for part in range(settings.accumulate):
             which = batch(self.position + part * self.world + self.rank)
-            anchors, valid, wished = self._lesson(which)
-            with _autocast(self.device, settings.amp):
-                logits = simulate(self.module, anchors, fill, valid)
-            loss = loss_of(logits, wished, settings.temperature, settings.argmax_weight) / settings.accumulate
+            lesson = self._lesson(which)
+            with autocast(self.device, settings.amp):
+                loss = self.student.loss(lesson, settings, self.step) / settings.accumulate
             loss.backward()
-            value, learnt = value + loss.item(), learnt + len(wished)
+            value, learnt = value + loss.item(), learnt + len(lesson.wished)
             fed += which.ids.numel() if which.tokens is None else which.tokens
         if self.world == 1:
             return value, learnt, fed
@@ -467,16 +360,14 @@ class _Run:
         value, learnt, fed = sums.tolist()
         return value, learnt, fed
 
-    def _validate(
-        self, held_out: Sequence[TrainingBatch], extra: Callable[[DraftModule], dict[str, float]] | None
-    ) -> None:
+    def _validate(self, held_out: Sequence[TrainingBatch], extra: Callable[[Any], dict[str, float]] | None) -> None:
         if self.rank:
             return
         figures: dict[str, Any] = {"step": self.step, "tokens": self.tokens, "seconds": self.elapsed}
         figures |= {"rate": self.rate, "loss": self.mean}
         self.module.eval()
         if held_out:
-            figures |= _held_out(self.module, map(self._lesson, held_out), self.settings)
+            figures |= self.student.figures(map(self._lesson, held_out), self.settings)
         if extra is not None:
             figures |= extra(self.module)
         self.module.train()
@@ -499,7 +390,7 @@ class _Run:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         state = {name: getattr(self, name) for name in self._KEPT} | {
-            "config": _identity(self.module),
+            "config": self.student.identity(),
             "module": self.module.state_dict(),
             "optimizers": [o.state_dict() for o in self.optimizers],
             "data": self.data,
@@ -512,7 +403,7 @@ class _Run:
         partial = checkpoint.with_suffix(".partial")
         torch.save(state, partial)
         os.replace(partial, checkpoint)
-        self.module.save(self.folder)
+        self.student.save(self.folder)
         (self.folder / RECORD).write_text(json.dumps(self.record(), indent=1) + "\n")
 
     def resume(self) -> None:
@@ -521,7 +412,7 @@ class _Run:
         if not checkpoint.is_file():
             raise FileNotFoundError(f"nothing to resume: {checkpoint} does not exist")
         state = torch.load(checkpoint, weights_only=True, map_location=self.device)
-        if json.loads(state["config"]) | {"target": None} != json.loads(_identity(self.module)) | {"target": None}:
+        if json.loads(state["config"]) | {"target": None} != json.loads(self.student.identity()) | {"target": None}:
             raise ValueError(f"{checkpoint} belongs to another module (target, stages, layers or vocabulary differ)")
         if state["data"] != self.data:
             raise ValueError(
@@ -541,15 +432,6 @@ class _Run:
         say(f"resumed at step {self.step} after {self._before / 60:.1f} min")
 
 
-def _identity(module: DraftModule) -> str:
-    """The module's config as text, to compare checkpoints with. The digest stands for the target."""
-    return json.dumps(module.config.to_json() | {"target": None})
-
-
-def _autocast(device: torch.device, on: bool) -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast(device.type, dtype=torch.bfloat16) if on else contextlib.nullcontext()
-
-
 def learning_rate(done: float, warmup: float, schedule: str = "cosine") -> float:
     """Share of the peak rate at the share ``done`` of a run: a linear rise, then ``linear`` down to 0 or half a ``cosine`` down to 1 %."""
     if done < warmup:
@@ -559,10 +441,11 @@ def learning_rate(done: float, warmup: float, schedule: str = "cosine") -> float
     return 0.01 + 0.99 * 0.5 * (1.0 + math.cos(math.pi * (done - warmup) / (1.0 - warmup)))
 
 
-def _optimizers(module: DraftModule, settings: TrainingSettings) -> list[torch.optim.Optimizer]:
+def _optimizers(student: Student, settings: TrainingSettings) -> list[torch.optim.Optimizer]:
     """AdamW without decay of the norms' gains. With muon, Muon for the matrices of projections and blocks."""
-    head = [p for p in module.head.parameters() if p.requires_grad]
-    rest = [p for p in [*module.projections.parameters(), *module.layers.parameters()] if p.requires_grad]
+    head = [p for p in student.head.parameters() if p.requires_grad]
+    in_head = {id(p) for p in head}
+    rest = [p for p in student.module.parameters() if p.requires_grad and id(p) not in in_head]
     matrices, gains = [p for p in rest if p.dim() == 2], [p for p in rest if p.dim() != 2]
     muon = settings.optimizer == "muon"
     groups: list[dict[str, Any]] = [
@@ -577,24 +460,3 @@ def _optimizers(module: DraftModule, settings: TrainingSettings) -> list[torch.o
             torch.optim.Muon(matrices, lr=settings.rate, weight_decay=settings.decay, adjust_lr_fn="match_rms_adamw")
         )
     return found
-
-
-@torch.no_grad()
-def _held_out(module: DraftModule, lessons: Any, settings: TrainingSettings) -> dict[str, float]:
-    """KL and agreement with the teacher's argmax with all stages filled, and the agreement for each smaller fill."""
-    n = module.config.n
-    count, loss = 0, 0.0
-    same = [0] * n
-    for anchors, valid, wished in lessons:
-        found = len(wished)
-        count += found
-        for fill in range(1, n + 1):
-            with _autocast(anchors.device, settings.amp):
-                logits = simulate(module, anchors, fill, valid)
-            same[fill - 1] += int((logits.argmax(-1) == wished.argmax(-1)).sum())
-            if fill == n:
-                loss += loss_of(logits, wished, settings.temperature).item() * found
-    if not count:
-        raise ValueError("nothing to validate on: no held-out token is the assistant's and in the draft vocabulary")
-    figures = {"held_out_loss": loss / count, "agreement": same[-1] / count}
-    return figures | {f"agreement_{fill}": same[fill - 1] / count for fill in range(1, n)}

@@ -1,0 +1,224 @@
+"""What :func:`pipespec.spd.training.trainer.train` trains: drafts that read the target's hidden states, and their loss."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
+
+from pipespec.spd.draft_module import DraftModule
+from pipespec.spd.training.mask import depths, visible
+
+if TYPE_CHECKING:
+    from pipespec.spd.training.trainer import TrainingSettings
+
+
+class Lesson(NamedTuple):
+    """What the target says about a batch.
+
+    Attributes:
+        ids: ``[B, S]`` token ids.
+        anchors: ``[B, S, k, H]``, of the target.
+        valid: bool ``[B, S]``, the positions to learn.
+        wished: ``[N, Vd]``, the target's logits there, over the draft vocabulary.
+    """
+
+    ids: torch.Tensor
+    anchors: torch.Tensor
+    valid: torch.Tensor
+    wished: torch.Tensor
+
+
+class Student(Protocol):
+    """What :func:`pipespec.spd.training.trainer.train` needs of a draft.
+
+    Attributes:
+        module: its weights.
+        head: the part of it that gives the logits.
+        anchors: the target's hidden states that it reads.
+        columns: int64 ``[Vd]``, the target's ids of the draft vocabulary.
+    """
+
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def head(self) -> nn.Module: ...
+    @property
+    def anchors(self) -> Sequence[int]: ...
+    @property
+    def columns(self) -> torch.Tensor: ...
+
+    def loss(self, lesson: Lesson, settings: TrainingSettings, step: int) -> torch.Tensor:
+        """The loss of a batch in a step, in nats per position."""
+        ...
+
+    def figures(self, lessons: Iterable[Lesson], settings: TrainingSettings) -> dict[str, float]:
+        """``held_out_loss``, ``agreement`` and others."""
+        ...
+
+    def identity(self) -> str:
+        """What a checkpoint must agree with, as JSON. Its ``target`` does not count."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the draft for use."""
+        ...
+
+
+class PipelineStudent:
+    """A draft module as a :class:`Student`."""
+
+    def __init__(self, module: DraftModule) -> None:
+        self.module, self.head, self.anchors = module, module.head, module.config.anchors
+        self.columns = full_ids(module)
+
+    def save(self, folder: Path) -> None:
+        self.module.save(folder)
+
+    def loss(self, lesson: Lesson, settings: TrainingSettings, step: int) -> torch.Tensor:
+        fill = fill_of(step, self.module.config.n, settings)
+        logits = simulate(self.module, lesson.anchors, fill, lesson.valid)
+        return loss_of(logits, lesson.wished, settings.temperature, settings.argmax_weight)
+
+    @torch.no_grad()
+    def figures(self, lessons: Iterable[Lesson], settings: TrainingSettings) -> dict[str, float]:
+        """KL and agreement with the teacher's argmax with all stages filled, and the agreement for each smaller fill."""
+        n = self.module.config.n
+        count, loss = 0, 0.0
+        same = [0] * n
+        for _, anchors, valid, wished in lessons:
+            found = len(wished)
+            count += found
+            for fill in range(1, n + 1):
+                with autocast(anchors.device, settings.amp):
+                    logits = simulate(self.module, anchors, fill, valid)
+                same[fill - 1] += int((logits.argmax(-1) == wished.argmax(-1)).sum())
+                if fill == n:
+                    loss += loss_of(logits, wished, settings.temperature).item() * found
+        if not count:
+            raise ValueError("nothing to validate on: no held-out token is the assistant's and in the draft vocabulary")
+        figures = {"held_out_loss": loss / count, "agreement": same[-1] / count}
+        return figures | {f"agreement_{fill}": same[fill - 1] / count for fill in range(1, n)}
+
+    def identity(self) -> str:
+        return json.dumps(self.module.config.to_json() | {"target": None})
+
+
+def student_of(draft: DraftModule | Student) -> Student:
+    """A draft as a student: a draft module gets its class, others have one."""
+    return PipelineStudent(draft) if isinstance(draft, DraftModule) else draft
+
+
+# ---- draft modules
+
+
+@functools.lru_cache(maxsize=2)  # masks of long texts in many stages are large
+def _mask(length: int, fill: int, n: int, device: torch.device) -> torch.Tensor:
+    return visible(length, fill, n, device)[None, None]
+
+
+def simulate(module: DraftModule, anchors: torch.Tensor, fill: int, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute the draft logits that decoding with ``fill`` tokens in flight gives, for the token after each position.
+
+    For the logits of position t, t is the newest position. The ``fill - 1`` positions before it are in flight at depths 1, 2, ..., and the
+    older ones are complete.
+
+    Args:
+        module: The draft module.
+        anchors: ``[B, S, k, H]``, the target's anchors of all positions.
+        fill: Tokens in flight.
+        wanted: Bool ``[B, S]``, the positions whose logits are computed. None: all.
+
+    Returns:
+        ``[B, S, Vd]``, or ``[number of wanted positions, Vd]``.
+    """
+    config = module.config
+    length = anchors.shape[1]
+    kinds = depths(fill, config.n)
+    fused = {kind: module.fuse(anchors, kind) for kind in {config.types[d] for d in kinds}}
+    rows = torch.cat([fused[config.types[d]] for d in kinds], dim=1)
+    positions = torch.arange(length, device=rows.device).repeat(len(kinds))[None]
+    rope = module.rotary_emb(rows, position_ids=positions)
+    mask = _mask(length, fill, config.n, rows.device)
+    for layer in module.layers[:-1]:
+        rows = layer(rows, attention_mask=mask, position_embeddings=rope, position_ids=positions, past_key_values=None)
+    last = module.layers[-1]
+    if type(last) is LlamaDecoderLayer:
+        rows = _newest_only(last, rows, length, rope, mask)
+    else:
+        rows = last(rows, attention_mask=mask, position_embeddings=rope, position_ids=positions, past_key_values=None)[
+            :, -length:
+        ]
+    return module.logits(rows if wanted is None else rows[wanted])
+
+
+def _newest_only(
+    layer: Any, rows: torch.Tensor, count: int, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor
+) -> torch.Tensor:
+    """The last ``count`` rows of a LLaMA layer's output. In the last block the other rows contribute keys and values only."""
+    attention = layer.self_attn
+    batch = rows.shape[0]
+    normed = layer.input_layernorm(rows)
+
+    def split(x: torch.Tensor) -> torch.Tensor:
+        return x.view(batch, x.shape[1], -1, attention.head_dim).transpose(1, 2)
+
+    queries, keys = split(attention.q_proj(normed[:, -count:])), split(attention.k_proj(normed))
+    cos, sin = rope
+    queries = apply_rotary_pos_emb(queries, queries, cos[:, -count:], sin[:, -count:])[0]
+    keys = apply_rotary_pos_emb(keys, keys, cos, sin)[0]
+    values = split(attention.v_proj(normed))
+    seen = mask[..., -count:, :]
+    mixed = F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=seen, scale=attention.scaling, enable_gqa=keys.shape[1] != queries.shape[1]
+    )
+    hidden = rows[:, -count:] + attention.o_proj(mixed.transpose(1, 2).reshape(batch, count, -1))
+    out: torch.Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    return out
+
+
+def loss_of(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    temperature: float = 1.0,
+    argmax_weight: float = 0.0,
+) -> torch.Tensor:
+    """KL(teacher || student) in nats per position, times ``temperature`` squared; 0 without a position.
+
+    Args:
+        student: Logits ``[N, Vd]`` over the draft vocabulary.
+        teacher: Logits ``[N, Vd]`` of the same tokens, renormalised by the restriction to them (SPD, section 4.3).
+        temperature: Divides both logits.
+        argmax_weight: Weight of the cross entropy with the teacher's argmax, which is added.
+    """
+    log_q = F.log_softmax(student.float() / temperature, dim=-1)
+    log_p = F.log_softmax(teacher.float() / temperature, dim=-1)
+    total = F.kl_div(log_q, log_p, log_target=True, reduction="sum") * temperature**2
+    if argmax_weight:
+        total = total + argmax_weight * F.nll_loss(log_q, log_p.argmax(-1), reduction="sum")
+    return total / max(1, len(log_q))
+
+
+def full_ids(module: DraftModule) -> torch.Tensor:
+    """Target ids of the draft vocabulary."""
+    ids = module.config.vocabulary
+    return torch.arange(module.config.logits) if ids is None else torch.tensor(ids)
+
+
+def fill_of(step: int, n: int, settings: TrainingSettings) -> int:
+    """Tokens in flight of a step. They depend on seed and step only, so all processes and resumed runs agree."""
+    draw = np.random.default_rng([settings.seed, step])
+    return n if n == 1 or draw.random() < settings.full else int(draw.integers(1, n))
+
+
+def autocast(device: torch.device, on: bool) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast(device.type, dtype=torch.bfloat16) if on else contextlib.nullcontext()
