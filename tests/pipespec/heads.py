@@ -97,12 +97,14 @@ def write_original(folder: Path, weights: dict[str, torch.Tensor], **more: Any) 
 
 
 def write_speculators(folder: Path, weights: dict[str, torch.Tensor], **more: Any) -> Path:
-    """Write a head in the format of the package ``speculators``."""
-    verifier = {"name_or_path": "target", "architectures": ["LlamaForCausalLM"]}
+    """Write a head in the format of the package ``speculators``. ``verifier``: the target's folder."""
+    verifier = {"name_or_path": str(more.pop("verifier", "target")), "architectures": ["LlamaForCausalLM"]}
+    methods = [{"proposal_type": "greedy", "speculative_tokens": 3}]
+    described = {"algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": methods, "verifier": verifier}
     record = {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
-        "speculators_config": {"algorithm": "eagle3", "verifier": verifier},
+        "speculators_config": described,
         "transformer_layer_config": layer_config(weights),
         "draft_vocab_size": DRAFTED,
     }

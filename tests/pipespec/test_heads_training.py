@@ -88,7 +88,7 @@ def test_training_teaches_and_the_head_is_used(target, tmp_path) -> None:
     before = student.figures([lesson_of(target, student, held[0].ids, held[0].wanted)], settings)
     record = trainer.train(target, student, batch, settings, tmp_path, held_out=held)
     after = record["history"][-1]
-    assert after["held_out_loss"] < 0.5 * before["held_out_loss"]
+    assert after["held_out_loss"] < 0.7 * before["held_out_loss"]
     assert after["agreement"] > before["agreement"]
     assert {"agreement", "agreement_2"} <= after.keys()
     assert is_head(tmp_path)
@@ -151,12 +151,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         str(tmp_path / "head"),
     ]
     words += ["--length", "32", "--batch", "2", "--validation", "0.2"]
-    assert main([*words, "--steps", "2", "--vocabulary", "200", "--forward-steps", "2"]) == 0, capsys.readouterr().err
+    assert main([*words, "--steps", "2", "--vocabulary", "20", "--forward-steps", "2"]) == 0, capsys.readouterr().err
     assert is_head(tmp_path / "head")
-    assert json.loads((tmp_path / "head" / "config.json").read_text())["draft_vocab_size"] == 200
-    assert main([*words, "--steps", "3", "--vocabulary", "200", "--forward-steps", "2"]) == 2
+    assert json.loads((tmp_path / "head" / "config.json").read_text())["draft_vocab_size"] == 20
+    assert main([*words, "--steps", "3", "--vocabulary", "20", "--forward-steps", "2"]) == 2
     assert "continue with --resume" in capsys.readouterr().err
-    assert main([*words, "--steps", "3", "--vocabulary", "200", "--forward-steps", "2", "--resume"]) == 0
+    assert main([*words, "--steps", "3", "--vocabulary", "20", "--forward-steps", "2", "--resume"]) == 0
     for more, message in (
         (["--stages", "2"], "--stages is for --kind spd"),
         (["--forward-steps", "0"], "--forward-steps must be at least 1"),
