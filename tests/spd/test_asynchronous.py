@@ -1,12 +1,8 @@
-"""Parts of SPD that run at the same time in one machine: a chain of drafts in processes of its own, and stages in threads of their own."""
+"""Parts of SPD that run at the same time in one machine: stages in threads of their own."""
 
 from __future__ import annotations
 
-import copy
-import os
-import signal
 import threading
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -14,17 +10,13 @@ import torch
 
 from pipespec.models import devices
 from pipespec.models.originals import trust
-from pipespec.schedules.base import StageFailure
 from pipespec.spd import SpeculativePipeline, pipeline
-from pipespec.spd.chain import AsynchronousChain, ChainDrafter
+from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
-from tests.pipespec.test_forks import Child
 from tests.pipespec.tiny_models import model_of
 from tests.spd.drafters import Blind, Failing
-from tests.support.processes import workers_of
-from tests.trials import PROFILE
-from tests.waiting import SECONDS, until
+from tests.waiting import SECONDS
 
 LAYERS = 4
 NEW = 16
@@ -33,15 +25,6 @@ NEW = 16
 @pytest.fixture(scope="module")
 def model():
     return random_llama(3, layers=LAYERS)
-
-
-@pytest.fixture(scope="module")
-def chained(model):
-    """A target in three stages with two drafts in processes of their own. The last draft is equal to the target, so its tokens are accepted."""
-    drafts = [noisy(model, 0.02), copy.deepcopy(model)]
-    pipe = SpeculativePipeline(model, drafts, stages=3, draft_schedule="workers")
-    yield pipe
-    pipe.close()
 
 
 def calls():
@@ -53,89 +36,10 @@ def calls():
     yield one, {"do_sample": True, "seed": 1, "repetition_penalty": 1.2}
 
 
-def test_the_text_with_a_chain_that_runs_ahead(model, chained):
-    assert isinstance(chained.drafter, AsynchronousChain)
-    plain = SpeculativePipeline(model, stages=1)
-    for ids, options in calls():
-        out = chained.generate(ids, max_new_tokens=NEW, **options)
-        assert out.tolist() == plain.generate(ids, max_new_tokens=NEW, **options).tolist()
-    # On a busy machine a text may be complete before the processes have published anything.
-    ids = torch.tensor([[5, 6, 7]])
-
-    def accepts() -> bool:
-        chained.generate(ids, max_new_tokens=200, do_sample=False)
-        assert chained.report.accepted == chained.report.checked
-        return chained.report.accepted > 0
-
-    until(accepts, "drafts have come in time")
-
-
-def test_a_chain_that_dies(model, chained):
-    """A killed process costs drafts and no token. The next call starts it again."""
-    ids = torch.tensor([[5, 6, 7]])
-    wanted = model.generate(ids, max_new_tokens=60, do_sample=False)
-
-    class Kills:
-        seen = 0
-
-        def put(self, value):
-            self.seen += 1
-            if self.seen == 3:
-                process = workers_of(chained.drafter)[1].process
-                os.kill(process.pid, signal.SIGKILL)
-                process.wait()
-
-        def end(self):
-            pass
-
-    chained.generate(ids, max_new_tokens=2, do_sample=False)
-    with pytest.warns(StageFailure, match="draft stage 1 has ended.*SIGKILL"):
-        out = chained.generate(ids, max_new_tokens=60, do_sample=False, streamer=Kills())
-    assert torch.equal(out, wanted)
-    assert torch.equal(chained.generate(ids, max_new_tokens=60, do_sample=False), wanted)
-    assert chained.drafter._driver.block.is_alive(1)
-
-
-@pytest.mark.parametrize("drafter", ["ngram", Blind(320)])
-def test_only_models_run_ahead(model, drafter):
-    with pytest.raises(ValueError, match="draft_schedule='workers' is for models that draft"):
-        SpeculativePipeline(model, drafter, stages=2, draft_schedule="workers")
-    with pytest.raises(ValueError, match="draft_schedule='streams': one of 'lockstep', 'workers'"):
-        SpeculativePipeline(model, drafter, stages=2, draft_schedule="streams")
-
-
-def test_a_fork_has_a_chain_of_its_own(chained):
-    parents = chained.drafter
-    child = chained._driver.for_fork().drafter
-    assert type(child) is AsynchronousChain
-    assert child._driver.block is not parents._driver.block
-    assert child._most == parents._most
-    child.close()
-    for other in (ChainDrafter(parents.models), Blind(320)):
-        assert type(other.for_fork()) is type(other)
-        assert (other.for_fork() is other) == isinstance(other, Blind)
-    if PROFILE == "nightly":  # the processes of a child take seconds to start
-        drafts_in_a_fork(chained)
-        assert chained.drafter is parents
-
-
-def drafts_in_a_fork(chained):
-    """A child's processes draft as the parent's do."""
-    ids = torch.tensor([[5, 6, 7]])
-    wanted = chained.generate(ids, max_new_tokens=200, do_sample=False)
-
-    def body():
-        def accepts() -> bool:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", StageFailure)
-                assert torch.equal(chained.generate(ids, max_new_tokens=200, do_sample=False), wanted)
-            return chained.report.accepted > 0
-
-        until(accepts, "drafts have come in time")
-        chained.close()
-
-    Child(body).check()
-    assert torch.equal(chained.generate(ids, max_new_tokens=200, do_sample=False), wanted)
+def test_a_fork_has_a_chain_of_its_own(model):
+    for drafter in (ChainDrafter([model]), Blind(320)):
+        assert type(drafter.for_fork()) is type(drafter)
+        assert (drafter.for_fork() is drafter) == isinstance(drafter, Blind)
 
 
 # ---- stages on devices of their own

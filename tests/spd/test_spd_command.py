@@ -41,7 +41,6 @@ def test_the_bundled_target_and_its_module(family, capsys):
     [
         (("--draft", "ngram", "--stages", "3,9", "--device", "cpu", "cpu"), "stages of 3, 9 layers, drafts by NgramDrafter"),
         (("--draft", "{medium}", "--stages", "2", "--no-stream"), "stages of 6, 6 layers, drafts by ChainDrafter"),
-        (("--draft", "{medium}", "--schedule", "workers"), "stages of 6, 6 layers, drafts by AsynchronousChain"),
         (("--draft", "{module}",), "stages of 3, 3, 3, 3 layers, drafts by ModuleDrafter"),
     ],
 )  # fmt: skip
@@ -62,11 +61,10 @@ def test_drafts_and_stages_sampled(family, capsys, arguments, said):
     [
         (("--lookahead", "4", "--exact"), "--lookahead, --exact: not with --system spd"),
         (("--acceptance", "rejection"), "--acceptance: not with --system spd"),
-        (("--schedule", "streams"), "--schedule streams: with --system spd it is how the drafts run"),
+        (("--schedule", "workers"), "--schedule: not with --system spd"),
         (("--stages", "four"), "stages='four': give a number, layers per stage, or 'balanced:n'"),
         (("--stages", "13"), "a model of 12 layers can be cut into 1 to 12 stages, not 13"),
         (("--timeout", "60"), "--timeout is for ranks: start this with torchrun"),
-        (("--draft", "ngram", "--schedule", "workers"), "draft_schedule='workers' is for models that draft"),
         (("--draft", "ngram", "--stages", "2", "--device", "cpu", "cpu", "cpu"), "3 devices for 2 stages"),
     ],
 )

@@ -9,15 +9,14 @@ from typing import Any
 
 from pipespec.cli.options import one_or_all
 from pipespec.process.progress import say
-from pipespec.registry import LOCKSTEP, WORKERS
 
 _OF_CHAINS = (
+    "schedule",
     "lookahead",
     "confidence",
     "exact",
     "weights",
 )
-_SCHEDULES = (None, LOCKSTEP.name, WORKERS.name)
 
 
 def _ranks() -> int:
@@ -32,11 +31,6 @@ def check_spd(args: argparse.Namespace, trace: int) -> None:
         given.append("--acceptance")
     if given:
         raise ValueError(f"{', '.join(given)}: not with --system spd")
-    if args.schedule not in _SCHEDULES:
-        raise ValueError(
-            f"--schedule {args.schedule}: with --system spd it is how the drafts run, lockstep or workers; the stages run on torchrun's ranks, or in "
-            "this process"
-        )
     if trace:
         raise ValueError("--system spd keeps no trace of single steps: use pipespec generate --report")
     if args.timeout is not None and not _ranks():
@@ -90,7 +84,7 @@ def spd_pipeline(args: argparse.Namespace, target: str | Path, drafts: list[str 
         stages = [end - begin for begin, end in trained.stages]
     else:
         stages = _ranks() or 2
-    options: dict[str, Any] = {"stages": stages, "draft_schedule": args.schedule or LOCKSTEP.name}
+    options: dict[str, Any] = {"stages": stages}
     if _ranks():
         device = "cpu" if args.device is None else args.device[0]
         given = None if dtype == "auto" else getattr(torch, dtype)

@@ -284,20 +284,12 @@ class SpeculativeDriver(Decoder):
         """End the cycle that has started with ``work``. Return whether a token was verified."""
         machine, clock = self.machine, self.clock
         self.rounds += 1
-        wanted = machine.requests()
-        drafts: dict[int, int] = {}
         began = time.perf_counter()
-        self._guarded(self.drafter.begin_cycle, wanted)
-        if not self.drafter.late:
-            drafts = self._draft(wanted)
+        drafts = self._draft(machine.requests())
         drafted = clock.add("draft", began)
         began = time.perf_counter()
         hidden, streams, took = self._collect(work)
         clock.add("stages", began)
-        if self.drafter.late:
-            began = time.perf_counter()
-            drafts = self._draft(wanted)
-            drafted += clock.add("draft", began)
         clock.cycle(drafted, took)
         began = time.perf_counter()
         for index, values in streams.items():

@@ -21,11 +21,9 @@ class Drafter(abc.ABC):
 
     Attributes:
         features: HF indices of the residual streams that the drafter reads, ascending.
-        late: Whether ``draft`` is called at the end of a cycle, for a drafter that works in another process meanwhile.
     """
 
     features: tuple[int, ...] = ()
-    late: bool = False
 
     def start(self, prompts: list[list[int]], capacity: int, select: SampleTokens) -> None:
         """Begin a call.
@@ -46,9 +44,6 @@ class Drafter(abc.ABC):
             values: ``[len(rows), H]``.
         """
 
-    def begin_cycle(self, requests: list[DraftRequest]) -> None:
-        """Receive the requests of a cycle before its stages run. ``draft`` gets the same ones."""
-
     @abc.abstractmethod
     def draft(self, requests: list[DraftRequest]) -> Sequence[int | None]:
         """Return one token id per request, or None for a row that gets no draft in this cycle."""
@@ -63,7 +58,7 @@ class Drafter(abc.ABC):
         """Release the caches that are kept between calls. Never runs during a call."""
 
     def close(self) -> None:
-        """End the drafter's processes. A later call starts them again."""
+        """Release what is kept until the pipeline is closed. A later call may follow."""
 
     def for_fork(self) -> Drafter:
         """Return the drafter that serves a child of a fork. The present one stays the parent's, which may be inside of a call."""

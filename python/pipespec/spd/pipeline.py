@@ -19,18 +19,14 @@ from pipespec.models.loading import load_model
 from pipespec.preflight.checks import check_chain
 from pipespec.preflight.devices import device_name
 from pipespec.preflight.support import check_whole
-from pipespec.registry import LOCKSTEP, WORKERS
 from pipespec.schedules.base import GenerationRequest
-from pipespec.spd.chain import AsynchronousChain, ChainDrafter
+from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.decoding import LocalDriver, SpeculativeDriver
 from pipespec.spd.draft_module import CONFIG_FILE, DraftModule, DraftModuleConfig, ModuleDrafter
 from pipespec.spd.drafting import Drafter
 from pipespec.spd.ngram import NgramDrafter
 from pipespec.spd.partition import Partition, check_target, cut, load_skeleton, partition_of, place, stage_devices
 from pipespec.spd.report import SpeculativeReport
-
-DRAFT_SCHEDULES = (LOCKSTEP.name, WORKERS.name)
-"""How the models of a drafter run, see :mod:`pipespec.spd.chain`."""
 
 _Model: TypeAlias = PreTrainedModel | str | Path
 
@@ -58,8 +54,6 @@ class SpeculativePipeline(BasePipeline):
             model lies. Two GPUs have not been tried.
         trust_remote_code: As ``dtype``.
         native: As for :class:`pipespec.Pipeline`. ``report.stages[0].forward`` says how the target ran.
-        draft_schedule: How models draft. ``"lockstep"``: in this process, for each cycle. ``"workers"``: each in a process of its own, ahead of the
-            stages.
 
     Raises:
         ValueError: Target, drafter and stages do not fit together. Raised before any weight is loaded where possible.
@@ -82,9 +76,7 @@ class SpeculativePipeline(BasePipeline):
         devices: Sequence[torch.device | str] | None = None,
         trust_remote_code: bool = False,
         native: bool = True,
-        draft_schedule: str = LOCKSTEP.name,
     ) -> None:
-        check_draft_schedule(drafter, draft_schedule)
         if devices is not None and device is not None:
             raise ValueError("give either device=, for all stages, or devices=, one per stage")
         place_name = None if device is None else device_name(device)
@@ -108,7 +100,6 @@ class SpeculativePipeline(BasePipeline):
             model,
             target,
             self.partition,
-            draft_schedule,
             inputs=None if places is None else places[0],
             **options,
         )
@@ -175,7 +166,6 @@ def resolve_drafter(
     target: PreTrainedModel,
     given_target: Any,
     partition: Partition,
-    draft_schedule: str = LOCKSTEP.name,
     inputs: torch.device | None = None,
     **options: Any,
 ) -> tuple[Drafter, list[PreTrainedModel]]:
@@ -186,7 +176,6 @@ def resolve_drafter(
         target: The target.
         given_target: The target as the user gave it, a model or a path.
         partition: The stages.
-        draft_schedule: How models draft.
         inputs: Where the target's embedding will be; None: where it is. A draft module is loaded there.
         options: Arguments of ``load_model`` for models given as paths.
 
@@ -196,7 +185,6 @@ def resolve_drafter(
     Raises:
         ValueError, TypeError, FileNotFoundError: As :class:`SpeculativePipeline`.
     """
-    check_draft_schedule(drafter, draft_schedule)
     if module_config(drafter) is not None:
         whole = given_target if isinstance(given_target, (str, Path)) else target
         module = DraftModule.load(
@@ -223,18 +211,4 @@ def resolve_drafter(
         return drafter, []
     if not models:
         return NgramDrafter(), []
-    if draft_schedule == WORKERS.name:
-        return AsynchronousChain(models, partition.stages), models
     return ChainDrafter(models), models
-
-
-def check_draft_schedule(drafter: Any, draft_schedule: str) -> None:
-    """Raise ``ValueError`` for a ``draft_schedule`` that does not exist, or that ``drafter`` does not have."""
-    if draft_schedule not in DRAFT_SCHEDULES:
-        raise ValueError(f"draft_schedule={draft_schedule!r}: one of {', '.join(map(repr, DRAFT_SCHEDULES))}")
-    if draft_schedule != LOCKSTEP.name and (
-        isinstance(drafter, Drafter) or drafter == "ngram" or module_config(drafter) is not None
-    ):
-        raise ValueError(
-            f"draft_schedule={draft_schedule!r} is for models that draft: an n-gram index, a draft module and a Drafter run in this process"
-        )

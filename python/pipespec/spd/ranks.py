@@ -41,7 +41,7 @@ from pipespec.engine.known import NATIVE
 from pipespec.engine.sections import open_sections, stream_dtype
 from pipespec.preflight.devices import rank_device
 from pipespec.process.signals import DelayedHandlers
-from pipespec.registry import LOCKSTEP, RANKS
+from pipespec.registry import RANKS
 from pipespec.schedules.base import Decoder, GenerationRequest
 from pipespec.spd.decoding import Fed, SpeculativeDriver, Streams
 from pipespec.spd.drafting import Drafter
@@ -58,7 +58,7 @@ from pipespec.spd.partition import (
     load_stage,
     seconds_of,
 )
-from pipespec.spd.pipeline import check_draft_schedule, module_config, resolve_drafter, speculative_report
+from pipespec.spd.pipeline import module_config, resolve_drafter, speculative_report
 from pipespec.spd.report import SpeculativeReport
 from pipespec.transport import START_S, RankError, rank_and_world
 
@@ -540,7 +540,6 @@ class RanksPipeline(BasePipeline):
         dtype: Dtype of the weights. None keeps the model's.
         device: Device of each rank: ``"cpu"``; ``"cuda"``, the GPU of number LOCAL_RANK; or one for all, such as ``"cuda:0"``.
         native: As for ``SpeculativePipeline``, the same on all ranks. Each rank checks and packs its own stage.
-        draft_schedule: As for ``SpeculativePipeline``. The processes of ``"workers"`` run on the machine of rank 0.
 
     Raises:
         ValueError, TypeError, FileNotFoundError: As ``SpeculativePipeline``, on all ranks and before any weight is read.
@@ -560,13 +559,11 @@ class RanksPipeline(BasePipeline):
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         native: bool = True,
-        draft_schedule: str = LOCKSTEP.name,
     ) -> None:
         rank, world = rank_and_world()
         if not isinstance(target, (str, Path)):
             raise TypeError(f"target must be a path, of which each rank reads its part, not {type(target).__name__}")
         device = torch.device(rank_device(device))
-        check_draft_schedule(drafter, draft_schedule)
         skeleton = load_skeleton(target).config
         layers = skeleton.num_hidden_layers
         # An even cut stands for a balanced one until the layers are measured.
@@ -602,7 +599,7 @@ class RanksPipeline(BasePipeline):
             if self.is_controller:
                 ends = load_ends(target, dtype=dtype, device=device)
                 found, drafts = resolve_drafter(
-                    drafter, ends, target, self.partition, draft_schedule, dtype=dtype or "auto", device=device
+                    drafter, ends, target, self.partition, dtype=dtype or "auto", device=device
                 )
                 models = [*drafts, ends]
                 self._driver: RanksDriver = RanksDriver(
