@@ -6,6 +6,7 @@ import json
 import random
 import re
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -183,11 +184,50 @@ def test_other_bodies_are_errors_too(client: Any) -> None:
     url = str(client.base_url)
     assert client._client.post(f"{url}completions", content=b"{").json()["error"]["code"] == 400
     assert "messages" in client._client.post(f"{url}chat/completions", json={}).json()["error"]["message"]
-    form = {"response_format": {"type": "json_object"}, "messages": []}
-    assert "response_format" in client._client.post(f"{url}chat/completions", json=form).json()["error"]["message"]
     for path in ("reset", "load_model", "v1/responses"):  # transformers' routes that load or drop models, and others
         assert client._client.post(url.replace("v1/", path), json={}).status_code == 404
     assert [model.id for model in client.models.list()] == ["demo"]
+
+
+def asked(**options: Any) -> dict[str, Any]:
+    message = {"role": "user", "content": "Describe a colour."}
+    return {"model": "demo", "messages": [message], "max_tokens": 64, "temperature": 0} | options
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_format_is_obeyed(client: Any, pipe: Pipeline, tokenizer: Any, stream: bool) -> None:
+    xgrammar = pytest.importorskip("xgrammar", reason="needs the package xgrammar (pip install xgrammar)")
+    named = {"enum": ["red", "green"]}
+    schema = {
+        "type": "object",
+        "properties": {"name": named, "is_dark": {"type": "boolean"}},
+        "additionalProperties": False,
+    }
+    schema["required"] = list(schema["properties"])
+    form = {"type": "json_schema", "json_schema": {"name": "colour", "schema": schema}}
+    answer = client.chat.completions.create(**asked(response_format=form, stream=stream))
+    text = "".join(c.choices[0].delta.content or "" for c in answer) if stream else answer.choices[0].message.content
+    found = json.loads(text)
+    assert found.keys() == {"name", "is_dark"}
+    assert found["name"] in named["enum"]
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=pipe.target.config.vocab_size)
+    compiled = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(schema), any_whitespace=False)
+    prompt = tokenizer.apply_chat_template(asked()["messages"], tokenize=False, add_generation_prompt=True)
+    own = {"max_new_tokens": 64, "do_sample": False, "grammar": xgrammar.GrammarMatcher(compiled)}
+    assert text == text_of(pipe, tokenizer, prompt, True, **own)
+    for wrong in ({"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": {"type": "colour"}}}):
+        with pytest.raises(openai.BadRequestError, match="schema"):
+            client.chat.completions.create(**asked(response_format=wrong, stream=stream))
+
+
+def test_a_response_format_that_cannot_be_had_is_refused(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(openai.BadRequestError, match="pip install xgrammar"):
+        client.chat.completions.create(**asked(response_format={"type": "json_object"}))
+    with pytest.raises(openai.BadRequestError, match="'xml' is not supported"):
+        client.chat.completions.create(**asked(response_format={"type": "xml"}))
+    free = client.chat.completions.create(**asked(response_format={"type": "text"}))
+    assert free.choices[0].message.content == client.chat.completions.create(**asked()).choices[0].message.content
 
 
 def test_metrics_have_the_reports_figures(pipe: Pipeline, tokenizer: Any) -> None:

@@ -1,7 +1,7 @@
 """An OpenAI-compatible server: the handlers and routes of ``transformers serve``, with a pipeline's ``generate()``.
 
-transformers' handlers read the requests and write the answers. What differs from ``transformers serve``: a request has its own seed, penalties and
-stop strings as OpenAI's API defines them; an option without an effect is refused; the queue is bounded; requests whose client has
+transformers' handlers read the requests and write the answers. What differs from ``transformers serve``: a request has its own seed, penalties, stop
+strings and response format as OpenAI's API defines them; an option without an effect is refused; the queue is bounded; requests whose client has
 gone are cancelled.
 """
 
@@ -27,20 +27,15 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
 
 from pipespec.api.pipeline import Pipeline
+from pipespec.api.server_grammar import ResponseFormats
 from pipespec.api.server_metrics import ServerMetrics
 from pipespec.models.tokenizers import backend_of
 
 _ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
 _OWN = ("seed", "presence_penalty", "frequency_penalty", "logit_bias")
 _HARMLESS = {"user", "metadata", "store", "stream_options", "service_tier", "parallel_tool_calls", "prediction"}
-_NEUTRAL = {
-    "n": 1,
-    "best_of": 1,
-    "logprobs": False,
-    "echo": False,
-    "tool_choice": "auto",
-    "response_format": {"type": "text"},
-}
+_NEUTRAL = {"n": 1, "best_of": 1, "logprobs": False, "echo": False, "tool_choice": "auto"}
+_TEXT = {"type": "text"}
 _INPUT_ERRORS = (HTTPException, RequestValidationError, ValueError, TypeError, KeyError, NotImplementedError, TemplateError)  # fmt: skip
 
 # Of the request that a task handles: the options of generate() that transformers' handlers do not have, and ASGI's receive().
@@ -62,7 +57,8 @@ def make_app(pipe: Pipeline, tokenizer: Any, name: str, *, queue: int = 16, cors
     requests = _Requests(pipe, metrics, queue)
     state.get_manager = lambda *args, **kwargs: requests
     handlers = {"chat_handler": ChatCompletionHandler, "completion_handler": CompletionHandler}
-    made = {key: _handler(kind)(manager, state) for key, kind in handlers.items()}
+    formats = ResponseFormats(pipe.target, tokenizer)
+    made = {key: _handler(kind, formats)(manager, state) for key, kind in handlers.items()}
     made |= {key: None for key in inspect.signature(build_server).parameters if key.endswith("_handler") and key not in made}  # fmt: skip
     app = build_server(manager, generation_state=state, enable_cors=cors, **made)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in _ROUTES]
@@ -113,9 +109,9 @@ class _OneModel(ModelManager):
         return [{"id": self.force_model, "object": "model", "created": self._created, "owned_by": "pipespec"}]
 
 
-def _handler(kind: Any) -> Any:
+def _handler(kind: Any, formats: ResponseFormats) -> Any:
     class Handler(kind):
-        _unused_fields = kind._unused_fields - {*_OWN, *_HARMLESS}
+        _unused_fields = kind._unused_fields - {*_OWN, *_HARMLESS, "response_format"}
 
         def _validate_request(self, body: dict[str, Any]) -> None:
             super()._validate_request(body)
@@ -128,8 +124,10 @@ def _handler(kind: Any) -> Any:
             own = {field: body[field] for field in _OWN if body.get(field) is not None}
             if "logit_bias" in own:
                 own["logit_bias"] = {int(token): float(bias) for token, bias in own["logit_bias"].items()}
+            if (wanted := body.get("response_format")) not in (None, _TEXT):
+                own["grammar"] = formats.matcher(wanted)
             _options.set(own)
-            rest = {field: value for field, value in body.items() if field not in _OWN}
+            rest = {field: value for field, value in body.items() if field not in (*_OWN, "response_format")}
             made = super()._build_generation_config(rest, config, use_cb)
             if body.get("temperature"):  # transformers keeps the model's default, which may be greedy
                 made.do_sample = True

@@ -1,0 +1,55 @@
+"""``response_format`` of OpenAI's API: a grammar that the text obeys, by the package xgrammar."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi import HTTPException
+
+from pipespec.models.properties import embedding_size, end_tokens
+
+
+class ResponseFormats:
+    """Makes a matcher for each request. xgrammar keeps what it has compiled.
+
+    Args:
+        model: The target, for its vocabulary and end tokens.
+        tokenizer: The target's.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self._compiler: Any = None
+
+    def matcher(self, wanted: Any) -> Any:
+        """The argument ``grammar`` of ``generate()``.
+
+        Args:
+            wanted: ``{"type": "json_object"}``, or ``{"type": "json_schema", "json_schema": {"schema": SCHEMA}}``.
+
+        Raises:
+            HTTPException: Status 400; another form, a schema that xgrammar refuses, or no xgrammar.
+        """
+        kind = wanted.get("type") if isinstance(wanted, dict) else wanted
+        if kind not in ("json_object", "json_schema"):
+            raise HTTPException(400, f"response_format {kind!r} is not supported: text, json_object or json_schema")
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise HTTPException(
+                400, "response_format needs xgrammar where the server runs: pip install xgrammar"
+            ) from error
+        if self._compiler is None:
+            ends = end_tokens(self._model) or None
+            info = xgrammar.TokenizerInfo.from_huggingface(
+                self._tokenizer, vocab_size=embedding_size(self._model), stop_token_ids=ends
+            )
+            self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+        try:
+            schema = {"type": "object"} if kind == "json_object" else wanted["json_schema"]["schema"]
+            # Free spaces would let a small model write nothing else.
+            compiled = self._compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
+        except (KeyError, TypeError, RuntimeError, ValueError) as error:
+            raise HTTPException(400, f"response_format has no schema that xgrammar takes: {error}") from error
+        return xgrammar.GrammarMatcher(compiled)
