@@ -38,7 +38,8 @@ from pipespec.spd.partition import cut
 from pipespec.spd.training import recipe
 from pipespec.spd.training.acceptance import Acceptance, drafts_right, replay
 from pipespec.spd.training.data import Batches, TrainingExample, collate, frequent_tokens
-from pipespec.spd.training.trainer import RECORD, Taught, TrainingBatch, TrainingSettings, train
+from pipespec.spd.training.settings import TrainingSettings
+from pipespec.spd.training.trainer import RECORD, Taught, TrainingBatch, train
 
 PROMPTS = Path(__file__).with_name("recipes") / "smollm2-135m-prompts.toml"
 NEW_TOKENS, BATCH, HELD_OUT, SEED, ANSWER = 96, 48, 8, 42, 64

@@ -15,8 +15,9 @@ from pipespec.demo import family_path
 from pipespec.drafts.head import DraftHead, is_head
 from pipespec.spd.training import trainer
 from pipespec.spd.training.heads import HeadStudent, head_for
+from pipespec.spd.training.settings import TrainingSettings
 from pipespec.spd.training.students import Lesson
-from pipespec.spd.training.trainer import TrainingBatch, TrainingSettings, teach
+from pipespec.spd.training.trainer import TrainingBatch, teach
 from tests.conftest import VOCABULARY
 from tests.pipespec import heads
 

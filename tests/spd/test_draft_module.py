@@ -244,13 +244,13 @@ def test_memory_does_not_grow_with_the_text() -> None:
 
 
 def test_narrow_last_block_equals_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipespec.spd.training import trainer as training
+    from pipespec.spd.training import students
 
     module = make(6, Partition.uniform(6, 3).ranges, 2, 1)  # grouped heads
     anchors = torch.randn(2, 11, len(module.config.anchors), module.config.hidden)
     with torch.no_grad():
         narrow = simulate(module, anchors, 3)
-        monkeypatch.setattr(training, "LlamaDecoderLayer", type(None))
+        monkeypatch.setattr(students, "LlamaDecoderLayer", type(None))
         assert torch.allclose(simulate(module, anchors, 3), narrow, atol=1e-5)
 
 

@@ -22,10 +22,12 @@ from transformers import LlamaForCausalLM
 from pipespec.spd.draft_module import WEIGHTS_FILE, DraftModule, DraftModuleConfig, ModuleDrafter
 from pipespec.spd.machine import DraftRequest
 from pipespec.spd.partition import Partition
+from pipespec.spd.training import students
 from pipespec.spd.training import trainer as training
 from pipespec.spd.training.acceptance import Acceptance, acceptance_along, replay
+from pipespec.spd.training.settings import TrainingSettings
 from pipespec.spd.training.students import loss_of
-from pipespec.spd.training.trainer import TrainingBatch, TrainingSettings, teach
+from pipespec.spd.training.trainer import TrainingBatch, teach
 from tests.conftest import VOCABULARY, random_llama
 from tests.spd.replay import Machine
 from tests.waiting import SECONDS
@@ -394,8 +396,8 @@ def test_heads_compute_only_what_is_learnt(six: LlamaForCausalLM, tmp_path: Path
     wanted[0, 2:5] = wanted[-1, 4] = True
     with torch.no_grad():
         for fill in (1, 2, 3):
-            found = training.simulate(module, anchors, fill, wanted)
-            assert torch.allclose(found, training.simulate(module, anchors, fill)[wanted], atol=1e-5)
+            found = students.simulate(module, anchors, fill, wanted)
+            assert torch.allclose(found, students.simulate(module, anchors, fill)[wanted], atol=1e-5)
     rows: list[int] = []
     handles = [
         head.register_forward_hook(lambda _, inputs, __: rows.append(inputs[0][..., 0].numel()))
@@ -417,13 +419,13 @@ def test_a_loss_that_is_not_finite(six: LlamaForCausalLM, tmp_path: Path) -> Non
 
 def test_fills_are_drawn_by_step() -> None:
     settings = replace(QUICK, full=0.5)
-    fills = [training.fill_of(step, 4, settings) for step in range(2000)]
-    assert fills[700:710] == [training.fill_of(step, 4, settings) for step in range(700, 710)]
+    fills = [students.fill_of(step, 4, settings) for step in range(2000)]
+    assert fills[700:710] == [students.fill_of(step, 4, settings) for step in range(700, 710)]
     counts = Counter(fills)
     assert set(counts) == {1, 2, 3, 4}
     assert counts[4] == pytest.approx(1000, abs=120)
     assert all(counts[f] == pytest.approx(333, abs=80) for f in (1, 2, 3))
-    assert {training.fill_of(step, 1, settings) for step in range(20)} == {1}
+    assert {students.fill_of(step, 1, settings) for step in range(20)} == {1}
 
 
 @pytest.mark.parametrize(

@@ -191,8 +191,9 @@ def train_on_files(args: argparse.Namespace, kind: Kind) -> int:
         import torch.distributed as dist
 
         from pipespec.spd.training import data
+        from pipespec.spd.training.settings import TrainingSettings
         from pipespec.spd.training.students import student_of
-        from pipespec.spd.training.trainer import RECORD, TrainingSettings, train
+        from pipespec.spd.training.trainer import RECORD, train
     given = {field.name: getattr(args, field.name) for field in fields(TrainingSettings)}
     # The number of steps of some epochs is known when the data are. One step stands for it in the checks until then.
     settings = TrainingSettings(

@@ -13,8 +13,8 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel
 
 from pipespec.drafts.head import DraftHead, HeadConfig
 from pipespec.models.properties import text_config
+from pipespec.spd.training.settings import TrainingSettings
 from pipespec.spd.training.students import Lesson, loss_of
-from pipespec.spd.training.trainer import TrainingSettings
 
 STEPS = 4
 """Forward steps of a lesson."""

@@ -7,7 +7,7 @@ import functools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,9 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_ro
 
 from pipespec.spd.draft_module import DraftModule
 from pipespec.spd.training.mask import depths, visible
-
-if TYPE_CHECKING:
-    from pipespec.spd.training.trainer import TrainingSettings
+from pipespec.spd.training.settings import TrainingSettings
 
 
 class Lesson(NamedTuple):
