@@ -3,7 +3,7 @@
 Storage is a pair of tensors ``[B, Hkv, S, D]``; row ``r`` holds ``lengths[r]`` tokens, and positions behind them are never
 read. Tensors on a GPU go to the Triton kernels. These calls do not wait for the device and can be captured in a CUDA graph; a
 replay uses the lengths and counts of its own time. Tensors on other devices, float64 and heads of more than 256 dimensions go to torch; on the CPU
-the native code moves keys and values of any dtype and computes attention in float32 and bfloat16.
+the native code computes attention in float32 and bfloat16.
 ``PIPESPEC_OPS`` works as for :mod:`pipespec_kernels.ops`, which exports these functions, too.
 
 Lengths and counts are on the device. The host reads them only with ``check_counts=True``. Kernels skip a row whose lengths or counts lie outside the
@@ -102,11 +102,6 @@ def _kv_append(
     _check_append(keys, values, k_cache, v_cache, lengths, n_new)
     arguments.check_flag("check_counts", check_counts)
     kernels, width = kernels_for(k_cache), keys.shape[2]
-    if kernels is None and (native := native_for(k_cache)) is not None:
-        new = _place(keys), _place(values)
-        if native.kv_append(*_places(k_cache, v_cache), *new, width, numbers(lengths), numbers(n_new)) >= 0:
-            check_fits(lengths, n_new, width, k_cache.shape[2], "n_new")
-        return
     if check_counts or kernels is None:
         check_fits(lengths, n_new, width, k_cache.shape[2], "n_new")
     (kernels or reference).kv_append(keys, values, k_cache, v_cache, lengths, n_new)
@@ -345,18 +340,6 @@ def kernels_for(tensor: Tensor) -> Any:
 def native_for(tensor: Tensor) -> Any:
     """The native code if it runs operations on this tensor, else None."""
     return None if dispatch.forced or not tensor.is_cpu else arguments.native
-
-
-def _place(tensor: Tensor) -> tuple[int, int, int, int]:
-    """Address and strides in bytes of ``[B, Hkv, S, D]``, for the native code."""
-    size, (row, head, position, _) = tensor.element_size(), tensor.stride()
-    return tensor.data_ptr(), row * size, head * size, position * size
-
-
-def _places(k_cache: Tensor, v_cache: Tensor) -> tuple[tuple[int, ...], ...]:
-    """The storage, for the native code."""
-    rows, heads, capacity, dim = k_cache.shape
-    return _place(k_cache), _place(v_cache), (rows, heads, capacity, dim * k_cache.element_size())
 
 
 def numbers(tensor: Tensor | None) -> tuple[int, bool]:

@@ -4,10 +4,9 @@ The numbers are rounded where HuggingFace's modules round them, so a layer made 
 of sums and, on a GPU, from the last bit of an exponential. Arithmetic is float32 (float64 for float64). A row's result depends only on the row, and
 not on the batch or on other columns (on a GPU also on whether the tensors are aligned to 16 bytes).
 
-Tensors on a GPU go to the Triton kernels. On the CPU float32 and bfloat16 go to the native code, except :func:`silu_mul` with ``"gelu"`` and
-:func:`rope_append` with norms; the last bits of norms and activations depend on the instructions in use. The rest goes to torch: other operations and dtypes on the CPU, float64, and
-heads of more than 256 dimensions in :func:`rope_append`. (Torch's sum of a row of 32768 elements or more may depend on the batch and the threads.) ``PIPESPEC_OPS`` works as
-for :mod:`pipespec_kernels.ops`, which exports these functions, too. None has a backward pass.
+Tensors on a GPU go to the Triton kernels. The rest goes to torch: the CPU, where models run whole in :mod:`pipespec_kernels.decoder`, float64, and heads of
+more than 256 dimensions in :func:`rope_append`. (In torch the last bits of a tensor of 32768 elements or more may depend on the batch and the threads.)
+``PIPESPEC_OPS`` works as for :mod:`pipespec_kernels.ops`, which exports these functions, too. None has a backward pass.
 """
 
 from __future__ import annotations
@@ -19,19 +18,10 @@ import torch
 from torch import Tensor
 
 from pipespec_kernels import arguments, dispatch, reference
-from pipespec_kernels.kv import (
-    NATIVE_DTYPES,
-    check_fits,
-    kernels_for,
-    native_for,
-    numbers,
-    refuse_gradients,
-)
+from pipespec_kernels.kv import check_fits, kernels_for, refuse_gradients
 from pipespec_kernels.specs import FLOATS, check, check_distinct, check_last, check_out, check_tensor
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
-# Those of the native code, with its numbers. Torch's error function uses vectors, which the C library's does not.
-_NATIVE_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 # --- add_rms_norm ----------------------------------------------------------------------------------------------------
 
@@ -83,8 +73,7 @@ def add_rms_norm(
     _check_norm(x, residual, weight, eps, one_plus_weight, bias)
     _check_outs(x, residual, out, residual_out)
     kernels = dispatch.kernels(x)
-    native = native_for(x)
-    if kernels is None and (native is None or x.dtype not in NATIVE_DTYPES):
+    if kernels is None:
         normed, total = reference.add_rms_norm(x, residual, weight, eps, one_plus_weight, bias)
         if residual is not None and residual_out is not None:
             total = residual_out.copy_(total)
@@ -94,23 +83,8 @@ def add_rms_norm(
     if residual is not None:
         total = x.new_empty(x.shape) if residual_out is None else residual_out
     rows = [_as_rows(t) for t in (x, x if residual is None else residual, normed, total)]
-    if kernels is not None:
-        before, after = (None, None) if residual is None else (rows[1], rows[3])
-        kernels.add_rms_norm(rows[0], before, weight, float(eps), one_plus_weight, bias, rows[2], after)
-        return normed, total
-    places = [(t.data_ptr(), t.stride(0)) for t in rows]
-    native.add_rms_norm(
-        getattr(native, NATIVE_DTYPES[x.dtype]),
-        *rows[0].shape,
-        *places[0],
-        *(places[1] if residual is not None else (0, 0)),
-        weight.data_ptr(),
-        arguments.address(bias),
-        eps,
-        one_plus_weight,
-        *places[2],
-        *places[3],
-    )
+    before, after = (None, None) if residual is None else (rows[1], rows[3])
+    kernels.add_rms_norm(rows[0], before, weight, float(eps), one_plus_weight, bias, rows[2], after)
     return normed, total
 
 
@@ -174,20 +148,6 @@ def silu_mul(gate_up: Tensor, *, activation: str = "silu", out: Tensor | None = 
     if out is not None:
         _check_out_half(out, gate_up)
     kernels = dispatch.kernels(gate_up)
-    native, code = native_for(gate_up), NATIVE_DTYPES.get(gate_up.dtype)
-    if kernels is None and native is not None and code is not None and activation in _NATIVE_ACTIVATIONS:
-        result = gate_up.new_empty(_half_shape(gate_up)) if out is None else out
-        from_rows, to_rows = _as_rows(gate_up), _as_rows(result)
-        native.silu_mul(
-            getattr(native, code),
-            _NATIVE_ACTIVATIONS[activation],
-            *to_rows.shape,
-            from_rows.data_ptr(),
-            from_rows.stride(0),
-            to_rows.data_ptr(),
-            to_rows.stride(0),
-        )
-        return result
     if kernels is None:
         result = reference.silu_mul(gate_up, activation)
         return result if out is None else out.copy_(result)
@@ -295,12 +255,7 @@ def rope_append(
     arguments.check_flag("check_counts", check_counts)
     if out is not None:
         check_out(out, q)
-    kernels, native = kernels_for(k_cache), native_for(k_cache)
-    if kernels is None and native is not None and q.dtype in NATIVE_DTYPES and q_norm is None:
-        if out is None:
-            out = _empty_queries(q)
-        if _rope_by_native(native, *given, positions, out):
-            return out
+    kernels = kernels_for(k_cache)
     if check_counts or kernels is None:
         check_fits(lengths, n_new, keys.shape[2], k_cache.shape[2], "n_new")
         _in_tables(lengths, n_new, positions, keys.shape[2], cos.shape[0])
@@ -312,7 +267,7 @@ def rope_append(
         "one_plus_weight": one_plus_weight,
     }
     if out is None:
-        out = _empty_queries(q)
+        out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
     if kernels is None:
         return out.copy_(reference.rope_append(*given, **options))
     kernels.rope_append(*given, **options, out=out)
@@ -350,41 +305,6 @@ def _check_rope(
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm go together")
     _check_eps(eps)
-
-
-def _empty_queries(q: Tensor) -> Tensor:
-    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
-
-
-def _rope_by_native(
-    native: Any,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    n_new: Tensor | None,
-    positions: Tensor | None,
-    out: Tensor,
-) -> bool:
-    """Compute checked arguments without norms; False, and nothing written, where a row's numbers do not fit."""
-    batch, heads, width, dim = q.shape
-    row = native.rope_append(
-        getattr(native, NATIVE_DTYPES[q.dtype]),
-        getattr(native, NATIVE_DTYPES[cos.dtype]),
-        (batch, heads, keys.shape[1], width, dim, cos.shape[1], k_cache.shape[2], cos.shape[0]),
-        [(t.data_ptr(), *t.stride()[:3]) for t in (q, keys, values, k_cache, v_cache, out)],
-        (cos.data_ptr(), cos.stride(0)),
-        (sin.data_ptr(), sin.stride(0)),
-        numbers(lengths),
-        numbers(n_new),
-        numbers(positions),
-        *((0, 0) if positions is None else positions.stride()),
-    )
-    return bool(row < 0)
 
 
 def _in_tables(lengths: Tensor, n_new: Tensor | None, positions: Tensor | None, width: int, size: int) -> None:

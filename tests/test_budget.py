@@ -19,12 +19,12 @@ ROOT = Path(__file__).parents[1]
 PYTHON = ("python/pipespec", "pipespec_kernels", "bench", "tools")
 
 FOLDERS = {
-    "csrc": 13_700,
-    "pipespec_kernels": 8_600,
+    "csrc": 13_100,
+    "pipespec_kernels": 8_550,
     "python/pipespec": 32_150,
     "bench": 8_500,
     "tools": 1_500,
-    "tests": 54_150,
+    "tests": 53_950,
 }
 """Most lines of C++, CUDA and Python. The design's goals of the first five: 12,500, 8,000, 20,000, 7,000 and 1,200."""
 

@@ -9,8 +9,7 @@ void bind_build_info(pybind11::module_& m);  // build_info.cpp
 void bind_select(pybind11::module_& m);      // select.cpp: argmax and verification on the host
 void bind_decoder(pybind11::module_& m);     // decoder.cpp: a forward on the host
 void bind_formats(pybind11::module_& m);     // formats.cpp: products with quantised matrices
-void bind_kv(pybind11::module_& m);          // kv.cpp: moves of keys and values on the host
-void bind_norm(pybind11::module_& m);        // norm.cpp: residual add and RMS norm on the host
+void bind_attention(pybind11::module_& m);   // attention.cpp: attention over storage on the host
 void bind_state(pybind11::module_& m);       // state.cpp: the state block, plan, commit
 void bind_replica(pybind11::module_& m);     // replica.cpp: messages between ranks
 void bind_ngram(pybind11::module_& m);       // ngram.cpp: prompt lookup

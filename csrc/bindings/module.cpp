@@ -8,8 +8,7 @@ PYBIND11_MODULE(_native, m) {
   pipespec::bind_select(m);
   pipespec::bind_decoder(m);
   pipespec::bind_formats(m);
-  pipespec::bind_norm(m);
-  pipespec::bind_kv(m);
+  pipespec::bind_attention(m);
   pipespec::bind_trace(m);
   pipespec::bind_state(m);
   pipespec::bind_replica(m);

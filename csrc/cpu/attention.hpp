@@ -7,10 +7,19 @@
 
 #include <cstdint>
 
-#include "kv.hpp"
 #include "select.hpp"
 
 namespace pipespec::cpu {
+
+// int32 or int64 numbers.
+struct Integers {
+  const void* data;
+  bool is_wide;
+
+  int64_t operator[](int64_t i) const {
+    return is_wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+  }
+};
 
 // Strides in elements of row, head and column or position; the elements of a head are contiguous.
 struct Attention {

@@ -204,123 +204,11 @@ void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* 
   for (int64_t i = 0; i < n; ++i) out[i] = x[i] * factor * weight[i];
 }
 
-// Items of rows, one at a time and without branches: loops over them become vectors.
-struct FloatItems {
-  using Item = float;
-  static float load(float x) { return x; }
-  static float store(float x) { return x; }
-  static float round(float x) { return x; }
-};
-
-struct BFloat16Items {
-  using Item = uint16_t;
-  static float load(uint16_t x) {
-    const uint32_t bits = uint32_t(x) << 16;
-    float y;
-    __builtin_memcpy(&y, &bits, sizeof(y));
-    return y;
-  }
-  // To the nearest, ties to even; a NaN stays one. The number is in the high half.
-  static uint32_t nearest(float x) {
-    uint32_t bits;
-    __builtin_memcpy(&bits, &x, sizeof(bits));
-    const uint32_t nearest = bits + 0x7FFF + (bits >> 16 & 1);
-    const bool is_nan = int32_t(bits & 0x7FFFFFFF) > 0x7F800000;
-    return is_nan ? bits | 0x400000 : nearest;
-  }
-  static uint16_t store(float x) { return uint16_t(nearest(x) >> 16); }
-  static float round(float x) {
-    const uint32_t bits = nearest(x) & 0xFFFF0000u;
-    float y;
-    __builtin_memcpy(&y, &bits, sizeof(y));
-    return y;
-  }
-};
-
-template <class Items>
-inline float rounded(float x) {
-  return Items::round(x);
-}
-
-// Each loop writes to one place that nothing else in it is read from.
-template <class V, class Items>
-void norm_row(const NormRow& row) {
-  using Item = typename Items::Item;
-  const int64_t n = row.n;
-  const Item* const x = static_cast<const Item*>(row.x);
-  const Item* const residual = static_cast<const Item*>(row.residual);
-  const Item* const weight = static_cast<const Item*>(row.weight);
-  const Item* const bias = static_cast<const Item*>(row.bias);
-  float* const __restrict__ y = row.scratch;
-  float* const __restrict__ product = row.scratch + n;
-  if (residual == nullptr) {
-    for (int64_t i = 0; i < n; ++i) y[i] = Items::load(x[i]);
-  } else {
-    for (int64_t i = 0; i < n; ++i)
-      y[i] = rounded<Items>(Items::load(x[i]) + Items::load(residual[i]));
-    // All of both has been read: their rows may be those of the results.
-    Item* const total = static_cast<Item*>(row.total);
-    for (int64_t i = 0; i < n; ++i) total[i] = Items::store(y[i]);
-  }
-  const float factor = inverse_rms<V>(y, n, row.eps);
-  if (row.one_plus_weight) {
-    for (int64_t i = 0; i < n; ++i) product[i] = y[i] * factor * (1.0f + Items::load(weight[i]));
-  } else {
-    for (int64_t i = 0; i < n; ++i)
-      product[i] = rounded<Items>(y[i] * factor) * Items::load(weight[i]);
-  }
-  if (bias != nullptr) {
-    for (int64_t i = 0; i < n; ++i) product[i] = rounded<Items>(product[i]) + Items::load(bias[i]);
-  }
-  Item* const out = static_cast<Item*>(row.out);
-  for (int64_t i = 0; i < n; ++i) out[i] = Items::store(product[i]);
-}
-
 // x / (1 + e^-z)
 template <class V>
 inline typename V::F times_sigmoid(typename V::F x, typename V::F z) {
   const auto e = exponential<V>(V::subtract(V::broadcast(0.0f), z));
   return V::divide(x, V::add(V::broadcast(1.0f), e));
-}
-
-// The activation of kLanes gates, silu or gelu_tanh. The exponential is of a negative number, whose
-// range is the wider one.
-template <class V>
-inline typename V::F activated(Activation kind, typename V::F g) {
-  using F = typename V::F;
-  const F zero = V::broadcast(0.0f), one = V::broadcast(1.0f);
-  F z = g;
-  if (kind == Activation::kGeluTanh) {
-    // (1 + tanh(z)) / 2 = 1 / (1 + e^(-2 z)), z = sqrt(2 / pi) (g + 0.044715 g^3)
-    const F cube = V::multiply(V::multiply(g, g), g);
-    z = V::multiply(V::multiply_add(cube, V::broadcast(0.044715f), g), V::broadcast(1.59576912f));
-  }
-  const F e = exponential<V>(V::subtract(zero, V::max(z, V::subtract(zero, z))));
-  return V::divide(V::multiply(g, V::where_less(z, zero, e, one)), V::add(one, e));
-}
-
-template <class V, class Items, class Format>
-void gate_row(Activation kind, const GateRow& row) {
-  using Item = typename Items::Item;
-  constexpr int64_t kAtOnce = 64;
-  const Item* const gate = static_cast<const Item*>(row.gate);
-  const Item* const __restrict__ up = static_cast<const Item*>(row.up);
-  Item* const __restrict__ out = static_cast<Item*>(row.out);
-  const auto bytes = [](const Item* p) { return reinterpret_cast<const unsigned char*>(p); };
-  const auto some = [&](int64_t begin, const int64_t count) {
-    float y[kAtOnce];
-    for (int64_t i = 0; i < count; i += V::kLanes) {
-      const int64_t rest = count - i;
-      const auto* const p = bytes(gate + begin + i);
-      V::store(y + i, activated<V>(kind, rest < V::kLanes ? load_part<V, Format>(p, rest)
-                                                          : Format::load(p)));
-    }
-    for (int64_t i = 0; i < count; ++i)
-      out[begin + i] = Items::store(rounded<Items>(y[i]) * Items::load(up[begin + i]));
-  };
-  int64_t begin = 0;
-  for (; begin + kAtOnce <= row.n; begin += kAtOnce) some(begin, kAtOnce);
-  if (begin < row.n) some(begin, row.n - begin);
 }
 
 template <class V>
@@ -539,11 +427,7 @@ constexpr DecoderKernels decoder_table() {
           product<V, typename V::Weights16>,
           product<V, typename V::Weights32>,
           rms_norm<V>,
-          norm_row<V, FloatItems>,
-          norm_row<V, BFloat16Items>,
           activate<V>,
-          gate_row<V, FloatItems, Float32>,
-          gate_row<V, BFloat16Items, BFloat16>,
           attend<V, Float32>,
           attend<V, BFloat16>};
 }

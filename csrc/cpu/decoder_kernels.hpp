@@ -42,28 +42,6 @@ struct AttendTask {
   float* scratch;  // kAttendQueries * (positions + columns + kMaxLanes) floats
 };
 
-// One row of add_rms_norm (norm.hpp); all numbers are float32 or all bfloat16.
-struct NormRow {
-  const void* x;
-  const void* residual;  // null: none, and no total
-  const void* weight;
-  const void* bias;  // null: none
-  void* out;
-  void* total;
-  float* scratch;  // 2 * n floats
-  int64_t n;
-  float eps;
-  bool one_plus_weight;
-};
-
-// One row of gated_activation (activation.hpp); all numbers are float32 or all bfloat16.
-struct GateRow {
-  const void* gate;
-  const void* up;
-  void* out;
-  int64_t n;
-};
-
 // A product over whole groups of panels of some format of weights.
 using Product = void (*)(const unsigned char* groups, int64_t inputs, int64_t panel_count,
                          const float* x, int64_t x_stride, int64_t rows, float* out,
@@ -75,13 +53,8 @@ struct DecoderKernels {
   Product product8, product16, product32;
   // out = x / sqrt(mean(x^2) + eps) * weight; out may be x.
   void (*rms_norm)(const float* x, const float* weight, int64_t n, float eps, float* out);
-  void (*norm_row32)(const NormRow& row);
-  void (*norm_row16)(const NormRow& row);
   // out[i] = activation(gate i) * up i, where `products` alternate between 16 gates and 16 ups.
   void (*activate)(Activation kind, const float* products, int64_t panel_pairs, float* out);
-  // out[i] = activation(gate[i]) * up[i], both rounded to the dtype of the row.
-  void (*gate_row32)(Activation kind, const GateRow& row);
-  void (*gate_row16)(Activation kind, const GateRow& row);
   // Attention over float32 and bfloat16 keys and values, computed in float32.
   void (*attend32)(const AttendTask& task);
   void (*attend16)(const AttendTask& task);

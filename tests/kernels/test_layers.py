@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipespec_kernels import arguments, dispatch, ops, reference
+from pipespec_kernels import ops, reference
 from tests.trials import trials
 
-from .layers import EPS, close, exact_rows, normal, rope_case
-from .selection import simd, simd_variants
+from .layers import EPS, close, normal, rope_case
 from .storage import CACHE_LAYOUTS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -140,82 +137,6 @@ def test_rope_append(dims, dtype, layout, heads, norms, positions, float32, seed
         assert not got[row, :, count:].any()
     assert torch.equal(case["k_cache"], before[0])
     assert torch.equal(case["v_cache"], before[1])
-
-
-@pytest.mark.parametrize("variant", simd_variants())
-def test_the_native_norm_with_all_instructions(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With exact sums it gives the reference's bits, roundings, NaN and infinity included. Long rows alone and in a batch."""
-    monkeypatch.setattr(dispatch, "forced", "")
-    for dtype, hidden, one_plus, with_bias in itertools.product(
-        DTYPES[:2], (1, 15, 64, 100), (False, True), (False, True)
-    ):
-        x, residual = exact_rows(hidden, 4, hidden, dtype)
-        x[1, 0], x[2, -1], residual[3] = math.nan, math.inf, -x[3]
-        weight, bias = normal(1, hidden, dtype=dtype), normal(2, hidden, dtype=dtype) if with_bias else None
-        expected = reference.add_rms_norm(x, residual, weight, EPS, one_plus, bias)
-        with simd(variant):
-            got = ops.add_rms_norm(x, residual, weight, EPS, one_plus_weight=one_plus, bias=bias)
-        for ours, theirs in zip(got, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
-    for dtype in DTYPES[:2]:
-        x, weight = normal(3, 3, 70_001, dtype=dtype), normal(4, 70_001, dtype=dtype)
-        with simd(variant):
-            normed = ops.add_rms_norm(x, None, weight, EPS)[0]
-            assert all(torch.equal(ops.add_rms_norm(x[i], None, weight, EPS)[0], normed[i]) for i in range(3))
-        close(normed, reference.add_rms_norm(x, None, weight, EPS)[0])
-
-
-@pytest.mark.parametrize("variant", simd_variants())
-def test_the_native_activation_with_all_instructions(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of odd lengths and far numbers, NaN and infinity included. Views of rows give the bits of contiguous ones."""
-    monkeypatch.setattr(dispatch, "forced", "")
-    monkeypatch.setattr(reference, "silu_mul", lambda *_: pytest.fail("this is torch"))
-    far = torch.tensor([-math.inf, -200.0, -80.0, -20.0, -1e-30, 0.0, 1e-30, 20.0, 80.0, 200.0, math.inf, math.nan])
-    for dtype, size, (name, theirs) in itertools.product(
-        DTYPES[:2], (1, 15, 64, 100), (("silu", F.silu), ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh")))
-    ):
-        wide = normal(size, 3, 2 * size + 5, dtype=dtype) * 4
-        gate_up = wide[:, 2 : 2 + 2 * size]
-        gate_up[1, :size] = far[torch.arange(size) % len(far)].to(dtype)
-        gate, up = gate_up.chunk(2, -1)
-        expected = theirs(gate) * up
-        lowest = gate == -math.inf  # the limit is 0; torch gives NaN for silu
-        with simd(variant):
-            got = ops.silu_mul(gate_up, activation=name)
-            assert torch.equal(ops.silu_mul(gate_up.contiguous(), activation=name).nan_to_num(), got.nan_to_num())
-        assert torch.equal(got.isnan() & ~lowest, expected.isnan() & ~lowest)
-        finite = expected.isfinite() & ~lowest
-        close(got[finite], expected[finite], 1e-6)
-        assert torch.equal(got[expected.isinf()], expected[expected.isinf()])
-
-
-@pytest.mark.parametrize(
-    ("dtype", "tables"), [(DTYPES[0], None), (DTYPES[1], None), (DTYPES[1], torch.float32)], ids=str
-)
-def test_the_native_rotation_has_the_bits_of_the_oracle(dtype, tables, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "forced", "")
-    for seed, rotary, positions in itertools.product(range(4), (2, 12, 32), (False, True)):
-        case = rope_case(seed, 3, (4, 2), 5, 9, 32, rotary, dtype, tables=tables, positions=positions)
-        other = case | {name: case[name].clone() for name in ("k_cache", "v_cache")}
-        expected = reference.rope_append(**other)
-        with monkeypatch.context() as patch:
-            patch.setattr(reference, "rope_append", lambda *_, **__: pytest.fail("this is torch"))
-            assert torch.equal(ops.rope_append(**case), expected)
-        for name in ("k_cache", "v_cache"):
-            assert torch.equal(case[name], other[name])
-
-
-def test_without_the_native_code_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, residual = exact_rows(0, 3, 32, torch.float32)
-    weight, out = normal(1, 32), [torch.empty(3, 32) for _ in range(2)]
-    expected = ops.add_rms_norm(x, residual, weight, EPS)
-    product = ops.silu_mul(x)
-    monkeypatch.setattr(arguments, "native", None)
-    close(ops.silu_mul(x), product, 1e-6)
-    got = ops.add_rms_norm(x, residual, weight, EPS, out=out[0], residual_out=out[1])
-    for mine, theirs, place in zip(got, expected, out, strict=True):
-        assert mine is place
-        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
