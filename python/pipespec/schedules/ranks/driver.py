@@ -165,12 +165,6 @@ class RanksDriver(Driver):
     # ---- afterwards
 
     @property
-    def traffic(self) -> tuple[int, int]:
-        """Messages and bytes that this rank has sent to the others, heartbeats included, protocol headers of gloo and TCP not."""
-        links = self._party.links.values()
-        return sum(link.messages for link in links), sum(link.sent_bytes for link in links)
-
-    @property
     def forms(self) -> Sequence[str]:
         drafts = [self._party.forms.get(rank, "") for rank in self._party.links]
         return [*[NgramStage.form] * self._first, *drafts, self._target.form]

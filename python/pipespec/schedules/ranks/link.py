@@ -52,14 +52,11 @@ class Link:
 
     Attributes:
         cause: Why there is no connection any more; None while there is one.
-        messages: Sent so far.
-        sent_bytes: In these messages.
     """
 
     def __init__(self, ranks: Ranks, group: Any, peer: int, owner: Owner) -> None:
         self.peer, self._ranks, self._group, self._owner = peer, ranks, group, owner
         self.cause: str | None = None
-        self.messages = self.sent_bytes = 0
         self._wake, self._closing = threading.Event(), threading.Event()
         self._threads = [
             threading.Thread(target=self._guarded, args=(loop,), daemon=True, name=f"pipespec-{name}-{peer}")
@@ -118,7 +115,6 @@ class Link:
                 self._wake.clear()
                 continue
             self._group.send([message[:count]], self.peer, _MESSAGES).wait(FOREVER)
-            self.messages, self.sent_bytes = self.messages + 1, self.sent_bytes + 4 * count
             if closes:
                 break
         return self.cause or "it is closed"
