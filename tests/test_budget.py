@@ -21,7 +21,7 @@ PYTHON = ("python/pipespec", "pipespec_kernels", "bench", "tools")
 FOLDERS = {
     "csrc": 13_100,
     "pipespec_kernels": 8_550,
-    "python/pipespec": 32_150,
+    "python/pipespec": 32_200,
     "bench": 8_500,
     "tools": 1_500,
     "tests": 53_950,
