@@ -1,0 +1,366 @@
+"""The captured path in an emulator of CUDA graphs (:mod:`tests.support.graph_emulator`): the same texts, and no fault. Planted faults are caught."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from pipespec import Pipeline
+from pipespec.engine.cache import RowCache
+from pipespec.engine.forward import release
+from pipespec.schedules.graphs import buffers, stage
+from pipespec.schedules.graphs import capture as capturing
+from pipespec.schedules.graphs.driver import GraphedDriver
+from tests.conftest import left_pad, noisy, random_llama, random_prompts
+from tests.pipespec.fake_gpu import Graph
+from tests.pipespec.test_native import make
+from tests.support.graph_emulator import Emulator
+
+pytest.importorskip("pipespec_kernels._cuda")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    emulator = Emulator()
+    emulator.install(monkeypatch)
+    return emulator
+
+
+HOW = {
+    "plain": {"schedule": "plain", "graphs": True},
+    "rounds": {"schedule": "lockstep", "graphs": True, "lookahead": 3},
+    "streams": {"schedule": "streams", "lookahead": 3},
+}
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0}
+CALLS = {
+    "greedy": {},
+    "sampled": SAMPLED,
+    "warm": SAMPLED | {"temperature": 1.4},
+    "filtered": SAMPLED | {"top_k": 5, "min_p": 0.01},
+    "penalties": {"repetition_penalty": 1.4},
+    "logits": {"output_logits": True},
+    "two": SAMPLED | {"rows": 2},
+    "long": {"max_new_tokens": 40},
+}
+
+
+class Session:
+    """A pipeline on the emulator, and the texts that it must give.
+
+    Args:
+        gpu: The emulator.
+        model: The target.
+        how: Of :data:`HOW`.
+    """
+
+    def __init__(self, gpu: Emulator, model, how: str) -> None:
+        self.gpu, self.target, self.how = gpu, model, how
+        drafts = [] if how == "plain" else [noisy(model, 0.05)]
+        self.pipe = Pipeline(model, drafts, **HOW[how])
+
+    def call(self, name: str, prompt=None):
+        options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "rows": 1} | CALLS[name]
+        rows = options.pop("rows")
+        ids, mask = left_pad(random_prompts(rows, seed=5, shortest=6)) if prompt is None else (prompt, None)
+        options |= {"seed": list(range(3, 3 + rows))} if options["do_sample"] else {}
+        options |= {"return_dict_in_generate": True} | ({} if mask is None else {"attention_mask": mask})
+        text = self.pipe.generate(ids, **options).sequences
+        assert self.pipe.report.schedule == HOW[self.how]["schedule"]
+        # In this thread alone, and without graphs.
+        twin = copy.deepcopy(self.target)
+        twin.set_attn_implementation("sdpa")
+        with Pipeline(twin, schedule="plain") as alone:
+            wanted = alone.generate(ids, **options).sequences
+        assert torch.equal(text, wanted), f"{name}: another text"
+        return text
+
+
+def clean(gpu: Emulator) -> None:
+    assert gpu.faults == []
+    assert gpu.replays > 0
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma"])
+def test_texts_of_replays(gpu, name, how):
+    """Kinds of sampling, penalties, records, batches, a cache that grows, and graphs that are launched again."""
+    model = random_llama(7) if name == "llama" else make(name)
+    with gpu.watching(), warnings.catch_warnings(action="error"):
+        session = Session(gpu, model, how)
+        for call in (*CALLS, "greedy", "warm"):
+            session.call(call)
+        session.pipe.close()
+    clean(gpu)
+
+
+def test_two_pipelines_in_two_threads(gpu):
+    errors: list[BaseException] = []
+
+    def run(seed: int) -> None:
+        try:
+            with gpu.watching():
+                session = Session(gpu, random_llama(seed), "rounds")
+                for call in ("greedy", "sampled", "greedy"):
+                    session.call(call)
+        except BaseException as error:
+            errors.append(error)
+
+    with warnings.catch_warnings(action="error"):
+        threads = [threading.Thread(target=run, args=(seed,)) for seed in (7, 8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+    clean(gpu)
+
+
+FAULTS = {}
+
+
+def fault(how: str = "rounds"):
+    """Register a planted fault: a function of the monkeypatch and the emulator that yields once before the session, and then its calls."""
+
+    def add(function):
+        FAULTS[function.__name__] = how, function
+        return function
+
+    return add
+
+
+def followed(monkeypatch, instead) -> None:
+    """Follow other lengths than those that plan has written: ``instead(cache, kv)``."""
+    follow = RowCache.follow
+    monkeypatch.setattr(RowCache, "follow", lambda cache, kv: follow(cache, instead(cache, kv)))
+
+
+@fault()
+def workspaces_of_the_warm_up(patch, gpu):
+    patch.setattr(capturing, "own_workspaces", nullcontext)
+    yield "greedy"
+    gpu.clear_workspaces()
+    yield "greedy"
+
+
+@fault()
+def lengths_of_the_capture(patch, gpu):
+    followed(patch, lambda cache, kv: torch.from_numpy(kv.numpy().copy()) if gpu.capturing else kv)
+    yield "greedy"
+
+
+@fault()
+def lengths_that_the_host_reads(patch, gpu):
+    followed(patch, lambda cache, kv: kv.clamp(max=max(cache.capacity, kv.max().item())))
+    yield "greedy"
+
+
+@fault("streams")
+def lengths_of_another_graph(patch, gpu):
+    first = {}
+    followed(patch, lambda cache, kv: first.setdefault(cache, kv.clone()) if gpu.capturing else kv)
+    yield "greedy"
+
+
+@fault()
+def uninitialised_memory(patch, gpu):
+    followed(patch, lambda cache, kv: kv + torch.empty_like(kv).clamp(0, 1) if gpu.capturing else kv)
+    yield "greedy"
+
+
+@fault()
+def a_temperature_at_a_new_address(patch, gpu):
+    set_numbers = buffers.StaticSampler.set
+
+    def rebound(sampler, *arguments):
+        sampler._inverse_temperature = sampler._inverse_temperature.clone()
+        set_numbers(sampler, *arguments)
+
+    patch.setattr(buffers.StaticSampler, "set", rebound)
+    yield "sampled"
+    yield "warm"
+
+
+@fault()
+def a_text_of_penalties_at_a_new_address(patch, gpu):
+    set_text = buffers.StaticPenalties.set
+
+    def rebound(penalties, *arguments):
+        penalties._history = penalties._history.clone()
+        set_text(penalties, *arguments)
+
+    patch.setattr(buffers.StaticPenalties, "set", rebound)
+    yield "penalties"
+    yield "penalties"
+
+
+@fault("plain")
+def a_record_at_a_new_address(patch, gpu):
+    start = buffers.StaticRecord.start
+
+    def rebound(record, starts):
+        record._starts = record._starts.clone()
+        start(record, starts)
+
+    patch.setattr(buffers.StaticRecord, "start", rebound)
+    yield "logits"
+    yield "logits"
+
+
+@fault()
+def a_key_without_kinds(patch, gpu):
+    of = buffers.GraphKey.of
+    patch.setattr(buffers.GraphKey, "of", lambda *arguments: of(*arguments)._replace(kinds=()))
+    yield "greedy"
+    yield "sampled"
+
+
+@fault()
+def graphs_of_old_weights(patch, gpu):
+    patch.setattr(stage, "hash", lambda what: 0, raising=False)
+    session = yield "greedy"
+    norm = session.target.model.norm
+    norm.weight = torch.nn.Parameter(norm.weight * -1)
+    yield "greedy"
+
+
+@fault("plain")
+def graphs_of_an_old_form(patch, gpu):
+    patch.setattr(stage, "hash", lambda what: 0, raising=False)
+    session = yield "greedy"
+    release(session.target)
+    yield "greedy"
+
+
+@fault("streams")
+def graphs_of_a_cache_that_has_grown(patch, gpu):
+    kept = {}
+    make_buffers = buffers.StaticBuffers
+    patch.setattr(
+        stage,
+        "StaticBuffers",
+        lambda cache, sampler, version, weights, graphs: make_buffers(cache, sampler, 0, 0, kept),
+    )
+    patch.setattr(stage, "hash", lambda what: 0, raising=False)
+    yield "greedy"
+    yield "long"
+
+
+@fault()
+def no_wait_for_the_prefill(patch, gpu):
+    def run(driver, request):
+        driver.scheduled.run(driver._lookahead(), lambda: driver._committed(request), driver.draft_failed)
+
+    patch.setattr(GraphedDriver, "_run_scheduled", run)
+    yield "greedy"
+
+
+@fault()
+def a_capture_that_does_not_wait(patch, gpu):
+    patch.setattr(torch.cuda.Stream, "wait_stream", lambda stream, other: None)
+    yield "sampled"
+    yield "filtered"
+
+
+@fault()
+def a_warm_up_that_nothing_waits_for(patch, gpu):
+    completed = gpu.completed
+    waited = lambda stream: isinstance(stream, tuple) or stream is gpu.stream  # noqa: E731
+    patch.setattr(gpu, "completed", lambda stream: completed(stream) if waited(stream) else None)
+    yield "greedy"
+    yield "sampled"
+
+
+@fault("plain")
+def a_warm_up_over_the_text(patch, gpu):
+    def run(step, warm_up):
+        port = step.port
+        port.plan()
+        port.commit(step.stage.body(port.tokens, port.kv, port.num_draft_tokens, port.n_select))
+
+    patch.setattr(capturing.RecordedStep, "__call__", run)
+    yield "greedy"
+    yield "continued"
+
+
+@fault()
+def a_wait_for_the_whole_device(patch, gpu):
+    run_scheduled = GraphedDriver._run_scheduled
+
+    def run(driver, request):
+        torch.cuda.synchronize()
+        run_scheduled(driver, request)
+
+    patch.setattr(GraphedDriver, "_run_scheduled", run)
+    yield "greedy"
+    gpu.captures[0] = Graph(gpu)  # another thread's
+    yield "greedy"
+
+
+@fault("plain")
+def the_pool_of_a_failed_capture(patch, gpu):
+    patch.setattr(capturing.CaptureResources, "leave_pool", lambda resources: None)
+    yield "greedy"
+
+    def fails(stage):
+        if gpu.capturing:
+            gpu.invalidate()
+            raise RuntimeError("a capture that fails")
+
+    gpu.fails = fails
+    yield "sampled, without graphs"
+    gpu.fails = lambda stage: None
+    yield "sampled"
+
+
+def play(gpu: Emulator, how: str, calls, patch) -> None:
+    """Run the calls of a planted fault. Whatever it raises has caught the fault."""
+    calls = calls(patch, gpu)
+    name, text = next(calls), None
+    session = Session(gpu, random_llama(7), how)
+    while True:
+        if name == "continued":
+            text = session.call("sampled", text)
+        elif name == "sampled, without graphs":
+            with pytest.warns(Warning, match="a capture that fails"):
+                session.call("sampled")
+        else:
+            text = session.call(name)
+        try:
+            name = calls.send(session)
+        except StopIteration:
+            return
+
+
+def planted_is_caught(gpu: Emulator, how: str, calls, patch) -> str:
+    with gpu.watching(), warnings.catch_warnings(action="error"):
+        try:
+            play(gpu, how, calls, patch)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "; ".join(gpu.faults)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_caught(gpu, monkeypatch, name):
+    how, calls = FAULTS[name]
+    found = planted_is_caught(gpu, how, calls, monkeypatch)
+    print(f"{name}: {found.splitlines()[0] if found else 'NOT CAUGHT'}")
+    assert found
+
+
+class Nothing:
+    """A monkeypatch that plants nothing."""
+
+    def setattr(self, *arguments, **options):
+        pass
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_calls_without_the_fault(gpu, name):
+    how, calls = FAULTS[name]
+    assert planted_is_caught(gpu, how, calls, Nothing()) == ""
