@@ -1,6 +1,6 @@
 """CUDA graphs on the host: what a capture freezes, and what its replay reads, writes and relies on.
 
-A capture records each operation of torch with the storages that it reads and writes (:class:`Recording`). A replay runs the operations on the same storages,
+A capture records each operation of torch and of ``pipespec_kernels.ops`` with the storages that it reads and writes (:class:`Recording`). A replay runs the operations on the same storages,
 with the arguments that they had: numbers of the host are frozen, and no code of the model runs. Before a replay, the memory that the capture has allocated
 is filled with junk, because other graphs of the pool use it. What a replay must not do is noted as a fault:
 
@@ -15,6 +15,7 @@ A capture refuses reads by the host, and leaves all memory as it was: it runs no
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,16 +23,21 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import register_dataclass, tree_flatten, tree_map
 
+from pipespec.engine import known
+from pipespec_kernels import ops
 from pipespec_kernels.state import Action
 from tests.pipespec.fake_gpu import FakeGpu, Graph, Stream
+
+register_dataclass(ops.Penalties)
 
 _JUNK = 0x7F
 """Each byte of junk: an id that no vocabulary has, and the largest numbers of bfloat16 and float32."""
 
 _HOST_READS = {
+    torch.ops.aten.item.default,
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.is_nonzero.default,
     torch.ops.aten.equal.default,
@@ -72,9 +78,34 @@ def _tensors(*values: Any) -> list[torch.Tensor]:
     return [value for value in tree_flatten(values)[0] if isinstance(value, torch.Tensor)]
 
 
-def _written(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The arguments that an operation changes."""
+class Part(NamedTuple):
+    """Bytes of a storage."""
+
+    storage: int
+    begin: int
+    end: int
+
+
+def _parts(*values: Any) -> list[Part]:
+    """Where the values of tensors lie."""
     found = []
+    for tensor in _tensors(values):
+        begin, size = tensor.storage_offset() * tensor.itemsize, tensor.itemsize
+        if tensor.numel():
+            last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            found.append(Part(tensor.untyped_storage()._cdata, begin, begin + (last + 1) * size))
+    return found
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", str(function))
+
+
+def _written(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The arguments that an operation of torch changes."""
+    found: list[torch.Tensor] = []
+    if not isinstance(function, torch._ops.OpOverload):
+        return found
     for i, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found += _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
@@ -108,6 +139,11 @@ class Recording(TorchDispatchMode):
         if function is torch.ops.aten.lift_fresh.default:
             # A number of the host: part of the launch.
             self.constants.add(emulator.key(out, self._graph, new=False))
+        self._note(function, args, kwargs, out, given, bool(changes))
+        return out
+
+    def _note(self, function: Any, args: Any, kwargs: Any, out: Any, given: set[int], changes: bool) -> None:
+        emulator = self._emulator
         refs: list[Ref | None] = []
         for value in tree_flatten(out)[0]:
             is_new = isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in given
@@ -118,6 +154,16 @@ class Recording(TorchDispatchMode):
                 return emulator.ref(value, self._graph, new=False) if isinstance(value, torch.Tensor) else value
 
             self.nodes.append(Node(function, tree_map(frozen, args), tree_map(frozen, kwargs), tuple(refs)))
+
+    def operation(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Record an operation that does not pass torch's dispatcher."""
+        with _disable_current_modes(), self._emulator.changes(args, kwargs) as changed:
+            given = {self._emulator.key(tensor, self._graph, new=False) for tensor in _tensors(args, kwargs)}
+            out = function(*args, **kwargs)
+        known = self._emulator.owners.keys() | self.written.keys()
+        self.written |= {key: content for key, content in changed.items() if key not in known}
+        # What it writes may be there already.
+        self._note(function, args, kwargs, out, given, True)
         return out
 
     def external(self, emulator: Emulator) -> set[int]:
@@ -135,15 +181,11 @@ class Eager(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         emulator, kwargs = self._emulator, kwargs or {}
-        if not emulator.capturing:
-            known = [t.untyped_storage()._cdata for t in _tensors(args, kwargs)]
-            known = [key for key in known if key in emulator.storages]
-            if known:
-                changes = {tensor.untyped_storage()._cdata for tensor in _written(function, args, kwargs)}
-                stream = emulator.stream
-                emulator.begin(stream)
-                for key in known:
-                    emulator.touch(stream, key, key in changes, f"{function} outside of a graph")
+        is_view = any(
+            value.alias_info is not None and not value.alias_info.is_write for value in function._schema.returns
+        )
+        if not emulator.capturing and not is_view:
+            emulator.launched(function, _parts(args, kwargs), _parts(_written(function, args, kwargs)))
         return function(*args, **kwargs)
 
 
@@ -168,9 +210,49 @@ class Emulator(FakeGpu):
         self.faults: list[str] = []
         self.replays = 0
         self._before: dict[Any, Clock] = {}
-        self._last: dict[int, tuple[Any, int]] = {}
+        self._last: dict[int, list[tuple[int, int, Any, int]]] = {}
         self._host = Clock()
         self._guard = threading.RLock()
+
+    def install(self, monkeypatch: Any) -> None:
+        super().install(monkeypatch)
+        # The emulator's modes watch operations. They are no reason to leave a call to transformers.
+        monkeypatch.setattr(known, "_why_watched", lambda: None)
+        for name in filter(str.islower, ops.__all__):
+            monkeypatch.setattr(ops, name, self._recorded(getattr(ops, name)))
+
+    def _recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            recording = getattr(self._of_thread, "recording", None)
+            if recording is not None:
+                return recording.operation(function, args, kwargs)
+            with _disable_current_modes(), self.changes(args, kwargs) as changed:
+                out = function(*args, **kwargs)
+            if not self.capturing and getattr(self._of_thread, "is_watched", False):
+                self.launched(function, _parts(args, kwargs), self.differing(changed))
+            return out
+
+        return call
+
+    @contextmanager
+    def changes(self, *arguments: Any) -> Iterator[dict[int, torch.Tensor]]:
+        """By storage of the arguments, what it held before, if the operation in the context changes it."""
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in _tensors(arguments)}
+        before = {key: _bytes_of(s).clone() for key, s in storages.items()}
+        found: dict[int, torch.Tensor] = {}
+        yield found
+        found |= {key: content for key, content in before.items() if not torch.equal(content, _bytes_of(storages[key]))}
+
+    def differing(self, before: dict[int, torch.Tensor]) -> list[Part]:
+        """The bytes that have changed, from the first to the last one, of storages of :meth:`changes`."""
+        found = []
+        for key, content in before.items():
+            if key not in self.storages:
+                continue
+            places = torch.nonzero(content != _bytes_of(self.storages[key]))
+            found.append(Part(key, int(places[0]), int(places[-1]) + 1))
+        return found
 
     # ---- memory
 
@@ -208,14 +290,28 @@ class Emulator(FakeGpu):
             clock |= self._host
             clock[stream] += 1
 
-    def touch(self, stream: Any, key: int, writes: bool, what: str) -> None:
-        """The operation on ``stream`` reads or writes a storage."""
+    def touch(self, stream: Any, part: Part, writes: bool, what: str) -> None:
+        """The operation on ``stream`` reads or writes a part of a storage."""
         with self._guard:
-            other, number = self._last.get(key, (stream, 0))
-            if self._before[stream][other] < number:
-                self.fault(f"{what} is not ordered behind what another stream has written")
+            last = self._last.setdefault(part.storage, [])
+            for begin, end, other, number in last:
+                if begin < part.end and part.begin < end and self._before[stream][other] < number:
+                    self.fault(f"{what} is not ordered behind what another stream has written")
             if writes:
-                self._last[key] = stream, self._before[stream][stream]
+                last[:] = [entry for entry in last if not (part.begin <= entry[0] and entry[1] <= part.end)][-255:]
+                last.append((part.begin, part.end, stream, self._before[stream][stream]))
+
+    def launched(self, function: Any, used: list[Part], changed: list[Part]) -> None:
+        """An operation outside of a graph, on the thread's current stream."""
+        if any(part.storage in self.storages for part in used):
+            self.begin(self.stream)
+            self._touch_all(self.stream, used, changed, f"{_name(function)} outside of a graph")
+
+    def _touch_all(self, stream: Any, used: list[Part], changed: list[Part], what: str) -> None:
+        for parts, writes in ((used, False), (changed, True)):
+            for part in parts:
+                if part.storage in self.storages and part.storage not in self.owners:
+                    self.touch(stream, part, writes, what)
 
     def completed(self, stream: Any) -> None:
         """The host has waited for ``stream``."""
@@ -243,11 +339,13 @@ class Emulator(FakeGpu):
         graph = self.graph
         assert graph is not None
         recording = Recording(self, graph)
+        self._of_thread.recording = recording
         try:
             with recording:
                 selected = body(stage, *inputs)
             recording.selected = self.ref(selected, graph, new=False)
         finally:
+            self._of_thread.recording = None
             # A capture runs nothing.
             for key, content in recording.written.items():
                 _bytes_of(self.storages[key]).copy_(content)
@@ -267,12 +365,9 @@ class Emulator(FakeGpu):
             if node.function in _UNINITIALISED:
                 continue
             args, kwargs = tree_map(self._opened, (node.args, node.kwargs), is_leaf=_is_ref)
-            changes = {tensor.untyped_storage()._cdata for tensor in _written(node.function, args, kwargs)}
-            for tensor in _tensors(args, kwargs):
-                key = tensor.untyped_storage()._cdata
-                if key not in self.owners:
-                    self.touch(stream, key, key in changes, f"{node.function} of a graph")
-            outputs = tree_flatten(node.function(*args, **kwargs))[0]
+            with self.changes(args, kwargs) as changed:
+                outputs = tree_flatten(node.function(*args, **kwargs))[0]
+            self._touch_all(stream, _parts(args, kwargs), self.differing(changed), f"{_name(node.function)} of a graph")
             for ref, value in zip(node.outputs, outputs, strict=True):
                 if ref is not None:
                     self.tensor(ref).copy_(value)
@@ -307,8 +402,10 @@ class Emulator(FakeGpu):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Order the operations of this thread, the calls' own ones, too."""
+        self._of_thread.is_watched = True
         with Eager(self):
             yield
+        self._of_thread.is_watched = False
 
 
 def _is_ref(value: Any) -> bool:
