@@ -160,7 +160,7 @@ class Recording(TorchDispatchMode):
         with _disable_current_modes(), self._emulator.changes(args, kwargs) as changed:
             given = {self._emulator.key(tensor, self._graph, new=False) for tensor in _tensors(args, kwargs)}
             out = function(*args, **kwargs)
-        known = self._emulator.owners.keys() | self.written.keys()
+        known = {*self._emulator.owners, *self.written}
         self.written |= {key: content for key, content in changed.items() if key not in known}
         # What it writes may be there already.
         self._note(function, args, kwargs, out, given, True)
@@ -382,7 +382,7 @@ class Emulator(FakeGpu):
         graph: Graph = captured._graph
         stream = "lane", captured.steps[-1].stage.index, id(captured.steps[-1].stage)
         with self._guard, torch.inference_mode():
-            for key, owner in self.owners.items():
+            for key, owner in list(self.owners.items()):
                 if owner.pool is graph.pool:
                     _bytes_of(self.storages[key]).fill_(_JUNK)
             forwards = graph.__dict__["forwards"]
