@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -76,13 +77,16 @@ def test_prompts_are_many_and_differ() -> None:
 
 
 def test_the_recipe_has_options_of_the_command(target: Path, tmp_path: Path, capsys) -> None:
+    # A model that knows a language: its choices are among the tokens of the talks.
+    shutil.copytree(family_path("target"), speaker := tmp_path / "speaker")
+    AutoTokenizer.from_pretrained(target).save_pretrained(speaker)
     talks = tmp_path / "talks.jsonl"
     talks.write_text("\n".join(json.dumps({"messages": TALK}) for _ in range(12)))
     recipe = bench.PROMPTS.with_name("smollm2-135m.toml")
     out = tmp_path / "module"
     given = [
         "--target",
-        str(target),
+        str(speaker),
         "--data",
         str(talks),
         "--out",
