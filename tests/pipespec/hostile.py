@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+import transformers.generation.utils as generation_utils
+import transformers.models.cohere.modeling_cohere as modeling_cohere
+from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, LogitsProcessor, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -96,8 +100,6 @@ def instance_forward(model: PreTrainedModel) -> None:
 
 def module_function(name: str) -> Any:
     def apply(model: PreTrainedModel) -> Undo | None:
-        import sys
-
         source = sys.modules[type(model).__module__]
         if not hasattr(source, name):
             return None
@@ -144,6 +146,45 @@ def replaced_attention(model: PreTrainedModel) -> Undo:
     return lambda: mapping.update(sdpa=before)
 
 
+def _louder(function: Any) -> Any:
+    def changed(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return function(module, query * (0.5 if query.shape[2] == 1 else 1.0), *args, **kwargs)
+
+    return changed
+
+
+def registry_method(model: PreTrainedModel) -> Undo:
+    def make(before: Any) -> Any:
+        return lambda self, name, default: _louder(before(self, name, default))
+
+    return _patched(AttentionInterface, "get_interface", make)
+
+
+def other_registry(model: PreTrainedModel) -> Undo:
+    class Registry(AttentionInterface):
+        def get_interface(self, name: str, default: Any) -> Any:
+            return _louder(super().get_interface(name, default))
+
+    return _patched(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS", lambda before: Registry())
+
+
+def function_of_another_model(model: PreTrainedModel) -> Undo | None:
+    source = sys.modules[type(model).__module__]
+    if not hasattr(source, "apply_rotary_pos_emb") or source is modeling_cohere:
+        return None
+    return _patched(source, "apply_rotary_pos_emb", lambda before: modeling_cohere.apply_rotary_pos_emb)
+
+
+def other_torch(model: PreTrainedModel) -> Undo | None:
+    def make(before: Any) -> Any:
+        changed = types.ModuleType("torch")
+        vars(changed).update(vars(before))
+        changed.cat = lambda tensors, dim=0: torch.cat([-tensors[0], *tensors[1:]], dim)  # type: ignore[attr-defined]
+        return changed
+
+    return _patched(sys.modules[type(model).__module__], "torch", make)
+
+
 def attention(name: str) -> Any:
     return lambda model: model.set_attn_implementation(name)
 
@@ -153,6 +194,21 @@ def cache_class(model: PreTrainedModel) -> Undo:
         return lambda self, keys, values, *args, **kw: before(self, _coarse(keys), _coarse(values), *args, **kw)
 
     return _patched(DynamicLayer, "update", make)
+
+
+def class_of_new_caches(model: PreTrainedModel) -> Undo:
+    return _patched(generation_utils, "DynamicCache", lambda before: Rounded)
+
+
+def property_of_a_class(model: PreTrainedModel) -> Undo:
+    kind = type(_layers(model)[0].input_layernorm)
+    name = "variance_epsilon" if hasattr(model.model.norm, "variance_epsilon") else "eps"
+    setattr(kind, name, property(lambda self: 0.5, lambda self, value: None))
+    return lambda: delattr(kind, name)
+
+
+def argmax(model: PreTrainedModel) -> Undo:
+    return _patched(torch, "argmax", lambda before: lambda *a, **kw: (before(*a, **kw) + 1) % 90)
 
 
 # ---- hooks
@@ -181,6 +237,14 @@ def global_hook(model: PreTrainedModel) -> Undo:
     return nn.modules.module.register_module_forward_hook(change).remove
 
 
+def hook_of_accelerate(model: PreTrainedModel) -> None:
+    class Hook(ModelHook):
+        def post_forward(self, module: nn.Module, output: Any) -> Any:
+            return _on_first(output, _last)
+
+    add_hook_to_module(_layers(model)[1].mlp, Hook())
+
+
 # ---- weights
 
 
@@ -200,6 +264,16 @@ def in_place(model: PreTrainedModel) -> None:
 def swapped_data(model: PreTrainedModel) -> None:
     norm = _layers(model)[0].input_layernorm
     norm.weight.data = norm.weight.data * 1.4
+
+
+def other_view(model: PreTrainedModel) -> None:
+    linear = _layers(model)[1].self_attn.o_proj
+    linear.weight.data = linear.weight.data.t()
+
+
+def repeated_rows(model: PreTrainedModel) -> None:
+    linear = _layers(model)[1].mlp.down_proj
+    linear.weight = nn.Parameter(linear.weight.detach()[:1].expand(linear.weight.shape))
 
 
 def new_parameter(model: PreTrainedModel) -> None:
@@ -399,17 +473,27 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Undo | None]] = {
     "attention sdpa replaced": replaced_attention,
     "eager": attention("eager"),
     "class of the cache's layers": cache_class,
+    "class of new caches": class_of_new_caches,
+    "get_interface() of the registry": registry_method,
+    "another registry": other_registry,
+    "RoPE's function of another model": function_of_another_model,
+    "another torch": other_torch,
+    "torch.argmax": argmax,
+    "property of a class": property_of_a_class,
     "hook, last column": hook(lambda m: _layers(m)[0], _last),
     "hook, width": hook(lambda m: _layers(m)[1].mlp, _by_width),
     "hook, everywhere": hook(lambda m: m.model.norm, lambda x: x * 0.8),
     "hook of the head": hook(lambda m: m.lm_head, lambda x: x.roll(1, -1)),
     "pre-hook": pre_hook,
     "global hook": global_hook,
+    "hook of accelerate's kind": hook_of_accelerate,
     "weight by .data": by_data,
     "weight by numpy": by_numpy,
     "weight in place": in_place,
     "other .data": swapped_data,
     "other parameter": new_parameter,
+    "another view": other_view,
+    "repeated rows": repeated_rows,
     "frequencies in place": frequencies,
     "frequencies by numpy": frequencies_by_numpy,
     "scaling of all layers": number,

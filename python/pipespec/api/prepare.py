@@ -15,6 +15,7 @@ from pipespec.api.arguments import MOST_TOKENS, check_logprobs, check_options, c
 from pipespec.api.caches import Columns, adopt, cached_texts
 from pipespec.api.text import CommittedText, Criteria, Progress, Stream
 from pipespec.engine.cache import RowCache
+from pipespec.engine.callers import check_of_model
 from pipespec.engine.inputs import PREFILL_CHUNK, StageInputs
 from pipespec.engine.processors import check_row_wise
 from pipespec.engine.sampling import Prompt, SamplingParams, ScoreRecord, row_seeds, with_penalties
@@ -114,12 +115,14 @@ class Generation:
         )
         # transformers fills finished rows only where an end-of-text token exists.
         pads = any(_is_eos(criterion) for criterion in stopping_criteria)
+        check_model = check_of_model(target, [*logits_processor, *criteria, options.streamer])
         self.progress = Progress(
             text,
-            Criteria(text, criteria, pads, self.record) if criteria else None,
-            None if options.streamer is None else Stream(text, options.streamer),
+            Criteria(text, criteria, pads, self.record, check_model) if criteria else None,
+            None if options.streamer is None else Stream(text, options.streamer, check_model),
             self.record,
             self._max_length,
+            check_model,
         )
 
     def _read_prompts(self, ids: np.ndarray) -> list[Prompt]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from pipespec.engine.callers import call_with_ids
 from pipespec.engine.sampling import ScoreRecord
 from pipespec.process import shutdown
 from pipespec.schedules.base import TextSource
@@ -74,13 +75,22 @@ class Criteria:
     A row that is ahead of the slowest row is cut where it should have ended.
     """
 
-    def __init__(self, text: CommittedText, criteria: Sequence[Any], pads: bool, record: ScoreRecord | None) -> None:
+    def __init__(
+        self,
+        text: CommittedText,
+        criteria: Sequence[Any],
+        pads: bool,
+        record: ScoreRecord | None,
+        check_model: Callable[[], None] | None = None,
+    ) -> None:
         self._text, self._criteria, self._pads, self._record = text, criteria, pads, record
+        self._check_model = check_model
         rows, self._width = text.input_ids.shape
         most = max(limit - start for limit, start in zip(text.limits, text.starts, strict=True))
         # Input of the criteria: ids [B, S + n], and scores per column.
-        self._ids = text.input_ids.new_full((rows, self._width + most), text.pad)
-        self._ids[:, : self._width] = text.input_ids
+        with torch.inference_mode(False):
+            self._ids = text.input_ids.new_full((rows, self._width + most), text.pad)
+            self._ids[:, : self._width] = text.input_ids
         self._scores: list[torch.Tensor] = []
         self._num_checked = 0
         self._over = torch.zeros(rows, dtype=torch.bool, device="cpu")  # rows that some criterion has ended
@@ -92,6 +102,8 @@ class Criteria:
             open_ = [row for row in range(len(committed)) if not text.has_ended(row)]
             if not open_ or any(committed[row] == text.lengths[row] for row in open_):
                 return
+            if self._check_model is not None:
+                self._check_model()
             at = self._width + self._num_checked
             self._num_checked += 1
             for row in open_:
@@ -101,7 +113,8 @@ class Criteria:
                 self._scores.append(text.column(self._record.scores, self._num_checked - 1))
             over = torch.zeros(len(committed), dtype=torch.bool, device="cpu")
             for criterion in self._criteria:
-                verdict = criterion(self._ids[:, : at + 1], tuple(self._scores) if self._scores else None)
+                scores = tuple(self._scores) if self._scores else None
+                verdict = call_with_ids("stopping_criteria", criterion, self._ids[:, : at + 1], scores)
                 over |= torch.as_tensor(verdict).cpu().bool()
             if not self._pads:  # transformers then continues each row until all rows are over
                 self._over |= over
@@ -114,12 +127,17 @@ class Criteria:
 class Stream:
     """Passes tokens to a streamer, each one once and in order, as transformers does."""
 
-    def __init__(self, text: CommittedText, streamer: Any) -> None:
-        self._text, self._streamer = text, streamer
+    def __init__(self, text: CommittedText, streamer: Any, check_model: Callable[[], None] | None = None) -> None:
+        self._text, self._streamer, self._check_model = text, streamer, check_model
         self._streamed = 0  # new tokens per row
 
     def put_prompt(self) -> None:
         self._streamer.put(self._text.input_ids.cpu())
+
+    def _put(self, tokens: list[int], is_first: bool) -> None:
+        if self._check_model is not None and not is_first:
+            self._check_model()
+        self._streamer.put(torch.tensor(tokens, device="cpu"))
 
     def put_new(self, final: bool) -> None:
         text = self._text
@@ -127,9 +145,10 @@ class Stream:
             new = text.tokens(0, text.starts[0] + self._streamed, text.lengths[0])
             self._streamed += len(new)
             # One by one, as transformers does outside of assisted decoding, unless the streamer takes blocks.
-            for block in [new] if getattr(self._streamer, "takes_blocks", False) else [[token] for token in new]:
+            blocks = [new] if getattr(self._streamer, "takes_blocks", False) else [[token] for token in new]
+            for i, block in enumerate(blocks):
                 if block:
-                    self._streamer.put(torch.tensor(block, device="cpu"))
+                    self._put(block, i == 0)
             return
         # As transformers streams a batch: one token of each row at a time, so the slowest row sets the pace.
         counts = text.counts()
@@ -137,6 +156,7 @@ class Stream:
             whole = max(counts)
         else:
             whole = min((n for row, n in enumerate(counts) if not text.has_ended(row)), default=0)
+        first = self._streamed
         while self._streamed < whole:
             i = self._streamed
             self._streamed += 1
@@ -144,7 +164,7 @@ class Stream:
                 text.tokens(row, start + i, start + i + 1)[0] if i < count else text.pad
                 for row, (start, count) in enumerate(zip(text.starts, counts, strict=True))
             ]
-            self._streamer.put(torch.tensor(column, device="cpu"))
+            self._put(column, i == first)
 
     def end(self) -> None:
         self._streamer.end()
@@ -159,6 +179,7 @@ class Progress:
         stream: To be fed; None: there is none.
         record: Of scores and logits; None: there is none.
         max_length: transformers' criterion, which warns of texts beyond the model's length.
+        check_model: Raises if the caller's code has changed the model; None: the call has no code that could.
 
     Attributes:
         seconds_to_first: Until the first step of the target; None before it.
@@ -172,8 +193,9 @@ class Progress:
         stream: Stream | None,
         record: ScoreRecord | None,
         max_length: Any,
+        check_model: Callable[[], None] | None = None,
     ) -> None:
-        self.text = text
+        self.text, self._check_model = text, check_model
         self._criteria, self._stream, self._record, self._max_length = criteria, stream, record, max_length
         self._began = time.perf_counter()
         self.seconds_to_first: float | None = None
@@ -189,6 +211,8 @@ class Progress:
         shutdown.check()
         if self.seconds_to_first is None:
             self.seconds_to_first = time.perf_counter() - self._began
+        if self._check_model is not None:
+            self._check_model()
         text = self.text
         text.source = source
         committed = [source.length(source.target, row) for row in range(len(text.starts))]

@@ -126,7 +126,12 @@ _GLOBAL_HOOKS = tuple(
     if name in vars(torch_module)
 )
 
-_VERSION, _POINTER = operator.attrgetter("_version"), torch.Tensor.data_ptr
+_VERSION, _POINTER, _STRIDES, _COUNT = (
+    operator.attrgetter("_version"),
+    torch.Tensor.data_ptr,
+    torch.Tensor.stride,
+    torch.Tensor.numel,
+)
 
 _BYPASSED = frozenset(bypassed_methods()) - {"generate"}
 
@@ -160,6 +165,7 @@ class Record:
         spaces = [vars(module) for module in modules[1:]]
         for module in modules:
             spaces += [module._parameters, module._buffers, module._modules, *(vars(module)[name] for name in _HOOKS)]
+            spaces += map(vars, _placement_hooks(module))
         self._config = model.config
         configs = {id(c): c for c in (model.config, *(getattr(m, "config", None) for m in modules)) if c is not None}
         containers = [*spaces, *itertools.chain.from_iterable(map(_containers_in, configs.values()))]
@@ -169,7 +175,11 @@ class Record:
         self._tensors = [t for t in tensors if not t.is_inference()]
         self._versions = sum(map(_VERSION, self._tensors))
         self._all = tensors if all(map(_has_pointer, tensors)) else []
-        self._pointers = list(map(_POINTER, self._all))
+        self._pointers, self._views = list(map(_POINTER, self._all)), self._views_now()
+
+    def _views_now(self) -> tuple[list[Any], list[int]]:
+        """How the weights lie in their memory: another view of the same memory has its address and version."""
+        return list(map(_STRIDES, self._all)), list(map(_COUNT, self._all))
 
     def is_current(self, model: PreTrainedModel) -> bool:
         """Whether the model is what it was. Most of the time is that for the versions and addresses of the weights, a tenth of a microsecond each."""
@@ -186,6 +196,7 @@ class Record:
                 # Versions only grow.
                 and sum(map(_VERSION, self._tensors)) == self._versions
                 and list(map(_POINTER, self._all)) == self._pointers
+                and self._views_now() == self._views
             )
         except RuntimeError:
             # A tensor has become one that has no version or no memory.
@@ -230,6 +241,12 @@ def _record(model: PreTrainedModel) -> Record:
         found = _records[model] = Record(model)
     found.verified_in = token
     return found
+
+
+def has_changed(model: PreTrainedModel) -> bool:
+    """Whether a known model is no longer what it was when this call looked at it."""
+    found = _records.get(model)
+    return found is not None and found.reason is None and not found.is_current(model)
 
 
 def refresh(model: PreTrainedModel | None = None) -> None:
@@ -313,6 +330,8 @@ def _why_module(model: PreTrainedModel, module: nn.Module) -> str | None:
             _is_its_own(kind, name, space[name]) or is_original(space[name])
         ):
             return f"has a {name}() of its own"
+    if not all(_is_known_hook(hook) for hook in _placement_hooks(module)):
+        return "has hooks of accelerate's kind"
     if space.get("is_causal") is False:
         return "is not causal"
     if "config" in space:
@@ -322,6 +341,17 @@ def _why_module(model: PreTrainedModel, module: nn.Module) -> str | None:
     if getattr(module, "max_norm", None) is not None:
         return "changes its weights when it is called (max_norm)"
     return None
+
+
+def _placement_hooks(module: nn.Module) -> list[Any]:
+    """The hooks that accelerate calls around a module's forward."""
+    hook = vars(module).get("_hf_hook")
+    return [] if hook is None else [hook, *getattr(hook, "hooks", ())]
+
+
+def _is_known_hook(hook: Any) -> bool:
+    kind = type(hook)
+    return _is_known_kind(kind) and not any(callable(getattr(kind, name, None)) for name in vars(hook))
 
 
 def _is_known_kind(kind: type) -> bool:

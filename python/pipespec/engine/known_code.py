@@ -62,6 +62,9 @@ _CODE = operator.attrgetter("__code__")
 
 _CALLS = ("__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "forward")
 
+_OF_REGISTRIES = frozenset(("_local_mapping",))
+"""Attributes of a registry."""
+
 _KNOWN_ATTENTION = ("eager", "sdpa", ATTENTION, "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
@@ -113,9 +116,11 @@ class Code:
         """Whether everything is as it was. It costs microseconds while nothing of the classes and mappings has changed."""
         if self._stamp.is_current():
             return True
-        for read, expected in self._seen:
-            if read() != expected:
+        try:
+            if any(read() != expected for read, expected in self._seen):
                 return False
+        except AttributeError:  # one is gone
+            return False
         if list(map(_CODE, self._functions)) != self._codes:
             return False
         # Something else of them has changed.
@@ -179,6 +184,9 @@ class Code:
                 if base.__module__.startswith("transformers.models."):
                     for value in own_methods(base).values():
                         codes.setdefault(base.__module__, []).extend(f.__code__ for f in functions_of(value))
+        codes[GenerationMixin.__module__] = [
+            f.__code__ for name in bypassed_methods() for f in functions_of(getattr(GenerationMixin, name))
+        ]
         for name in _SOURCES:
             codes.setdefault(name, []).extend(
                 f.__code__ for f in vars(sys.modules[name]).values() if isinstance(f, FunctionType)
@@ -197,7 +205,7 @@ class Code:
             self._functions += [f for n in sorted(names & space.keys()) for f in functions_of(space[n])]
             self._seen.append((functools.partial(_values, space), _values(space)))
             self._spaces.append(space)
-            patched = patched_global(module, names)
+            patched = patched_global(module, names) or _other_registry(space)
             if patched is None and name in _SOURCES:
                 patched = next(
                     (f"{n}.{m}" for n, k in space.items() if isinstance(k, type) and k.__module__ == name for m in [patched_method(k)] if m), None
@@ -243,7 +251,9 @@ class Code:
             value = read()
             self._seen.append((read, value))
             self._spaces += [vars(registry), registry._local_mapping, registry._global_mapping]
-            self._classes.append(type(registry))
+            reason = reason or self._methods(type(registry), ("__getitem__", "get", "get_interface"))
+            if vars(registry).keys() - _OF_REGISTRIES:
+                reason = f"transformers' registry of {what} functions has attributes of its own"
             if value is not None:
                 self._functions += functions_of(value)
                 if not is_original(value) or (
@@ -251,6 +261,17 @@ class Code:
                 ):
                     reason = f"the {what} function {name!r} is not that of transformers"
         return f"its attention is {name!r}" if name not in _KNOWN_ATTENTION else reason
+
+
+def _other_registry(space: dict[str, Any]) -> str | None:
+    """The name under which a module has another registry of attention functions than transformers' one."""
+    for name, registry in (
+        ("ALL_ATTENTION_FUNCTIONS", attention_functions()),
+        ("ALL_MASK_ATTENTION_FUNCTIONS", mask_functions()),
+    ):
+        if space.get(name, registry) is not registry:
+            return name
+    return None
 
 
 def _foreign(kind: type, name: str) -> str:
@@ -262,8 +283,17 @@ def _foreign(kind: type, name: str) -> str:
     )
 
 
-def _values(space: dict[str, Any]) -> list[Any]:
-    return list(space.values())
+class _Objects(tuple[Any, ...]):
+    """Objects that equal others if they are the same ones: registries, for example, are equal while their entries are."""
+
+    __slots__ = ()
+
+    def __ne__(self, other: object) -> bool:
+        return not isinstance(other, tuple) or len(self) != len(other) or any(map(operator.is_not, self, other))
+
+
+def _values(space: dict[str, Any]) -> _Objects:
+    return _Objects(space.values())
 
 
 def _size(kind: type) -> int:

@@ -191,14 +191,19 @@ def _identity(model: PreTrainedModel | ModelParts, packed: bool) -> tuple[Any, .
             dtypes.add(parameter.dtype)
             # Inference tensors have no version.
             has_version = packed and not parameter.is_inference()
-            seen.append((parameter.data_ptr(), parameter._version if has_version else 0))
-        seen += [buffer.data_ptr() for buffer in module._buffers.values() if buffer is not None]
+            seen.append((*_place(parameter), parameter._version if has_version else 0))
+        seen += [_place(buffer) for buffer in module._buffers.values() if buffer is not None]
         if kind in own:
             seen += map(vars(module).get, _NUMBERS)
     taken = DTYPES if packed else DTYPES | {torch.float16}
     if len(dtypes) != 1 or not dtypes <= taken:
         raise NotReadable(f"its weights are {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}")
     return (*dtypes, *seen, *_windows_of(model if isinstance(model, ModelParts) else ModelParts.of(model)))
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies in memory, and how."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 @dataclass(frozen=True)

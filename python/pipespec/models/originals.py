@@ -8,8 +8,16 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Iterable, Iterator
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 PACKAGES = frozenset(
@@ -172,8 +180,14 @@ def own_methods(kind: type) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(kind).items()
-        if (callable(value) or isinstance(value, (staticmethod, classmethod, property))) and not isinstance(value, type)
+        if (callable(value) or isinstance(value, (staticmethod, classmethod)) or _is_read_first(value))
+        and not isinstance(value, type)
     }
+
+
+def _is_read_first(value: Any) -> bool:
+    """Whether an attribute of a class is read before one of the instance: properties and other data descriptors, less those of Python itself."""
+    return hasattr(type(value), "__set__") and not isinstance(value, (GetSetDescriptorType, MemberDescriptorType))
 
 
 def patched_method(kind: type, names: Iterable[str] | None = None) -> str | None:
@@ -190,10 +204,15 @@ def patched_method(kind: type, names: Iterable[str] | None = None) -> str | None
     found = own_methods(kind)
     for name in found if names is None else [name for name in names if name in found]:
         mine = f"{kind.__qualname__}.{name}"
-        matters = name in _ALWAYS_CALLED or mine in codes or any(hasattr(base, name) for base in kind.__mro__[1:-1])
+        value = found[name]
+        matters = (
+            name in _ALWAYS_CALLED
+            or mine in codes
+            or any(hasattr(base, name) for base in kind.__mro__[1:-1])
+            or (is_ours and _is_read_first(value))
+        )
         if name in _NEVER_CALLED or not matters:
             continue
-        value = found[name]
         if is_trusted_function(value):
             continue
         if not is_ours or not is_original(value):
@@ -205,21 +224,39 @@ def patched_method(kind: type, names: Iterable[str] | None = None) -> str | None
 
 
 def patched_global(module: ModuleType, names: Iterable[str]) -> str | None:
-    """The first of ``names`` under which a module holds another function or class than its file defines or imports; None if there is none."""
+    """The first of ``names`` under which a module holds another object than its file defines or imports; None if there is none."""
     codes, space = codes_of(module.__name__), vars(module)
     imported = {name for code in codes.get("<module>", ()) for name in code.co_names}
-    for name in sorted(set(names) & space.keys()):
-        value = space[name]
-        if isinstance(value, type):
-            package = package_of(value.__module__)
-            if package not in PACKAGES and (name in codes or package not in sys.stdlib_module_names):
-                return name
-        elif isinstance(value, Callable) and not isinstance(value, ModuleType):  # type: ignore[arg-type]
-            known = {function.__code__.co_name for function in functions_of(value)}
-            is_its_own = not known or name in known or (name not in codes and bool(known & imported))
-            if _is_checked(value) and not (is_its_own and is_original(value)):
-                return name
-    return None
+    return next(
+        (name for name in sorted(set(names) & space.keys()) if not _is_of(module, name, space[name], codes, imported)),
+        None,
+    )
+
+
+def _is_of(
+    module: ModuleType, name: str, value: Any, codes: dict[str, tuple[CodeType, ...]], imported: set[str]
+) -> bool:
+    """Whether a value of a module's global is what its file defines, or imports, under this name."""
+    is_defined = name in codes
+    if isinstance(value, ModuleType):
+        return sys.modules.get(value.__name__) is value
+    if isinstance(value, type):
+        package = package_of(value.__module__)
+        if package not in PACKAGES:
+            return not is_defined and package in sys.stdlib_module_names
+        if is_defined:
+            return value.__module__ == module.__name__ and value.__qualname__ == name
+        return value.__name__ == name or value.__name__ in imported
+    if not callable(value):
+        return package_of(type(value).__module__) in PACKAGES | sys.stdlib_module_names
+    if not _is_checked(value):
+        return True
+    known = {function.__code__.co_name for function in functions_of(value)}
+    is_its_own = not known or name in known or (not is_defined and bool(known & imported))
+    if is_defined:
+        # One of another module may have its name.
+        is_its_own = any(function.__code__ in codes[name] for function in functions_of(value))
+    return is_its_own and is_original(value)
 
 
 def _is_checked(value: Any) -> bool:

@@ -1,0 +1,64 @@
+"""The caller's code within a call: processors, criteria and streamers. transformers goes on with what they change between two tokens, and a pipeline, which
+has computed tokens ahead, cannot: it says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from pipespec.engine.known import has_changed
+from pipespec.errors import Unsupported
+from pipespec.models.originals import is_original
+from pipespec.models.rope import is_dynamic, rope_type
+
+_INSTEAD = "detach() the model, or call transformers' generate()"
+
+
+def call_with_ids(argument: str, function: Callable[..., Any], ids: torch.Tensor, *arguments: Any) -> Any:
+    """Call a processor or a criterion.
+
+    Args:
+        argument: of ``generate()``, to which the function belongs.
+        function: what is called.
+        ids: its first argument. They have a version, so they are no inference tensor.
+        *arguments: the others.
+
+    Raises:
+        NotImplementedError: it has changed the ids.
+    """
+    kept, version = ids.clone(), ids._version
+    result = function(ids, *arguments)
+    if ids._version != version and not torch.equal(ids, kept):
+        name = getattr(function, "__name__", type(function).__name__)
+        raise Unsupported(
+            argument,
+            f"generate(): {name} of {argument} has changed input_ids in place, which a pipeline cannot follow; {_INSTEAD}",
+        )
+    return result
+
+
+def check_of_model(model: PreTrainedModel, code: Iterable[Any]) -> Callable[[], None] | None:
+    """What checks between two steps that a model is what it was.
+
+    Args:
+        model: the target.
+        code: processors, criteria and a streamer that the call runs.
+
+    Returns:
+        A function that raises ``NotImplementedError`` after a change; None where all of ``code`` is that of known packages, which change no model.
+    """
+    if is_dynamic(rope_type(model)) or all(each is None or is_original(each) for each in code):
+        return None  # forwards change dynamic RoPE
+
+    def check() -> None:
+        if has_changed(model):
+            raise Unsupported(
+                "model",
+                "generate(): the model has changed while it generated (by a processor, a criterion or a streamer of the call?), which a pipeline "
+                f"cannot follow; {_INSTEAD}",
+            )
+
+    return check
