@@ -80,5 +80,5 @@ def callers_code() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        CallState.of(error).is_final = not isinstance(error, Unsupported)
+        CallState.of(error).is_final |= not isinstance(error, Unsupported)
         raise

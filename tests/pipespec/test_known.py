@@ -563,7 +563,7 @@ class Once:
     def __init__(self, action: Any) -> None:
         self.action, self.streamed = action, 0
 
-    def __call__(self, ids, scores, **_):
+    def __call__(self, ids, scores):
         if ids.shape[1] == 16:
             self.action(ids)
         return scores if isinstance(scores, torch.Tensor) else torch.zeros(len(ids), dtype=torch.bool)
@@ -578,7 +578,7 @@ class Once:
 
 
 def _write(ids):
-    ids[:, -1] = 7
+    ids[..., -1] = 7
 
 
 IN_A_CALL = {

@@ -52,6 +52,8 @@ class _Generate:
                 self._check_own()
                 return self.pipeline.generate_known(*args, **kwargs)
             except Unsupported as error:
+                if CallState.of(error).is_final:
+                    raise
                 # transformers sets is_assistant in its calls for drafts.
                 if error.argument != "is_assistant" or "is_assistant" in kwargs:
                     self._warn(error)

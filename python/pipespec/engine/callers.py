@@ -10,11 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.engine.known import has_changed
-from pipespec.errors import Unsupported
+from pipespec.errors import CallState, Unsupported
 from pipespec.models.originals import is_original
 from pipespec.models.rope import is_dynamic, rope_type
-
-_INSTEAD = "detach() the model, or call transformers' generate()"
 
 
 def call_with_ids(argument: str, function: Callable[..., Any], ids: torch.Tensor, *arguments: Any) -> Any:
@@ -33,10 +31,7 @@ def call_with_ids(argument: str, function: Callable[..., Any], ids: torch.Tensor
     result = function(ids, *arguments)
     if ids._version != version and not torch.equal(ids, kept):
         name = getattr(function, "__name__", type(function).__name__)
-        raise Unsupported(
-            argument,
-            f"generate(): {name} of {argument} has changed input_ids in place, which a pipeline cannot follow; {_INSTEAD}",
-        )
+        raise _final(argument, f"{name} of {argument} has changed input_ids in place")
     return result
 
 
@@ -55,10 +50,19 @@ def check_of_model(model: PreTrainedModel, code: Iterable[Any]) -> Callable[[], 
 
     def check() -> None:
         if has_changed(model):
-            raise Unsupported(
+            raise _final(
                 "model",
-                "generate(): the model has changed while it generated (by a processor, a criterion or a streamer of the call?), which a pipeline "
-                f"cannot follow; {_INSTEAD}",
+                "the model has changed while it generated, by a processor, a criterion or a streamer of the call",
             )
 
     return check
+
+
+def _final(argument: str, what: str) -> Unsupported:
+    """A refusal after which transformers cannot decode the call anew: the change stays."""
+    error = Unsupported(
+        argument,
+        f"generate(): {what}, which a pipeline cannot follow; detach() the model, or call transformers' generate()",
+    )
+    CallState.of(error).is_final = True
+    return error
