@@ -21,7 +21,7 @@ PYTHON = ("python/pipespec", "pipespec_kernels", "bench", "tools")
 FOLDERS = {
     "csrc": 13_100,
     "pipespec_kernels": 8_550,
-    "python/pipespec": 32_200,
+    "python/pipespec": 32_425,
     "bench": 8_500,
     "tools": 1_500,
     "tests": 54_620,
@@ -73,7 +73,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 75, 13_900
+MODULES, LINES = 76, 14_110
 """Most modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 

@@ -35,6 +35,30 @@ def call_with_ids(argument: str, function: Callable[..., Any], ids: torch.Tensor
     return result
 
 
+def run_processors(
+    processors: Iterable[Callable[..., torch.Tensor]], ids: torch.Tensor, scores: torch.Tensor
+) -> torch.Tensor:
+    """Scores ``[1, V]`` of a row behind its processors, without gradients.
+
+    Args:
+        processors: called one after the other.
+        ids: ``[1, n]``, as for :func:`call_with_ids`.
+        scores: ``[1, V]`` float32.
+
+    Raises:
+        NotImplementedError: they change the ids, or return scores of tokens that there are not.
+    """
+    count = scores.shape[-1]
+    for process in processors:
+        scores = call_with_ids("logits_processor", process, ids, scores)
+    if scores.shape[-1] > count:
+        raise Unsupported(
+            "logits_processor",
+            f"generate(): the logits processors return {scores.shape[-1]} scores, and the vocabulary has {count} tokens",
+        )
+    return scores.detach()
+
+
 def check_of_model(model: PreTrainedModel, code: Iterable[Any]) -> Callable[[], None] | None:
     """What checks between two steps that a model is what it was.
 

@@ -246,7 +246,10 @@ def _record(model: PreTrainedModel) -> Record:
 def has_changed(model: PreTrainedModel) -> bool:
     """Whether a known model is no longer what it was when this call looked at it."""
     found = _records.get(model)
-    return found is not None and found.reason is None and not found.is_current(model)
+    if found is None or found.reason is not None or found.is_current(model):
+        return False
+    # Modules of trusted classes may have a state that their forwards change.
+    return not any(is_trusted(type(module)) for module in model.modules()) or Record(model).reason is not None
 
 
 def refresh(model: PreTrainedModel | None = None) -> None:

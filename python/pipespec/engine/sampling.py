@@ -17,8 +17,8 @@ import torch
 from transformers.generation import logits_process as hf
 
 from pipespec.engine.acceptance import Acceptance
-from pipespec.engine.callers import call_with_ids
-from pipespec.errors import Unsupported, callers_code
+from pipespec.engine.callers import run_processors
+from pipespec.errors import callers_code
 from pipespec_kernels import ops
 from pipespec_kernels.confidence import confidence
 from pipespec_kernels.noise import ALL_DRAWN, Noise
@@ -669,14 +669,7 @@ class Sampler:
             ids = torch.from_numpy(self._prefix(row, position).astype(np.int64))[None].to(logits.device)
             scores = logits.to(torch.float32, copy=True)
             with callers_code():
-                for process in self._processors[row]:
-                    scores = call_with_ids("logits_processor", process, ids, scores)
-            scores = scores.detach()
-            if scores.shape[-1] > logits.shape[-1]:
-                raise Unsupported(
-                    "logits_processor",
-                    f"generate(): the logits processors return {scores.shape[-1]} scores, and the vocabulary has {logits.shape[-1]} tokens",
-                )
+                scores = run_processors(self._processors[row], ids, scores)
             if bitmask is not None:
                 scores = scores.clone()
                 apply_bitmask(scores[None], bitmask[None, None])
