@@ -211,6 +211,13 @@ def argmax(model: PreTrainedModel) -> Undo:
     return _patched(torch, "argmax", lambda before: lambda *a, **kw: (before(*a, **kw) + 1) % 90)
 
 
+def update_of_a_class(model: PreTrainedModel) -> Undo:
+    def make(before: Any) -> Any:
+        return lambda self, keys, values, *args, **kw: before(self, _coarse(keys), values, *args, **kw)
+
+    return _patched(DynamicCache, "update", make)
+
+
 # ---- hooks
 
 
@@ -474,6 +481,7 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Undo | None]] = {
     "eager": attention("eager"),
     "class of the cache's layers": cache_class,
     "class of new caches": class_of_new_caches,
+    "class of caches, update()": update_of_a_class,
     "get_interface() of the registry": registry_method,
     "another registry": other_registry,
     "RoPE's function of another model": function_of_another_model,
@@ -591,6 +599,7 @@ def _three(ids: torch.Tensor, scores: torch.Tensor, third: Any) -> torch.Tensor:
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
     "a plain cache": lambda: {"past_key_values": DynamicCache()},
+    "a cache without use": lambda: {"past_key_values": DynamicCache(), "use_cache": False},
     "cache of a subclass": lambda: {"past_key_values": Rounded()},
     "cache with layers": lambda: {"past_key_values": _own_layers()},
     "cache with an update": lambda: {"past_key_values": _own_update()},

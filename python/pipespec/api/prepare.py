@@ -107,6 +107,8 @@ class Generation:
         self._read_sampling(logits_processor, width, shown, eos)
         self.row_cache: RowCache | None = None
         if options.cache is not None:
+            if not config.use_cache:
+                raise UnsupportedInput("use_cache", "use_cache=False with past_key_values: pass one of them only")
             self.row_cache = adopt(target, options.cache, self.columns, self.prompts, self.limits)
         self._check_windows()
         pad = getattr(config, "_pad_token_tensor", None)

@@ -152,7 +152,6 @@ class Code:
         # A name that its class lacks is looked for, as it may come.
         present = [name for name in names if hasattr(kind, name)]
         self._watch_attributes(kind, present)
-        self._seen.append((functools.partial(_size, kind), _size(kind)))
         return reason or self._methods(nn.Module, _CALLS)
 
     def _methods(self, kind: type, names: Sequence[str]) -> str | None:
@@ -172,6 +171,8 @@ class Code:
             read = functools.partial(operator.attrgetter(*names), place)
             self._seen.append((read, read()))
         if isinstance(place, type):
+            # One more attribute may hide a base class's.
+            self._seen.append((functools.partial(_size, place), _size(place)))
             self._classes.append(place)
         else:
             self._spaces.append(vars(place))
