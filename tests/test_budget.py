@@ -24,7 +24,7 @@ FOLDERS = {
     "python/pipespec": 32_425,
     "bench": 8_500,
     "tools": 1_500,
-    "tests": 54_800,
+    "tests": 54_810,
 }
 """Most lines of C++, CUDA and Python. The design's goals of the first five: 12,500, 8,000, 20,000, 7,000 and 1,200."""
 

@@ -378,6 +378,12 @@ def head_with_bias(model: PreTrainedModel) -> None:
         model.lm_head.bias.copy_(torch.linspace(-1, 1, old.out_features))
 
 
+def activation_function(model: PreTrainedModel) -> None:
+    mlp = _layers(model)[1].mlp
+    del mlp.act_fn
+    mlp.act_fn = torch.tanh
+
+
 def identity_mlp(model: PreTrainedModel) -> None:
     _layers(model)[1].mlp = nn.Identity()
 
@@ -524,6 +530,7 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Undo | None]] = {
     "more tokens": more_tokens,
     "head with a bias": head_with_bias,
     "identity for an MLP": identity_mlp,
+    "function for an activation": activation_function,
     "own class": own_class,
     "own prepare_inputs_for_generation": own_inputs,
     "own _update_model_kwargs_for_generation": own_update,

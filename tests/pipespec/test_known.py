@@ -189,7 +189,7 @@ def test_a_large_model_is_checked_in_turn():
     assert checks < large.nbytes >> 14
 
 
-@pytest.mark.parametrize("name", ["weight by .data", "weight by numpy", "frequencies in place", "frequencies by numpy", "another view", "repeated rows"])  # fmt: skip
+@pytest.mark.parametrize("name", ["weight by .data", "weight by numpy", "frequencies in place", "frequencies by numpy", "another view", "repeated rows", "function for an activation"])  # fmt: skip
 @pytest.mark.parametrize("native", [True, False])
 def test_values_change_between_calls(name, native):
     model = make("llama")

@@ -174,6 +174,7 @@ def _identity(model: PreTrainedModel | ModelParts, packed: bool) -> tuple[Any, .
     dtypes = set()
     for name, module in model.named_modules():
         kind, where = type(module), name or "the model"
+        seen.append((name, kind))
         if kind not in classes or (not packed and kind in (Int8Linear, QuantizedLinear, QuantizedEmbedding)):
             raise NotReadable(f"{where} is of class {kind.__name__}")
         if has_own_forward(module):
