@@ -260,7 +260,11 @@ AVAILABLE = {"torch", "triton", "transformers", "numpy", "pytest", "hypothesis",
 AVAILABLE.add("huggingface_hub")  # comes with transformers
 
 
-OPTIONAL = {("demo", "run.py"), ("api", "server.py"), ("api", "server_metrics.py"), ("pipespec", "test_serve.py")}
+OPTIONAL = {
+    ("demo", "run.py"),
+    *(("api", f"{name}.py") for name in ("server", "server_grammar", "server_metrics")),
+    ("pipespec", "test_serve.py"),
+}
 """The demo and the server, which no part runs. The server's tests skip themselves without its packages."""
 
 

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 import transformers.generation.utils as generation_utils
 import transformers.models.cohere.modeling_cohere as modeling_cohere
-from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, LogitsProcessor, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -245,11 +245,13 @@ def global_hook(model: PreTrainedModel) -> Undo:
 
 
 def hook_of_accelerate(model: PreTrainedModel) -> None:
-    class Hook(ModelHook):
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class Hook(hooks.ModelHook):
         def post_forward(self, module: nn.Module, output: Any) -> Any:
             return _on_first(output, _last)
 
-    add_hook_to_module(_layers(model)[1].mlp, Hook())
+    hooks.add_hook_to_module(_layers(model)[1].mlp, Hook())
 
 
 # ---- weights
