@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from bench import bench_spd
+from pipespec.bench import comparison
 from pipespec.bench.comparison import Measurement, SpeedComparison, cells
 from pipespec.bench.contenders import PipelineContender, Workload, standard_contenders
 from pipespec.cli.main import main
@@ -402,6 +403,13 @@ def test_demo(family, capsys):
     assert "three models at once" in out
     assert "workers, small + medium" in out
     assert "Every row generated the same text" in out
+
+
+def test_demo_where_no_draft_token_is_accepted(family, capsys, monkeypatch):
+    monkeypatch.setattr(demo_run, "standard_contenders", local_contenders)
+    monkeypatch.setattr(comparison, "accepted_by_model", lambda stages: ({}, {}))
+    assert main([*QUICK_DEMO, str(family)]) == 0
+    assert "No row of pipespec had a draft token accepted" in capsys.readouterr().out
 
 
 def test_benchmark_of_stages(tmp_path, capsys):

@@ -99,12 +99,13 @@ def run_demo(size: DemoSize, prompt: str | None = None, folder: Path | None = No
     if not all(result.is_identical for result in results):
         console.print("NOT every row generated the same text: this is a bug, please report it.", style="bold red")
         return False
-    best = max((r for r in results if r.acceptance_rate), key=lambda r: r.tokens_per_second or 0.0)
-    console.print(
-        f"Every row generated the same text, token for token. Fastest row of pipespec: {best.label}, "
-        f"{best.vs_plain:.2f} times generate().",
-        markup=False,
-    )
+    # On a slow machine the drafts of a short text may all rest.
+    drafting = [result for result in results if result.acceptance_rate]
+    fastest = "No row of pipespec had a draft token accepted: the texts are too short."
+    if drafting:
+        best = max(drafting, key=lambda result: result.tokens_per_second or 0.0)
+        fastest = f"Fastest row of pipespec: {best.label}, {best.vs_plain:.2f} times generate()."
+    console.print(f"Every row generated the same text, token for token. {fastest}", markup=False)
     return True
 
 
