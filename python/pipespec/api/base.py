@@ -422,8 +422,8 @@ class BasePipeline:
             if not call_options.prompt_streamed:
                 with callers_code():
                     generation.progress.stream_prompt()
-            self._leave_parent()  # the streamer may have forked
             try:
+                self._leave_parent()  # the streamer may have forked
                 with self._leading(generation):
                     self._driver.run(request)
                     generation.progress.finish()
