@@ -660,3 +660,34 @@ def test_a_pipeline_refuses_before_any_work(model):
     cache = StaticCache(config=model.config, max_cache_len=64)
     with pytest.raises(NotImplementedError, match="past_key_values"):
         pipe.generate(IDS, past_key_values=cache, max_new_tokens=3)
+
+
+def test_what_forwards_change_is_no_change_within_a_call(model):
+    """Packed products that a first forward makes, and attributes that a criterion notes on the model."""
+    target, ids = model, IDS
+
+    def note(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        target.noted = True
+        target.model.layers[0].seen = ids.shape[1]
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    wanted = bare(target, ids, max_new_tokens=6)
+    with pipespec.Pipeline(target, "ngram") as pipe:
+        assert torch.equal(pipe.generate(ids, max_new_tokens=6, do_sample=False, stopping_criteria=[note]), wanted)
+        assert pipe.report.schedule != "transformers"
+
+
+def test_a_change_that_a_call_inside_has_seen(model):
+    """The call inside of a call looks at the model anew. The outer one still sees the change."""
+    target = model
+
+    def change(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        if ids.shape[1] == IDS.shape[1] + 2:
+            with torch.no_grad():
+                target.model.norm.weight.mul_(-1)
+            target.generate(IDS, max_new_tokens=1, do_sample=False)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    pipespec.attach(target, "ngram")
+    with pytest.raises(NotImplementedError, match="the model has changed while it generated"):
+        target.generate(IDS, max_new_tokens=8, do_sample=False, stopping_criteria=[change])

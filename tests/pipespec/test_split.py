@@ -32,6 +32,12 @@ from tests.trials import trials
 LAYERS = 3
 
 
+class PlacementHook(SimpleNamespace):
+    """What accelerate leaves on a module."""
+
+    __module__ = "accelerate.hooks"
+
+
 @pytest.fixture(scope="module")
 def model():
     return random_llama(3, layers=LAYERS)
@@ -58,7 +64,7 @@ def offloaded(model, within=""):
         trust(bring, drop)
         module.register_forward_pre_hook(bring)
         module.register_forward_hook(drop)
-        module._hf_hook = SimpleNamespace(offload=True, execution_device="cpu")
+        module._hf_hook = PlacementHook(offload=True, execution_device="cpu")
     return other, brought
 
 

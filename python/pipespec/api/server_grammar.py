@@ -7,11 +7,11 @@ from typing import Any
 
 from fastapi import HTTPException
 
-from pipespec.models.properties import embedding_size, end_tokens
+from pipespec.models.properties import end_tokens, head_size
 
 
 class ResponseFormats:
-    """Makes a matcher for each request. xgrammar keeps what it has compiled.
+    """Makes a matcher for each request. xgrammar keeps what it has compiled, up to 64 MiB.
 
     Args:
         model: The target, for its vocabulary and end tokens.
@@ -43,9 +43,9 @@ class ResponseFormats:
         if self._compiler is None:
             ends = end_tokens(self._model) or None
             info = xgrammar.TokenizerInfo.from_huggingface(
-                self._tokenizer, vocab_size=embedding_size(self._model), stop_token_ids=ends
+                self._tokenizer, vocab_size=head_size(self._model), stop_token_ids=ends
             )
-            self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+            self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=64 << 20)
         try:
             schema = {"type": "object"} if kind == "json_object" else wanted["json_schema"]["schema"]
             # Free spaces would let a small model write nothing else.

@@ -250,8 +250,11 @@ def _check_folder(args: argparse.Namespace, file: str) -> None:
     from pipespec.spd.training.trainer import CHECKPOINT
 
     check_output_folder(args.out)
-    if (args.out / file).exists() and not args.resume:
-        raise ValueError(f"{args.out} holds a draft module already: continue with --resume, or give another --out")
+    found = next((name for name in (file, CHECKPOINT) if (args.out / name).exists()), None)
+    if found is not None and not args.resume:
+        raise ValueError(
+            f"{args.out} holds a draft module already ({found}): continue with --resume, or give another --out"
+        )
     if args.resume and not (args.out / CHECKPOINT).is_file():
         raise FileNotFoundError(f"nothing to resume: {args.out / CHECKPOINT} does not exist")
 

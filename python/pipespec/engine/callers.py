@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from pipespec.engine.known import has_changed
+from pipespec.engine.known import record_within
 from pipespec.errors import CallState, Unsupported
 from pipespec.models.originals import is_original
 from pipespec.models.rope import is_dynamic, rope_type
@@ -67,17 +67,24 @@ def check_of_model(model: PreTrainedModel, code: Iterable[Any]) -> Callable[[], 
         code: processors, criteria and a streamer that the call runs.
 
     Returns:
-        A function that raises ``NotImplementedError`` after a change; None where all of ``code`` is that of known packages, which change no model.
+        A function that raises ``NotImplementedError`` after a change; None where all of ``code`` is that of known packages, which change no model, and
+        where the model's own forwards may change it.
     """
     if is_dynamic(rope_type(model)) or all(each is None or is_original(each) for each in code):
         return None  # forwards change dynamic RoPE
+    # Not the newest record: a call from inside of this one replaces that.
+    record = record_within(model)
+    if record is None:
+        return None
 
     def check() -> None:
-        if has_changed(model):
-            raise _final(
-                "model",
-                "the model has changed while it generated, by a processor, a criterion or a streamer of the call",
-            )
+        nonlocal record
+        assert record is not None
+        now = record.successor(model)
+        if now is None:
+            what = "the model has changed while it generated, by a processor, a criterion or a streamer of the call"
+            raise _final("model", what)
+        record = now
 
     return check
 

@@ -165,7 +165,6 @@ class Record:
         spaces = [vars(module) for module in modules[1:]]
         for module in modules:
             spaces += [module._parameters, module._buffers, module._modules, *(vars(module)[name] for name in _HOOKS)]
-            spaces += map(vars, _placement_hooks(module))
         self._config = model.config
         configs = {id(c): c for c in (model.config, *(getattr(m, "config", None) for m in modules)) if c is not None}
         containers = [*spaces, *itertools.chain.from_iterable(map(_containers_in, configs.values()))]
@@ -180,6 +179,16 @@ class Record:
     def _views_now(self) -> tuple[list[Any], list[int]]:
         """How the weights lie in their memory: another view of the same memory has its address and version."""
         return list(map(_STRIDES, self._all)), list(map(_COUNT, self._all))
+
+    def successor(self, model: PreTrainedModel) -> Record | None:
+        """The record of a model now; None if its code or its weights are others than those of this record."""
+        if self.is_current(model):
+            return self
+        now = Record(model)
+        mine, its = (
+            (r._kind, r._config, r._versions, r._pointers, r._views) if r.reason is None else None for r in (self, now)
+        )
+        return now if mine is not None and mine == its else None
 
     def is_current(self, model: PreTrainedModel) -> bool:
         """Whether the model is what it was. Most of the time is that for the versions and addresses of the weights, a tenth of a microsecond each."""
@@ -243,13 +252,15 @@ def _record(model: PreTrainedModel) -> Record:
     return found
 
 
-def has_changed(model: PreTrainedModel) -> bool:
-    """Whether a known model is no longer what it was when this call looked at it."""
+def record_within(model: PreTrainedModel) -> Record | None:
+    """What a call compares a model with while it runs; None where it cannot: the model is not known, or its own forwards may change it."""
     found = _records.get(model)
-    if found is None or found.reason is not None or found.is_current(model):
-        return False
-    # Modules of trusted classes may have a state that their forwards change.
-    return not any(is_trusted(type(module)) for module in model.modules()) or Record(model).reason is not None
+    if found is None or found.reason is not None:
+        return None
+    for module in model.modules():
+        if is_trusted(type(module)) or _placement_hooks(module) or any(vars(module)[name] for name in _HOOKS):
+            return None
+    return found
 
 
 def refresh(model: PreTrainedModel | None = None) -> None:

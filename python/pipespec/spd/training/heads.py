@@ -143,6 +143,7 @@ class HeadStudent:
 
     def identity(self) -> str:
         record = self.module.config.to_json("", [], self._steps)
+        record["transformer_layer_config"].pop("transformers_version", None)  # which does not change the head
         ids = hashlib.sha256(self.columns.cpu().numpy().tobytes()).hexdigest()
         return json.dumps(record | {"vocabulary": ids}, default=str)
 
