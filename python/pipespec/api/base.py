@@ -419,10 +419,10 @@ class BasePipeline:
                 if not self._group.is_leader:
                     generation.follow()
             self.partial = None
-            if not call_options.prompt_streamed:
-                with callers_code():
-                    generation.progress.stream_prompt()
             try:
+                if not call_options.prompt_streamed:
+                    with callers_code():
+                        generation.progress.stream_prompt()
                 self._leave_parent()  # the streamer may have forked
                 with self._leading(generation):
                     self._driver.run(request)
@@ -433,10 +433,11 @@ class BasePipeline:
                 request.take_back()
                 state = CallState.of(error)
                 state.is_final |= any(generation.progress.text.counts())
-                state.has_streamed, state.generator = not call_options.prompt_streamed, generation.generator
-                with suppress(Exception):
-                    self.partial = error.partial = generation.progress.text.sequences()  # type: ignore[attr-defined]
-                    error.add_note("What was generated until then is in the pipeline's .partial")
+                state.has_streamed, state.generator = generation.progress.has_streamed_prompt, generation.generator
+                if call_options.streamer is None or call_options.prompt_streamed or state.has_streamed:
+                    with suppress(Exception):
+                        self.partial = error.partial = generation.progress.text.sequences()  # type: ignore[attr-defined]
+                        error.add_note("What was generated until then is in the pipeline's .partial")
                 raise
 
     def _check_call(self, request: GenerationRequest) -> None:
@@ -498,8 +499,8 @@ class BasePipeline:
         with self._lock:
             if self._owner == threading.get_ident():
                 raise RuntimeError(f"{what} was called inside a call of the same pipeline; {instead}")
-            self._owner = threading.get_ident()
             try:
+                self._owner = threading.get_ident()
                 yield
             finally:
                 self._owner = None

@@ -129,10 +129,12 @@ class Stream:
 
     def __init__(self, text: CommittedText, streamer: Any, check_model: Callable[[], None] | None = None) -> None:
         self._text, self._streamer, self._check_model = text, streamer, check_model
+        self.has_prompt = False
         self._streamed = 0  # new tokens per row
 
     def put_prompt(self) -> None:
-        self._streamer.put(self._text.input_ids.cpu())
+        # In one statement: after an error the streamer has the prompt if and only if this says so.
+        _, self.has_prompt = self._streamer.put(self._text.input_ids.cpu()), True
 
     def _put(self, tokens: list[int], is_first: bool) -> None:
         if self._check_model is not None and not is_first:
@@ -205,6 +207,11 @@ class Progress:
         """Give the prompt to the streamer, as transformers does before it decodes."""
         if self._stream is not None:
             self._stream.put_prompt()
+
+    @property
+    def has_streamed_prompt(self) -> bool:
+        """Whether the streamer has the prompt of :meth:`stream_prompt`."""
+        return self._stream is not None and self._stream.has_prompt
 
     def on_commit(self, source: TextSource) -> None:
         """Check the new tokens of a step against the criteria, then stream them."""
