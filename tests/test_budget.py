@@ -21,7 +21,7 @@ PYTHON = ("python/pipespec", "pipespec_kernels", "bench", "tools")
 FOLDERS = {
     "csrc": 13_100,
     "pipespec_kernels": 8_550,
-    "python/pipespec": 32_450,
+    "python/pipespec": 32_480,
     "bench": 8_500,
     "tools": 1_500,
     "tests": 54_850,
@@ -73,7 +73,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 76, 14_130
+MODULES, LINES = 76, 14_160
 """Most modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 

@@ -148,6 +148,7 @@ class Record:
     Attributes:
         reason: why the model is not known, as a phrase; None if it is.
         identities: by form, those that were read since.
+        is_obsolete: whether a form of ours has moved the weights since, see :func:`read_again`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -157,6 +158,7 @@ class Record:
         self._code = code_of(type(model), kinds, getattr(model.config, "_attn_implementation", None))
         self.reason = _why_foreign(model, modules) or self._code.reason
         self.verified_in: object = None
+        self.is_obsolete = False
         if self.reason is None:
             self._take(model, modules)
 
@@ -182,9 +184,11 @@ class Record:
 
     def successor(self, model: PreTrainedModel) -> Record | None:
         """The record of a model now; None if its code or its weights are others than those of this record."""
-        if self.is_current(model):
+        if not self.is_obsolete and self.is_current(model):
             return self
         now = Record(model)
+        if self.is_obsolete:
+            return now
         mine, its = (
             (r._kind, r._config, r._versions, r._pointers, r._views) if r.reason is None else None for r in (self, now)
         )
@@ -283,7 +287,8 @@ def refresh(model: PreTrainedModel | None = None) -> None:
 
 def read_again(model: PreTrainedModel) -> None:
     """Read a model again whose weights a form has moved, within the call, too."""
-    _records.pop(model, None)
+    if (found := _records.pop(model, None)) is not None:
+        found.is_obsolete = True
 
 
 def why_unknown(model: PreTrainedModel) -> str | None:
