@@ -39,6 +39,14 @@ GPU_TESTS = ("tests/pipespec", "tests/kernels", "tests/spd")
 BY_RISK = ("tests/kernels/test_cuda_launcher.py", "tests/pipespec/test_streams.py", "tests/spd/test_spd_gpu.py")
 """Tests of what nothing without a GPU has run, which come first."""
 
+DEVICE_TESTS = (
+    "tests/same_text",
+    "tests/spd/test_spd_generate.py",
+    "tests/pipespec/test_heads.py",
+    "tests/pipespec/test_heads_training.py",
+)
+"""Tests that CI runs on a CPU, whose models and prompts lie on the GPU here."""
+
 BY_MODULES = "run transformers' modules"
 """Of the warning that a model is not in the fused form."""
 
@@ -73,6 +81,8 @@ class Part:
     seconds: int
     required: bool = True
     call: str = "tests"
+    on_device: bool = False
+    """Whether the models of tests for any device lie on the GPU."""
 
     @property
     def is_tests(self) -> bool:
@@ -80,7 +90,14 @@ class Part:
 
 
 def _tests(
-    name: str, marked: str, paths: Sequence[str], seconds: int, *, processes: int, required: bool = True
+    name: str,
+    marked: str,
+    paths: Sequence[str],
+    seconds: int,
+    *,
+    processes: int,
+    required: bool = True,
+    on_device: bool = False,
 ) -> Part:
     plugins: tuple[str, ...] = ()
     if find_spec("xdist") and processes > 1:
@@ -89,7 +106,7 @@ def _tests(
         plugins += ("--timeout", "60")
     results = ("-p", "bench.result_lines", "--results", "{file}")
     options = ("-m", marked, "-q", "--tb=short", "-p", "no:cacheprovider", *results, *plugins)
-    return Part(name, ("-m", "pytest", *paths, *options), seconds, required)
+    return Part(name, ("-m", "pytest", *paths, *options), seconds, required, on_device=on_device)
 
 
 def _generations(name: str, models: Sequence[str], rows: Sequence[str], seconds: int, *options: str) -> Part:
@@ -121,10 +138,11 @@ def parts_of(dry: bool) -> tuple[Part, ...]:
         )
     sizes = ("--prompt-tokens", "64", "--new-tokens", "256", "--repeats", "2", "--device", "cuda")
     tuning = ("--agreement", "0.8", "--settings", "3", "--tuning-tokens", "48")
+    processes = max(1, min(12, _cores() - 2))  # one core each for the launcher's threads and the check itself
     return (
         _smoke(45),
-        # One core each for the launcher's threads and the check itself.
-        _tests("tests", "gpu and not sanitizer", (*BY_RISK, *GPU_TESTS), 400, processes=max(1, min(12, _cores() - 2))),
+        _tests("tests", "gpu and not sanitizer", (*BY_RISK, *GPU_TESTS), 400, processes=processes),
+        _tests("device", "not gpu", DEVICE_TESTS, 240, processes=processes, on_device=True),
         _tests("memcheck", "gpu and sanitizer", GPU_TESTS[:1], 240, processes=1, required=False),
         _generations("1B -> 8B", ("1B", "8B"), ROWS, 240, *sizes, *tuning),
         # Compilation takes longer than bench_generate allows of a time limit.
@@ -287,7 +305,8 @@ def check(out: Path, parts: Sequence[Part], seconds: float = CALL_SECONDS, dry: 
             found: dict[str, Any] = {"status": None, "seconds": 0.0, "last_lines": ["no time was left"]}
         else:
             file = out / f"part{i}"
-            found = run([str(file) if word == "{file}" else word for word in part.command], log, limit)
+            variables = {"PIPESPEC_TEST_DEVICE": "cuda"} if part.on_device else {}
+            found = run([str(file) if word == "{file}" else word for word in part.command], log, limit, **variables)
             found |= results_of(part, file)
             file.unlink(missing_ok=True)
         found["passed"] = has_passed(part, found)

@@ -23,6 +23,9 @@ from tests.waiting import SECONDS, no_more_threads
 
 VOCABULARY = 320
 
+DEVICE = os.environ.get("PIPESPEC_TEST_DEVICE", "cpu")
+"""Where the models and prompts of the tests are that run on any device, see the part ``device`` of ``bench.gpu_check``."""
+
 # The models here are tiny: a second thread gains nothing, and on a busy machine each product waits for it.
 torch.set_num_threads(1)
 
@@ -90,7 +93,7 @@ def random_llama(
         pad_token_id=0,
     )
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(config).to(dtype).eval()
+    model = LlamaForCausalLM(config).to(DEVICE, dtype).eval()
     model.generation_config.eos_token_id = None
     return model
 
@@ -124,7 +127,8 @@ def noisy(target: LlamaForCausalLM, scale: float, seed: int = 0) -> LlamaForCaus
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in draft.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std() * scale)
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+            parameter.add_(noise * parameter.std() * scale)
     return draft
 
 
@@ -132,7 +136,7 @@ def random_prompts(count: int, *, seed: int = 0, shortest: int = 1, longest: int
     """LongTensors ``[P]`` of token ids >= 2 (0 pads, 1 begins)."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
-    return [torch.randint(2, VOCABULARY, (n,), generator=generator) for n in lengths]
+    return [torch.randint(2, VOCABULARY, (n,), generator=generator).to(DEVICE) for n in lengths]
 
 
 def left_pad(prompts: list[torch.Tensor], pad: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,7 +147,7 @@ def left_pad(prompts: list[torch.Tensor], pad: int = 0) -> tuple[torch.Tensor, t
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = prompt
         mask[row, width - len(prompt) :] = 1
-    return ids, mask
+    return ids.to(DEVICE), mask.to(DEVICE)
 
 
 @pytest.fixture

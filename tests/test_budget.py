@@ -21,10 +21,10 @@ PYTHON = ("python/pipespec", "pipespec_kernels", "bench", "tools")
 FOLDERS = {
     "csrc": 13_100,
     "pipespec_kernels": 8_550,
-    "python/pipespec": 32_480,
+    "python/pipespec": 32_520,
     "bench": 8_500,
     "tools": 1_500,
-    "tests": 54_850,
+    "tests": 54_950,
 }
 """Most lines of C++, CUDA and Python. The design's goals of the first five: 12,500, 8,000, 20,000, 7,000 and 1,200."""
 
@@ -73,7 +73,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 76, 14_160
+MODULES, LINES = 76, 14_170
 """Most modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 

@@ -72,11 +72,11 @@ def strided(x: Tensor, layout: str) -> Tensor:
     if layout == "transposed":
         return x.transpose(0, 1).contiguous().transpose(0, 1)
     if layout == "gaps":
-        wide = torch.full((b, q + 1, v + 3), math.nan, dtype=x.dtype)  # NaNs outside of the view: they would win
+        wide = x.new_full((b, q + 1, v + 3), math.nan)  # NaNs outside of the view: they would win
         wide[:, 1:, 1 : v + 1] = x
         return wide[:, 1:, 1 : v + 1]
     if layout == "offset":
-        flat = torch.full((b * q * v + 1,), math.nan, dtype=x.dtype)
+        flat = x.new_full((b * q * v + 1,), math.nan)
         flat[1:] = x.reshape(-1)
         return flat[1:].view(b, q, v)
     return x

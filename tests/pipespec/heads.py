@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.conftest import VOCABULARY
+from tests.conftest import DEVICE, VOCABULARY
 
 DRAFTED, HIDDEN, LAYERS = 200, 32, 8
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -26,7 +26,7 @@ def make_target(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
         "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.25, "bos_token_id": 1, "eos_token_id": None,
         "pad_token_id": 0,
     }  # fmt: skip
-    return LlamaForCausalLM(LlamaConfig(**sizes | changes)).eval()
+    return LlamaForCausalLM(LlamaConfig(**sizes | changes)).to(DEVICE).eval()
 
 
 def make_weights(

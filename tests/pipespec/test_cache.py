@@ -241,6 +241,18 @@ def test_crop_of_uneven_rows_removes_as_many_from_each():
 # ---- mask and positions
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool], ids=str)
+@pytest.mark.parametrize(("lengths", "q"), [([5], 3), ([63], 3), ([7, 7], 65), ([4, 9], 5)], ids=str)
+def test_masks_on_a_gpu_begin_at_multiples_of_16_bytes(lengths, q, dtype):
+    """The address of a view that begins at an odd key let torch's memory-efficient attention fault. ``meta`` is any device but the CPU."""
+    cache = RowCache(make_model().config, len(lengths), 112, dtype=dtype, device="meta")
+    cache._set(list(lengths))
+    mask = cache.mask(q, dtype)
+    assert mask.shape == (len(lengths), 1, q, max(lengths) + q)
+    assert mask.storage_offset() * mask.element_size() % 16 == 0
+    assert all(stride * mask.element_size() % 16 == 0 for stride in mask.stride()[:-1])
+
+
 @pytest.mark.parametrize("lengths", [[0], [1], [37], [0, 0], [5, 5, 5], [4, 0, 9]], ids=str)
 @pytest.mark.parametrize("q", [1, 2, 16, 17, 64, 65, 80])
 def test_mask_and_positions_by_definition(lengths, q):

@@ -16,9 +16,11 @@ from pipespec.drafts.stage import HeadStage
 from pipespec.engine.cache import RowCache
 from pipespec.engine.features import Features
 from pipespec.engine.values import Checksums
-from tests.conftest import VOCABULARY, left_pad, random_prompts
+from tests.conftest import DEVICE, VOCABULARY, left_pad, random_prompts
 from tests.pipespec import heads
 from tests.support.grammars import Classes
+
+ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="blocks, native forwards, and bfloat16 sums that do not depend on the width are for the CPU")
 
 SAMPLED = {"do_sample": True, "seed": 5, "temperature": 0.9, "top_k": 30}
 
@@ -162,7 +164,7 @@ class Drafted:
                 if n:
                     end = int(stage._kv[row] + stage._query_lens[row])
                     known = stage.block.length(stage.block.target, row)
-                    found.append((known, stage._text[row, :end].tolist(), wide[row, n - 1 - first].clone()))
+                    found.append((known, stage._text[row, :end].tolist(), wide[row, n - 1 - first].cpu()))
             return wide, first
 
         monkeypatch.setattr(HeadStage, "_score", recording)
@@ -170,14 +172,14 @@ class Drafted:
 
 def check_against_reference(found, target, weights, layers, atol=2e-4, **more) -> None:
     """Compare drafts with :class:`heads.Reference` over the hidden states of transformers' own forward."""
-    reference = heads.Reference(weights, target.get_input_embeddings().weight.detach(), **more)
+    reference = heads.Reference(weights, target.get_input_embeddings().weight.detach().cpu(), **more)
     ids = torch.arange(heads.DRAFTED) + weights["d2t"]
     others = torch.ones(VOCABULARY, dtype=torch.bool)
     others[ids] = False
     for known, text, logits in found:
         with torch.no_grad():
-            states = target(torch.tensor([text[: known - 1]]), output_hidden_states=True).hidden_states
-        features = torch.cat([states[k][0] for k in layers], -1)
+            states = target(torch.tensor([text[: known - 1]], device=DEVICE), output_hidden_states=True).hidden_states
+        features = torch.cat([states[k][0] for k in layers], -1).cpu()
         assert torch.isneginf(logits[others]).all()
         torch.testing.assert_close(logits[ids].double(), reference.chain(features, text), atol=atol, rtol=atol)
 
@@ -216,9 +218,9 @@ def test_drafts_after_a_reused_prompt_and_a_given_cache(native, target, folder, 
     begin = longer.shape[1] - 3
     for known, text, logits in drafted.found:
         with torch.no_grad():
-            states = target(torch.tensor([text[: known - 1]]), output_hidden_states=True).hidden_states
-        features = torch.cat([states[k][0, begin:] for k in (2, 4, 5)], -1)
-        reference = heads.Reference(heads.make_weights(), target.get_input_embeddings().weight.detach())
+            states = target(torch.tensor([text[: known - 1]], device=DEVICE), output_hidden_states=True).hidden_states
+        features = torch.cat([states[k][0, begin:] for k in (2, 4, 5)], -1).cpu()
+        reference = heads.Reference(heads.make_weights(), target.get_input_embeddings().weight.detach().cpu())
         ids = torch.arange(heads.DRAFTED) + heads.make_weights()["d2t"]
         torch.testing.assert_close(logits[ids].double(), reference.chain(features, text[begin:]), atol=2e-4, rtol=2e-4)
 
@@ -247,7 +249,9 @@ def test_drafts_are_those_of_speculators(shape, target, tmp_path) -> None:
         logits: list[torch.Tensor] = []
         theirs.lm_head.register_forward_hook(lambda module, args, out: logits.append(out[0]))
         theirs(features, tokens[:, 1:], torch.zeros(1, 39, dtype=torch.long), ttt_steps=steps)
-    reference = heads.Reference(weights, target.get_input_embeddings().weight.detach(), **reference_options(shape))
+    reference = heads.Reference(
+        weights, target.get_input_embeddings().weight.detach().cpu(), **reference_options(shape)
+    )
     worst = 0.0
     for known in (1, 2, 7, 20, 34):
         cache = RowCache(ours.block, 1, 64, dtype=torch.float32)
@@ -287,8 +291,12 @@ PIPELINES: dict[str, dict[str, Any]] = {
 }
 
 
+
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("options", PIPELINES.values(), ids=PIPELINES)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(given, id=name, marks=ON_CPU if "weights" in given else ()) for name, given in PIPELINES.items()],
+)
 def test_the_text_is_the_target_s(options, rows, target, folder) -> None:
     prompts = random_prompts(rows, seed=rows, shortest=3, longest=30)
     ids, mask = left_pad(prompts)
@@ -309,6 +317,7 @@ def test_the_text_is_the_target_s(options, rows, target, folder) -> None:
         assert torch.equal(pipe.generate(ids, **how, grammar=grammar), expected)
 
 
+@ON_CPU
 def test_a_long_prompt_of_a_bfloat16_target(folder) -> None:
     """The library reads such prompts where the processor has its instructions, so that the first step feeds nothing."""
     target = heads.make_target().bfloat16()
@@ -320,15 +329,20 @@ def test_a_long_prompt_of_a_bfloat16_target(folder) -> None:
         assert pipe.report.stages[-1].drafted > 0
 
 
-def test_attach_and_a_target_in_blocks(folder) -> None:
+def test_attach(folder) -> None:
     target = heads.make_target(seed=2)
-    prompt = torch.tensor([[5, 6, 7, 8]])
+    prompt = torch.tensor([[5, 6, 7, 8]], device=DEVICE)
     expected = target.generate(prompt, max_new_tokens=12, do_sample=False)
     attach(target, folder, lookahead=2)
     try:
         assert torch.equal(target.generate(prompt, max_new_tokens=12, do_sample=False), expected)
     finally:
         detach(target)
+
+
+@ON_CPU
+def test_a_target_in_blocks(folder) -> None:
+    target, prompt = heads.make_target(seed=2), torch.tensor([[5, 6, 7, 8]])
     with Pipeline(target, folder, lookahead=2, weights="q8_0") as pipe, Pipeline(target, weights="q8_0") as plain:
         drafted, alone = (p.generate(prompt, max_new_tokens=12, do_sample=False) for p in (pipe, plain))
         assert torch.equal(drafted, alone)
@@ -357,6 +371,7 @@ def test_a_forward_without_hidden_states_keeps_nothing() -> None:
     assert features.read(0, 1, 3).tolist() == [[1.0] * 4 + [2.0] * 4] * 2
 
 
+@ON_CPU
 @pytest.mark.parametrize("drafts", [[], ["head"]])
 def test_each_native_forward_pays_for_the_checks_of_weights(drafts, folder, monkeypatch) -> None:
     """A forward in parts, which keeps features, is watched like one in one call."""

@@ -18,7 +18,7 @@ from pipespec.spd.training.heads import HeadStudent, head_for
 from pipespec.spd.training.settings import TrainingSettings
 from pipespec.spd.training.students import Lesson
 from pipespec.spd.training.trainer import TrainingBatch, teach
-from tests.conftest import VOCABULARY
+from tests.conftest import DEVICE, VOCABULARY
 from tests.pipespec import heads
 
 SETTINGS = TrainingSettings(steps=6, rate=3e-3, validate_every=3, optimizer="muon")
@@ -37,6 +37,7 @@ def batch(number: int) -> TrainingBatch:
 
 
 def lesson_of(target, student, ids, valid) -> Lesson:
+    ids, valid = ids.to(DEVICE), valid.to(DEVICE)
     taught = teach(target, ids, student.anchors)
     logits = target.lm_head(taught.last)[valid][:, student.columns]
     return Lesson(ids, taught.anchors, valid, logits)
@@ -51,7 +52,7 @@ def test_the_steps_of_a_lesson_are_those_of_decoding(target, tmp_path) -> None:
     with torch.no_grad():
         lesson = lesson_of(target, student, ids, valid)
         steps = list(student.simulate(lesson))
-    reference = heads.Reference(weights, target.get_input_embeddings().weight.detach())
+    reference = heads.Reference(weights, target.get_input_embeddings().weight.detach().cpu())
     row_of = torch.full(ids.shape, -1)
     row_of[valid] = torch.arange(int(valid.sum()))
     for step, (logits, wished) in enumerate(steps):
@@ -61,9 +62,9 @@ def test_the_steps_of_a_lesson_are_those_of_decoding(target, tmp_path) -> None:
                 if row_of[row, slot + 1 + step] < 0:
                     continue
                 got, want = next(found)
-                features = lesson.anchors[row, : slot + 1].flatten(-2)
+                features = lesson.anchors[row, : slot + 1].flatten(-2).cpu()
                 expected = reference.chain(features, ids[row, : slot + 2 + step].tolist())
-                torch.testing.assert_close(got.double(), expected, atol=2e-4, rtol=2e-4)
+                torch.testing.assert_close(got.double().cpu(), expected, atol=2e-4, rtol=2e-4)
                 # The target's logits behind the same token.
                 assert torch.equal(want, lesson.wished[row_of[row, slot + 1 + step]])
         assert next(found, None) is None
@@ -93,7 +94,7 @@ def test_training_teaches_and_the_head_is_used(target, tmp_path) -> None:
     assert after["agreement"] > before["agreement"]
     assert {"agreement", "agreement_2"} <= after.keys()
     assert is_head(tmp_path)
-    prompt = batch(7).ids[:1]
+    prompt = batch(7).ids[:1].to(DEVICE)
     with Pipeline(target, tmp_path, lookahead=2) as pipe:
         found = pipe.generate(prompt, max_new_tokens=12, do_sample=False)
         assert torch.equal(found, target.generate(prompt, max_new_tokens=12, do_sample=False))

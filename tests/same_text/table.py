@@ -14,7 +14,7 @@ import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
 
 from pipespec.registry import LOCKSTEP, SCHEDULES, UNCAPTURED, Schedule
-from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama
+from tests.conftest import DEVICE, always_right, always_wrong, left_pad, noisy, random_llama
 from tests.pipespec.vocabularies import byte_level, sentencepiece
 from tests.support.grammars import END, Classes
 
@@ -32,7 +32,7 @@ class Favour(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores = scores.clone()
-        scores[torch.arange(len(scores)), (input_ids[:, -1] + 1) % VOCABULARY] += 3.0
+        scores[torch.arange(len(scores), device=scores.device), (input_ids[:, -1] + 1) % VOCABULARY] += 3.0
         return scores
 
 
@@ -58,7 +58,7 @@ class Until(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self.begin = self.begin or input_ids.shape[1] - 1
         self.record.append((input_ids.tolist(), None if scores is None else len(scores)))
-        return input_ids.shape[1] - self.begin >= self.new
+        return input_ids.shape[1] - self.begin >= self.new.to(input_ids.device)
 
 
 class Recorder:
@@ -282,6 +282,10 @@ class Way:
         """By the table of schedules. Where no drafts take part, one chain with them is enough to show it."""
         if not self.row.has_drafts:
             return chain in (CHAINS["alone"], CHAINS["right"])
+        if DEVICE != "cpu" and "weights" in chain.options:
+            return False  # blocks are for the CPU
+        if DEVICE != "cpu" and "exact" in chain.options and not self.captured:
+            return False
         if self.door != "generate" and chain not in (CHAINS["two"], CHAINS["index"], CHAINS["other tokenizer"]):
             return False
         if not self.fixed and chain.uses & {"confidence", "acceptance"}:

@@ -21,7 +21,7 @@ from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
 from pipespec.spd.law import spd_accepted_length, spd_tokens_per_cycle
 from pipespec.spd.ngram import NgramDrafter
-from tests.conftest import VOCABULARY, always_right, left_pad, noisy, random_llama, random_prompts
+from tests.conftest import DEVICE, VOCABULARY, always_right, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
 from tests.pipespec.test_conformance import word_tokenizer
 from tests.spd.drafters import Blind, Failing, Known
@@ -449,7 +449,9 @@ class Whole(Drafter):
         self.select = select
 
     def draft(self, requests):
-        logits = torch.stack([self.model(torch.tensor([list(r.tokens)])).logits[0, -1] for r in requests])
+        logits = torch.stack(
+            [self.model(torch.tensor([list(r.tokens)], device=DEVICE)).logits[0, -1] for r in requests]
+        )
         return self.select(logits, [r.row for r in requests], [len(r.tokens) for r in requests])
 
 
@@ -524,7 +526,9 @@ def test_texts_in_bfloat16_are_those_of_plain_decoding(model, stages, sampling):
     for drafter in ("ngram", noisy(half, 0.01)):
         pipeline = SpeculativePipeline(half, drafter, stages=stages)
         assert torch.equal(pipeline.generate(ids, attention_mask=mask, max_new_tokens=new, **sampling), wanted)
-        assert pipeline.report.stages[0].forward == "native"
+        assert pipeline.report.stages[0].forward == (
+            "native" if DEVICE == "cpu" else f"transformers: it is on {model.device}"
+        )
 
 
 def test_without_the_native_form(model):
@@ -690,7 +694,8 @@ def test_a_draft_module_from_its_folder(model, tmp_path):
     DraftModule.of_target(model, config).save(tmp_path / "module")
     model.save_pretrained(tmp_path / "target")
     for target in (model, tmp_path / "target"):
-        pipeline = SpeculativePipeline(target, tmp_path / "module", stages=2)
+        place = {} if target is model else {"device": DEVICE}
+        pipeline = SpeculativePipeline(target, tmp_path / "module", stages=2, **place)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert torch.equal(greedy(pipeline), greedy(model))

@@ -25,7 +25,7 @@ from pipespec.models.derived import INT8
 from pipespec.models.devices import input_device
 from pipespec.models.loading import DAMAGE
 from pipespec.models.properties import embedding_size, text_config
-from pipespec.models.quantizing import put_in_blocks, rest_in_float32
+from pipespec.models.quantizing import check_place, put_in_blocks, rest_in_float32
 from pipespec.process.records import parse_json
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -344,7 +344,8 @@ class DraftHead(nn.Module):
         (folder / CONFIG).write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
 
     def quantize(self, name: str) -> str:
-        """Put the matrices in blocks, in place. Returns the format: ``"int8"`` stands for ``"q8_0"``."""
+        """Put the matrices in blocks, in place. Returns the format: ``"int8"`` stands for ``"q8_0"``. Raises ``ValueError`` on a GPU."""
+        check_place(self, name)
         name = "q8_0" if name == INT8 else name
         with torch.no_grad():
             put_in_blocks(self, name, self.lm_head)

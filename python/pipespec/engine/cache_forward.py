@@ -15,6 +15,22 @@ from pipespec.models.layout import FULL, SLIDING
 _BAND_WIDTH = 64
 """Most columns whose mask is a view of the precomputed band. Masks of wider forwards (a prefill in chunks) are computed each time."""
 
+_ALIGNED_KEYS = 16
+"""So many boolean keys are 16 bytes."""
+
+
+def _aligned(mask: torch.Tensor) -> torch.Tensor:
+    """A mask ``[..., keys]`` whose rows begin at multiples of 16 bytes: on the CPU the same, elsewhere a copy.
+
+    The memory-efficient attention of torch reads a mask on a GPU in pieces of 16 bytes. It checks the strides, and never where a view begins (2.11
+    faults with cudaErrorMisalignedAddress). Masks of other strides it copies in each layer.
+    """
+    if mask.device.type == "cpu":
+        return mask
+    keys = mask.shape[-1]
+    room = mask.new_zeros((*mask.shape[:-1], -(-keys // _ALIGNED_KEYS) * _ALIGNED_KEYS))
+    return room[..., :keys].copy_(mask)
+
 
 class ForwardCache(RowStorage):
     """A storage with masks and positions, into which the layers of a forward write in order. The lengths grow with the last one."""
@@ -90,8 +106,9 @@ class ForwardCache(RowStorage):
                 band = self._make_mask(rows, self._capacity + width, dtype, window)[0]
                 self._band[dtype, window] = (width, band)
             # [q, top], expanded to [rows, 1, q, top].
-            return band[:q, self._capacity - self._top : self._capacity + q].expand(self._rows, 1, q, top)
-        return self._make_mask(self._indices(q), top, dtype, window)[:, None]
+            view = band[:q, self._capacity - self._top : self._capacity + q]
+            return _aligned(view).expand(self._rows, 1, q, top)
+        return _aligned(self._make_mask(self._indices(q), top, dtype, window)[:, None])
 
     def masks(self, q: int) -> list[torch.Tensor | None]:
         """Per layer the mask of a forward of ``q`` columns, see :meth:`mask`. Layers with the same window share it."""

@@ -65,6 +65,15 @@ def weights_of_each(weights: Weights, names: Sequence[str]) -> list[str | None]:
     return found
 
 
+def check_place(model: Any, name: str) -> None:
+    """Raises ``ValueError`` for a model or draft head on a GPU, which takes no blocks."""
+    if model.device.type not in ("cpu", "meta"):
+        raise ValueError(
+            f"weights={name!r}: these formats are for the CPU, and the {type(model).__name__} is on {model.device}, where each step would write its "
+            "matrices out in 16 bits: leave weights= out, or load a model that is quantised for GPUs"
+        )
+
+
 def quantized(model: PreTrainedModel, name: str) -> PreTrainedModel:
     """A model with the matrices of another one in blocks, adapters merged. Head and embedding are in 6 bits at least, as llama.cpp has them.
 
@@ -77,11 +86,7 @@ def quantized(model: PreTrainedModel, name: str) -> PreTrainedModel:
     Raises:
         ValueError: it is on a GPU, quantised already or split, blocks fill the rows of none of its matrices, or one has weights that no block holds.
     """
-    if model.device.type not in ("cpu", "meta"):
-        raise ValueError(
-            f"weights={name!r}: these formats are for the CPU, and the {type(model).__name__} is on {model.device}, where each step would write its "
-            "matrices out in 16 bits: leave weights= out, or load a model that is quantised for GPUs"
-        )
+    check_place(model, name)
     method = "in blocks" if has_blocks(model) else INT8 if has_int8(model) else quantisation(model)
     if method is not None:
         raise ValueError(f"weights={name!r}: the {type(model).__name__} is quantised already ({method})")

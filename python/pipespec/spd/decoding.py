@@ -75,7 +75,7 @@ def _choose(sampler: Sampler, logits: torch.Tensor, rows: list[int], positions: 
         query_lens, at = np.zeros(count, dtype=np.int32), np.zeros(count, dtype=np.int64)
         query_lens[rows], at[rows] = 1, positions
         # There are no draft tokens, so the fed tokens have no effect.
-        fed = torch.zeros((count, 1), dtype=torch.int32, device="cpu")
+        fed = torch.zeros((count, 1), dtype=torch.int32, device=logits.device)
         selected = sampler(logits, fed, query_lens, np.zeros_like(query_lens), at)
     tokens = selected.tolist()
     return [tokens[row][0] for row in rows]

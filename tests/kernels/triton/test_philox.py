@@ -114,5 +114,7 @@ def test_fast_noise_is_close(device: torch.device) -> None:
     noise_kernel[(1,)](words.to(device), u, g, BLOCK=1 << 14, FAST=True)
     expected = -torch.log(-torch.log1p(-(words.double() + 0.5) * 2.0**-32))
     error = (g.cpu().double() - expected).abs()
-    assert error[expected > -1].max() < 4e-5  # the definition's own error is 3.2e-5
+    # Just above u = 2^-10, where ln(1 - u) is taken of a number near 1: half a unit of its rounding, 2^-25 of 2^-10, and the 2^-22 that PTX allows
+    # ``lg2.approx`` there, of 2^-10 log2 e. An H200 is off by 7.9e-5.
+    assert error[expected > -1].max() < 2.0**-15 + 2.0**-12 / math.log2(math.e)
     assert math.isclose(g[0].item(), 22.87, abs_tol=0.01)
