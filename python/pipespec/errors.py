@@ -75,7 +75,7 @@ class CallState:
 
 
 @contextmanager
-def callers_code() -> Iterator[None]:
+def run_user_code() -> Iterator[None]:
     """Around a function of the caller: its errors come out as they are."""
     try:
         yield

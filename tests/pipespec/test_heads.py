@@ -20,7 +20,9 @@ from tests.conftest import DEVICE, VOCABULARY, left_pad, random_prompts
 from tests.pipespec import heads
 from tests.support.grammars import Classes
 
-ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="blocks, native forwards, and bfloat16 sums that do not depend on the width are for the CPU")
+ON_CPU = pytest.mark.skipif(
+    DEVICE != "cpu", reason="blocks, native forwards, and bfloat16 sums that do not depend on the width are for the CPU"
+)
 
 SAMPLED = {"do_sample": True, "seed": 5, "temperature": 0.9, "top_k": 30}
 
@@ -289,7 +291,6 @@ PIPELINES: dict[str, dict[str, Any]] = {
     "quantised head, 4 bits": {"lookahead": 2, "weights": {"draft 0": "q5_0"}},
     "n-gram": {"drafts": ["ngram"]},
 }
-
 
 
 @pytest.mark.parametrize("rows", [1, 3])

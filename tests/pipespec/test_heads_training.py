@@ -55,8 +55,8 @@ def test_the_steps_of_a_lesson_are_those_of_decoding(target, tmp_path) -> None:
     reference = heads.Reference(weights, target.get_input_embeddings().weight.detach().cpu())
     row_of = torch.full(ids.shape, -1)
     row_of[valid] = torch.arange(int(valid.sum()))
-    for step, (logits, wished) in enumerate(steps):
-        found = iter(zip(logits, wished, strict=True))
+    for step, (logits, teacher_logits) in enumerate(steps):
+        found = iter(zip(logits, teacher_logits, strict=True))
         for row in range(2):
             for slot in range(11 - step):
                 if row_of[row, slot + 1 + step] < 0:
@@ -66,7 +66,7 @@ def test_the_steps_of_a_lesson_are_those_of_decoding(target, tmp_path) -> None:
                 expected = reference.chain(features, ids[row, : slot + 2 + step].tolist())
                 torch.testing.assert_close(got.double().cpu(), expected, atol=2e-4, rtol=2e-4)
                 # The target's logits behind the same token.
-                assert torch.equal(want, lesson.wished[row_of[row, slot + 1 + step]])
+                assert torch.equal(want, lesson.teacher_logits[row_of[row, slot + 1 + step]])
         assert next(found, None) is None
 
 
@@ -161,6 +161,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main([*words, "--steps", "3", "--vocabulary", "20", "--forward-steps", "2", "--resume"]) == 0
     for more, message in (
         (["--stages", "2"], "--stages is for --kind spd"),
+        (["--kind", "spd", "--stages", "2", "--forward-steps", "2"], "--forward-steps is for --kind eagle3"),
         (["--forward-steps", "0"], "--forward-steps must be at least 1"),
     ):
         assert main([*words[:-2], "--out", str(tmp_path / "x"), "--steps", "1", *more]) == 2

@@ -425,7 +425,7 @@ class Injector:
     """Raises an error at the ``at``-th line that a call runs in pipespec's files; None: counts them."""
 
     def __init__(self, at: int | None) -> None:
-        self.at, self.lines, self.where, self.has_begun = at, 0, "", False
+        self.at, self.lines, self.where, self.has_begun, self.is_over = at, 0, "", False, False
         self.root = str(Path(pipespec.__file__).parent)
 
     def __call__(self, frame: Any, event: str, arg: Any) -> Any:
@@ -436,12 +436,15 @@ class Injector:
             not self.has_begun
             or not code.co_filename.startswith(self.root)
             or code.co_filename.endswith(("attach.py", "errors.py", "observe/text.py"))
+            # Its errors count as the streamer's.
+            or code.co_name in ("stream_prompt", "put_prompt")
         ):
             return None
         return self.on_line
 
     def on_line(self, frame: Any, event: str, arg: Any) -> Any:
-        if event == "line":
+        self.is_over |= event == "return" and frame.f_code.co_name == "output_of"  # the result is there
+        if event == "line" and not self.is_over:
             self.lines += 1
             if self.lines == self.at:
                 self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -691,3 +694,17 @@ def test_a_change_that_a_call_inside_has_seen(model):
     pipespec.attach(target, "ngram")
     with pytest.raises(NotImplementedError, match="the model has changed while it generated"):
         target.generate(IDS, max_new_tokens=8, do_sample=False, stopping_criteria=[change])
+
+
+def test_a_change_by_a_function_that_a_processor_of_transformers_calls(model):
+    def allowed(row: int, ids: torch.Tensor) -> list[int]:
+        if len(ids) == IDS.shape[1] + 2:
+            with torch.no_grad():
+                model.model.norm.weight.mul_(-1)
+        return list(range(60))
+
+    with (
+        pipespec.Pipeline(model, "ngram") as pipe,
+        pytest.raises(NotImplementedError, match="the model has changed while it generated"),
+    ):
+        pipe.generate(IDS, max_new_tokens=8, do_sample=False, prefix_allowed_tokens_fn=allowed)

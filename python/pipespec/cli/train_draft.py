@@ -10,6 +10,9 @@ from pipespec.cli.options import Subparsers, option
 
 _KINDS = ("eagle3", "spd")
 
+_LEAST_LAYERS = 7
+"""From here on the third hidden state, the middle and the third from the end are three."""
+
 _OF_SPD = ("stages", "layers", "types", "full")
 """Options that mean something for SPD's draft modules only."""
 
@@ -29,9 +32,8 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
         choices=_KINDS,
         default="eagle3",
     )
-    option(
-        parser, "forward-steps", "N", int, "eagle3: draft tokens in a row that a lesson trains (%(default)s)", default=4
-    )
+    what = "eagle3: draft tokens in a row that a lesson trains (4)"
+    option(parser, "forward-steps", "N", int, what, default=argparse.SUPPRESS)
     spd.add_training_options(parser)
     return [parser]
 
@@ -40,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
     """Train a draft for a target, which is the teacher and does not change: an EAGLE-3 head (folder in the format of the package speculators), or a
     draft module for SPD. The draft learns the assistant's turns of conversations, and all of plain text. An interrupted run continues with --resume."""
     if args.kind == "spd":
+        if "forward_steps" in args:
+            raise ValueError("--forward-steps is for --kind eagle3: leave it out for a draft module")
         return spd.run(args)
     if given := [name for name in _OF_SPD if name in args]:
         raise ValueError(f"--{given[0].replace('_', '-')} is for --kind spd: leave it out for an EAGLE-3 head")
@@ -55,12 +59,18 @@ class HeadKind:
         from pipespec.drafts.head import CONFIG
 
         self.args, self.file = args, CONFIG
+        self.steps: int = getattr(args, "forward_steps", 4)
 
     def check(self, config: Any) -> None:
-        if self.args.forward_steps < 1:
-            raise ValueError(f"--forward-steps must be at least 1, not {self.args.forward_steps}")
+        if self.steps < 1:
+            raise ValueError(f"--forward-steps must be at least 1, not {self.steps}")
+        if self.args.anchors is None and config.num_hidden_layers < _LEAST_LAYERS:
+            raise ValueError(
+                f"EAGLE-3's three hidden states are of a target with {_LEAST_LAYERS} layers at least, and this one has {config.num_hidden_layers}: "
+                "name them with --anchors"
+            )
 
     def make(self, model: Any, vocabulary: list[int] | None) -> Any:
         from pipespec.spd.training.heads import HeadStudent, head_for
 
-        return HeadStudent(head_for(model, vocabulary, self.args.anchors), model, self.args.forward_steps)
+        return HeadStudent(head_for(model, vocabulary, self.args.anchors), model, self.steps)

@@ -3,7 +3,7 @@ has computed tokens ahead, cannot: it says so."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ def check_of_model(model: PreTrainedModel, code: Iterable[Any]) -> Callable[[], 
         A function that raises ``NotImplementedError`` after a change; None where all of ``code`` is that of known packages, which change no model, and
         where the model's own forwards may change it.
     """
-    if is_dynamic(rope_type(model)) or all(each is None or is_original(each) for each in code):
+    if is_dynamic(rope_type(model)) or all(map(is_original, _run_by(code))):
         return None  # forwards change dynamic RoPE
     # Not the newest record: a call from inside of this one replaces that.
     record = record_within(model)
@@ -87,6 +87,14 @@ def check_of_model(model: PreTrainedModel, code: Iterable[Any]) -> Callable[[], 
         record = now
 
     return check
+
+
+def _run_by(code: Iterable[Any]) -> Iterator[Any]:
+    """What is called: objects of a call, and the functions that they hold, as ``prefix_allowed_tokens_fn`` is within a processor of transformers."""
+    for each in code:
+        if each is not None:
+            yield each
+            yield from filter(callable, getattr(each, "__dict__", {}).values())
 
 
 def _final(argument: str, what: str) -> Unsupported:

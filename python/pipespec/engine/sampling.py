@@ -18,7 +18,7 @@ from transformers.generation import logits_process as hf
 
 from pipespec.engine.acceptance import Acceptance
 from pipespec.engine.callers import run_processors
-from pipespec.errors import callers_code
+from pipespec.errors import run_user_code
 from pipespec_kernels import ops
 from pipespec_kernels.confidence import confidence
 from pipespec_kernels.noise import ALL_DRAWN, Noise
@@ -668,7 +668,7 @@ class Sampler:
         with torch.inference_mode(False), torch.no_grad():
             ids = torch.from_numpy(self._prefix(row, position).astype(np.int64))[None].to(logits.device)
             scores = logits.to(torch.float32, copy=True)
-            with callers_code():
+            with run_user_code():
                 scores = run_processors(self._processors[row], ids, scores)
             if bitmask is not None:
                 scores = scores.clone()

@@ -105,7 +105,7 @@ class HeadStudent:
         head, length = self.module, lesson.ids.shape[1] - 1
         device = lesson.ids.device
         row_of = torch.full(lesson.valid.shape, -1, device=device)
-        row_of[lesson.valid] = torch.arange(len(lesson.wished), device=device)
+        row_of[lesson.valid] = torch.arange(len(lesson.teacher_logits), device=device)
         hidden = head.fuse(lesson.anchors.flatten(-2)[:, :-1])
         seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
         own = torch.eye(length, dtype=torch.bool, device=device)
@@ -116,13 +116,13 @@ class HeadStudent:
             mask = torch.zeros(seen.shape, dtype=hidden.dtype, device=device).masked_fill_(~seen, -torch.inf)
             hidden = head(head.embed(tokens), hidden, positions + step, [mask[None, None]] * len(head.layers), cache)
             at = row_of[:, 1 + step :]
-            yield head.logits(hidden[:, : length - step][at >= 0]), lesson.wished[at[at >= 0]]
+            yield head.logits(hidden[:, : length - step][at >= 0]), lesson.teacher_logits[at[at >= 0]]
             seen = torch.cat([seen, own], 1)
 
     def loss(self, lesson: Lesson, settings: TrainingSettings, step: int) -> torch.Tensor:
         total, weights = torch.zeros((), device=lesson.ids.device), 0.0
-        for i, (logits, wished) in enumerate(self.simulate(lesson)):
-            total = total + _DECAY**i * loss_of(logits, wished, settings.temperature, settings.argmax_weight)
+        for i, (logits, teacher_logits) in enumerate(self.simulate(lesson)):
+            total = total + _DECAY**i * loss_of(logits, teacher_logits, settings.temperature, settings.argmax_weight)
             weights += _DECAY**i
         return total / weights
 
@@ -131,11 +131,11 @@ class HeadStudent:
         """KL and agreement of the first step, and the agreement of each further one behind the target's own tokens."""
         loss, same, counts = 0.0, [0] * self._steps, [0] * self._steps
         for lesson in lessons:
-            for i, (logits, wished) in enumerate(self.simulate(lesson)):
-                same[i] += int((logits.argmax(-1) == wished.argmax(-1)).sum())
-                counts[i] += len(wished)
+            for i, (logits, teacher_logits) in enumerate(self.simulate(lesson)):
+                same[i] += int((logits.argmax(-1) == teacher_logits.argmax(-1)).sum())
+                counts[i] += len(teacher_logits)
                 if i == 0:
-                    loss += loss_of(logits, wished, settings.temperature).item() * len(wished)
+                    loss += loss_of(logits, teacher_logits, settings.temperature).item() * len(teacher_logits)
         if not counts[0]:
             raise ValueError("nothing to validate on: no held-out token is the assistant's and in the draft vocabulary")
         figures = {"held_out_loss": loss / counts[0], "agreement": same[0] / counts[0]}

@@ -27,13 +27,13 @@ class Lesson(NamedTuple):
         ids: ``[B, S]`` token ids.
         anchors: ``[B, S, k, H]``, of the target.
         valid: bool ``[B, S]``, the positions to learn.
-        wished: ``[N, Vd]``, the target's logits there, over the draft vocabulary.
+        teacher_logits: ``[N, Vd]``, the target's logits there, over the draft vocabulary.
     """
 
     ids: torch.Tensor
     anchors: torch.Tensor
     valid: torch.Tensor
-    wished: torch.Tensor
+    teacher_logits: torch.Tensor
 
 
 class Student(Protocol):
@@ -85,7 +85,7 @@ class PipelineStudent:
     def loss(self, lesson: Lesson, settings: TrainingSettings, step: int) -> torch.Tensor:
         fill = fill_of(step, self.module.config.n, settings)
         logits = simulate(self.module, lesson.anchors, fill, lesson.valid)
-        return loss_of(logits, lesson.wished, settings.temperature, settings.argmax_weight)
+        return loss_of(logits, lesson.teacher_logits, settings.temperature, settings.argmax_weight)
 
     @torch.no_grad()
     def figures(self, lessons: Iterable[Lesson], settings: TrainingSettings) -> dict[str, float]:
@@ -93,15 +93,15 @@ class PipelineStudent:
         n = self.module.config.n
         count, loss = 0, 0.0
         same = [0] * n
-        for _, anchors, valid, wished in lessons:
-            found = len(wished)
+        for _, anchors, valid, teacher_logits in lessons:
+            found = len(teacher_logits)
             count += found
             for fill in range(1, n + 1):
                 with autocast(anchors.device, settings.amp):
                     logits = simulate(self.module, anchors, fill, valid)
-                same[fill - 1] += int((logits.argmax(-1) == wished.argmax(-1)).sum())
+                same[fill - 1] += int((logits.argmax(-1) == teacher_logits.argmax(-1)).sum())
                 if fill == n:
-                    loss += loss_of(logits, wished, settings.temperature).item() * found
+                    loss += loss_of(logits, teacher_logits, settings.temperature).item() * found
         if not count:
             raise ValueError("nothing to validate on: no held-out token is the assistant's and in the draft vocabulary")
         figures = {"held_out_loss": loss / count, "agreement": same[-1] / count}

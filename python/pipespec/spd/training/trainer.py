@@ -266,7 +266,7 @@ class _Run:
             with autocast(self.device, settings.amp):
                 loss = self.student.loss(lesson, settings, self.step) / settings.accumulate
             loss.backward()
-            value, learnt = value + loss.item(), learnt + len(lesson.wished)
+            value, learnt = value + loss.item(), learnt + len(lesson.teacher_logits)
             fed += which.ids.numel() if which.tokens is None else which.tokens
         if self.world == 1:
             return value, learnt, fed
