@@ -116,7 +116,7 @@ class NativeDecoder:
         head: ``[V, H]``; copied. Either may be quantised.
         head_bias: ``[V]``.
         head_scale: float32 ``[V]``, of a head in int8.
-        threads: Upper bound while the weights are packed; default ``torch.getnum_threads()``.
+        threads: Upper bound while the weights are packed; default ``torch.get_num_threads()``.
 
     Attributes:
         shape: As given.
@@ -250,7 +250,7 @@ class NativeDecoder:
             sin: Like ``cos``.
             begin: First layer.
             end: Behind the last layer; None: all.
-            threads: Upper bound, the calling thread included; default ``torch.getnum_threads()``.
+            threads: Upper bound, the calling thread included; default ``torch.get_num_threads()``.
 
         Returns:
             float32 ``[rows, q, H]``.

@@ -180,7 +180,7 @@ def _anonymous(size: int) -> mmap.mmap:
 
 
 def _memory_files(sizes: Sequence[int]) -> list[int]:
-    """New files in memory. They can grow and never shrink: who maps a file that another process shortens dies."""
+    """New files in memory. They can grow and never shrink: a process that maps a truncated file receives SIGBUS."""
     fds: list[int] = []
     try:
         for size in sizes:

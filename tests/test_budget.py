@@ -21,7 +21,7 @@ PYTHON = ("python/pipespec", "pipespec_kernels", "bench", "tools")
 FOLDERS = {
     "csrc": 13_100,
     "pipespec_kernels": 8_550,
-    "python/pipespec": 32_520,
+    "python/pipespec": 32_535,
     "bench": 8_500,
     "tools": 1_500,
     "tests": 54_950,
@@ -65,7 +65,6 @@ LONGER = {
     # To be split.
     "python/pipespec/api/base.py:BasePipeline": 420,
     "python/pipespec/api/base.py:_decode": 80,
-    "python/pipespec/engine/sampling.py": 790,
     "python/pipespec/spd/decoding.py": 635,
     "python/pipespec/spd/draft_module.py": 660,
     "python/pipespec/spd/ranks.py": 675,
@@ -73,7 +72,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 76, 14_170
+MODULES, LINES = 78, 14_210
 """Most modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 

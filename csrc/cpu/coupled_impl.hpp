@@ -1,5 +1,5 @@
-// The algorithm behind coupled.hpp, written once over a small vector type. Included by each
-// coupled_*.cpp and by nothing else; everything is in an unnamed namespace (see span_impl.hpp).
+// The algorithm behind coupled.hpp, written once over a small vector type. Included by
+// kernels_impl.hpp and by nothing else; everything is in an unnamed namespace (see span_impl.hpp).
 //
 // The noise of a logit costs ten times as much as the logit itself, and nearly every id can be
 // excluded without its noise. Three exact filters, each cheaper than the next, for a group of two

@@ -11,7 +11,7 @@
 namespace pipespec {
 
 // What a draw is for. Draws for different purposes at one position must be independent; coupled
-// selection is the exception by design: draft and target both use kTarget.
+// selection is the exception by design: draft and target both use kTargetStream.
 enum Stream : std::uint32_t {
   kTargetStream = 0,
   kDraftStream = 1,

@@ -54,7 +54,7 @@ class CallState:
     """What a call had done when it failed.
 
     Attributes:
-        is_final: whether its error is the caller's own, or came behind the first token, so that the call cannot be decoded otherwise.
+        is_final: whether the error must reach the caller: code of the caller raised it, or the first token was committed before it.
         has_streamed: whether the streamer has the prompt.
         generator: state of torch's generator before the call drew from it; None: it has not.
     """

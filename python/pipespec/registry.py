@@ -177,7 +177,7 @@ def default_schedule(
 
     | stages | schedule |
     |---|---|
-    | no drafts | ``"plain"`` |
+    | no drafts | ``"plain"``; on a CPU `Pipeline` then adds an n-gram index, in ``"lockstep"`` |
     | an n-gram index or a draft head, and no other draft | ``"lockstep"``, as there are no steps to overlap |
     | all on one GPU | ``"lockstep"``, captured rounds |
     | all on GPUs, more than one | ``"streams"`` |

@@ -12,7 +12,7 @@ import torch
 
 from pipespec import Pipeline
 from pipespec.config import SpeculationConfig
-from pipespec.engine.acceptance import Acceptance
+from pipespec.engine.acceptance import RejectionAcceptance
 from pipespec_kernels.noise import Noise
 from tests.conftest import left_pad, noisy, random_llama
 from tests.trials import trials
@@ -137,7 +137,7 @@ def test_one_seed_one_text_for_one_configuration(target, draft) -> None:
 
 def test_tokens_that_the_draft_does_not_have() -> None:
     """They have no draft probability."""
-    acceptance = Acceptance(4)
+    acceptance = RejectionAcceptance(4)
     acceptance.begin(1, 64, torch.device("cpu"))
     one = np.ones(1, dtype=np.int32)
     noise = Noise(torch.arange(1), np.array([5]), torch.ones(1))

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from pipespec.engine.sampling import Sampler, SamplingParams, ScoreRecord
+from pipespec.engine.sampler import Sampler, ScoreRecord
+from pipespec.engine.sampling import SamplingParams
 
 ROWS, VOCABULARY = 3, 20
 TEXT = np.zeros((ROWS, 8), dtype=np.int32)

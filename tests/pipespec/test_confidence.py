@@ -8,7 +8,7 @@ import torch
 
 from pipespec import Pipeline
 from pipespec.config import SpeculationConfig
-from pipespec.engine.sampling import Sampler
+from pipespec.engine.sampler import Sampler
 from tests.conftest import always_wrong, left_pad, noisy, random_llama, random_prompts
 
 NEW = 32

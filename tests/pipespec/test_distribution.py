@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from pipespec import Pipeline
-from pipespec.engine.sampling import Sampler, SamplingParams
+from pipespec.engine.sampler import Sampler
+from pipespec.engine.sampling import SamplingParams
 from tests.conftest import always_wrong, noisy, random_llama
 from tests.trials import trials
 

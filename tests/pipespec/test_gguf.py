@@ -14,7 +14,7 @@ from pipespec.cli.main import main
 from pipespec.engine.forward import native_unsupported_reason
 from pipespec.models import families
 from pipespec.models.gguf import GgufFile
-from pipespec.models.gguf_models import gguf_tokenizer, load_gguf
+from pipespec.models.gguf_models import gguf_tokenizer
 from pipespec.models.loading import load_config, load_model
 from pipespec.models.quantized import QuantizedEmbedding, QuantizedLinear
 from pipespec.models.tokenizers import load_tokenizer
@@ -47,7 +47,7 @@ def test_a_file_is_read_as_the_model_that_was_written(tmp_path, model_type, tied
     stored = write(
         written, tmp_path / "m.gguf", {"token_embd": "q8_0", "ffn_down": "q5_1", "attn_v": "q8_0", "": "q4_0"}
     )
-    model = load_gguf(tmp_path / "m.gguf")
+    model = load_model(tmp_path / "m.gguf")
     assert type(model) is type(written)
     assert isinstance(model.get_input_embeddings(), QuantizedEmbedding)
     assert isinstance(model.model.layers[1].mlp.down_proj, QuantizedLinear)
@@ -64,7 +64,7 @@ def test_a_file_is_read_as_the_model_that_was_written(tmp_path, model_type, tied
 def test_every_format_is_read(tmp_path, name):
     written = tiny("llama", LARGE)
     stored = write(written, tmp_path / "m.gguf", name)
-    model = load_gguf(tmp_path / "m.gguf")
+    model = load_model(tmp_path / "m.gguf")
     for layer in range(2):
         for part in ("q_proj", "k_proj", "v_proj"):
             module = getattr(model.model.layers[layer].self_attn, part)
@@ -76,7 +76,7 @@ def test_every_format_is_read(tmp_path, name):
 def test_a_file_without_blocks_is_an_ordinary_model(tmp_path, kind, dtype):
     written = tiny("qwen2")
     stored = write(written, tmp_path / "m.gguf", kind)
-    model = load_gguf(tmp_path / "m.gguf")
+    model = load_model(tmp_path / "m.gguf")
     assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
     assert model.dtype is dtype
     for name, parameter in model.named_parameters():
@@ -85,7 +85,7 @@ def test_a_file_without_blocks_is_an_ordinary_model(tmp_path, kind, dtype):
 
 def test_blocks_stay_in_the_file(tmp_path):
     write(tiny("qwen2", vocab_size=4096), tmp_path / "m.gguf", "q8_0")
-    model = load_gguf(tmp_path / "m.gguf")
+    model = load_model(tmp_path / "m.gguf")
     places = {
         line.split()[-1]
         for line in Path("/proc/self/maps").read_text().splitlines()
@@ -101,7 +101,7 @@ def test_blocks_stay_in_the_file(tmp_path):
 def test_a_model_in_blocks_is_not_saved(tmp_path):
     write(tiny("llama"), tmp_path / "m.gguf")
     with pytest.raises(NotImplementedError, match="weights="):
-        load_gguf(tmp_path / "m.gguf").save_pretrained(tmp_path / "saved")
+        load_model(tmp_path / "m.gguf").save_pretrained(tmp_path / "saved")
 
 
 # ---- rotary embeddings
@@ -121,13 +121,13 @@ def test_the_factors_of_llama_3_become_its_configuration(tmp_path):
     factors = (plain.model.rotary_emb.inv_freq / written.model.rotary_emb.inv_freq).numpy()
     assert factors.max() > 30
     write(written, tmp_path / "m.gguf", "f32", tensors={"rope_freqs.weight": factors})
-    model = load_gguf(tmp_path / "m.gguf")
+    model = load_model(tmp_path / "m.gguf")
     assert torch.equal(model.model.rotary_emb.inv_freq, written.model.rotary_emb.inv_freq)
     torch.testing.assert_close(logits(model), logits(written))
 
     write(written, tmp_path / "odd.gguf", "f32", tensors={"rope_freqs.weight": factors * 0 + 3})
     with pytest.raises(ValueError, match=r"rope_freqs\.weight holds factors that are not those of a LLaMA 3 model"):
-        load_gguf(tmp_path / "odd.gguf")
+        load_model(tmp_path / "odd.gguf")
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
@@ -137,10 +137,10 @@ def test_scaled_rotary_embeddings(tmp_path, kind):
     scaling = "qwen2.rope.scaling"
     more = {f"{scaling}.type": kind, f"{scaling}.factor": 4.0, f"{scaling}.original_context_length": 64}
     write(written, tmp_path / "m.gguf", "f32", metadata=more)
-    torch.testing.assert_close(logits(load_gguf(tmp_path / "m.gguf")), logits(written))
+    torch.testing.assert_close(logits(load_model(tmp_path / "m.gguf")), logits(written))
     write(written, tmp_path / "odd.gguf", metadata=more | {f"{scaling}.type": "longrope"})
     with pytest.raises(ValueError, match="RoPE of the type 'longrope'"):
-        load_gguf(tmp_path / "odd.gguf")
+        load_model(tmp_path / "odd.gguf")
 
 
 # ---- damage
@@ -257,7 +257,7 @@ def test_tokenizers_of_files_and_folders_are_compared(tmp_path):
     digests = [tokenizer_digest(tmp_path / name, model) for name in ("m.gguf", "other.gguf", "folder")]
     assert None not in digests
     assert digests[0] == digests[2] != digests[1]
-    assert tokenizer_digest(load_gguf(tmp_path / "m.gguf"), load_gguf(tmp_path / "m.gguf")) == digests[0]
+    assert tokenizer_digest(load_model(tmp_path / "m.gguf"), load_model(tmp_path / "m.gguf")) == digests[0]
 
 
 # ---- other ways in
@@ -308,14 +308,14 @@ def test_every_family_runs_natively_in_blocks(tmp_path, model_type):
     tied = model_type == "gemma"
     types = {"token_embd": "q6_k", "ffn_down": "q5_k", "attn_v": "q8_0", "attn_qkv": "q5_0", "": "q4_k"}
     write(tiny(model_type, LARGE, tie_word_embeddings=tied), tmp_path / "m.gguf", types)
-    model = load_gguf(tmp_path / "m.gguf")
+    model = load_model(tmp_path / "m.gguf")
     assert native_unsupported_reason(model) is None
 
 
 @pytest.mark.parametrize("change", ["eps", "bias", "rope", "scale", "rows"])
 def test_a_decoder_that_computes_something_else_is_noticed(tmp_path, change, monkeypatch):
     write(tiny("qwen2"), tmp_path / "m.gguf")
-    model = load_gguf(tmp_path / "m.gguf")
+    model = load_model(tmp_path / "m.gguf")
     read = families.read
 
     def wrong(given):
@@ -345,7 +345,7 @@ def test_stages_of_one_target_have_its_text(tmp_path):
         expected = pipe.generate(TEXT, max_new_tokens=20)
     with SpeculativePipeline(tmp_path / "m.gguf", "ngram", stages=2) as pipe:
         assert torch.equal(pipe.generate(TEXT, max_new_tokens=20), expected)
-    model, partition = load_gguf(tmp_path / "m.gguf"), Partition((1, 1))
+    model, partition = load_model(tmp_path / "m.gguf"), Partition((1, 1))
     second = load_stage(tmp_path / "m.gguf", partition, 1)
     own = model.model.layers[1].mlp.down_proj.matrix.data
     assert torch.equal(second.section.parts.layers[0].mlp.down_proj.matrix.data, own)

@@ -147,6 +147,8 @@ class Trial:
             if len(differ):
                 at = int(differ[0])
                 step = scores[at - ids.shape[1]][row]
+                if not torch.isfinite(step).any():
+                    return False
                 if float((step[wanted[row, at]] - step[found[row, at]]).abs()) > TIE * max(
                     1.0, float(step[torch.isfinite(step)].abs().max())
                 ):

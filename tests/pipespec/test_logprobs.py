@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from pipespec import Pipeline, SpeedWarning
-from pipespec.engine.sampling import ScoreRecord
+from pipespec.engine.sampler import ScoreRecord
 from pipespec.schedules.graphs import buffers
 from tests.conftest import left_pad, noisy, random_llama
 

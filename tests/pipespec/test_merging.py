@@ -15,8 +15,8 @@ import pipespec
 from pipespec.engine import fused
 from pipespec.engine.attention import ATTENTION
 from pipespec.engine.cache import RowCache
+from pipespec.engine.form_check import TOLERANCE
 from pipespec.engine.forward import choose_fused, described
-from pipespec.engine.native import TOLERANCE
 from pipespec.models import families, merging
 from pipespec.models.merging import merged
 from tests.pipespec.test_fused import static_logits

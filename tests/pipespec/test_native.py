@@ -32,6 +32,7 @@ from pipespec.engine import forward as forward_module
 from pipespec.engine import native
 from pipespec.engine import sections as sections_module
 from pipespec.engine.cache import RowCache
+from pipespec.engine.form_check import TOLERANCE
 from pipespec.engine.forward import described, forward, recheck, release
 from pipespec.engine.sections import ModelSection, open_sections
 from pipespec.models import families
@@ -136,7 +137,7 @@ def test_logits_are_the_models(name, attention):
     cache, tokens = RowCache.for_model(model, 3, 64), ids(3, 40)
     with torch.no_grad():
         wanted = model(tokens).logits
-    bound = native.TOLERANCE * float(wanted.abs().max())
+    bound = TOLERANCE * float(wanted.abs().max())
     begin = 0
     for q, keep in ((20, 2), (1, 1), (4, 4), (3, 0)):
         got = forward(model, tokens[:, begin : begin + q], cache, keep=keep)
@@ -209,7 +210,7 @@ def test_greedy_texts_are_generates(name):
     rows, mask = left_pad([ids(3, 9)[i, : 9 - 3 * i] for i in range(3)])
     wanted = model.generate(rows, attention_mask=mask, max_new_tokens=16, do_sample=False)
     whole = torch.cat([mask, torch.ones(3, wanted.shape[1] - rows.shape[1], dtype=torch.long)], 1)
-    assert smallest_gap(model, wanted, rows.shape[1], whole) > 2 * native.TOLERANCE
+    assert smallest_gap(model, wanted, rows.shape[1], whole) > 2 * TOLERANCE
     options = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": False}
     draft = noisy(model, 0.05)
     for lookahead in range(5):
@@ -467,7 +468,7 @@ def test_changed_weights_are_noticed_when_the_next_sequence_begins(change):
     assert way(model) == "NativeForm"
     with torch.no_grad():
         wanted = model(tokens).logits
-    torch.testing.assert_close(got, wanted, rtol=0, atol=native.TOLERANCE * float(wanted.abs().max()))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE * float(wanted.abs().max()))
     assert not torch.allclose(got, first)
 
 
@@ -649,7 +650,7 @@ def test_sections_have_the_bits_of_the_whole(name, dtype):
     exact = copy.deepcopy(model).float()
     with torch.no_grad():
         wanted, own = (m(tokens, output_hidden_states=True).hidden_states[1] for m in (exact, model))
-    bound = native.TOLERANCE * float(wanted.abs().max()) if dtype == torch.float32 else (own - wanted).abs().max()
+    bound = TOLERANCE * float(wanted.abs().max()) if dtype == torch.float32 else (own - wanted).abs().max()
     assert streams[1].dtype == torch.float32
     assert (streams[1] - wanted).abs().max() <= bound
 
@@ -668,7 +669,7 @@ def test_features_between_the_layers_of_a_section():
         assert cache.lengths == (9, 9)
         for k, stream in streams.items():
             if k < 5:
-                bound = native.TOLERANCE * float(wanted[k].abs().max())
+                bound = TOLERANCE * float(wanted[k].abs().max())
                 torch.testing.assert_close(stream, wanted[k], rtol=0, atol=bound)
             else:
                 assert torch.equal(stream, out)
@@ -699,7 +700,7 @@ def test_changed_weights_of_sections_are_noticed(change):
         logits, _ = through(parts, tokens, (9,))
         with torch.no_grad():
             wanted = model(tokens).logits
-        torch.testing.assert_close(logits, wanted, rtol=0, atol=native.TOLERANCE * float(wanted.abs().max()))
+        torch.testing.assert_close(logits, wanted, rtol=0, atol=TOLERANCE * float(wanted.abs().max()))
         change(model)
 
 

@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from pipespec.engine.cache import RowCache
+from pipespec.engine.form_check import TOLERANCE
 from pipespec.engine.forward import forward
-from pipespec.engine.native import TOLERANCE
 from pipespec.engine.sections import open_sections
 from pipespec.spd import partition as module
 from pipespec.spd.partition import (

@@ -54,12 +54,12 @@ from pipespec.schedules.base import Decoder, Driver, GenerationRequest, SpeedWar
 if TYPE_CHECKING:
     from pipespec.engine.group import ForwardGroup
 
-_LEAVE = "the cause for which transformers decodes the call"
+_FALLBACK = "the cause for which transformers decodes the call"
 """Keyword of :meth:`BasePipeline.generate` that no caller can write as an argument."""
 
 
-def _or_left(generate_known: Callable[..., Any]) -> Callable[..., Any]:
-    """Let transformers' loop decode a call that is not known, and pass the error of a failed call to its streamer. ``__wrapped__`` is without that."""
+def _or_fall_back(generate_known: Callable[..., Any]) -> Callable[..., Any]:
+    """Fall back to transformers' decoding loop on :class:`NotKnown`, and forward any other error to the streamer. ``__wrapped__`` is the bare method."""
 
     @functools.wraps(generate_known)
     def generate(self: BasePipeline, *args: Any, **kwargs: Any) -> Any:
@@ -67,8 +67,8 @@ def _or_left(generate_known: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 return generate_known(self, *args, **kwargs)
             except NotKnown as error:
-                self._left(error)
-                return generate_known(self, *args, **kwargs, **{_LEAVE: str(error)})
+                self._fall_back(error)
+                return generate_known(self, *args, **kwargs, **{_FALLBACK: str(error)})
 
     return generate
 
@@ -150,7 +150,7 @@ class BasePipeline:
         """The report of the call that has just run."""
         return report_of(generation, self._driver)
 
-    @_or_left
+    @_or_fall_back
     @shortage_explained()
     @torch.no_grad()
     def generate(
@@ -212,7 +212,7 @@ class BasePipeline:
             DoesNotFit: The memory does not suffice.
             RuntimeError: The call comes from inside of a call of this pipeline: from a streamer or a processor.
         """
-        leave: str | None = kwargs.pop(_LEAVE, None)
+        leave: str | None = kwargs.pop(_FALLBACK, None)
         with shutdown.call(), handlers_watched(), _errors_of_handlers(), one_call():
             renew_pool()
             if inputs is not None and input_ids is not None:
@@ -255,9 +255,9 @@ class BasePipeline:
             )
             decode = functools.partial(self._decode, call_options=options)
             if leave is not None:
-                decode = functools.partial(self._decode_left, call_options=options, cause=leave)
+                decode = functools.partial(self._decode_fallback, call_options=options, cause=leave)
                 if past_key_values is not None:
-                    from pipespec.api.left import cache_for
+                    from pipespec.api.fallback import cache_for
 
                     own = {"input_ids": ids, "attention_mask": mask, "generation_config": generation_config}
                     kwargs["past_key_values"] = cache_for(self.target, past_key_values, **own)
@@ -323,9 +323,9 @@ class BasePipeline:
                 self._check_known()
                 return self._decode(*prepared_call, call_options=options, **model_kwargs)
             except NotKnown as error:
-                self._left(error)
+                self._fall_back(error)
                 model_kwargs["past_key_values"] = prepared
-                return self._decode_left(*prepared_call, call_options=options, cause=str(error), **model_kwargs)
+                return self._decode_fallback(*prepared_call, call_options=options, cause=str(error), **model_kwargs)
 
     def _check_known(self) -> None:
         """Raise ``NotKnown`` if the target runs other people's code."""
@@ -333,13 +333,13 @@ class BasePipeline:
         if reason is not None:
             raise NotKnown("model", f"generate(): this model runs as it is: {reason}")
 
-    def _left(self, error: NotKnown) -> None:
+    def _fall_back(self, error: NotKnown) -> None:
         """Warn, once for each cause, of a call that transformers decodes."""
         if str(error) not in self._causes:
             self._causes.add(str(error))
             warn_of(f"{error}. So transformers' own loop decodes such calls, token by token, without drafts")
 
-    def _decode_left(
+    def _decode_fallback(
         self,
         *prepared_call: Any,
         call_options: CallOptions,
@@ -347,7 +347,7 @@ class BasePipeline:
         **model_kwargs: Any,
     ) -> Any:
         """Run a call whose arguments transformers has prepared in transformers' loop."""
-        from pipespec.api.left import decode as decode_by_transformers
+        from pipespec.api.fallback import decode as decode_by_transformers
 
         with self._turn("generate()", "use another Pipeline there"):
             self.partial, cache = None, call_options.cache

@@ -13,7 +13,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from pipespec.api.caches import give_back
 from pipespec.api.prepare import Generation
 from pipespec.engine.cache import RowCache
-from pipespec.engine.sampling import ScoreRecord
+from pipespec.engine.sampler import ScoreRecord
 from pipespec.observe import Report
 from pipespec.observe.report import stage_report
 from pipespec.schedules.base import Decoder

@@ -18,7 +18,8 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.callers import check_of_model
 from pipespec.engine.inputs import PREFILL_CHUNK, StageInputs
 from pipespec.engine.processors import check_row_wise
-from pipespec.engine.sampling import Prompt, SamplingParams, ScoreRecord, row_seeds, with_penalties
+from pipespec.engine.sampler import ScoreRecord
+from pipespec.engine.sampling import Prompt, SamplingParams, row_seeds, with_penalties
 from pipespec.errors import UnsupportedInput
 from pipespec.models.compat import mask_columns_of_call
 from pipespec.models.layout import CacheLayout

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pipespec.engine.callers import call_with_ids
-from pipespec.engine.sampling import ScoreRecord
+from pipespec.engine.sampler import ScoreRecord
 from pipespec.process import shutdown
 from pipespec.schedules.base import TextSource
 

@@ -1,4 +1,4 @@
-"""Acceptance: draft tokens are accepted by rejection sampling instead of by equal draws.
+"""Draft tokens accepted by rejection sampling instead of by equal draws.
 
 It needs both distributions of each draft token, so the draft keeps the logits that it draws from where the target finds them. The text has the target's
 distribution. It is a function of target, draft, lookahead, prompt and seed. The rule never draws the token that it has just rejected, so the draft rolls
@@ -16,7 +16,7 @@ from pipespec_kernels import ops, reference
 from pipespec_kernels.noise import DRAFT, Noise
 
 
-class Acceptance:
+class RejectionAcceptance:
     """What a draft and the target share in a call with rejection sampling, see :func:`pipespec_kernels.ops.rejection_sample`.
 
     The draft's sampler calls :meth:`draw`, the target's :meth:`accept`. Both logits are penalised already.

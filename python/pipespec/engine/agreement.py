@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from pipespec.engine.sampling import Sampler
+from pipespec.engine.sampler import Sampler
 
 LONG_REST = 8
 """Tokens from which on a draft compares those that it has not read with its own choices. This costs their logits."""

@@ -1,5 +1,5 @@
-"""The caller's code within a call: processors, criteria and streamers. transformers goes on with what they change between two tokens, and a pipeline, which
-has computed tokens ahead, cannot: it says so."""
+"""The caller's code within a call: processors, criteria and streamers. It may change a model or its inputs between two tokens. transformers goes on with
+that. A pipeline has already computed later tokens, so it raises an error."""
 
 from __future__ import annotations
 

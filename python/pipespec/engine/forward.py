@@ -90,7 +90,7 @@ def forward(
 
 
 def wide_columns(model: PreTrainedModel, cache: RowCache, most: int, *, native: bool = True) -> int | None:
-    """From how many columns on a forward over part of a prompt belongs to the model's own modules; None: :func:`forward` runs all up to ``most``.
+    """The smallest number of columns for which the prompt runs through the model's own modules; None: :func:`forward` runs all up to ``most``.
 
     It depends on the model, its dtype and the processor: where oneDNN has instructions for a dtype that the native form computes in float32, wide products
     are several times faster there. So one machine reads one prompt by the same forwards in each schedule, batch and call.

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import Form
+from pipespec.engine.form_check import check_outputs, probe, probe_cache, probe_inputs, probed
 from pipespec.engine.known import FUSED
-from pipespec.engine.native import check_outputs, probe, probe_cache, probe_inputs, probed
 from pipespec.models import families
 from pipespec.models.families import NotReadable
 from pipespec.models.merging import check_separate, merge, merged

@@ -84,7 +84,7 @@ class Grammar:
 
         Args:
             text: int32 ``[B, positions]``, with the tokens before the draft tokens.
-            fed: ``[B, Q]``, as for :class:`pipespec.engine.sampling.Sampler`; likewise the next three.
+            fed: ``[B, Q]``, as for :class:`pipespec.engine.sampler.Sampler`; likewise the next three.
             query_lens: ``[B]``.
             num_draft_tokens: ``[B]``.
             positions: ``[B]``.

@@ -13,7 +13,7 @@ from pipespec.errors import NotKnown
 from pipespec.models.originals import is_trusted, is_trusted_function
 
 _ROW_WISE = STATELESS | {hf.SynthIDTextWatermarkLogitsProcessor, hf.WatermarkLogitsProcessor}
-"""Exact classes. Of those with something per row, :class:`pipespec.engine.sampling.Sampler` cuts out the row."""
+"""Exact classes. Of those with something per row, :class:`pipespec.engine.sampler.Sampler` cuts out the row."""
 
 
 def check_row_wise(processors: Sequence[Any], rows: int) -> None:

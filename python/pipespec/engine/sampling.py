@@ -1,4 +1,4 @@
-"""How the stages of a call choose tokens: SamplingParams from GenerationConfig and processors, and the Sampler that applies them.
+"""How the stages of a call choose tokens: SamplingParams from GenerationConfig and processors. :mod:`pipespec.engine.sampler` applies them.
 
 Sampling is coupled (Daliri, Musco, Suresh 2024): a token is the argmax of the processed logits plus Gumbel noise keyed by (seed, position,
 token id), the same noise in every stage. So the text of a row is a function of the target, the prompt and the seed; drafts do not change it.
@@ -6,28 +6,18 @@ token id), the same noise in every stage. So the text of a row is a function of 
 
 from __future__ import annotations
 
-import copy
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from transformers.generation import logits_process as hf
 
-from pipespec.engine.acceptance import Acceptance
-from pipespec.engine.callers import run_processors
-from pipespec.errors import run_user_code
-from pipespec_kernels import ops
-from pipespec_kernels.confidence import confidence
-from pipespec_kernels.noise import ALL_DRAWN, Noise
 from pipespec_kernels.penalties import Penalties
 
-if TYPE_CHECKING:
-    from pipespec.engine.grammar import Grammar
-
-_Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+LogitsProcess = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class OutputPenaltyLogitsProcessor(hf.LogitsProcessor):
@@ -70,13 +60,13 @@ _FUSED_ORDER = (hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWa
 
 
 def with_penalties(
-    processors: Sequence[_Processor],
+    processors: Sequence[LogitsProcess],
     prompt_length: int,
     *,
     presence_penalty: float | None = None,
     frequency_penalty: float | None = None,
     logit_bias: Mapping[int, float] | None = None,
-) -> list[_Processor]:
+) -> list[LogitsProcess]:
     """Add processors for pipespec's own arguments, where vLLM applies them.
 
     The bias goes behind transformers' ``sequence_bias``, or to the beginning. The penalties go behind the repetition penalty, or behind the biases.
@@ -120,8 +110,8 @@ class FusedPenalties(NamedTuple):
     prompt_length: int = 0
 
     @classmethod
-    def of(cls, processors: Sequence[_Processor]) -> FusedPenalties | None:
-        """From processors in the order that the operation has; None if there are none, others, or in another order."""
+    def of(cls, processors: Sequence[LogitsProcess]) -> FusedPenalties | None:
+        """The penalties of a list of processors; None if it is empty, has another processor, or an order that the fused operation cannot apply."""
         bias: dict[int, float] = {}
         fused: dict[str, Any] = {}
         place = 0
@@ -134,7 +124,11 @@ class FusedPenalties(NamedTuple):
                     return None
                 bias |= single
             # An int is the user's own number of ignored tokens. transformers sets a tensor to leave out the padding.
-            elif kind is hf.RepetitionPenaltyLogitsProcessor and place < 1 and not isinstance(_ignored(processor), int):
+            elif (
+                kind is hf.RepetitionPenaltyLogitsProcessor
+                and place < 1
+                and not isinstance(ignored_prefix(processor), int)
+            ):
                 if not _LEAST < given.penalty < 1 / _LEAST:
                     return None
                 place, fused["repetition"] = 1, float(given.penalty)
@@ -205,8 +199,8 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    processors: tuple[_Processor, ...] = ()
-    warpers: tuple[_Processor, ...] = ()
+    processors: tuple[LogitsProcess, ...] = ()
+    warpers: tuple[LogitsProcess, ...] = ()
     prompts: tuple[Prompt, ...] = ()
     ends: frozenset[int] = frozenset()
 
@@ -229,7 +223,7 @@ class SamplingParams:
         """Ids at the beginning of a row's prompt that a repetition penalty leaves out: those that transformers' does, else the padding."""
         for processor in self.processors:
             if type(processor) is hf.RepetitionPenaltyLogitsProcessor:
-                return _ignored_ids(self, processor, row)
+                return ignored_ids(self, processor, row)
         return 0
 
     def check_ids(self, vocabulary: int) -> None:
@@ -255,7 +249,7 @@ class SamplingParams:
     @classmethod
     def of(
         cls,
-        processors: Sequence[_Processor],
+        processors: Sequence[LogitsProcess],
         *,
         seeds: Sequence[int] | None,
         prompts: Sequence[Prompt] = (),
@@ -270,7 +264,7 @@ class SamplingParams:
             ends: ids that end a row.
         """
         rest = list(processors)
-        warpers: list[_Processor] = []
+        warpers: list[LogitsProcess] = []
         last = [rest.pop()] if rest and type(rest[-1]) is hf.LogitNormalization else []
         fused: dict[str, Any] = {}
         place = len(_FUSED_ORDER)
@@ -356,429 +350,14 @@ def _derived(seed: int, row: int) -> int:
     return z ^ (z >> 31)
 
 
-class ScoreRecord:
-    """What a call keeps of the target's logits, per row and committed token, on their device.
-
-    Args:
-        rows: of the batch.
-        scores: whether to keep the scores for ``output_scores``.
-        logits: whether to keep the logits for ``output_logits``.
-        top_logprobs: how many of the likeliest tokens, in addition to the committed one, to keep log-probabilities of; None: of no token.
-        warpers: transformers' warpers of the call. The scores are what they make of the processed logits.
-
-    Attributes:
-        counts: per row, tokens that are recorded.
-        scores: per row and token, float32 ``[V]``; None: not requested. Likewise ``logits``.
-        logprobs: per row and token, float32 ``[1 + top_logprobs]``: of the token, then of the likeliest; None: not requested.
-        top_ids: per row and token, int32 ``[top_logprobs]``; -1 stands for no token.
-        top_logprobs: as given.
-    """
-
-    def __init__(
-        self,
-        rows: int,
-        *,
-        scores: bool = False,
-        logits: bool = False,
-        top_logprobs: int | None = None,
-        warpers: Sequence[_Processor] = (),
-    ) -> None:
-        def lists(wanted: bool) -> list[list[torch.Tensor]] | None:
-            return [[] for _ in range(rows)] if wanted else None
-
-        self.counts = [0] * rows
-        self.scores, self.logits, self.top_logprobs = lists(scores), lists(logits), top_logprobs
-        self.logprobs, self.top_ids = lists(top_logprobs is not None), lists(top_logprobs is not None)
-        self._warpers = tuple(warpers)
-
-    def add(
-        self,
-        row: int,
-        count: int,
-        logits: torch.Tensor | None,
-        processed: torch.Tensor | None,
-        logprobs: torch.Tensor | None,
-        top_ids: torch.Tensor | None,
-    ) -> None:
-        """Append ``count`` tokens of a row. Copies. What is not requested may be None.
-
-        Args:
-            row: of the batch.
-            count: of tokens.
-            logits: ``[count, V]``, of the model.
-            processed: likewise, behind all processors.
-            logprobs: float32 ``[count, 1 + top_logprobs]``.
-            top_ids: int32 ``[count, top_logprobs]``.
-        """
-        self.counts[row] += count
-        if self.logits is not None and logits is not None:
-            self.logits[row].extend(logits.to(torch.float32, copy=True).unbind(0))
-        if self.scores is not None and processed is not None:
-            # Some processors enable gradients, which inference tensors do not allow.
-            with torch.inference_mode(False), torch.no_grad():
-                scores = processed.to(torch.float32, copy=True)
-                # Warpers do not read the ids.
-                ids = torch.empty((count, 0), dtype=torch.int64, device=scores.device)
-                for warp in self._warpers:
-                    scores = warp(ids, scores)
-                self.scores[row].extend(scores.detach().unbind(0))
-        if self.logprobs is not None and self.top_ids is not None and logprobs is not None and top_ids is not None:
-            self.logprobs[row].extend(logprobs.clone().unbind(0))
-            self.top_ids[row].extend(top_ids.clone().unbind(0))
-
-
-class Sampler:
-    """Chooses the tokens of one stage in one call.
-
-    Args:
-        sampling_params: of the call.
-        text: int32 ``[rows, positions]``, the tokens that the stage has fed or is about to feed. The stage keeps it up to date.
-        record: what the caller asks for of the target's logits; None: nothing.
-        vocabulary: tokens of the target's vocabulary. Logits beyond it, of a draft's padding, are ignored.
-        is_target: whether unusable logits are an error. In a draft they only cost a draft token.
-        acceptance: of draft tokens by rejection sampling; None: coupled.
-        grammar: what constrains the tokens of each row; None: nothing.
-    """
-
-    def __init__(
-        self,
-        sampling_params: SamplingParams,
-        text: np.ndarray,
-        record: ScoreRecord | None = None,
-        vocabulary: int | None = None,
-        is_target: bool = True,
-        acceptance: Acceptance | None = None,
-        grammar: Grammar | None = None,
-    ) -> None:
-        self._grammar = grammar
-        self._sampling_params = sampling_params
-        self._text = text
-        self._record = record
-        self._vocabulary = vocabulary
-        self._is_target = is_target
-        self._acceptance = acceptance
-        rows = text.shape[0]
-        self._processors = [
-            [_for_row(p, row, rows, sampling_params) for p in sampling_params.processors] for row in range(rows)
-        ]
-        self._stepwise = sampling_params.stepwise
-        self._penalties = sampling_params.penalties
-        self._ignored = [sampling_params.ignored_ids(row) for row in range(rows)]
-        self._is_argmax = (
-            sampling_params.seeds is None and not sampling_params.processors and record is None and grammar is None
-        )
-        if sampling_params.seeds is not None:
-            self._keys = torch.from_numpy(np.array(sampling_params.seeds, dtype=np.uint64).view(np.int64))
-            inverse = torch.full((rows,), 1 / sampling_params.temperature, dtype=torch.float32, device="cpu")
-            self._inverse_temperature = inverse
-
-    def argmax(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """What a call without draft tokens chooses in each column: int32 ``[B, Q]``. None if more than the argmax is to be done."""
-        if not self._is_argmax:
-            return None
-        if self._vocabulary is not None and logits.shape[2] > self._vocabulary:
-            logits = logits[:, :, : self._vocabulary]
-        return ops.argmax(logits)
-
-    def confidence(
-        self, logits: torch.Tensor, query_lens: np.ndarray, num_draft_tokens: np.ndarray, selected: torch.Tensor
-    ) -> torch.Tensor:
-        """How sure the model is of the tokens that a call with the same arguments chose, see :func:`pipespec_kernels.confidence.confidence`."""
-        inverse = None if self._sampling_params.seeds is None else self._inverse_temperature
-        logits = logits[:, :, : self._vocabulary]
-        return confidence(logits, selected, query_lens, num_draft_tokens, inverse)
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        fed: torch.Tensor,
-        query_lens: np.ndarray,
-        num_draft_tokens: np.ndarray,
-        positions: np.ndarray,
-    ) -> torch.Tensor:
-        """Choose the tokens of one step.
-
-        Args:
-            logits: ``[B, Q, V]``, of the columns of the step, in the model's dtype.
-            fed: int ``[B, Q]``, the tokens of these columns.
-            query_lens: ``[B]``, columns of each row; 0: the row selects nothing.
-            num_draft_tokens: ``[B]``, how many of them, at the end, are draft tokens.
-            positions: int64 ``[B]``, absolute position of the token that column 0 chooses.
-
-        Returns:
-            int32 ``[B, Q]`` on the CPU: per row the accepted draft tokens and one more, then -1; see :func:`pipespec_kernels.ops.verify`.
-
-        Raises:
-            ValueError: the target's logits of a position are no distribution.
-        """
-        if self._vocabulary is not None and logits.shape[2] > self._vocabulary:
-            logits = logits[:, :, : self._vocabulary]
-        if self._stepwise:
-            return self._by_position(logits, fed, query_lens, num_draft_tokens, positions)
-        raw, sampling_params, cutoff = logits, self._sampling_params, None
-        bitmask = self._bitmask(logits, fed, query_lens, num_draft_tokens, positions)
-        if self._penalties is not None:
-            logits = self._penalised(logits, query_lens, num_draft_tokens, positions, bitmask)
-        elif bitmask is not None:
-            logits = logits.to(torch.float32, copy=True)
-            apply_bitmask(logits, bitmask, query_lens=query_lens, num_draft_tokens=num_draft_tokens)
-        noise = undrawn = None
-        if sampling_params.seeds is not None:
-            if sampling_params.cuts:
-                cutoff = self._cutoff(
-                    logits, self._inverse_temperature, query_lens=query_lens, num_draft_tokens=num_draft_tokens
-                )
-            noise = Noise(self._keys, positions, self._inverse_temperature, cutoff)
-            if self._is_target:
-                undrawn = torch.full(query_lens.shape, ALL_DRAWN, dtype=torch.int64, device=logits.device)
-        counts = query_lens, num_draft_tokens
-        if self._acceptance is None or noise is None:
-            selected, _ = ops.verify(logits, fed, *counts, noise=noise, undrawn=undrawn)
-        elif self._is_target:
-            selected, _ = self._acceptance.accept(logits, fed, *counts, noise, undrawn)
-        else:
-            selected, _ = self._acceptance.draw(logits, fed, *counts, noise)
-        if undrawn is not None:
-            check_drawn(undrawn)
-        if self._record is not None:
-            self._keep(self._record, raw, logits, selected, counts, cutoff)
-        return selected
-
-    def _keep(
-        self,
-        record: ScoreRecord,
-        raw: torch.Tensor,
-        processed: torch.Tensor,
-        selected: torch.Tensor,
-        counts: tuple[np.ndarray, np.ndarray],
-        cutoff: torch.Tensor | None,
-    ) -> None:
-        """Record the tokens that a step has selected."""
-        logprobs = top_ids = None
-        query_lens, num_draft_tokens = counts
-        if record.top_logprobs is not None:
-            inverse = None if self._sampling_params.seeds is None else self._inverse_temperature
-            logprobs, top_ids = logprobs_of(processed, selected, *counts, inverse, cutoff, record.top_logprobs)
-        for row in np.flatnonzero(query_lens).tolist():
-            first, count = int(query_lens[row] - 1 - num_draft_tokens[row]), int((selected[row] >= 0).sum())
-            record.add(
-                row,
-                count,
-                raw[row, first : first + count],
-                processed[row, first : first + count],
-                None if logprobs is None else logprobs[row, :count],
-                None if top_ids is None else top_ids[row, :count],
-            )
-
-    def _cutoff(self, logits: torch.Tensor, inverse_temperature: torch.Tensor, **counts: Any) -> torch.Tensor:
-        s = self._sampling_params
-        return ops.cutoff(
-            logits, inv_temperature=inverse_temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, **counts
-        )
-
-    def _bitmask(
-        self,
-        logits: torch.Tensor,
-        fed: torch.Tensor,
-        query_lens: np.ndarray,
-        num_draft_tokens: np.ndarray,
-        positions: np.ndarray,
-    ) -> torch.Tensor | None:
-        """The grammar's bitmask of each column; None without a grammar."""
-        if self._grammar is None:
-            return None
-        step = (query_lens, num_draft_tokens, positions)
-        # A draft may have fewer tokens than the grammar, which is made for the target's.
-        mine = logits.shape[2]
-        whole = self._grammar.bitmask(self._text, fed, *step, self._vocabulary or mine, is_target=self._is_target)
-        return whole[:, :, : -(-mine // 32)].contiguous()
-
-    def _penalised(
-        self,
-        logits: torch.Tensor,
-        query_lens: np.ndarray,
-        num_draft_tokens: np.ndarray,
-        positions: np.ndarray,
-        bitmask: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """A float32 copy with penalties and biases, each column with its own prefix, see :func:`pipespec_kernels.ops.penalize`."""
-        assert self._penalties is not None
-        out = logits.to(torch.float32, copy=True)
-        rows, width, _ = out.shape
-        lengths, tokens = np.zeros(rows, dtype=np.int32), np.full((rows, width), -1, dtype=np.int32)
-        seen = [np.zeros(0, dtype=np.int32)] * rows
-        for row in np.flatnonzero(query_lens).tolist():
-            fed = int(query_lens[row])
-            prefix = self._prefix(row, int(positions[row]) + fed - 1)[self._ignored[row] :]
-            # Columns before the first one that matters may lie in a part of the text that processors do not see.
-            known = max(0, len(prefix) - fed)
-            tokens[row, fed - (len(prefix) - known) : fed] = prefix[known:]
-            seen[row], lengths[row] = prefix[:known], known
-        history = np.zeros((rows, int(lengths.max()) + width), dtype=np.int32)
-        for row, ids in enumerate(seen):
-            history[row, : len(ids)] = ids
-        device = out.device
-        ops.penalize(
-            out,
-            torch.from_numpy(tokens).to(device),
-            torch.from_numpy(history).to(device),
-            torch.from_numpy(lengths).to(device),
-            self._penalties.tensors(self._ignored, device),
-            query_lens=query_lens,
-            num_draft_tokens=num_draft_tokens,
-            bitmask=None if bitmask is None else bitmask.to(device),
-        )
-        return out
-
-    def _prefix(self, row: int, end: int) -> np.ndarray:
-        """int32 ids that processors see before position ``end`` of a row."""
-        if not self._sampling_params.prompts:
-            return self._text[row, :end]
-        prompt = self._sampling_params.prompts[row]
-        return np.concatenate([prompt.ids, self._text[row, prompt.length : end]])
-
-    def _by_position(
-        self,
-        logits: torch.Tensor,
-        fed: torch.Tensor,
-        query_lens: np.ndarray,
-        num_draft_tokens: np.ndarray,
-        positions: np.ndarray,
-    ) -> torch.Tensor:
-        """Choose one position after the other, each with its exact prefix: for processors that need it."""
-        selected = torch.full(fed.shape, -1, dtype=torch.int32, device="cpu")
-        bitmask = self._bitmask(logits, fed, query_lens, num_draft_tokens, positions)
-        for row in range(logits.shape[0]):
-            if query_lens[row] == 0:
-                continue
-            draft_tokens = int(num_draft_tokens[row])
-            first = int(query_lens[row]) - 1 - draft_tokens
-            for j in range(draft_tokens + 1):
-                mask = None if bitmask is None else bitmask[row, first + j]
-                token = self._step(row, int(positions[row]) + first + j, logits[row : row + 1, first + j], mask)
-                selected[row, j] = token
-                if j == draft_tokens or token != int(fed[row, first + 1 + j]) or token in self._sampling_params.ends:
-                    break
-        return selected
-
-    def _step(self, row: int, position: int, logits: torch.Tensor, bitmask: torch.Tensor | None) -> int:
-        """The token at ``position`` of ``row``, from its raw ``logits [1, V]`` and the grammar's bitmask."""
-        record, sampling_params = self._record, self._sampling_params
-        # Some processors enable gradients, which inference tensors do not allow.
-        with torch.inference_mode(False), torch.no_grad():
-            ids = torch.from_numpy(self._prefix(row, position).astype(np.int64))[None].to(logits.device)
-            scores = logits.to(torch.float32, copy=True)
-            with run_user_code():
-                scores = run_processors(self._processors[row], ids, scores)
-            if bitmask is not None:
-                scores = scores.clone()
-                apply_bitmask(scores[None], bitmask[None, None])
-        inverse = cutoff = None
-        if sampling_params.seeds is None:
-            selected = ops.argmax(scores[None])
-        else:
-            if self._is_target and not bool(torch.isfinite(scores.max())):
-                raise nothing_to_draw(row, position)
-            inverse = self._inverse_temperature[row : row + 1]
-            cutoff = self._cutoff(scores[None], inverse) if sampling_params.cuts else None
-            noise = Noise(self._keys[row : row + 1], np.array([position]), inverse, cutoff)
-            selected = ops.sample(scores[None], noise)
-        if record is not None:
-            logprobs = top_ids = None
-            if record.top_logprobs is not None:
-                one = np.ones(1, dtype=np.int32)
-                logprobs, top_ids = logprobs_of(
-                    scores[None], selected, one, one * 0, inverse, cutoff, record.top_logprobs
-                )
-                logprobs, top_ids = logprobs[0], top_ids[0]
-            record.add(row, 1, logits, scores, logprobs, top_ids)
-        return int(selected[0, 0])
-
-
-def logprobs_of(
-    logits: torch.Tensor,
-    selected: torch.Tensor,
-    query_lens: Any,
-    num_draft_tokens: Any,
-    inverse_temperature: torch.Tensor | None,
-    cutoff: torch.Tensor | None,
-    top_n: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`pipespec_kernels.ops.logprobs`, with the selected token's before those of the likeliest: float32 ``[B, Q, 1 + n]``, int32 ``[B, Q, n]``."""
-    chosen, top_ids, top = ops.logprobs(
-        logits,
-        selected,
-        query_lens,
-        num_draft_tokens,
-        inv_temperature=inverse_temperature,
-        cutoff=cutoff,
-        top_n=top_n,
-    )
-    return torch.cat([chosen[:, :, None], top], -1), top_ids
-
-
-def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, **counts: Any) -> None:
-    """Forbid tokens in float32 logits ``[B, Q, V]``, in place; see :func:`pipespec_kernels.ops.penalize`."""
-    rows, width, _ = logits.shape
-    nothing = torch.full((rows, width), -1, dtype=torch.int32, device=logits.device)
-    none = torch.zeros(rows, dtype=torch.int32, device=logits.device)
-    ops.penalize(logits, nothing, nothing.clone(), none, bitmask=bitmask.to(logits.device), **counts)
-
-
-def check_drawn(undrawn: torch.Tensor) -> None:
-    """Raise ``ValueError`` for the first row with an entry in ``undrawn`` of :func:`pipespec_kernels.ops.verify`."""
-    for row, position in enumerate(undrawn.tolist()):
-        if position < ALL_DRAWN:
-            raise nothing_to_draw(row, position)
-
-
-def nothing_to_draw(row: int, position: int) -> ValueError:
-    """The error for a position of a row whose scores are no distribution."""
-    return ValueError(
-        f"no token can be drawn at position {position} of row {row}: its scores are NaN, infinite, or all -inf. Does a logits processor "
-        "forbid every token there, is the temperature too small, is a penalty or bias too large, or has the model overflown?"
-    )
-
-
-def _ignored(penalty: Any) -> Any:
+def ignored_prefix(penalty: Any) -> Any:
     # transformers 5.0 does not have it.
     return getattr(penalty, "prompt_ignore_length", None)
 
 
-def _ignored_ids(sampling_params: SamplingParams, penalty: Any, row: int) -> int:
+def ignored_ids(sampling_params: SamplingParams, penalty: Any, row: int) -> int:
     """Ids at the beginning of a row that a repetition penalty leaves out: those that transformers' does, else the padding."""
-    ignored = _ignored(penalty)
+    ignored = ignored_prefix(penalty)
     if isinstance(ignored, torch.Tensor):
         return int(ignored[row])
     return sampling_params.prompts[row].ignored if sampling_params.prompts else 0
-
-
-def _for_row(processor: Any, row: int, rows: int, sampling_params: SamplingParams) -> _Processor:
-    """The processor for one row of the batch. Those that keep something per row are cut to it."""
-    kind = type(processor)
-    if kind is hf.PrefixConstrainedLogitsProcessor:
-        allowed = processor._prefix_allowed_tokens_fn
-        return hf.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)
-    if kind is hf.RepetitionPenaltyLogitsProcessor and not isinstance(_ignored(processor), int):
-        alone = hf.RepetitionPenaltyLogitsProcessor(processor.penalty)
-        ignored = _ignored_ids(sampling_params, processor, row)
-        return lambda ids, scores: alone(ids[:, ignored:], scores)
-    if kind is hf.EncoderRepetitionPenaltyLogitsProcessor:
-        prompts = processor.encoder_input_ids
-        processor = copy.copy(processor)
-        # num_return_sequences repeats each prompt.
-        processor.encoder_input_ids = prompts[row * len(prompts) // rows][None]
-    elif kind is hf.EncoderNoRepeatNGramLogitsProcessor:
-        ngrams = processor.generated_ngrams
-        processor = copy.copy(processor)
-        processor.generated_ngrams, processor.batch_size = [ngrams[row * len(ngrams) // rows]], 1
-    elif kind is hf.SynthIDTextWatermarkLogitsProcessor and rows > 1:
-        # Such a processor keeps a state per text.
-        processor = copy.deepcopy(processor)
-    elif kind.__module__ == "xgrammar.contrib.hf":
-        # It makes one matcher for each row of the first call.
-        grammars = processor.compiled_grammars
-        if len(grammars) not in (1, rows):
-            raise ValueError(f"xgrammar's LogitsProcessor has {len(grammars)} grammars for {rows} rows")
-        processor = kind(grammars[row % len(grammars)])
-    return processor

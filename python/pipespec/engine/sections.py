@@ -9,8 +9,9 @@ import torch
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import PartsForm
+from pipespec.engine.form_check import probe_cache
 from pipespec.engine.known import NATIVE, OWN, Identity, identify
-from pipespec.engine.native import native_form, probe_cache
+from pipespec.engine.native import native_form
 from pipespec.engine.own import LayerLoop
 from pipespec.models.families import NotReadable, packed_bytes
 from pipespec.models.parts import ModelParts

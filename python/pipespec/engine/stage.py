@@ -10,13 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
-from pipespec.engine.acceptance import Acceptance, drop_rejected
+from pipespec.engine.acceptance import RejectionAcceptance, drop_rejected
 from pipespec.engine.agreement import LONG_REST, agreement
 from pipespec.engine.cache import RowCache
 from pipespec.engine.cached_text import CachedText
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.ngram import NgramStage
-from pipespec.engine.sampling import Sampler, ScoreRecord
+from pipespec.engine.sampler import Sampler, ScoreRecord
 from pipespec_kernels import _native
 from pipespec_kernels.state import Action, StateBlock
 
@@ -52,7 +52,7 @@ class Stage(CachedText):
         *,
         native: bool = True,
         ngram: NgramStage | None = None,
-        acceptance: Acceptance | None = None,
+        acceptance: RejectionAcceptance | None = None,
         confidence: bool = False,
         in_turn: bool = True,
     ) -> None:

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
 from pipespec.engine.inputs import StageInputs
-from pipespec.engine.sampling import SamplingParams, ScoreRecord
+from pipespec.engine.sampler import ScoreRecord
+from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.stage import Stage
 from pipespec.models.properties import embedding_size
 from pipespec.models.tokenizers import ByteTokenizer

@@ -9,7 +9,7 @@ import torch
 from pipespec_kernels._native import MemoryWatch
 
 SHARE = 0.004
-"""The part of the time of all forwards that the checks may take. What a call compares beside them takes the rest of half a percent."""
+"""Largest share of the forwards' time for checksums. All checks of a call together may take 0.5 %."""
 
 LONGEST = 0.02
 """Seconds that one check may take, so that it does not delay the first token."""

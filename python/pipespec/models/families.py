@@ -114,7 +114,7 @@ FAMILIES = {
         Family("minicpm3", in_stages=False),
     )
 }
-"""The families, by their ``model_type``: the one list of them. Models of other types are checked as a twin without weights."""
+"""The families, by their ``model_type``: the one list of them. A model of another type is checked on a copy on the meta device."""
 
 NATIVE_CLASSES = {f"{family.prefix}ForCausalLM": family for family in FAMILIES.values() if family.prefix is not None}
 """Those with a native form, by the name of the model's class."""

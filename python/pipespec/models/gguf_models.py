@@ -157,23 +157,16 @@ def _llama3(file: GgufFile, theta: float, rotated: int) -> dict[str, Any]:
 # ---- the model
 
 
-def load_gguf(path: str | Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
+def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
     """A model in eval mode around the blocks of a file. Their pages are read when they are used.
 
     Args:
-        path: of the file.
+        file: of a model of a family here.
         dtype: of what is not in blocks; ``"auto"``: as the module says.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is damaged, or holds no model of a family here: the message names the tensor.
+        ValueError: it is damaged: the message names the tensor.
     """
-    file = GgufFile.open(path)
-    return model_of(file, dtype)
-
-
-def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
-    """As :func:`load_gguf`, of an open file."""
     config = gguf_config(file)
     family = family_of_file(file)
     assert family is not None

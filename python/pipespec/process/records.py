@@ -1,4 +1,4 @@
-"""JSON and TOML from files that anything may have written, as dataclasses whose fields have their types."""
+"""Parse untrusted JSON and TOML into dataclasses whose fields are checked against their types."""
 
 from __future__ import annotations
 

@@ -18,12 +18,12 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.engine.acceptance import Acceptance
+from pipespec.engine.acceptance import RejectionAcceptance
 from pipespec.engine.cache import RowCache
 from pipespec.engine.confidence import Calibration
 from pipespec.engine.inputs import StageInputs, stage_names
 from pipespec.engine.ngram import NGRAM, NgramStage
-from pipespec.engine.sampling import ScoreRecord
+from pipespec.engine.sampler import ScoreRecord
 from pipespec.engine.stage import Stage
 from pipespec.models.devices import input_device
 from pipespec.process.warnings import user_stacklevel
@@ -254,7 +254,7 @@ class Driver(Decoder):
         super().__init__()
         self.models = list(models)
         self.config = config
-        self._acceptance: Acceptance | None = None
+        self._acceptance: RejectionAcceptance | None = None
         # Stages without a model: the index of the first stage with one.
         self._first = int(config.ngram is not None and not config.controlled)
         self.ran_as = self._name_of(self.schedule)
@@ -293,7 +293,7 @@ class Driver(Decoder):
         self,
         i: int,
         ngram: NgramStage | None = None,
-        acceptance: Acceptance | None = None,
+        acceptance: RejectionAcceptance | None = None,
     ) -> Stage:
         """Stage ``i`` in this process.
 

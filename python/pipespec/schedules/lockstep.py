@@ -10,7 +10,7 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.engine.acceptance import Acceptance
+from pipespec.engine.acceptance import RejectionAcceptance
 from pipespec.engine.stage import Stage
 from pipespec.process.signals import draft_errors
 from pipespec.schedules.base import Driver, GenerationRequest
@@ -26,7 +26,7 @@ class LockstepDriver(Driver):
         super().__init__(models, config)
         ngram = self._make_ngram()
         if config.acceptance != "coupled" and len(self.models) > 1:
-            self._acceptance = Acceptance(max(config.lookahead))
+            self._acceptance = RejectionAcceptance(max(config.lookahead))
         self._stages: list[Stage] = []
         for model in range(len(self.models)):
             i = self._index_of(model)

@@ -1,6 +1,6 @@
 """SPD's decoding loop for any placement of the stages, and the driver with all stages in one process.
 
-Every token of the text is the target's own. :class:`pipespec.engine.sampling.Sampler` samples it from the logits of a forward of one token
+Every token of the text is the target's own. :class:`pipespec.engine.sampler.Sampler` samples it from the logits of a forward of one token
 after its exact prefix, as in plain decoding. Draft tokens change when this happens and never which token it is.
 """
 
@@ -23,7 +23,8 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.sampling import Sampler, SamplingParams
+from pipespec.engine.sampler import Sampler
+from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.sections import open_sections
 from pipespec.models.layout import CacheLayout
 from pipespec.process.signals import draft_errors

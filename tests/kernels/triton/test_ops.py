@@ -280,7 +280,8 @@ def test_storage_and_attention(device: torch.device, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("greedy", [True, False])
 def test_the_engines_sampler(greedy: bool, device: torch.device) -> None:
     """The sampler's counts are on the host, on whatever device the logits are."""
-    from pipespec.engine.sampling import Sampler, SamplingParams
+    from pipespec.engine.sampler import Sampler
+    from pipespec.engine.sampling import SamplingParams
 
     generator = torch.Generator().manual_seed(2)
     logits = make_logits("normal", (3, 4, 60), torch.float32, generator) * 3

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.sampling import FusedPenalties, SamplingParams, ScoreRecord, check_drawn, logprobs_of
+from pipespec.engine.sampler import ScoreRecord, check_drawn, logprobs_of
+from pipespec.engine.sampling import FusedPenalties, SamplingParams
 from pipespec_kernels import dispatch, ops
 from pipespec_kernels.noise import ALL_DRAWN, Noise
 
@@ -199,7 +200,7 @@ class StaticRecord:
 
 
 class StaticSampler:
-    """Chooses the tokens of one stage on its device: :class:`pipespec.engine.sampling.Sampler` with its numbers at fixed addresses.
+    """Chooses the tokens of one stage on its device: :class:`pipespec.engine.sampler.Sampler` with its numbers at fixed addresses.
 
     Args:
         rows: Rows of the batch.

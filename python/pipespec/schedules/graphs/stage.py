@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import choose_fused, forward
 from pipespec.engine.inputs import StageInputs, stage_names, static_capacity
-from pipespec.engine.sampling import ScoreRecord
+from pipespec.engine.sampler import ScoreRecord
 from pipespec.engine.stage import Stage
 from pipespec.preflight.checks import check_exact
 from pipespec.preflight.memory import HEADROOM

@@ -17,7 +17,8 @@ from pipespec.api.caches import for_transformers
 from pipespec.api.output import PipelineOutput
 from pipespec.api.prepare import CallOptions
 from pipespec.engine.cache import RowCache
-from pipespec.engine.sampling import nothing_to_draw, row_seeds, with_penalties
+from pipespec.engine.sampler import nothing_to_draw
+from pipespec.engine.sampling import row_seeds, with_penalties
 from pipespec.errors import Unsupported
 from pipespec.models.compat import mask_columns_of_call
 from pipespec.observe import Report
