@@ -17,6 +17,7 @@ import json
 import statistics
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,14 +94,26 @@ def packed_rows(target: Path, draft: Path) -> dict[str, tuple[Path, list[Any], d
     }
 
 
-def pipeline_row(target: Any, drafts: list[Any], options: dict[str, Any]) -> tuple[Row, Pipeline]:
-    """A row of ours, and its pipeline."""
+def head_rows(head: Path) -> dict[str, tuple[list[Any], dict[str, Any]]]:
+    """Rows of a draft head: drafts and options."""
+    fixed = {f"head x{n}": ([head], {"lookahead": n}) for n in range(1, 7)}
+    packed = {"lookahead": 3, "weights": {"draft 0": "q8_0"}}
+    return fixed | {"head": ([head], {}), "head, n-gram": (["ngram", head], {}), "head in 8 bits x3": ([head], packed)}
+
+
+def pipeline_row(
+    target: Any, drafts: list[Any], options: dict[str, Any], verified: Counter[int]
+) -> tuple[Row, Pipeline]:
+    """A row of ours, and its pipeline. ``verified`` counts the target's steps by the tokens that each one commits."""
     drafts = [draft(target) if draft in (shuffled, copy.deepcopy) else draft for draft in drafts]
     drafts = private_copies(drafts) if options.get("schedule") == WORKERS.name else drafts
     pipe = Pipeline(target, drafts, **options)
 
     def run(ids: torch.Tensor, arguments: dict[str, Any]) -> tuple[list[int], float, float]:
-        return timed(pipe.generate, ids, arguments)
+        result = timed(pipe.generate, ids, arguments)
+        if pipe.report is not None:
+            verified.update(dict(enumerate(pipe.report.stages[-1].histogram, 1)))
+        return result
 
     return run, pipe
 
@@ -296,6 +309,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--new-tokens", type=int, default=64)
     out.add_argument("--repeats", type=int, default=3)
     out.add_argument("--temperature", type=float, help="sample (greedy without)")
+    out.add_argument("--head", type=Path, help="a draft head of the target: its rows")
     out.add_argument("--third", default="smol", help="a smaller draft with another tokenizer (%(default)s)")
     out.add_argument("--llama", type=Path, help="llama.cpp's llama-server: its rows")
     out.add_argument(
@@ -344,15 +358,18 @@ def measure(options: argparse.Namespace) -> None:
     kinds = [kind for kind, _ in prompts]
     rows: dict[str, Row] = {}
     closing: list[Pipeline | LlamaServer | OpenVino] = []
+    verified: dict[str, Counter[int]] = {}
     failed: dict[str, str] = {}
     third = load(options.third, options.dtype)
-    ours = {name: (target, drafts, more) for name, (drafts, more) in options_of(draft, third).items()}
+    named = options_of(draft, third) | (head_rows(options.head) if options.head is not None else {})
+    ours = {name: (target, drafts, more) for name, (drafts, more) in named.items()}
     ours |= packed_rows(*(options.models / f"{name}.gguf" for name in (options.target, options.draft)))
     for name, (model, drafts, more) in ours.items():
         if name != PLAIN.name and options.rows and name not in options.rows:
             continue
         try:
-            rows[name], pipe = pipeline_row(model, drafts, more)
+            verified[name] = Counter()
+            rows[name], pipe = pipeline_row(model, drafts, more, verified[name])
             closing.append(pipe)
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}"
@@ -382,6 +399,10 @@ def measure(options: argparse.Namespace) -> None:
                     failed[row] = f"{type(error).__name__}: {error}"
             say(f"repeat {repeat + 1}, prompt {i + 1} of {len(prompts)} ({kind})")
     records = summary(texts, kinds)
+    for record in records:
+        if record["prompts"] == "all" and (steps := verified.get(record["row"])):
+            record["tokens_per_step"] = sum(n * count for n, count in steps.items()) / steps.total()
+            record["steps_by_tokens"] = dict(sorted(steps.items()))
     print(table(records))
     for row, why in failed.items():
         print(f"failed: {row}: {why}")

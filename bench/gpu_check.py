@@ -39,12 +39,8 @@ GPU_TESTS = ("tests/pipespec", "tests/kernels", "tests/spd")
 BY_RISK = ("tests/kernels/test_cuda_launcher.py", "tests/pipespec/test_streams.py", "tests/spd/test_spd_gpu.py")
 """Tests of what nothing without a GPU has run, which come first."""
 
-DEVICE_TESTS = (
-    "tests/same_text",
-    "tests/spd/test_spd_generate.py",
-    "tests/pipespec/test_heads.py",
-    "tests/pipespec/test_heads_training.py",
-)
+HEADS = "tests/pipespec/test_heads"
+DEVICE_TESTS = ("tests/same_text", "tests/spd/test_spd_generate.py", f"{HEADS}.py", f"{HEADS}_training.py")
 """Tests that CI runs on a CPU, whose models and prompts lie on the GPU here."""
 
 BY_MODULES = "run transformers' modules"
@@ -89,16 +85,7 @@ class Part:
         return "pytest" in self.command
 
 
-def _tests(
-    name: str,
-    marked: str,
-    paths: Sequence[str],
-    seconds: int,
-    *,
-    processes: int,
-    required: bool = True,
-    on_device: bool = False,
-) -> Part:
+def _tests(name: str, marked: str, paths: Sequence[str], seconds: int, *, processes: int, **more: bool) -> Part:
     plugins: tuple[str, ...] = ()
     if find_spec("xdist") and processes > 1:
         plugins += ("-n", str(processes))
@@ -106,7 +93,7 @@ def _tests(
         plugins += ("--timeout", "60")
     results = ("-p", "bench.result_lines", "--results", "{file}")
     options = ("-m", marked, "-q", "--tb=short", "-p", "no:cacheprovider", *results, *plugins)
-    return Part(name, ("-m", "pytest", *paths, *options), seconds, required, on_device=on_device)
+    return Part(name, ("-m", "pytest", *paths, *options), seconds, **more)
 
 
 def _generations(name: str, models: Sequence[str], rows: Sequence[str], seconds: int, *options: str) -> Part:
@@ -141,9 +128,9 @@ def parts_of(dry: bool) -> tuple[Part, ...]:
     processes = max(1, min(12, _cores() - 2))  # one core each for the launcher's threads and the check itself
     return (
         _smoke(45),
-        _tests("tests", "gpu and not sanitizer", (*BY_RISK, *GPU_TESTS), 400, processes=processes),
-        _tests("device", "not gpu", DEVICE_TESTS, 240, processes=processes, on_device=True),
-        _tests("memcheck", "gpu and sanitizer", GPU_TESTS[:1], 240, processes=1, required=False),
+        _tests("tests", "gpu and not sanitizer", (*BY_RISK, *GPU_TESTS), 180, processes=processes),
+        _tests("device", "not gpu", DEVICE_TESTS, 200, processes=processes, on_device=True),
+        _tests("memcheck", "gpu and sanitizer", GPU_TESTS[:1], 80, processes=1, required=False),
         _generations("1B -> 8B", ("1B", "8B"), ROWS, 240, *sizes, *tuning),
         # Compilation takes longer than bench_generate allows of a time limit.
         _generations("compiled", ("8B",), ("static",), 150, *sizes, "--uncalibrated", "--seconds", "inf"),
