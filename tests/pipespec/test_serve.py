@@ -24,6 +24,7 @@ import uvicorn  # noqa: E402
 
 from pipespec import Pipeline  # noqa: E402
 from pipespec.api.server import _before_stop, make_app  # noqa: E402
+from pipespec.api.server_grammar import ResponseFormats  # noqa: E402
 from pipespec.cli import main as command_line  # noqa: E402
 from pipespec.cli import serve  # noqa: E402
 from pipespec.demo import family_path  # noqa: E402
@@ -118,6 +119,20 @@ def test_stop_strings_are_not_part_of_the_text(client: Any, pipe: Pipeline, toke
     assert (answer.text, answer.finish_reason) == (text[: text.index(stop)], "stop")
     pieces, last = streamed(client, **options)
     assert (pieces, last.choices[0].finish_reason) == (answer.text, "stop")
+    options |= {"max_tokens": 8, "stop": PROMPT[-1] + text[0]}  # begins in the prompt
+    short = client.completions.create(model="demo", **options).choices[0]
+    assert (text.startswith(short.text), short.text != "", short.finish_reason) == (True, True, "length")
+    options["stop"] = short.text[-3:]  # ends with the last token
+    for last in (client.completions.create(model="demo", **options), streamed(client, **options)[1]):
+        assert (last.choices[0].finish_reason, last.usage.completion_tokens) == ("stop", 8)
+
+
+def test_stop_strings_where_an_answer_is_parsed(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = client.chat.completions.create(**asked()).choices[0].message.content
+    parse = "transformers.cli.serving.chat_completion.parse_assistant_message"
+    monkeypatch.setattr(parse, lambda tokenizer, model, ids, **_: (tokenizer.decode(ids), None, None))
+    answer = client.chat.completions.create(**asked(stop=text[11:17])).choices[0].message.content
+    assert answer == text[: text.index(text[11:17])]
 
 
 def test_before_stop_in_any_pieces() -> None:
@@ -172,6 +187,7 @@ def test_penalties_are_openais(client: Any, pipe: Pipeline, tokenizer: Any) -> N
         ({"prompt": "value " * 3000}, "the model's limit is"),
         ({"temperature": -1.0}, "temperature"),
         ({"max_tokens": 0}, "max_new_tokens"),
+        ({"logit_bias": 3}, "not iterable"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(client: Any, options: dict[str, Any], message: str) -> None:
@@ -185,7 +201,7 @@ def test_other_bodies_are_errors_too(client: Any) -> None:
     assert client._client.post(f"{url}completions", content=b"{").json()["error"]["code"] == 400
     assert "messages" in client._client.post(f"{url}chat/completions", json={}).json()["error"]["message"]
     for path in ("reset", "load_model", "v1/responses"):  # transformers' routes that load or drop models, and others
-        assert client._client.post(url.replace("v1/", path), json={}).status_code == 404
+        assert client._client.post(url.replace("v1/", path), json={}).json()["error"]["code"] == 404
     assert [model.id for model in client.models.list()] == ["demo"]
 
 
@@ -230,6 +246,14 @@ def test_a_response_format_that_cannot_be_had_is_refused(client: Any, monkeypatc
     assert free.choices[0].message.content == client.chat.completions.create(**asked()).choices[0].message.content
 
 
+def test_a_grammar_is_compiled_beside_other_requests(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_it(*_: Any) -> None:
+        client.with_options(timeout=SECONDS / 10).models.list()
+
+    monkeypatch.setattr(ResponseFormats, "matcher", compile_it)
+    assert client.chat.completions.create(**asked(response_format={"type": "json_object"})).choices
+
+
 def test_metrics_have_the_reports_figures(pipe: Pipeline, tokenizer: Any) -> None:
     with serving(pipe, tokenizer) as client:
         client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, temperature=0)
@@ -268,16 +292,18 @@ def test_a_full_queue_refuses(pipe: Pipeline, tokenizer: Any) -> None:
             return client.completions.create(model="demo", prompt=PROMPT, max_tokens=4).choices[0].text
 
         try:
-            asked = [pool.submit(ask) for _ in range(2)]
+            sent = [pool.submit(ask) for _ in range(2)]
             until(lambda: metrics(client)["vllm:num_requests_running"] == 1, "the first request runs")
             until(lambda: metrics(client)["vllm:num_requests_waiting"] == 1, "the second request waits")
             with pytest.raises(openai.RateLimitError, match="queue is full") as refused:
                 ask()
             assert refused.value.response.headers["retry-after"] == "1"
+            with pytest.raises(openai.RateLimitError):  # before any work for a grammar
+                client.chat.completions.create(**asked(response_format={"type": "xml"}))
         finally:
             release.set()
-        assert len({found.result() for found in asked}) == 1
-        assert ask() == asked[0].result()
+        assert len({found.result() for found in sent}) == 1
+        assert ask() == sent[0].result()
 
 
 @pytest.mark.parametrize("stream", [False, True])

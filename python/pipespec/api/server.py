@@ -12,14 +12,17 @@ import inspect
 import json
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, HTTPException
+import torch
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from jinja2 import TemplateError
+from starlette.exceptions import HTTPException  # those of unknown routes, too
 from transformers.cli.serving import utils
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -32,14 +35,16 @@ from pipespec.api.server_metrics import ServerMetrics
 from pipespec.models.tokenizers import backend_of
 
 _ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
-_OWN = ("seed", "presence_penalty", "frequency_penalty", "logit_bias")
+_OWN = ("seed", "presence_penalty", "frequency_penalty", "logit_bias", "response_format")
 _HARMLESS = {"user", "metadata", "store", "stream_options", "service_tier", "parallel_tool_calls", "prediction"}
 _NEUTRAL = {"n": 1, "best_of": 1, "logprobs": False, "echo": False, "tool_choice": "auto"}
 _TEXT = {"type": "text"}
 _INPUT_ERRORS = (HTTPException, RequestValidationError, ValueError, TypeError, KeyError, NotImplementedError, TemplateError)  # fmt: skip
 
-# Of the request that a task handles: the options of generate() that transformers' handlers do not have, and ASGI's receive().
+# Of the request that a task handles: options of generate() that transformers' handlers do not have, stop strings, its place in the queue, ASGI's receive().
 _options: ContextVar[dict[str, Any]] = ContextVar("options")
+_stops: ContextVar[tuple[str, ...]] = ContextVar("stops")
+_place: ContextVar[ExitStack] = ContextVar("place")
 _receive: ContextVar[Callable[[], Any]] = ContextVar("receive")
 
 
@@ -58,7 +63,7 @@ def make_app(pipe: Pipeline, tokenizer: Any, name: str, *, queue: int = 16, cors
     state.get_manager = lambda *args, **kwargs: requests
     handlers = {"chat_handler": ChatCompletionHandler, "completion_handler": CompletionHandler}
     formats = ResponseFormats(pipe.target, tokenizer)
-    made = {key: _handler(kind, formats)(manager, state) for key, kind in handlers.items()}
+    made = {key: _handler(kind, formats, requests)(manager, state) for key, kind in handlers.items()}
     made |= {key: None for key in inspect.signature(build_server).parameters if key.endswith("_handler") and key not in made}  # fmt: skip
     app = build_server(manager, generation_state=state, enable_cors=cors, **made)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in _ROUTES]
@@ -109,9 +114,15 @@ class _OneModel(ModelManager):
         return [{"id": self.force_model, "object": "model", "created": self._created, "owned_by": "pipespec"}]
 
 
-def _handler(kind: Any, formats: ResponseFormats) -> Any:
+def _handler(kind: Any, formats: ResponseFormats, requests: _Requests) -> Any:
     class Handler(kind):
-        _unused_fields = kind._unused_fields - {*_OWN, *_HARMLESS, "response_format"}
+        _unused_fields = kind._unused_fields - {*_OWN, *_HARMLESS}
+
+        async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+            with requests.place():
+                if (wanted := body.get("response_format")) not in (None, _TEXT):
+                    body["response_format"] = await asyncio.to_thread(formats.matcher, wanted)
+                return await super().handle_request(body, request_id)
 
         def _validate_request(self, body: dict[str, Any]) -> None:
             super()._validate_request(body)
@@ -121,17 +132,22 @@ def _handler(kind: Any, formats: ResponseFormats) -> Any:
                     raise HTTPException(400, f"{field}={body[field]!r} is not supported: leave {field} out")
 
         def _build_generation_config(self, body: dict[str, Any], config: Any, use_cb: bool = False) -> Any:
-            own = {field: body[field] for field in _OWN if body.get(field) is not None}
+            own = {field: body[field] for field in _OWN if body.get(field) not in (None, _TEXT)}
             if "logit_bias" in own:
-                own["logit_bias"] = {int(token): float(bias) for token, bias in own["logit_bias"].items()}
-            if (wanted := body.get("response_format")) not in (None, _TEXT):
-                own["grammar"] = formats.matcher(wanted)
+                own["logit_bias"] = {int(token): float(bias) for token, bias in dict(own["logit_bias"]).items()}
+            own["grammar"] = own.pop("response_format", None)
             _options.set(own)
-            rest = {field: value for field, value in body.items() if field not in (*_OWN, "response_format")}
-            made = super()._build_generation_config(rest, config, use_cb)
+            made = super()._build_generation_config({f: body[f] for f in body if f not in _OWN}, config, use_cb)
             if body.get("temperature"):  # transformers keeps the model's default, which may be greedy
                 made.do_sample = True
+            # generate() is not told of stop strings, as it finds one that begins in the prompt, too.
+            stops, made.stop_strings = made.stop_strings or (), None
+            _stops.set(tuple(filter(None, (stops,) if isinstance(stops, str) else stops)))
             return made
+
+        def _build_completion(self, request_id: str, content: str, *rest: Any, **given: Any) -> Any:
+            shown = "".join(_before_stop(content, _stops.get())[:2])
+            return super()._build_completion(request_id, shown, *rest, **given)
 
     return Handler
 
@@ -156,8 +172,8 @@ def _before_stop(text: str, stops: tuple[str, ...], stopped: bool = False) -> tu
     found = min((at for stop in stops if (at := text.find(stop)) >= 0), default=-1)
     if stopped or found >= 0:
         return "" if stopped else text[:found], "", True
-    longest = min(len(text), max(map(len, stops)))
-    held = next(n for n in range(longest, -1, -1) if any(stop.startswith(text[len(text) - n :]) for stop in stops))
+    longest = min(len(text), max(map(len, stops), default=0))
+    held = next((n for n in range(longest, 0, -1) if any(stop.startswith(text[len(text) - n :]) for stop in stops)), 0)
     return text[: len(text) - held], text[len(text) - held :], False
 
 
@@ -185,11 +201,19 @@ class _Requests(utils.GenerateManager):
         super().__init__()
         self._pipe, self._metrics, self._places = pipe, metrics, threading.BoundedSemaphore(queue + 1)
 
+    def place(self) -> ExitStack:
+        """A place in the queue, which a call takes over."""
+        if not self._places.acquire(blocking=False):
+            raise HTTPException(429, "the queue is full: try again later", {"Retry-After": "1"})
+        _place.set(place := ExitStack())
+        place.callback(self._places.release)
+        return place
+
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None) -> Any:  # fmt: skip
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
         streamer = _Streamer(backend_of(processor), loop, queue, response_parser=response_parser)
-        streamer.stops = _stops(gen_config)
-        call = self._call(inputs, gen_config, streamer=streamer, tokenizer=processor)
+        call = self._call(inputs, gen_config, processor, streamer)
+        streamer.stops = _stops.get()
 
         def run() -> None:
             try:
@@ -207,19 +231,15 @@ class _Requests(utils.GenerateManager):
         waiting = _Waiting()
         watch = asyncio.create_task(waiting.watch(_receive.get()))
         try:
-            call = self._call(inputs, gen_config, streamer=waiting, tokenizer=processor)
-            output = await self.async_submit(call)
+            output = await self.async_submit(self._call(inputs, gen_config, processor, waiting))
         finally:
             watch.cancel()
-        prompt, stops = inputs["input_ids"].shape[-1], _stops(gen_config)
+        prompt = inputs["input_ids"].shape[-1]
         text = processor.decode(output[0, prompt:], skip_special_tokens=True)
-        if stops:
-            before, held, _ = _before_stop(text, stops)
-            text = before + held
-        return text, prompt, output[0, prompt:]
+        return "".join(_before_stop(text, _stops.get())[:2]), prompt, output[0, prompt:]
 
-    def _call(self, inputs: Any, config: Any, **options: Any) -> Callable[[], Any]:
-        """A request's call, once it has a place in the queue."""
+    def _call(self, inputs: Any, config: Any, tokenizer: Any, streamer: Any) -> Callable[[], Any]:
+        """A request's call, which takes over the request's place in the queue."""
         prompt = inputs["input_ids"].shape[-1]
         limit = getattr(self._pipe.target.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None and prompt >= limit:
@@ -227,21 +247,21 @@ class _Requests(utils.GenerateManager):
         if limit is not None:
             room = limit - prompt
             config.max_new_tokens = room if config.max_new_tokens is None else min(config.max_new_tokens, room)
-        options |= _options.get()
-        if not self._places.acquire(blocking=False):
-            raise HTTPException(429, "the queue is full: try again later", {"Retry-After": "1"})
-        since = self._metrics.enter()
+        options = {"generation_config": config, "streamer": streamer, **_options.get()}
+        if stops := _stops.get():
+            tokens = max(len(str.encode(stop)) for stop in stops) + 1
+
+            def has_stopped(ids: torch.Tensor, scores: Any) -> torch.Tensor:
+                text = tokenizer.decode(ids[0, max(prompt, ids.shape[1] - tokens) :], skip_special_tokens=True)
+                if found := any(stop in text for stop in stops):
+                    config.max_new_tokens = None  # it is not the limit that ends the text
+                return torch.tensor([found], device=ids.device)
+
+            options["stopping_criteria"] = [has_stopped]
+        place, since = _place.get().pop_all(), self._metrics.enter()
 
         def call() -> Any:
-            try:
-                with self._metrics.request(since, prompt, config.max_new_tokens, self._pipe):
-                    return self._pipe.generate(**inputs, generation_config=config, **options)
-            finally:
-                self._places.release()
+            with place, self._metrics.request(since, prompt, config, self._pipe):
+                return self._pipe.generate(**inputs, **options)
 
         return call
-
-
-def _stops(config: Any) -> tuple[str, ...]:
-    stops = config.stop_strings or ()
-    return tuple(filter(None, (stops,) if isinstance(stops, str) else stops))

@@ -52,13 +52,13 @@ class ServerMetrics:
         return time.monotonic()
 
     @contextmanager
-    def request(self, since: float, prompt: int, limit: int | None, pipe: Any) -> Iterator[None]:
+    def request(self, since: float, prompt: int, config: Any, pipe: Any) -> Iterator[None]:
         """Around a request's call of ``pipe.generate()``: count what it did.
 
         Args:
             since: of :meth:`enter`.
             prompt: Tokens of the prompt.
-            limit: The greatest number of new tokens.
+            config: Its ``max_new_tokens`` is the limit, or None once something else has ended the text.
             pipe: The pipeline, whose ``report`` describes the call afterwards.
         """
         self._waiting.dec()
@@ -67,7 +67,7 @@ class ServerMetrics:
             with self._running.track_inprogress():
                 yield
             report, target = pipe.report, pipe.report.stages[-1]
-            reason = "length" if limit is not None and report.tokens >= limit else "stop"
+            reason = "length" if report.tokens == config.max_new_tokens else "stop"
             self._prompt.inc(prompt)
             self._tokens.inc(report.tokens)
             self._first.observe(start - since + report.seconds_to_first_token)
