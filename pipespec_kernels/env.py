@@ -71,12 +71,14 @@ def problems(env: dict[str, Any]) -> list[str]:
             f"The native module is of version {env['native']['version']}, the Python code of {env['version']}: "
             f"build again (pip install -e . or make native in the source tree)."
         )
-    for name, wanted in _lower_bounds().items():
-        have = env["packages"].get(name)
+    for name, bounds in _bounds().items():
+        have, wanted, excluded = env["packages"].get(name), bounds.get(">=", "0"), bounds.get("<")
         if have is None:
             found.append(f"{name} is not installed: pip install '{name}>={wanted}'.")
         elif _numbers(have) < _numbers(wanted):
             found.append(f"{name} {have} is too old: pip install --upgrade '{name}>={wanted}'.")
+        elif excluded and _numbers(have) >= _numbers(excluded):
+            found.append(f"{name} {have} is too new, models may be refused: pip install '{name}<{excluded}'.")
     if env["torch"]["error"] and env["packages"]["torch"]:
         found.append(f"torch is installed but does not import: {env['torch']['error']}. Install it again.")
 
@@ -129,15 +131,14 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _lower_bounds() -> dict[str, str]:
-    """``{"torch": "2.9"}`` and so on, from the package's metadata, so that pyproject.toml is the only source."""
+def _bounds() -> dict[str, dict[str, str]]:
+    """``{"torch": {">=": "2.9"}}`` and so on, from the package's metadata, so that pyproject.toml is the only source."""
     try:
         requirements = importlib.metadata.requires("pipespec") or []
     except importlib.metadata.PackageNotFoundError:
         return {}
     plain = [requirement for requirement in requirements if ";" not in requirement]
-    matches = [re.match(r"([\w.-]+)\s*(?:>=\s*([\d.]+))?$", requirement) for requirement in plain]
-    return {match[1]: match[2] or "0" for match in matches if match}
+    return {re.split("[^a-z0-9_.-]", one)[0]: dict(re.findall(r"(>=|<)\s*([\d.]+)", one)) for one in plain}
 
 
 def _numbers(version: str) -> tuple[int, ...]:
