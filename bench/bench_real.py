@@ -411,7 +411,7 @@ def measure(options: argparse.Namespace) -> None:
     settings = {
         key: str(value) if isinstance(value, Path) else value
         for key, value in vars(options).items()
-        if key not in ("models", "json", "llama", "openvino", "readme")
+        if key not in ("models", "head", "json", "llama", "openvino", "readme")
     }
     lengths = [ids.shape[1] for _, ids in prompts]
     record = {

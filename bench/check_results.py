@@ -35,6 +35,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "exact.json": (*_ENGINE, "bench/exact.py"),
     "exact_real.json": (*_ENGINE, "bench/exact.py"),
     "generate_cpu.json": (*_GENERATE, "python/pipespec/demo"),
+    "head.json": (*_ENGINE, "python/pipespec/drafts", "bench/bench_real.py"),
     "gpu_h200.json": (*_GENERATE, "bench/planted.py"),
     "planted_bfloat16.json": (*_GENERATE, "bench/planted.py"),
     "planted_float32.json": (*_GENERATE, "bench/planted.py"),

@@ -21,10 +21,10 @@ PYTHON = ("python/pipespec", "pipespec_kernels", "bench", "tools")
 FOLDERS = {
     "csrc": 13_100,
     "pipespec_kernels": 8_550,
-    "python/pipespec": 32_535,
+    "python/pipespec": 32_555,
     "bench": 8_500,
     "tools": 1_500,
-    "tests": 54_950,
+    "tests": 54_960,
 }
 """Most lines of C++, CUDA and Python. The design's goals of the first five: 12,500, 8,000, 20,000, 7,000 and 1,200."""
 
