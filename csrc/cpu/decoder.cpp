@@ -194,7 +194,7 @@ struct Decoder::Job {
     for (int wide = 0; wide < 2; ++wide) {
       rounded_inputs[wide] = {};
       if (!matrix.rounds[wide]) continue;
-      const int64_t bytes = RoundedInputs::bytes(wide != 0, inputs, count);
+      const int64_t bytes = RoundedInputs::memory_bytes(wide != 0, inputs, count);
       rounded_inputs[wide] = RoundedInputs(
           wide != 0, inputs, count,
           reinterpret_cast<unsigned char*>(workspace().rounded[wide].floats(whole(bytes, 4))));

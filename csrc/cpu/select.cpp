@@ -1,5 +1,11 @@
 #include "select.hpp"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -30,65 +36,81 @@ constexpr int64_t kUnitsPerThread = 4;
 constexpr int64_t kMinUnitBytes = 32 << 10;
 constexpr int64_t kCoupledMinUnitBytes = 8 << 10;
 
-const Kernels* supported(const std::string& name) {
+// Kernels of one set of instructions, those of products with packed weights among them.
+struct Variant {
+  const char* name;
+  const Kernels* kernels;
+  const PackedKernels* packed;
+};
+
+#if defined(__x86_64__)
+// Whether this process may use the tiles of AMX: Linux gives their state on request only.
+bool has_tiles() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  constexpr unsigned kTiles = 1u << 24, kInt8 = 1u << 25;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & kTiles) != 0 && (d & kInt8) != 0 &&
+         syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
+// What runs here, best first.
+std::vector<Variant> find_variants() {
+  std::vector<Variant> found;
+  const auto add = [&](const char* name, const Kernels* kernels, const PackedKernels* packed) {
+    if (kernels != nullptr && packed != nullptr) found.push_back({name, kernels, packed});
+  };
 #if defined(__x86_64__)
   // The builtin checks the CPU *and* whether the operating system saves the registers (XCR0).
-  if (name == "avx512") {
-    const bool runs = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    return runs ? avx512_kernels() : nullptr;
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+    const bool has_vnni = __builtin_cpu_supports("avx512vnni") && vnni_packed_kernels() != nullptr;
+    if (has_vnni && amx_packed_kernels() != nullptr && has_tiles())
+      add("amx", avx512_kernels(), amx_packed_kernels());
+    // A CPU with AVX-512 has what the file for AVX2 may use.
+    add("avx512", avx512_kernels(), has_vnni ? vnni_packed_kernels() : avx2_packed_kernels());
   }
-  if (name == "avx2") {
-    // The compiler may use whatever the file's flags allow.
-    const bool runs = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") &&
-                      __builtin_cpu_supports("fma");
-    return runs ? avx2_kernels() : nullptr;
-  }
+  // The compiler may use whatever the file's flags allow.
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") &&
+      __builtin_cpu_supports("fma"))
+    add("avx2", avx2_kernels(), avx2_packed_kernels());
 #endif
-  return name == "portable" ? portable_kernels() : nullptr;
+  add("portable", portable_kernels(), portable_packed_kernels());
+  return found;
 }
 
-const Kernels* chosen(const std::string& name) {
-  const Kernels* found = supported(name);
-  if (found != nullptr) return found;
-  std::string best;
-  for (const char* candidate : {"portable", "avx2", "avx512"}) {
-    if (supported(candidate) != nullptr) best += std::string(best.empty() ? "" : ", ") + candidate;
+const std::vector<Variant>& variants() {
+  static const std::vector<Variant> found = find_variants();
+  return found;
+}
+
+const Variant* chosen(const std::string& name) {
+  std::string all;
+  for (const Variant& variant : variants()) {
+    if (variant.name == name) return &variant;
+    all = variant.name + (all.empty() ? "" : ", " + all);
   }
   throw std::invalid_argument("SIMD variant '" + name +
-                              "' (PIPESPEC_SIMD) cannot run here; available: " + best);
+                              "' (PIPESPEC_SIMD) cannot run here; available: " + all);
 }
 
-std::atomic<const Kernels*> g_kernels{nullptr};
+std::atomic<const Variant*> g_variant{nullptr};
+
+const Variant& variant() {
+  const Variant* v = g_variant.load(std::memory_order_acquire);
+  if (v == nullptr) {
+    const char* wanted = std::getenv("PIPESPEC_SIMD");
+    v = wanted != nullptr && *wanted != '\0' ? chosen(wanted) : variants().data();
+    g_variant.store(v, std::memory_order_release);
+  }
+  return *v;
+}
 
 }  // namespace
 
-const Kernels& kernels() {
-  const Kernels* k = g_kernels.load(std::memory_order_acquire);
-  if (k == nullptr) {
-    const char* wanted = std::getenv("PIPESPEC_SIMD");
-    if (wanted != nullptr && *wanted != '\0') {
-      k = chosen(wanted);
-    } else {
-      k = supported("avx512");
-      if (k == nullptr) k = supported("avx2");
-      if (k == nullptr) k = portable_kernels();
-    }
-    g_kernels.store(k, std::memory_order_release);
-  }
-  return *k;
-}
+const Kernels& kernels() { return *variant().kernels; }
 
-const PackedKernels& packed_kernels() {
-  const Kernels* const k = &kernels();
-  const PackedKernels* found = nullptr;
-#if defined(__x86_64__)
-  if (k == avx512_kernels() && __builtin_cpu_supports("avx512vnni")) found = vnni_packed_kernels();
-  // A CPU with AVX-512 has what the file for AVX2 may use.
-  if (found == nullptr && k != portable_kernels()) found = avx2_packed_kernels();
-#endif
-  return found == nullptr ? *portable_packed_kernels() : *found;
-}
+const PackedKernels& packed_kernels() { return *variant().packed; }
 
 namespace {
 
@@ -428,12 +450,12 @@ void gumbel_noise(uint64_t seed, int64_t position, uint32_t stream, int64_t begi
   if (count > 0) kernels().coupled.noise(seed, uint64_t(position), stream, begin, count, out);
 }
 
-std::string simd() { return kernels().span.name; }
+std::string simd() { return variant().name; }
 
 std::string set_simd(const std::string& name) {
-  const Kernels* wanted = chosen(name);
+  const Variant* const wanted = chosen(name);
   const std::string before = simd();
-  g_kernels.store(wanted, std::memory_order_release);
+  g_variant.store(wanted, std::memory_order_release);
   return before;
 }
 

@@ -152,7 +152,7 @@ def test_environment_of_this_installation() -> None:
     assert found["native_error"] is None
     assert found["packages"]["torch"] == found["torch"]["version"]
     assert 1 <= found["cpu"]["usable_cores"] <= found["cpu"]["cores"]
-    assert found["cpu"]["simd"] in ("portable", "avx2", "avx512")
+    assert found["cpu"]["simd"] in ("portable", "avx2", "avx512", "amx")
     assert found["memory_bytes"] >= found["memory_available_bytes"] > 0
     assert found["memory_limit_bytes"] is None or found["memory_limit_bytes"] > 0
     assert all(isinstance(problem, str) for problem in env.problems(found))

@@ -20,7 +20,7 @@ KINDS = ["normal", "negative", "few values", "minus inf", "zeros", "nans", "any 
 def simd_variants() -> list[str]:
     """The SIMD variants of this machine."""
     names = []
-    for name in ("portable", "avx2", "avx512"):
+    for name in ("portable", "avx2", "avx512", "amx"):
         try:
             before = _native.set_simd(name)
         except ValueError:

@@ -59,7 +59,7 @@ TEST(products_have_the_same_bits_with_all_instructions) {
   for (int f = 0; f < kFormats; ++f) {
     const FormatTraits& t = traits(Format(f));
     for (int64_t blocks : {1, 2, 3, 5}) {
-      const int64_t inputs = blocks * t.block, panels = 3, columns = 21;
+      const int64_t inputs = blocks * t.block, panels = 3, columns = 41;
       const int64_t panel_bytes = t.panel_bytes(inputs);
       const auto rows = random_blocks(Format(f), panels * 16 * blocks, rng);
       const Bytes packed = lines(panels * panel_bytes);
@@ -70,8 +70,8 @@ TEST(products_have_the_same_bits_with_all_instructions) {
       std::vector<float> expected;
       for (const std::string& name : simd_variants()) {
         const std::string before = set_simd(name);
-        for (int64_t count : {int64_t{1}, int64_t{2}, int64_t{5}, columns}) {
-          const Bytes tile = lines(RoundedInputs::bytes(t.rounds256, inputs, count));
+        for (int64_t count : {1, 2, 5, 16, 21, 32, int(columns)}) {
+          const Bytes tile = lines(RoundedInputs::memory_bytes(t.rounds256, inputs, count));
           const RoundedInputs rounded(t.rounds256, inputs, count, tile.get());
           for (int64_t c = 0; c < count; ++c) rounded.round(x.data() + c * inputs, c);
           std::vector<float> out(size_t(count * panels * 16));
@@ -106,14 +106,14 @@ TEST(a_matrix_gives_the_same_bits_in_all_shapes_of_a_call) {
   std::mt19937 rng(2);
   for (Format format : {Format::kQ8_0, Format::kQ5_1, Format::kQ4_K, Format::kQ6_K}) {
     const FormatTraits& t = traits(format);
-    const int64_t inputs = 2 * t.block, outputs = 300, columns = 100;
+    const int64_t inputs = 2 * t.block, outputs = 300, columns = 300;
     const auto rows = random_blocks(format, outputs * 2, rng);
     const auto x = random_inputs(columns * inputs, rng);
     const PackedMatrix matrix(format, rows.data(), outputs, inputs, 2);
     std::vector<float> expected(size_t(columns * outputs));
     for (int64_t c = 0; c < columns; ++c)
       matrix.product(x.data() + c * inputs, 1, expected.data() + c * outputs, 1);
-    for (int64_t count : {int64_t{2}, int64_t{48}, int64_t{49}, columns}) {
+    for (int64_t count : {int64_t{2}, int64_t{48}, int64_t{49}, int64_t{257}, columns}) {
       for (int threads : {1, 2, 3}) {
         std::vector<float> out(size_t(count * outputs));
         matrix.product(x.data(), count, out.data(), threads);

@@ -94,6 +94,11 @@ constexpr int64_t kUnitPanels = 8;
 
 const FormatTraits& traits(Format format) { return kTraits[int(format)]; }
 
+int64_t RoundedInputs::tile_columns(int64_t columns) {
+  const int64_t most = packed_kernels().tile_columns, tiles = (columns + most - 1) / most;
+  return tiles <= 1 ? columns : ((columns + tiles - 1) / tiles + 15) / 16 * 16;
+}
+
 void RoundedInputs::round(const float* x, int64_t column) const {
   const PackedKernels& k = packed_kernels();
   const int64_t begin = column / tile_ * tile_, count = std::min(tile_, columns_ - begin);
@@ -126,7 +131,7 @@ void PackedMatrix::product(const float* x, int64_t columns, float* out, int thre
   if (columns == 0) return;
   const FormatTraits& f = traits(format_);
   const PackedProduct multiply = packed_kernels().products[int(format_)];
-  const int64_t size = RoundedInputs::bytes(f.rounds256, inputs_, columns);
+  const int64_t size = RoundedInputs::memory_bytes(f.rounds256, inputs_, columns);
   struct Free {
     unsigned char* data;
     ~Free() { std::free(data); }
@@ -140,7 +145,7 @@ void PackedMatrix::product(const float* x, int64_t columns, float* out, int thre
     const int64_t begin = unit / chunks * tile, count = std::min(tile, columns - begin);
     const int64_t panel = unit % chunks * kUnitPanels;
     const int64_t panels = std::min(kUnitPanels, panels_ - panel);
-    float products[kTileColumns * kUnitPanels * 16];
+    float products[kMaxTileColumns * kUnitPanels * 16];
     multiply(arena_.begin() + panel * f.panel_bytes(inputs_), inputs_, panels, rounded.tile(begin),
              count, products, panels * 16);
     const int64_t width = std::min(panels * 16, outputs_ - panel * 16);

@@ -29,11 +29,12 @@ const FormatTraits& traits(Format format);
 inline constexpr int64_t kInputBlock[] = {32, 256};
 inline constexpr int64_t kInputBytes[] = {sizeof(Inputs32), sizeof(Inputs256)};
 
-// Columns of inputs in 8 bits, in tiles of nearly equal size.
+// Columns of inputs in 8 bits, in tiles of nearly equal size: whole groups of 16 where
+// there are several.
 class RoundedInputs {
  public:
   RoundedInputs() = default;
-  // `memory`: bytes(inputs, columns) of them, on a cache line.
+  // `memory`: memory_bytes(inputs, columns), on a cache line.
   RoundedInputs(bool rounds256, int64_t inputs, int64_t columns, unsigned char* memory)
       : rounds256_(rounds256),
         inputs_(inputs),
@@ -41,12 +42,13 @@ class RoundedInputs {
         tile_(tile_columns(columns)),
         memory_(memory) {}
 
-  static int64_t tile_columns(int64_t columns) {
-    const int64_t tiles = (columns + kTileColumns - 1) / kTileColumns;
-    return tiles <= 1 ? columns : (columns + tiles - 1) / tiles;
-  }
+  static int64_t tile_columns(int64_t columns);
   static int64_t bytes(bool rounds256, int64_t inputs, int64_t columns) {
     return inputs / kInputBlock[rounds256] * kInputBytes[rounds256] * columns;
+  }
+
+  static int64_t memory_bytes(bool rounds256, int64_t inputs, int64_t columns) {
+    return bytes(rounds256, inputs, columns) + kSpareColumns * kInputBytes[rounds256];
   }
 
   explicit operator bool() const { return memory_ != nullptr; }

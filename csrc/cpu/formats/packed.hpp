@@ -26,8 +26,10 @@ namespace pipespec::cpu {
 enum class Format : int { kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ4_K, kQ5_K, kQ6_K };
 inline constexpr int kFormats = 8;
 
-// Columns of one tile of rounded inputs at most.
-inline constexpr int64_t kTileColumns = 48;
+// Columns of one tile of rounded inputs at most: of every table, and of those without AMX.
+inline constexpr int64_t kMaxTileColumns = 256, kTileColumns = 48;
+// Columns behind a tile that a product may read, and not use.
+inline constexpr int64_t kSpareColumns = 15;
 
 // 32 inputs in 8 bits. An input is scale * code, with scale = largest magnitude / 127 and code =
 // input * (127 / largest magnitude), to the nearest, ties to even. A block of less than 1e-30 is
@@ -53,12 +55,13 @@ struct alignas(32) Inputs256 {
 // columns one behind the other.
 using RoundInputs = void (*)(const float* x, int64_t inputs, int64_t columns, void* out);
 
-// out[c, 16 p + i] = output i of panel p for column c of a tile, c < columns <= kTileColumns.
+// out[c, 16 p + i] = output i of panel p for column c of a tile, c < columns <= tile_columns.
 using PackedProduct = void (*)(const unsigned char* panels, int64_t inputs, int64_t panel_count,
                                const void* tile, int64_t columns, float* out, int64_t out_stride);
 
 struct PackedKernels {
   const char* name;
+  int64_t tile_columns;
   RoundInputs round32, round256;
   PackedProduct products[kFormats];
 };
@@ -67,6 +70,7 @@ struct PackedKernels {
 const PackedKernels* portable_packed_kernels();
 const PackedKernels* avx2_packed_kernels();
 const PackedKernels* vnni_packed_kernels();
+const PackedKernels* amx_packed_kernels();
 
 // Those of the instructions in use (set_simd): AVX-512 without VNNI has those of AVX2.
 const PackedKernels& packed_kernels();

@@ -92,6 +92,7 @@ void round256(const float* x, int64_t inputs, int64_t columns, void* out) {
 template <class V>
 constexpr PackedKernels packed_table(const char* name) {
   return {name,
+          kTileColumns,
           round32<V>,
           round256<V>,
           {product<V, Q8_0>, product<V, Q4_0>, product<V, Q4_1>, product<V, Q5_0>, product<V, Q5_1>,

@@ -3,62 +3,12 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && \
     defined(__AVX512VNNI__)
-#include "../lanes_avx512.hpp"
+#include "lanes_vnni.hpp"
 //
 #include "products_impl.hpp"
 
 namespace pipespec::cpu {
 namespace {
-
-struct Vnni : Avx512 {
-  using Bytes = __m512i;
-  using Avx512::add;
-  using Avx512::multiply;
-  static constexpr bool kSignedBytes = false;
-  static constexpr int64_t kAhead = 4096;
-
-  template <int64_t kBytes>
-  static void prefetch(const unsigned char* p) {
-#pragma GCC unroll 64
-    for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(p + kAhead + i);
-  }
-  static Bytes load_bytes(const unsigned char* p) { return _mm512_load_si512(p); }
-  static I load_words(const unsigned char* p) { return _mm512_load_si512(p); }
-  static F half(const unsigned char* p) { return Float16::load(p); }
-  // (x >> kBy) & kMask of each byte
-  template <int kBy, int kMask>
-  static Bytes bits(Bytes x) {
-    return _mm512_and_si512(kBy == 0 ? x : _mm512_srli_epi16(x, kBy), _mm512_set1_epi8(kMask));
-  }
-  // y | ((x >> kBy) & kMask) of each byte
-  template <int kBy, int kMask>
-  static Bytes or_bits(Bytes y, Bytes x) {
-    if constexpr (kBy > 0) x = _mm512_srli_epi16(x, kBy);
-    if constexpr (kBy < 0) x = _mm512_slli_epi16(x, -kBy);
-    return _mm512_ternarylogic_epi32(y, x, _mm512_set1_epi8(kMask), 0xF8);
-  }
-  static I bit_or(I a, I b) { return _mm512_or_si512(a, b); }
-  static I add(I a, I b) { return _mm512_add_epi32(a, b); }
-  static I multiply(I a, I b) { return _mm512_mullo_epi32(a, b); }
-  // Adds to each lane the products of kCount vectors of codes with 4 kCount inputs.
-  template <int kBits, int kCount>
-  static I dots(I sum, const Bytes* codes, const int8_t* x) {
-    // The compiler would load the inputs by an instruction of its own.
-    typedef int32_t Four __attribute__((may_alias, aligned(1)));
-#pragma GCC unroll 8
-    for (int i = 0; i < kCount; ++i)
-      asm("vpdpbusd %2%{1to16%}, %1, %0"
-          : "+v"(sum)
-          : "v"(codes[i]), "m"(*reinterpret_cast<const Four*>(x + 4 * i)));
-    return sum;
-  }
-  // Adds to each lane 2 words times 2 inputs.
-  static I dot16(I sum, I words, const int16_t* x) {
-    int32_t two;
-    __builtin_memcpy(&two, x, 4);
-    return _mm512_dpwssd_epi32(sum, words, _mm512_set1_epi32(two));
-  }
-};
 
 constexpr PackedKernels kKernels = packed_table<Vnni>("avx512_vnni");
 

@@ -269,12 +269,15 @@ class CachedText:
     def _fill(self, cache: RowCache, begin: list[int], end: list[int], *, selects: bool = False) -> None:
         """Cache the tokens ``begin[r] .. end[r] - 1`` of each row.
 
-        With ``selects``, forwards by the library also read the last token of a prompt. The first step takes their logits, and reads no weights.
+        With ``selects``, forwards by the library also read the last token of a prompt, and native ones do where all prompts begin and end alike.
+        The first step takes their logits, and reads no weights.
         """
         logits: dict[int, torch.Tensor] = {}
         if self.reads_wide and self._group is None:
             begin = self._fill_by_library(cache, begin, end, logits if selects else None)
             end = [max(pair) for pair in zip(begin, end, strict=True)]
+        if reads_last := selects and not logits and self._can_read_last(cache, begin, end):
+            end = [e + 1 for e in end]
         # The states of a complete row do not survive further columns.
         level = not any(self._in_cache(begin)) and not cache.is_recurrent
         while (missing := max(e - b for b, e in zip(begin, end, strict=True))) > 0:
@@ -283,7 +286,10 @@ class CachedText:
             for row, (b, e) in enumerate(zip(begin, end, strict=True)):
                 columns[row, : max(0, min(q, e - b))] = self._text[row, b : min(b + q, e)]
             cache.aim(self._in_cache([max(b, min(b + q, e)) for b, e in zip(begin, end, strict=True)]))
-            self._forward(torch.from_numpy(columns).to(self._device), cache, keep=0)
+            keep = int(reads_last and q == missing)
+            kept = self._forward(torch.from_numpy(columns).to(self._device), cache, keep)
+            if keep:
+                self._prompt_logits = kept
             begin = [b + q if level else min(b + q, e) for b, e in zip(begin, end, strict=True)]
             if not level:
                 # Padding columns of complete rows must not use up the capacity.
@@ -291,6 +297,16 @@ class CachedText:
         cache.truncate(self._in_cache(end))
         if logits:
             self._complete(cache, logits, end)
+
+    def _can_read_last(self, cache: RowCache, begin: list[int], end: list[int]) -> bool:
+        """Whether a forward of several columns gives the logits behind each prompt, with the bits of a forward of its last token."""
+        return (
+            self._group is None
+            and len(set(begin)) == len(set(end)) == 1
+            and begin[0] < end[0]
+            and not cache.is_recurrent
+            and native_form_of(self.model, cache, native=self._native) is not None
+        )
 
     def _fill_by_library(
         self, cache: RowCache, begin: list[int], end: list[int], logits: dict[int, torch.Tensor] | None
