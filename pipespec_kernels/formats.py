@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["FORMATS", "QuantizedMatrix", "WeightFormat", "dequantize", "format_of", "quantize"]
+__all__ = ["FORMATS", "QuantizedMatrix", "WeightFormat", "dequantize", "format_of", "from_codes", "quantize"]
 
 _CHUNK = 1 << 17  # weights of a chunk: its intermediate tensors stay in the caches
 _TINY = 1e-15  # a group with smaller weights is stored as zeros
@@ -127,6 +127,38 @@ def quantize(matrix: Tensor, name: str) -> QuantizedMatrix:
 
     _share(rows, columns, work)
     return QuantizedMatrix(form, data, (rows, columns))
+
+
+def from_codes(codes: Tensor, scales: Tensor) -> QuantizedMatrix:
+    """A matrix of the weights ``scale * code``, exactly, in the smallest of ``q4_0``, ``q5_0`` and ``q8_0`` that holds them.
+
+    Args:
+        codes: Integers ``[rows, columns]``.
+        scales: ``[rows, groups]`` of any floating dtype: each for ``columns / groups`` codes of its row.
+
+    Raises:
+        ValueError: Groups that are no whole blocks of 32, codes beyond 8 bits, or a scale that float16 does not hold.
+    """
+    rows, columns = codes.shape
+    groups = scales.shape[1]
+    if scales.shape[0] != rows or columns % (32 * groups):
+        raise ValueError(
+            f"groups must be whole blocks of 32: {list(codes.shape)} codes have {list(scales.shape)} scales"
+        )
+    least, largest = int(codes.min()), int(codes.max())
+    bits = next((n for n in (4, 5, 8) if -(1 << n - 1) <= least and largest < 1 << n - 1), None)
+    if bits is None:
+        raise ValueError(f"its codes are {least} .. {largest}, and a block holds -128 .. 127")
+    stored = _as_stored(scales)
+    # Where all codes are zero, so are the weights.
+    matters = (codes.view(rows, groups, -1) != 0).any(2)
+    if not bool(((stored == scales.float()) & stored.isfinite() | ~matters).all()):
+        raise ValueError("it has a scale that float16 does not hold, in which blocks keep theirs")
+    half = _half_bytes(torch.where(matters, stored, 0).repeat_interleave(columns // groups // 32, 1).view(-1, 1))
+    form = FORMATS[f"q{bits}_0"]
+    numbers = (codes.to(torch.int16) + (0 if bits == 8 else 1 << bits - 1)).to(torch.uint8).view(-1, 32)
+    packed = numbers if bits == 8 else _pack_five(numbers) if bits == 5 else _pack_nibbles(numbers, 16)
+    return QuantizedMatrix(form, torch.cat((half, packed), 1).view(rows, -1), (rows, columns))
 
 
 def dequantize(matrix: QuantizedMatrix) -> Tensor:

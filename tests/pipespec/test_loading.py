@@ -60,7 +60,7 @@ def raise_(error, *args, **kwargs):
 
 def test_quantised_weights_are_read_on_their_device(model, tmp_path, monkeypatch):
     """They cannot be moved, and transformers needs accelerate to read them there."""
-    folder = save(model, tmp_path / "q", quantization_config={"quant_method": "gptq", "bits": 4})
+    folder = save(model, tmp_path / "q", quantization_config={"quant_method": "torchao"})
     asked = []
 
     def from_pretrained(path, **kwargs):

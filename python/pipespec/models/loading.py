@@ -113,7 +113,7 @@ def load_model(
     package accelerate. So are those of a model that is split over devices.
 
     Args:
-        model: a folder, a hub name, or a GGUF file, whose matrices stay in blocks where the family has a native form. A loaded model is returned as it is, in its mode, and of a ``PeftModel`` the model within.
+        model: a folder, a hub name, or a GGUF file. The matrices of a GGUF file, and on a CPU those of GPTQ, AWQ and compressed-tensors, are in blocks where the family is known. A loaded model is returned as it is, in its mode, and of a ``PeftModel`` the model within.
         dtype: as ``from_pretrained`` takes it.
         device: where to, or the devices by names of modules; None: the CPU.
         trust_remote_code: as ``from_pretrained`` takes it.
@@ -135,6 +135,10 @@ def load_model(
             return in_blocks
         source, more = Path(model).parent, {"gguf_file": Path(model).name}
     config = load_config(model, trust_remote_code=trust_remote_code)
+    if not isinstance(device, dict) and torch.device(device or "cpu").type == "cpu" and not trust_remote_code:
+        in_blocks = _repacked(model, config)
+        if in_blocks is not None:
+            return in_blocks
     # Packed weights cannot be moved (GPTQ, bitsandbytes 8-bit), or are packed on the way there.
     is_split = isinstance(device, dict)
     in_place = device is not None and (is_split or getattr(config, "quantization_config", None) is not None)
@@ -202,6 +206,21 @@ def _in_blocks(
         raise ValueError(f"{path}: a model out of a GGUF file is not split over devices: name one")
     loaded = model_of(file, dtype)
     return loaded if device is None else loaded.to(device)
+
+
+def _repacked(source: str | Path, config: Any) -> PreTrainedModel | None:
+    """A model around blocks of the integer weights of a checkpoint; None where it has none, or only transformers reads them."""
+    from pipespec.models.group_checkpoints import repacked, settings_of
+
+    settings = settings_of(config)
+    if settings is None:
+        return None
+    try:
+        return repacked(source, config, settings)
+    except OSError as error:
+        raise _no_model(source, error) from error
+    except DAMAGE as error:
+        raise unusable(source, error) from error
 
 
 def gguf_bytes(path: str | Path) -> int:

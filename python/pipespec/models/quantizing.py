@@ -75,7 +75,7 @@ def check_place(model: Any, name: str) -> None:
 
 
 def quantized(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """A model with the matrices of another one in blocks, adapters merged. Head and embedding are in 6 bits at least, as llama.cpp has them.
+    """A model with the matrices of another one in blocks, adapters merged; what is in blocks already stays so. Head and embedding are in 6 bits at least, as llama.cpp has them.
 
     All else becomes float32, in which the model then computes; so do matrices whose rows no blocks fill.
 
@@ -87,7 +87,9 @@ def quantized(model: PreTrainedModel, name: str) -> PreTrainedModel:
         ValueError: it is on a GPU, quantised already or split, blocks fill the rows of none of its matrices, or one has weights that no block holds.
     """
     check_place(model, name)
-    method = "in blocks" if has_blocks(model) else INT8 if has_int8(model) else quantisation(model)
+    is_whole = not any(type(module) in (nn.Linear, nn.Embedding) for module in model.modules())
+    in_blocks = has_blocks(model) and (is_whole or name == INT8)
+    method = "in blocks" if in_blocks else INT8 if has_int8(model) else quantisation(model)
     if method is not None:
         raise ValueError(f"weights={name!r}: the {type(model).__name__} is quantised already ({method})")
     if name == INT8:

@@ -1,0 +1,252 @@
+"""Checkpoints with integer weights in groups, as GPTQ, AWQ and compressed-tensors store them, as models whose matrices are in blocks.
+
+A weight there is ``scale * (number - zero point)``, with a scale per group of a row. Blocks of 32 hold the same values: 4 bits around the middle as
+``q4_0``, 4 bits around another zero point as ``q5_0``, and 8 bits as ``q8_0``. What is no such matrix becomes float32.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.utils import cached_file
+
+from pipespec.models.families import FAMILIES
+from pipespec.models.quantized import QuantizedLinear, untie
+from pipespec_kernels.formats import from_codes
+
+Get = Callable[[str], torch.Tensor]
+"""A tensor of a module by its last name; ``KeyError`` where the module has none of that name."""
+
+Settings = Mapping[str, Any]
+"""``quantization_config`` of a configuration."""
+
+Unpacked = tuple[torch.Tensor, torch.Tensor]
+"""Codes ``[outputs, inputs]`` and scales ``[outputs, groups]``."""
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where AWQ keeps each of eight columns, counted in fours of bits from the lowest."""
+
+
+def settings_of(config: Any) -> Settings | None:
+    """How a checkpoint packs its matrices, by its configuration; None: in no way, or in one that only transformers reads.
+
+    Raises:
+        ValueError: the method is one of these, and a setting is not supported.
+    """
+    settings = getattr(config, "quantization_config", None)
+    if settings is None or config.model_type not in FAMILIES:
+        return None
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    method = _METHODS.get(settings.get("quant_method", ""))
+    if method is None:
+        return None
+    method.check(settings)
+    return settings
+
+
+def repacked(source: str | Path, config: Any, settings: Settings) -> PreTrainedModel:
+    """A model in eval mode, in float32 but for its blocks.
+
+    Args:
+        source: a folder, or a hub name.
+        config: its configuration.
+        settings: of :func:`settings_of`.
+
+    Raises:
+        OSError: there are no safetensors.
+        ValueError: weights that no block holds, or that are missing or of another shape: the message names them.
+    """
+    config = copy.deepcopy(config)
+    del config.quantization_config
+    config.dtype = torch.float32
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    base: Any = model.model
+    # Its buffers are computed, not loaded.
+    base.rotary_emb = type(base.rotary_emb)(config=config)
+    if (scale := getattr(base.embed_tokens, "scalar_embed_scale", None)) is not None:
+        base.embed_tokens.embed_scale = torch.tensor(scale)
+    method = _METHODS[settings["quant_method"]]
+    with ExitStack() as opened:
+        tensors = _open(source, opened)
+        for name, module in list(model.named_modules()):
+
+            def get(leaf: str, name: str = name) -> torch.Tensor:
+                full = f"{name}.{leaf}"
+                return tensors[full].get_tensor(full)
+
+            if type(module) is nn.Linear and f"{name}.{method.marker}" in tensors:
+                made = _in_blocks(f"{source}: {name}", module, partial(method.unpack, get, settings))
+                model.set_submodule(name, made)
+                module = made
+            for leaf, parameter in module._parameters.items():
+                if parameter is not None and f"{name}.{leaf}" in tensors:
+                    module._parameters[leaf] = _loaded(f"{source}: {name}.{leaf}", get(leaf), parameter)
+    if config.tie_word_embeddings:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    missing = next((name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta), None)
+    if missing is not None:
+        raise ValueError(f"{source} does not hold {missing} of a {config.model_type} model")
+    untie(model)
+    config._name_or_path = str(source)
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(source)
+    except OSError:
+        pass  # it has none
+    return model.eval()
+
+
+def _open(source: str | Path, opened: ExitStack) -> Mapping[str, Any]:
+    """By the name of a tensor, its open file."""
+    index = cached_file(str(source), "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
+    names = {"model.safetensors"}
+    if index is not None:
+        names = set(json.loads(Path(index).read_bytes())["weight_map"].values())
+    found = {}
+    for name in sorted(names):
+        file = opened.enter_context(safe_open(cached_file(str(source), name), "pt"))
+        found.update(dict.fromkeys(file.keys(), file))
+    return found
+
+
+def _in_blocks(name: str, module: nn.Linear, unpack: Callable[[], Unpacked]) -> QuantizedLinear:
+    try:
+        codes, scales = unpack()
+        if codes.shape != (module.out_features, module.in_features):
+            raise ValueError(f"it is {list(codes.shape)}, and this model's {list(module.weight.shape)}")
+        matrix = from_codes(codes, scales)
+    except KeyError as error:
+        raise ValueError(f"{name}: there is no {error.args[0]}") from error
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"{name}: {error}") from error
+    return QuantizedLinear(matrix, module.bias)
+
+
+def _loaded(name: str, stored: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
+    if stored.shape != like.shape:
+        raise ValueError(f"{name} is {list(stored.shape)}, and this model's {list(like.shape)}")
+    return nn.Parameter(stored.float(), requires_grad=False)
+
+
+def _numbers(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """The numbers of ``bits`` bits in 32-bit words, lowest first along ``dim``: uint8."""
+    count = 32 // bits
+    shifts = torch.arange(count, dtype=torch.int32) * bits
+    dim = dim % packed.dim()
+    shape = list(packed.shape)
+    shape[dim] *= count
+    words = packed.unsqueeze(dim + 1) >> shifts.view(-1, *[1] * (packed.dim() - dim - 1))
+    return (words & ((1 << bits) - 1)).to(torch.uint8).reshape(shape)
+
+
+def _around(numbers: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """Numbers ``[outputs, inputs]`` less the zero points ``[outputs, groups]`` of their groups."""
+    if numbers.shape[0] != zeros.shape[0] or numbers.shape[1] % zeros.shape[1]:
+        raise ValueError(f"its numbers {list(numbers.shape)} and zero points {list(zeros.shape)} do not fit")
+    groups = numbers.view(*zeros.shape, -1).to(torch.int16)
+    return (groups - zeros.to(torch.int16)[:, :, None]).view(numbers.shape)
+
+
+def _check_neighbours(get: Get, name: str, inputs: int, groups: int) -> None:
+    """Raises ``ValueError`` where the groups of a matrix are not runs of neighbours."""
+    try:
+        order = get(name)
+    except KeyError:
+        return
+    if not torch.equal(order.long(), torch.arange(inputs) // (inputs // groups)):
+        raise ValueError(
+            "the weights of a group are not neighbours, and those of a block are: get a checkpoint that was made without activation order (desc_act)"
+        )
+
+
+def _unpack_gptq(get: Get, settings: Settings) -> Unpacked:
+    bits: int = settings["bits"]
+    scales, numbers = get("scales").T.contiguous(), _numbers(get("qweight"), bits, 0).T.contiguous()
+    _check_neighbours(get, "g_idx", numbers.shape[1], scales.shape[1])
+    # The first version of the format stores zero points less one.
+    less = int(settings.get("checkpoint_format", "gptq") == "gptq")
+    zeros = (_numbers(get("qzeros"), bits, 1).T + less) & ((1 << bits) - 1)
+    return _around(numbers, zeros), scales
+
+
+def _unpack_awq(get: Get, settings: Settings) -> Unpacked:
+    numbers, zeros = (
+        _numbers(get(name), 4, 1).unflatten(1, (-1, 8))[:, :, _AWQ_ORDER].flatten(1).T.contiguous()
+        for name in ("qweight", "qzeros")
+    )
+    return _around(numbers, zeros), get("scales").T.contiguous()
+
+
+def _unpack_compressed(get: Get, settings: Settings) -> Unpacked:
+    scales = get("weight_scale")
+    try:
+        (rows, columns), packed = get("weight_shape").tolist(), get("weight_packed")
+    except KeyError:
+        numbers, middle = get("weight"), 0
+        (rows, columns), packed = numbers.shape, None
+    if scales.numel() == 1:
+        scales = scales.reshape(1, 1).expand(rows, 1)
+    _check_neighbours(get, "weight_g_idx", columns, scales.shape[1])
+    if packed is not None:
+        bits = 32 * packed.shape[1] // columns
+        numbers, middle = _numbers(packed, bits, 1)[:, :columns].contiguous(), 1 << bits - 1
+    try:
+        zeros = get("weight_zero_point")
+        zeros = zeros.expand(scales.shape) if packed is None else _numbers(zeros, bits, 0)[:rows]
+    except KeyError:
+        zeros = torch.full(scales.shape, middle)
+    return _around(numbers, zeros), scales
+
+
+def _check_gptq(settings: Settings) -> None:
+    if settings.get("bits") not in (4, 8):
+        raise ValueError(
+            f"a gptq checkpoint with weights of {settings.get('bits')} bits is not supported: they have 4 or 8"
+        )
+    if settings.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2"):
+        raise ValueError(
+            f"a gptq checkpoint in the format {settings['checkpoint_format']!r} is not supported: it is gptq or gptq_v2"
+        )
+
+
+def _check_awq(settings: Settings) -> None:
+    bits, version = settings.get("bits", settings.get("w_bit", 4)), str(settings.get("version", "gemm")).lower()
+    if bits != 4 or version != "gemm":
+        raise ValueError(
+            f"an awq checkpoint of {bits} bits in the version {version!r} is not supported: it has 4, and the version gemm"
+        )
+
+
+def _check_compressed(settings: Settings) -> None:
+    for group in (settings.get("config_groups") or {}).values():
+        kind, weights = group.get("format") or settings.get("format"), group.get("weights") or {}
+        if kind not in ("pack-quantized", "int-quantized") or weights.get("num_bits") not in (4, 8):
+            raise ValueError(
+                f"a compressed-tensors checkpoint in the format {kind!r} with weights of {weights.get('num_bits')} bits is not supported: it is "
+                "pack-quantized or int-quantized, with 4 or 8"
+            )
+
+
+class _Method(NamedTuple):
+    """One way to pack matrices: the tensor by which a packed one is known, a check of the settings, and how to unpack it."""
+
+    marker: str
+    check: Callable[[Settings], None]
+    unpack: Callable[[Get, Settings], Unpacked]
+
+
+_METHODS = {
+    "gptq": _Method("qweight", _check_gptq, _unpack_gptq),
+    "awq": _Method("qweight", _check_awq, _unpack_awq),
+    "compressed-tensors": _Method("weight_scale", _check_compressed, _unpack_compressed),
+}

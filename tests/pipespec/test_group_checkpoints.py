@@ -1,0 +1,227 @@
+"""Checkpoints of GPTQ, AWQ and compressed-tensors: each matrix holds the values of the checkpoint, exactly."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from pipespec import Pipeline
+from pipespec.engine.forward import native_unsupported_reason
+from pipespec.models.loading import load_model
+from pipespec.models.quantized import QuantizedLinear
+from pipespec_kernels.formats import dequantize
+from tests.pipespec.checkpoints import save
+from tests.pipespec.gguf_files import LARGE, tiny
+
+TEXT = torch.tensor([[3, 9, 14, 15, 92, 65, 35, 8, 9, 79]])
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the columns in a word of AWQ
+
+
+def words(numbers, bits, order=None):
+    """Numbers ``[rows, columns]`` packed along the columns, lowest bits first."""
+    count = 32 // bits
+    packed = torch.zeros(numbers.shape[0], numbers.shape[1] // count, dtype=torch.int64)
+    for i, column in enumerate(order or range(count)):
+        packed |= numbers[:, column::count].long() << bits * i
+    return torch.where(packed < 1 << 31, packed, packed - (1 << 32)).to(torch.int32)
+
+
+class Matrix:
+    """Random integer weights in groups, and the values that they stand for."""
+
+    def __init__(self, outputs, inputs, *, bits=4, group=32, symmetric=True, dtype=torch.float16, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        groups, top, self.bits = inputs // group, 1 << bits, bits
+        self.numbers = torch.randint(top, (outputs, inputs), generator=generator)
+        self.zeros = torch.full((outputs, groups), top // 2)
+        if not symmetric:
+            self.zeros = torch.randint(1, top if bits == 4 else top // 2, (outputs, groups), generator=generator)
+        self.scales = (torch.rand(outputs, groups, generator=generator) * 0.02 + 0.001).to(dtype)
+        code = self.numbers - self.zeros.repeat_interleave(group, 1)
+        self.values = code * self.scales.float().repeat_interleave(group, 1)
+        self.order = torch.arange(inputs) // group
+
+    def gptq(self, less=1):
+        return {
+            "qweight": words(self.numbers, self.bits).T.contiguous(),
+            "qzeros": words((self.zeros.T - less) % (1 << self.bits), self.bits),
+            "scales": self.scales.T.contiguous(),
+            "g_idx": self.order.to(torch.int32),
+        }
+
+    def awq(self):
+        return {
+            "qweight": words(self.numbers.T, 4, AWQ_ORDER),
+            "qzeros": words(self.zeros.T, 4, AWQ_ORDER),
+            "scales": self.scales.T.contiguous(),
+        }
+
+    def compressed(self, symmetric):
+        found = {
+            "weight_packed": words(self.numbers, self.bits),
+            "weight_scale": self.scales,
+            "weight_shape": torch.tensor(self.numbers.shape),
+        }
+        if not symmetric:
+            found["weight_zero_point"] = words(self.zeros.T, self.bits).T.contiguous()
+        return found
+
+    def int8(self):
+        return {"weight": (self.numbers - 128).to(torch.int8), "weight_scale": self.scales}
+
+
+def write(folder, pack, settings, *, model_type="qwen2", tied=True, **matrix):
+    """A checkpoint of a tiny model, its linear modules packed but for the head. Returns the values of the matrices."""
+    model = tiny(model_type, LARGE, tie_word_embeddings=tied)
+    save(model, folder, quantization_config=settings)
+    tensors, values = load_file(folder / "model.safetensors"), {}
+    for seed, (name, module) in enumerate(model.named_modules()):
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            made = Matrix(*module.weight.shape, seed=seed, **matrix)
+            values[name] = made.values
+            del tensors[f"{name}.weight"]
+            tensors |= {f"{name}.{leaf}": tensor.contiguous() for leaf, tensor in pack(made).items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return values
+
+
+def compressed(kind="pack-quantized", bits=4):
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+    }
+
+
+GPTQ, GPTQ8 = {"quant_method": "gptq", "bits": 4}, {"quant_method": "gptq", "bits": 8}
+KINDS = {
+    "gptq": (GPTQ, Matrix.gptq, {}, "q4_0"),
+    "gptq, whole rows": (GPTQ, Matrix.gptq, {"group": 256}, "q4_0"),
+    "gptq, zero points": (GPTQ, Matrix.gptq, {"symmetric": False}, "q5_0"),
+    "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, lambda m: m.gptq(less=0), {"symmetric": False}, "q5_0"),
+    "gptq, 8 bits": (GPTQ8, Matrix.gptq, {"bits": 8, "group": 64}, "q8_0"),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "version": "gemm"},
+        Matrix.awq,
+        {"symmetric": False, "group": 128},
+        "q5_0",
+    ),
+    "compressed-tensors": (compressed(), lambda m: m.compressed(True), {"dtype": torch.bfloat16}, "q4_0"),
+    "compressed-tensors, zero points": (
+        compressed(),
+        lambda m: m.compressed(False),
+        {"symmetric": False, "dtype": torch.bfloat16},
+        "q5_0",
+    ),
+    "compressed-tensors, 8 bits": (
+        compressed("int-quantized", 8),
+        Matrix.int8,
+        {"bits": 8, "group": 256, "dtype": torch.bfloat16},
+        "q8_0",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_matrices_have_the_values_of_the_checkpoint(tmp_path, kind):
+    settings, pack, matrix, form = KINDS[kind]
+    values = write(tmp_path, pack, settings, **matrix)
+    model = load_model(tmp_path)
+    for name, expected in values.items():
+        module = model.get_submodule(name)
+        assert isinstance(module, QuantizedLinear)
+        assert module.form.format == form
+        assert torch.equal(dequantize(module.matrix), expected), name
+    assert native_unsupported_reason(model) is None
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_text_is_that_of_plain_decoding(tmp_path):
+    write(tmp_path, Matrix.gptq, GPTQ)
+    common = {"do_sample": False, "max_new_tokens": 24}
+    with Pipeline(tmp_path, [], schedule="plain") as pipe:
+        expected = pipe.generate(TEXT, **common)
+    with Pipeline(tmp_path, ["ngram", tmp_path]) as pipe:
+        assert torch.equal(pipe.generate(TEXT, **common), expected)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "phi3", "gemma"])
+def test_other_families_and_files_in_parts(tmp_path, model_type):
+    values = write(tmp_path, Matrix.gptq, GPTQ, model_type=model_type, tied=model_type == "gemma")
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    places = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)}
+    for file in set(places.values()):
+        save_file({n: tensors[n] for n in names if places[n] == file}, tmp_path / file, {"format": "pt"})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    model = load_model(tmp_path)
+    for name, expected in values.items():
+        assert torch.equal(dequantize(model.get_submodule(name).matrix), expected)
+    with torch.inference_mode():
+        assert model(input_ids=TEXT).logits.isfinite().all()
+
+
+def changed(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+NAME = "model.layers.1.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.update({f"{NAME}.g_idx": t[f"{NAME}.g_idx"].flip(0)}), "not neighbours"),
+        (lambda t: t[f"{NAME}.scales"].fill_(float("inf")), "scale that float16 does not hold"),
+        (lambda t: t.update({f"{NAME}.scales": torch.full_like(t[f"{NAME}.scales"], 1e-9, dtype=torch.float32)}), "float16 does not hold"),
+        (lambda t: t.pop(f"{NAME}.scales"), r"there is no .*up_proj.scales"),
+        (lambda t: t.update({f"{NAME}.qweight": t[f"{NAME}.qweight"][:, 8:].contiguous()}), r"numbers \[504, 256\] and zero points \[512, 8\]"),
+        (lambda t: t.pop("model.norm.weight"), r"does not hold model.norm.weight"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(8)}), r"model.norm.weight is \[8\]"),
+    ],
+)  # fmt: skip
+def test_what_is_damaged_or_does_not_fit_is_named(tmp_path, change, words):
+    write(tmp_path, Matrix.gptq, GPTQ)
+    changed(tmp_path, change)
+    with pytest.raises(ValueError, match=words) as caught:
+        load_model(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (GPTQ | {"bits": 3}, "gptq checkpoint with weights of 3 bits"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "in the format 'marlin'"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq checkpoint of 4 bits in the version 'gemv'"),
+        (compressed("float-quantized", 8), "format 'float-quantized' with weights of 8 bits"),
+        (compressed(bits=3), "weights of 3 bits"),
+    ],
+)
+def test_settings_that_are_not_supported_are_named(tmp_path, settings, words):
+    save(tiny("llama", LARGE), tmp_path, quantization_config=settings)
+    with pytest.raises(ValueError, match=words):
+        load_model(tmp_path)
+
+
+def test_eight_bits_around_another_zero_point_do_not_fit(tmp_path):
+    write(tmp_path, Matrix.gptq, GPTQ8, bits=8, symmetric=False)
+    with pytest.raises(ValueError, match=r"model.layers.0.self_attn.q_proj: its codes are -\d+ .. \d+"):
+        load_model(tmp_path)
+
+
+def test_head_and_embedding_are_put_in_blocks_on_request(tmp_path):
+    values = write(tmp_path, Matrix.gptq, GPTQ)
+    with Pipeline(tmp_path, [], schedule="plain", weights="q8_0") as pipe:
+        target = pipe.target
+    assert target.lm_head.form.format == target.model.embed_tokens.form.format == "q8_0"
+    for name, expected in values.items():
+        assert torch.equal(dequantize(target.get_submodule(name).matrix), expected)
