@@ -61,6 +61,20 @@ def host_memory() -> tuple[int, int]:
     return (total, free) if limit is None or left is None else (min(total, limit), min(free, left))
 
 
+def misfits(env: dict[str, Any]) -> list[str]:
+    """Which packages are missing, too old or too new, and what to do."""
+    found = []
+    for name, bounds in _bounds().items():
+        have, wanted, excluded = env["packages"].get(name), bounds.get(">=", "0"), bounds.get("<")
+        if have is None:
+            found.append(f"{name} is not installed: pip install '{name}>={wanted}'.")
+        elif _numbers(have) < _numbers(wanted):
+            found.append(f"{name} {have} is too old: pip install --upgrade '{name}>={wanted}'.")
+        elif excluded and _numbers(have) >= _numbers(excluded):
+            found.append(f"{name} {have} is too new, models may be refused: pip install '{name}<{excluded}'.")
+    return found
+
+
 def problems(env: dict[str, Any]) -> list[str]:
     """What is wrong in an environment from :func:`collect_env` and what to do, worst first; empty if all is well."""
     found = []
@@ -71,14 +85,7 @@ def problems(env: dict[str, Any]) -> list[str]:
             f"The native module is of version {env['native']['version']}, the Python code of {env['version']}: "
             f"build again (pip install -e . or make native in the source tree)."
         )
-    for name, bounds in _bounds().items():
-        have, wanted, excluded = env["packages"].get(name), bounds.get(">=", "0"), bounds.get("<")
-        if have is None:
-            found.append(f"{name} is not installed: pip install '{name}>={wanted}'.")
-        elif _numbers(have) < _numbers(wanted):
-            found.append(f"{name} {have} is too old: pip install --upgrade '{name}>={wanted}'.")
-        elif excluded and _numbers(have) >= _numbers(excluded):
-            found.append(f"{name} {have} is too new, models may be refused: pip install '{name}<{excluded}'.")
+    found += misfits(env)
     if env["torch"]["error"] and env["packages"]["torch"]:
         found.append(f"torch is installed but does not import: {env['torch']['error']}. Install it again.")
 

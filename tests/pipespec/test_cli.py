@@ -21,6 +21,7 @@ from bench import bench_spd
 from pipespec.bench import comparison
 from pipespec.bench.comparison import Measurement, SpeedComparison, cells
 from pipespec.bench.contenders import PipelineContender, Workload, standard_contenders
+from pipespec.cli import doctor
 from pipespec.cli.main import main
 from pipespec.demo import family_path, load_family
 from pipespec.demo import run as demo_run
@@ -119,6 +120,11 @@ def test_doctor_json(capsys):
     facts = json.loads(capsys.readouterr().out)
     assert facts["usable"] is True
     assert set(facts["schedules"]) == {"plain", "lockstep", "workers", "streams", "ranks"}
+
+
+def test_doctor_ends_with_an_error_where_a_package_is_of_another_version(monkeypatch):
+    monkeypatch.setattr(doctor, "misfits", lambda env: ["transformers 9 is too new"])
+    assert main(["doctor"]) == 1
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers", "pipespec_kernels._native"])

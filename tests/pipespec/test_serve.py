@@ -186,14 +186,18 @@ def test_penalties_are_openais(client: Any, pipe: Pipeline, tokenizer: Any) -> N
         ({"prompt": [1, 2]}, "prompt must be a string"),
         ({"prompt": "value " * 3000}, "the model's limit is"),
         ({"temperature": -1.0}, "temperature"),
-        ({"max_tokens": 0}, "max_new_tokens"),
+        ({"max_tokens": 0}, "max_tokens=0 must be at least 1"),
         ({"logit_bias": 3}, "not iterable"),
+        ({"logit_bias": {"100000": 1}}, "has no token 100000"),
+        ({"top_p": 7}, "top_p=7 must be from 0 to 1"),
+        ({"presence_penalty": -3.0}, "presence_penalty=-3.0 must be from -2 to 2"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(client: Any, options: dict[str, Any], message: str) -> None:
     given = {"model": "demo", "prompt": PROMPT, "max_tokens": 4} | options
-    with pytest.raises(openai.BadRequestError, match=re.escape(message)):
-        client.completions.create(**given)
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match=re.escape(message)):
+            client.completions.create(**given, stream=stream)
 
 
 def test_other_bodies_are_errors_too(client: Any) -> None:

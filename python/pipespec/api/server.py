@@ -38,6 +38,7 @@ _ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
 _OWN = ("seed", "presence_penalty", "frequency_penalty", "logit_bias", "response_format")
 _HARMLESS = {"user", "metadata", "store", "stream_options", "service_tier", "parallel_tool_calls", "prediction"}
 _NEUTRAL = {"n": 1, "best_of": 1, "logprobs": False, "echo": False, "tool_choice": "auto"}
+_RANGES = {"temperature": (0, 2), "top_p": (0, 1), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2)}
 _TEXT = {"type": "text"}
 _INPUT_ERRORS = (HTTPException, RequestValidationError, ValueError, TypeError, KeyError, NotImplementedError, TemplateError)  # fmt: skip
 
@@ -62,8 +63,8 @@ def make_app(pipe: Pipeline, tokenizer: Any, name: str, *, queue: int = 16, cors
     requests = _Requests(pipe, metrics, queue)
     state.get_manager = lambda *args, **kwargs: requests
     handlers = {"chat_handler": ChatCompletionHandler, "completion_handler": CompletionHandler}
-    formats = ResponseFormats(pipe.target, tokenizer)
-    made = {key: _handler(kind, formats, requests)(manager, state) for key, kind in handlers.items()}
+    formats, vocabulary = ResponseFormats(pipe.target, tokenizer), pipe.target.config.get_text_config().vocab_size
+    made = {key: _handler(kind, formats, requests, vocabulary)(manager, state) for key, kind in handlers.items()}
     made |= {key: None for key in inspect.signature(build_server).parameters if key.endswith("_handler") and key not in made}  # fmt: skip
     app = build_server(manager, generation_state=state, enable_cors=cors, **made)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in _ROUTES]
@@ -114,7 +115,7 @@ class _OneModel(ModelManager):
         return [{"id": self.force_model, "object": "model", "created": self._created, "owned_by": "pipespec"}]
 
 
-def _handler(kind: Any, formats: ResponseFormats, requests: _Requests) -> Any:
+def _handler(kind: Any, formats: ResponseFormats, requests: _Requests, vocabulary: int) -> Any:
     class Handler(kind):
         _unused_fields = kind._unused_fields - {*_OWN, *_HARMLESS}
 
@@ -130,11 +131,13 @@ def _handler(kind: Any, formats: ResponseFormats, requests: _Requests) -> Any:
                 neutral = _NEUTRAL.get(field)
                 if body[field] is not None and (type(body[field]), body[field]) != (type(neutral), neutral):
                     raise HTTPException(400, f"{field}={body[field]!r} is not supported: leave {field} out")
+            _check_ranges(body)
 
         def _build_generation_config(self, body: dict[str, Any], config: Any, use_cb: bool = False) -> Any:
             own = {field: body[field] for field in _OWN if body.get(field) not in (None, _TEXT)}
             if "logit_bias" in own:
                 own["logit_bias"] = {int(token): float(bias) for token, bias in dict(own["logit_bias"]).items()}
+                _check_tokens(own["logit_bias"], vocabulary)
             own["grammar"] = own.pop("response_format", None)
             _options.set(own)
             made = super()._build_generation_config({f: body[f] for f in body if f not in _OWN}, config, use_cb)
@@ -150,6 +153,21 @@ def _handler(kind: Any, formats: ResponseFormats, requests: _Requests) -> Any:
             return super()._build_completion(request_id, shown, *rest, **given)
 
     return Handler
+
+
+def _check_ranges(body: dict[str, Any]) -> None:
+    for field in ("max_tokens", "max_completion_tokens"):
+        if body.get(field) is not None and body[field] < 1:
+            raise ValueError(f"{field}={body[field]!r} must be at least 1")
+    for field, (least, most) in _RANGES.items():
+        if body.get(field) is not None and not least <= body[field] <= most:
+            raise ValueError(f"{field}={body[field]!r} must be from {least} to {most}")
+
+
+def _check_tokens(bias: dict[int, float], vocabulary: int) -> None:
+    unknown = [token for token in bias if not 0 <= token < vocabulary]
+    if unknown:
+        raise ValueError(f"logit_bias: the vocabulary of {vocabulary} tokens has no token {unknown[0]}")
 
 
 class _Streamer(utils.DirectStreamer):

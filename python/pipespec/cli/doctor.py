@@ -11,6 +11,7 @@ from pipespec.cli.options import Subparsers
 from pipespec.process.progress import working
 from pipespec.registry import SCHEDULES, Schedule, default_schedule
 from pipespec_kernels import collect_env, problems
+from pipespec_kernels.env import misfits
 
 
 def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
@@ -22,7 +23,7 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what is installed and built, what pipespec will use, and what is wrong with it. Exit code 1 if pipespec cannot work."""
+    """Print what is installed and built, what pipespec will use, and what is wrong with it. Exit code 1 if pipespec cannot work, or a package is of a version that it does not support."""
     with working("checking (imports torch and transformers)"):
         env = collect_env()
         env["pipeline_error"] = _pipeline_error()
@@ -31,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
     env["schedules"] = _schedules(env)
     env["default_schedules"] = {n: default_schedule(["cpu"] * (n + 1))[0] for n in (1, 2)}
     env["problems"] = problems(env)
-    usable = env["usable"] = env["pipeline_error"] is None and env["native"]["version"] == env["version"]
+    is_whole = env["pipeline_error"] is None and env["native"]["version"] == env["version"]
+    usable = env["usable"] = is_whole and not misfits(env)
     if env["pipeline_error"] and not env["problems"]:
         env["problems"].append(f"pipespec does not import: {env['pipeline_error']}")
     if isinstance(env["family"], str):
