@@ -39,13 +39,13 @@ def pipe(pipes):
 
 @pytest.fixture
 def prefilled(model, monkeypatch):
-    """Columns that the target was fed in prefills, one entry per forward."""
+    """Columns that the target was fed in prefills, but for the last token, one entry per forward."""
     columns: list[int] = []
     inner = pipespec.engine.cached_text.forward
 
     def counting(which, tokens, cache, *, keep, **options):
-        if which is model and keep == 0:
-            columns.append(tokens.shape[1])
+        if which is model and keep < tokens.shape[1]:
+            columns.append(tokens.shape[1] - keep)
         return inner(which, tokens, cache, keep=keep, **options)
 
     monkeypatch.setattr(pipespec.engine.cached_text, "forward", counting)
