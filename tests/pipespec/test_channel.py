@@ -52,15 +52,6 @@ def test_a_message_that_is_larger_than_the_buffer(ends, ticks):
     sender.join()
 
 
-def test_a_check_ends_a_wait(ends, monkeypatch):
-    def fail() -> None:
-        raise LookupError
-
-    monkeypatch.setattr("pipespec.schedules.workers.channel._CHECK_S", 0.01)
-    with pytest.raises(LookupError):
-        ends[0].send(bytes(1 << 20), timeout_s=SECONDS, check=fail)
-
-
 def test_closed_ends(ends):
     ours, theirs = ends
     ours.send("last")
@@ -105,7 +96,7 @@ def test_a_limit_is_that_of_each_wait(ends, monkeypatch):
     ours, theirs = ends
     limits, parts = [], []
 
-    def read(channel, event, timeout_s, check=None) -> None:
+    def read(channel, event, timeout_s) -> None:
         limits.append(timeout_s)
         if channel is ours:
             parts.append(theirs._socket.recv(1000))

@@ -390,9 +390,9 @@ def test_a_fork_while_a_worker_starts(models, monkeypatch):
         (worker,) = set(open_workers) - before
         assert worker.conn.closed
 
-    def forks(fds, *, fork, deadline):
+    def forks(fds, *, fork):
         Child(look).check()
-        return start(fds, fork=fork, deadline=deadline)
+        return start(fds, fork=fork)
 
     monkeypatch.setattr(template, "start", forks)
     with Pipeline(target, draft, schedule="workers"):

@@ -1,13 +1,11 @@
-"""The caller's signal handlers, and processes that signals have stopped."""
+"""The caller's signal handlers."""
 
 from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -133,37 +131,3 @@ class DelayedHandlers:
         finally:
             if self._came:  # a handler has raised an error; the others run all the same, as Python has it
                 self._run_handlers()
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process. False where ``/proc`` does not tell."""
-    try:
-        # Behind the name of the program, which may contain anything.
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].startswith(b"T")
-    except (FileNotFoundError, PermissionError, ProcessLookupError):
-        return False
-
-
-STOPPED_S = 2.0
-"""A process that is stopped (SIGSTOP) for so long while something waits for it counts as lost."""
-
-
-class StopWatch:
-    """Looks for how long a process has been stopped."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._since: float | None = None  # when it was first seen stopped
-
-    def look_again(self) -> None:
-        """Forget what was seen. Since then it may have run."""
-        self._since = None
-
-    def has_stopped_for(self, seconds: float) -> bool:
-        """Whether it is stopped, and was at each look of the last ``seconds``."""
-        if not is_stopped(self._pid):
-            self._since = None
-            return False
-        now = time.monotonic()
-        self._since = self._since or now
-        return now - self._since > seconds

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 import pickle
 import select
 import socket
 import struct
-import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 _LENGTH = struct.Struct("Q")
 _MAX_FDS = 64
 _READ = 1 << 20
-_CHECK_S = 0.4
-"""A wait calls its ``check`` at least this often."""
 
 
 class ChannelError(Exception):
@@ -65,21 +61,13 @@ class Channel:
         """
         return self._wait(select.POLLIN, timeout_s)
 
-    def send(
-        self,
-        message: object,
-        fds: Sequence[int] = (),
-        *,
-        timeout_s: float | None = None,
-        check: Callable[[], None] | None = None,
-    ) -> None:
+    def send(self, message: object, fds: Sequence[int] = (), *, timeout_s: float | None = None) -> None:
         """Send a message and copies of file descriptors.
 
         Args:
             message: Is pickled.
             fds: At most 64.
             timeout_s: Longest wait in which the reader takes nothing. After an error the reader may have a part of the message.
-            check: Is called during the wait. What it raises ends the wait.
 
         Raises:
             Closed: One end is closed.
@@ -96,7 +84,7 @@ class Channel:
                 except BlockingIOError:
                     sent = 0
             if not sent:
-                self._await(select.POLLOUT, timeout_s, check)
+                self._await(select.POLLOUT, timeout_s)
                 continue
             rights = []
             while left and sent >= len(left[0]):
@@ -148,13 +136,9 @@ class Channel:
             data += part
         return data, is_complete
 
-    def _await(self, event: int, timeout_s: float | None, check: Callable[[], None] | None = None) -> None:
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not self._wait(event, min(_CHECK_S, max(0.0, deadline - time.monotonic()))):
-            if check is not None:
-                check()
-            if time.monotonic() >= deadline:
-                raise Late("the other process does not answer")
+    def _await(self, event: int, timeout_s: float | None) -> None:
+        if not self._wait(event, timeout_s):
+            raise Late("the other process does not answer")
 
     def _wait(self, event: int, timeout_s: float | None) -> bool:
         fd = self._socket.fileno()

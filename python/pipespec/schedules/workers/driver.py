@@ -6,7 +6,6 @@ A worker that dies, hangs or fails costs speed and never changes the text: the t
 from __future__ import annotations
 
 import errno
-import math
 import os
 import signal
 import socket
@@ -15,7 +14,7 @@ import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import chain, product
@@ -30,36 +29,31 @@ from pipespec.engine.stage import Stage
 from pipespec.engine.translation import Translation
 from pipespec.models.properties import compute_dtype
 from pipespec.preflight.support import check_shareable
-from pipespec.process.signals import STOPPED_S as _STOPPED_S
-from pipespec.process.signals import StopWatch, is_stopped
 from pipespec.process.threads import restored_threads, set_threads, target_threads
 from pipespec.schedules.asynchronous import target_step
-from pipespec.schedules.base import Driver, GenerationRequest
+from pipespec.schedules.base import Driver
+from pipespec.schedules.request import GenerationRequest
 from pipespec.schedules.workers import template
-from pipespec.schedules.workers.channel import Channel, ChannelError, Closed, Late
-from pipespec.schedules.workers.process import STARTED, Failed, Setup, WorkerCall
+from pipespec.schedules.workers.channel import Channel, ChannelError, Late
+from pipespec.schedules.workers.process import Failed, Setup, WorkerCall
 from pipespec.schedules.workers.weights import SharedWeights, share
 from pipespec_kernels.state import Action, SharedMemory, StateBlock
 from pipespec_kernels.trace import TraceMemory
 
 _READY_TIMEOUT_S = 120.0
-"""A worker without a template imports torch and transformers, which takes many seconds on a busy machine. A pipeline waits so long for its first workers.
-One that is started again counts as hung after this time."""
+"""Workers are awaited for this time. Without a template each imports torch and transformers, which takes many seconds on a busy machine."""
 
 _EXIT_TIMEOUT_S = 5.0
 """A worker that has reported its failure, or closed its connection, ends within this time, or is killed."""
-
-_RESTART_TIMEOUT_S = 10.0
-"""A call waits at most this long for workers that are started again. It takes in the others when they are ready."""
-
-_TEMPLATE_TIMEOUT_S = 5.0
-"""A call waits at most this long for a template that is started again. Its workers import by themselves then, while the call goes on."""
 
 _SEND_TIMEOUT_S = 5.0
 """A worker that waits for a message reads it within this time, or counts as hung."""
 
 _FINISH_TIMEOUT_S = 10.0
 """A worker finishes its current forward when a call ends. One that needs longer than this counts as hung."""
+
+_LOOK_S = 0.4
+"""Time between two looks whether a process is alive whose message is awaited. A fork of another thread may keep its connection open."""
 
 
 class CannotStart(RuntimeError):
@@ -80,7 +74,6 @@ class _Worker:
         native: Whether the draft may run in the native form.
         upstream: The draft upstream, if it is an n-gram index; or the two tokenizers, if the draft has another one than the target.
         confidence: Whether the draft uses the confidence of its tokens.
-        deadline: For the template, see :func:`pipespec.schedules.workers.template.start`.
 
     Raises:
         CannotStart: No process can be started.
@@ -98,7 +91,6 @@ class _Worker:
         native: bool,
         upstream: NgramDraft | Translation | None,
         confidence: bool,
-        deadline: float,
     ) -> None:
         self.index, self.name, self._upstream = index, name, upstream
         assert isinstance(block.memory, SharedMemory)
@@ -114,7 +106,7 @@ class _Worker:
             )
         try:
             # A library may touch CUDA while it is imported, and CUDA does not survive a fork.
-            counts = self._start(parts, fork=weights.device.type == "cpu", deadline=deadline)
+            counts = self._start(parts, fork=weights.device.type == "cpu")
         except OSError as error:
             if error.errno is None:  # of a signal handler, not of the system
                 raise
@@ -123,16 +115,11 @@ class _Worker:
         self._setup = Setup(index, weights, threads, counts, entries, native, upstream is not None, confidence)
         self.last_error: Failed | None = None
         self.cache = (0, 0)  # rows, and a lower bound of the positions
-        self.is_started = False  # has done its imports, and got its setup
-        self.is_ready = False  # has built its model
-        self.is_late = False  # a call has waited for it in vain
-        self.overdue_at = time.monotonic() + _READY_TIMEOUT_S
-        self._stops = StopWatch(self.process.pid)
         self.busy = 0  # generation that runs, 0 after the worker has reported its end
         self.form = ""
         self.translated = (0, 0)
 
-    def _start(self, parts: Sequence[tuple[SharedMemory, set[int]]], *, fork: bool, deadline: float) -> list[int]:
+    def _start(self, parts: Sequence[tuple[SharedMemory, set[int]]], *, fork: bool) -> list[int]:
         """Start the process. Return the number of descriptors of each part."""
         ours, theirs = socket.socketpair()
         self.conn = Channel(ours)
@@ -141,82 +128,56 @@ class _Worker:
             _open_workers.add(self)  # before the start, because another thread may fork
             lent = [stack.enter_context(shared.lent(writable)) for shared, writable in parts]
             try:
-                self.process = template.start([theirs.fileno(), *chain(*lent)], fork=fork, deadline=deadline)
+                self.process = template.start([theirs.fileno(), *chain(*lent)], fork=fork)
             except ChannelError:
                 if not fork:
                     raise
             else:
                 failed.pop_all()
                 return [len(fds) for fds in lent]
-        return self._start(parts, fork=False, deadline=deadline)
+        return self._start(parts, fork=False)
 
-    def await_ready(self, deadline: float, *, has_built: bool = True) -> bool:
-        """Wait until the worker has built its model, or has its setup (not ``has_built``). Return False if it has not until ``deadline``.
+    def set_up(self, deadline: float) -> None:
+        """Wait until the worker has done its imports, then tell it what to build. Raises ``CannotStart`` as :meth:`await_ready`."""
+        self._await_step(deadline)
+        # Only now, because a message may be larger than the socket's buffer, and the worker reads from here on.
+        self._send_part(self._setup, "its setup")
+
+    def await_ready(self, deadline: float) -> None:
+        """Wait until the worker has built its model.
 
         Raises:
-            CannotStart: The worker cannot start. The message has the worker's own error.
+            CannotStart: It cannot, or is not ready at ``deadline``. The message has the worker's own error.
         """
-        while not (self.is_ready if has_built else self.is_started):
-            while not self.conn.poll(min(_STOPPED_S / 5, max(0.0, deadline - time.monotonic()))):
-                if self._is_held_up():
-                    raise self._cannot_start(self.stopped)
-                # A fork of another thread may keep the connection open.
-                if self.is_dead() and not self.conn.poll():
-                    raise self._cannot_start(self.exit_reason())
-                if time.monotonic() >= deadline:
-                    return False
-            try:
-                answer, _ = self.conn.receive(timeout_s=_SEND_TIMEOUT_S)
-            except ChannelError as error:
-                is_late = isinstance(error, Late)
-                raise self._cannot_start("it does not complete a message" if is_late else self.exit_reason()) from error
-            if isinstance(answer, Failed):
-                raise self._cannot_start(f"{answer.cause}\n{answer.details}")
-            # Only now, because a message may be larger than the socket's buffer, and the worker reads from here on.
-            if answer == STARTED:
-                self._send_part(self._setup, "its setup")
-                self.is_started = True
-            else:
-                if self._upstream is not None:
-                    self._send_part(self._upstream, "the n-gram draft or the tokenizers")
-                self.is_ready = True
-        return True
+        self._await_step(deadline)
+        if self._upstream is not None:
+            self._send_part(self._upstream, "the n-gram draft or the tokenizers")
+
+    def _await_step(self, deadline: float) -> None:
+        """Receive the message with which the worker ends a step of its start."""
+        while not self.conn.poll(min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
+            if self.is_dead() and not self.conn.poll():
+                raise self._cannot_start(self.exit_reason())
+            if time.monotonic() >= deadline:
+                raise self._cannot_start(f"its process was not ready within {_READY_TIMEOUT_S:.0f} s")
+        try:
+            answer, _ = self.conn.receive(timeout_s=_SEND_TIMEOUT_S)
+        except ChannelError as error:
+            is_late = isinstance(error, Late)
+            raise self._cannot_start("it does not complete a message" if is_late else self.exit_reason()) from error
+        if isinstance(answer, Failed):
+            raise self._cannot_start(f"{answer.cause}\n{answer.details}")
 
     def _send_part(self, part: object, name: str) -> None:
         try:
-            self.conn.send(part, timeout_s=_SEND_TIMEOUT_S, check=self._check_runs)
+            self.conn.send(part, timeout_s=_SEND_TIMEOUT_S)
         except ChannelError as error:
             is_late = isinstance(error, Late)
-            raise self._cannot_start(self._unread(name) if is_late else self.exit_reason()) from error
+            raise self._cannot_start(f"it does not read {name}" if is_late else self.exit_reason()) from error
 
     def _cannot_start(self, reason: str) -> CannotStart:
         self.kill()
         return CannotStart(f"{self.name} could not start: {reason}")
-
-    def look_again(self) -> None:
-        """Measure anew for how long the process is stopped. Between two calls it may have run, unseen."""
-        self._stops.look_again()
-
-    def _is_held_up(self) -> bool:
-        """Whether the process has been stopped for some time."""
-        return self._stops.has_stopped_for(_STOPPED_S)
-
-    def _check_runs(self) -> None:
-        """Raise if the process will not read what is sent to it."""
-        if self.is_dead():  # although another process may hold its end of the connection
-            raise Closed
-        if self._is_held_up():
-            raise Late
-
-    def _unread(self, name: str) -> str:
-        """What is said of a process that does not take a message."""
-        why = self.stopped if is_stopped(self.process.pid) else "it does not read its connection"
-        return f"it did not receive {name}: {why}"
-
-    @property
-    def stopped(self) -> str:
-        """What is said of a process that is held up."""
-        return f"a signal has stopped its process {self.process.pid}"
 
     def is_dead(self) -> bool:
         return self.process.poll() is not None
@@ -231,11 +192,7 @@ class _Worker:
         if self.last_error is not None:
             return self.last_error.cause
         if code is None:
-            return (
-                self.stopped
-                if is_stopped(self.process.pid)
-                else "its process has closed its connection, but has not ended"
-            )
+            return "its process has closed its connection, but has not ended"
         if code == template.LOST:
             return "its process ended together with the template that started it"
         if (
@@ -252,13 +209,13 @@ class _Worker:
         self.cache = (rows, max(capacity, self.cache[1]) if rows == self.cache[0] else capacity)
         try:
             self.busy = call.generation
-            self.conn.send(call, timeout_s=_SEND_TIMEOUT_S, check=self._check_runs)
+            self.conn.send(call, timeout_s=_SEND_TIMEOUT_S)
         except BaseException as error:  # the worker is dead, or has half of the message
             is_the_workers = isinstance(error, ChannelError)
             if not is_the_workers:
                 self.last_error = Failed("it has a part of a call that was interrupted", "")
             elif isinstance(error, Late):
-                self.last_error = Failed(self._unread("the call"), "")
+                self.last_error = Failed("it does not read the call", "")
             self._end_process()
             if not is_the_workers:
                 raise
@@ -287,25 +244,21 @@ class _Worker:
                 self._receive()
 
     def await_idle(self, deadline: float | None = None) -> bool:
-        """Wait until the worker has ended its last generation. Return False if it is dead, stopped, or does not answer until ``deadline``."""
+        """Wait until the worker has ended its last generation. Return False if it is dead, or does not answer until ``deadline``."""
         if deadline is None:
             deadline = time.monotonic() + _FINISH_TIMEOUT_S
-        self.look_again()
-        is_held_up = False
         try:
-            # An idle one that is stopped would not take part in the next call, unseen.
-            while not self.last_error and not is_held_up and (self.busy or is_stopped(self.process.pid)):
+            while self.busy and not self.last_error:
                 left = max(0.0, deadline - time.monotonic())
-                if self.conn.poll(min(_STOPPED_S / 5, left)):
+                if self.conn.poll(min(_LOOK_S, left)):
                     self._receive()
                 elif left == 0 or self.is_dead():
                     break
-                is_held_up = self._is_held_up()
         except ChannelError:
             with suppress(subprocess.TimeoutExpired):  # the kernel closes the files of a process shortly before its end
                 self.process.wait(1)
             return False
-        return self.busy == 0 and not is_held_up and not self.is_dead()
+        return self.busy == 0 and not self.is_dead()
 
     def kill(self) -> None:
         self.conn.close()
@@ -366,14 +319,9 @@ class WorkersDriver(Driver):
         self._workers: dict[int, _Worker] = {}
         # At interpreter exit, too, and when the driver is collected as garbage.
         weakref.finalize(self, _shut_down, self._workers)
-        failures = self._start_missing(math.inf)
-        for failure in (failures or self._await_ready(time.monotonic() + _READY_TIMEOUT_S)).values():
+        for failure in self._start_missing().values():
             self.close()
             raise failure
-        for worker in list(self._workers.values()):
-            if not worker.is_ready:
-                self.close()
-                raise CannotStart(f"{worker.name}: its process was not ready within {_READY_TIMEOUT_S:.0f} s")
 
     def _make_block(self) -> StateBlock:
         return StateBlock.create(self._first + len(self.models), 1, 64, SharedMemory.create([1]))
@@ -382,83 +330,62 @@ class WorkersDriver(Driver):
     def target(self) -> Stage:
         return self._target
 
-    def _start_missing(self, deadline: float) -> dict[int, CannotStart]:
-        """Start the missing workers together. Return the errors of those that cannot be started. ``deadline``: for the template."""
-        failures = {}
+    def _start_missing(self) -> dict[int, CannotStart]:
+        """Start the missing workers, and wait until they are ready. Return the errors of those that cannot start."""
+        missing = [i for i in self._weights if i not in self._workers]
+        failures: dict[int, CannotStart] = {}
+        deadline = time.monotonic() + _READY_TIMEOUT_S
+        steps: tuple[Callable[[int], object], ...] = (
+            self._start_worker,
+            lambda i: self._workers[i].set_up(deadline),
+            lambda i: self._workers[i].await_ready(deadline),
+            lambda i: self.block.set_alive(i, True),
+        )
         try:
-            for i, (weights, memory) in self._weights.items():
-                if i in self._workers:
-                    continue
-                self.block.set_alive(i, False)
-                upstream = (self.config.ngram or self.config.translation) if i == self._first else None
-                try:
-                    self._workers[i] = _Worker(
-                        i,
-                        self._draft_name(i),
-                        weights,
-                        memory,
-                        self.block,
-                        threads=1,
-                        trace=self._trace_memory,
-                        native=self.config.native,
-                        upstream=upstream,
-                        confidence=self.config.confidence,
-                        deadline=deadline,
-                    )
-                except CannotStart as failure:
-                    failures[i] = failure
+            # Step by step, so that all import and build their models together.
+            for step, i in product(steps, missing):
+                if i not in failures:
+                    try:
+                        step(i)
+                    except CannotStart as failure:
+                        failures[i] = failure
+                        self._workers.pop(i, None)
         except BaseException:
             self.close()
             raise
         return failures
 
-    def _await_ready(self, deadline: float) -> dict[int, CannotStart]:
-        """Wait for the workers that start, until ``deadline``. Return the errors of those that cannot start, which are removed."""
-        failures = {}
-        try:
-            # All have their setups first, so that they build their models together.
-            for has_built, (i, worker) in product((False, True), list(self._workers.items())):
-                if worker.is_ready or i in failures:
-                    continue
-                try:
-                    if worker.await_ready(0.0 if worker.is_late else deadline, has_built=has_built):
-                        self.block.set_alive(i, has_built)
-                except CannotStart as failure:
-                    failures[i] = failure
-                    self._workers.pop(i).kill()
-        except BaseException:
-            self.close()
-            raise
-        return failures
+    def _start_worker(self, i: int) -> None:
+        self.block.set_alive(i, False)
+        weights, memory = self._weights[i]
+        self._workers[i] = _Worker(
+            i,
+            self._draft_name(i),
+            weights,
+            memory,
+            self.block,
+            threads=1,
+            trace=self._trace_memory,
+            native=self.config.native,
+            upstream=(self.config.ngram or self.config.translation) if i == self._first else None,
+            confidence=self.config.confidence,
+        )
 
-    def _begin(self, request: GenerationRequest) -> WorkerCall:
-        """Start the generation in every worker that is ready. Those that are still starting get the returned call later, from :meth:`_tend`."""
+    def _begin(self, request: GenerationRequest) -> None:
+        """Start the generation in every worker."""
         deadline = time.monotonic() + _FINISH_TIMEOUT_S  # of all workers together
         for i, worker in list(self._workers.items()):
-            if not worker.is_ready:
-                worker.look_again()
-                if time.monotonic() > worker.overdue_at:
-                    self._workers.pop(i).kill()
-                    self._lost(i, f"was not ready within {_READY_TIMEOUT_S:.0f} s; it is started again")
-            elif not worker.await_idle(deadline):
+            if not worker.await_idle(deadline):
                 if worker.is_dead() or worker.last_error:
                     what = f"has ended since the last call ({worker.exit_reason()})"
                 else:
-                    held = is_stopped(worker.process.pid)
-                    what = f"does not answer ({worker.stopped if held else f'for {_FINISH_TIMEOUT_S:.0f} s'})"
+                    what = f"does not answer for {_FINISH_TIMEOUT_S:.0f} s"
                 worker.kill()
                 del self._workers[i]
                 if self.block.is_alive(i):  # otherwise the user has been warned
                     self._lost(i, f"{what}; it is started again")
-        began = time.monotonic()
-        self._warn_missing(self._start_missing(began + _TEMPLATE_TIMEOUT_S))
-        self._warn_missing(self._await_ready(began + _RESTART_TIMEOUT_S))
-        for i, worker in self._workers.items():
-            if not worker.is_ready and not worker.is_late:
-                worker.is_late = True
-                self._lost(
-                    i, f"is not ready after {_RESTART_TIMEOUT_S:.0f} s; calls continue without it until it is ready"
-                )
+        for i, failure in self._start_missing().items():
+            self._lost(i, f"is missing, this call continues without it: {failure}")
         self._prepare(request)
         self._generation = self._generation % (2**31) + 1
         # The drafts' own parameters are sent separately. Only the target continues padding and has the matchers of a grammar.
@@ -467,23 +394,11 @@ class WorkersDriver(Driver):
         self._open_lookahead()
         self.block.start(self._generation)
         for worker in self._workers.values():
-            if worker.is_ready:
-                worker.run(call)
-        self._tend(call)
-        return call
+            worker.run(call)
+        self._tend()
 
-    def _warn_missing(self, failures: dict[int, CannotStart]) -> None:
-        for i, failure in failures.items():
-            self._lost(i, f"is missing, this call continues without it: {failure}")
-
-    def _tend(self, call: WorkerCall) -> None:
-        """Continue without the workers that have ended, and take in those that have become ready. The user is warned once for each loss."""
-        starting = [worker for worker in self._workers.values() if not worker.is_ready]
-        if starting:
-            self._warn_missing(self._await_ready(0.0))
-            for worker in starting:
-                if worker.is_ready:
-                    worker.run(call)
+    def _tend(self) -> None:
+        """Continue without the workers that have ended. The user is warned once for each loss."""
         for i, worker in self._workers.items():
             if worker.is_dead() and self.block.is_alive(i):
                 self._lost(
@@ -493,13 +408,13 @@ class WorkersDriver(Driver):
 
     def _generate(self, request: GenerationRequest) -> None:
         try:
-            call = self._begin(request)
+            self._begin(request)
             with restored_threads() as self._all_threads:
                 self._is_running = True
                 self._share_threads()
                 self._target.prefill(request.inputs, request.record)
                 while self._step() != Action.FINISHED:
-                    self._tend(call)
+                    self._tend()
                     request.committed(self.block)
         finally:
             self._is_running = False
@@ -512,8 +427,7 @@ class WorkersDriver(Driver):
     @property
     def forms(self) -> Sequence[str]:
         for worker in self._workers.values():
-            if worker.is_ready:
-                worker.receive_sent()
+            worker.receive_sent()
         drafts = [self._workers[i].form if i in self._workers else "" for i in self._weights]
         return [*[NgramStage.form] * self._first, *drafts, self._target.form]
 

@@ -1,7 +1,7 @@
 """Worker processes as forks of one template process, which imports torch and transformers only once.
 
 The template is a plain command: multiprocessing's spawn would run an unguarded script of the user again. It has one thread, runs no torch operation
-    and makes no CUDA call, so that its forks can use torch and CUDA. It ends with the process that started it. Where a fork is not
+and makes no CUDA call, so that its forks can use torch and CUDA. It ends with the process that started it. Where a fork is not
 possible, each worker is a plain command and does the imports itself.
 """
 
@@ -25,19 +25,14 @@ from functools import cache
 from typing import TypeAlias
 
 from pipespec.process.forks import Lock
-from pipespec.process.signals import STOPPED_S, StopWatch
-from pipespec.schedules.workers.channel import Channel, ChannelError, Closed, Late
+from pipespec.schedules.workers.channel import Channel, ChannelError, Closed
 
 _ANSWER_TIMEOUT_S = 5.0
-"""A template that has done its imports answers in milliseconds. One that takes longer than this is stopped or hangs, and is given up."""
+"""A template that has done its imports answers in milliseconds. One that takes longer than this is given up."""
 
 _CHECK_S = 0.5
 _IMPORT_TIMEOUT_S = 60.0
 """A template whose imports take longer than this is given up."""
-_RETRY_S = 600.0
-"""After this time another template is tried: the machine may have been slow."""
-_LOOK_S = 0.01
-"""Time between two looks whether a template has done its imports."""
 _IDLE_S = 300.0
 """A template without workers ends after this time, since it occupies as much memory as a worker."""
 
@@ -52,7 +47,7 @@ _READ_AT_IMPORT = (
 """Prefixes of the environment variables that libraries read when they are loaded: a fork cannot change them any more."""
 
 
-def start(fds: Sequence[int], *, fork: bool, deadline: float) -> Process:
+def start(fds: Sequence[int], *, fork: bool) -> Process:
     """Start a worker process that runs :func:`pipespec.schedules.workers.process.main`.
 
     The worker has the caller's present environment, ``sys.path``, directory, output, priority and processor affinity. It has a process
@@ -61,49 +56,28 @@ def start(fds: Sequence[int], *, fork: bool, deadline: float) -> Process:
     Args:
         fds: File descriptors. The worker receives copies of them as its arguments, in this order.
         fork: Fork the template where possible, else always run a command.
-        deadline: Of ``time.monotonic``, for a template that is still importing. After that the worker is a command, too.
 
     Raises:
         OSError: No process can be started.
         ChannelError: The template does not answer. It may fork the worker all the same, whose connection the caller must close.
     """
-    template = _ready_template(deadline) if fork and _has_pidfd() else None
-    if template is not None:
+    if fork and _has_pidfd():
         with _lock:
-            return template.fork(fds)
+            template = _current_template()
+            if template is not None and template.await_ready():
+                return template.fork(fds)
     return _command("pipespec.schedules.workers.process", fds, _environment())
 
 
 def prepare() -> None:
     """Start the template without waiting for it, so that the next :func:`start` takes less time."""
     if sys.executable and _has_pidfd():
-        _ready_template(0.0)
-
-
-def _ready_template(deadline: float) -> _Template | None:
-    """A template that has done its imports; None if there is none until ``deadline``."""
-    template = None
-    try:
-        while True:
-            # Not during the wait: another thread may have less time.
+        try:
             with _lock:
-                template = template or _current_template()
-                if template is None or not template.is_usable():
-                    return None
-                if template.is_ready():
-                    return template
-                if template.hangs():
-                    template.give_up()
-                    return None
-            if time.monotonic() >= deadline:
-                return None
-            time.sleep(_LOOK_S)
-    except ChannelError:
-        return None
-    except OSError as error:
-        if error.errno is None:  # of a signal handler of the caller, not of the system
-            raise
-        return None
+                _current_template()
+        except OSError as error:  # start() raises it again
+            if error.errno is None:  # of a signal handler of the caller, not of the system
+                raise
 
 
 @dataclass(frozen=True)
@@ -146,38 +120,22 @@ class _Template:
             self.process = _command(
                 "pipespec.schedules.workers.template", [theirs.fileno()], environment, directory="/"
             )
-        self._overdue_at = time.monotonic() + _IMPORT_TIMEOUT_S
-        self._is_overdue = False
-        self._stops = StopWatch(self.process.pid)
-
-    def is_ready(self) -> bool:
-        """Whether it has done its imports. Raises ``Closed`` if it has ended."""
-        if not self._is_ready and self._channel.poll():
-            self._channel.receive(timeout_s=_ANSWER_TIMEOUT_S)
-            self._is_ready = True
-        return self._is_ready
-
-    def hangs(self) -> bool:
-        """Whether its imports take too long, or a signal has stopped it."""
-        return time.monotonic() > self._overdue_at or self._stops.has_stopped_for(STOPPED_S)
-
-    def give_up(self) -> None:
-        """End a template that hangs in its imports. It has no workers."""
-        self._is_overdue = not self._stops.has_stopped_for(STOPPED_S)
-        self.close()
-        with suppress(PermissionError, subprocess.TimeoutExpired):
-            self.process.kill()
-            self.process.wait(_ANSWER_TIMEOUT_S)
-
-    def is_unfit(self) -> bool:
+        self._began = time.monotonic()
+        self.has_failed = False
         """Whether it could not do its imports, and another one could not either: they start a thread, for instance, or never end."""
+
+    def await_ready(self) -> bool:
+        """Wait until it has done its imports. Return False, and end it, if it cannot do them."""
+        if self._is_ready:
+            return True
         with suppress(ChannelError):
-            if self.is_ready():
-                return False
-        code = self.process.poll()
-        # A signal's code is negative. A caller that ignores SIGCHLD gets 0 in any case, as does one that has closed the channel.
-        has_failed = code is not None and (code > 0 or (code == 0 and not self._channel.closed))
-        return has_failed or (self._is_overdue and time.monotonic() < self._overdue_at + _RETRY_S)
+            if self._channel.poll(max(0.0, self._began + _IMPORT_TIMEOUT_S - time.monotonic())):
+                self._channel.receive(timeout_s=_ANSWER_TIMEOUT_S)
+                self._is_ready = True
+                return True
+        self.has_failed = True
+        self.end()
+        return False
 
     def fork(self, fds: Sequence[int]) -> ForkedProcess:
         """Fork a worker. The template is ready.
@@ -210,14 +168,16 @@ class _Template:
     def is_usable(self) -> bool:
         return not self._channel.closed and self.process.poll() is None
 
-    @property
-    def answer_timeout_s(self) -> float:
-        """Longest wait for a report. One that was given up has none, unless it reports at once."""
-        return _CHECK_S if self._channel.closed else _ANSWER_TIMEOUT_S
-
     def close(self) -> None:
         """Accept no further requests. The process ends with its last worker."""
         self._channel.close()
+
+    def end(self) -> None:
+        """Kill it. It ends with its last worker if it belongs to another user by now."""
+        self.close()
+        with suppress(PermissionError, subprocess.TimeoutExpired):
+            self.process.kill()
+            self.process.wait(_ANSWER_TIMEOUT_S)
 
 
 class ForkedProcess:
@@ -243,7 +203,7 @@ class ForkedProcess:
             if not _readable([self._pidfd], timeout):
                 raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0)
             # The template reports at once, unless something stopped or killed it.
-            report = os.read(self._status, 4) if _readable([self._status], self._template.answer_timeout_s) else b""
+            report = os.read(self._status, 4) if _readable([self._status], _ANSWER_TIMEOUT_S) else b""
             if not report:
                 self._template.close()
             self.returncode = struct.unpack("i", report)[0] if report else LOST
@@ -275,8 +235,8 @@ def _current_template() -> _Template | None:
     """The template that fits the caller, a new one if none does. None: there can be none. The others end with their last worker."""
     present = _Origin.present()
     for template in list(_templates):
-        if template.origin == present and (template.is_usable() or template.is_unfit()):
-            return template if template.is_usable() else None
+        if template.origin == present and (template.is_usable() or template.has_failed):
+            return None if template.has_failed else template
         template.close()
         if template.process.poll() is not None:
             _templates.remove(template)
@@ -287,11 +247,7 @@ def _current_template() -> _Template | None:
 @atexit.register
 def _end_templates() -> None:
     for template in _templates:
-        template.close()
-        # It ends with its last worker if it belongs to another user by now.
-        with suppress(PermissionError, subprocess.TimeoutExpired):
-            template.process.kill()
-            template.process.wait(_ANSWER_TIMEOUT_S)
+        template.end()
 
 
 def _leave_templates() -> None:
@@ -394,46 +350,39 @@ def _serve(requests: Channel, caller: int) -> None:
             last_use = time.monotonic()
             try:
                 _answer(requests, workers)
-            except (Closed, Late):
+            except ChannelError:
                 accepts = False
 
 
 def _answer(requests: Channel, workers: dict[int, tuple[int, int]]) -> None:
     """Receive a request, fork a worker, enter it into ``workers``, and send its process id and a descriptor of it, or why there is none."""
-    with ExitStack() as failed, ExitStack() as lent:
+    request, (status, *lent) = requests.receive(timeout_s=_ANSWER_TIMEOUT_S)
+    parent = os.getpid()
+    try:
+        pid = os.fork()
+    except OSError as error:  # no room for a process: the other workers live on
+        os.close(status)
+        requests.send(ChannelError(str(error)), timeout_s=_ANSWER_TIMEOUT_S)
+        return
+    finally:
+        if os.getpid() == parent:
+            for fd in lent:
+                os.close(fd)
+    if pid == 0:
         try:
-            request, fds = requests.receive(timeout_s=_ANSWER_TIMEOUT_S)
-            failed.callback(os.close, fds[0])
-            for fd in fds[1:]:
-                lent.callback(os.close, fd)
-            parent, pid = os.getpid(), os.fork()
-            if pid == 0:
-                try:
-                    _run(
-                        request, fds, [requests.fileno(), *workers, *(status for _, status in workers.values())], parent
-                    )
-                finally:
-                    os._exit(1)
-            try:
-                pidfd = os.pidfd_open(pid)
-            except OSError:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                raise
-            workers[pidfd] = pid, fds[0]
-            failed.pop_all()
-            requests.send(pid, [pidfd], timeout_s=_ANSWER_TIMEOUT_S)
-        except (Closed, Late):
-            raise
-        except (ChannelError, OSError) as error:  # no room for a process or for descriptors: the other workers live on
-            requests.send(ChannelError(str(error)), timeout_s=_ANSWER_TIMEOUT_S)
+            _run(request, lent, [status, requests.fileno(), *workers, *(s for _, s in workers.values())], parent)
+        finally:
+            os._exit(1)
+    pidfd = os.pidfd_open(pid)
+    workers[pidfd] = pid, status
+    requests.send(pid, [pidfd], timeout_s=_ANSWER_TIMEOUT_S)
 
 
 def _run(request: _Request, fds: Sequence[int], templates_fds: Sequence[int], parent: int) -> None:
     """In the fork: take over the caller's present environment, then run the worker."""
     from pipespec.schedules.workers import process
 
-    status, directory, stdout, stderr, *arguments = fds
+    directory, stdout, stderr, *arguments = fds
     try:
         os.setpgid(0, 0)
         os.environ.clear()
@@ -444,7 +393,7 @@ def _run(request: _Request, fds: Sequence[int], templates_fds: Sequence[int], pa
         os.fchdir(directory)
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
-        for fd in (status, directory, stdout, stderr, *templates_fds):
+        for fd in (directory, stdout, stderr, *templates_fds):
             os.close(fd)
     except Exception as error:
         process.report(Channel(socket.socket(fileno=arguments[0])), error)
