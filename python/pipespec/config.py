@@ -92,13 +92,13 @@ class SpeculationConfig:
     def _check_options(self) -> None:
         """Check the options in use against the table of schedules."""
         used = {name for name in (*OPTIONS, "exact") if getattr(self, name) not in (None, False, "coupled")}
-        if self.row.is_captured:
+        if self.schedule_row.is_captured:
             used.add("graphs")
-        for option in OPTIONS if self.row.has_drafts else ():
+        for option in OPTIONS if self.schedule_row.has_drafts else ():
             if option not in used:
                 continue
             label = OPTIONS[option]
-            if option not in self.row.options:
+            if option not in self.schedule_row.options:
                 takers = names(with_option(option))
                 raise ValueError(f"{label} is for schedule={takers}, not for {self.schedule!r}")
             if option in UNCAPTURED and "graphs" in used:
@@ -115,7 +115,7 @@ class SpeculationConfig:
             raise ValueError("exact=True runs the target in the native or the fused form: leave native=False out")
 
     @property
-    def row(self) -> Schedule:
+    def schedule_row(self) -> Schedule:
         """Of its schedule, in the table."""
         return SCHEDULES[self.schedule]
 
@@ -146,13 +146,13 @@ class SpeculationConfig:
         if graphs is not None:
             _require_bool("graphs", graphs)
         config = cls(schedule=schedule, graphs=bool(graphs), **options)
-        config = replace(config, graphs=config.graphs or config.row.is_captured)
-        if num_drafts == 0 or not config.row.has_drafts:
+        config = replace(config, graphs=config.graphs or config.schedule_row.is_captured)
+        if num_drafts == 0 or not config.schedule_row.has_drafts:
             of_target = {name: getattr(config, name) for name in ("graphs", "trace", "native", "exact")}
             return cls(schedule=PLAIN.name, **of_target)
         if lookahead is None:
             config = replace(config, controlled=config.is_controllable)
-            each = _CONFIDENT_LOOKAHEAD if config.confidence else config.row.lookahead
+            each = _CONFIDENT_LOOKAHEAD if config.confidence else config.schedule_row.lookahead
             ngram = [_CONFIDENT_LOOKAHEAD if config.confidence else _NGRAM_LOOKAHEAD] * (config.ngram is not None)
             lookahead = [*ngram, *[each] * (num_drafts - len(ngram))]
         per_draft = tuple(lookahead) if isinstance(lookahead, Sequence) else (lookahead,) * num_drafts
@@ -170,7 +170,9 @@ class SpeculationConfig:
     @property
     def is_controllable(self) -> bool:
         """Whether the controller can choose the number of draft tokens."""
-        return bool(self.row.controlled) and not (self.graphs or self.confidence) and self.acceptance == "coupled"
+        return (
+            bool(self.schedule_row.controlled) and not (self.graphs or self.confidence) and self.acceptance == "coupled"
+        )
 
     def lookahead_of(self, stage: int) -> int:
         """How many tokens ``stage`` may be ahead of the next one; 0 for the target."""

@@ -49,7 +49,8 @@ from pipespec.process.forks import Lock
 from pipespec.process.signals import handlers_watched, is_handlers_error
 from pipespec.process.threads import keep_to_one, renew_pool
 from pipespec.process.warnings import user_stacklevel
-from pipespec.schedules.base import Decoder, Driver, GenerationRequest, SpeedWarning
+from pipespec.schedules.base import Decoder, Driver, SpeedWarning
+from pipespec.schedules.request import GenerationRequest
 
 if TYPE_CHECKING:
     from pipespec.engine.group import ForwardGroup

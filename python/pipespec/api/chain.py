@@ -103,7 +103,7 @@ def load_chain(
         names = names[1:]
     else:
         formats = weights_of_each(loading.weights, names)
-    shares_weights = config.row.has_processes
+    shares_weights = config.schedule_row.has_processes
     devices = arrange(
         given, device=loading.device, shares_weights=shares_weights, dtype=loading.dtype, trust_remote_code=remote
     )

@@ -27,8 +27,9 @@ from pipespec.preflight.devices import Devices
 from pipespec.preflight.tokenizers import tokenizer_digest
 from pipespec.process.signals import handlers_watched, raise_handlers_error
 from pipespec.registry import LOCKSTEP, PLAIN, WORKERS, default_schedule
-from pipespec.schedules.base import Driver, GenerationRequest
+from pipespec.schedules.base import Driver
 from pipespec.schedules.factory import make_driver
+from pipespec.schedules.request import GenerationRequest
 
 if TYPE_CHECKING:
     from pipespec.schedules.follower import FollowerDriver
@@ -175,7 +176,7 @@ class Pipeline(BasePipeline):
         config = SpeculationConfig.of(len(given), schedule=schedule or LOCKSTEP.name, **options)
         self._notes: tuple[str, ...] = ()  # for every report
         self._unchecked: list[Any] = []  # models of which nothing tells that they have one tokenizer
-        if config.row.needs_ranks:
+        if config.schedule_row.needs_ranks:
             self._join([*draft_models, target], config, loading)
             return
         # 2. The models.
@@ -199,7 +200,7 @@ class Pipeline(BasePipeline):
     def _join(self, given: Sequence[Any], config: SpeculationConfig, loading: Loading) -> None:
         """Take this rank's place in a chain whose models are in other processes."""
         check_rank_drafts(given[:-1], loading)
-        model, self._driver = config.row.join_function()(
+        model, self._driver = config.schedule_row.join_function()(
             given, config, device=loading.device, dtype=loading.dtype, trust_remote_code=loading.trust_remote_code
         )
         super().__init__([model])
@@ -235,7 +236,7 @@ class Pipeline(BasePipeline):
             from pipespec.schedules.follower import FollowerDriver
 
             return FollowerDriver(chain.models, config)
-        if fallback is None or not config.row.has_processes:
+        if fallback is None or not config.schedule_row.has_processes:
             return _make_driver(chain.models, config)
         try:
             return make_driver(chain.models, config)
@@ -266,7 +267,7 @@ class Pipeline(BasePipeline):
         self._driver.serve()
 
     def _caching(self) -> Sequence[PreTrainedModel]:
-        return self.models if self.config.row.has_drafts else self.models[-1:]
+        return self.models if self.config.schedule_row.has_drafts else self.models[-1:]
 
     def _without_graphs(self, driver: Driver) -> Driver | None:
         # Growing caches have other addresses, and the exact form has other bits than the modules.
@@ -330,7 +331,7 @@ def _make_driver(models: Sequence[PreTrainedModel], config: SpeculationConfig) -
         if config.exact:
             # The steps that run instead have other bits.
             raise ValueError(f"exact=True: {reason}; without graphs or without exact=True the pipeline runs") from error
-    if config.row.is_captured:
+    if config.schedule_row.is_captured:
         try:
             driver = make_driver(models, replace(config, schedule=WORKERS.name, graphs=False))
             warn_of(f"{reason}; schedule={WORKERS.name!r} is used instead")
@@ -344,4 +345,4 @@ def _make_driver(models: Sequence[PreTrainedModel], config: SpeculationConfig) -
 
 def _eager(config: SpeculationConfig) -> SpeculationConfig:
     """The same without graphs."""
-    return replace(config, schedule=LOCKSTEP.name if config.row.is_captured else config.schedule, graphs=False)
+    return replace(config, schedule=LOCKSTEP.name if config.schedule_row.is_captured else config.schedule, graphs=False)

@@ -12,7 +12,7 @@ import torch
 from pipespec.engine.callers import call_with_ids
 from pipespec.engine.sampler import ScoreRecord
 from pipespec.process import shutdown
-from pipespec.schedules.base import TextSource
+from pipespec.schedules.request import TextSource
 
 
 class CommittedText:

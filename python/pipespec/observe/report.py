@@ -11,7 +11,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from pipespec.engine.confidence import Calibration
-    from pipespec.schedules.base import TextSource
+    from pipespec.schedules.request import TextSource
 
 
 @dataclass(frozen=True)

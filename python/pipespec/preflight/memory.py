@@ -34,7 +34,6 @@ from pipespec.models.loading import (
 )
 from pipespec.models.properties import compute_dtype, quantisation, text_config, weight_bytes
 from pipespec.preflight.devices import DeviceFacts, device_facts
-from pipespec.process.table import aligned
 from pipespec.process.warnings import user_stacklevel
 
 HEADROOM = 256 << 20
@@ -163,6 +162,8 @@ class Estimate(NamedTuple):
             need, on_cpu = self.on(fact.name), fact.name == "cpu"
             available = fact.total if on_cpu else fact.free
             if need > available:
+                from pipespec.process.table import aligned
+
                 rows: list[tuple[str, ...]] = [("", "on", *StageNeed._fields[2:], "sum")]
                 rows += [(n.name, n.device, *map(_gib, (*n[2:], n.sum))) for n in self.needs]
                 sums = [

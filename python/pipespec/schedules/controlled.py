@@ -14,8 +14,8 @@ from pipespec.engine.inputs import stage_names
 from pipespec.engine.ngram import NGRAM, NgramStage
 from pipespec.models.properties import weight_bytes
 from pipespec.process.signals import draft_errors
-from pipespec.schedules.base import GenerationRequest
 from pipespec.schedules.lockstep import LockstepDriver
+from pipespec.schedules.request import GenerationRequest
 from pipespec_kernels.state import Action
 
 

@@ -28,7 +28,7 @@ def make_driver(models: Sequence[PreTrainedModel], config: SpeculationConfig) ->
         RuntimeError: Worker processes do not start.
         NotCapturable: A step cannot become a CUDA graph.
     """
-    row = config.row
+    row = config.schedule_row
     if not row.has_drafts:
         models = models[-1:]
     if config.head is not None:

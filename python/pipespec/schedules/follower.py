@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
 from pipespec.engine.stage import Stage
-from pipespec.schedules.base import Driver, GenerationRequest
+from pipespec.schedules.base import Driver
+from pipespec.schedules.request import GenerationRequest
 
 
 @dataclass(frozen=True)

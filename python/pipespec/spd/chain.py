@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
 from pipespec.engine.inputs import StageInputs
-from pipespec.schedules.base import GenerationRequest
 from pipespec.schedules.lockstep import LockstepDriver
+from pipespec.schedules.request import GenerationRequest
 from pipespec.spd.decoding import DraftSampler
 from pipespec.spd.drafting import Drafter, SampleTokens
 from pipespec.spd.machine import DraftRequest

@@ -29,7 +29,8 @@ from pipespec.engine.sections import open_sections
 from pipespec.models.layout import CacheLayout
 from pipespec.process.signals import draft_errors
 from pipespec.process.warnings import user_stacklevel
-from pipespec.schedules.base import Decoder, GenerationRequest, StageFailure
+from pipespec.schedules.base import Decoder, StageFailure
+from pipespec.schedules.request import GenerationRequest
 from pipespec.spd.drafting import Drafter
 from pipespec.spd.machine import DraftRequest, Entry, Machine
 from pipespec.spd.partition import LayerStage, Partition, Verifier, synchronise

@@ -19,7 +19,7 @@ from pipespec.models.loading import load_model
 from pipespec.preflight.checks import check_chain
 from pipespec.preflight.devices import device_name
 from pipespec.preflight.support import check_whole
-from pipespec.schedules.base import GenerationRequest
+from pipespec.schedules.request import GenerationRequest
 from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.decoding import LocalDriver, SpeculativeDriver
 from pipespec.spd.draft_module import CONFIG_FILE, DraftModule, DraftModuleConfig, ModuleDrafter

@@ -42,7 +42,8 @@ from pipespec.engine.sections import open_sections, stream_dtype
 from pipespec.preflight.devices import rank_device
 from pipespec.process.signals import DelayedHandlers
 from pipespec.registry import RANKS
-from pipespec.schedules.base import Decoder, GenerationRequest
+from pipespec.schedules.base import Decoder
+from pipespec.schedules.request import GenerationRequest
 from pipespec.spd.decoding import Fed, SpeculativeDriver, Streams
 from pipespec.spd.drafting import Drafter
 from pipespec.spd.lines import Receiver, Sender

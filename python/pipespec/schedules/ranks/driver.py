@@ -14,9 +14,10 @@ from pipespec.config import SpeculationConfig
 from pipespec.engine.ngram import NgramStage
 from pipespec.engine.stage import Stage
 from pipespec.schedules.asynchronous import target_step
-from pipespec.schedules.base import Decoder, Driver, GenerationRequest
+from pipespec.schedules.base import Decoder, Driver
 from pipespec.schedules.ranks.call import encode_call
 from pipespec.schedules.ranks.party import Party
+from pipespec.schedules.request import GenerationRequest
 from pipespec.transport import Ranks
 from pipespec_kernels.state import Action
 
