@@ -160,29 +160,6 @@ def test_what_is_no_regular_file_is_written_in_place(full, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "file", "link", "pipe"]
 
 
-def test_files_whose_place_another_cannot_take(tmp_path, monkeypatch):
-    file, name = tmp_path / "file", tmp_path / "name"
-    file.write_text("earlier")
-    os.link(file, name)
-    replace(file, "with two names")
-    assert name.read_text() == "with two names"
-    name.unlink()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "geteuid", lambda: 12345)
-        before = file.stat().st_ino
-        replace(file, "of another user")
-        assert (file.stat().st_ino, file.read_text()) == (before, "of another user")
-
-    def is_mounted(*_: object) -> None:
-        raise OSError(errno.EBUSY, "Device or resource busy")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", is_mounted)
-        replace(file, "mounted")
-    assert file.read_text() == "mounted"
-    assert list(tmp_path.iterdir()) == [file]
-
-
 def test_threads_that_write_one_file(tmp_path):
     file, texts = tmp_path / "file", [letter * 5000 for letter in "ab"]
     with ThreadPoolExecutor() as pool:
