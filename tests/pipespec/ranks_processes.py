@@ -14,8 +14,9 @@ import torch
 
 from pipespec import Pipeline, transport
 from tests.conftest import left_pad, random_llama, random_prompts
-from tests.pipespec.test_ranks_schedule import CALLS, NEW, Between
+from tests.pipespec.test_ranks_schedule import CALLS, NEW
 from tests.spd.ranks_harness import fork_ranks, last_error, wait_all
+from tests.support.streamers import Recorder
 from tests.waiting import until
 
 
@@ -61,7 +62,7 @@ def killed(paths: list[str], out: str) -> None:
                 warnings.simplefilter("always")
                 options = {"max_new_tokens": 60, "do_sample": False}
                 ids = torch.tensor([[5, 6, 7]])
-                found = [pipe.generate(ids, streamer=Between(9, kill), **options).tolist()]
+                found = [pipe.generate(ids, streamer=Recorder(9, kill), **options).tolist()]
                 found.append(pipe.generate(ids, **options).tolist())
             said = {"texts": found, "warnings": len(caught), "first": str(caught[0].message)}
             Path(out, "said").write_text(json.dumps(said))
@@ -88,7 +89,7 @@ def target_dies(paths: list[str]) -> None:
                 until(take_part, "both drafts take part in the call")
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=60, do_sample=False, streamer=Between(9, die))
+            pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=60, do_sample=False, streamer=Recorder(9, die))
 
     with tempfile.TemporaryDirectory() as logs:
         ended = wait_all(fork_ranks(3, work, logs))

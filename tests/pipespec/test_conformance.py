@@ -29,6 +29,7 @@ from pipespec import Pipeline, trust
 from pipespec.api.arguments import ARGUMENTS, How
 from pipespec.engine.cache import RowCache
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
+from tests.support.streamers import Recorder
 
 NEW = 20  # tokens per call
 
@@ -98,20 +99,6 @@ def situation(request, situations):
 
 
 # ---- values with an effect
-
-
-class Recorder:
-    def __init__(self):
-        self.values, self.ends = [], 0
-
-    def put(self, value):
-        self.values.append(value.clone())
-
-    def end(self):
-        self.ends += 1
-
-    def seen(self):
-        return [t for v in self.values for t in v.flatten().tolist()], self.ends
 
 
 def leaning(ids, scores):
@@ -228,7 +215,7 @@ def _cache(s: Situation) -> Case:
 
 def _streamer(s: Situation) -> Case:
     def seen(given, result):
-        return fingerprint(result), given["streamer"].seen() if "streamer" in given else None
+        return fingerprint(result), given["streamer"].record if "streamer" in given else None
 
     return Case(lambda: {"streamer": Recorder()}, seen=seen)
 

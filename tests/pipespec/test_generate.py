@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from pipespec import Pipeline
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
+from tests.support.streamers import Recorder
 from tests.waiting import SECONDS
 
 LIMIT = 512  # of the random models (max_position_embeddings)
@@ -303,41 +304,6 @@ def test_tied_weights():
     ).eval()  # fmt: skip
     pipeline = Pipeline(target, [noisy(target, 0.02), copy.deepcopy(target)], schedule="lockstep")
     both(pipeline, torch.stack(random_prompts(2, seed=51, shortest=7, longest=7)), max_new_tokens=15)
-
-
-# ---- the streamer
-
-
-class Recorder:
-    def __init__(self):
-        self.values, self.ends = [], 0
-
-    def put(self, value):
-        assert self.ends == 0
-        assert isinstance(value, torch.Tensor)
-        assert value.device.type == "cpu"
-        self.values.append(value.clone())
-
-    def end(self):
-        self.ends += 1
-
-
-def test_the_streamer_gets_tokens_as_they_come(model):
-    """Tokens do not come all at the end: an error at the fifth token stops the generation there. The next call is complete."""
-
-    class Impatient(Recorder):
-        def put(self, value):
-            super().put(value)
-            if sum(v.numel() for v in self.values[1:]) >= 5:
-                raise LookupError("enough")
-
-    pipeline = Pipeline(model, noisy(model, 0.05), lookahead=2, schedule="lockstep")
-    prompt = random_prompts(1, seed=61)[0][None]
-    impatient = Impatient()
-    with pytest.raises(LookupError, match="enough"):
-        pipeline.generate(prompt, max_new_tokens=400, streamer=impatient)
-    assert sum(v.numel() for v in impatient.values[1:]) <= 5 + 2
-    both(pipeline, prompt, max_new_tokens=9)
 
 
 # ---- the report

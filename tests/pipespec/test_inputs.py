@@ -17,6 +17,7 @@ from pipespec.engine.cache import RowCache
 from pipespec.models.compat import lost_arguments
 from tests.conftest import always_right, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
+from tests.support.streamers import Recorder
 
 NEW = 12
 
@@ -581,17 +582,6 @@ def test_the_returned_cache_is_the_callers(pipe, model):
 
 
 # ---- model.generate(..., custom_generate=pipe)
-
-
-class Recorder:
-    def __init__(self):
-        self.values, self.ends = [], 0
-
-    def put(self, value):
-        self.values.append(value.clone())
-
-    def end(self):
-        self.ends += 1
 
 
 def test_custom_generate(pipe, model):

@@ -28,6 +28,7 @@ from pipespec.transport import RankError
 from pipespec_kernels.state import StateBlock
 from tests.conftest import always_right, left_pad, noisy, random_prompts
 from tests.pipespec.chains_of_ranks import in_process
+from tests.support.streamers import Recorder, failing
 from tests.trials import PROFILE
 from tests.waiting import SECONDS, own_lines, until
 
@@ -129,39 +130,15 @@ def test_criteria_and_streamers_end_a_call_and_the_next_one_runs(target, monkeyp
         def __call__(self, input_ids, scores, **kwargs):
             return torch.full((len(input_ids),), input_ids.shape[1] >= ids.shape[1] + 7)
 
-    class Fails:
-        def put(self, value):
-            if value.ndim == 1:  # no prompt
-                raise ZeroDivisionError
-
-        def end(self):
-            pass
-
     with in_process(monkeypatch, [noisy(target, 0.02), target]) as (pipe, chain):
         assert pipe.generate(ids, stopping_criteria=[Stops()], **options).shape[1] == ids.shape[1] + 7
         with pytest.raises(ZeroDivisionError):
-            pipe.generate(ids, streamer=Fails(), **options)
+            pipe.generate(ids, streamer=failing(1), **options)
         assert torch.equal(pipe.generate(ids, **options), plain(target, ids, **options))
         pipe.close()
         with pytest.raises(RuntimeError, match="start all ranks again"):
             pipe.generate(ids, **options)
     assert not chain.errors
-
-
-class Between:
-    """A streamer that does something after the n-th token."""
-
-    def __init__(self, at, what):
-        self.left, self.what = at, what
-
-    def put(self, value):
-        if value.ndim == 1:  # no prompt
-            self.left -= 1
-            if self.left == 0:
-                self.what()
-
-    def end(self):
-        pass
 
 
 def test_a_draft_that_fails_sits_out_one_call(target, monkeypatch):
@@ -179,7 +156,7 @@ def test_a_draft_that_fails_sits_out_one_call(target, monkeypatch):
         with pytest.warns(
             StageFailure, match="draft stage 0 .rank 1. is lost .it failed: ArithmeticError: made to fail"
         ):
-            out = pipe.generate(ids, streamer=Between(1, lambda: until(said, "the failure arrives")), **options)
+            out = pipe.generate(ids, streamer=Recorder(1, lambda: until(said, "the failure arrives")), **options)
         assert torch.equal(out, plain(target, ids, **options))
         stage.prefill = real
         with warnings.catch_warnings():
@@ -198,7 +175,7 @@ def test_a_draft_that_is_lost_costs_no_token(target, monkeypatch, no_thread_is_l
             until(lambda: chain.driver._party.links[2].cause is not None, "the loss is noticed")
 
         with pytest.warns(StageFailure, match=r"draft stage 1 \(rank 2\) is lost \(its connection broke") as caught:
-            out = pipe.generate(ids, streamer=Between(5, cut), **options)
+            out = pipe.generate(ids, streamer=Recorder(5, cut), **options)
         assert len(caught) == 1
         assert torch.equal(out, plain(target, ids, **options))
         (lost,) = pipe.report.decisions

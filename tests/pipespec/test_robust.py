@@ -22,7 +22,7 @@ from pipespec.engine import stage as stages
 from pipespec.engine.cache import RowCache
 from pipespec.schedules.base import StageFailure
 from pipespec.spd import SpeculativePipeline
-from tests.conftest import always_right, left_pad, noisy, random_llama, random_prompts
+from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
 from tests.waiting import SECONDS
 
@@ -212,22 +212,6 @@ def test_unused_entries_of_a_configuration(model, chain):
 def test_invalid_seeds(chain, seed, error, sample):
     with pytest.raises(error, match="seed"):
         chain.generate(PROMPT, max_new_tokens=2, do_sample=sample, seed=seed)
-
-
-def test_an_error_leaves_the_partial_text(model):
-    pipeline = Pipeline(model, always_right(model), lookahead=3, schedule="lockstep")
-
-    def fails(ids, scores):
-        if ids.shape[1] == PROMPT.shape[1] + 9:
-            raise LookupError("no")
-        return scores
-
-    with pytest.raises(LookupError, match="no") as caught:
-        pipeline.generate(PROMPT, max_new_tokens=20, logits_processor=[fails])
-    assert torch.equal(caught.value.partial, pipeline.partial)
-    text = greedy(model)
-    assert PROMPT.shape[1] < pipeline.partial.shape[1] <= PROMPT.shape[1] + 9
-    assert torch.equal(pipeline.partial, text[:, : pipeline.partial.shape[1]])
 
 
 # ---- close() while a call runs

@@ -13,6 +13,7 @@ from transformers import AsyncTextIteratorStreamer, TextIteratorStreamer, TextSt
 from pipespec import Pipeline
 from tests.conftest import always_right, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
+from tests.support.streamers import Recorder, failing
 from tests.waiting import SECONDS
 
 NEW = 24
@@ -23,29 +24,6 @@ class Letters:
 
     def decode(self, ids, **_) -> str:
         return "".join(f"{int(i)} " for i in ids)
-
-
-class Recorder:
-    """Records all calls of a streamer, and acts at a given token."""
-
-    def __init__(self, at: int | None = None, do=None):
-        self.values: list[torch.Tensor] = []
-        self.ends = 0
-        self.at, self.do = at, do
-
-    def put(self, value):
-        assert self.ends == 0, "a token behind the end"
-        assert value.device.type == "cpu"
-        self.values.append(value.clone())
-        if self.at is not None and sum(v.numel() for v in self.values[1:]) >= self.at:
-            self.do()
-
-    def end(self):
-        self.ends += 1
-
-    @property
-    def new(self) -> list[int]:
-        return [t for v in self.values[1:] for t in v.tolist()]
 
 
 @pytest.fixture(scope="module")
@@ -206,12 +184,8 @@ class Enough(Exception):
 @pytest.mark.parametrize("at", [0, 1, 9])
 def test_a_streamer_that_raises(chain, error, at):
     """The committed tokens are available, the next call is complete, and the streamer's ``end()`` is not called, as in transformers."""
-
-    def fail():
-        raise error("now")
-
     whole = wanted(chain)
-    recorder = Recorder(at, fail)
+    recorder = failing(at, error)
     with pytest.raises(error, match="now") as caught:
         chain.generate(PROMPT, max_new_tokens=NEW, streamer=recorder)
     assert recorder.ends == 0
@@ -230,13 +204,10 @@ def test_a_streamer_that_raises(chain, error, at):
 
 
 def test_the_partial_of_a_batch(chain):
-    def fail():
-        raise Enough
-
     kwargs = {"attention_mask": MASK, "max_new_tokens": NEW}
     whole = chain.generate(BATCH, **kwargs)
     with pytest.raises(Enough):
-        chain.generate(BATCH, streamer=Recorder(13, fail), **kwargs)
+        chain.generate(BATCH, streamer=failing(13, Enough), **kwargs)
     partial = chain.partial
     assert BATCH.shape[1] < partial.shape[1] < whole.shape[1]
     complete = 0
@@ -307,18 +278,15 @@ def test_a_waiting_consumer_gets_the_error(model, chain, how):
 def test_a_streamer_whose_end_fails(chain):
     """The first error is raised; an error in end() is raised if it is the only one."""
 
-    class Ends(Recorder):
-        def end(self):
-            super().end()
-            raise Enough("at the end")
+    def ends():
+        raise Enough("at the end")
 
-    def fail():
-        raise KeyError("in put")
-
+    both, late = failing(3, KeyError, "in put"), Recorder()
+    both.end = late.end = ends
     with pytest.raises(KeyError, match="in put"):
-        chain.generate(PROMPT, max_new_tokens=NEW, streamer=Ends(3, fail))
+        chain.generate(PROMPT, max_new_tokens=NEW, streamer=both)
     with pytest.raises(Enough, match="at the end"):
-        chain.generate(PROMPT, max_new_tokens=NEW, streamer=Ends())
+        chain.generate(PROMPT, max_new_tokens=NEW, streamer=late)
     assert torch.equal(chain.partial, wanted(chain))
     assert torch.equal(chain.generate(PROMPT, max_new_tokens=NEW), wanted(chain))
 

@@ -17,6 +17,7 @@ from pipespec.registry import LOCKSTEP, SCHEDULES, UNCAPTURED, Schedule
 from tests.conftest import DEVICE, always_right, always_wrong, left_pad, noisy, random_llama
 from tests.pipespec.vocabularies import byte_level, sentencepiece
 from tests.support.grammars import END, Classes
+from tests.support.streamers import Recorder
 
 TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=sentencepiece())
 VOCABULARY, NEW, SEED, TOP = len(TOKENIZER), 14, 5, 4
@@ -59,27 +60,6 @@ class Until(StoppingCriteria):
         self.begin = self.begin or input_ids.shape[1] - 1
         self.record.append((input_ids.tolist(), None if scores is None else len(scores)))
         return input_ids.shape[1] - self.begin >= self.new.to(input_ids.device)
-
-
-class Recorder:
-    """A streamer that keeps what it gets: of one row the tokens, of a batch each ``put()``."""
-
-    def __init__(self) -> None:
-        self.values: list[torch.Tensor] = []
-        self.ends = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        assert self.ends == 0, "a token behind the end"
-        self.values.append(value.clone())
-
-    def end(self) -> None:
-        self.ends += 1
-
-    @property
-    def record(self) -> Any:
-        new = [value.tolist() for value in self.values[1:]]
-        is_batch = len(self.values[0]) > 1
-        return self.values[0].tolist(), new if is_batch else [t for value in new for t in value], self.ends
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from pipespec.registry import SCHEDULES, UNCAPTURED
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import DEVICE, random_llama
 from tests.pipespec.chains_of_ranks import in_process
-from tests.same_text.table import CALLS, CHAINS, NEW, TOP, VOCABULARY, WAYS, WORD, Call, Chain, Recorder, Way, calls_of
+from tests.same_text.table import CALLS, CHAINS, NEW, TOP, VOCABULARY, WAYS, WORD, Call, Chain, Way, calls_of
 from tests.support.reference import transformers_text
+from tests.support.streamers import failing
 from tests.waiting import drafts_keep_up
 
 PENALISES_PADDING = "Tensor" not in inspect.getsource(RepetitionPenaltyLogitsProcessor.__init__)
@@ -174,19 +175,6 @@ def test_same_text(opened: Opened, expected: Expected, name: str) -> None:
     check_report(opened, name, leaves)
 
 
-class Fails(Recorder):
-    """Raises once it has a number of new tokens."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.at = at
-
-    def put(self, value: torch.Tensor) -> None:
-        super().put(value)
-        if len(self.values) > self.at:
-            raise LookupError("enough")
-
-
 @pytest.mark.parametrize("at", [1, 7])
 @pytest.mark.parametrize(
     "opened",
@@ -200,7 +188,7 @@ def test_a_call_after_an_interrupted_one(opened: Opened, expected: Expected, at:
     ids, mask = prompts_of(call, DEVICE)
     given = call.arguments([])
     with pytest.raises(LookupError, match="enough"):
-        opened.generate(ids, attention_mask=mask, streamer=Fails(at), **given)
+        opened.generate(ids, attention_mask=mask, streamer=failing(at, LookupError, "enough"), **given)
     partial = opened.pipe.partial.cpu()
     assert ids.shape[1] + at <= partial.shape[1]
     assert torch.equal(partial, wanted[:, : partial.shape[1]])

@@ -34,6 +34,7 @@ from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.ranks import RanksPipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.spd.drafters import Blind
+from tests.support.streamers import failing
 from tests.trials import PROFILE
 from tests.waiting import SECONDS
 
@@ -132,21 +133,6 @@ class Reader(Blind):
             self.sums[index, row, position] = float(value.double().sum())
 
 
-class Fails:
-    """A streamer that raises when it gets its n-th value."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def put(self, value):
-        self.left -= 1
-        if self.left == 0:
-            raise ZeroDivisionError
-
-    def end(self):
-        pass
-
-
 def after(lengths: Sequence[int]) -> Callable:
     """A stopping criterion that ends each row at a length of its own, when the next cycle may have begun."""
 
@@ -205,7 +191,7 @@ def texts(folder: str, world: int, stages: int, kind: str, dtype: torch.dtype) -
                 for fails_at in places if PROFILE == "nightly" else (places[number % 3],):
                     try:
                         pipe.generate(
-                            ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, streamer=Fails(fails_at)
+                            ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, streamer=failing(fails_at - 1)
                         )
                     except ZeroDivisionError:
                         pass

@@ -21,7 +21,7 @@ from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
 from pipespec.spd.law import spd_accepted_length, spd_tokens_per_cycle
 from pipespec.spd.ngram import NgramDrafter
-from tests.conftest import DEVICE, VOCABULARY, always_right, left_pad, noisy, random_llama, random_prompts
+from tests.conftest import DEVICE, VOCABULARY, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
 from tests.pipespec.test_conformance import word_tokenizer
 from tests.spd.drafters import Blind, Failing, Known
@@ -203,10 +203,6 @@ def test_stop_strings(model, n):
         got = greedy(pipeline, stop_strings=[stop, "none"], tokenizer=tokenizer)
         assert got[0, PROMPT.shape[1] :].tolist() == text[: first + 1]
         assert pipeline.report.tokens == first + 1
-
-
-def test_max_time(model, good):
-    assert greedy(SpeculativePipeline(model, good, stages=3), max_time=0.0).shape[1] == PROMPT.shape[1] + 1
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "observer"])
@@ -723,9 +719,3 @@ def test_a_draft_vocabulary_that_is_a_part(model, tmp_path, setting):
     assert torch.equal(got, Pipeline(model).generate(ids, **options))
     assert (got[:, ids.shape[1] :] % 2 == 1).any()
     assert pipeline.report.checked > 0
-
-
-def test_always_right_model(model):
-    pipeline = SpeculativePipeline(model, always_right(model), stages=3)
-    assert torch.equal(greedy(pipeline), greedy(model))
-    assert pipeline.report.flushes == 0
