@@ -347,13 +347,7 @@ def measure(options: argparse.Namespace) -> None:
     target, draft = load(options.target, options.dtype), load(options.draft, options.dtype)
     arguments: dict[str, Any] = {"max_new_tokens": options.new_tokens, "do_sample": False}
     if options.temperature:
-        arguments = {
-            "max_new_tokens": options.new_tokens,
-            "do_sample": True,
-            "temperature": options.temperature,
-            "top_k": 0,
-            "top_p": 1.0,
-        }
+        arguments |= {"do_sample": True, "temperature": options.temperature, "top_k": 0, "top_p": 1.0}
     prompts = read_prompts(options.prompts, tokenizer, options.count, options.prompt_tokens)
     kinds = [kind for kind, _ in prompts]
     rows: dict[str, Row] = {}

@@ -294,10 +294,6 @@ class PlantedFigures:
     margin: float
     near_ties: float
 
-    def with_target(self) -> tuple[float, ...]:
-        """Agreement of each draft with the target."""
-        return tuple(row[-1] for row in self.agreement[:-1])
-
 
 @dataclass(frozen=True)
 class PlantedChain:

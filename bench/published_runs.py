@@ -3,28 +3,15 @@
     python -m bench.published_runs FOLDER            print the tables
     python -m bench.published_runs FOLDER --json     the same figures as JSON
 
-FOLDER has one JSON file per run, as the authors' program writes it (BradMcDanel/pipespec, MIT licence), or with the fields that are read::
-
-    {"metadata": {"strategy": ..., "lookahead": L, "model_configs": [{"path": ...}, ...]},
-     "results": [{"metrics": {"total_time": s, "tokens_generated": n, "token_times": [...], "model_times": [[...], ...],
-                              "accepted_tokens": [[...], ...]}, "gpustats": [{"gpu_powers": [W, ...]}, ...]}]}
-
-    {"strategy": "greedy" | "chain" | "async-chain", "lookahead_recorded": L,
-     "models": [{"path": ".../Llama-3.1-8B-Instruct"}, ...],          smallest first, the target last
-     "samples": [{"total_time_s": s, "tokens": n,
-                  "token_times_ms": [...],                            greedy only
-                  "stage_step_ms": [[...], ...],                      else, per stage, every step
-                  "accepted_per_verification": [[...], ...]}]}        per verifying stage, tokens appended by each step
-
-``chain`` is lockstep, ``async-chain`` the pipeline. The prediction of a pipeline uses the lockstep and plain runs only, that of a lockstep run
-the other lockstep runs of these models, if there are any. A run that cannot be predicted is listed with the reason.
+``bench/published_logs.py`` describes and reads the files. ``chain`` is lockstep, ``async-chain`` the pipeline. The prediction of a pipeline uses
+the lockstep and plain runs only, that of a lockstep run the other lockstep runs of these models, if there are any. A run that cannot be predicted is
+listed with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,10 +22,9 @@ import numpy as np
 
 from bench.bounds import best_policy, with_foresight
 from bench.perf_model import Answers, SimulatedPolicy, Simulation, StageModel, simulate
-from pipespec.process.records import build, parse_json
+from bench.published_logs import LONGEST, PublishedRun, load
 from pipespec.process.table import aligned
 
-_STRATEGIES = {"greedy": "plain", "chain": "lockstep", "async-chain": "pipeline"}
 _UNKNOWN = -1
 _EITHER = -2
 """This token is a disagreement, or this one is an agreement and the next one a disagreement."""
@@ -51,165 +37,8 @@ LOOKAHEADS = range(9)
 MIN_DRAFT_TOKENS = (0, 4, 6, 8, 10, 12, 14, 16, 20, 24)
 """Values of ``min_draft_tokens`` that :func:`predict_protocol` tries."""
 
-_LONGEST = 100
-"""Most tokens that one step can append, in the reference and in the perf model's histograms."""
-
 _FILLS = 3
 """Simulations per text, each with other random values for the positions that the logs leave open."""
-
-
-@dataclass(frozen=True)
-class PublishedSample:
-    """One prompt.
-
-    Attributes:
-        steps_s: Seconds of each step, per stage.
-        appended: Tokens of each step, per verifying stage.
-        watts: Mean power of all GPUs of the machine together; None where it was not logged.
-    """
-
-    seconds: float
-    tokens: int
-    steps_s: tuple[np.ndarray, ...]
-    appended: tuple[np.ndarray, ...]
-    watts: float | None = None
-
-
-@dataclass(frozen=True)
-class PublishedRun:
-    """One file. ``kind``: plain, lockstep or pipeline. ``models``: short names, the target last."""
-
-    kind: str
-    models: tuple[str, ...]
-    lookahead: int
-    samples: tuple[PublishedSample, ...]
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind} {'/'.join(self.models)}"
-
-    @property
-    def label(self) -> str:
-        """The name and the recorded lookahead."""
-        return self.name if self.kind == "plain" else f"{self.name} L={self.lookahead}"
-
-    def joules_per_token(self) -> float | None:
-        """Energy of all GPUs of the machine per token; None where the power of a sample was not logged."""
-        powers = [s.watts for s in self.samples]
-        if any(w is None for w in powers):
-            return None
-        return sum(w * s.seconds for w, s in zip(powers, self.samples, strict=True) if w is not None) / sum(
-            s.tokens for s in self.samples
-        )
-
-    def ms_per_token(self, count: int | None = None, keep: Sequence[int] | None = None) -> float:
-        """Sum of times over sum of tokens: of all samples, of the first ``count``, or of those in ``keep``."""
-        chosen = [self.samples[i] for i in keep] if keep is not None else self.samples[:count]
-        return 1e3 * sum(s.seconds for s in chosen) / sum(s.tokens for s in chosen)
-
-
-# --- reading -------------------------------------------------------------------------------------------------------
-
-
-def load(folder: Path | str) -> list[PublishedRun]:
-    """Load all runs in ``folder``: plain ones first, then lockstep, then pipelines.
-
-    Raises:
-        FileNotFoundError: The folder has no JSON file.
-        ValueError: A file is not such a run: no samples, times that are not positive, or logs that do not fit together.
-    """
-    folder = Path(folder)
-    files = sorted(folder.glob("*.json"))
-    if not files:
-        raise FileNotFoundError(f"{folder}: no published runs there (one .json file per run)")
-    runs = [_read(file) for file in files]
-    order = list(_STRATEGIES.values())
-    return sorted(
-        runs,
-        key=lambda run: (order.index(run.kind), len(run.models), [(len(m), m) for m in run.models], run.lookahead),
-    )
-
-
-def _read(file: Path) -> PublishedRun:
-    try:
-        return _run(parse_json(file.read_bytes()))
-    except KeyError as error:
-        raise ValueError(f"{file}: {error} is missing; it is not a published run") from error
-    except (ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
-        raise ValueError(f"{file}: it is not a published run ({error})") from error
-
-
-def _run(data: dict[str, Any]) -> PublishedRun:
-    if "metadata" in data:
-        data = _fields_read(data)
-    if data["strategy"] not in _STRATEGIES:
-        raise ValueError(f"unknown strategy {data['strategy']!r}")
-    models = tuple(_short_name(build(str, m["path"], "path")) for m in data["models"])
-    if not models or not data["samples"]:
-        raise ValueError("no models" if not models else "no samples")
-    samples = tuple(_sample(i, s, len(models)) for i, s in enumerate(data["samples"]))
-    lookahead = build(int, data["lookahead_recorded"], "the lookahead")
-    if not 0 <= lookahead <= _LONGEST:
-        raise ValueError(f"the lookahead {lookahead} is not between 0 and {_LONGEST}")
-    return PublishedRun(_STRATEGIES[data["strategy"]], models, lookahead, samples)
-
-
-def _fields_read(data: dict[str, Any]) -> dict[str, Any]:
-    """The fields that are read, of a file as the authors' program writes it, which has seconds."""
-    about = data["metadata"]
-
-    def ms(times: Sequence[float]) -> list[float]:
-        return [1e3 * t for t in times]
-
-    def sample(result: dict[str, Any]) -> dict[str, Any]:
-        metrics = result["metrics"]
-        found = {"total_time_s": metrics["total_time"], "tokens": metrics["tokens_generated"]}
-        if "token_times" in metrics:
-            found["token_times_ms"] = ms(metrics["token_times"])
-        else:
-            found["stage_step_ms"] = [ms(times) for times in metrics["model_times"]]
-            found["accepted_per_verification"] = metrics["accepted_tokens"]
-        powers = [sum(entry["gpu_powers"]) for entry in result.get("gpustats") or ()]
-        if powers:
-            found["watts"] = float(np.mean(powers))
-        return found
-
-    return {
-        "strategy": about["strategy"],
-        "lookahead_recorded": about["lookahead"],
-        "models": about["model_configs"],
-        "samples": [sample(result) for result in data["results"]],
-    }
-
-
-def _short_name(path: str) -> str:
-    size = re.search(r"\d+(?:\.\d+)?B", path)
-    return size.group() if size else path.rpartition("/")[2]
-
-
-def _sample(index: int, data: dict[str, Any], stages: int) -> PublishedSample:
-    where = f"sample {index}: "
-    seconds, tokens = build(float, data["total_time_s"], "total_time_s"), build(int, data["tokens"], "tokens")
-    if seconds <= 0 or tokens < 1:
-        raise ValueError(f"{where}{tokens} tokens in {seconds} s")
-    logged = [data["token_times_ms"]] if "token_times_ms" in data else data["stage_step_ms"]
-    steps = tuple(np.asarray(s, dtype=float) / 1e3 for s in build(list[list[float]], logged, "the step times"))
-    counts = build(list[list[int]], data.get("accepted_per_verification", []), "accepted_per_verification")
-    appended = tuple(np.asarray(a, dtype=int) for a in counts)
-    watts = build(float | None, data.get("watts"), "watts")
-    if len(steps) != stages or len(appended) != (0 if stages == 1 else stages - 1):
-        raise ValueError(f"{where}the logs are not those of {stages} stages")
-    for s in steps:
-        if len(s) == 0 or (s <= 0).any():
-            raise ValueError(f"{where}step times must be positive numbers, at least one per stage")
-    for a in appended:
-        if len(a) == 0 or (a < 1).any() or (a > _LONGEST).any():
-            raise ValueError(f"{where}every step appends between one and {_LONGEST} tokens")
-    if stages > 1 and len(appended[-1]) != len(steps[-1]):
-        raise ValueError(f"{where}{len(steps[-1])} steps of the target, but {len(appended[-1])} counts of its tokens")
-    if tokens > _LONGEST * (len(steps[-1]) + 1):
-        raise ValueError(f"{where}{tokens} tokens in {len(steps[-1])} steps")
-    return PublishedSample(seconds, tokens, steps, appended, watts)
 
 
 # --- evidence of the plain and lockstep runs -----------------------------------------------------------------------
@@ -435,7 +264,7 @@ def predict(
     if len(run.samples) != len(evidence.start_s):
         raise ValueError(f"{run.name} has {len(run.samples)} samples, the lockstep runs {len(evidence.start_s)}")
     chosen = range(len(run.samples)) if keep is None else keep
-    seconds, histogram = [], np.zeros(_LONGEST + 1)
+    seconds, histogram = [], np.zeros(LONGEST + 1)
     for i in chosen:
         *drafts, target = evidence.stages
         stages = [*drafts, StageModel(target.step_s, start_s=evidence.start_s[i])]
@@ -483,7 +312,7 @@ class PipelineComparison:
 def compare(evidence: ChainEvidence, run: PublishedRun) -> PipelineComparison:
     """Predict a pipeline's run for each lookahead and find the one that it used."""
     appended = np.concatenate([s.appended[-1] for s in run.samples])
-    share = np.bincount(np.minimum(appended, _LONGEST), minlength=_LONGEST + 1) / len(appended)
+    share = np.bincount(np.minimum(appended, LONGEST), minlength=LONGEST + 1) / len(appended)
     tried = {}
     for lookahead in sorted({*LOOKAHEADS, run.lookahead}):
         predicted = predict(evidence, run, "reference", lookahead=lookahead)

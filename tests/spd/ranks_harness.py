@@ -29,7 +29,7 @@ import torch
 from transformers import StoppingCriteriaList
 
 from pipespec import transport
-from pipespec.spd import lines, link, ranks
+from pipespec.spd import lines, link, ranks, ring
 from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.ranks import RanksPipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
@@ -323,17 +323,17 @@ def lay_trap(phase: str, how: str) -> None:
         before(ranks, "load_stage", trap)
         before(ranks, "load_ends", trap)
     elif phase == "prefill":
-        before(ranks._Server, "run", trap, lambda server, head, *rest: head.kind == ranks._CHUNK)
+        before(ring.StageServer, "run", trap, lambda server, head, *rest: head.kind == ring.CHUNK)
         before(ranks.RanksDriver, "_feed", trap)
     elif phase == "cycle":
-        before(ranks._Server, "run", trap, lambda server, head, positions, *rest: positions == [9])
+        before(ring.StageServer, "run", trap, lambda server, head, positions, *rest: positions == [9])
         before(ranks.RanksDriver, "_collect", trap, lambda driver, work: driver.rounds == 9)
     elif phase == "end":
-        before(lines.Sender, "send", trap, lambda line, words, *rest: words[0] == ranks._END)
+        before(lines.Sender, "send", trap, lambda line, words, *rest: words[0] == ring.END)
         before(ranks.RanksDriver, "_end", trap)
     else:
         assert phase == "second"
-        for kind, name in ((ranks._Server, "open"), (ranks.RanksDriver, "_open")):
+        for kind, name in ((ring.StageServer, "open"), (ranks.RanksDriver, "_open")):
             before(kind, name, trap, lambda *_: opened.append(0) or len(opened) == 2)
 
 
@@ -389,7 +389,7 @@ def slow(folder: str) -> None:
             if pipe.is_controller:
                 ids = torch.tensor([list(range(2, 22))])
                 return pipe.generate(ids, max_new_tokens=4, do_sample=False, prefill_chunk_size=2)[0].tolist()
-            before(pipe._server, "run", lambda: clock.advance(rank, 0.3), lambda head, *rest: head.kind == ranks._CHUNK)
+            before(pipe._server, "run", lambda: clock.advance(rank, 0.3), lambda head, *rest: head.kind == ring.CHUNK)
             return pipe.serve()
 
     everywhere(work)

@@ -19,12 +19,12 @@ from pipespec.spd.draft_module import (
     DraftModule,
     DraftModuleConfig,
     LayerRanges,
-    ModuleDrafter,
     anchors_for,
     target_digest,
     types_for,
 )
 from pipespec.spd.machine import DraftRequest
+from pipespec.spd.module_drafter import ModuleDrafter
 from pipespec.spd.partition import Partition
 from pipespec.spd.training.students import simulate
 from tests.conftest import VOCABULARY, random_llama

@@ -19,8 +19,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from pipespec.spd.draft_module import WEIGHTS_FILE, DraftModule, DraftModuleConfig, ModuleDrafter
+from pipespec.spd.draft_module import WEIGHTS_FILE, DraftModule, DraftModuleConfig
 from pipespec.spd.machine import DraftRequest
+from pipespec.spd.module_drafter import ModuleDrafter
 from pipespec.spd.partition import Partition
 from pipespec.spd.training import students
 from pipespec.spd.training import trainer as training

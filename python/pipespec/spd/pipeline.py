@@ -21,9 +21,11 @@ from pipespec.preflight.devices import device_name
 from pipespec.preflight.support import check_whole
 from pipespec.schedules.request import GenerationRequest
 from pipespec.spd.chain import ChainDrafter
-from pipespec.spd.decoding import LocalDriver, SpeculativeDriver
-from pipespec.spd.draft_module import CONFIG_FILE, DraftModule, DraftModuleConfig, ModuleDrafter
+from pipespec.spd.decoding import SpeculativeDriver
+from pipespec.spd.draft_module import CONFIG_FILE, DraftModule, DraftModuleConfig
 from pipespec.spd.drafting import Drafter
+from pipespec.spd.local import LocalDriver
+from pipespec.spd.module_drafter import ModuleDrafter
 from pipespec.spd.ngram import NgramDrafter
 from pipespec.spd.partition import Partition, check_target, cut, load_skeleton, partition_of, place, stage_devices
 from pipespec.spd.report import SpeculativeReport

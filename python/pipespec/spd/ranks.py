@@ -1,7 +1,7 @@
 """SPD over processes: each stage on a rank of its own (torchrun), with the keys and values of its own layers only.
 
 Rank 0 holds embedding, final norm, LM head and drafter, and runs the decode machine. With n stages there are n + 1 ranks, or n with the
-first stage on rank 0, too. The ranks form a circle: rank 0 sends a token to the first stage, each stage its output to the next one, and the last stage
+first stage on rank 0, too. The ranks form a ring: rank 0 sends a token to the first stage, each stage its output to the next one, and the last stage
 to rank 0. The message has all that a stage needs to know: the position of the token in each row is also the number of positions that stay in the
 caches. So in a cycle each link carries one message, and nothing waits for a command. Stages send the residual streams that the drafter reads to rank 0.
 
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 import json
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -50,7 +49,6 @@ from pipespec.spd.lines import Receiver, Sender
 from pipespec.spd.link import TIMEOUT_S, Link
 from pipespec.spd.machine import Entry
 from pipespec.spd.partition import (
-    LayerStage,
     Partition,
     Verifier,
     cut,
@@ -61,6 +59,7 @@ from pipespec.spd.partition import (
 )
 from pipespec.spd.pipeline import module_config, resolve_drafter, speculative_report
 from pipespec.spd.report import SpeculativeReport
+from pipespec.spd.ring import BULK, CHUNK, CLOSE, CONTROL, END, HEAD, OPEN, RUN, STREAMS, Head, Ring, StageServer
 from pipespec.transport import START_S, RankError, rank_and_world
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -75,194 +74,6 @@ def _uninterrupted(method: _Method) -> _Method:
             return method(self, *arguments, **options)
 
     return cast(_Method, delaying)
-
-
-_CONTROL, _BULK, _STREAMS, _LINES = range(4)
-"""Tags of messages. Those of the lines come last, one for each size of a line."""
-
-_CLOSE, _OPEN = range(2)
-"""First word of a control message. With ``_OPEN`` follow the number of rows, the longest prompt and the most positions."""
-
-_RUN, _CHUNK, _END = range(3)
-"""Kinds of messages that go round. See :class:`Head`."""
-
-_CONTROL_WORDS = 4
-
-
-class Head(NamedTuple):
-    """First words of a message that goes from rank 0 through all stages and back. For each row follow the position of its first column (-1: the row has
-    none), and its token; of a chunk, how many of its columns belong to the row's prompt.
-
-    Attributes:
-        kind: ``_RUN``: a column of tokens, and behind the first stage its hidden states. ``_CHUNK``: columns of the prompt; each stage sends them
-            separately behind this message, and the last one only confirms. ``_END``: the call ends; behind the head follow, for each stage, the
-            nanoseconds that it was busy and whether it is native.
-        number: Messages have ascending numbers.
-        columns: Columns to run.
-        counts: Whether the stages' time counts as that of a cycle.
-    """
-
-    kind: int
-    number: int
-    columns: int
-    counts: int
-
-
-_HEAD = len(Head._fields)
-
-
-class _Circle:
-    """The lines of a rank. Each has the size of the largest batch so far, in powers of two.
-
-    Args:
-        link: This rank's end of the group.
-        rank_of: Rank of each stage.
-        features: Residual streams that each stage sends to rank 0.
-        hidden_size: H.
-        dtype: Of hidden states between stages.
-    """
-
-    def __init__(
-        self,
-        link: Link,
-        rank_of: Sequence[int],
-        features: Sequence[Sequence[int]],
-        hidden_size: int,
-        dtype: torch.dtype,
-    ) -> None:
-        self._link, self._rank_of, self.features = link, rank_of, features
-        self._hidden_size, self._dtype = hidden_size, dtype
-        self._made: dict[tuple[bool, int, int], Sender | Receiver] = {}
-
-    def open(self, rows: int) -> None:
-        """Lay out the lines for a call with ``rows`` rows."""
-        self._rows = rows
-        self._words = _HEAD + 2 * max(rows, len(self._rank_of))
-
-    def words(self, head: Head, behind: Sequence[int] = ()) -> list[int]:
-        """The words of a message."""
-        return [*head, *behind, *[0] * (self._words - _HEAD - len(behind))]
-
-    def _line(self, made: Any, peer: int, words: int, tensors: int, back: bool) -> Any:
-        kind = (self._rows - 1).bit_length()
-        key = made is Sender, peer, 2 * kind + back
-        if key not in self._made:
-            size = 8 * (3 + _HEAD + 2 * max(1 << kind, len(self._rank_of)))
-            size += tensors * (1 << kind) * self._hidden_size * self._dtype.itemsize
-            self._made[key] = made(self._link, peer, _LINES + key[2], size, len(self._rank_of) + 2)
-        self._made[key].fit(words, (tensors, self._rows, 1, self._hidden_size), self._dtype)
-        return self._made[key]
-
-    def behind(self, stage: int, made: type[Sender] | type[Receiver]) -> Any:
-        """An end of the line from ``stage`` (-1: from rank 0) to the next stage, or from the last one to rank 0."""
-        is_last = stage + 1 == len(self._rank_of)
-        peers = 0 if stage < 0 else self._rank_of[stage], 0 if is_last else self._rank_of[stage + 1]
-        tensors = 0 if stage < 0 else 1 + (len(self.features[stage]) if is_last else 0)
-        return self._line(made, peers[made is Sender], self._words, tensors, is_last)
-
-    def streams(self, stage: int, made: type[Sender] | type[Receiver]) -> Any:
-        """An end of the line of the residual streams of ``stage`` to rank 0; None where they go with the hidden states, or there are none."""
-        found = len(self.features[stage])
-        if not found or stage + 1 == len(self._rank_of):
-            return None
-        return self._line(made, 0 if made is Sender else self._rank_of[stage], 1, found, True)
-
-
-class _Server:
-    """A stage on its rank."""
-
-    def __init__(
-        self, stage: LayerStage, number: int, rank_of: Sequence[int], circle: _Circle, link: Link, native: bool
-    ) -> None:
-        self.stage, self._number, self._rank_of, self._link, self._native = stage, number, rank_of, link, native
-        self._circle, self._is_last = circle, number + 1 == len(rank_of)
-        # Packs the weights now, since the other ranks do not wait that long in a call.
-        self.form = open_sections([stage.section], native=native)
-        self._hidden_size: int = stage.config.hidden_size
-        self.busy = 0.0
-
-    def open(self, rows: int, longest: int, most: int) -> None:
-        self.stage.open(rows, longest, most)
-        self.form = open_sections([self.stage.section], native=self._native, beside=self.stage.cache.nbytes)
-        self.busy = 0.0
-        self._held = [0] * rows
-
-    def run(
-        self, head: Head, positions: Sequence[int], fed: torch.Tensor, real: Sequence[int] | None = None
-    ) -> tuple[torch.Tensor, Streams]:
-        """Run columns.
-
-        Args:
-            head: Of their message.
-            positions: Of each row's first column. Cached positions from there on are dropped first. -1: the row has no columns; what it is fed is dropped
-                in its next step.
-            fed: Tokens ``[B, q]`` for stage 0, else the output of the stage before.
-            real: Of a chunk of the prompt: columns of each row that belong to it. None: each column may be rolled back to.
-
-        Returns:
-            The output of the stage, and the residual streams that the drafter reads.
-        """
-        held = [known if at < 0 else at for at, known in zip(positions, self._held, strict=True)]
-        until = None if real is None else [at + n for at, n in zip(held, real, strict=True)]
-        began = time.perf_counter()
-        with self._link.own_part():
-            hidden, streams = self.stage.step(fed, held, self._circle.features[self._number], until)
-        if head.counts:
-            self.busy += time.perf_counter() - began
-        q = head.columns
-        self._held = [n if at < 0 else n + q for at, n in zip(positions, held, strict=True)]
-        return hidden, streams
-
-    @torch.inference_mode()
-    def serve(self) -> None:
-        """Run the commands of rank 0 until it closes. Raises ``RankError`` if another rank has ended."""
-        while True:
-            control = self._link.receive((_CONTROL_WORDS,), torch.int64, 0, _CONTROL, idle=True).tolist()
-            if control[0] == _CLOSE:
-                return
-            _, rows, longest, most = control
-            self._circle.open(rows)
-            self._arriving = self._circle.behind(self._number - 1, Receiver)
-            self._leaving = self._circle.behind(self._number, Sender)
-            self._streams = self._circle.streams(self._number, Sender)
-            self.open(rows, longest, most)
-            while self._handle():
-                pass
-
-    def _handle(self) -> bool:
-        """Run the next message. Return whether the call goes on."""
-        words, tensors = self._arriving.receive()
-        head, rows = Head._make(words[:_HEAD]), self.stage.cache.rows
-        if head.kind == _END:
-            at = _HEAD + 2 * self._number
-            words[at : at + 2] = int(1e9 * self.busy), int(self.form == NATIVE)
-            self._leaving.send(words)
-            return False
-        positions, tokens = words[_HEAD : _HEAD + rows], words[_HEAD + rows : _HEAD + 2 * rows]
-        if head.kind == _CHUNK and self._number == 0:
-            fed = self._link.receive((rows, head.columns), torch.int64, 0, _BULK)
-        elif head.kind == _CHUNK:
-            shape = rows, head.columns, self._hidden_size
-            fed = self._link.receive(shape, self.stage.section.stream_dtype, self._rank_of[self._number - 1], _BULK)
-        elif self._number == 0:
-            fed = torch.tensor(tokens, device="cpu")[:, None]
-        else:
-            fed = tensors[0]
-        hidden, streams = self.run(head, positions, fed, tokens if head.kind == _CHUNK else None)
-        values = list(streams.values())
-        if head.kind == _CHUNK:
-            self._leaving.send(words)
-            if not self._is_last:
-                self._link.send(hidden, self._rank_of[self._number + 1], _BULK)
-            if values:
-                self._link.send(torch.stack(values), 0, _STREAMS)
-        elif self._is_last:
-            self._leaving.send(words, [hidden, *values])
-        else:
-            self._leaving.send(words, [hidden])
-            if self._streams is not None:
-                self._streams.send([head.number], values)
-        return True
 
 
 class _Remote:
@@ -296,13 +107,13 @@ class RanksDriver(SpeculativeDriver):
         partition: Partition,
         drafter: Drafter,
         link: Link,
-        circle: _Circle,
-        local: _Server | None,
+        ring: Ring,
+        local: StageServer | None,
         native: bool,
     ) -> None:
         super().__init__(partition, Verifier.of(model), drafter, native)
         open_sections([self.verifier.section], native=native)
-        self._link, self._circle, self._local = link, circle, local
+        self._link, self._ring, self._local = link, ring, local
         self._embed = model.get_input_embeddings()
         self._dtype, self._hidden_size = stream_dtype(model.dtype, model.device), model.config.hidden_size
         self._rank_of = ranks_of(partition.stages, link.world)
@@ -360,18 +171,16 @@ class RanksDriver(SpeculativeDriver):
         self._last_column = -1
         self._chunks.clear()
         self._form = open_sections([self.verifier.section], native=self.native)
-        control = torch.tensor([_OPEN, rows, longest, most], dtype=torch.int64)
+        control = torch.tensor([OPEN, rows, longest, most], dtype=torch.int64)
         with self._whole("opened"):
             self._running = True
             for s in self._remote:
-                self._link.send(control, self._rank_of[s], _CONTROL)
+                self._link.send(control, self._rank_of[s], CONTROL)
             if self._remote:
-                self._circle.open(rows)
-                self._leaving = self._circle.behind(self._remote.start - 1, Sender)
-                self._arriving = self._circle.behind(self.partition.stages - 1, Receiver)
-                self._streams = {
-                    s: line for s in self._remote if (line := self._circle.streams(s, Receiver)) is not None
-                }
+                self._ring.open(rows)
+                self._leaving = self._ring.behind(self._remote.start - 1, Sender)
+                self._arriving = self._ring.behind(self.partition.stages - 1, Receiver)
+                self._streams = {s: line for s in self._remote if (line := self._ring.streams(s, Receiver)) is not None}
         if self._local is not None:
             self._local.open(rows, longest, most)
             self._form = self._form if self._form != NATIVE else self._local.form
@@ -386,13 +195,13 @@ class RanksDriver(SpeculativeDriver):
             return
         self._collect_chunks(0)
         self._number += 1
-        self._leaving.send(self._circle.words(Head(_END, self._number, 0, 0)))
+        self._leaving.send(self._ring.words(Head(END, self._number, 0, 0)))
         words, _ = self._await(self._arriving, self._number)
         for line in self._streams.values():
             if self._last_column > self._seen.get(line, -1):
                 self._await(line, self._last_column, at=0)
         for s in self._remote:
-            busy, native = words[_HEAD + 2 * s : _HEAD + 2 * s + 2]
+            busy, native = words[HEAD + 2 * s : HEAD + 2 * s + 2]
             self.clock.stage_seconds[s] = busy / 1e9
             if self._form == NATIVE and not native:
                 self._form = f"transformers: the stage of rank {self._rank_of[s]} is not native"
@@ -424,11 +233,11 @@ class RanksDriver(SpeculativeDriver):
         """
         self._number += 1
         head = head._replace(number=self._number)
-        words = self._circle.words(head, [*positions, *behind]) if self._remote else []
+        words = self._ring.words(head, [*positions, *behind]) if self._remote else []
         if self._local is None:
             self._leaving.send(words)  # first, since the first stage waits for it
             if columns is not None:
-                self._link.send(columns, self._rank_of[0], _BULK)
+                self._link.send(columns, self._rank_of[0], BULK)
         streams: Streams = {}
         if self._local is not None or 0 in self.features:
             with torch.inference_mode():
@@ -436,14 +245,14 @@ class RanksDriver(SpeculativeDriver):
                 if 0 in self.features:
                     streams[0] = self._embed(tokens.to(self._embed.weight.device))
                 if self._local is not None:
-                    is_chunk = head.kind == _CHUNK
+                    is_chunk = head.kind == CHUNK
                     self._own, more = self._local.run(head, positions, tokens, behind if is_chunk else None)
                     streams |= more
                     if self._remote:
                         self._leaving.send(words, [] if is_chunk else [self._own])
                         if is_chunk:
-                            self._link.send(self._own, self._rank_of[1], _BULK)
-        if head.kind == _RUN:
+                            self._link.send(self._own, self._rank_of[1], BULK)
+        if head.kind == RUN:
             self._last_column = self._number
         return streams
 
@@ -454,17 +263,17 @@ class RanksDriver(SpeculativeDriver):
         for s, number in numbers.items():
             if s in self._streams:
                 values = self._await(self._streams[s], number, at=0)[1]
-                streams |= dict(zip(self._circle.features[s], values, strict=True))
+                streams |= dict(zip(self._ring.features[s], values, strict=True))
             elif s + 1 == self.partition.stages:
                 hidden, *values = self._await(self._arriving, number)[1]
-                streams |= dict(zip(self._circle.features[s], values, strict=True))
+                streams |= dict(zip(self._ring.features[s], values, strict=True))
         return hidden, streams
 
     @_uninterrupted
     def _feed(self, columns: np.ndarray, begin: Sequence[int], real: Sequence[int]) -> list[Fed]:
         tokens = torch.from_numpy(columns).long()
         arrived = self._collect_chunks(self.partition.stages - 1)
-        streams = self._enter(Head(_CHUNK, 0, tokens.shape[1], 0), begin, real, tokens)
+        streams = self._enter(Head(CHUNK, 0, tokens.shape[1], 0), begin, real, tokens)
         if not self._remote:
             return [*arrived, Fed(streams, begin, real)]
         self._chunks.append(_Chunk(self._number, tokens.shape[1], begin, real, streams))
@@ -478,10 +287,10 @@ class RanksDriver(SpeculativeDriver):
             self._await(self._arriving, chunk.number)
             streams = dict(chunk.streams)
             for s in self._remote:
-                wanted = self._circle.features[s]
+                wanted = self._ring.features[s]
                 if wanted:
                     shape = (len(wanted), self._rows, chunk.columns, self._hidden_size)
-                    values = self._link.receive(shape, self._dtype, self._rank_of[s], _STREAMS)
+                    values = self._link.receive(shape, self._dtype, self._rank_of[s], STREAMS)
                     streams |= dict(zip(wanted, values, strict=True))
             self._chunks.popleft()
             out.append(Fed(streams, chunk.begin, chunk.real))
@@ -490,7 +299,7 @@ class RanksDriver(SpeculativeDriver):
     @_uninterrupted
     def _answer(self, columns: np.ndarray, begin: Sequence[int]) -> tuple[torch.Tensor, list[Fed]]:
         arrived = self._collect_chunks(0)
-        streams = self._enter(Head(_RUN, 0, 1, 0), begin, columns[:, 0].tolist())
+        streams = self._enter(Head(RUN, 0, 1, 0), begin, columns[:, 0].tolist())
         hidden, more = self._gather(dict.fromkeys(self._remote, self._number))
         arrived.append(Fed(streams | more, begin, [1] * self._rows))
         return self._own if hidden is None else hidden, arrived
@@ -503,7 +312,7 @@ class RanksDriver(SpeculativeDriver):
             positions, tokens = [-1] * self._rows, [0] * self._rows
             for entry in work[0]:
                 positions[entry.row], tokens[entry.row] = entry.position, entry.token
-            self._now = self._enter(Head(_RUN, 0, 1, 1), positions, tokens)
+            self._now = self._enter(Head(RUN, 0, 1, 1), positions, tokens)
             self._entered[0] = self._number
 
     @_uninterrupted
@@ -580,7 +389,7 @@ class RanksPipeline(BasePipeline):
         terms = f"{given}, features {list(features)}, dtype {dtype or 'of the model'}, native {native}"
         self._link = Link(terms, timeout_s, start_s)
         self.is_controller = rank == 0
-        self._server: _Server | None = None
+        self._server: StageServer | None = None
         number = rank_of.index(rank) if rank in rank_of else None
         if isinstance(stages, str):
             self.partition = self._balance(target, number, dtype, device)
@@ -593,10 +402,10 @@ class RanksPipeline(BasePipeline):
                 [k for k in features if k > 0 and self.partition.owner(k) == s] for s in range(self.partition.stages)
             ]
             between = stream_dtype(dtype or skeleton.dtype or torch.float32, device)
-            circle = _Circle(self._link, rank_of, owned, skeleton.hidden_size, between)
+            ring = Ring(self._link, rank_of, owned, skeleton.hidden_size, between)
             if number is not None:
                 stage = load_stage(target, self.partition, number, dtype=dtype, device=device)
-                self._server = _Server(stage, number, rank_of, circle, self._link, native)
+                self._server = StageServer(stage, number, rank_of, ring, self._link, native)
             if self.is_controller:
                 ends = load_ends(target, dtype=dtype, device=device)
                 found, drafts = resolve_drafter(
@@ -604,7 +413,7 @@ class RanksPipeline(BasePipeline):
                 )
                 models = [*drafts, ends]
                 self._driver: RanksDriver = RanksDriver(
-                    ends, self.partition, found, self._link, circle, self._server, native
+                    ends, self.partition, found, self._link, ring, self._server, native
                 )
         except Exception as failure:
             error = failure
@@ -665,7 +474,7 @@ class RanksPipeline(BasePipeline):
                 if self.is_controller and not self._link.broken:
                     for rank in range(1, self._link.world):
                         with suppress(RankError):  # it has ended already
-                            self._link.send(torch.tensor([_CLOSE, 0, 0, 0], dtype=torch.int64), rank, _CONTROL)
+                            self._link.send(torch.tensor([CLOSE, 0, 0, 0], dtype=torch.int64), rank, CONTROL)
                 if self.is_controller:
                     self._driver.close()
             finally:
