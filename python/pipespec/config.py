@@ -182,11 +182,6 @@ class SpeculationConfig:
         """Most draft tokens in a step of ``stage``: half of the columns stay free for its own tokens. 0 for the first stage."""
         return min(self.lookahead[stage - 1], WIDTH // 2) if 0 < stage <= len(self.lookahead) else 0
 
-    @property
-    def rests(self) -> bool:
-        """Whether the target gets no draft tokens."""
-        return self.max_draft_tokens(len(self.lookahead)) == 0
-
 
 def _require_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):

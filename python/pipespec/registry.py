@@ -162,14 +162,14 @@ def table() -> str:
 def default_schedule(
     devices: Sequence[str],
     graphs: bool | None = None,
-    cores: int | None = None,
+    places: int | None = None,
     *,
-    nodes: int | None = None,
-    ngram: bool = False,
-    head: bool = False,
+    light: bool = False,
     translated: bool = False,
     whole: bool = True,
-) -> tuple[str, bool]:
+    coupled: bool = True,
+    controlled: bool = False,
+) -> tuple[str, bool, bool]:
     """Choose the schedule where the user names none, without measuring.
 
     All cores with one memory bus are one device: a stage that runs beside another on it slows it down by as much as it works. Processes pay where stages
@@ -177,7 +177,8 @@ def default_schedule(
 
     | stages | schedule |
     |---|---|
-    | no drafts | ``"plain"``; on a CPU `Pipeline` then adds an n-gram index, in ``"lockstep"`` |
+    | with rejection sampling | ``"lockstep"`` |
+    | no drafts | ``"plain"`` |
     | an n-gram index or a draft head, and no other draft | ``"lockstep"``, as there are no steps to overlap |
     | all on one GPU | ``"lockstep"``, captured rounds |
     | all on GPUs, more than one | ``"streams"`` |
@@ -185,36 +186,39 @@ def default_schedule(
     | the target on a GPU, the drafts on the CPU, and a core for each stage | ``"workers"`` |
     | otherwise, so on a CPU with one node | ``"lockstep"`` |
 
-    Beside an n-gram index or a draft with another tokenizer, and where a model is not whole on one device, no steps are captured.
+    Beside an n-gram index or a draft with another tokenizer, and where a model is not whole on one device, no steps are captured. On a CPU an n-gram index
+    joins the stages of ``"plain"`` and ``"lockstep"``, in ``"lockstep"``: the controller lets it rest where it does not pay.
 
     Args:
         devices: Per model, drafts first, target last: ``"cpu"``, ``"cuda:0"``, ...
         graphs: The user's choice of captured steps. None: captured on GPUs, not captured on the CPU.
-        cores: CPU cores for this process. None: as the operating system reports.
-        nodes: NUMA nodes on whose cores this process may run. None: likewise.
-        ngram: Whether the first draft is an n-gram index.
-        head: Whether a draft is a head, which is where the target is.
+        places: Where stages do not share a memory bus: NUMA nodes on whose cores this process may run; for a target on a GPU, its cores. None: as the
+            operating system reports.
+        light: Whether the first draft is an n-gram index, or a draft a head, which is where the target is.
         translated: Whether the first draft has another tokenizer than the target.
         whole: Whether each model lies whole on one device: not split, offloaded or sharded over processes.
+        coupled: Whether the target accepts draft tokens by coupled sampling.
+        controlled: Whether the controller may choose the number of draft tokens in ``"lockstep"``, so that an n-gram index may join.
 
     Returns:
-        The name of the schedule, and whether ``"plain"`` and ``"lockstep"`` run in captured steps.
+        The name of the schedule, whether ``"plain"`` and ``"lockstep"`` run in captured steps, and whether an n-gram index joins the stages.
     """
     *drafts, target = devices
-    captured = whole and all(device.startswith("cuda") for device in devices) if graphs is None else graphs
-    captured = captured and not (ngram or head or translated)
+    on_gpus, on_cpu = (all(device.startswith(kind) for device in devices) for kind in ("cuda", "cpu"))
+    captured = (on_gpus and whole if graphs is None else graphs) and not (light or translated)
+    if not coupled:
+        return LOCKSTEP.name, bool(graphs), False
+    if places is None:
+        places = len(os.sched_getaffinity(0)) if target != "cpu" else numa_nodes()
     if not drafts:
-        return (LOCKSTEP if ngram or head else PLAIN).name, captured
-    if captured:
-        on_gpus = target.startswith("cuda") and len(set(devices)) > 1
-        return (STREAMS if on_gpus else LOCKSTEP).name, True
-    if graphs is not None or any(device != "cpu" for device in drafts):
-        return LOCKSTEP.name, False
-    if target == "cpu":
-        places = numa_nodes() if nodes is None else nodes
+        row = LOCKSTEP if light else PLAIN
+    elif captured:
+        row = STREAMS if target.startswith("cuda") and len(set(devices)) > 1 else LOCKSTEP
     else:
-        places = len(os.sched_getaffinity(0)) if cores is None else cores
-    return (WORKERS if places >= len(devices) else LOCKSTEP).name, False
+        apart = graphs is None and set(drafts) == {"cpu"} and places >= len(devices)
+        row = WORKERS if apart else LOCKSTEP
+    joins = on_cpu and controlled and not captured and row is not WORKERS
+    return (LOCKSTEP if joins else row).name, captured, joins
 
 
 def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,7 +54,7 @@ def nodes(monkeypatch):
     ],
 )
 def test_the_rule(devices, cores, nodes, expected):
-    assert default_schedule(devices, cores=cores, nodes=nodes) == expected
+    assert default_schedule(devices, places=nodes if devices[-1] == "cpu" else cores) == (*expected, False)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,16 @@ def test_the_rule(devices, cores, nodes, expected):
     ],
 )
 def test_the_rule_with_graphs_as_the_user_wants_them(devices, graphs, expected):
-    assert default_schedule(devices, graphs, cores=8) == expected
+    assert default_schedule(devices, graphs, 8) == (*expected, False)
+
+
+def test_an_index_joins_on_a_cpu_where_the_controller_may_choose():
+    for devices in (["cpu"], ["cpu", "cpu"]):
+        assert default_schedule(devices, places=1, controlled=True) == ("lockstep", False, True)
+        assert not default_schedule(devices, True, 1, controlled=True)[2]
+    assert default_schedule(["cpu", "cpu"], places=2, controlled=True) == ("workers", False, False)
+    assert default_schedule(["cuda:0"], controlled=True) == ("plain", True, False)
+    assert default_schedule(["cuda:0", "cuda:1"], coupled=False) == ("lockstep", False, False)
 
 
 def test_it_counts_the_nodes_of_this_process(monkeypatch, tmp_path):
@@ -142,8 +150,6 @@ def test_numbers_of_a_stage():
     numbers = SpeculationConfig(lookahead=(3, 50))
     assert [numbers.lookahead_of(i) for i in range(3)] == [3, 50, 0]
     assert [numbers.max_draft_tokens(i) for i in range(3)] == [0, 3, config.WIDTH // 2]
-    assert not numbers.rests
-    assert replace(numbers, lookahead=(3, 0)).rests
 
 
 @pytest.mark.parametrize(

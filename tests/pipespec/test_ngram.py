@@ -249,10 +249,10 @@ def test_defaults(model):
     with Pipeline(model, ["ngram", draft], schedule="plain") as pipe:
         pipe.generate(torch.tensor([[5, 6, 5, 6]]), max_new_tokens=4)
         assert [stage.name for stage in pipe.report.stages] == ["target"]
-    assert default_schedule(["cpu"], ngram=True) == ("lockstep", False)
-    assert default_schedule(["cuda:0"], ngram=True) == ("lockstep", False)
-    assert default_schedule(["cuda:0", "cuda:0"], ngram=True) == ("lockstep", False)
-    assert default_schedule(["cpu", "cpu"], nodes=2, ngram=True) == ("workers", False)
+    assert default_schedule(["cpu"], light=True) == ("lockstep", False, False)
+    assert default_schedule(["cuda:0"], light=True) == ("lockstep", False, False)
+    assert default_schedule(["cuda:0", "cuda:0"], light=True) == ("lockstep", False, False)
+    assert default_schedule(["cpu", "cpu"], places=2, light=True) == ("workers", False, False)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from pipespec.preflight.checks import check_exact
 from pipespec.preflight.devices import Devices
 from pipespec.preflight.tokenizers import tokenizer_digest
 from pipespec.process.signals import handlers_watched, raise_handlers_error
-from pipespec.registry import LOCKSTEP, PLAIN, WORKERS, default_schedule
+from pipespec.registry import LOCKSTEP, WORKERS, default_schedule
 from pipespec.schedules.base import Driver
 from pipespec.schedules.factory import make_driver
 from pipespec.schedules.request import GenerationRequest
@@ -170,8 +170,6 @@ class Pipeline(BasePipeline):
             "acceptance": acceptance,
             "confidence": confidence,
         }
-        if acceptance != "coupled" and schedule is None:
-            schedule = LOCKSTEP.name
         # 1. The configuration: the options are checked before any model is read.
         config = SpeculationConfig.of(len(given), schedule=schedule or LOCKSTEP.name, **options)
         self._notes: tuple[str, ...] = ()  # for every report
@@ -214,21 +212,18 @@ class Pipeline(BasePipeline):
         """The driver of the named schedule, or of the default one."""
         fallback = None
         if schedule is None:
-            places = [str(input_device(model)) for model in chain.models]
-            has_ngram = options["ngram"] is not None
-            schedule, options["graphs"] = default_schedule(
-                places,
+            in_turn = SpeculationConfig.of(max(1, num_drafts), schedule=LOCKSTEP.name, **options)
+            schedule, options["graphs"], index_joins = default_schedule(
+                [str(input_device(model)) for model in chain.models],
                 options["graphs"],
-                ngram=has_ngram,
-                head=chain.head is not None,
+                light=options["ngram"] is not None or chain.head is not None,
                 translated=chain.translation is not None,
                 whole=all(why_not_whole(model) is None for model in chain.models),
+                coupled=options["acceptance"] == "coupled",
+                controlled=in_turn.controlled and options["ngram"] is None and self._group is None,
             )
-            on_cpu = all(place == "cpu" for place in places) and self._group is None
-            in_turn = SpeculationConfig.of(max(1, num_drafts), schedule=LOCKSTEP.name, **options)
-            if on_cpu and not has_ngram and in_turn.controlled and schedule in (PLAIN.name, LOCKSTEP.name):
-                # The controller lets an n-gram index rest where it does not pay.
-                schedule, options["ngram"], num_drafts = LOCKSTEP.name, NgramDraft(), num_drafts + 1
+            if index_joins:
+                options["ngram"], num_drafts = NgramDraft(), num_drafts + 1
             fallback = SpeculationConfig.of(num_drafts, schedule=LOCKSTEP.name, **options)
         config = SpeculationConfig.of(num_drafts, schedule=schedule, **options)
         _check_form(chain.models, config)

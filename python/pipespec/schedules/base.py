@@ -265,6 +265,11 @@ class Driver(Decoder):
         new = (limit - len(prompt) for prompt, limit in zip(request.inputs.prompts, request.inputs.limits, strict=True))
         self.block.ensure(len(request.inputs.prompts), max(new) + 2)
 
+    def _open_lookahead(self) -> None:
+        """Tell stages that run on their own how far they may be ahead."""
+        for i, lookahead in enumerate(self.config.lookahead):
+            self.block.set_lookahead(i, lookahead)
+
     def _trace_of(self, stage: int) -> _native.TraceBuffer | None:
         """Where ``stage`` writes its steps; None without a trace."""
         return None if self._trace_memory is None else self._trace_memory.buffer(stage)

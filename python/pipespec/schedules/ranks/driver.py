@@ -67,7 +67,6 @@ class RanksDriver(Driver):
         self._target = Stage(model, self.block, at, self._trace_of(at), native=config.native, ngram=ngram)
         self.block.set_alive(at, True)
         self._generation = 0
-        self._is_running = False
         self._lost_at: dict[int, float] = {}
         self._events: list[str] = []
         self._party = _TargetParty(ranks, self._first, self.block)
@@ -117,7 +116,6 @@ class RanksDriver(Driver):
     def _generate(self, request: GenerationRequest) -> None:
         try:
             self._begin(request)
-            self._is_running = True
             self._tend()
             self._target.prefill(request.inputs, request.record)
             while self._step() != Action.FINISHED:
@@ -125,7 +123,6 @@ class RanksDriver(Driver):
                 self._tend()
                 request.committed(self.block)
         finally:
-            self._is_running = False
             with self._party.lock:
                 self._party.running = False
                 self.block.start(0)
@@ -152,16 +149,6 @@ class RanksDriver(Driver):
                     self._events.append(f"{self._draft_name(i)} is back after {now - self._lost_at.pop(i):.1f} s")
                 if not self.block.is_alive(i):
                     self.block.set_alive(i, True)
-
-    def steer(self, config: SpeculationConfig) -> None:
-        super().steer(config)
-        if self._is_running:
-            with self._party.lock:
-                self._open_lookahead()
-
-    def _open_lookahead(self) -> None:
-        for i, lookahead in enumerate(self.config.lookahead):
-            self.block.set_lookahead(i, lookahead)
 
     # ---- afterwards
 

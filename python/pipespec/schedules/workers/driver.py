@@ -309,7 +309,6 @@ class WorkersDriver(Driver):
         # The target gets the threads that the user set, or the cores, less one per draft. Drafts are small: more threads
         # would cost them more in synchronisation than they gain.
         self._target_threads = target_threads(drafts)
-        self._is_running = False
         at, ngram = self.block.target, None if drafts else self._make_ngram()
         self._target = self._make_stage(at, ngram)
         self.block.set_alive(at, True)
@@ -409,15 +408,13 @@ class WorkersDriver(Driver):
     def _generate(self, request: GenerationRequest) -> None:
         try:
             self._begin(request)
-            with restored_threads() as self._all_threads:
-                self._is_running = True
-                self._share_threads()
+            with restored_threads() as own:
+                set_threads(min(self._target_threads, own))
                 self._target.prefill(request.inputs, request.record)
                 while self._step() != Action.FINISHED:
                     self._tend()
                     request.committed(self.block)
         finally:
-            self._is_running = False
             self.block.start(0)
         if self._trace_memory is not None or self.config.translation is not None:
             # The steps under way belong to the call, so that its trace and its counters agree.
@@ -450,21 +447,6 @@ class WorkersDriver(Driver):
                     RowCache.bytes_for(model.config, *size, compute_dtype(model)) for size in sizes
                 )
         return found
-
-    def steer(self, config: SpeculationConfig) -> None:
-        super().steer(config)
-        if self._is_running:
-            self._open_lookahead()
-            self._share_threads()
-
-    def _open_lookahead(self) -> None:
-        for i, lookahead in enumerate(self.config.lookahead):
-            self.block.set_lookahead(i, lookahead)
-
-    def _share_threads(self) -> None:
-        """Set the target's threads. It uses the cores of the drafts while they rest."""
-        own = self._all_threads if self.config.rests else self._target_threads
-        set_threads(min(own, self._all_threads))
 
     def _step(self) -> Action:
         return target_step(self._target, self.config)
