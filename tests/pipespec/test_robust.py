@@ -207,13 +207,6 @@ def test_unused_entries_of_a_configuration(model, chain):
     assert torch.equal(chain.generate(PROMPT, max_new_tokens=9), greedy(model, new=9))
 
 
-@pytest.mark.parametrize(("seed", "error"), [("abc", TypeError), (2**64, ValueError), (-(2**63) - 1, ValueError)])
-@pytest.mark.parametrize("sample", [True, False])
-def test_invalid_seeds(chain, seed, error, sample):
-    with pytest.raises(error, match="seed"):
-        chain.generate(PROMPT, max_new_tokens=2, do_sample=sample, seed=seed)
-
-
 # ---- close() while a call runs
 
 
