@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers.generation.logits_process as logits_process
 import transformers.generation.utils as generation_utils
 import transformers.models.cohere.modeling_cohere as modeling_cohere
 from torch import nn
@@ -207,6 +208,17 @@ def property_of_a_class(model: PreTrainedModel) -> Undo:
     return lambda: delattr(kind, name) if name in vars(kind) else None  # a trial may change it twice
 
 
+def processor_class(model: PreTrainedModel) -> Undo:
+    def make(before: Any) -> Any:
+        return lambda self, ids, scores: before(self, ids, scores) - 0.5 * scores.mean(0, keepdim=True)
+
+    return _patched(logits_process.SuppressTokensLogitsProcessor, "__call__", make)
+
+
+def processor_function(model: PreTrainedModel) -> Undo:
+    return _patched(logits_process, "_get_ngrams", lambda before: lambda size, ids, rows: before(size, ids[:1], rows))
+
+
 def argmax(model: PreTrainedModel) -> Undo:
     return _patched(torch, "argmax", lambda before: lambda *a, **kw: (before(*a, **kw) + 1) % 90)
 
@@ -390,6 +402,10 @@ def identity_mlp(model: PreTrainedModel) -> None:
     _layers(model)[1].mlp = nn.Identity()
 
 
+def softmax_of_columns(model: PreTrainedModel) -> None:
+    _layers(model)[1].mlp = nn.Sequential(_layers(model)[1].mlp, nn.Softmax(dim=1))
+
+
 @functools.cache
 def _own_class(kind: type) -> type:
     def prepare(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
@@ -495,6 +511,8 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Undo | None]] = {
     "RoPE's function of another model": function_of_another_model,
     "another torch": other_torch,
     "torch.argmax": argmax,
+    "class of a processor": processor_class,
+    "class of processors, function": processor_function,
     "property of a class": property_of_a_class,
     "hook, last column": hook(lambda m: _layers(m)[0], _last),
     "hook, width": hook(lambda m: _layers(m)[1].mlp, _by_width),
@@ -532,6 +550,7 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Undo | None]] = {
     "more tokens": more_tokens,
     "head with a bias": head_with_bias,
     "identity for an MLP": identity_mlp,
+    "wrapped MLP, softmax of columns": softmax_of_columns,
     "function for an activation": activation_function,
     "own class": own_class,
     "own prepare_inputs_for_generation": own_inputs,

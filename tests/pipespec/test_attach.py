@@ -197,6 +197,13 @@ def test_it_looks_like_generate(model, pipe):
     config = transformers.GenerationConfig(max_new_tokens=5, do_sample=False)
     assert torch.equal(model.generate(ids[None], config), plain(model, ids[None], config))
     assert pipe.report.tokens == 5
+    # A method, whose copy is that of a copied model.
+    assert inspect.ismethod(model.generate)
+    copied, loaded = copy.deepcopy([model.generate])[0], pickle.loads(pickle.dumps(model.generate))
+    for method in (model.generate, copied, loaded):
+        assert torch.equal(method(ids[None], config), plain(model, ids[None], config))
+    assert copied.__self__ is not model
+    assert pipespec.attached(copied.__self__) is None
 
 
 def unsupported(model) -> dict[str, dict]:

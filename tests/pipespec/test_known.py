@@ -267,6 +267,25 @@ def test_processors_that_know_the_batch(model, attached):
     assert attached.report.schedule == "lockstep"
 
 
+def test_a_processor_of_transformers_that_is_patched(model, attached):
+    """Before and after the first call with it."""
+    given = {"suppress_tokens": [5]}
+    before = ours(model, TWO, **given)
+    for _ in range(2):
+        undo = hostile.processor_class(model)
+        try:
+            wanted = bare(model, TWO, **given)
+            assert not torch.equal(wanted, before)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SpeedWarning)
+                assert torch.equal(ours(model, TWO, **given), wanted)
+        finally:
+            undo()
+        pipespec.refresh()
+    assert torch.equal(ours(model, TWO, **given), before)
+    assert attached.report.schedule == "lockstep"
+
+
 def test_sampled_text_of_a_seed_is_the_same_where_transformers_decodes(model, attached):
     sampled = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.8, "top_k": 40, "seed": 5}
     wanted = attached.generate(TWO, **sampled)
@@ -314,6 +333,16 @@ def test_a_learned_prompt_put_on_later(model, attached):
 def test_an_activated_adapter_sees_whole_prompts(model):
     model.peft_config = {"default": types.SimpleNamespace(alora_invocation_tokens=[7, 8])}
     assert "activated LoRA" in known.why_unknown(model)
+
+
+def test_a_forward_in_place_of_another_attribute(model, attached):
+    """The model has as many attributes as before."""
+    model.noted = True
+    before = ours(model)
+    del model.noted
+    hostile.own_forward(model)
+    assert not torch.equal(bare(model), before)
+    assert torch.equal(ours(model), bare(model))
 
 
 def test_tokens_that_were_added(model, attached):

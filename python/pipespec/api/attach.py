@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copyreg
 import functools
-import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -26,18 +26,17 @@ from pipespec.schedules.base import SpeedWarning
 
 
 class _Generate:
-    """Replaces ``model.generate``."""
+    """The function of the method ``model.generate``."""
 
     def __init__(self, pipeline: Pipeline, *, is_strict: bool, before: Any) -> None:
         self.pipeline, self.is_strict = pipeline, is_strict
         self.before = before  # the instance's own
         self._warned: set[str] = set()
-        theirs = type(pipeline.target).generate
-        functools.update_wrapper(self, theirs)
-        parameters = list(inspect.signature(theirs).parameters.values())[1:]
-        self.__signature__ = inspect.Signature(parameters)
+        functools.update_wrapper(self, type(pipeline.target).generate)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if model is not self.pipeline.target:  # a copy that a copied method has
+            return type(model).generate(model, *args, **kwargs)
         if kwargs.get("custom_generate") is self.pipeline:
             del kwargs["custom_generate"]
         if kwargs.get("custom_generate") is not None:  # another decoding loop
@@ -172,24 +171,30 @@ def attach(
         before = None
     copyreg.dispatch_table.setdefault(type(model), _reduced)
     # On the instance: other models of its class are not touched.
-    model.generate = _Generate(pipeline, is_strict=unsupported == "raise", before=before)
+    model.generate = MethodType(_Generate(pipeline, is_strict=unsupported == "raise", before=before), model)
     return pipeline
 
 
 def _reduced(model: PreTrainedModel) -> Any:
     """The state of a model without its attachment: what ``copy`` and ``pickle`` make of it is not attached, and needs no pipespec."""
     make, arguments, state, *more = model.__reduce_ex__(4)
-    if isinstance(state, dict) and isinstance(state.get("generate"), _Generate):
-        before = state["generate"].before
+    if isinstance(state, dict) and (generate := _generate_of(state)) is not None:
+        before = generate.before
         state = {name: value for name, value in state.items() if name != "generate"}
         state |= {} if before is None else {"generate": before}
     return make, arguments, state, *more
 
 
+def _generate_of(state: Mapping[str, Any]) -> _Generate | None:
+    """What runs the calls of a model with these attributes, where it is attached."""
+    function = getattr(state.get("generate"), "__func__", None)
+    return function if isinstance(function, _Generate) else None
+
+
 def attached(model: PreTrainedModel) -> Pipeline | None:
     """Return the pipeline that ``model`` is attached to, or None."""
-    generate = vars(without_wrapper(model)).get("generate")
-    return generate.pipeline if isinstance(generate, _Generate) else None
+    generate = _generate_of(vars(without_wrapper(model)))
+    return None if generate is None else generate.pipeline
 
 
 def detach(model: PreTrainedModel) -> None:
@@ -200,14 +205,14 @@ def detach(model: PreTrainedModel) -> None:
         RuntimeError: From inside of a call; the model stays attached.
     """
     model = without_wrapper(model)
-    pipeline = attached(model)
-    if pipeline is None:
+    generate = _generate_of(vars(model))
+    if generate is None:
         raise ValueError("this model is not attached to a pipeline")
-    generate = model.__dict__.pop("generate")
+    method = model.__dict__.pop("generate")
     try:
-        pipeline.close()
+        generate.pipeline.close()
     except BaseException:
-        model.generate = generate
+        model.generate = method
         raise
     if generate.before is not None:
         model.generate = generate.before

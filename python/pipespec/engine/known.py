@@ -171,7 +171,7 @@ class Record:
         configs = {id(c): c for c in (model.config, *(getattr(m, "config", None) for m in modules)) if c is not None}
         containers = [*spaces, *itertools.chain.from_iterable(map(_containers_in, configs.values()))]
         self._stamp = Stamp(containers, modules[1:], [], [])
-        self._kind, self._size, self._training = type(model), len(vars(model)), model.training
+        self._kind, self._names, self._training = type(model), set(vars(model)), model.training
         tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         self._tensors = [t for t in tensors if not t.is_inference()]
         self._versions = sum(map(_VERSION, self._tensors))
@@ -201,7 +201,7 @@ class Record:
         own = vars(model)
         try:
             return (
-                len(own) == self._size
+                own.keys() == self._names
                 and own.get("config") is self._config
                 and model.training == self._training
                 and type(model) is self._kind

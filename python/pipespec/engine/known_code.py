@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import GenerationMixin
-from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
-from transformers.generation import logits_process as hf
 
 from pipespec.engine.attention import ATTENTION, attention_forward
 from pipespec.models.compat import attention_functions, mask_functions
@@ -42,21 +40,19 @@ _TORCH = frozenset(
 
 _EXCLUDED = (
     "peft.tuners.adaption_prompt", "peft.tuners.xlora", "peft.tuners.poly", "torch.nn.modules.activation.MultiheadAttention",
+    # They have a dimension, which may be that of the columns.
+    "torch.nn.modules.activation.Softm", "torch.nn.modules.activation.LogSoftmax", "torch.nn.modules.activation.GLU",
+    "torch.nn.modules.normalization.GroupNorm", "torch.nn.modules.normalization.LocalResponseNorm",
 )  # fmt: skip
 """Modules and classes whose result for a column depends on the other columns of a forward."""
 
 _SOURCES = (
     "transformers.masking_utils", "transformers.cache_utils", "transformers.integrations.sdpa_attention", "transformers.activations",
-    "transformers.modeling_layers", "transformers.modeling_rope_utils",
+    "transformers.modeling_layers", "transformers.modeling_rope_utils", "transformers.generation.logits_process",
+    "transformers.generation.stopping_criteria",
 )  # fmt: skip
-"""Modules of transformers whose functions the modelling code calls, and whose classes a RowCache replaces."""
-
-_FUSED = (
-    hf.LogitsProcessorList, hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper,
-    hf.RepetitionPenaltyLogitsProcessor, hf.SequenceBiasLogitsProcessor, hf.LogitNormalization,
-    StoppingCriteriaList, MaxLengthCriteria, EosTokenCriteria,
-)  # fmt: skip
-"""Processors and criteria that a pipeline computes in another way, or calls by itself."""
+"""Modules of transformers whose functions the modelling code calls, whose classes a RowCache replaces, and whose processors and criteria a pipeline
+calls row by row or computes in another way."""
 
 _CODE = operator.attrgetter("__code__")
 
@@ -130,7 +126,6 @@ class Code:
     def _read(self, model: type, kinds: frozenset[type]) -> str | None:
         reasons = [self._class(kind) for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__))]
         reasons += [self._methods(GenerationMixin, bypassed_methods()), self._methods(model, bypassed_methods())]
-        reasons += [self._methods(kind, ("__call__",)) for kind in _FUSED]
         reasons += [self._sources(kinds), self._registries()]
         return next((reason for reason in reasons if reason is not None), None)
 
@@ -189,9 +184,9 @@ class Code:
             f.__code__ for name in bypassed_methods() for f in functions_of(getattr(GenerationMixin, name))
         ]
         for name in _SOURCES:
-            codes.setdefault(name, []).extend(
-                f.__code__ for f in vars(sys.modules[name]).values() if isinstance(f, FunctionType)
-            )
+            for value in [v for v in vars(sys.modules[name]).values() if getattr(v, "__module__", None) == name]:
+                held = own_methods(value).values() if isinstance(value, type) else (value,)
+                codes.setdefault(name, []).extend(f.__code__ for each in held for f in functions_of(each))
         reason, all_names = None, set()
         for name in sorted(codes):
             module = sys.modules[name]
