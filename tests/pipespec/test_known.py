@@ -98,6 +98,13 @@ def test_changed_code_is_seen(name, when):
         assert known.why_unknown(model) is None
 
 
+def test_jitter_is_seen():
+    model = make("phimoe, window")
+    assert known.why_unknown(model) is None
+    model.train()
+    assert "training mode" in known.why_unknown(model)
+
+
 def test_modes_are_seen(model):
     with hostile._Scaling():
         assert known.why_unknown(model) == "a TorchFunctionMode is active"

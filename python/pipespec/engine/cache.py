@@ -23,13 +23,27 @@ from pipespec.models.properties import compute_dtype, text_config
 from pipespec_kernels import ops
 
 
-class _RowLayer(CacheLayerMixin):
-    """One layer in ``cache.layers``, for code of transformers. The cache does the work.
+def _half(at: int) -> Any:
+    """Keys (0) or values (1) of a layer: a view ``[rows, kv_heads, max(lengths), head_dim]``; of a static cache, all of its storage."""
 
-    Attributes:
-        keys: What the layer holds, a view ``[rows, kv_heads, max(lengths), head_dim]``; of a static cache, all of its storage.
-        values: As ``keys``.
-    """
+    def read(layer: _RowLayer) -> torch.Tensor:
+        return layer.owner._held(layer._index)[at]
+
+    def write(layer: _RowLayer, new: torch.Tensor) -> None:
+        held = read(layer)
+        if new.shape != held.shape:
+            raise ValueError(
+                f"this RowCache holds {list(held.shape)} per layer, not {list(new.shape)}; use crop() or batch_select_indices()"
+            )
+        held.copy_(new.detach())
+
+    return property(read, write)
+
+
+class _RowLayer(CacheLayerMixin):
+    """One layer in ``cache.layers``, for code of transformers. The cache does the work."""
+
+    keys, values = _half(0), _half(1)
 
     is_sliding = False
     is_compileable = False
@@ -41,14 +55,6 @@ class _RowLayer(CacheLayerMixin):
         self._index = index
         self.dtype, self.device = owner.dtype, owner.device_of(index)
         self.is_initialized = True
-
-    @property
-    def keys(self) -> torch.Tensor:
-        return self.owner._held(self._index)[0]
-
-    @property
-    def values(self) -> torch.Tensor:
-        return self.owner._held(self._index)[1]
 
     @property
     def owner(self) -> RowCache:

@@ -120,18 +120,10 @@ _TENSORS = (nn.Parameter, torch.Tensor, nn.Buffer)
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
-_GLOBAL_HOOKS = tuple(
-    vars(torch_module)[name]
-    for name in ("_global_forward_hooks", "_global_forward_pre_hooks")
-    if name in vars(torch_module)
-)
+_GLOBAL_HOOKS = tuple(vars(torch_module)[f"_global{name}"] for name in _HOOKS if f"_global{name}" in vars(torch_module))
 
-_VERSION, _POINTER, _STRIDES, _COUNT = (
-    operator.attrgetter("_version"),
-    torch.Tensor.data_ptr,
-    torch.Tensor.stride,
-    torch.Tensor.numel,
-)
+_VERSION, _POINTER = operator.attrgetter("_version"), torch.Tensor.data_ptr
+_STRIDES, _COUNT = torch.Tensor.stride, torch.Tensor.numel
 
 _BYPASSED = frozenset(bypassed_methods()) - {"generate"}
 
@@ -332,7 +324,7 @@ def _why_foreign(model: PreTrainedModel, modules: list[nn.Module]) -> str | None
         if what is not None:
             return f"{_name_of(model, module)} {what}"
         if module.training and _has_dropout(module):
-            return "it is in training mode with dropout, whose draws depend on the widths of the forwards"
+            return "it is in training mode with dropout or jitter, whose draws depend on the widths of the forwards"
     return _why_other_layers(model)
 
 
@@ -378,7 +370,7 @@ def _is_known_kind(kind: type) -> bool:
 
 
 def _has_dropout(module: nn.Module) -> bool:
-    numbers = [value for name, value in vars(module).items() if "drop" in name]
+    numbers = [value for name, value in vars(module).items() if "drop" in name or "jitter" in name]
     if "Drop" in type(module).__name__:
         numbers.append(getattr(module, "p", 0))
     return any(isinstance(number, (int, float)) and number > 0 for number in numbers)
