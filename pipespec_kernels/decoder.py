@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from pipespec_kernels import _native
 from pipespec_kernels.formats import QuantizedMatrix
 from pipespec_kernels.packed import format_code, num_threads
 
-__all__ = ["DecoderShape", "LayerWeights", "NativeDecoder"]
+__all__ = ["DecoderShape", "LayerWeights", "NativeDecoder", "Taps"]
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 _CODES: Mapping[torch.dtype, int] = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16}
@@ -74,6 +74,9 @@ class LayerWeights:
     Matrices may be quantised, each in a format of its own. ``q_norm`` and ``k_norm`` ``[head_dim]`` are RMS norms of each head before its rotation. A
     matrix with a scale, float32 ``[out]``, is int8; its weights are ``scale[:, None] * matrix``. All matrices of a decoder that are not quantised, its
     head included, are int8 or none is.
+
+    With a ``side_norm [H]`` the layer has side inputs, as that of an EAGLE-3 head: ``q``, ``k`` and ``v`` are ``[out, 2 * H]`` and read the normalised
+    side inputs, and behind them the normalised hidden states; with ``adds_to_norm`` the residual begins with the latter instead of the hidden states.
     """
 
     input_norm: Tensor
@@ -94,6 +97,7 @@ class LayerWeights:
     down_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    side_norm: Tensor | None = None
     q_scale: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
@@ -101,6 +105,21 @@ class LayerWeights:
     gate_scale: Tensor | None = None
     up_scale: Tensor | None = None
     down_scale: Tensor | None = None
+    adds_to_norm: bool = False
+
+
+class Taps(NamedTuple):
+    """Where a forward copies hidden states.
+
+    Attributes:
+        layers: k for what layer k reads: the embedding, or the output of layer k - 1; the number of layers for the last output.
+        out: float32 or bfloat16 ``[rows, positions, len(layers) * H]``, contiguous in the last dimension.
+        begin: Per row, the position of its first column in ``out``.
+    """
+
+    layers: Sequence[int]
+    out: Tensor
+    begin: Sequence[int]
 
 
 class NativeDecoder:
@@ -177,7 +196,6 @@ class NativeDecoder:
             return address, 0, held[-1].data_ptr()
 
         h, v = shape.hidden, shape.vocabulary
-        sizes = _layer_shapes(shape)
         self._native = _native.Decoder(
             (h, shape.intermediate, shape.heads, shape.kv_heads, shape.head_dim, v, shape.rotated),
             shape.eps,
@@ -187,11 +205,11 @@ class NativeDecoder:
             [
                 [
                     at(f"layers[{i}].{name}", getattr(layer, name), size, getattr(layer, f"{name}_scale", None))
-                    for name, size in sizes.items()
+                    for name, size in _layer_shapes(shape, layer).items()
                 ]
                 for i, layer in enumerate(layers)
             ],
-            seen,
+            [(window, layer.adds_to_norm) for window, layer in zip(seen, layers, strict=True)],
             [
                 at("embedding", self._embedding, (v, h)),
                 at("norm", norm, (h,)),
@@ -201,6 +219,7 @@ class NativeDecoder:
             num_threads(threads),
         )
         self._has_embedding, self._has_head = embedding is not None, head is not None
+        self._reads_side = [layer.side_norm is not None for layer in layers]
         if _same_blocks(embedding, head):
             self._embedding = None  # it is read from the packed head
         self.nbytes: int = self._native.bytes
@@ -235,6 +254,8 @@ class NativeDecoder:
         *,
         begin: int = 0,
         end: int | None = None,
+        side: Tensor | None = None,
+        taps: Taps | None = None,
         threads: int | None = None,
     ) -> Tensor:
         """Run the layers ``begin .. end - 1``, and append keys and values.
@@ -250,6 +271,8 @@ class NativeDecoder:
             sin: Like ``cos``.
             begin: First layer.
             end: Behind the last layer; None: all.
+            side: Like ``hidden``, for layers that have side inputs.
+            taps: Hidden states that are copied.
             threads: Upper bound, the calling thread included; default ``torch.get_num_threads()``.
 
         Returns:
@@ -262,13 +285,20 @@ class NativeDecoder:
         end = self.num_layers if end is None else end
         if not 0 <= begin <= end <= self.num_layers:
             raise ValueError(f"need 0 <= begin <= end <= {self.num_layers}, got begin {begin} and end {end}")
-        self._check_hidden(hidden)
+        _check_hidden(self.shape, hidden)
         if hidden.dim() != 3:
             raise ValueError(f"hidden must be [rows, q, {self.shape.hidden}], got shape {tuple(hidden.shape)}")
-        cache, columns = self._cache(hidden.shape[0], hidden.shape[1], keys, values, lengths, cos, sin)
-        count = num_threads(threads)
+        if any(self._reads_side[begin:end]) != (side is not None) or (side is not None and side.shape != hidden.shape):
+            raise ValueError("layers with side inputs, and no others, need side of the shape of hidden")
+        cache, columns = _cache(self, hidden.shape[0], hidden.shape[1], keys, values, lengths, cos, sin)
+        tapped, count = _taps(self, hidden.shape[0], hidden.shape[1], taps), num_threads(threads)
         out = hidden.detach().clone(memory_format=torch.contiguous_format)
-        self._native.run_layers(out.data_ptr(), cache, columns, begin, end, count)
+        beside = 0
+        if side is not None:
+            _check_hidden(self.shape, side)
+            side = side.detach().contiguous()
+            beside = side.data_ptr()
+        self._native.run_layers(out.data_ptr(), beside, cache, columns, begin, end, tapped, count)
         return out
 
     def logits(self, hidden: Tensor, *, threads: int | None = None) -> Tensor:
@@ -286,7 +316,7 @@ class NativeDecoder:
             ValueError: A shape or device that does not fit, or a decoder without a head.
         """
         self._need_head()
-        self._check_hidden(hidden)
+        _check_hidden(self.shape, hidden)
         count = num_threads(threads)
         source = hidden.detach().contiguous()
         out = torch.empty((*hidden.shape[:-1], self.shape.vocabulary), dtype=self.logits_dtype, device="cpu")
@@ -304,6 +334,7 @@ class NativeDecoder:
         sin: Tensor,
         *,
         keep: int,
+        taps: Taps | None = None,
         threads: int | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -317,6 +348,7 @@ class NativeDecoder:
             cos: Likewise.
             sin: Likewise.
             keep: The number of last columns whose logits are computed, ``0 .. q``.
+            taps: As for :meth:`run_layers`.
             threads: As for :meth:`run_layers`.
             out: Contiguous tensor ``[rows, keep, V]`` of the dtype of the logits to write to.
 
@@ -332,7 +364,8 @@ class NativeDecoder:
         rows, width = tokens.shape
         if not 0 <= keep <= width:
             raise ValueError(f"keep must be 0 .. {width}, the number of columns, got {keep}")
-        cache, columns = self._cache(rows, width, keys, values, lengths, cos, sin)
+        cache, columns = _cache(self, rows, width, keys, values, lengths, cos, sin)
+        tapped, count = _taps(self, rows, width, taps), num_threads(threads)
         shape, dtype = (rows, keep, self.shape.vocabulary), self.logits_dtype
         if out is None:
             out = torch.empty(shape, dtype=dtype, device="cpu")
@@ -340,20 +373,12 @@ class NativeDecoder:
             raise TypeError(f"out must be {dtype}, got {out.dtype}")
         elif out.shape != shape or not out.is_contiguous() or not out.is_cpu:
             raise ValueError(f"out must be contiguous {shape} on the CPU, got {tuple(out.shape)} on {out.device}")
-        self._native.step(described, cache, columns, keep, out.data_ptr(), _CODES[dtype], num_threads(threads))
+        self._native.step(described, cache, columns, keep, out.data_ptr(), _CODES[dtype], tapped, count)
         return out
 
     def _need_head(self) -> None:
         if not self._has_head:
             raise ValueError("this decoder was made without norm and head")
-
-    def _check_hidden(self, hidden: Tensor) -> None:
-        if hidden.dtype is not torch.float32:
-            raise TypeError(f"hidden must be float32, got {hidden.dtype}")
-        if hidden.dim() < 1 or hidden.shape[-1] != self.shape.hidden:
-            raise ValueError(f"hidden must be [..., {self.shape.hidden}], got shape {tuple(hidden.shape)}")
-        if not hidden.is_cpu:
-            raise ValueError(f"hidden must be on the CPU, not on {hidden.device}")
 
     def _tokens(self, tokens: Tensor) -> tuple[int, int, int, int]:
         if not self._has_embedding:
@@ -366,52 +391,86 @@ class NativeDecoder:
         row_stride, column_stride = tokens.stride()
         return tokens.data_ptr(), size, row_stride, column_stride
 
-    def _cache(
-        self, rows: int, width: int, keys: Tensor, values: Tensor, lengths: Sequence[int], cos: Tensor, sin: Tensor
-    ) -> tuple[Any, Any]:
-        """Keys and values, and the columns fed, as the native code takes them."""
-        code = _CODES.get(keys.dtype)
-        if code is None or values.dtype is not keys.dtype:
-            raise TypeError(
-                f"keys and values must both be float32 or both bfloat16, got {keys.dtype} and {values.dtype}"
-            )
-        shape = keys.shape
-        if len(shape) != 5 or (self.num_layers, rows, self.shape.kv_heads, shape[3], self.shape.head_dim) != shape:
-            raise ValueError(
-                f"keys must be [{self.num_layers}, {rows}, {self.shape.kv_heads}, capacity, {self.shape.head_dim}], "
-                f"got shape {tuple(shape)}"
-            )
-        if values.shape != shape:
-            raise ValueError(f"values are {tuple(values.shape)}, keys are {tuple(shape)}")
-        key_strides, value_strides = keys.stride(), values.stride()
-        if (key_strides[4] != 1 or value_strides[4] != 1) and shape[4] > 1:
-            raise ValueError(
-                f"the last dimension of keys and values must be contiguous, got strides {key_strides} and {value_strides}"
-            )
-        if not (keys.is_cpu and values.is_cpu):
-            raise ValueError(f"keys and values must be on the CPU, not on {keys.device} and {values.device}")
-        for name, table in (("cos", cos), ("sin", sin)):
-            if table.dtype is not torch.float32:
-                raise TypeError(f"{name} must be float32, got {table.dtype}")
-            if table.dim() != 2 or table.shape[1] != self.shape.rotated or not table.is_contiguous():
-                raise ValueError(
-                    f"{name} must be contiguous [positions, {self.shape.rotated}], got shape {tuple(table.shape)}"
-                )
-            if not table.is_cpu:
-                raise ValueError(f"{name} must be on the CPU, not on {table.device}")
-        held = [index(n) for n in lengths]
-        if len(held) != rows:
-            raise ValueError(f"lengths must have {rows} entries, one per row, got {len(held)}")
-        room = min(shape[3], cos.shape[0], sin.shape[0])
-        if held and not 0 <= min(held) <= max(held) <= room - width:
-            raise ValueError(
-                f"lengths are {held} and each row is fed {width} tokens, but the capacity is {shape[3]} and cos and sin "
-                f"have {cos.shape[0]} and {sin.shape[0]} positions"
-            )
-        return (
-            (keys.data_ptr(), values.data_ptr(), code, key_strides[:4] + value_strides[:4]),
-            (held, width, cos.data_ptr(), sin.data_ptr()),
+
+def _cache(
+    decoder: NativeDecoder,
+    rows: int,
+    width: int,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Sequence[int],
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Any, Any]:
+    """Keys and values, and the columns fed, as the native code takes them."""
+    sizes, layers = decoder.shape, decoder.num_layers
+    code = _CODES.get(keys.dtype)
+    if code is None or values.dtype is not keys.dtype:
+        raise TypeError(f"keys and values must both be float32 or both bfloat16, got {keys.dtype} and {values.dtype}")
+    shape = keys.shape
+    if len(shape) != 5 or (layers, rows, sizes.kv_heads, shape[3], sizes.head_dim) != shape:
+        raise ValueError(
+            f"keys must be [{layers}, {rows}, {sizes.kv_heads}, capacity, {sizes.head_dim}], got shape {tuple(shape)}"
         )
+    if values.shape != shape:
+        raise ValueError(f"values are {tuple(values.shape)}, keys are {tuple(shape)}")
+    key_strides, value_strides = keys.stride(), values.stride()
+    if (key_strides[4] != 1 or value_strides[4] != 1) and shape[4] > 1:
+        raise ValueError(
+            f"the last dimension of keys and values must be contiguous, got strides {key_strides} and {value_strides}"
+        )
+    if not (keys.is_cpu and values.is_cpu):
+        raise ValueError(f"keys and values must be on the CPU, not on {keys.device} and {values.device}")
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.dtype is not torch.float32:
+            raise TypeError(f"{name} must be float32, got {table.dtype}")
+        if table.dim() != 2 or table.shape[1] != sizes.rotated or not table.is_contiguous():
+            raise ValueError(f"{name} must be contiguous [positions, {sizes.rotated}], got shape {tuple(table.shape)}")
+        if not table.is_cpu:
+            raise ValueError(f"{name} must be on the CPU, not on {table.device}")
+    held = [index(n) for n in lengths]
+    if len(held) != rows:
+        raise ValueError(f"lengths must have {rows} entries, one per row, got {len(held)}")
+    room = min(shape[3], cos.shape[0], sin.shape[0])
+    if held and not 0 <= min(held) <= max(held) <= room - width:
+        raise ValueError(
+            f"lengths are {held} and each row is fed {width} tokens, but the capacity is {shape[3]} and cos and sin "
+            f"have {cos.shape[0]} and {sin.shape[0]} positions"
+        )
+    return (
+        (keys.data_ptr(), values.data_ptr(), code, key_strides[:4] + value_strides[:4]),
+        (held, width, cos.data_ptr(), sin.data_ptr()),
+    )
+
+
+def _check_hidden(shape: DecoderShape, hidden: Tensor) -> None:
+    if hidden.dtype is not torch.float32:
+        raise TypeError(f"hidden must be float32, got {hidden.dtype}")
+    if hidden.dim() < 1 or hidden.shape[-1] != shape.hidden:
+        raise ValueError(f"hidden must be [..., {shape.hidden}], got shape {tuple(hidden.shape)}")
+    if not hidden.is_cpu:
+        raise ValueError(f"hidden must be on the CPU, not on {hidden.device}")
+
+
+def _taps(decoder: NativeDecoder, rows: int, width: int, taps: Taps | None) -> tuple[Any, ...]:
+    """The copies of hidden states, as the native code takes them."""
+    if taps is None:
+        return [], 0, 0, [], 0
+    layers, out, begin = list(map(index, taps.layers)), taps.out, list(map(index, taps.begin))
+    if not all(0 <= layer <= decoder.num_layers for layer in layers):
+        raise ValueError(f"taps are 0 .. {decoder.num_layers}, the number of layers, got {layers}")
+    if out.dtype not in _CODES or not out.is_cpu:
+        raise TypeError(f"what is tapped must be float32 or bfloat16 on the CPU, got {out.dtype} on {out.device}")
+    size = len(layers) * decoder.shape.hidden
+    if out.dim() != 3 or (out.shape[0], out.shape[2]) != (rows, size) or out.stride(2) != 1 or len(begin) != rows:
+        raise ValueError(
+            f"what is tapped must be [{rows}, positions, {size}], contiguous in the last dimension, with a position per row, got shape "
+            f"{tuple(out.shape)} and {len(begin)} positions"
+        )
+    if not 0 <= min(begin, default=0) <= max(begin, default=0) <= out.shape[1] - width:
+        raise ValueError(f"{width} columns from the positions {begin} on do not fit {out.shape[1]} positions")
+    row, stride, _ = out.stride()
+    return layers, out.data_ptr(), _CODES[out.dtype], [r * row + at * stride for r, at in enumerate(begin)], stride
 
 
 def _same_blocks(a: Tensor | QuantizedMatrix | None, b: Tensor | QuantizedMatrix | None) -> bool:
@@ -431,13 +490,14 @@ def _check_shape(shape: DecoderShape) -> None:
         raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {shape.activation!r}")
 
 
-def _layer_shapes(shape: DecoderShape) -> dict[str, tuple[int, ...]]:
+def _layer_shapes(shape: DecoderShape, layer: LayerWeights) -> dict[str, tuple[int, ...]]:
     h, i = shape.hidden, shape.intermediate
+    inputs = h if layer.side_norm is None else 2 * h
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     matrices: dict[str, tuple[int, ...]] = {
-        "q": (q, h),
-        "k": (kv, h),
-        "v": (kv, h),
+        "q": (q, inputs),
+        "k": (kv, inputs),
+        "v": (kv, inputs),
         "o": (h, q),
         "gate": (i, h),
         "up": (i, h),
@@ -448,6 +508,7 @@ def _layer_shapes(shape: DecoderShape) -> dict[str, tuple[int, ...]]:
         "post_norm": (h,),
         "q_norm": (shape.head_dim,),
         "k_norm": (shape.head_dim,),
+        "side_norm": (h,),
     }
     biases = {f"{name}_bias": size[:1] for name, size in matrices.items()}
     found = matrices | biases | norms

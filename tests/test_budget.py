@@ -45,7 +45,6 @@ LONGER = {
     "pipespec_kernels/ops.py:rejection_sample": 80,
     "pipespec_kernels/penalties.py:penalize": 70,
     # The state of one machine, which its methods share.
-    "pipespec_kernels/decoder.py:NativeDecoder": 310,
     "pipespec_kernels/decoder.py:__init__": 80,
     "python/pipespec/engine/cached_text.py:CachedText": 330,
     "python/pipespec/engine/cache.py:RowCache": 370,

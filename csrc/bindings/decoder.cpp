@@ -35,26 +35,26 @@ cpu::Weights weights(const WeightsAt& at) {
 }
 
 // In the order of the fields of pipespec_kernels.decoder.LayerWeights, without the scales.
-cpu::LayerWeights layer(const std::array<WeightsAt, 18>& at) {
+cpu::LayerWeights layer(const std::array<WeightsAt, 19>& at) {
   cpu::LayerWeights w;
   cpu::Weights* const fields[] = {&w.input_norm, &w.q,      &w.k,      &w.v,         &w.o,
                                   &w.post_norm,  &w.gate,   &w.up,     &w.down,      &w.q_bias,
                                   &w.k_bias,     &w.v_bias, &w.o_bias, &w.gate_bias, &w.up_bias,
-                                  &w.down_bias,  &w.q_norm, &w.k_norm};
+                                  &w.down_bias,  &w.q_norm, &w.k_norm, &w.side_norm};
   for (std::size_t i = 0; i < at.size(); ++i) *fields[i] = weights(at[i]);
   return w;
 }
 
 std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 7>& sizes, float eps, float scale,
                                    int activation, float norm_offset,
-                                   const std::vector<std::array<WeightsAt, 18>>& layers,
-                                   const std::vector<std::int64_t>& windows,
+                                   const std::vector<std::array<WeightsAt, 19>>& layers,
+                                   const std::vector<std::pair<std::int64_t, bool>>& rest,
                                    const std::array<WeightsAt, 4>& ends, int threads) {
   const auto [hidden, intermediate, heads, kv_heads, head_dim, vocabulary, rotary_dim] = sizes;
   std::vector<cpu::LayerWeights> all;
   for (std::size_t i = 0; i < layers.size(); ++i) {
     all.push_back(layer(layers[i]));
-    all.back().window = windows.at(i);
+    std::tie(all.back().window, all.back().adds_to_norm) = rest.at(i);
   }
   py::gil_scoped_release without_gil;
   return std::make_unique<cpu::Decoder>(
@@ -94,6 +94,15 @@ cpu::Columns columns(const ColumnsAt& at) {
           reinterpret_cast<const float*>(sin)};
 }
 
+// Layers, out, dtype, begin of each row, stride.
+using TapsAt = std::tuple<std::vector<std::int64_t>, std::uintptr_t, int, std::vector<std::int64_t>,
+                          std::int64_t>;
+
+cpu::Taps taps(const TapsAt& at) {
+  const auto& [layers, out, dtype, begin, stride] = at;
+  return {layers, reinterpret_cast<void*>(out), cpu::DType(dtype), begin.data(), stride};
+}
+
 }  // namespace
 
 void bind_decoder(py::module_& m) {
@@ -113,10 +122,11 @@ void bind_decoder(py::module_& m) {
           WithoutGil())
       .def(
           "run_layers",
-          [](const Decoder& d, std::uintptr_t hidden, const CacheAt& at, const ColumnsAt& fed,
-             std::int64_t begin, std::int64_t end, int threads) {
-            d.run_layers(reinterpret_cast<float*>(hidden), cache(at), columns(fed), begin, end,
-                         threads);
+          [](const Decoder& d, std::uintptr_t hidden, std::uintptr_t side, const CacheAt& at,
+             const ColumnsAt& fed, std::int64_t begin, std::int64_t end, const TapsAt& tapped,
+             int threads) {
+            d.run_layers(reinterpret_cast<float*>(hidden), reinterpret_cast<const float*>(side),
+                         cache(at), columns(fed), begin, end, threads, taps(tapped));
           },
           WithoutGil())
       .def(
@@ -130,9 +140,9 @@ void bind_decoder(py::module_& m) {
       .def(
           "step",
           [](const Decoder& d, const TokensAt& ids, const CacheAt& at, const ColumnsAt& fed,
-             std::int64_t keep, std::uintptr_t out, int dtype, int threads) {
+             std::int64_t keep, std::uintptr_t out, int dtype, const TapsAt& tapped, int threads) {
             d.step(tokens(ids), cache(at), columns(fed), keep, reinterpret_cast<void*>(out),
-                   cpu::DType(dtype), threads);
+                   cpu::DType(dtype), threads, taps(tapped));
           },
           WithoutGil());
 }

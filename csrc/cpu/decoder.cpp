@@ -79,7 +79,7 @@ Scratch& scratch() {
 
 // What a caller needs for one forward: hidden states, and what the layers hand on.
 struct Workspace {
-  Buffer hidden, qkv, attended, activated, rounded[2];
+  Buffer hidden, joined, qkv, attended, activated, rounded[2];
 };
 
 Workspace& workspace() {
@@ -151,6 +151,8 @@ struct Decoder::Job {
 
   Part all{}, kept{};  // of the hidden states: those fed, and those whose results are wanted
   float* hidden = nullptr;
+  const float* side = nullptr;
+  const Taps* taps = nullptr;
   const KeysValues* cache = nullptr;
   const Columns* columns = nullptr;
   void* out = nullptr;
@@ -442,11 +444,12 @@ struct Decoder::Job {
     Workspace& w = workspace();
     const Part wanted = kept;
     const int64_t rows = all.count();
+    tap(begin);
     for (int64_t l = begin; l < end; ++l) {
       layer = &packed.layers[size_t(l)];
       layer_index = l;
       // After the last layer only the wanted columns are read.
-      kept = l + 1 == end ? wanted : all;
+      kept = l + 1 == end && !is_tapped(end) ? wanted : all;
       qkv = w.qkv.floats(rows * qkv_width());
       attended = w.attended.floats(rows * attended_width());
       activated = w.activated.floats(rows * activated_width());
@@ -455,22 +458,55 @@ struct Decoder::Job {
       run(Phase::kOut, kept, layer->o, {nullptr, attended, attended_width()});
       run(Phase::kGateUp, kept, layer->gate_up, {&layer->post_norm, nullptr, 0});
       run(Phase::kDown, kept, layer->down, {nullptr, activated, activated_width()});
+      tap(l + 1);
     }
+    kept = wanted;
+  }
+
+  bool is_tapped(int64_t at) const {
+    return std::find(taps->layers.begin(), taps->layers.end(), at) != taps->layers.end();
+  }
+
+  // Copies the hidden states of all columns to the taps of one layer.
+  void tap(int64_t at) const {
+    const int64_t h = shape.hidden;
+    for (size_t i = 0; i < taps->layers.size(); ++i) {
+      if (taps->layers[i] != at) continue;
+      for (int64_t m = 0; m < all.count(); ++m)
+        store(taps->out, taps->dtype,
+              taps->begin[m / all.columns] + (all.first + m % all.columns) * taps->stride +
+                  int64_t(i) * h,
+              hidden + all.at(m) * h, h);
+    }
+  }
+
+  // What queries, keys and values of a layer with side inputs read: [rows, 2 * H].
+  const float* joined() const {
+    const int64_t h = shape.hidden;
+    float* const rows = workspace().joined.floats(all.count() * 2 * h);
+    for (int64_t m = 0; m < all.count(); ++m) {
+      float *const to = rows + m * 2 * h, *const state = hidden + all.at(m) * h;
+      kernels.rms_norm(side + all.at(m) * h, layer->side_norm.data(), h, shape.eps, to);
+      kernels.rms_norm(state, layer->input_norm.data(), h, shape.eps, to + h);
+      if (layer->adds_to_norm) std::memcpy(state, to + h, size_t(h) * sizeof(float));
+    }
+    return rows;
   }
 
   void attention() {
     const int64_t heads = all.rows * shape.kv_heads;
     const Matrix& m = layer->qkv;
-    const Source normed_states{&layer->input_norm, nullptr, 0};
+    const Source inputs = layer->side_norm.empty() ? Source{&layer->input_norm, nullptr, 0}
+                                                   : Source{nullptr, joined(), 2 * shape.hidden};
     const bool heads_are_groups =
         !m.reads_floats || m.runs.size() > 1 || m.group_panels % kGroupPanels == 0;
     if (all.count() <= kNarrow && shape.kv_heads % threads == 0 && heads_are_groups) {
-      round_inputs(all, m, normed_states);
+      round_inputs(all, m, inputs);
       part = all;
-      source = normed_states;
+      source = inputs;
       return run(Phase::kHead, shape.kv_heads);
     }
-    run(Phase::kProject, all, m, normed_states);
+    run(Phase::kProject, all, m, inputs);
     if (all.count() <= kNarrow) return run(Phase::kFinishAttend, heads);
     run(Phase::kFinish, heads);
     run(Phase::kAttend, heads * whole(kept.columns, kAttendColumns));
@@ -536,11 +572,14 @@ void Decoder::run_pieces(Job& job, const Columns& columns, int64_t keep, int64_t
   }
 }
 
-void Decoder::run_layers(float* hidden, const KeysValues& cache, const Columns& columns,
-                         int64_t begin, int64_t end, int threads) const {
+void Decoder::run_layers(float* hidden, const float* side, const KeysValues& cache,
+                         const Columns& columns, int64_t begin, int64_t end, int threads,
+                         const Taps& taps) const {
   if (columns.rows * columns.columns == 0) return;
   Job job(*this, threads);
   job.hidden = hidden;
+  job.side = side;
+  job.taps = &taps;
   job.cache = &cache;
   job.columns = &columns;
   run_pieces(job, columns, columns.columns, begin, end, false);
@@ -558,13 +597,14 @@ void Decoder::logits(const float* hidden, int64_t count, void* out, DType dtype,
 }
 
 void Decoder::step(const Tokens& tokens, const KeysValues& cache, const Columns& columns,
-                   int64_t keep, void* out, DType dtype, int threads) const {
+                   int64_t keep, void* out, DType dtype, int threads, const Taps& taps) const {
   const int64_t count = columns.rows * columns.columns;
   if (count == 0) return;
   float* const hidden = workspace().hidden.floats(count * shape_.hidden);
   embed(tokens, columns.rows, columns.columns, hidden);
   Job job(*this, threads);
   job.hidden = hidden;
+  job.taps = &taps;
   job.cache = &cache;
   job.columns = &columns;
   job.out = out;

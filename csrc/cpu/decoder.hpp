@@ -40,12 +40,15 @@ struct Weights {
   std::optional<Format> format = {};
 };
 
-// Matrices are [outputs, inputs]; those without a format are all int8, or none is.
+// Matrices are [outputs, inputs]; those without a format are all int8, or none is. With a
+// `side_norm`, queries, keys and values read 2 * H inputs: the side inputs and the hidden state,
+// each normalised.
 struct LayerWeights {
   Weights input_norm, q, k, v, o, post_norm, gate, up, down;
   Weights q_bias, k_bias, v_bias, o_bias, gate_bias, up_bias, down_bias;
-  Weights q_norm, k_norm;
-  int64_t window = 0;  // last positions that a column sees, its own included; 0: all
+  Weights q_norm, k_norm, side_norm;
+  int64_t window = 0;         // last positions that a column sees, its own included; 0: all
+  bool adds_to_norm = false;  // the residual of a layer with side inputs is the normalised state
 };
 
 struct EndWeights {
@@ -71,6 +74,16 @@ struct Columns {
   const float* sin;
 };
 
+// Copies of hidden states, [layers, H] of each column: those that the layers of these numbers read,
+// or the last outputs. Row r begins at out[begin[r]], and its columns follow at `stride` elements.
+struct Taps {
+  std::vector<int64_t> layers = {};
+  void* out = nullptr;
+  DType dtype = DType::kFloat32;  // or kBFloat16
+  const int64_t* begin = nullptr;
+  int64_t stride = 0;
+};
+
 struct PackedWeights;
 
 class Decoder {
@@ -84,14 +97,15 @@ class Decoder {
 
   // hidden[count, H] of tokens. Throws std::invalid_argument for an id outside of the vocabulary.
   void embed(const Tokens& tokens, int64_t rows, int64_t columns, float* hidden) const;
-  // hidden[rows, columns, H] through layers begin .. end - 1, in place.
-  void run_layers(float* hidden, const KeysValues& cache, const Columns& columns, int64_t begin,
-                  int64_t end, int threads) const;
+  // hidden[rows, columns, H] through layers begin .. end - 1, in place. side[rows, columns, H]:
+  // what layers with a side_norm read, too.
+  void run_layers(float* hidden, const float* side, const KeysValues& cache, const Columns& columns,
+                  int64_t begin, int64_t end, int threads, const Taps& taps = {}) const;
   // logits[count, V] of hidden[count, H].
   void logits(const float* hidden, int64_t count, void* out, DType dtype, int threads) const;
   // All of these: logits[rows, keep, V] of the last `keep` columns.
   void step(const Tokens& tokens, const KeysValues& cache, const Columns& columns, int64_t keep,
-            void* out, DType dtype, int threads) const;
+            void* out, DType dtype, int threads, const Taps& taps = {}) const;
 
  private:
   struct Job;

@@ -99,6 +99,10 @@ int number_bits(const std::vector<WeightSpan>& spans, int threads) {
   return int8 ? 8 : are_bfloat16(spans, threads) ? 16 : 32;
 }
 
+int64_t qkv_inputs(const DecoderShape& s, const LayerWeights& l) {
+  return l.side_norm.data == nullptr ? s.hidden : 2 * s.hidden;
+}
+
 }  // namespace
 
 float value(const Weights& w, int64_t i) {
@@ -112,8 +116,9 @@ PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeigh
   const int64_t group = s.heads / s.kv_heads, d = s.head_dim;
   std::vector<WeightSpan> spans{{ends.head, s.vocabulary * s.hidden}};
   for (const LayerWeights& l : from) {
-    for (const Weights& w : {l.q, l.o}) spans.push_back({w, q_size * s.hidden});
-    for (const Weights& w : {l.k, l.v}) spans.push_back({w, kv_size * s.hidden});
+    spans.push_back({l.q, q_size * qkv_inputs(s, l)});
+    for (const Weights& w : {l.k, l.v}) spans.push_back({w, kv_size * qkv_inputs(s, l)});
+    spans.push_back({l.o, q_size * s.hidden});
     for (const Weights& w : {l.gate, l.up, l.down}) spans.push_back({w, s.intermediate * s.hidden});
   }
   weight_bits = number_bits(spans, threads);
@@ -128,7 +133,7 @@ PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeigh
       parts.push_back({w.k, w.k_bias, h * d, (h + 1) * d});
       parts.push_back({w.v, w.v_bias, h * d, (h + 1) * d});
     }
-    layout.add(l.qkv, s.hidden, s.kv_heads, parts);
+    layout.add(l.qkv, qkv_inputs(s, w), s.kv_heads, parts);
     layout.add(l.o, q_size, 1, {{w.o, w.o_bias, 0, s.hidden}});
     layout.add(l.gate_up, s.hidden, 1,
                {{w.gate, w.gate_bias, 0, s.intermediate}, {w.up, w.up_bias, 0, s.intermediate}},
@@ -138,7 +143,9 @@ PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeigh
     l.post_norm = floats(w.post_norm, s.hidden, s.norm_offset);
     l.q_norm = floats(w.q_norm, s.head_dim, s.norm_offset);
     l.k_norm = floats(w.k_norm, s.head_dim, s.norm_offset);
+    l.side_norm = floats(w.side_norm, s.hidden, s.norm_offset);
     l.window = w.window;
+    l.adds_to_norm = w.adds_to_norm;
   }
   if (ends.head.data != nullptr)
     layout.add(head, s.hidden, 1, {{ends.head, ends.head_bias, 0, s.vocabulary}});

@@ -26,8 +26,9 @@ struct Matrix {
 
 struct Layer {
   Matrix qkv, o, gate_up, down;
-  std::vector<float> input_norm, post_norm, q_norm, k_norm;
+  std::vector<float> input_norm, post_norm, q_norm, k_norm, side_norm;
   int64_t window;
+  bool adds_to_norm;
 };
 
 struct PackedWeights {

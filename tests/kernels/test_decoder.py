@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipespec_kernels.decoder import DecoderShape, LayerWeights, NativeDecoder
+from pipespec_kernels.decoder import DecoderShape, LayerWeights, NativeDecoder, Taps
 
 from .selection import simd, simd_variants
 
@@ -48,6 +48,7 @@ class Model:
         biases: bool = False,
         head_norms: bool = False,
         tied: bool = False,
+        side: bool = False,
         bits: int = 32,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
@@ -80,6 +81,9 @@ class Model:
             )
             for _ in range(layers)
         ]
+        if side:
+            double = {name: random(sizes[name][0], 2 * s.hidden) for name in "qkv"}
+            self.layers[0] = dataclasses.replace(self.layers[0], **double, side_norm=random(s.hidden, around=weight))
         self.head = random(s.vocabulary, s.hidden)
         # In 8 bits: the matrices as the decoder takes them. The others are what they stand for.
         self.int8 = bits == 8
@@ -118,10 +122,14 @@ class Model:
         half = torch.cat((-x[..., r // 2 :], x[..., : r // 2]), -1)
         return torch.cat((x * cos + half * sin, rest), -1)
 
-    def row(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
-        """Logits and hidden states of one sequence from position 0 on, and each layer's keys and values ``[Hkv, n, D]``."""
+    def row(
+        self, tokens: Tensor, cos: Tensor, sin: Tensor, given: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+        """Logits and hidden states of one sequence from position 0 on, and each layer's keys and values ``[Hkv, n, D]``. ``given``: hidden states, the
+        embeddings being side inputs."""
         s, n = self.shape, len(tokens)
-        h, cache = self.embedding.double()[tokens], []
+        side, cache = self.embedding.double()[tokens], []
+        h = side if given is None else given.double()
         cos, sin = cos.double()[:n], sin.double()[:n]
         mask = torch.full((n, n), -math.inf, dtype=torch.float64).triu(1)
         activation: Callable[[Tensor], Tensor] = {
@@ -136,6 +144,9 @@ class Model:
 
         for layer in self.layers:
             x = self._normed(h, layer.input_norm)
+            h = x if layer.adds_to_norm else h
+            if layer.side_norm is not None:
+                x = torch.cat((self._normed(side, layer.side_norm), x), -1)
             q, k, v = (linear(x, layer, name).view(n, -1, s.head_dim).transpose(0, 1) for name in "qkv")
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
@@ -396,6 +407,106 @@ def test_parts_equal_the_step(variant: str) -> None:
         decoder.run_layers(embedded, *parts, [0, 0], *tables)
         assert torch.equal(before, embedded)
     assert_close(hidden[0], model.row(tokens[0], *tables)[1])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_taps_are_the_hidden_states_of_the_layers(variant: str, dtype: torch.dtype) -> None:
+    model = Model(ODD, layers=4)
+    lengths, layers = [3, 0], [4, 0, 2, 2]
+    with simd(variant):
+        decoder, tables, tokens = model.native(), angles(ODD), random_tokens(ODD, 2, 12)
+        first = storage(model, 2)
+        decoder.step(tokens[:, :3], *first, [0, 0], *tables, keep=0)
+        cache, parts = ([x.clone() for x in first] for _ in range(2))
+        plain = decoder.step(tokens[:, 3:], *first, lengths, *tables, keep=2)
+        streams = [decoder.embed(tokens[:, 3:])]
+        for i in range(4):
+            streams.append(decoder.run_layers(streams[-1], *parts, lengths, *tables, begin=i, end=i + 1))
+        expected = torch.cat([streams[i] for i in layers], -1).to(dtype)
+        for threads, width in ((1, 9), (2, 4)):
+            out = torch.full((2, 16, 4 * ODD.hidden + 5), math.nan, dtype=dtype)
+            for at in range(3, 12, width):
+                begin = [n + at - 3 for n in lengths]
+                taps = Taps(layers, out[:, :, 5:], [n + 2 for n in begin])
+                logits = decoder.step(
+                    tokens[:, at : at + width], *cache, begin, *tables, keep=min(2, 12 - at), taps=taps, threads=threads
+                )
+            assert torch.equal(logits, plain[:, -logits.shape[1] :])  # the last piece of 4 has one column
+            for row, at in enumerate(n + 2 for n in lengths):
+                assert torch.equal(out[row, at : at + 9, 5:], expected[row])
+                assert out[row, :at].isnan().all()
+                assert out[row, at + 9 :].isnan().all()
+            assert out[:, :, :5].isnan().all()
+        out = torch.empty(2, 9, 2 * ODD.hidden)
+        decoder.run_layers(streams[1], *cache, lengths, *tables, begin=1, end=3, taps=Taps([1, 3], out, [0, 0]))
+        assert torch.equal(out, torch.cat((streams[1], streams[3]), -1))
+
+
+SIDED = {
+    "32 bits": {"shape": ODD, "biases": True},
+    "head norms": {"shape": FEW, "head_norms": True},
+    "16 bits": {"shape": FEW, "bits": 16},
+    "8 bits": {"shape": ODD, "bits": 8},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("adds_to_norm", [False, True])
+@pytest.mark.parametrize("name", SIDED)
+def test_a_layer_with_side_inputs(name: str, adds_to_norm: bool, variant: str) -> None:
+    model = Model(layers=2, side=True, **SIDED[name])
+    for layers in (model.layers, *([model.given] if model.int8 else [])):
+        layers[0] = dataclasses.replace(layers[0], adds_to_norm=adds_to_norm)
+    shape, tokens = model.shape, random_tokens(model.shape, 2, 30)
+    tables, hidden, results = angles(shape), torch.randn(2, 30, shape.hidden), []
+    with simd(variant):
+        decoder = model.native()
+        side, before = decoder.embed(tokens), hidden.clone()
+        for widths, threads in (([30], 1), ([1] * 30, 2), ([17, 8, 5], 3)):
+            cache, at, pieces = storage(model, 2), 0, []
+            for n in widths:
+                piece = slice(at, at + n)
+                pieces.append(
+                    decoder.run_layers(
+                        hidden[:, piece], *cache, [at] * 2, *tables, side=side[:, piece], threads=threads
+                    )
+                )
+                at += n
+            results.append(torch.cat(pieces, 1))
+        logits = decoder.logits(results[0])
+    assert torch.equal(before, hidden)
+    assert all(torch.equal(result, results[0]) for result in results)
+    for r in range(2):
+        expected, last, _ = model.row(tokens[r], *tables, given=hidden[r])
+        assert_close(results[0][r], last)
+        assert_close(logits[r], expected)
+
+
+def test_side_inputs_and_taps_that_do_not_fit() -> None:
+    model, tables = Model(FEW, layers=2, side=True), angles(FEW)
+    decoder, hidden, cache = model.native(), torch.randn(2, 3, FEW.hidden), storage(model, 2)
+    fed = (hidden, *cache, [0, 0], *tables)
+    out = torch.empty(2, 3, FEW.hidden)
+    for given in ({}, {"side": hidden[:, :2]}, {"side": hidden, "begin": 1}):
+        with pytest.raises(ValueError, match="layers with side inputs, and no others, need side"):
+            decoder.run_layers(*fed, **given)
+    with pytest.raises(TypeError, match="hidden must be float32"):
+        decoder.run_layers(*fed, side=hidden.double())
+    for taps, message in (
+        (Taps([3], out, [0, 0]), "taps are 0 .. 2, the number of layers"),
+        (Taps([-1], out, [0, 0]), "taps are 0 .. 2, the number of layers"),
+        (Taps([1, 2], out, [0, 0]), "what is tapped must be"),
+        (Taps([1], out, [0]), "what is tapped must be"),
+        (Taps([1], out.transpose(1, 2).contiguous().transpose(1, 2), [0, 0]), "what is tapped must be"),
+        (Taps([1], out, [0, 1]), "3 columns from the positions"),
+        (Taps([1], out, [-1, 0]), "3 columns from the positions"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decoder.run_layers(*fed, side=hidden, taps=taps)
+    with pytest.raises(TypeError, match="what is tapped must be float32 or bfloat16"):
+        decoder.run_layers(*fed, side=hidden, taps=Taps([1], out.half(), [0, 0]))
+    assert cache[0].isnan().all()
 
 
 def test_a_cache_of_bfloat16_is_rounded_to_nearest_even() -> None:

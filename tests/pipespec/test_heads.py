@@ -356,7 +356,7 @@ def test_a_head_that_fails_costs_its_drafts_only(target, folder, monkeypatch) ->
 
     prompt = torch.tensor([[5, 6, 7, 8]])
     with Pipeline(target, folder, lookahead=2) as pipe:
-        monkeypatch.setattr(DraftHead, "forward", failing)
+        monkeypatch.setattr(DraftHead, "embed", failing)
         with pytest.warns(RuntimeWarning, match="draft stage 0 failed .*broken"):
             found = pipe.generate(prompt, max_new_tokens=8, do_sample=False)
     assert torch.equal(found, target.generate(prompt, max_new_tokens=8, do_sample=False))

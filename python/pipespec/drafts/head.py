@@ -23,7 +23,9 @@ from transformers.utils import cached_file
 
 from pipespec.models.derived import INT8
 from pipespec.models.devices import input_device
+from pipespec.models.families import NotReadable
 from pipespec.models.loading import DAMAGE
+from pipespec.models.parts import ModelParts
 from pipespec.models.properties import embedding_size, text_config
 from pipespec.models.quantizing import check_place, put_in_blocks, rest_in_float32
 from pipespec.process.records import parse_json
@@ -225,6 +227,7 @@ class DraftHead(nn.Module):
         hidden, norm = block.hidden_size, type(base.norm)
         first = self.layers[0]
         first.hidden_norm = norm(hidden, eps=block.rms_norm_eps)
+        first.norm_before_residual = config.norm_before_residual
         for name in ("q_proj", "k_proj", "v_proj"):
             old = getattr(first.self_attn, name)
             setattr(first.self_attn, name, nn.Linear(2 * hidden, old.out_features, bias=old.bias is not None))
@@ -351,6 +354,12 @@ class DraftHead(nn.Module):
             put_in_blocks(self, name, self.lm_head)
             rest_in_float32(self)
         return name
+
+    def parts(self) -> ModelParts:
+        """What the native decoder runs. Raises :class:`NotReadable` where the head has something that it does not have."""
+        if self.config.norm_output:
+            raise NotReadable("its next slot reads the output behind the last norm")
+        return ModelParts(self.block, list(self.layers), 0, self.rotary_emb, None, self.norm, self.lm_head)
 
     @property
     def dtype(self) -> torch.dtype:

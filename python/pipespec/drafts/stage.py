@@ -13,8 +13,10 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.cached_text import common_length
 from pipespec.engine.features import Features
 from pipespec.engine.inputs import StageInputs
+from pipespec.engine.known import NATIVE
+from pipespec.engine.native import NativeForm
 from pipespec.engine.stage import Stage
-from pipespec.models.quantized import QuantizedLinear
+from pipespec.models.families import NotReadable
 from pipespec_kernels.state import Action
 
 
@@ -34,6 +36,8 @@ class HeadStage(Stage):
 
     form = "draft head"
     may_defer = True
+    _decoder: NativeForm | None = None
+    _packed = False
     _known: list[int]
     """Per row, slots with features of the target."""
 
@@ -44,9 +48,20 @@ class HeadStage(Stage):
         self._source = target
 
     def pack(self) -> None:
-        for module in self.model.modules():
-            if isinstance(module, QuantizedLinear):
-                module(torch.zeros(1, module.in_features))
+        """Choose the form: the native one on a CPU, where it has all that the head has; else torch's operations."""
+        if self._packed:
+            return
+        self._packed = True
+        if self._native and self.model.device.type == "cpu":
+            try:
+                self._decoder = NativeForm(self.model.parts(), 0)
+                self.form = NATIVE
+            except NotReadable as error:
+                self.form = f"{HeadStage.form}: {error}"
+
+    def release_unused(self, inputs: StageInputs, given: RowCache | None) -> None:
+        super().release_unused(inputs, given)
+        self._decoder, self._packed = None, False
 
     def reusable_bytes(self, inputs: StageInputs, given: RowCache | None) -> Counter[str]:
         return Counter()
@@ -77,7 +92,9 @@ class HeadStage(Stage):
         self._text = np.zeros((rows, inputs.most), dtype=np.int32)
         for row, prompt in enumerate(prompts):
             self._text[row, : len(prompt)] = prompt
-        self._states = torch.zeros((rows, self.model.block.hidden_size), dtype=self.model.dtype, device=self._device)
+        self.pack()
+        dtype = self.model.dtype if self._decoder is None else torch.float32
+        self._states = torch.zeros((rows, self.model.block.hidden_size), dtype=dtype, device=self._device)
         return cache, known
 
     def _read(self, inputs: StageInputs, cache: RowCache, held: list[int], *, selects: bool) -> tuple[int, int]:
@@ -115,7 +132,7 @@ class HeadStage(Stage):
 
     def _score(self, fed: torch.Tensor, cache: RowCache) -> tuple[torch.Tensor, int]:
         self._run_slots(cache)
-        logits = self.model.logits(self._states)
+        logits = self._logits()
         first = self._first_selecting()
         wide = logits.new_full((self._rows, fed.shape[1] - first, self._ids), -torch.inf)
         at = torch.from_numpy(np.maximum(self._n_select.astype(np.int64) - 1 - first, 0)).to(logits.device)
@@ -151,17 +168,35 @@ class HeadStage(Stage):
         """One forward of the head over the next ``counts[r]`` slots of each row: all with features, or one without."""
         head, q, begin = self.model, max(counts), cache.lengths
         tokens = torch.zeros((self._rows, q), dtype=torch.int64)
-        states = self._states[:, None].repeat(1, q, 1)
-        for row, (at, n, skipped) in enumerate(zip(begin, counts, self._skipped, strict=True)):
-            slot = at + skipped
-            tokens[row, :n] = torch.from_numpy(self._text[row, slot + 1 : slot + 1 + n].astype(np.int64))
-            if at < known[row]:
-                states[row, :n] = head.fuse(features.read(row, slot, slot + n).to(self._device))
-        positions, masks = cache.positions(q), cache.masks(q)
-        outputs = head(head.embed(tokens.to(self._device)), states, positions, masks, cache)
+        spans = [(at + skipped, n) for at, n, skipped in zip(begin, counts, self._skipped, strict=True)]
+        for row, (slot, n) in enumerate(spans):
+            tokens[row, :n] = torch.from_numpy(self._text[row, slot + 1 : slot + 1 + n])
+        states = self._states[:, None]
+        if given := [row for row, n in enumerate(counts) if n and begin[row] < known[row]]:
+            read = [features.read(row, spans[row][0], sum(spans[row])) for row in given]
+            fused = head.fuse(torch.cat(read).to(self._device))
+            states = states.repeat(1, q, 1)
+            for row, part in zip(given, fused.split([counts[row] for row in given]), strict=True):
+                states[row, : counts[row]] = part
+        outputs = self._forward_head(head.embed(tokens.to(self._device)), states, cache)
         cache.truncate([at + n for at, n in zip(begin, counts, strict=True)])
-        for row, (at, n) in enumerate(zip(begin, counts, strict=True)):
+        for row, n in enumerate(counts):
             if n:
                 self._states[row] = outputs[row, n - 1]
-                if at < known[row]:
-                    self._known[row] = at + n
+        for row in given:
+            self._known[row] = begin[row] + counts[row]
+
+    # ---- the native form
+
+    def _forward_head(self, embeds: torch.Tensor, states: torch.Tensor, cache: RowCache) -> torch.Tensor:
+        """The outputs ``[rows, q, H]`` of slots."""
+        if self._decoder is not None:
+            return self._decoder.run_layers(states, cache, side=embeds.float())[0]
+        q = embeds.shape[1]
+        return self.model(embeds, states, cache.positions(q), cache.masks(q), cache)
+
+    def _logits(self) -> torch.Tensor:
+        """The logits ``[rows, draft_vocabulary]`` behind the last outputs."""
+        if self._decoder is not None:
+            return self._decoder.logits(self._states[:, None], 1)[:, 0]
+        return self.model.logits(self._states)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from pipespec_kernels.decoder import Taps
+
 
 class Features:
     """Hidden states of some layers, position by position, beside the keys and values of a :class:`pipespec.engine.cache.RowCache`.
@@ -36,15 +38,23 @@ class Features:
         parts = [streams[layer] for layer in self.layers]
         columns = torch.cat([part.to(parts[0].device, self.dtype) for part in parts], dim=-1)
         _rows, q, size = columns.shape
-        need, stored = max(lengths) + q, self._stored
-        if stored is None or stored.shape[1] < need:
-            room = need if stored is None else max(need, 2 * stored.shape[1])
-            self._stored = columns.new_zeros((len(self.begin), room, size))
-            if stored is not None:
-                self._stored[:, : stored.shape[1]] = stored
-            stored = self._stored
+        stored = self._room(max(lengths) + q, size, columns.device)
         for row, at in enumerate(lengths, first):
             stored[row, at : at + q] = columns[row - first]
+
+    def taps(self, lengths: Sequence[int], q: int, hidden: int) -> Taps:
+        """Where a native forward of ``q`` columns, with hidden states of size ``hidden``, writes its features by itself."""
+        return Taps(self.layers, self._room(max(lengths) + q, len(self.layers) * hidden, torch.device("cpu")), lengths)
+
+    def _room(self, need: int, size: int, device: torch.device) -> torch.Tensor:
+        stored = self._stored
+        if stored is None or stored.shape[1] < need:
+            room = need if stored is None else max(need, 2 * stored.shape[1])
+            grown = torch.zeros((len(self.begin), room, size), dtype=self.dtype, device=device)
+            if stored is not None:
+                grown[:, : stored.shape[1]] = stored
+            self._stored = stored = grown
+        return stored
 
     def read(self, row: int, begin: int, end: int) -> torch.Tensor:
         """The features of positions, ``[end - begin, layers * H]``. Raises ``RuntimeError`` where the forwards gave none."""

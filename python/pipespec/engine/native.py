@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
+from pipespec.engine.features import Features
 from pipespec.engine.form import PartsForm
 from pipespec.engine.form_check import check_outputs, check_parts, probe, probe_cache, probe_inputs, probed
 from pipespec.engine.values import Checksums
@@ -22,7 +23,7 @@ from pipespec.models import families
 from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
 from pipespec.models.quantized import has_blocks, packed_copies_dropped, pages_released
-from pipespec_kernels.decoder import NativeDecoder
+from pipespec_kernels.decoder import NativeDecoder, Taps
 from pipespec_kernels.env import host_memory
 
 
@@ -79,9 +80,11 @@ class NativeForm(PartsForm):
 
     def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
         began = time.perf_counter()
-        if self._steps and cache.features is None:
-            storage = cache.open_storage(tokens.shape[1])
-            outputs = self.decoder.step(tokens, *storage, *self._rope(cache.capacity), keep=keep)
+        features = cache.features
+        if self._steps and (features is None or (isinstance(features, Features) and features.dtype in families.DTYPES)):
+            storage, q = cache.open_storage(tokens.shape[1]), tokens.shape[1]
+            taps = None if features is None else features.taps(storage[2], q, self.decoder.shape.hidden)
+            outputs = self.decoder.step(tokens, *storage, *self._rope(cache.capacity), keep=keep, taps=taps)
             cache.close()
         else:
             outputs = super().__call__(tokens, cache, keep)
@@ -95,17 +98,22 @@ class NativeForm(PartsForm):
         return hidden
 
     def run_layers(
-        self, hidden: torch.Tensor, cache: RowCache, features: Collection[int] = ()
+        self,
+        hidden: torch.Tensor,
+        cache: RowCache,
+        features: Collection[int] = (),
+        side: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        first, count = self.parts.first, self.decoder.num_layers
-        storage, rope = cache.open_storage(hidden.shape[1]), self._rope(cache.capacity)
-        begin, streams = 0, {}
-        # One call up to each feature, and one up to the end.
-        for end in sorted({count, *(index - first for index in features if 0 < index - first <= count)}):
-            hidden = self.decoder.run_layers(hidden, *storage, *rope, begin=begin, end=end)
-            if first + end in features:
-                streams[first + end] = hidden
-            begin = end
+        """As :meth:`PartsForm.run_layers`. ``side [rows, q, H]``: for layers with side inputs."""
+        first, (rows, q, size) = self.parts.first, hidden.shape
+        storage, rope = cache.open_storage(q), self._rope(cache.capacity)
+        found = [index for index in features if 0 < index - first <= self.decoder.num_layers]
+        taps, streams = None, {}
+        if found:
+            out = torch.empty((rows, q, len(found), size), dtype=torch.float32, device="cpu")
+            taps = Taps([index - first for index in found], out.flatten(2), [0] * rows)
+            streams = dict(zip(found, out.unbind(2), strict=True))
+        hidden = self.decoder.run_layers(hidden, *storage, *rope, side=side, taps=taps)
         cache.close()
         return hidden, streams
 

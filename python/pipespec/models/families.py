@@ -362,8 +362,13 @@ def _separate(layer: Any) -> LayerWeights:
     optional |= {f"{name}_scale": _scale(linear) for name, linear in linears.items()}
     optional |= {name: getattr(attn, name).weight.detach() for name in ("q_norm", "k_norm") if hasattr(attn, name)}
     optional |= {name: matrix_of(linear) for name, linear in linears.items()}
+    inputs, norm = layer.input_layernorm.weight.detach(), getattr(layer, "hidden_norm", None)
+    if norm is not None:
+        # A draft head's first layer reads embeddings beside the hidden states, which have the second norm.
+        optional |= {"side_norm": inputs, "adds_to_norm": layer.norm_before_residual}
+        inputs = norm.weight.detach()
     return LayerWeights(
-        input_norm=layer.input_layernorm.weight.detach(),
+        input_norm=inputs,
         post_norm=layer.post_attention_layernorm.weight.detach(),
         **optional,
     )
