@@ -16,6 +16,7 @@ from pipespec.drafts.stage import HeadStage
 from pipespec.engine.cache import RowCache
 from pipespec.engine.features import Features
 from pipespec.engine.values import Checksums
+from pipespec.models.families import NotReadable
 from tests.conftest import DEVICE, VOCABULARY, left_pad, random_prompts
 from tests.pipespec import heads
 from tests.support.grammars import Classes
@@ -186,15 +187,67 @@ def check_against_reference(found, target, weights, layers, atol=2e-4, **more) -
         torch.testing.assert_close(logits[ids].double(), reference.chain(features, text), atol=atol, rtol=atol)
 
 
-@pytest.mark.parametrize("form", ["original", "speculators"])
+NATIVE_HEADS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "residual from the norm": {"shape": SHAPES["norms before"]},
+    "8 bits": {"weights": "q8_0"},
+    "4 bits": {"weights": "q4_0"},
+}
+
+
+@ON_CPU
+@pytest.mark.parametrize("given", NATIVE_HEADS.values(), ids=NATIVE_HEADS)
+def test_native_drafts_are_those_of_torch(given, tmp_path, monkeypatch) -> None:
+    """A batch of different lengths, long and short, whose rounds end in rollbacks of different depths."""
+    path, _ = write(tmp_path, "original", given.get("shape", {}))
+    dtype, weights = getattr(torch, given.get("dtype", "float32")), given.get("weights")
+    target = heads.make_target().to(dtype)
+    ids, mask = left_pad(random_prompts(4, seed=6, shortest=2, longest=40))
+    options = {"lookahead": 3, "dtype": given.get("dtype", "float32")} | (
+        {"weights": {"draft 0": weights}} if weights else {}
+    )
+    found = []
+    for has_native_head in (True, False):
+        drafted = Drafted(monkeypatch)
+        with Pipeline(target, path, **options) as pipe, monkeypatch.context() as patch:
+            if not has_native_head:
+                patch.setattr(DraftHead, "parts", refused)
+            pipe.generate(ids, attention_mask=mask, max_new_tokens=24, **SAMPLED)
+            assert (pipe.report.stages[0].forward == "native") == has_native_head
+            assert pipe.report.stages[-1].accepted > 0
+        found.append(drafted.found)
+        monkeypatch.undo()
+    rounds = [[(known, text) for known, text, _ in drafts] for drafts in found]
+    if dtype == torch.float32 and weights is None:
+        assert rounds[0] == rounds[1]
+    others = {(known, tuple(text)): logits for known, text, logits in found[1]}
+    pairs = [(logits, others[known, tuple(text)]) for known, text, logits in found[0] if (known, tuple(text)) in others]
+    assert len(pairs) > len(found[0]) // 2
+    inside = ~torch.isneginf(pairs[0][0])
+    errors = torch.stack([(a - b)[inside].abs().max() / b[inside].abs().max() for a, b in pairs])
+    # Inputs of blocks are rounded to 8 bits: a difference in the last bit may become one of a whole step.
+    assert float(errors.median()) < (0.02 if dtype == torch.bfloat16 else 1e-5 if weights is None else 0.02), errors
+    assert float(errors.max()) < (0.1 if dtype == torch.bfloat16 or weights else 1e-5), errors
+
+
+def refused(head: DraftHead) -> None:
+    raise NotReadable("for a test")
+
+
+@pytest.mark.parametrize(("form", "native"), [("original", True), ("speculators", False)])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_drafts_are_the_reference_s(shape, form, target, tmp_path, monkeypatch) -> None:
+def test_drafts_are_the_reference_s(shape, form, native, target, tmp_path, monkeypatch) -> None:
     path, weights = write(tmp_path, form, shape)
     drafted = Drafted(monkeypatch)
     ids, mask = left_pad(random_prompts(2, seed=3, shortest=4, longest=9))
-    with Pipeline(target, path, lookahead=3) as pipe:
+    with Pipeline(target, path, lookahead=3, native=native) as pipe:
         # Sampled, so that some are accepted: later rounds follow rollbacks of different depths.
         pipe.generate(ids, attention_mask=mask, max_new_tokens=12, **SAMPLED)
+        if DEVICE == "cpu":
+            torch_only = "draft head: its next slot reads the output behind the last norm"
+            forms = [torch_only if shape.get("norm_output") else "native"] if native else ["draft head"]
+            assert [stage.forward for stage in pipe.report.stages[:-1]] == forms
     assert len({len(text) - known for known, text, _ in drafted.found}) == 3
     more = reference_options(shape)
     check_against_reference(drafted.found, target, weights, (2, 4, 5), **more)

@@ -134,10 +134,11 @@ class HeadStage(Stage):
         self._run_slots(cache)
         logits = self._logits()
         first = self._first_selecting()
-        wide = logits.new_full((self._rows, fed.shape[1] - first, self._ids), -torch.inf)
+        width = fed.shape[1] - first
         at = torch.from_numpy(np.maximum(self._n_select.astype(np.int64) - 1 - first, 0)).to(logits.device)
-        wide[torch.arange(self._rows, device=logits.device)[:, None], at[:, None], self.model.ids] = logits
-        return wide, first
+        wide = logits.new_full((self._rows, width * self._ids), -torch.inf)
+        wide.scatter_(1, at[:, None] * self._ids + self.model.ids, logits)
+        return wide.view(self._rows, width, self._ids), first
 
     def _run_slots(self, cache: RowCache) -> None:
         """Run the slots of the rows that select up to their newest token, and keep the last outputs."""
