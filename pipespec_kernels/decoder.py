@@ -293,11 +293,10 @@ class NativeDecoder:
         cache, columns = _cache(self, hidden.shape[0], hidden.shape[1], keys, values, lengths, cos, sin)
         tapped, count = _taps(self, hidden.shape[0], hidden.shape[1], taps), num_threads(threads)
         out = hidden.detach().clone(memory_format=torch.contiguous_format)
-        beside = 0
         if side is not None:
             _check_hidden(self.shape, side)
             side = side.detach().contiguous()
-            beside = side.data_ptr()
+        beside = 0 if side is None else side.data_ptr()
         self._native.run_layers(out.data_ptr(), beside, cache, columns, begin, end, tapped, count)
         return out
 
@@ -393,7 +392,7 @@ class NativeDecoder:
 
 
 def _cache(
-    decoder: NativeDecoder,
+    of: NativeDecoder,
     rows: int,
     width: int,
     keys: Tensor,
@@ -403,7 +402,7 @@ def _cache(
     sin: Tensor,
 ) -> tuple[Any, Any]:
     """Keys and values, and the columns fed, as the native code takes them."""
-    sizes, layers = decoder.shape, decoder.num_layers
+    sizes, layers = of.shape, of.num_layers
     code = _CODES.get(keys.dtype)
     if code is None or values.dtype is not keys.dtype:
         raise TypeError(f"keys and values must both be float32 or both bfloat16, got {keys.dtype} and {values.dtype}")
@@ -452,22 +451,21 @@ def _check_hidden(shape: DecoderShape, hidden: Tensor) -> None:
         raise ValueError(f"hidden must be on the CPU, not on {hidden.device}")
 
 
-def _taps(decoder: NativeDecoder, rows: int, width: int, taps: Taps | None) -> tuple[Any, ...]:
+def _taps(of: NativeDecoder, rows: int, width: int, taps: Taps | None) -> tuple[Any, ...]:
     """The copies of hidden states, as the native code takes them."""
     if taps is None:
         return [], 0, 0, [], 0
     layers, out, begin = list(map(index, taps.layers)), taps.out, list(map(index, taps.begin))
-    if not all(0 <= layer <= decoder.num_layers for layer in layers):
-        raise ValueError(f"taps are 0 .. {decoder.num_layers}, the number of layers, got {layers}")
+    if not all(0 <= layer <= of.num_layers for layer in layers):
+        raise ValueError(f"taps are 0 .. {of.num_layers}, the number of layers, got {layers}")
     if out.dtype not in _CODES or not out.is_cpu:
         raise TypeError(f"what is tapped must be float32 or bfloat16 on the CPU, got {out.dtype} on {out.device}")
-    size = len(layers) * decoder.shape.hidden
-    if out.dim() != 3 or (out.shape[0], out.shape[2]) != (rows, size) or out.stride(2) != 1 or len(begin) != rows:
+    size = len(layers) * of.shape.hidden
+    if out.dim() != 3 or (out.shape[0], out.shape[2], len(begin)) != (rows, size, rows) or out.stride(2) != 1:
         raise ValueError(
-            f"what is tapped must be [{rows}, positions, {size}], contiguous in the last dimension, with a position per row, got shape "
-            f"{tuple(out.shape)} and {len(begin)} positions"
+            f"what is tapped must be [{rows}, positions, {size}], the last dimension contiguous, and {rows} positions, got {tuple(out.shape)} and {begin}"
         )
-    if not 0 <= min(begin, default=0) <= max(begin, default=0) <= out.shape[1] - width:
+    if begin and not 0 <= min(begin) <= max(begin) <= out.shape[1] - width:
         raise ValueError(f"{width} columns from the positions {begin} on do not fit {out.shape[1]} positions")
     row, stride, _ = out.stride()
     return layers, out.data_ptr(), _CODES[out.dtype], [r * row + at * stride for r, at in enumerate(begin)], stride

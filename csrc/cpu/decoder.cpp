@@ -444,12 +444,13 @@ struct Decoder::Job {
     Workspace& w = workspace();
     const Part wanted = kept;
     const int64_t rows = all.count();
+    const bool taps_end = std::count(taps->layers.begin(), taps->layers.end(), end) > 0;
     tap(begin);
     for (int64_t l = begin; l < end; ++l) {
       layer = &packed.layers[size_t(l)];
       layer_index = l;
       // After the last layer only the wanted columns are read.
-      kept = l + 1 == end && !is_tapped(end) ? wanted : all;
+      kept = l + 1 == end && !taps_end ? wanted : all;
       qkv = w.qkv.floats(rows * qkv_width());
       attended = w.attended.floats(rows * attended_width());
       activated = w.activated.floats(rows * activated_width());
@@ -463,20 +464,16 @@ struct Decoder::Job {
     kept = wanted;
   }
 
-  bool is_tapped(int64_t at) const {
-    return std::find(taps->layers.begin(), taps->layers.end(), at) != taps->layers.end();
-  }
-
   // Copies the hidden states of all columns to the taps of one layer.
-  void tap(int64_t at) const {
-    const int64_t h = shape.hidden;
-    for (size_t i = 0; i < taps->layers.size(); ++i) {
-      if (taps->layers[i] != at) continue;
-      for (int64_t m = 0; m < all.count(); ++m)
-        store(taps->out, taps->dtype,
-              taps->begin[m / all.columns] + (all.first + m % all.columns) * taps->stride +
-                  int64_t(i) * h,
+  void tap(int64_t layer_number) const {
+    const int64_t h = shape.hidden, count = int64_t(taps->layers.size());
+    for (int64_t i = 0; i < count; ++i) {
+      if (taps->layers[size_t(i)] != layer_number) continue;
+      for (int64_t m = 0; m < all.count(); ++m) {
+        const int64_t column = (all.first + m % all.columns) * taps->stride;
+        store(taps->out, taps->dtype, taps->begin[m / all.columns] + column + i * h,
               hidden + all.at(m) * h, h);
+      }
     }
   }
 

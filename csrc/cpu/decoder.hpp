@@ -41,8 +41,7 @@ struct Weights {
 };
 
 // Matrices are [outputs, inputs]; those without a format are all int8, or none is. With a
-// `side_norm`, queries, keys and values read 2 * H inputs: the side inputs and the hidden state,
-// each normalised.
+// `side_norm`, q, k and v read 2 * H inputs: side inputs and hidden state, each normalised.
 struct LayerWeights {
   Weights input_norm, q, k, v, o, post_norm, gate, up, down;
   Weights q_bias, k_bias, v_bias, o_bias, gate_bias, up_bias, down_bias;

@@ -99,10 +99,6 @@ int number_bits(const std::vector<WeightSpan>& spans, int threads) {
   return int8 ? 8 : are_bfloat16(spans, threads) ? 16 : 32;
 }
 
-int64_t qkv_inputs(const DecoderShape& s, const LayerWeights& l) {
-  return l.side_norm.data == nullptr ? s.hidden : 2 * s.hidden;
-}
-
 }  // namespace
 
 float value(const Weights& w, int64_t i) {
@@ -114,11 +110,11 @@ PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeigh
                              const EndWeights& ends, int threads) {
   const int64_t q_size = s.heads * s.head_dim, kv_size = s.kv_heads * s.head_dim;
   const int64_t group = s.heads / s.kv_heads, d = s.head_dim;
+  const auto inputs = [&s](const LayerWeights& l) { return s.hidden * (l.side_norm.data ? 2 : 1); };
   std::vector<WeightSpan> spans{{ends.head, s.vocabulary * s.hidden}};
   for (const LayerWeights& l : from) {
-    spans.push_back({l.q, q_size * qkv_inputs(s, l)});
-    for (const Weights& w : {l.k, l.v}) spans.push_back({w, kv_size * qkv_inputs(s, l)});
-    spans.push_back({l.o, q_size * s.hidden});
+    for (const Weights& w : {l.k, l.v}) spans.push_back({w, kv_size * inputs(l)});
+    spans.insert(spans.end(), {{l.q, q_size * inputs(l)}, {l.o, q_size * s.hidden}});
     for (const Weights& w : {l.gate, l.up, l.down}) spans.push_back({w, s.intermediate * s.hidden});
   }
   weight_bits = number_bits(spans, threads);
@@ -133,7 +129,7 @@ PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeigh
       parts.push_back({w.k, w.k_bias, h * d, (h + 1) * d});
       parts.push_back({w.v, w.v_bias, h * d, (h + 1) * d});
     }
-    layout.add(l.qkv, qkv_inputs(s, w), s.kv_heads, parts);
+    layout.add(l.qkv, inputs(w), s.kv_heads, parts);
     layout.add(l.o, q_size, 1, {{w.o, w.o_bias, 0, s.hidden}});
     layout.add(l.gate_up, s.hidden, 1,
                {{w.gate, w.gate_bias, 0, s.intermediate}, {w.up, w.up_bias, 0, s.intermediate}},

@@ -96,6 +96,8 @@ GOOD = {
     "cheap model": {"cost": 0.1, "rate": 0.8, "marginal": 0.03},
     "n-gram": {"ngram": (0.6, 0.8)},
     "both": {"cost": 0.25, "rate": 0.75, "ngram": (0.3, 0.7)},
+    "draft head": {"cost": 0.07, "rate": 0.45},
+    "draft head and n-gram": {"cost": 0.07, "rate": 0.45, "ngram": (0.2, 0.7)},
     "busy": {"cost": 0.15, "rate": 0.85, "busy": 0.2},
 }
 BAD = {

@@ -98,24 +98,17 @@ class NativeForm(PartsForm):
         return hidden
 
     def run_layers(
-        self,
-        hidden: torch.Tensor,
-        cache: RowCache,
-        features: Collection[int] = (),
-        side: torch.Tensor | None = None,
+        self, hidden: torch.Tensor, cache: RowCache, features: Collection[int] = (), side: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """As :meth:`PartsForm.run_layers`. ``side [rows, q, H]``: for layers with side inputs."""
         first, (rows, q, size) = self.parts.first, hidden.shape
         storage, rope = cache.open_storage(q), self._rope(cache.capacity)
         found = [index for index in features if 0 < index - first <= self.decoder.num_layers]
-        taps, streams = None, {}
-        if found:
-            out = torch.empty((rows, q, len(found), size), dtype=torch.float32, device="cpu")
-            taps = Taps([index - first for index in found], out.flatten(2), [0] * rows)
-            streams = dict(zip(found, out.unbind(2), strict=True))
-        hidden = self.decoder.run_layers(hidden, *storage, *rope, side=side, taps=taps)
+        out = torch.empty((rows, q, len(found), size), dtype=torch.float32, device="cpu")
+        taps = Taps([index - first for index in found], out.flatten(2), [0] * rows)
+        hidden = self.decoder.run_layers(hidden, *storage, *rope, side=side, taps=taps if found else None)
         cache.close()
-        return hidden, streams
+        return hidden, {index: part.contiguous() for index, part in zip(found, out.unbind(2), strict=True)}
 
     def logits(self, hidden: torch.Tensor, keep: int) -> torch.Tensor:
         columns = hidden.shape[1]
