@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -209,10 +210,10 @@ def test_near_the_decoder_of_the_same_weights(choice: str) -> None:
     shape, choose = CHOICES[choice]
     layers, ends = model(shape, choose)
 
-    def whole(weight: Tensor | QuantizedMatrix | None) -> Tensor | None:
-        return (
-            dequantize(weight) if isinstance(weight, QuantizedMatrix) else weight if weight is None else weight.float()
-        )
+    def whole(weight: Any) -> Any:
+        if isinstance(weight, QuantizedMatrix):
+            return dequantize(weight)
+        return weight.float() if isinstance(weight, Tensor) else weight
 
     plain = [
         LayerWeights(**{f.name: whole(getattr(layer, f.name)) for f in dataclasses.fields(layer)}) for layer in layers
