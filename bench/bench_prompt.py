@@ -1,7 +1,8 @@
 """How soon does the first token of a prompt come? ``python -m bench.bench_prompt --models FOLDER [--quick] [--json FILE]``
 
-Each folder in FOLDER is a HuggingFace model. Per model and dtype a child process measures plain decoding of one new token beside the target's own
-``generate()``, in alternation, so that a busy machine affects both; reported are medians. Two more children per cell run one of the two alone, for its peak memory.
+Each folder NAME-hf in FOLDER is a HuggingFace model, and NAME.gguf beside it the same one with packed weights, whose rival is ``generate()`` in bfloat16.
+Per model and dtype a child process measures plain decoding of one new token beside ``generate()``, in alternation, so that a busy machine affects both;
+reported are medians. Two more children run one of the two alone with the longest prompt, for its peak memory.
 Both sides read the prompt from an empty cache: the native form is chosen, and its weights are packed, before the first measurement.
 """
 
@@ -25,9 +26,15 @@ from pipespec.bench.machine import provenance
 from pipespec.registry import PLAIN
 
 LENGTHS = (32, 150, 512, 2048)
-DTYPES = ("bfloat16", "float32")
+PACKED = "gguf"
+DTYPES = ("bfloat16", "float32", PACKED)
 SIDES = ("ours", "generate")
 RESULTS = Path(__file__).parent / "results" / "prompt.json"
+
+
+def packed(folder: Path) -> Path:
+    """The GGUF file beside a folder."""
+    return folder.with_name(f"{folder.name.removesuffix('-hf')}.gguf")
 
 
 def calls_of(folder: Path, dtype: str, sides: tuple[str, ...]) -> tuple[dict[str, Callable[[Any], object]], Any]:
@@ -36,10 +43,14 @@ def calls_of(folder: Path, dtype: str, sides: tuple[str, ...]) -> tuple[dict[str
 
     from pipespec import Pipeline
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    model: Any = None
+    if dtype != PACKED or "generate" in sides:
+        own = torch.bfloat16 if dtype == PACKED else getattr(torch, dtype)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=own).eval()
     calls: dict[str, Callable[[Any], object]] = {}
     if "ours" in sides:
-        pipe = Pipeline(model, [], schedule=PLAIN.name)
+        pipe = Pipeline(packed(folder) if dtype == PACKED else model, [], schedule=PLAIN.name)
+        model = pipe.target if model is None else model
         calls["ours"] = lambda ids: pipe.generate(ids, max_new_tokens=1, do_sample=False)
     if "generate" in sides:
         calls["generate"] = lambda ids: model.generate(
@@ -86,7 +97,7 @@ def measure(folder: Path, dtype: str, lengths: list[int], repeats: int, memory: 
         middle = {side: statistics.median(taken[side]) for side in SIDES}
         record = {"model": folder.name, "dtype": dtype, "tokens": length, "seconds": taken, "median": middle}
         record["ratio"] = middle["ours"] / middle["generate"]
-        if memory:
+        if memory and length == max(lengths):
             alone = {side: in_child(folder, dtype, [length], (side,), 1)["peak_bytes"] for side in SIDES}
             record["peak_bytes"] = alone
         records.append(record)
@@ -126,6 +137,8 @@ def main() -> None:
     record: dict[str, Any] = {"machine": provenance(), "repeats": options.repeats, "cells": []}
     for folder in sorted(path.parent for path in options.models.glob("*/config.json")):
         for dtype in options.dtypes:
+            if dtype == PACKED and not packed(folder).is_file():
+                continue
             record["cells"] += measure(folder, dtype, list(options.lengths), options.repeats, not options.no_memory)
             save(options.json, record)
     print(table(record["cells"]))
