@@ -99,6 +99,19 @@ def instance_forward(model: PreTrainedModel) -> None:
     mlp.forward = types.MethodType(lambda self, x: _by_width(before(self, x)), mlp)
 
 
+def wrapped_by_accelerate(model: PreTrainedModel) -> None:
+    utils = pytest.importorskip("accelerate.utils")
+    instance_forward(model)
+    mlp = _layers(model)[1].mlp
+    mlp.forward = utils.convert_outputs_to_fp32(mlp.forward)
+
+
+def hooked_by_accelerate(model: PreTrainedModel) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    instance_forward(model)
+    hooks.add_hook_to_module(_layers(model)[1].mlp, hooks.AlignDevicesHook(execution_device="cpu"))
+
+
 def module_function(name: str) -> Any:
     def apply(model: PreTrainedModel) -> Undo | None:
         source = sys.modules[type(model).__module__]
@@ -398,6 +411,12 @@ def activation_function(model: PreTrainedModel) -> None:
     mlp.act_fn = torch.tanh
 
 
+def own_activation(model: PreTrainedModel) -> None:
+    mlp = _layers(model)[1].mlp
+    del mlp.act_fn
+    mlp.act_fn = lambda x: _by_width(F.silu(x))
+
+
 def identity_mlp(model: PreTrainedModel) -> None:
     _layers(model)[1].mlp = nn.Identity()
 
@@ -495,6 +514,8 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Undo | None]] = {
     "class of the norm": class_forward(lambda m: type(m.model.norm), lambda x: x * 1.1),
     "class nn.Linear": class_forward(lambda m: nn.Linear, _by_width),
     "forward of an MLP": instance_forward,
+    "forward of an MLP, wrapped by accelerate": wrapped_by_accelerate,
+    "forward of an MLP, hooked by accelerate": hooked_by_accelerate,
     "apply_rotary_pos_emb": module_function("apply_rotary_pos_emb"),
     "rotate_half": module_function("rotate_half"),
     "F.silu": torch_function("silu"),
@@ -552,6 +573,7 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Undo | None]] = {
     "identity for an MLP": identity_mlp,
     "wrapped MLP, softmax of columns": softmax_of_columns,
     "function for an activation": activation_function,
+    "own activation": own_activation,
     "own class": own_class,
     "own prepare_inputs_for_generation": own_inputs,
     "own _update_model_kwargs_for_generation": own_update,

@@ -337,9 +337,9 @@ def _why_module(model: PreTrainedModel, module: nn.Module) -> str | None:
         if tensor is not None and type(tensor) not in _TENSORS and not _is_known_kind(type(tensor)):
             return f"has a weight of class {type(tensor).__name__}"
     for name in space.keys() - _STANDARD:
-        if callable(getattr(kind, name, None)) and not (
-            _is_its_own(kind, name, space[name]) or is_original(space[name])
-        ):
+        # A part of a module may be a function, as an activation.
+        is_run = callable(getattr(kind, name, None)) or (module is not model and callable(space[name]))
+        if is_run and not (_is_its_own(kind, name, space[name]) or is_original(space[name])):
             return f"has a {name}() of its own"
     if not all(_is_known_hook(hook) for hook in _placement_hooks(module)):
         return "has hooks of accelerate's kind"

@@ -122,8 +122,9 @@ def parts_of(value: Any) -> Iterator[Any]:
         seen.add(id(value))
         if isinstance(value, FunctionType):
             yield value
-            if value.__code__ not in _trusted:
-                stack += _held(value)
+            if value.__code__ in _trusted:
+                continue
+            stack += _held(value)
         elif isinstance(value, (MethodType, staticmethod, classmethod)):
             stack.append(value.__func__)
         elif isinstance(value, property):
@@ -132,6 +133,8 @@ def parts_of(value: Any) -> Iterator[Any]:
             stack.append(value.func)
         else:
             yield value
+        # What a wrapper of another class, or a partial function, keeps.
+        stack += [held for name, held in getattr(value, "__dict__", {}).items() if name == "__wrapped__"]
 
 
 def _held(function: FunctionType) -> list[Any]:
@@ -170,7 +173,7 @@ def _is_original(part: Any) -> bool:
     if isinstance(part, type):
         return package_of(part.__module__) in PACKAGES | _PLAIN
     kind = type(part)
-    if isinstance(part, BuiltinFunctionType) or package_of(kind.__module__) == "builtins":
+    if isinstance(part, BuiltinFunctionType) or package_of(kind.__module__) in _PLAIN:
         return True
     return package_of(kind.__module__) in PACKAGES and (not callable(part) or is_original(kind.__call__))
 
