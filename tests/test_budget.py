@@ -23,7 +23,7 @@ FOLDERS = {
     "pipespec_kernels": 8_550,
     "python/pipespec": 32_555,
     "bench": 8_500,
-    "tools": 1_500,
+    "tools": 1_460,
     "tests": 54_960,
 }
 """Most lines of C++, CUDA and Python. The design's goals of the first five: 12,500, 8,000, 20,000, 7,000 and 1,200."""

@@ -19,7 +19,7 @@ from bench.baselines import EarlyExitContender, OwnLayersContender, kept_layers
 from bench.configuration import load_config
 from pipespec.bench import runner
 from pipespec.bench.config import BenchConfig, with_prompts
-from pipespec.bench.contenders import Contender, Family, GeneratedText, HFContender
+from pipespec.bench.contenders import Contender, Family, GeneratedText, HFContender, Workload
 from pipespec.bench.machine import provenance
 from pipespec.bench.results import (
     DatasetSettings,
@@ -326,8 +326,6 @@ def test_draft_verify_keeps_the_ends_and_evenly_spaced_layers() -> None:
 @pytest.mark.parametrize("kind", ["hf", "plain", "published-lockstep"])
 def test_end_tokens_can_be_ignored(target: LlamaForCausalLM, kind: str) -> None:
     """A text goes on behind the token that would end it."""
-    from pipespec.bench.contenders import Workload
-
     ids = torch.tensor([[5, 6, 7, 8]])
     given = copy.deepcopy(target)
     first = HFContender("hf", "plain")
@@ -346,8 +344,6 @@ def test_end_tokens_can_be_ignored(target: LlamaForCausalLM, kind: str) -> None:
 
 def test_ppsd_drafts_with_the_first_stage_and_writes_the_target_s_text(target: LlamaForCausalLM) -> None:
     """The layers of the first stage draft through the target's own norm and head, and nothing is trained."""
-    from pipespec.bench.contenders import Workload
-
     workload = Workload(Family("test", target, {}, None), 12, 4, 1, times_commits=True)
     (system,) = [s for s in systems_of(BenchConfig(systems=("ppsd",), stages=(2,)), []) if s.kind == "ppsd"]
     plain, own = HFContender("hf", "plain"), contender_of(system)
@@ -393,8 +389,6 @@ def test_several_modules_are_rows_that_name_their_anchors(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("make", [OwnLayersContender, EarlyExitContender])
 def test_self_speculation_writes_the_target_s_text(target: LlamaForCausalLM, make: Callable[[], HFContender]) -> None:
-    from pipespec.bench.contenders import Workload
-
     workload = Workload(Family("test", target, {}, None), 12, 4, 1, times_commits=True)
     plain, own = HFContender("hf", "plain"), make()
     depth, before = target.config.num_hidden_layers, target.generation_config.to_dict()

@@ -579,30 +579,14 @@ def test_a_model_that_was_cut_short():
         pipeline.generate(PROMPT, max_new_tokens=NEW)
 
 
-def test_ngrams():
-    drafter = NgramDrafter(3)
-    drafter.start([[1, 2, 3, 4, 1, 2, 3], [7]], 30, None)
-
-    def draft(row, tokens):
-        return drafter.draft([(row, tokens, 1)])[0]
-
-    assert draft(0, [1, 2, 3, 4, 1, 2, 3]) == 4
-    assert draft(0, [1, 2, 3, 4, 1, 2, 3, 4]) == 1
-    assert draft(0, [1, 2, 3, 4, 1, 2, 3, 4, 9]) == 9  # no earlier occurrence: a guess
-    drafter.truncate(0, 7)
-    assert draft(0, [1, 2, 3, 4, 1, 2, 3, 8, 3]) == 8  # the latest occurrence
-    assert draft(1, [7, 7]) == 7
-    assert draft(1, [7, 7, 5, 7]) == 5
-
-
 def test_ngrams_against_a_plain_search():
     draw = random.Random(1)
     drafter, text = NgramDrafter(3), [1]
-    drafter.start([text], 100, None)
+    drafter.start([[2, 3, 2, 1], text], 100, None)
     for _ in range(300):
         if draw.random() < 0.2 and len(text) > 3:
             text = text[: draw.randint(1, len(text))]
-            drafter.truncate(0, len(text))
+            drafter.truncate(1, len(text))
         text = [*text, draw.randrange(4)]
         wanted = text[-1]
         for n in range(min(3, len(text)), 0, -1):
@@ -610,7 +594,7 @@ def test_ngrams_against_a_plain_search():
             if ends:
                 wanted = text[ends[-1] + 1]
                 break
-        assert drafter.draft([(0, text, 1)]) == [wanted]
+        assert drafter.draft([(1, text, 1)]) == [wanted]  # a guess where there is no earlier occurrence
 
 
 # ---- bad input
@@ -705,10 +689,9 @@ def test_a_draft_module_from_its_folder(model, tmp_path):
 @pytest.mark.parametrize("setting", ["greedy", *SETTINGS])
 def test_a_draft_vocabulary_that_is_a_part(model, tmp_path, setting):
     """Half of the tokens can never be drafted. The text still contains them, greedy and sampled."""
-    modules = pytest.importorskip("pipespec.spd.draft_module")
     ranges = SpeculativePipeline(model, "ngram", stages=3).partition.ranges
-    config = modules.DraftModuleConfig.for_target(model, ranges, vocabulary=range(0, VOCABULARY, 2))
-    modules.DraftModule.of_target(model, config).save(tmp_path / "module")
+    config = DraftModuleConfig.for_target(model, ranges, vocabulary=range(0, VOCABULARY, 2))
+    DraftModule.of_target(model, config).save(tmp_path / "module")
     pipeline = SpeculativePipeline(model, tmp_path / "module", stages=3)
     ids, mask = left_pad(random_prompts(4, seed=31, longest=7))
     sampling = {"do_sample": False} if setting == "greedy" else {"do_sample": True, "seed": 8, **SETTINGS[setting]}
