@@ -197,6 +197,7 @@ def without_gpu(log: OperationLog) -> Iterator[None]:
             # The calls take the same path as on a GPU, and not torch's dispatcher.
             "pipespec_kernels.kv.traced": lambda tensor: False,
             # Without values there is nothing to compare.
+            "pipespec.engine.fused._with_stand_ins": lambda model: model,
             "pipespec.engine.fused.check_outputs": lambda *arguments: None,
             "pipespec.engine.fused.is_row_independent": lambda *arguments: True,
             "pipespec.engine.fused._check_exact": lambda *arguments: None,
@@ -206,8 +207,22 @@ def without_gpu(log: OperationLog) -> Iterator[None]:
         yield
 
 
+class Opaque(torch.nn.Linear):
+    """In the place of a linear module whose product is one launch of a library's kernel."""
+
+
+trust(Opaque)
+
+
 def launches(
-    model: dict[str, Any], layers: int, width: int, sampling: str = "greedy", *, exact: bool = False
+    model: dict[str, Any],
+    layers: int,
+    width: int,
+    sampling: str = "greedy",
+    *,
+    exact: bool = False,
+    opaque: bool = False,
+    native: bool = True,
 ) -> OperationLog:
     """Log the second step of a stage, because work of the first one alone (the warm-up) is not a part of a graph.
 
@@ -217,14 +232,19 @@ def launches(
         width: Columns of the step.
         sampling: A name in :data:`SAMPLING`.
         exact: Whether the step runs in the exact form.
+        opaque: Whether the matrices in the layers are quantised: each is an :class:`Opaque` module.
+        native: Whether the fused form may run. False: transformers' modules.
     """
     log = OperationLog()
     config = LlamaConfig(vocab_size=_VOCABULARY, max_position_embeddings=_TEXT, **model | {"num_hidden_layers": layers})
     with torch.device("meta"):
         llama = LlamaForCausalLM(config).eval().to(torch.bfloat16)
+    for module in llama.model.modules() if opaque else ():
+        if type(module) is torch.nn.Linear:
+            module.__class__ = Opaque
     llama.set_attn_implementation(ATTENTION)
     with without_gpu(log):
-        stage = GraphedStage(llama, HostShadow.create(1, 1, _TEXT), 0, exact=exact)
+        stage = GraphedStage(llama, HostShadow.create(1, 1, _TEXT), 0, exact=exact, native=native)
         with torch.no_grad():
             stage.prepare(StageInputs([np.zeros(1, dtype=np.int32)], [_TEXT // 2], SAMPLING[sampling], _VOCABULARY))
         step = RecordedStep(stage, _Port(log, 1, width))  # type: ignore[arg-type]
@@ -238,16 +258,9 @@ def launches(
     return log
 
 
-def count(model: dict[str, Any], width: int, sampling: str = "greedy", *, exact: bool = False) -> Counts:
-    """Count the launches of a step, from models of two and of three layers.
-
-    Args:
-        model: Sizes, as those in :data:`MODELS`.
-        width: Columns of the step.
-        sampling: A name in :data:`SAMPLING`.
-        exact: Whether the step runs in the exact form.
-    """
-    two, three = (launches(model, layers, width, sampling, exact=exact) for layers in (2, 3))
+def count(model: dict[str, Any], width: int, sampling: str = "greedy", **form: bool) -> Counts:
+    """Count the launches of a step, from models of two and of three layers. Arguments as for :func:`launches`."""
+    two, three = (launches(model, layers, width, sampling, **form) for layers in (2, 3))
     layer = Counter(three.launches)
     layer.subtract(two.launches)
     outside = Counter(two.launches)
@@ -262,10 +275,13 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1, help="columns of the step")
     parser.add_argument("--sampling", choices=SAMPLING, default="greedy")
     parser.add_argument("--exact", action="store_true", help="the step of exact=True")
+    parser.add_argument("--opaque", action="store_true", help="a quantised model, each product of which is one launch")
+    parser.add_argument("--modules", action="store_true", help="transformers' modules instead of the fused form")
     given = parser.parse_args()
     model = MODELS[given.model]
-    counts, layers = count(model, given.width, given.sampling, exact=given.exact), model["num_hidden_layers"]
-    print(f"{given.model}, {layers} layers, width {given.width}, {given.sampling}{', exact' * given.exact}\n")
+    form = {"exact": given.exact, "opaque": given.opaque, "native": not given.modules}
+    counts, layers = count(model, given.width, given.sampling, **form), model["num_hidden_layers"]
+    print(f"{given.model}, {layers} layers, width {given.width}, {given.sampling}, {form}\n")
     print(f"{'operation':24}{'per layer':>10}{'outside':>10}")
     for name in sorted({*counts.layer, *counts.outside}):
         print(f"{name:24}{counts.layer[name] or '':>10}{counts.outside[name] or '':>10}")

@@ -35,6 +35,17 @@ def test_launches_of_a_step(name, sampling, width):
 
 
 @pytest.mark.parametrize("width", [1, 5])
+def test_launches_of_a_quantised_step(width):
+    """Seven products of a library, one launch that joins gate and up, and the five of ours; transformers' modules take many more."""
+    plain = step_ops.count(step_ops.MODELS["1B"], width)
+    fused, modules = (step_ops.count(step_ops.MODELS["1B"], width, opaque=True, native=n) for n in (True, False))
+    assert fused.refused == []
+    assert fused.outside == plain.outside
+    assert fused.layer - plain.layer == {"mm": 3, "cat": 1}
+    assert modules.layer.total() > 2 * fused.layer.total()
+
+
+@pytest.mark.parametrize("width", [1, 5])
 def test_launches_of_an_exact_step(width):
     """Within a block of rows, the exact form has the launches of the other one, and two that fill the block."""
     usual, exact = (step_ops.count(step_ops.MODELS["1B"], width, exact=exact) for exact in (False, True))

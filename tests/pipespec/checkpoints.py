@@ -84,15 +84,38 @@ class Packed(nn.Module):
         return nn.functional.linear(x, self.weight.view(torch.int8).to(x.dtype) * self.SCB.to(x.dtype))
 
 
-trust(Packed)
+class Adapted(nn.Module):
+    """A linear layer with a low-rank adapter that can be switched off, like those of peft."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.base_layer, self.is_on = linear.in_features, linear, True
+        sizes = (4, linear.in_features), (linear.out_features, 4)
+        noise = torch.Generator().manual_seed(linear.out_features)
+        self.down, self.up = (nn.Parameter(0.2 * torch.randn(s, generator=noise).to(linear.weight)) for s in sizes)
+
+    def forward(self, x):
+        own = self.base_layer(x)
+        return own + (x @ self.down.T) @ self.up.T if self.is_on else own
 
 
-def packed(model, *, head=False, **settings):
+trust(Packed, Adapted)
+
+
+def replaced(model, kind, names=None):
+    """A copy with modules of ``kind`` in the place of linear ones; ``names``: only those of these names."""
     other = copy.deepcopy(model)
     for module in list(other.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear) and (head or name != "lm_head"):
-                setattr(module, name, Packed(child))
+            if type(child) is nn.Linear and (name != "lm_head" if names is None else name in names):
+                setattr(module, name, kind(child))
+    return other.eval()
+
+
+def packed(model, *, head=False, **settings):
+    other = replaced(model, Packed)
+    if head:
+        other.lm_head = Packed(other.lm_head).eval()
     other.config.quantization_config = BitsAndBytesConfig(**(settings or {"load_in_8bit": True}))
     other.quantization_method = other.config.quantization_config.quant_method
     other.is_quantized = True

@@ -18,6 +18,7 @@ from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
 from pipespec_kernels import ops
 from tests.conftest import noisy
+from tests.pipespec import checkpoints
 from tests.pipespec.test_native import MODELS, ids, make
 
 
@@ -50,6 +51,80 @@ def test_logits_and_caches_are_those_of_the_modules(name, dtype):
     tolerance = form_check.TOLERANCE if dtype is torch.float32 else 2**-6
     torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance * float(wanted.abs().max()))
     torch.testing.assert_close(cache, wanted_cache, rtol=0, atol=tolerance * float(wanted_cache.abs().max()))
+
+
+class ByShape(checkpoints.Packed):
+    """One that takes rows otherwise than a batch."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 if x.dim() == 3 else 1.01)
+
+
+pipespec.trust(ByShape)
+
+OPAQUE = {
+    "all": lambda model: checkpoints.packed(model),
+    "all, with the head": lambda model: checkpoints.packed(model, head=True),
+    "queries and values": lambda model: checkpoints.replaced(
+        model, checkpoints.Adapted, ("q_proj", "v_proj", "qkv_proj")
+    ),
+    "down": lambda model: checkpoints.replaced(model, checkpoints.Packed, ("down_proj",)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", OPAQUE)
+@pytest.mark.parametrize("name", [name for name in ("biases", "qwen3", "phi3", "gemma") if name in MODELS])
+def test_opaque_modules_in_the_fused_form(name, kind, dtype):
+    """Quantised modules, and those with adapters, are called as they are. The merged matrices are those of the others."""
+    model = OPAQUE[kind](make(name, dtype, attn_implementation=ATTENTION))
+    tokens = ids(3, 40)
+    wanted, wanted_cache, _ = static_logits(model, tokens, chosen=False)
+    got, cache, form = static_logits(model, tokens)
+    assert form == "fused"
+    tolerance = form_check.TOLERANCE if dtype is torch.float32 else 2**-6
+    torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance * float(wanted.abs().max()))
+    torch.testing.assert_close(cache, wanted_cache, rtol=0, atol=tolerance * float(wanted_cache.abs().max()))
+
+
+def refusal_of(model) -> str:
+    assert choose_fused(model) is None
+    return described(model, RowCache.for_model(model, 1, 16, static=True))
+
+
+def test_opaque_modules_that_are_refused():
+    model = make(attn_implementation=ATTENTION)
+    by_shape = checkpoints.replaced(model, ByShape, ("up_proj",))
+    assert "layers.0.mlp.up_proj (ByShape) does not take rows as it takes a batch" in refusal_of(by_shape)
+
+    def observes(*_):
+        pass
+
+    pipespec.trust(observes)
+    hooked = checkpoints.packed(model)
+    hooked.model.layers[1].mlp.up_proj.register_forward_hook(observes)
+    assert "layers.1.mlp.up_proj has hooks" in refusal_of(hooked)
+    nameless = checkpoints.packed(model)
+    del nameless.model.layers[0].self_attn.o_proj.in_features
+    assert "layers.0.self_attn.o_proj (Packed) does not tell its in_features" in refusal_of(nameless)
+    strange = checkpoints.packed(model)
+    strange.model.norm = checkpoints.Packed(torch.nn.Linear(4, 4))
+    assert refusal_of(strange).startswith("transformers: ")
+    plain = checkpoints.packed(model)
+    assert choose_fused(plain, exact=True) is None
+    assert choose_fused(plain) is not None
+
+
+def test_a_change_of_an_opaque_module_is_another_form():
+    model = checkpoints.replaced(make(attn_implementation=ATTENTION), checkpoints.Adapted)
+    form = choose_fused(model)
+    assert choose_fused(model) is form
+    adapter = model.model.layers[0].mlp.up_proj
+    adapter.is_on = False
+    other = choose_fused(model)
+    assert other is not form
+    adapter.up = torch.nn.Parameter(adapter.up * 2)
+    assert choose_fused(model) is not other
 
 
 @pytest.mark.parametrize("options", [{"schedule": "lockstep", "graphs": True}, {"schedule": "streams"}])
@@ -102,10 +177,11 @@ def test_autocast_keeps_the_modules():
         assert choose_fused(copy.deepcopy(model)) is not None
 
 
+@pytest.mark.parametrize("of", [lambda model: model, checkpoints.packed], ids=["plain", "opaque"])
 @pytest.mark.parametrize("operation", ["add_rms_norm", "rope_append", "silu_mul"])
-def test_a_wrong_operation_is_found(operation, monkeypatch):
+def test_a_wrong_operation_is_found(operation, of, monkeypatch):
     """Logits that do not agree keep the model's modules."""
-    model = make(attn_implementation=ATTENTION)
+    model = of(make(attn_implementation=ATTENTION))
     right = getattr(ops, operation)
 
     def wrong(*arguments, **options):

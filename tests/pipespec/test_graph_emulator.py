@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 import threading
 import warnings
 from contextlib import nullcontext
@@ -11,13 +12,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from pipespec import Pipeline
+import pipespec_kernels
+from pipespec import Pipeline, trust
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import release
 from pipespec.schedules.graphs import buffers, stage
 from pipespec.schedules.graphs import capture as capturing
 from pipespec.schedules.graphs.driver import GraphedDriver
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
+from tests.pipespec import checkpoints
 from tests.pipespec.fake_gpu import Graph
 from tests.pipespec.test_native import make
 from tests.support.graph_emulator import Emulator
@@ -96,6 +99,96 @@ def test_texts_of_replays(gpu, name, how):
         for call in (*CALLS, "greedy", "warm"):
             session.call(call)
         session.pipe.close()
+    clean(gpu)
+
+
+@pytest.mark.parametrize("kind", ["fused", "by modules"])
+def test_texts_of_opaque_modules(gpu, kind, monkeypatch):
+    """A switched adapter is captured again, in either form: its flag is part of the graph."""
+    model = checkpoints.replaced(random_llama(7), checkpoints.Adapted, ("q_proj", "v_proj", "up_proj"))
+    with gpu.watching(), warnings.catch_warnings(action="error"):
+        if kind == "by modules":
+            monkeypatch.setitem(HOW, "plain", HOW["plain"] | {"native": False})
+        session = Session(gpu, model, "plain")
+        session.call("greedy")
+        form = session.pipe.report.stages[-1].forward
+        assert form == ("fused" if kind == "fused" else "transformers: native=False")
+        for is_on in (False, True):
+            for module in model.modules():
+                if isinstance(module, checkpoints.Adapted):
+                    module.is_on = is_on
+            session.call("greedy")
+    clean(gpu)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("refused", ["draft", "the CUDA module"])
+def test_texts_where_the_host_takes_part(gpu, how, refused, monkeypatch):
+    if refused == "the CUDA module":
+        monkeypatch.setitem(sys.modules, "pipespec_kernels._cuda", None)
+        monkeypatch.delattr(pipespec_kernels, "_cuda", raising=False)
+    elif how == "plain":
+        pytest.skip("it has no draft")
+
+    def fails(stage):
+        if refused == "draft" and gpu.capturing and not stage.is_target:
+            raise RuntimeError("it waits for the device")
+
+    gpu.fails = fails
+    with gpu.watching():
+        with pytest.warns(Warning, match=refused):
+            session = Session(gpu, random_llama(7), how)
+        with warnings.catch_warnings(action="error"):
+            for call in ("greedy", "sampled", "filtered", "two", "penalties", "logits", "long", "greedy"):
+                session.call(call)
+    clean(gpu)
+
+
+class OutsideOfTorch(checkpoints.Packed):
+    """One whose kernel is not part of a capture, as one on a stream of its own."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        out.numpy()[...] = out.numpy() * 2  # what torch does not see
+        return out
+
+
+class Counting(checkpoints.Packed):
+    """One whose bits change from call to call."""
+
+    calls = 0
+
+    def forward(self, x):
+        Counting.calls += 1
+        return super().forward(x) * (1 + Counting.calls * 1e-3)
+
+
+class Waiting(checkpoints.Packed):
+    """One that reads its outliers on the host."""
+
+    def forward(self, x):
+        return super().forward(x) * (1.0 if x.abs().max().item() < 1e9 else 2.0)
+
+
+trust(OutsideOfTorch, Counting, Waiting)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [(OutsideOfTorch, "other bits"), (Counting, "other bits"), (Waiting, "not permitted when stream is capturing")],
+)
+def test_products_that_a_replay_does_not_give_are_not_captured(gpu, kind, cause):
+    """The target runs without a graph, beside the captured draft. The warning names the module."""
+    target = checkpoints.replaced(random_llama(7), kind, ("up_proj",))
+    with gpu.watching():
+        named = rf"target cannot be captured .* model\.layers\.\d\.mlp\.up_proj \({kind.__name__}\): .*{cause}"
+        with pytest.warns(Warning, match=named):
+            pipe = Pipeline(target, random_llama(8), schedule="lockstep", graphs=True, lookahead=3, native=False)
+        assert set(pipe._driver.refused) == {1}
+        ids = random_prompts(1, seed=5, shortest=6)[0][None]
+        text = pipe.generate(ids, max_new_tokens=8, do_sample=False)
+        if kind is OutsideOfTorch:
+            assert torch.equal(text, type(target).generate(target, ids, max_new_tokens=8, do_sample=False))
     clean(gpu)
 
 

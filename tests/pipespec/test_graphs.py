@@ -451,20 +451,36 @@ def runs_without_graphs(model, how, reason: str) -> None:
             check(pipe, rows=2)
 
 
+def runs_with_graphs(model, how, reason: str) -> None:
+    """The pipeline is made with one warning that has the reason. The host launches a graph per step of a model."""
+    with pytest.warns(SpeedWarning, match=reason) as told:
+        pipe = chain(model, **how)
+    assert len(told) == 1
+    with pipe:
+        assert pipe.config.graphs or pipe.schedule == "streams"
+        with warnings.catch_warnings(action="error"):
+            for rows, sampling in ((1, {}), (2, {}), (2, {"temperature": 0.8}), (1, {})):
+                check(pipe, rows=rows, **sampling)
+                assert pipe.report.schedule == how["schedule"]
+                assert pipe.report.decisions is None
+        assert all(buffers.graphs for stage in pipe._driver.stages for buffers in stage.all_buffers())
+
+
 @pytest.mark.parametrize("how", EVERY, ids=[*IDS, "plain"])
 def test_without_the_cuda_module(model, no_cuda_module, how):
-    runs_without_graphs(model, how, "the CUDA module: .*PIPESPEC_CUDA=on")
+    runs_with_graphs(model, how, "the CUDA module: .*PIPESPEC_CUDA=on.*the host plans and commits")
 
 
-def test_exact_is_refused_without_the_cuda_module(model, no_cuda_module):
-    with pytest.raises(ValueError, match=r"exact=True: .* the CUDA module: "):
-        chain(model, graphs=True, exact=True)
+def test_exact_without_the_cuda_module(model, no_cuda_module):
+    runs_with_graphs(model, {"schedule": "plain", "graphs": True, "exact": True}, "the CUDA module: ")
 
 
 REFUSALS = {
     "ROCm: captured steps need a GPU of NVIDIA": lambda m, gpu: m.setattr(torch.version, "hip", "7.0"),
     "compute capability 8.0, and this GPU has 7.5": lambda m, gpu: m.setattr(gpu, "capability", (7, 5)),
     "unset PYTORCH_CUDA_ALLOC_CONF": lambda m, gpu: m.setattr(gpu, "allocator", "cudaMallocAsync"),
+}
+BY_HOST = {
     "it supports CUDA 12.8, and": lambda m, gpu: (
         m.setattr(_cuda, "driver_version", lambda: 12080),
         m.setattr(_cuda, "runtime_version", lambda: 13000),
@@ -479,6 +495,12 @@ def test_what_cannot_run_captured_steps(model, gpu, monkeypatch, reason):
     runs_without_graphs(model, {"graphs": True}, reason)
 
 
+@pytest.mark.parametrize("reason", BY_HOST)
+def test_what_the_host_launches(model, gpu, monkeypatch, reason):
+    BY_HOST[reason](monkeypatch, gpu)
+    runs_with_graphs(model, HOW[1], reason)
+
+
 @pytest.mark.parametrize("error", [RuntimeError("CUDA driver version is insufficient"), ValueError("no CUDA device 0")])
 @pytest.mark.parametrize("how", WITHOUT_WORKERS, ids=["rounds", "plain"])
 def test_a_launcher_that_cannot_be_made(model, gpu, monkeypatch, how, error):
@@ -486,7 +508,32 @@ def test_a_launcher_that_cannot_be_made(model, gpu, monkeypatch, how, error):
         raise error
 
     monkeypatch.setattr(_cuda, "CudaLauncher", refuses)
-    runs_without_graphs(model, how, f"the launcher of its graphs: {error}")
+    runs_with_graphs(model, how, f"the launcher of its graphs: {error}")
+
+
+@pytest.mark.parametrize("refused", [(0,), (1,), (2,), (0, 1)], ids=str)
+@pytest.mark.parametrize("how", HOW, ids=IDS)
+def test_a_model_that_cannot_be_captured_leaves_the_others_captured(model, gpu, how, refused):
+    """Its steps run between the graphs of the others. One warning per model names it and the cause."""
+
+    def fails(stage):
+        if gpu.capturing and stage.index in refused:
+            raise RuntimeError("it waits for the device")
+
+    gpu.fails = fails
+    names = ["draft 0", "draft 1", "target"]
+    with pytest.warns(SpeedWarning) as told:
+        pipe = chain(model, drafts=2, **how)
+    assert [str(warning.message).split(" cannot")[0] for warning in told] == [names[i] for i in refused]
+    assert all("it waits for the device; its steps run without a graph" in str(warning.message) for warning in told)
+    with pipe, warnings.catch_warnings(action="error"):
+        for rows, sampling in ((1, {}), (2, {}), (1, {"temperature": 0.8})):
+            check(pipe, rows=rows, **sampling)
+            assert pipe.report.schedule == how["schedule"]
+            held = [any(buffers.graphs for buffers in stage.all_buffers()) for stage in pipe._driver.stages]
+            assert held == [i not in refused for i in range(3)]
+        if how["schedule"] == "lockstep":
+            assert pipe.report.stages[-1].accepted > 0
 
 
 @pytest.mark.parametrize("how", EVERY, ids=[*IDS, "plain"])

@@ -338,22 +338,49 @@ class Emulator(FakeGpu):
     def record(self, stage: Any, body: Callable[..., torch.Tensor], inputs: Any) -> torch.Tensor:
         graph = self.graph
         assert graph is not None
-        recording = Recording(self, graph)
-        self._of_thread.recording = recording
-        try:
-            with recording:
-                selected = body(stage, *inputs)
-            recording.selected = self.ref(selected, graph, new=False)
-        finally:
-            self._of_thread.recording = None
-            # A capture runs nothing.
-            for key, content in recording.written.items():
-                _bytes_of(self.storages[key]).copy_(content)
+        with _disable_current_modes(), self._recorded_in(graph) as recording:
+            selected = body(stage, *inputs)
+        recording.selected = self.ref(selected, graph, new=False)
         graph.__dict__.setdefault("forwards", []).append(recording)
         return selected
 
-    def replay(self, graph: Graph, recording: Recording, stream: Any) -> torch.Tensor:
-        """Run a recorded forward again. Returns what it selects."""
+    @contextmanager
+    def _recorded_in(self, graph: Graph) -> Iterator[Recording]:
+        recording, outer = Recording(self, graph), getattr(self._of_thread, "recording", None)
+        self._of_thread.recording = recording
+        try:
+            with recording:
+                yield recording
+        finally:
+            self._of_thread.recording = outer
+            # A capture runs nothing.
+            for key, content in recording.written.items():
+                _bytes_of(self.storages[key]).copy_(content)
+
+    @contextmanager
+    def capture(self, graph: Graph, pool: Any = None, **options: Any) -> Iterator[None]:
+        with super().capture(graph, pool, **options):
+            if pool is None:
+                yield
+                return
+            with self._recorded_in(graph) as whole:
+                yield
+            graph.__dict__.setdefault("forwards", [whole])
+
+    def replay_whole(self, graph: Graph) -> None:
+        """``CUDAGraph.replay()``: on the thread's current stream."""
+        with self._guard, torch.inference_mode():
+            self._poison(graph)
+            for recording in graph.__dict__["forwards"]:
+                self.replay(graph, recording, self.stream)
+
+    def _poison(self, graph: Graph) -> None:
+        for key, owner in list(self.owners.items()):
+            if owner.pool is graph.pool:
+                _bytes_of(self.storages[key]).fill_(_JUNK)
+
+    def replay(self, graph: Graph, recording: Recording, stream: Any) -> Any:
+        """Run a recorded forward again. Returns what it selects, if it is one."""
         kept = {id(workspace) for workspace in self.workspaces.values()}
         if any(workspace.pool is not graph.pool and id(workspace) not in kept for workspace in graph.workspaces):
             self.fault("a product uses a workspace that has been freed")
@@ -372,8 +399,7 @@ class Emulator(FakeGpu):
                 if ref is not None:
                     self.tensor(ref).copy_(value)
         self.replays += 1
-        assert recording.selected is not None
-        return self.tensor(recording.selected)
+        return recording.selected and self.tensor(recording.selected)
 
     def _opened(self, value: Any) -> Any:
         return self.tensor(value) if isinstance(value, Ref) else value
@@ -382,9 +408,7 @@ class Emulator(FakeGpu):
         graph: Graph = captured._graph
         stream = "lane", captured.steps[-1].stage.index, id(captured.steps[-1].stage)
         with self._guard, torch.inference_mode():
-            for key, owner in list(self.owners.items()):
-                if owner.pool is graph.pool:
-                    _bytes_of(self.storages[key]).fill_(_JUNK)
+            self._poison(graph)
             forwards = graph.__dict__["forwards"]
             assert len(forwards) == len(captured.steps)
             for step, recording in zip(captured.steps[:-1], forwards[:-1], strict=True):

@@ -24,6 +24,7 @@ from pipespec.models.quantizing import Weights
 from pipespec.observe import Report
 from pipespec.preflight.checks import check_exact
 from pipespec.preflight.devices import Devices
+from pipespec.preflight.support import cost_of_width
 from pipespec.preflight.tokenizers import tokenizer_digest
 from pipespec.process.signals import handlers_watched, raise_handlers_error
 from pipespec.registry import LOCKSTEP, WORKERS, default_schedule
@@ -194,6 +195,9 @@ class Pipeline(BasePipeline):
         # A driver in place of another has its own.
         self.config: SpeculationConfig = self._driver.config
         self.schedule = self.config.schedule
+        on_gpu = input_device(self.models[-1]).type == "cuda"
+        if on_gpu and self.config.row.has_drafts and (cost := cost_of_width(self.models[-1])) is not None:
+            warn_of(cost)
 
     def _join(self, given: Sequence[Any], config: SpeculationConfig, loading: Loading) -> None:
         """Take this rank's place in a chain whose models are in other processes."""

@@ -260,6 +260,6 @@ def _make(model: PreTrainedModel, name: str, beside: int) -> Form:
         # Only captured steps and GPUs need it.
         from pipespec.engine.fused import fused_form
 
-        return fused_form(model, WholeModel(model), exact=name == EXACT)
+        return fused_form(model, exact=name == EXACT)
     with torch.inference_mode():
         return native_form(model, lambda texts: model(input_ids=texts, use_cache=False).logits, beside)

@@ -2,7 +2,8 @@
 
 For steps that are captured in a CUDA graph. A layer takes 9 launches (two norms with the residual sums, RoPE with the append to the cache, attention,
 the activation, four products), where transformers' modules take 40. The weights are the model's own, without a copy: those of one input are merged,
-see :mod:`pipespec.models.merging`.
+see :mod:`pipespec.models.merging`. Opaque modules in the place of linear ones (quantised, or with an adapter) are called as they are: a layer of them
+takes their launches and 6 of ours.
 
 In the exact form a row's bits depend on no other row and on no number of rows: attention sums in a fixed order, and each product runs in blocks of a
 fixed number of rows. A row's logits are then a function of its text, however the text is cut into steps.
@@ -10,27 +11,27 @@ fixed number of rows. A row's logits are then a function of its text, however th
 
 from __future__ import annotations
 
+import copy
 import itertools
 import weakref
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import Form
 from pipespec.engine.form_check import check_outputs, probe, probe_cache, probe_inputs, probed
 from pipespec.engine.known import FUSED
+from pipespec.engine.own import WholeModel
 from pipespec.models import families
 from pipespec.models.families import NotReadable
 from pipespec.models.merging import check_separate, merge, merged
 from pipespec.models.parts import ModelParts
 from pipespec_kernels import ops
-from pipespec_kernels.decoder import LayerWeights
-from pipespec_kernels.formats import QuantizedMatrix
 
 BLOCKS = (64, 16, 1)
 """Rows of a product in the exact form: the first number for which no product of the model depends on a row's place. A product of one row has one
@@ -39,51 +40,43 @@ place."""
 _numbers = itertools.count(1)
 
 
-class _Matrix(NamedTuple):
-    """A matrix and its bias, each in one part, or in several that :meth:`whole` copies into one: before the merge, for the check alone."""
+class _Product(NamedTuple):
+    """Products of one input. Their matrices and biases, each in one part, or in several that :meth:`whole` copies into one: before the merge, for the
+    check alone. Where one is opaque: the modules."""
 
-    weight: tuple[torch.Tensor, ...]
-    bias: tuple[torch.Tensor, ...]
+    weight: tuple[torch.Tensor, ...] = ()
+    bias: tuple[torch.Tensor, ...] = ()
+    modules: tuple[Any, ...] = ()
 
     @classmethod
-    def of(cls, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> _Matrix:
-        given = [bias for bias in biases if bias is not None]
-        if given and len(given) < len(biases):
+    def of(cls, linears: tuple[Any, ...]) -> _Product:
+        if any(map(families.is_opaque, linears)):
+            return cls(modules=linears)
+        weights = [linear.weight.detach() for linear in linears]
+        given = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        if given and len(given) < len(linears):
             raise NotReadable("of the matrices of one input some have biases and some have none")
         whole, whole_bias = merged(weights), merged(given) if given else None
         return cls(tuple(weights) if whole is None else (whole,), tuple(given) if whole_bias is None else (whole_bias,))
 
     def whole(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias, each in one part."""
-        weight, bias = (parts[0] if len(parts) == 1 else torch.cat(parts) if parts else None for parts in self)
+        weight, bias = (
+            parts[0] if len(parts) == 1 else torch.cat(parts) if parts else None for parts in (self.weight, self.bias)
+        )
         assert weight is not None
         return weight, bias
 
 
 class _Layer(NamedTuple):
-    weights: LayerWeights
-    qkv: _Matrix
-    gate_up: _Matrix
-    o: torch.Tensor
-    down: torch.Tensor
+    """``norm``: weight behind the attention; ``head_norms``: of queries and keys, by the names of :func:`ops.rope_append`."""
 
-    @classmethod
-    def of(cls, weights: LayerWeights) -> _Layer:
-        w = weights
-        q, k, v, gate, up, o, down = (_tensor(matrix) for matrix in (w.q, w.k, w.v, w.gate, w.up, w.o, w.down))
-        return cls(
-            w,
-            _Matrix.of((q, k, v), (w.q_bias, w.k_bias, w.v_bias)),
-            _Matrix.of((gate, up), (w.gate_bias, w.up_bias)),
-            o,
-            down,
-        )
-
-
-def _tensor(matrix: torch.Tensor | QuantizedMatrix) -> torch.Tensor:
-    if isinstance(matrix, QuantizedMatrix):
-        raise NotReadable("its matrices are quantised")
-    return matrix
+    norm: torch.Tensor
+    head_norms: dict[str, Any]
+    qkv: _Product
+    o: _Product
+    gate_up: _Product
+    down: _Product
 
 
 class _Fixed(NamedTuple):
@@ -117,11 +110,16 @@ class FusedForm(Form):
 
     def __init__(self, model: PreTrainedModel, *, exact: bool = False) -> None:
         self.number = next(_numbers)
-        self._read = read = families.read(model)
-        self._layers = [_Layer.of(weights) for weights in read.layers]
+        self._read = read = families.read(model, matrices=False)
+        *products, self._head = map(_Product.of, families.products_of(model))
+        layers, each = ModelParts.of(model).layers, iter(products)
+        self._layers = [
+            _Layer(_weight(layer.post_attention_layernorm), _head_norms(layer), *four)
+            for layer, *four in zip(layers, each, each, each, each, strict=True)
+        ]
         self._norm: dict[str, Any] = {"eps": read.shape.eps, "one_plus_weight": read.shape.norm_offset == 1.0}
         # The second norm of a layer, then the first norm of the next one: each sums and normalises what comes before it.
-        self._next_norms = [*(layer.input_norm for layer in read.layers[1:]), read.norm]
+        self._first_norm, *self._next_norms = [*(_weight(layer.input_layernorm) for layer in layers), read.norm]
         self._fixed: weakref.WeakKeyDictionary[RowCache, _Fixed] = weakref.WeakKeyDictionary()
         self.block = self._rows_of_products() if exact else 0
 
@@ -132,14 +130,12 @@ class FusedForm(Form):
 
     def _rows_of_products(self) -> int:
         """The first of :data:`BLOCKS` that fits all products of the model. Of each shape, one matrix is tested."""
-        read = self._read
-        products = [(read.head, read.head_bias)]
-        for layer in self._layers:
-            weights = layer.weights
-            products += [layer.qkv.whole(), (weights.o, weights.o_bias)]
-            products += [layer.gate_up.whole(), (weights.down, weights.down_bias)]
-        shapes = {(weight.shape, weight.stride(), bias is None): (weight, bias) for weight, bias in products}
-        with torch.inference_mode(), _without_autocast(read.head.device.type):
+        products = [self._head, *(product for layer in self._layers for product in layer[2:])]
+        if any(product.modules for product in products):
+            raise NotReadable("its quantised modules, or those with an adapter, may depend on the number of rows")
+        wholes = [product.whole() for product in products]
+        shapes = {(weight.shape, weight.stride(), bias is None): (weight, bias) for weight, bias in wholes}
+        with torch.inference_mode(), _without_autocast(wholes[0][0].device.type):
             fits = (rows for rows in BLOCKS if all(is_row_independent(rows, *product) for product in shapes.values()))
             return next(fits)
 
@@ -159,7 +155,7 @@ class FusedForm(Form):
 
     def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
         read, (cos, sin, workspace) = self._read, self._fixed[cache]
-        shape, depth = read.shape, len(read.layers)
+        shape, depth = read.shape, len(self._layers)
         rows, q = tokens.shape
         n = rows * q
         # Between the attentions, a row is a column of the step, or padding up to a whole block.
@@ -172,34 +168,51 @@ class FusedForm(Form):
         attended = hidden.new_empty if len(fed) == n else hidden.new_zeros
         mixed = attended((len(fed), shape.heads * shape.head_dim))
         out = mixed[:n].view(rows, q, shape.heads, shape.head_dim).transpose(1, 2)
-        x, _ = ops.add_rms_norm(hidden, None, read.layers[0].input_norm, **self._norm)
+        x, _ = ops.add_rms_norm(hidden, None, self._first_norm, **self._norm)
         for i, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
-            weights, storage = layer.weights, (stored[i], stored[depth + i])
-            heads = self._linear(x, *layer.qkv.whole())[:n].view(rows, q, -1, shape.head_dim).transpose(1, 2)
-            queries, keys, values = heads.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
-            norms = {"q_norm": weights.q_norm, "k_norm": weights.k_norm, **self._norm}
+            storage = stored[i], stored[depth + i]
+            parts = [
+                part[:n].view(rows, q, -1, shape.head_dim).transpose(1, 2) for part in self._multiply(x, layer.qkv)
+            ]
+            kinds = shape.heads, shape.kv_heads, shape.kv_heads
+            queries, keys, values = parts if len(parts) == 3 else parts[0].split(kinds, 1)
+            norms: dict[str, Any] = {**layer.head_norms, **self._norm}
             queries = ops.rope_append(queries, keys, values, cos, sin, *storage, lengths, **norms)
             ops.verify_attention(queries, *storage, lengths, out=out, window=read.windows[i], **options)
-            x = self._linear(mixed, layer.o, weights.o_bias)
-            x, hidden = ops.add_rms_norm(x, hidden, weights.post_norm, **self._norm)
-            x = ops.silu_mul(self._linear(x, *layer.gate_up.whole()), activation=shape.activation)
-            x = self._linear(x, layer.down, weights.down_bias)
-            x, hidden = ops.add_rms_norm(x, hidden, next_norm, **self._norm)
+            x, hidden = ops.add_rms_norm(self._joined(mixed, layer.o), hidden, layer.norm, **self._norm)
+            x = ops.silu_mul(self._joined(x, layer.gate_up), activation=shape.activation)
+            x, hidden = ops.add_rms_norm(self._joined(x, layer.down), hidden, next_norm, **self._norm)
         cache.close()
         if keep < q:
             x = self._in_blocks(x[:n].view(rows, q, x.shape[1])[:, q - keep :].flatten(0, 1))
-        return self._linear(x, read.head, read.head_bias)[: rows * keep].view(rows, keep, read.head.shape[0])
+        logits = self._joined(x, self._head)
+        return logits[: rows * keep].view(rows, keep, logits.shape[1])
 
     def _in_blocks(self, x: torch.Tensor) -> torch.Tensor:
         """``x [n, ...]``, in the exact form with rows of zeros up to a whole number of blocks."""
         missing = -len(x) % self.block if self.block else 0
         return F.pad(x, (0,) * (2 * x.dim() - 1) + (missing,)) if missing else x
 
-    def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """A product of rows ``x [n, K]``, in the exact form one product per block."""
-        parts = x.split(self.block) if self.block else (x,)
-        outputs = [F.linear(part, weight, bias) for part in parts]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    def _multiply(self, x: torch.Tensor, product: _Product) -> list[torch.Tensor]:
+        """Products of rows ``x [n, K]``, in the exact form one per block; of opaque modules one each."""
+        if product.modules:
+            return [module(x) for module in product.modules]
+        outputs = [F.linear(part, *product.whole()) for part in (x.split(self.block) if self.block else (x,))]
+        return [outputs[0] if len(outputs) == 1 else torch.cat(outputs)]
+
+    def _joined(self, x: torch.Tensor, product: _Product) -> torch.Tensor:
+        outputs = self._multiply(x, product)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+
+def _weight(norm: Any) -> torch.Tensor:
+    found: torch.Tensor = norm.weight.detach()
+    return found
+
+
+def _head_norms(layer: Any) -> dict[str, Any]:
+    names = [name for name in ("q_norm", "k_norm") if hasattr(layer.self_attn, name)]
+    return {name: _weight(getattr(layer.self_attn, name)) for name in names}
 
 
 def is_row_independent(rows: int, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
@@ -230,21 +243,20 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-def fused_form(model: PreTrainedModel, modules: Form, *, exact: bool = False) -> FusedForm:
+def fused_form(model: PreTrainedModel, *, exact: bool = False) -> FusedForm:
     """The fused form of a model, after its logits agreed with those of the model's own modules, see :func:`check_outputs`.
 
     It merges the weights of the model, see :mod:`pipespec.models.merging`.
 
     Args:
         model: a known one, see :func:`pipespec.engine.known.identify`.
-        modules: calls the model as a whole.
         exact: as for :class:`FusedForm`.
 
     Raises:
         NotReadable: a part of the model has no operation here, the logits do not agree, its weights cannot be merged, or the exact form's
-            logits depend on how a text is cut into steps.
+            logits depend on how a text is cut into steps. An opaque module does not take rows as it takes a batch.
     """
-    _check(model, modules)
+    _check(model)
     groups = families.of_one_input(model)
     check_separate(model, groups)
     # No form may hold the weights of before the merge.
@@ -255,8 +267,51 @@ def fused_form(model: PreTrainedModel, modules: Form, *, exact: bool = False) ->
     return form
 
 
-def _check(model: PreTrainedModel, modules: Form) -> None:
+class _StandIn(nn.Module):
+    """In the place of an opaque module: each output is one of the inputs. Whatever the product is, what lies between the products is compared."""
+
+    places: torch.Tensor
+
+    def __init__(self, inputs: int, outputs: int, number: int, device: torch.device) -> None:
+        super().__init__()
+        # A prime and an odd offset: no two modules have one order.
+        self.register_buffer("places", (torch.arange(outputs, device=device) * 7919 + 2 * number + 1) % inputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[..., self.places]
+
+
+def _with_stand_ins(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model's modules, over the same tensors, with a :class:`_StandIn` for each opaque one, which is tried: it must give rows
+    ``[n, K]`` the bits that it gives them in a batch. The model itself where it has none."""
+    stand_ins: dict[int, nn.Module] = {}
+    dtype = model.model.norm.weight.dtype
+    names = {id(module): name for name, module in model.named_modules()}
+    noise = torch.Generator().manual_seed(0)
+    for linear in families.opaque(model):
+        name, inputs = f"{names[id(linear)]} ({type(linear).__name__})", getattr(linear, "in_features", None)
+        if not isinstance(inputs, int):
+            raise NotReadable(f"{name} does not tell its in_features")
+        x = torch.randn((2, 3, inputs), generator=noise, dtype=torch.float32, device="cpu").to(model.device, dtype)
+        own, ours = linear(x), linear(x.flatten(0, 1))
+        if ours.dtype != dtype or not ours.is_contiguous() or not torch.equal(own.flatten(0, 1), ours):
+            raise NotReadable(f"{name} does not take rows as it takes a batch")
+        stand_ins[id(linear)] = _StandIn(inputs, ours.shape[-1], len(stand_ins), x.device)
+
+    def copied(module: nn.Module) -> nn.Module:
+        if id(module) in stand_ins:
+            return stand_ins[id(module)]
+        made = copy.copy(module)
+        made._modules = {name: child and copied(child) for name, child in module._modules.items()}
+        return made
+
+    return cast("PreTrainedModel", copied(model)) if stand_ins else model
+
+
+def _check(model: PreTrainedModel) -> None:
     """Raise :class:`NotReadable` unless the logits agree. The form of the check has the operations and the sums of the later one."""
+    with torch.inference_mode(), _without_autocast(model.device.type):
+        model = _with_stand_ins(model)
     form, parts = FusedForm(model), ModelParts.of(model)
     texts = probe_inputs(parts)
 
@@ -267,7 +322,7 @@ def _check(model: PreTrainedModel, modules: Form) -> None:
 
     # Autocast holds for this call alone, and the form serves later ones.
     with torch.inference_mode(), _without_autocast(model.device.type):
-        own = logits(modules)
+        own = logits(WholeModel(model))
         try:
             ours = logits(form)
         except (TypeError, ValueError) as error:

@@ -37,6 +37,9 @@ from pipespec_kernels._native import Stamp
 NATIVE, FUSED, EXACT, OWN = "native", "fused", "exact", "own"
 """The forms of a model: the native decoder's, the fused operations over static caches, these with row-independent products, and its own modules."""
 
+CAPTURED = "captured"
+"""As the form of an identity: what the graphs of a model's modules depend on."""
+
 AUTOCAST = "autocast"
 NOT_ASKED_FOR = "native=False"
 
@@ -64,6 +67,8 @@ def identify(model: PreTrainedModel | ModelParts, form: str) -> Identity:
 
 
 def _identify(model: PreTrainedModel | ModelParts, form: str) -> Identity:
+    if form == CAPTURED:
+        return Identity(None, tuple(itertools.chain.from_iterable(map(families.state_of, model.modules()))))  # type: ignore[union-attr]
     reason = NOT_ASKED_FOR
     if form != OWN:
         try:

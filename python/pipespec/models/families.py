@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,7 +156,7 @@ def identity(model: PreTrainedModel | ModelParts, *, packed: bool = True) -> tup
     Raises:
         NotReadable: for a packed copy, the model is not on the CPU in float32 or bfloat16; it is on several devices or in training; a module
             is not of its family's classes (an adapter, a quantised layer), has hooks or a forward of its own; a parameter has a class of its
-            own.
+            own. Without a copy, :func:`opaque` modules may have other classes, and weights of any class.
     """
     try:
         return _identity(model, packed)
@@ -170,20 +170,19 @@ def _identity(model: PreTrainedModel | ModelParts, packed: bool) -> tuple[Any, .
     if packed and model.device.type != "cpu":
         raise NotReadable(f"it is on {model.device}")
     own, classes = family_of(model).classes
+    inside = set() if packed else {id(part) for linear in opaque(model) for part in linear.modules()}
     seen: list[Any] = []
     dtypes = set()
     for name, module in model.named_modules():
         kind, where = type(module), name or "the model"
         seen.append((name, kind))
-        if kind not in classes or (not packed and kind in (Int8Linear, QuantizedLinear, QuantizedEmbedding)):
+        if id(module) in inside:
+            seen += state_of(module)
+        elif kind not in classes or (not packed and kind in (Int8Linear, QuantizedLinear, QuantizedEmbedding)):
             raise NotReadable(f"{where} is of class {kind.__name__}")
-        if has_own_forward(module):
-            raise NotReadable(f"{where} has a forward of its own")
-        if has_hooks(module):
-            raise NotReadable(f"{where} has hooks or is compiled")
-        if module.training:
-            raise NotReadable(f"{where} is in training mode")
-        for parameter in module._parameters.values():
+        if (why := _changed(module)) is not None:
+            raise NotReadable(f"{where} {why}")
+        for parameter in () if id(module) in inside else module._parameters.values():
             if parameter is None:
                 continue
             # Quantised and sharded parameters have classes of their own.
@@ -202,9 +201,64 @@ def _identity(model: PreTrainedModel | ModelParts, packed: bool) -> tuple[Any, .
     return (*dtypes, *seen, *_windows_of(model if isinstance(model, ModelParts) else ModelParts.of(model)))
 
 
+def _changed(module: nn.Module) -> str | None:
+    """What an instance has that its class has not, as a phrase without a subject."""
+    if has_own_forward(module):
+        return "has a forward of its own"
+    if has_hooks(module):
+        return "has hooks or is compiled"
+    return "is in training mode" if module.training else None
+
+
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Where a tensor lies in memory, and how."""
     return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def state_of(module: nn.Module) -> Iterator[Any]:
+    """What the operations of a module's call depend on, beside its children and the values of its tensors: its numbers and names, and where its
+    tensors lie. Of other objects the identity."""
+    stack: list[Any] = [vars(module)]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, torch.Tensor):
+            yield _place(value)
+            # A tensor of another class may consist of tensors.
+            stack += [] if type(value) in (torch.Tensor, nn.Parameter, nn.Buffer) else [vars(value)]
+        elif isinstance(value, dict):
+            stack += itertools.chain.from_iterable(value.items())
+        elif isinstance(value, (list, tuple)):
+            stack += value
+        else:
+            yield value if isinstance(value, (int, float, str)) else id(value)
+
+
+def products_of(model: PreTrainedModel | ModelParts) -> Iterator[tuple[Any, ...]]:
+    """The linear modules of a model, layer by layer and then the head. Those of one input come together."""
+    parts, fused = model if isinstance(model, ModelParts) else ModelParts.of(model), family_of(model).fused
+    for layer in parts.layers:
+        attn, mlp = layer.self_attn, layer.mlp
+        yield (attn.qkv_proj,) if fused else (attn.q_proj, attn.k_proj, attn.v_proj)
+        yield (attn.o_proj,)
+        yield (mlp.gate_up_proj,) if fused else (mlp.gate_proj, mlp.up_proj)
+        yield (mlp.down_proj,)
+    yield (parts.head,)
+
+
+def is_opaque(linear: Any) -> bool:
+    """Whether a module in the place of a linear one multiplies in a way of its own: quantised, or with an adapter."""
+    own = type(linear) in (nn.Linear, Int8Linear, QuantizedLinear)
+    return not own or any(type(p) is not nn.Parameter for p in linear._parameters.values() if p is not None)
+
+
+def is_opaque_linear(module: Any) -> bool:
+    """Whether a module, wherever it is, stands for a linear one and :func:`is_opaque`."""
+    return isinstance(getattr(module, "in_features", None), int) and is_opaque(module)
+
+
+def opaque(model: PreTrainedModel | ModelParts) -> list[Any]:
+    """The linear modules of a model of which only the call is known, see :func:`is_opaque`."""
+    return [linear for linears in products_of(model) for linear in linears if is_opaque(linear)]
 
 
 @dataclass(frozen=True)
@@ -236,21 +290,21 @@ class ReadModel:
     scaled: nn.Module | None
 
 
-def read(model: PreTrainedModel | ModelParts) -> ReadModel:
-    """Read the parts of a model that :func:`identity` accepts.
+def read(model: PreTrainedModel | ModelParts, *, matrices: bool = True) -> ReadModel:
+    """Read the parts of a model that :func:`identity` accepts. ``matrices``: False: without layers and head, whose modules may be opaque.
 
     Raises:
         NotReadable: RoPE that depends on the length of the text, layers that differ in more than their weights, or attributes that are not
             where they are expected (another version of transformers).
     """
     try:
-        return _read(model if isinstance(model, ModelParts) else ModelParts.of(model), family_of(model))
+        return _read(model if isinstance(model, ModelParts) else ModelParts.of(model), family_of(model), matrices)
     except AttributeError as error:
         raise NotReadable(f"its modules have other attributes than expected ({error})") from error
 
 
-def _read(parts: ModelParts, family: Family) -> ReadModel:
-    config, head, embed = parts.config, parts.head, parts.embed
+def _read(parts: ModelParts, family: Family, matrices: bool) -> ReadModel:
+    config, head, embed = parts.config, parts.head if matrices else None, parts.embed
     is_scaled = type(embed) is not nn.Embedding and getattr(getattr(embed, "form", None), "scale", 1.0) is not None
     if embed is not None and family.embedding is not None and not is_scaled:
         # In transformers 5.0.
@@ -271,7 +325,7 @@ def _read(parts: ModelParts, family: Family) -> ReadModel:
     )
     return ReadModel(
         shape,
-        tuple(_fused(layer, shape) if family.fused else _separate(layer) for layer in parts.layers),
+        tuple(_fused(layer, shape) if family.fused else _separate(layer) for layer in parts.layers if matrices),
         _windows_of(parts),
         None if embed is None else matrix_of(embed),
         None if parts.norm is None else parts.norm.weight.detach(),
@@ -294,15 +348,11 @@ def of_one_input(model: PreTrainedModel) -> list[tuple[nn.Parameter, ...]]:
     """Parameters whose rows may be those of one matrix, or of one bias: of queries, keys and values, and of gate and up.
 
     Args:
-        model: one that :func:`read` accepts. Phi-3 has such matrices by itself, so it has no groups.
+        model: one that :func:`read` accepts. Phi-3 has such matrices by itself, so it has no groups. Nor have opaque modules.
     """
-    if family_of(model).fused:
-        return []
-    base: Any = model.model
     groups = []
-    for layer in base.layers[: model.config.num_hidden_layers]:
-        attn, mlp = layer.self_attn, layer.mlp
-        for linears in ((attn.q_proj, attn.k_proj, attn.v_proj), (mlp.gate_proj, mlp.up_proj)):
+    for linears in products_of(model):
+        if len(linears) > 1 and not any(map(is_opaque, linears)):
             groups.append(tuple(linear.weight for linear in linears))
             if linears[0].bias is not None:
                 groups.append(tuple(linear.bias for linear in linears))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -181,8 +182,25 @@ def check_capturable(models: Sequence[PreTrainedModel], *, captured: bool = True
         NotCapturable: for the first model whose step cannot. Some causes show only in the capture itself.
     """
     for name, model in zip(stage_names(len(models)), models, strict=True):
-        for part, cause in (*_not_static(model), *(_not_captured(model) if captured else ())):
+        for part, cause in _not_static(model):
             raise NotCapturable(name, part, cause)
+        if captured and compute_dtype(model) == torch.float64:
+            cause = "it computes in float64, for which there are no GPU kernels here; use float32"
+            raise NotCapturable(name, "its dtype", cause)
+
+
+def cost_of_width(model: PreTrainedModel) -> str | None:
+    """What steps of several tokens move where bitsandbytes turns whole matrices into the compute dtype for them, as a phrase; None: nothing does."""
+    kinds = ((type(module).__module__, type(module).__name__, module) for module in model.modules())
+    packed: list[Any] = [m for place, kind, m in kinds if kind == "Linear4bit" and place.startswith("bitsandbytes.")]
+    if not packed:
+        return None
+    weights, size = sum(m.in_features * m.out_features for m in packed), compute_dtype(model).itemsize
+    return (
+        f"the target is quantised with bitsandbytes in 4 bits, whose products of several tokens write each matrix in {8 * size} bits and read it again: a step "
+        f"that verifies draft tokens moves {weights * (0.5 + 2 * size) / 1e9:.1f} GB of weights, a plain one {weights / 2e9:.1f}. Use schedule='plain', "
+        "or another quantisation"
+    )
 
 
 def check_streams(models: Sequence[PreTrainedModel]) -> None:
@@ -226,26 +244,3 @@ def _not_static(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
         types = getattr(module, "rope_type", None)
         for kind in filter(is_dynamic, types.values() if isinstance(types, dict) else [types]):
             yield at, f"RoPE of type {kind!r} depends on the longest position of each forward, padding included"
-
-
-def _not_captured(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    """Parts that cannot be captured, and why."""
-    if compute_dtype(model) == torch.float64:
-        yield "its dtype", "it computes in float64, for which there are no GPU kernels here; use float32"
-    method = quantisation(model) or ""
-    part = next((at for at, module in model.named_modules() if at and _is_packed(module)), "its linear layers")
-    if method.startswith("bitsandbytes"):
-        if "8-bit" in method or "Int8" in method:
-            why = "its product selects outlier columns, and the host waits for their number"
-            yield part, f"quantised with {method}: {why}"
-    elif method and not getattr(getattr(model, "hf_quantizer", None), "is_compileable", False):
-        why = "a kernel outside of the captured stream would be lost without an error"
-        yield part, f"quantised with {method}, which transformers does not run under CUDA graphs either: {why}"
-
-
-def _is_packed(module: nn.Module) -> bool:
-    """Whether a module holds a weight in another form than torch's own layers."""
-    own = {**module._parameters, **module._buffers}
-    is_named = not {"qweight", "weight_packed", "weight_scale", "SCB"}.isdisjoint(own)
-    packed = (type(t) not in _PLAIN or t.dtype in (torch.uint8, torch.int8) for t in own.values() if t is not None)
-    return is_named or any(packed)

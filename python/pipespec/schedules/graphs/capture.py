@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 from pipespec.config import SpeculationConfig
 from pipespec.errors import NotCapturable
 from pipespec.models.compat import discard_capture, graph_handle, own_workspaces
+from pipespec.models.families import is_opaque_linear
+from pipespec.models.properties import compute_dtype
 from pipespec.process.signals import raise_handlers_error
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep
 from pipespec.schedules.graphs.shadow import PinnedMemory
@@ -38,39 +40,47 @@ _capturing: defaultdict[torch.device, threading.Lock] = defaultdict(threading.Lo
 """Held during a capture on a device. ``torch.cuda.graph`` synchronises the device as it begins, which invalidates a capture of any other thread."""
 
 
-def cuda_module(device: torch.device) -> Any:
-    """``pipespec_kernels._cuda``, for captured steps on ``device``.
+def _refused(part: str, cause: object, error: Exception | None = None) -> NotCapturable:
+    found = NotCapturable("the chain", part, str(cause).strip())
+    found.__cause__ = error
+    return found
+
+
+def check_device(device: torch.device) -> None:
+    """Check that steps on ``device`` can be captured.
 
     Raises:
-        NotCapturable: It is not there or does not load, or the device, its driver or torch cannot run captured steps.
+        NotCapturable: The device, or torch's allocator, cannot.
     """
-
-    def refused(part: str, cause: object, error: Exception | None = None) -> NotCapturable:
-        found = NotCapturable("the chain", part, str(cause).strip())
-        found.__cause__ = error
-        return found
-
     if torch.version.hip is not None:
-        raise refused("ROCm", "captured steps need a GPU of NVIDIA")
-    try:
-        from pipespec_kernels import _cuda
-    except ImportError as error:
-        raise refused("the CUDA module", error, error) from error
+        raise _refused("ROCm", "captured steps need a GPU of NVIDIA")
     major, minor = torch.cuda.get_device_capability(device)
     if 10 * major + minor < LEAST_CAPABILITY:
         least = LEAST_CAPABILITY / 10
-        raise refused(str(device), f"the kernels need compute capability {least}, and this GPU has {major}.{minor}")
+        raise _refused(str(device), f"the kernels need compute capability {least}, and this GPU has {major}.{minor}")
     if torch.cuda.get_allocator_backend() == "cudaMallocAsync":
         cause = "it has no memory pools for captures: unset PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync"
-        raise refused("torch's allocator", cause)
+        raise _refused("torch's allocator", cause)
+
+
+def cuda_module() -> Any:
+    """``pipespec_kernels._cuda``, with the kernels over the block and the launcher.
+
+    Raises:
+        NotCapturable: It is not there or does not load, or the driver does not run it.
+    """
+    try:
+        from pipespec_kernels import _cuda
+    except ImportError as error:
+        raise _refused("the CUDA module", error, error) from error
     try:
         supports, runtime = _cuda.driver_version(), _cuda.runtime_version()
     except RuntimeError as error:
-        raise refused("the driver", error, error) from error
+        raise _refused("the driver", error, error) from error
     # Within one major version any driver runs any runtime.
     if supports // 1000 < runtime // 1000:
         what = f"it supports CUDA {_dotted(supports)}, and the CUDA module has the runtime of {_dotted(runtime)}"
-        raise refused("the driver", f"{what}: update the driver, or build pipespec from source with an older nvcc")
+        raise _refused("the driver", f"{what}: update the driver, or build pipespec from source with an older nvcc")
     return _cuda
 
 
@@ -99,47 +109,57 @@ class CapturedGraph:
     """One captured graph. Keeps alive what its kernels refer to.
 
     Attributes:
-        handle: Its ``cudaGraphExec_t``.
-        steps: The steps that it contains.
+        steps: The steps that it contains; none for the graph of something else.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, steps: Sequence[RecordedStep], keep_alive: object) -> None:
-        self.handle = graph_handle(graph)
         self.steps = steps
         self._graph, self._keep_alive = graph, keep_alive
+
+    @property
+    def handle(self) -> int:
+        """Its ``cudaGraphExec_t``."""
+        return graph_handle(self._graph)
+
+    def replay(self) -> None:
+        """Launch it on torch's current stream."""
+        self._graph.replay()
 
 
 _all_resources: weakref.WeakSet[CaptureResources] = weakref.WeakSet()
 
+Part = tuple[GraphedStage, Callable[[bool], None]]
+"""A stage, and what it launches on the current stream. The argument says whether that is a warm-up."""
+
 
 class CaptureResources:
-    """What the graphs of one stage read and write beside its static buffers, and the stream that captures them.
+    """The stream that captures the graphs of one stage, and their memory.
 
     No other stage uses the stream: torch has one cuBLAS workspace per stream, whose address becomes part of the graph, and stages run
     at the same time.
 
     Args:
-        device: Of the stage.
-        priority: Of its kernels, lower first. torch instantiates graphs so that each kernel keeps the priority of the stream that captured it,
-            whatever stream the graph is launched on.
+        stage: The stage.
 
     Attributes:
+        priority: Of its kernels, lower first. torch instantiates graphs so that each kernel keeps the priority of the stream that captured it,
+            whatever stream the graph is launched on.
         stream: The stream that captures, of that priority.
+
+    Raises:
+        NotCapturable: See :func:`check_device`.
     """
 
-    def __init__(self, device: torch.device, priority: int) -> None:
-        _cuda = cuda_module(device)
-        self.device, self.priority = device, priority
-        self.scratch = torch.zeros(_cuda.STEP_SCRATCH_BYTES, dtype=torch.uint8, device=device)
-        policies = torch.zeros((_cuda.STEPS_IN_FLIGHT, 4), dtype=torch.int32, device="cpu").pin_memory()
-        self.policy = PolicyRing(policies, self.scratch)
-        self.log = torch.zeros(_cuda.STEP_LOG_BYTES, dtype=torch.uint8, device="cpu").pin_memory()
+    def __init__(self, stage: GraphedStage) -> None:
+        self.device, self.priority = stage.model.device, 0 if stage.is_target else _DRAFT_PRIORITY
+        check_device(self.device)
         self._pool: Any = None
         self._graphs: weakref.WeakSet[CapturedGraph] = weakref.WeakSet()
+        self._compared: set[tuple[int, int]] = set()
         taken = {resources.stream.cuda_stream for resources in _all_resources}
         self.stream: torch.cuda.Stream
         for _ in range(_TORCH_STREAMS):
-            self.stream = torch.cuda.Stream(device, priority=priority)
+            self.stream = torch.cuda.Stream(self.device, priority=self.priority)
             if self.stream.cuda_stream not in taken:
                 break
         _all_resources.add(self)
@@ -153,13 +173,159 @@ class CaptureResources:
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
 
-    def add(self, graph: CapturedGraph) -> None:
-        """Count a graph among those that share the pool."""
-        self._graphs.add(graph)
-
     def leave_pool(self) -> None:
         """Use another pool from here on, after a capture into this one has failed. torch may still record to it."""
         self._graphs = weakref.WeakSet()
+
+    def capture(
+        self, parts: Sequence[Part], steps: Sequence[RecordedStep] = (), keep_alive: object = None
+    ) -> CapturedGraph:
+        """Capture what the parts launch, one after the other, as one graph.
+
+        Once more, if something outside of the capture has ended it: a thread that has synchronised the whole device.
+
+        Raises:
+            NotCapturable: Names the stage and the module that the error comes from.
+        """
+        try:
+            return self._capture(parts, steps, keep_alive)
+        except NotCapturable as error:
+            if _INVALIDATED not in error.cause:
+                raise
+        return self._capture(parts, steps, keep_alive)
+
+    def _capture(self, parts: Sequence[Part], steps: Sequence[RecordedStep], keep_alive: object) -> CapturedGraph:
+        pool, graph, stream = self.pool(), torch.cuda.CUDAGraph(), self.stream
+        current, inside = parts[-1][0], "the step as a whole"
+        error: Exception | None = None
+
+        def run(warm_up: bool) -> None:
+            nonlocal current, inside
+            try:
+                for current, launch in parts:  # noqa: B007
+                    launch(warm_up)
+            except Exception:
+                inside = running[current.index].module
+                raise
+
+        with ExitStack() as trackers:
+            running = {
+                stage.index: trackers.enter_context(ModuleTracker(stage.model))
+                for stage in {stage.index: stage for stage, _ in parts}.values()
+            }
+            # The outer context restores the stream: torch does not where a capture fails to end.
+            with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)):
+                stream.wait_stream(torch.cuda.current_stream(self.device))
+                try:
+                    # The warm-up compiles kernels and makes the libraries' handles.
+                    with torch.cuda.stream(stream):
+                        run(warm_up=True)
+                        run(warm_up=True)
+                    stream.synchronize()
+                    with (
+                        _capturing[self.device],
+                        _garbage_collection_off(),
+                        own_workspaces(),
+                        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+                    ):
+                        try:
+                            run(warm_up=False)
+                        except Exception as first:
+                            error = first
+                # Ending a capture that has failed raises once more.
+                except Exception as later:
+                    error = error or later
+                if error is not None:
+                    self.leave_pool()
+                    with _capturing[self.device]:
+                        discard_capture(graph, self.device.index, pool)
+            if error is not None:
+                raise_handlers_error()
+                cause = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+                raise NotCapturable(current.name, inside, cause) from error
+        captured = CapturedGraph(graph, steps, (self, keep_alive))
+        self._graphs.add(captured)
+        return captured
+
+    def compare_opaque(self, stage: GraphedStage, rows: int) -> None:
+        """Compare the opaque modules of a stage's model, captured once and replayed on two other inputs, with their eager calls, bit by bit.
+
+        One graph has all of them, so that each uses memory in which others have written since the capture. It finds kernels that a library has launched
+        outside of the capture, and products that differ from call to call.
+
+        Args:
+            stage: The stage, prepared.
+            rows: Rows of the products.
+
+        Raises:
+            NotCapturable: Names the first module whose bits differ, or that cannot be captured.
+        """
+        if (stage.buffers.weights, rows) in self._compared:
+            return
+        model, outputs = stage.model, list[torch.Tensor]()
+        modules = {name: module for name, module in model.named_modules() if is_opaque_linear(module)}
+        sizes, dtype = {module.in_features for module in modules.values()}, compute_dtype(model)
+        noise = torch.Generator().manual_seed(0)
+        with torch.inference_mode(False), torch.no_grad():
+            inputs = {size: torch.zeros((rows, size), dtype=dtype, device=self.device) for size in sizes}
+
+            def multiply(warm_up: bool) -> None:
+                outputs[:] = [module(inputs[module.in_features]) for module in modules.values()]
+
+            captured = self.capture([(stage, multiply)]) if modules else None
+            replayed = list(outputs)
+            for _ in range(2 * (captured is not None)):
+                for size, x in inputs.items():
+                    x.copy_(torch.randn((rows, size), generator=noise, dtype=torch.float32, device="cpu"))
+                captured.replay()  # type: ignore[union-attr]
+                multiply(True)
+                for (name, module), own, ours in zip(modules.items(), outputs, replayed, strict=True):
+                    if not torch.equal(own, ours):
+                        cause = "replayed on other inputs, its product has other bits than in an eager call"
+                        raise NotCapturable(stage.name, f"{name} ({type(module).__name__})", cause)
+        self._compared.add((stage.buffers.weights, rows))
+
+
+class CapturedBody:
+    """Forward and selection of a stage as a graph of its own, of which the host takes the plan and the commit.
+
+    Args:
+        resources: Of the stage.
+        stage: The stage, prepared.
+        width: Columns of the step.
+
+    Raises:
+        NotCapturable: See :meth:`CaptureResources.capture`.
+    """
+
+    def __init__(self, resources: CaptureResources, stage: GraphedStage, width: int) -> None:
+        cache, self._stream = stage.buffers.cache, resources.stream
+        resources.compare_opaque(stage, cache.rows * width)
+        host = torch.zeros(cache.rows * (width + 3), dtype=torch.int32, device="cpu").pin_memory()
+        self._host, self._device = host, host.to(resources.device, copy=True)
+        self._selected = torch.empty((cache.rows, width), dtype=torch.int32, device="cpu").pin_memory()
+        sizes = [cache.rows * width, *[cache.rows] * 3]
+        tokens, kv, *counts = self._device.split(sizes)
+        given = tokens.view(cache.rows, width), kv, *counts
+
+        def run(warm_up: bool) -> None:
+            if warm_up:
+                # Without a selection. The cache's end holds no text.
+                self._device.zero_()
+                kv.fill_(cache.capacity - width)
+            self._output = stage.body(*given)
+
+        self._captured = resources.capture([(stage, run)])
+
+    def __call__(self, *given: torch.Tensor) -> torch.Tensor:
+        """:meth:`GraphedStage.body` of tensors of the host. Waits for the step."""
+        torch.cat([tensor.reshape(-1) for tensor in given], out=self._host)
+        with torch.cuda.stream(self._stream):
+            self._device.copy_(self._host, non_blocking=True)
+            self._captured.replay()
+            self._selected.copy_(self._output, non_blocking=True)
+        self._stream.synchronize()
+        return self._selected
 
 
 class CaptureContext:
@@ -178,9 +344,14 @@ class CaptureContext:
         assert isinstance(shadow.memory, PinnedMemory)
         self.layout = layout
         self.shadow, self.stages = shadow, stages
-        self.resources = [
-            CaptureResources(stage.model.device, 0 if stage.is_target else _DRAFT_PRIORITY) for stage in stages
-        ]
+        self.resources = [CaptureResources(stage) for stage in stages]
+        _cuda = cuda_module()
+        self._policies, self._logs = [], []
+        for resources in self.resources:
+            policies = torch.zeros((_cuda.STEPS_IN_FLIGHT, 4), dtype=torch.int32, device="cpu").pin_memory()
+            scratch = torch.zeros(_cuda.STEP_SCRATCH_BYTES, dtype=torch.uint8, device=resources.device)
+            self._policies.append(PolicyRing(policies, scratch))
+            self._logs.append(torch.zeros(_cuda.STEP_LOG_BYTES, dtype=torch.uint8, device="cpu").pin_memory())
         self._pinned = shadow.memory.tensor
         devices = {stage.model.device for stage in stages}
         self._block = self._pinned.to(devices.pop()) if len(devices) == 1 else self._pinned
@@ -191,79 +362,21 @@ class CaptureContext:
         self._block.copy_(self._pinned)
 
     def capture(self, key: GraphKey) -> CapturedGraph:
-        """Capture the steps of ``key`` as one graph, over the static buffers that the stages use at present.
-
-        Once more, if something outside of the capture has ended it: a thread that has synchronised the whole device.
-
-        Raises:
-            NotCapturable: Names the stage and the module that the error comes from.
-        """
-        try:
-            return self._capture(key)
-        except NotCapturable as error:
-            if _INVALIDATED not in error.cause:
-                raise
-        return self._capture(key)
-
-    def _capture(self, key: GraphKey) -> CapturedGraph:
+        """Capture the steps of ``key`` as one graph, over the static buffers that the stages use at present. Raises as :meth:`CaptureResources.capture`."""
         steps = self._recorded_steps(key)
-        last = steps[-1]
-        resources = self.resources[key.launched.stage]
-        pool = resources.pool()
-        graph = torch.cuda.CUDAGraph()
-        current = last
-        inside: str | None = None
-
-        def run(warm_up: bool) -> None:
-            nonlocal current, inside
-            try:
-                last.port.open(resources.scratch)
-                for current in steps:
-                    current(warm_up)
-                last.port.close(self._pinned, resources.scratch, resources.log)
-            except Exception:
-                inside = running[current.stage.index].module
-                raise
-
-        with ExitStack() as trackers:
-            running = {
-                step.stage.index: trackers.enter_context(ModuleTracker(step.stage.model))
-                for step in {step.stage.index: step for step in steps}.values()
-            }
-            stream = resources.stream
-            error: Exception | None = None
-            # The outer context restores the stream: torch does not where a capture fails to end.
-            with torch.cuda.device(resources.device), torch.cuda.stream(torch.cuda.current_stream(resources.device)):
-                stream.wait_stream(torch.cuda.current_stream(resources.device))
-                try:
-                    # The warm-up compiles kernels and makes the libraries' handles.
-                    with torch.cuda.stream(stream):
-                        run(warm_up=True)
-                        run(warm_up=True)
-                    stream.synchronize()
-                    with (
-                        _capturing[resources.device],
-                        _garbage_collection_off(),
-                        own_workspaces(),
-                        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-                    ):
-                        try:
-                            run(warm_up=False)
-                        except Exception as first:
-                            error = first
-                    captured = CapturedGraph(graph, steps, (resources, self._block, self._pinned))
-                # Ending a capture that has failed raises once more.
-                except Exception as later:
-                    error = error or later
-                if error is not None:
-                    resources.leave_pool()
-                    with _capturing[resources.device]:
-                        discard_capture(graph, resources.device.index, pool)
-            if error is not None:
-                raise_handlers_error()
-                cause = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
-                raise NotCapturable(current.stage.name, inside or "the step as a whole", cause) from error
-        resources.add(captured)
+        for step in steps:
+            self.resources[step.stage.index].compare_opaque(step.stage, step.stage.buffers.cache.rows * step.port.width)
+        last, policy, log = steps[-1], self._policies[key.launched.stage], self._logs[key.launched.stage]
+        parts: list[Part] = [
+            (last.stage, lambda _: last.port.open(policy.scratch)),
+            *((step.stage, step) for step in steps),
+            (last.stage, lambda _: last.port.close(self._pinned, policy.scratch, log)),
+        ]
+        captured = self.resources[key.launched.stage].capture(parts, steps, (policy, log, self._block, self._pinned))
+        try:
+            _ = captured.handle
+        except RuntimeError as error:
+            raise _refused("torch", error, error) from error
         return captured
 
     def _recorded_steps(self, key: GraphKey) -> list[RecordedStep]:
@@ -275,7 +388,7 @@ class CaptureContext:
             stage, resources = self.stages[step.stage], self.resources[step.stage]
             # The launcher writes the policies of the stage that it launches. The others' policy is part of the graph.
             is_launched = step.stage == key.launched.stage
-            policy = resources.policy if is_launched else None
+            policy = self._policies[step.stage] if is_launched else None
             rows = stage.buffers.cache.rows
             port = DevicePort(self._block, step.stage, step.width, resources.device, rows=rows, policy=policy)
             if not is_launched:
@@ -292,15 +405,15 @@ class CaptureContext:
         Raises:
             NotCapturable: The CUDA module refuses the device or the driver.
         """
-        _cuda = cuda_module(self.resources[-1].device)
+        _cuda = cuda_module()
         entries = []
-        for resources, own in zip(self.resources, graphs, strict=True):
+        for resources, policy, log, own in zip(self.resources, self._policies, self._logs, graphs, strict=True):
             entry = _cuda.StageGraphs()
             entry.device = resources.device.index
             entry.priority = resources.priority
             entry.widths, entry.graphs = [width for width, _ in own], [graph.handle for _, graph in own]
-            entry.block, entry.policies = self._block.data_ptr(), resources.policy.policies.data_ptr()
-            entry.scratch, entry.log = resources.scratch.data_ptr(), resources.log.data_ptr()
+            entry.block, entry.policies = self._block.data_ptr(), policy.policies.data_ptr()
+            entry.scratch, entry.log = policy.scratch.data_ptr(), log.data_ptr()
             entries.append(entry)
         try:
             native = _cuda.CudaLauncher(self.shadow.memory.address, entries)

@@ -34,7 +34,7 @@ from pipespec.schedules.lockstep import LockstepDriver, prefill, run_in_turn
 from pipespec_kernels.state import StateBlock
 
 if TYPE_CHECKING:
-    from pipespec.schedules.graphs.capture import CaptureContext, CapturedGraph
+    from pipespec.schedules.graphs.capture import CaptureContext, CapturedGraph, CaptureResources
 
 _MAX_GRAPHS = 16
 """Graphs that a stage keeps for one number of rows, beyond those of the present call. One of an 8B model takes about half a megabyte."""
@@ -81,7 +81,8 @@ class GraphedDriver(Driver):
     It has graphed stages over one block, the attention that their models borrow until :meth:`close`, a scheduler that launches the steps, and on
     GPUs a capture context. A call that needs the host (see :func:`host_reason`) runs in lockstep, on the same stages.
 
-    On GPUs the constructor captures the smallest steps, so that a model that cannot be captured is found before the first call.
+    On GPUs the constructor captures the smallest steps, so that a model that cannot be captured is found before the first call. Where one cannot, or there
+    are no kernels over the block, the host plans and commits: each step of the other models is a graph of its own.
 
     Subclasses define which steps form a graph (:meth:`graph_keys`), and how the steps run on a CPU (:meth:`_run_on_host`).
 
@@ -93,11 +94,12 @@ class GraphedDriver(Driver):
         on_gpu: Whether the models are on GPUs.
         failed_drafts: Drafts that failed in the present call.
         scheduled: The scheduler, from call to call.
-        context: What the present graphs were captured with; None on a CPU and before the first capture.
+        context: What the present graphs were captured with; None on a CPU, before the first capture, and where the host takes part.
+        refused: By index, why a model's steps run without graphs.
 
     Raises:
         ValueError: Some models are on GPUs and others on the CPU, or with ``exact`` the target has no exact form.
-        NotCapturable: A step cannot become a CUDA graph, or a model does not accept the attention.
+        NotCapturable: No step can become a CUDA graph, or a model does not accept the attention.
     """
 
     block: HostShadow
@@ -109,6 +111,9 @@ class GraphedDriver(Driver):
         self._devices = [model.device for model in models]
         self._attention: BorrowedAttention | None = BorrowedAttention(models)
         self.context: CaptureContext | None = None
+        self._resources: list[CaptureResources] = []
+        self._by_host = not self.on_gpu
+        self.refused: dict[int, NotCapturable] = {}
         self._ran_captured = False
         self.failed_drafts: set[int] = set()
         super().__init__(models, config)
@@ -159,7 +164,7 @@ class GraphedDriver(Driver):
 
     @abstractmethod
     def _run_on_host(self, request: GenerationRequest) -> None:
-        """Take the steps of a call on a CPU, after the prefill."""
+        """Take the steps of a call where the host plans and commits, after the prefill."""
 
     def _graph_key(self, steps: Sequence[StageStep], lookahead: tuple[int, ...] = ()) -> GraphKey:
         return GraphKey.of(steps, [stage.buffers for stage in self._stages], lookahead)
@@ -191,10 +196,14 @@ class GraphedDriver(Driver):
             return
         self._ran_captured = True
         try:
-            if self.on_gpu:
-                self._run_scheduled(request)
-            else:
+            for device in {model.device for model in self.models} if self.on_gpu else ():
+                # The prefill ran on torch's stream. The stages have streams of their own. A wait for the whole device would invalidate the capture
+                # of another thread.
+                torch.cuda.current_stream(device).synchronize()
+            if self._by_host:
                 self._run_on_host(request)
+            else:
+                self._run_scheduled(request)
             self._read_record(request)
         finally:
             if self.context is not None:
@@ -242,11 +251,6 @@ class GraphedDriver(Driver):
 
     def _run_scheduled(self, request: GenerationRequest) -> None:
         """Let the scheduler run the stages."""
-        if self.on_gpu:
-            # The prefill ran on torch's stream. The stages have streams of their own. A wait for the whole device would invalidate the capture of
-            # another thread.
-            for device in {model.device for model in self.models}:
-                torch.cuda.current_stream(device).synchronize()
         self.scheduled.run(self._lookahead(), lambda: self._committed(request), self.draft_failed)
 
     def _committed(self, request: GenerationRequest) -> None:
@@ -287,6 +291,9 @@ class GraphedDriver(Driver):
         """
         from pipespec.schedules.graphs.capture import CaptureContext
 
+        if self._by_host:
+            self._capture_bodies()
+            return
         layout = self.block.memory.address, self.block.rows, self.block.capacity
         if self.context is None or self.context.layout != layout:
             # The old copy of the block is released before the allocation.
@@ -309,11 +316,36 @@ class GraphedDriver(Driver):
             launched[key.launched.stage].append((key.launched.width, graph))
         handles = tuple(tuple((width, graph.handle) for width, graph in own) for own in launched)
         self.scheduled.use(handles, lambda: context.launcher(launched), self._lookahead(), ahead=_AHEAD)
-        for i, own in enumerate(launched):
-            if (why := why_by_modules(self._stages[i])) is not None and self.config.native:
+        self._keep_last([len(own) for own in launched])
+
+    def _capture_bodies(self) -> None:
+        """Capture the steps that a call lacks, each as a graph of its own. A model that cannot be captured runs without."""
+        from pipespec.schedules.graphs.capture import CapturedBody, CaptureResources
+
+        self._resources = self._resources or [CaptureResources(stage) for stage in self._stages]
+        steps = dict.fromkeys(step for key in self.graph_keys() for step in key.steps)
+        for i, width in steps:
+            stage = self._stages[i]
+            graphs, key = stage.buffers.graphs, stage.key(width)
+            try:
+                if i not in self.refused:
+                    graphs[key] = graphs.pop(key, None) or CapturedBody(self._resources[i], stage, width)
+            except NotCapturable as error:
+                self.refused[i] = error
+                graphs.clear()
+        if len(self.refused) == len(self._stages):
+            raise self.refused[len(self._stages) - 1]
+        for refusal in self.refused.values():
+            self.warn_slower(f"{refusal}; its steps run without a graph between the graphs of the others")
+        self._keep_last([sum(step.stage == i for step in steps) for i in range(len(self._stages))])
+
+    def _keep_last(self, present: Sequence[int]) -> None:
+        """Drop the graphs that were launched last long ago, but for those of the present call, so many per stage."""
+        for stage, number in zip(self._stages, present, strict=True):
+            if stage.index not in self.refused and (why := why_by_modules(stage)) is not None and self.config.native:
                 self.warn_slower(why)
-            graphs = self._stages[i].buffers.graphs
-            for key in list(graphs)[: -max(_MAX_GRAPHS, len(own))]:
+            graphs = stage.buffers.graphs
+            for key in list(graphs)[: -max(_MAX_GRAPHS, number)]:
                 del graphs[key]
 
     def _graphs_launched_with(self, key: GraphKey) -> dict[GraphKey, CapturedGraph]:
@@ -345,7 +377,16 @@ class GraphedDriver(Driver):
             with torch.inference_mode(False), torch.no_grad():
                 for stage in self._stages:
                     stage.prepare(inputs)
-                self.capture()
+                try:
+                    self.capture()
+                except NotCapturable as error:
+                    self._by_host = True
+                    self._drop_graphs()
+                    self.capture()
+                    if not self.refused:
+                        self.warn_slower(
+                            f"{error}; the host plans and commits each step, whose forward alone is a graph"
+                        )
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, NotCapturable) or not is_out_of_memory(error):
                 raise

@@ -59,7 +59,8 @@ def round_steps(config: SpeculationConfig) -> list[StageStep]:
 
 
 class RoundsDriver(GraphedDriver):
-    """Runs lockstep, or with one model plain decoding, in rounds. On a GPU a round is one graph; all stages are on the same GPU.
+    """Runs lockstep, or with one model plain decoding, in rounds. On a GPU a round is one graph, or where the host takes part, each step is one; all stages
+    are on the same GPU.
 
     On a GPU, a new lookahead holds from the next call on, since the lookahead is part of the graph.
 
@@ -106,7 +107,7 @@ class RoundsDriver(GraphedDriver):
             with nullcontext() if is_target else draft_errors(functools.partial(self.draft_failed, step.stage)):
                 action = port.plan()
                 if action == Action.STEP:
-                    port.commit(stage.body(port.tokens, port.kv, port.num_draft_tokens, port.n_select))
+                    port.commit(stage.body_on_host(port.tokens, port.kv, port.num_draft_tokens, port.n_select))
         return action
 
 

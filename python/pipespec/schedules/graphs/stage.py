@@ -18,11 +18,12 @@ from transformers import PreTrainedModel
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import choose_fused, forward
 from pipespec.engine.inputs import StageInputs, stage_names, static_capacity
+from pipespec.engine.known import CAPTURED, identify
 from pipespec.engine.sampler import ScoreRecord
 from pipespec.engine.stage import Stage
 from pipespec.preflight.checks import check_exact
 from pipespec.preflight.memory import HEADROOM
-from pipespec.schedules.graphs.buffers import StaticBuffers, StaticSampler
+from pipespec.schedules.graphs.buffers import GraphKey, StageStep, StaticBuffers, StaticSampler
 from pipespec_kernels import _native
 from pipespec_kernels.state import StateBlock
 
@@ -101,8 +102,7 @@ class GraphedStage(Stage):
         if self._exact:
             check_exact(self.model, captured=True)
         form = choose_fused(self.model, exact=self._exact) if self._native else None
-        tensors = itertools.chain(self.model.parameters(), self.model.buffers())
-        weights = hash((form and form.number, self.model.training, *(tensor.data_ptr() for tensor in tensors)))
+        weights = hash((form and form.number, identify(self.model, CAPTURED).seen))
         self._current = None
         found = self._buffers.pop(rows, None)
         if found is None or not found.cache.fits(rows, capacity) or not found.cache.matches(self.model):
@@ -114,7 +114,7 @@ class GraphedStage(Stage):
             sampler = StaticSampler(rows, cache.device, self.is_target)
             found = StaticBuffers(cache, sampler, next(_versions), weights, {})
         elif found.weights != weights:
-            # The graphs read the old weights, or the tables of another form, or belong to another mode.
+            # The graphs read the old weights, or the tables of another form, or have other numbers of the modules.
             found = found._replace(version=next(_versions), weights=weights, graphs={})
         self._buffers[rows] = self._current = found
         if form is not None:
@@ -232,6 +232,18 @@ class GraphedStage(Stage):
         if logits.shape[2] > self._scored:
             logits = logits[:, :, : self._scored]
         return self.buffers.sampler(logits, tokens, kv, n_select, num_draft_tokens)
+
+    def key(self, width: int) -> GraphKey:
+        """Of the graph that is one step of this stage."""
+        return GraphKey.of([StageStep(0, width)], [self.buffers])
+
+    def body_on_host(self, *given: Tensor) -> Tensor:
+        """:meth:`body` of tensors of the host, which waits for the device: through a graph of its own if there is one."""
+        graph = self.buffers.graphs.get(self.key(given[0].shape[1]))
+        if graph is not None:
+            found: Tensor = graph(*given)
+            return found
+        return self.body(*(tensor.to(self.model.device) for tensor in given)).cpu()
 
     def check_drawn(self) -> None:
         """See :meth:`StaticSampler.check_drawn`."""

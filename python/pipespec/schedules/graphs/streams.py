@@ -60,7 +60,7 @@ class StreamsDriver(GraphedDriver):
             assert stage is not None
             try:
                 arrays = (given.tokens, given.kv, given.num_draft_tokens, given.n_select)
-                selected = stage.body(*(torch.from_numpy(array) for array in arrays))
+                selected = stage.body_on_host(*(torch.from_numpy(array) for array in arrays))
                 torch.from_numpy(given.selected).copy_(selected)
             except BaseException as error:
                 errors[stage.index] = error
