@@ -96,7 +96,7 @@ def problems(env: dict[str, Any]) -> list[str]:
     elif cuda["error"] and has_gpu:
         found.append(
             "There is a GPU, but pipespec was built without its CUDA module: "
-            "install the CUDA toolkit (nvcc) and install pipespec again with PIPESPEC_CUDA=on."
+            "install the CUDA toolkit (nvcc) and install pipespec again with PIPESPEC_CUDA=on. Until then the host takes part in each captured step."
         )
     if cuda["driver"] and not cuda["error"] and cuda["device_error"]:
         found.append(f"An NVIDIA driver is loaded, but {cuda['device_error']}: the driver may be too old for CUDA 13.")

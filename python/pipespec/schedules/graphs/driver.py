@@ -331,7 +331,8 @@ class GraphedDriver(Driver):
                 if i not in self.refused:
                     graphs[key] = graphs.pop(key, None) or CapturedBody(self._resources[i], stage, width)
             except NotCapturable as error:
-                self.refused[i] = error
+                # Without its traceback, which holds the memory of the capture.
+                self.refused[i] = NotCapturable(error.stage, error.part, error.cause)
                 graphs.clear()
         if len(self.refused) == len(self._stages):
             raise self.refused[len(self._stages) - 1]
