@@ -196,7 +196,7 @@ class Pipeline(BasePipeline):
         self.config: SpeculationConfig = self._driver.config
         self.schedule = self.config.schedule
         on_gpu = input_device(self.models[-1]).type == "cuda"
-        if on_gpu and self.config.row.has_drafts and (cost := cost_of_width(self.models[-1])) is not None:
+        if on_gpu and self.config.schedule_row.has_drafts and (cost := cost_of_width(self.models[-1])) is not None:
             warn_of(cost)
 
     def _join(self, given: Sequence[Any], config: SpeculationConfig, loading: Loading) -> None:
