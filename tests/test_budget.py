@@ -67,7 +67,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 78, 14_210
+MODULES, LINES = 78, 14_260
 """Most modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 

@@ -195,9 +195,6 @@ class Pipeline(BasePipeline):
         # A driver in place of another has its own.
         self.config: SpeculationConfig = self._driver.config
         self.schedule = self.config.schedule
-        on_gpu = input_device(self.models[-1]).type == "cuda"
-        if on_gpu and self.config.schedule_row.has_drafts and (cost := cost_of_width(self.models[-1])) is not None:
-            warn_of(cost)
 
     def _join(self, given: Sequence[Any], config: SpeculationConfig, loading: Loading) -> None:
         """Take this rank's place in a chain whose models are in other processes."""
@@ -231,6 +228,9 @@ class Pipeline(BasePipeline):
             fallback = SpeculationConfig.of(num_drafts, schedule=LOCKSTEP.name, **options)
         config = SpeculationConfig.of(num_drafts, schedule=schedule, **options)
         _check_form(chain.models, config)
+        on_gpu = input_device(chain.models[-1]).type == "cuda"
+        if on_gpu and config.row.has_drafts and (cost := cost_of_width(chain.models[-1])) is not None:
+            warn_of(cost)
         if self._follows:
             from pipespec.schedules.follower import FollowerDriver
 

@@ -329,6 +329,25 @@ class CapturedBody:
         return self._selected
 
 
+def capture_bodies(
+    resources: Sequence[CaptureResources],
+    stages: Sequence[GraphedStage],
+    steps: Sequence[StageStep],
+    refused: dict[int, NotCapturable],
+) -> None:
+    """Capture the steps that a call lacks, each as a graph of its own. A stage that cannot be captured joins ``refused``."""
+    for i, width in steps:
+        stage = stages[i]
+        graphs, key = stage.buffers.graphs, stage.key(width)
+        try:
+            if i not in refused:
+                graphs[key] = graphs.pop(key, None) or CapturedBody(resources[i], stage, width)
+        except NotCapturable as error:
+            # Without its traceback, which holds the memory of the capture.
+            refused[i] = NotCapturable(error.stage, error.part, error.cause)
+            graphs.clear()
+
+
 class CaptureContext:
     """Captures the graphs of a chain over one state block, and builds the scheduler's launcher for them.
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from pipespec.config import SpeculationConfig
 from pipespec.engine.forward import described
 from pipespec.engine.inputs import StageInputs
+from pipespec.engine.sampler import ScoreRecord
 from pipespec.engine.sampling import SamplingParams
 from pipespec.errors import NotCapturable
 from pipespec.models.loading import is_out_of_memory
@@ -75,6 +76,47 @@ def why_by_modules(stage: GraphedStage) -> str | None:
     )
 
 
+def why_not_prepared(drafts: Sequence[GraphedStage], inputs: StageInputs, reason: str | None) -> str | None:
+    """Prepare the drafts of a call. Returns why it cannot run in captured steps: ``reason`` if there is one."""
+    for stage in drafts:
+        try:
+            stage.prepare(inputs)
+        except Exception as error:
+            raise_handlers_error()
+            reason = reason or f"{stage.name} cannot be prepared ({type(error).__name__}: {error})"
+    return reason
+
+
+def why_not_recorded(target: GraphedStage, record: ScoreRecord, inputs: StageInputs) -> str | None:
+    """Let the captured steps of a call fill ``record``. Returns why they cannot."""
+    try:
+        target.keep(record, inputs)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return f"no room to record the logits of all tokens at fixed addresses ({error}); lower max_new_tokens"
+    return None
+
+
+def wait_for_prefill(models: Sequence[PreTrainedModel]) -> None:
+    """Wait for torch's streams, which have run the prefill: the stages have streams of their own.
+
+    A wait for the whole device would invalidate the capture of another thread.
+    """
+    for device in {model.device for model in models}:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def drop_stale_graphs(stages: Sequence[GraphedStage]) -> bool:
+    """Drop graphs over another stage's static buffers that have been replaced. Returns whether there were any."""
+    buffers = [buffers for stage in stages for buffers in stage.all_buffers()]
+    versions = {b.version for b in buffers}
+    stale = [(b.graphs, key) for b in buffers for key in b.graphs if not versions.issuperset(key.versions)]
+    for graphs, key in stale:
+        del graphs[key]
+    return bool(stale)
+
+
 class GraphedDriver(Driver):
     """Runs steps that need no host: captured graphs on GPUs, the same code without capture on a CPU.
 
@@ -117,15 +159,9 @@ class GraphedDriver(Driver):
         self._ran_captured = False
         self.failed_drafts: set[int] = set()
         super().__init__(models, config)
+        exact, last = config.exact, len(models) - 1
         self._stages = [
-            GraphedStage(
-                model,
-                self.block,
-                i,
-                self._trace_of(i),
-                native=config.native,
-                exact=config.exact and i == len(models) - 1,
-            )
+            GraphedStage(model, self.block, i, self._trace_of(i), native=config.native, exact=exact and i == last)
             for i, model in enumerate(models)
         ]
         for i in range(len(models)):
@@ -196,10 +232,8 @@ class GraphedDriver(Driver):
             return
         self._ran_captured = True
         try:
-            for device in {model.device for model in self.models} if self.on_gpu else ():
-                # The prefill ran on torch's stream. The stages have streams of their own. A wait for the whole device would invalidate the capture
-                # of another thread.
-                torch.cuda.current_stream(device).synchronize()
+            if self.on_gpu:
+                wait_for_prefill(self.models)
             if self._by_host:
                 self._run_on_host(request)
             else:
@@ -220,21 +254,9 @@ class GraphedDriver(Driver):
         with torch.inference_mode(False), torch.no_grad():
             self.target.prepare(request.inputs)
             reason = host_reason(request, self.models[-1].device.type)
-            for stage in self._stages[:-1]:
-                try:
-                    stage.prepare(draft_inputs)
-                except Exception as error:
-                    raise_handlers_error()
-                    reason = reason or f"{stage.name} cannot be prepared ({type(error).__name__}: {error})"
+            reason = why_not_prepared(self._stages[:-1], draft_inputs, reason)
             if reason is None and request.record is not None:
-                try:
-                    self.target.keep(request.record, request.inputs)
-                except (MemoryError, RuntimeError) as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    reason = (
-                        f"no room to record the logits of all tokens at fixed addresses ({error}); lower max_new_tokens"
-                    )
+                reason = why_not_recorded(self.target, request.record, request.inputs)
             if reason is not None:
                 return reason
             self._ensure(request)
@@ -300,7 +322,9 @@ class GraphedDriver(Driver):
             self._drop_graphs()
             self.context = CaptureContext(self.block, self._stages, layout)
         context = self.context
-        self._drop_stale_graphs()
+        if drop_stale_graphs(self._stages):
+            # Its launcher may hold them.
+            self.scheduled.drop()
         keys = self.graph_keys()
         missing = [key for key in keys if key not in self._graphs_launched_with(key)]
         if missing:
@@ -320,20 +344,11 @@ class GraphedDriver(Driver):
 
     def _capture_bodies(self) -> None:
         """Capture the steps that a call lacks, each as a graph of its own. A model that cannot be captured runs without."""
-        from pipespec.schedules.graphs.capture import CapturedBody, CaptureResources
+        from pipespec.schedules.graphs.capture import CaptureResources, capture_bodies
 
         self._resources = self._resources or [CaptureResources(stage) for stage in self._stages]
-        steps = dict.fromkeys(step for key in self.graph_keys() for step in key.steps)
-        for i, width in steps:
-            stage = self._stages[i]
-            graphs, key = stage.buffers.graphs, stage.key(width)
-            try:
-                if i not in self.refused:
-                    graphs[key] = graphs.pop(key, None) or CapturedBody(self._resources[i], stage, width)
-            except NotCapturable as error:
-                # Without its traceback, which holds the memory of the capture.
-                self.refused[i] = NotCapturable(error.stage, error.part, error.cause)
-                graphs.clear()
+        steps = list(dict.fromkeys(step for key in self.graph_keys() for step in key.steps))
+        capture_bodies(self._resources, self._stages, steps, self.refused)
         if len(self.refused) == len(self._stages):
             raise self.refused[len(self._stages) - 1]
         for refusal in self.refused.values():
@@ -341,28 +356,15 @@ class GraphedDriver(Driver):
         self._keep_last([sum(step.stage == i for step in steps) for i in range(len(self._stages))])
 
     def _keep_last(self, present: Sequence[int]) -> None:
-        """Drop the graphs that were launched last long ago, but for those of the present call, so many per stage."""
+        """Drop the graphs that were launched long ago, but for those of the present call, so many per stage."""
         for stage, number in zip(self._stages, present, strict=True):
             if stage.index not in self.refused and (why := why_by_modules(stage)) is not None and self.config.native:
                 self.warn_slower(why)
-            graphs = stage.buffers.graphs
-            for key in list(graphs)[: -max(_MAX_GRAPHS, number)]:
-                del graphs[key]
+            for key in list(stage.buffers.graphs)[: -max(_MAX_GRAPHS, number)]:
+                del stage.buffers.graphs[key]
 
     def _graphs_launched_with(self, key: GraphKey) -> dict[GraphKey, CapturedGraph]:
         return self._stages[key.launched.stage].buffers.graphs
-
-    def _drop_stale_graphs(self) -> None:
-        """Drop graphs over another stage's static buffers that have been replaced."""
-        buffers = [buffers for stage in self._stages for buffers in stage.all_buffers()]
-        versions = {b.version for b in buffers}
-        for graphs in (b.graphs for b in buffers):
-            stale = [key for key in graphs if not versions.issuperset(key.versions)]
-            for key in stale:
-                del graphs[key]
-            if stale:
-                # Its launcher may hold them.
-                self.scheduled.drop()
 
     def _drop_graphs(self) -> None:
         self.scheduled.drop()
