@@ -17,6 +17,7 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.features import Features
 from pipespec.engine.values import Checksums
 from pipespec.models.families import NotReadable
+from pipespec.models.properties import weight_bytes
 from tests.conftest import DEVICE, VOCABULARY, left_pad, random_prompts
 from tests.pipespec import heads
 from tests.support.grammars import Classes
@@ -90,6 +91,23 @@ def test_a_saved_head_is_the_same_head(target, folder, tmp_path) -> None:
     kept = again.state_dict()
     assert all(torch.equal(value, kept[name]) for name, value in head.state_dict().items())
     assert HeadConfig.load(tmp_path).features == (2, 4, 5)
+
+
+def test_a_head_takes_no_more_bytes_than_its_steps_need(folder, target, tmp_path) -> None:
+    """Of a saved head the embedding is stored, too; training stores float32."""
+    DraftHead.load(folder, target).save(tmp_path, target)
+    in_16_bits = heads.make_target().bfloat16()
+    for model, expected in ((target, torch.float32), (in_16_bits, torch.bfloat16)):
+        head = DraftHead.load(tmp_path, model)
+        assert {p.dtype for p in head.parameters()} == {expected}
+        assert {p.dtype for p in DraftHead.load(tmp_path, model, "float32").parameters()} == {torch.float32}
+        read = [p for name, p in head.named_parameters() if not name.startswith("embed_tokens")]
+        size = sum(p.numel() for p in read) * expected.itemsize
+        assert size <= head.step_bytes <= size + 8 * heads.DRAFTED + 64  # and the buffers
+        with Pipeline(model, tmp_path) as pipe:
+            assert pipe._driver.controller._relative_cost == head.step_bytes / weight_bytes(model)
+    head.half().save(tmp_path / "half", target)
+    assert DraftHead.load(tmp_path / "half", target).dtype == torch.float16
 
 
 def test_a_model_is_no_head(tmp_path) -> None:

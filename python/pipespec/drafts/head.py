@@ -26,7 +26,7 @@ from pipespec.models.devices import input_device
 from pipespec.models.families import NotReadable
 from pipespec.models.loading import DAMAGE
 from pipespec.models.parts import ModelParts
-from pipespec.models.properties import embedding_size, text_config
+from pipespec.models.properties import compute_dtype, embedding_size, text_config, weight_bytes
 from pipespec.models.quantizing import check_place, put_in_blocks, rest_in_float32
 from pipespec.process.records import parse_json
 
@@ -248,7 +248,7 @@ class DraftHead(nn.Module):
         Args:
             folder: of either format, or a hub name.
             target: whose embedding it uses where it has none of its own.
-            dtype: of its weights; ``"auto"``: as they are stored.
+            dtype: of its weights; ``"auto"``: as they are stored, or the target's where that is smaller.
 
         Raises:
             FileNotFoundError: the folder holds no head.
@@ -261,8 +261,9 @@ class DraftHead(nn.Module):
         head = cls(config, has_embedding="embed_tokens.weight" in weights)
         head.fill(weights)
         head.map_vocabulary(**mapping)
-        stored = weights["fc.weight"].dtype if dtype == "auto" else dtype
-        head.to(getattr(torch, stored) if isinstance(stored, str) else stored)
+        if dtype == "auto":
+            dtype = min(weights["fc.weight"].dtype, compute_dtype(target), key=lambda each: each.itemsize)
+        head.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         head.borrow(target)
         return head.to(input_device(target)).eval()
 
@@ -360,6 +361,11 @@ class DraftHead(nn.Module):
         if self.config.norm_output:
             raise NotReadable("its next slot reads the output behind the last norm")
         return ModelParts(self.block, list(self.layers), 0, self.rotary_emb, None, self.norm, self.lm_head)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of the weights that a step reads. Of its own embedding it reads rows."""
+        return weight_bytes(self) - (0 if self.embed_tokens is None else weight_bytes(self.embed_tokens))
 
     @property
     def dtype(self) -> torch.dtype:

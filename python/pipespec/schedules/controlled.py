@@ -35,7 +35,7 @@ class ControlledDriver(LockstepDriver):
         self._last: NgramStage | None = None
         if config.ngram is not None:
             self._last = NgramStage(config.ngram, self.block, self._trace_of(index), index=index)
-        sizes = [weight_bytes(model) for model in models]
+        sizes = [model.step_bytes if model is config.head else weight_bytes(model) for model in models]
         self.controller = Controller(sum(sizes[:-1]) / sizes[-1] if len(models) > 1 else None)
 
     def _index_of(self, model: int) -> int:
