@@ -229,7 +229,7 @@ class Pipeline(BasePipeline):
         config = SpeculationConfig.of(num_drafts, schedule=schedule, **options)
         _check_form(chain.models, config)
         on_gpu = input_device(chain.models[-1]).type == "cuda"
-        if on_gpu and config.row.has_drafts and (cost := cost_of_width(chain.models[-1])) is not None:
+        if on_gpu and config.schedule_row.has_drafts and (cost := cost_of_width(chain.models[-1])) is not None:
             warn_of(cost)
         if self._follows:
             from pipespec.schedules.follower import FollowerDriver
