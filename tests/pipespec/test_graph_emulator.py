@@ -18,6 +18,7 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import release
 from pipespec.schedules.graphs import buffers, stage
 from pipespec.schedules.graphs import capture as capturing
+from pipespec.schedules.graphs import driver as driving
 from pipespec.schedules.graphs.driver import GraphedDriver
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec import checkpoints
@@ -349,10 +350,7 @@ def graphs_of_a_cache_that_has_grown(patch, gpu):
 
 @fault("is not ordered behind")
 def no_wait_for_the_prefill(patch, gpu):
-    def run(driver, request):
-        driver.scheduled.run(driver._lookahead(), lambda: driver._committed(request), driver.draft_failed)
-
-    patch.setattr(GraphedDriver, "_run_scheduled", run)
+    patch.setattr(driving, "wait_for_prefill", lambda models: None)
     yield "greedy"
 
 
