@@ -35,7 +35,7 @@ from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
 from pipespec.engine.inputs import stage_names
 from pipespec.engine.known import one_call, why_unknown
-from pipespec.errors import CallState, DoesNotFit, NotKnown, run_user_code
+from pipespec.errors import CallState, DoesNotFit, NotKnown
 from pipespec.models.compat import lost_arguments
 from pipespec.models.devices import LayerDevices
 from pipespec.models.rope import reset_rope
@@ -422,8 +422,7 @@ class BasePipeline:
             self.partial = None
             try:
                 if not call_options.prompt_streamed:
-                    with run_user_code():
-                        generation.progress.stream_prompt()
+                    generation.progress.stream_prompt()
                 self._leave_parent()  # the streamer may have forked
                 with self._leading(generation):
                     self._driver.run(request)

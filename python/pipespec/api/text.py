@@ -11,6 +11,7 @@ import torch
 
 from pipespec.engine.callers import call_with_ids
 from pipespec.engine.sampler import ScoreRecord
+from pipespec.errors import run_user_code
 from pipespec.process import shutdown
 from pipespec.schedules.request import TextSource
 
@@ -134,7 +135,8 @@ class Stream:
 
     def put_prompt(self) -> None:
         # In one statement: after an error the streamer has the prompt if and only if this says so.
-        _, self.has_prompt = self._streamer.put(self._text.input_ids.cpu()), True
+        with run_user_code():
+            _, self.has_prompt = self._streamer.put(self._text.input_ids.cpu()), True
 
     def _put(self, tokens: list[int], is_first: bool) -> None:
         if self._check_model is not None and not is_first:
