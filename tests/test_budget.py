@@ -21,7 +21,7 @@ PYTHON = ("python/pipespec", "pipespec_kernels", "bench", "tools")
 FOLDERS = {
     "csrc": 13_485,
     "pipespec_kernels": 8_600,
-    "python/pipespec": 33_045,
+    "python/pipespec": 33_055,
     "bench": 8_515,
     "tools": 1_460,
     "tests": 55_305,
@@ -67,7 +67,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 78, 14_290
+MODULES, LINES = 78, 14_295
 """Most modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 

@@ -509,8 +509,8 @@ def with_wrong_rope(monkeypatch):
 def with_wrong_shape(monkeypatch, **wrong):
     right = families._read
 
-    def read(model, family):
-        found = right(model, family)
+    def read(*given):
+        found = right(*given)
         return dataclasses.replace(found, shape=dataclasses.replace(found.shape, **wrong))
 
     monkeypatch.setattr(families, "_read", read)

@@ -49,6 +49,10 @@ class CachedText:
         native: whether the model may run in the native form.
     """
 
+    reads_last = True
+    """Whether a native forward that reads prompts also reads their last tokens, where they begin and end alike. The first step then verifies no
+    draft tokens. So not with rejection sampling, whose text would depend on the other rows of the batch."""
+
     def __init__(self, model: PreTrainedModel, *, native: bool = True) -> None:
         self.model = model
         self._native = native
@@ -301,7 +305,8 @@ class CachedText:
     def _can_read_last(self, cache: RowCache, begin: list[int], end: list[int]) -> bool:
         """Whether a forward of several columns gives the logits behind each prompt, with the bits of a forward of its last token."""
         return (
-            self._group is None
+            self.reads_last
+            and self._group is None
             and len(set(begin)) == len(set(end)) == 1
             and begin[0] < end[0]
             and not cache.is_recurrent

@@ -62,6 +62,8 @@ class Stage(CachedText):
         self._trace = trace
         self._ngram = ngram
         self._acceptance = acceptance
+        if acceptance is not None:
+            self.reads_last = False
         self._confidence, self._in_turn = confidence, in_turn
         # It continues with what earlier calls taught it.
         self._policy = _native.GainPolicy() if confidence and index == block.target else None
