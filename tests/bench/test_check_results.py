@@ -56,6 +56,17 @@ def test_current_until_a_source_changes(root: Path, capsys: pytest.CaptureFixtur
     assert last[:7] in out
 
 
+def test_results_of_hardware_elsewhere_may_be_older(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured(root, "a.json", machine={"commit": commit(root, source="1")})
+    commit(root, source="2")
+    monkeypatch.setattr(check_results, "ELSEWHERE", {"a.json"})
+    status, out = run(root, capsys)
+    assert status == 0
+    assert out.startswith("older    bench/results/a.json")
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
