@@ -24,7 +24,7 @@ FOLDERS = {
     "python/pipespec": 33_055,
     "bench": 8_515,
     "tools": 1_460,
-    "tests": 55_305,
+    "tests": 55_320,
 }
 """Most lines of C++, CUDA and Python. The design's goals of the first five: 12,500, 8,000, 20,000, 7,000 and 1,200."""
 
