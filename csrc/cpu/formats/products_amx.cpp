@@ -45,31 +45,25 @@ struct alignas(64) TileConfig {
   uint8_t rows[16];
 };
 
-// The tiles of this thread, and what they were before: oneDNN keeps its own from call to call.
-class Tiles {
- public:
-  // Tiles of sums, from `inputs` on of `depth` inputs, from `weights` on of that many weights.
-  Tiles(int inputs, int weights, uint8_t depth) {
-    asm volatile("sttilecfg %0" : "=m"(before_));
-    TileConfig config{};
-    config.palette = 1;
-    for (int i = 0; i < 8; ++i) config.bytes_per_row[i] = 64, config.rows[i] = kRows;
-    for (int i = inputs; i < weights; ++i) config.bytes_per_row[i] = depth;
-    for (int i = weights; i < 8; ++i) config.rows[i] = depth / 4;
-    asm volatile("ldtilecfg %0" ::"m"(config));
-  }
-  ~Tiles() {
-    if (before_.palette == 0)
-      asm volatile("tilerelease");
-    else
-      asm volatile("ldtilecfg %0" ::"m"(before_));
-  }
-  Tiles(const Tiles&) = delete;
-  Tiles& operator=(const Tiles&) = delete;
+// Sets up the tiles of this thread: sums, from `inputs` on of `depth` inputs, from `weights` on of
+// that many weights. Returns what they were: oneDNN keeps its own from call to call.
+inline TileConfig use_tiles(int inputs, int weights, uint8_t depth) {
+  TileConfig before, config{};
+  asm volatile("sttilecfg %0" : "=m"(before));
+  config.palette = 1;
+  for (int i = 0; i < 8; ++i) config.bytes_per_row[i] = 64, config.rows[i] = kRows;
+  for (int i = inputs; i < weights; ++i) config.bytes_per_row[i] = depth;
+  for (int i = weights; i < 8; ++i) config.rows[i] = depth / 4;
+  asm volatile("ldtilecfg %0" ::"m"(config));
+  return before;
+}
 
- private:
-  TileConfig before_;
-};
+inline void restore_tiles(const TileConfig& before) {
+  if (before.palette == 0)
+    asm volatile("tilerelease");
+  else
+    asm volatile("ldtilecfg %0" ::"m"(before));
+}
 
 // A block of 256 weights of 16 outputs: codes times sub-scales, which have up to 13 bits, as low
 // bytes and signed high bytes. Rows of 64 bytes have 4 inputs of each output, as a tile takes them.
@@ -204,10 +198,11 @@ inline void all_products(Blocks256<kBits>, const unsigned char* panels, int64_t 
   using B = Blocks256<kBits>;
   const int64_t blocks = inputs / 256, panel_bytes = blocks * B::chunk_bytes(1);
   const Inputs256* x = static_cast<const Inputs256*>(tile);
-  const Tiles tiles(kInputs, kWeights, 64);
+  const TileConfig before = use_tiles(kInputs, kWeights, 64);
   for (int64_t b = 0; b < blocks; ++b, x += columns, panels += B::chunk_bytes(1))
     for (int64_t p = 0; p < panel_count; ++p)
       add_panel<kBits>(panels + p * panel_bytes, x, columns, b == 0, out + 16 * p, out_stride);
+  restore_tiles(before);
 }
 
 // Some blocks of 32 of a panel, codes less their offset.
@@ -292,7 +287,7 @@ inline void all_products(Blocks32<kBits, kOffset, kMinimum>, const unsigned char
   const int64_t panel_bytes = blocks / B::kChunkBlocks * B::chunk_bytes(B::kChunkBlocks) +
                               (rest ? B::chunk_bytes(rest) : 0);
   const Inputs32* x = static_cast<const Inputs32*>(tile);
-  const Tiles tiles(3, 4, 32);
+  const TileConfig before = use_tiles(3, 4, 32);
   for (int64_t b = 0; b < blocks;) {
     const int64_t count = blocks - b >= 4 ? 4 : 1;
     for (int64_t p = 0; p < panel_count; ++p)
@@ -300,6 +295,7 @@ inline void all_products(Blocks32<kBits, kOffset, kMinimum>, const unsigned char
                                                          columns, out + 16 * p, out_stride);
     b += count, x += count * columns;
   }
+  restore_tiles(before);
 }
 
 template <class B, Format kFormat>
@@ -311,20 +307,27 @@ void tile_product(const unsigned char* panels, int64_t inputs, int64_t panel_cou
                                                 out_stride);
 }
 
+void round32(const float* x, int64_t inputs, int64_t columns, void* out) {
+  vnni_packed_kernels()->round32(x, inputs, columns, out);
+}
+
+void round256(const float* x, int64_t inputs, int64_t columns, void* out) {
+  vnni_packed_kernels()->round256(x, inputs, columns, out);
+}
+
+constexpr PackedKernels kKernels = {
+    "amx",
+    kMaxTileColumns,
+    round32,
+    round256,
+    {tile_product<Q8_0, Format::kQ8_0>, tile_product<Q4_0, Format::kQ4_0>,
+     tile_product<Q4_1, Format::kQ4_1>, tile_product<Q5_0, Format::kQ5_0>,
+     tile_product<Q5_1, Format::kQ5_1>, tile_product<Q4_K, Format::kQ4_K>,
+     tile_product<Q5_K, Format::kQ5_K>, tile_product<Q6_K, Format::kQ6_K>}};
+
 }  // namespace
 
-const PackedKernels* amx_packed_kernels() {
-  static const PackedKernels kernels = {
-      "amx",
-      kMaxTileColumns,
-      vnni_packed_kernels()->round32,
-      vnni_packed_kernels()->round256,
-      {tile_product<Q8_0, Format::kQ8_0>, tile_product<Q4_0, Format::kQ4_0>,
-       tile_product<Q4_1, Format::kQ4_1>, tile_product<Q5_0, Format::kQ5_0>,
-       tile_product<Q5_1, Format::kQ5_1>, tile_product<Q4_K, Format::kQ4_K>,
-       tile_product<Q5_K, Format::kQ5_K>, tile_product<Q6_K, Format::kQ6_K>}};
-  return &kernels;
-}
+const PackedKernels* amx_packed_kernels() { return &kKernels; }
 
 }  // namespace pipespec::cpu
 
