@@ -71,7 +71,10 @@ void block(const Chunk& chunk, const float* x, int64_t x_stride, float* out, int
 #pragma GCC unroll 8
     for (int p = 0; p < kPanels; ++p) {
       typename V::F weights[kVectors<V>];
-      Weights::load(w + p / kGroupPanels * group_bytes + p % kGroupPanels * kPanelBytes, weights);
+      const unsigned char* const at =
+          w + p / kGroupPanels * group_bytes + p % kGroupPanels * kPanelBytes;
+      if (p % kGroupPanels * kPanelBytes % 64 == 0) __builtin_prefetch(at + kPrefetchBytes);
+      Weights::load(at, weights);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         const typename V::F xr = V::broadcast(x[r * x_stride + k]);

@@ -13,12 +13,15 @@ namespace pipespec::cpu {
 
 // Outputs per panel of packed weights, and panels per group; the last group of a matrix may have
 // fewer. A group holds for each input the 16 weights of each of its panels, so that a product reads
-// it front to back: hardware prefetches one stream of addresses as far ahead as memory is away.
-// 16-bit weights are bfloat16, and outputs i and i + 8 of a panel share the 32-bit word i: a shift
-// gives the former as float32, a mask the latter. Weights of 8 and 32 bits lie in the order of the
-// outputs.
+// it front to back. 16-bit weights are bfloat16, and outputs i and i + 8 of a panel share the
+// 32-bit word i: a shift gives the former as float32, a mask the latter. Weights of 8 and 32 bits
+// lie in the order of the outputs.
 inline constexpr int64_t kPanelOutputs = 16;
 inline constexpr int64_t kGroupPanels = 4;
+
+// Products ask for the weights this many bytes before they multiply by them. The hardware alone
+// does not keep enough lines in flight: it stops at each page of 4096 bytes.
+inline constexpr int64_t kPrefetchBytes = 4096;
 
 enum class Activation : int { kSilu = 0, kGeluTanh = 1, kGelu = 2 };
 

@@ -143,9 +143,8 @@ template <class V, int kColumns, int kBits, int kSub>
 inline void sub_block(const SubScales<V, kBits>& scales, const unsigned char* codes,
                       const Inputs256* x, int64_t columns, typename V::I* sums) {
   // The first sub-block counts the scales, too.
-  if (kColumns == 0)
-    V::template prefetch<Slice<kBits>::kBytes + (kSub == 0 ? Blocks256<kBits>::scale_bytes(1) : 0)>(
-        codes - (kSub == 0 ? Blocks256<kBits>::scale_bytes(1) : 0));
+  V::template prefetch<Slice<kBits>::kBytes + (kSub == 0 ? Blocks256<kBits>::scale_bytes(1) : 0)>(
+      codes - (kSub == 0 ? Blocks256<kBits>::scale_bytes(1) : 0));
   typename V::Bytes w[8];
   Slice<kBits>::template unpack<V>(codes, w);
   const auto scale = scales.template get<kBits == 6 ? 2 * kSub : kSub>();

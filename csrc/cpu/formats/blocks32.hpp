@@ -98,7 +98,7 @@ inline void panel_product(Blocks32<kBits, kOffset, kMinimum>, const unsigned cha
     const unsigned char* scales = panel;
     const unsigned char* codes = panel + B::scale_bytes(blocks);
     for (int64_t b = 0; b < blocks; ++b) {
-      if (kColumns == 0) V::template prefetch<Slice<kBits>::kBytes>(codes);
+      V::template prefetch<Slice<kBits>::kBytes>(codes);
 #pragma GCC unroll 4
       for (int part = 0; part < kParts; ++part) {
         typename V::Bytes w[8];

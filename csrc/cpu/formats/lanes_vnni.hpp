@@ -4,6 +4,7 @@
 
 #include <stdint.h>
 
+#include "../decoder_kernels.hpp"
 #include "../lanes_avx512.hpp"
 
 namespace pipespec::cpu {
@@ -14,12 +15,11 @@ struct Vnni : Avx512 {
   using Avx512::add;
   using Avx512::multiply;
   static constexpr bool kSignedBytes = false;
-  static constexpr int64_t kAhead = 4096;
 
   template <int64_t kBytes>
   static void prefetch(const unsigned char* p) {
 #pragma GCC unroll 64
-    for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(p + kAhead + i);
+    for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(p + kPrefetchBytes + i);
   }
   static Bytes load_bytes(const unsigned char* p) { return _mm512_load_si512(p); }
   static I load_words(const unsigned char* p) { return _mm512_load_si512(p); }

@@ -1,4 +1,5 @@
 // Products with packed weights for AVX2.
+#include "../decoder_kernels.hpp"
 #include "packed.hpp"
 
 #if defined(__AVX2__) && defined(__F16C__) && defined(__FMA__)
@@ -14,12 +15,11 @@ struct PackedAvx2 : Avx2 {
   using Avx2::add;
   using Avx2::multiply;
   static constexpr bool kSignedBytes = true;
-  static constexpr int64_t kAhead = 4096;
 
   template <int64_t kBytes>
   static void prefetch(const unsigned char* p) {
 #pragma GCC unroll 64
-    for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(p + kAhead + i);
+    for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(p + kPrefetchBytes + i);
   }
   static Bytes load_bytes(const unsigned char* p) {
     return _mm256_load_si256(reinterpret_cast<const __m256i*>(p));
