@@ -23,7 +23,7 @@ OPTIONS = {
 }
 """The options of :class:`pipespec.config.SpeculationConfig` that some schedules do not take, and how messages call them."""
 
-UNCAPTURED = frozenset({"ngram", "head", "translation", "confidence", "acceptance"})
+UNCAPTURED = frozenset({"ngram", "translation", "confidence", "acceptance"})
 """Options that no captured step takes."""
 
 EXCLUDED = {
@@ -165,7 +165,7 @@ def default_schedule(
     places: int | None = None,
     *,
     light: bool = False,
-    translated: bool = False,
+    uncaptured: bool = False,
     whole: bool = True,
     coupled: bool = True,
     controlled: bool = False,
@@ -180,7 +180,7 @@ def default_schedule(
     | with rejection sampling | ``"lockstep"`` |
     | no drafts | ``"plain"`` |
     | an n-gram index or a draft head, and no other draft | ``"lockstep"``, as there are no steps to overlap |
-    | all on one GPU | ``"lockstep"``, captured rounds |
+    | all on one GPU, a draft head included | ``"lockstep"``, captured rounds |
     | all on GPUs, more than one | ``"streams"`` |
     | all on the CPU, and a NUMA node for each stage | ``"workers"`` |
     | the target on a GPU, the drafts on the CPU, and a core for each stage | ``"workers"`` |
@@ -195,7 +195,7 @@ def default_schedule(
         places: Where stages do not share a memory bus: NUMA nodes on whose cores this process may run; for a target on a GPU, its cores. None: as the
             operating system reports.
         light: Whether the first draft is an n-gram index, or a draft a head, which is where the target is.
-        translated: Whether the first draft has another tokenizer than the target.
+        uncaptured: Whether no captured step takes the first draft: an n-gram index, or one with another tokenizer than the target's.
         whole: Whether each model lies whole on one device: not split, offloaded or sharded over processes.
         coupled: Whether the target accepts draft tokens by coupled sampling.
         controlled: Whether the controller may choose the number of draft tokens in ``"lockstep"``, so that an n-gram index may join.
@@ -205,7 +205,7 @@ def default_schedule(
     """
     *drafts, target = devices
     on_gpus, on_cpu = (all(device.startswith(kind) for device in devices) for kind in ("cuda", "cpu"))
-    captured = (on_gpus and whole if graphs is None else graphs) and not (light or translated)
+    captured = (on_gpus and whole if graphs is None else graphs) and not uncaptured
     if not coupled:
         return LOCKSTEP.name, bool(graphs), False
     if places is None:

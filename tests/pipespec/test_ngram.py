@@ -252,8 +252,8 @@ def test_defaults(model):
         pipe.generate(torch.tensor([[5, 6, 5, 6]]), max_new_tokens=4)
         assert [stage.name for stage in pipe.report.stages] == ["target"]
     assert default_schedule(["cpu"], light=True) == ("lockstep", False, False)
-    assert default_schedule(["cuda:0"], light=True) == ("lockstep", False, False)
-    assert default_schedule(["cuda:0", "cuda:0"], light=True) == ("lockstep", False, False)
+    assert default_schedule(["cuda:0"], light=True, uncaptured=True) == ("lockstep", False, False)
+    assert default_schedule(["cuda:0", "cuda:0"], light=True, uncaptured=True) == ("lockstep", False, False)
     assert default_schedule(["cpu", "cpu"], places=2, light=True) == ("workers", False, False)
 
 

@@ -228,6 +228,6 @@ def test_refused_chains(target, tokenizer, other, folder):
 
 
 def test_defaults():
-    assert default_schedule(["cuda:0", "cuda:0"], translated=True) == ("lockstep", False, False)
-    assert default_schedule(["cpu", "cpu"], places=1, translated=True) == ("lockstep", False, False)
+    assert default_schedule(["cuda:0", "cuda:0"], uncaptured=True) == ("lockstep", False, False)
+    assert default_schedule(["cpu", "cpu"], places=1, uncaptured=True) == ("lockstep", False, False)
     assert SpeculationConfig.of(1, schedule="plain", translation=object()).translation is None

@@ -218,7 +218,7 @@ class Pipeline(BasePipeline):
                 [str(input_device(model)) for model in chain.models],
                 options["graphs"],
                 light=options["ngram"] is not None or chain.head is not None,
-                translated=chain.translation is not None,
+                uncaptured=options["ngram"] is not None or chain.translation is not None,
                 whole=all(why_not_whole(model) is None for model in chain.models),
                 coupled=options["acceptance"] == "coupled",
                 controlled=in_turn.controlled and options["ngram"] is None and self._group is None,

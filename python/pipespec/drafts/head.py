@@ -376,10 +376,14 @@ class DraftHead(nn.Module):
     def device(self) -> torch.device:
         return self.norm.weight.device
 
+    @property
+    def embedding(self) -> Any:
+        """The module that embeds: its own, or the target's."""
+        return self._borrowed[0] if self.embed_tokens is None else self.embed_tokens
+
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embeddings ``[rows, q, H]`` of ``tokens [rows, q]``, ids of the target."""
-        module = self._borrowed[0] if self.embed_tokens is None else self.embed_tokens
-        return module(tokens).to(self.dtype)
+        return self.embedding(tokens).to(self.dtype)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """States ``[..., H]`` of the target's ``features [..., count * target_hidden]``."""

@@ -38,6 +38,7 @@ class HeadStage(Stage):
     may_defer = True
     _decoder: NativeForm | None = None
     _packed = False
+    _source: Stage
     _known: list[int]
     """Per row, slots with features of the target."""
 
@@ -74,10 +75,11 @@ class HeadStage(Stage):
 
     def _open(self, inputs: StageInputs) -> tuple[RowCache, list[int]]:
         prompts, rows = inputs.prompts, len(inputs.prompts)
-        self._device, self._clamp, self._ids = self.model.device, None, inputs.vocabulary
-        self._chunk, self._began = inputs.chunk, False
-        cache, known = self._cache, [0] * rows
-        if cache is not None and inputs.reuse and cache.rows == rows and cache.device == self._device:
+        self._device, self._chunk, self._began = self.model.device, inputs.chunk, False
+        self._fit_vocabulary(inputs.vocabulary)
+        before, known = self._cache, [0] * rows
+        cache = self._cache_for(inputs, known)
+        if cache is before and inputs.reuse:
             for row, prompt in enumerate(prompts):
                 # Slot s has read the tokens up to s + 1.
                 read = self._skipped[row] + self._known[row] + 1
@@ -85,9 +87,6 @@ class HeadStage(Stage):
                 known[row] = max(0, same - 1 - self._skipped[row])
         else:
             self._skipped = [0] * rows
-            self._cache = cache = RowCache(
-                self.model.block, rows, inputs.capacity, dtype=self.model.dtype, device=self._device
-            )
         self._known = known
         self._text = np.zeros((rows, inputs.most), dtype=np.int32)
         for row, prompt in enumerate(prompts):
@@ -96,6 +95,16 @@ class HeadStage(Stage):
         dtype = self.model.dtype if self._decoder is None else torch.float32
         self._states = torch.zeros((rows, self.model.block.hidden_size), dtype=dtype, device=self._device)
         return cache, known
+
+    def _fit_vocabulary(self, target_vocabulary: int) -> None:
+        self._clamp, self._ids = None, target_vocabulary
+
+    def _cache_for(self, inputs: StageInputs, held: list[int]) -> RowCache:
+        cache, rows, device = self._cache, len(inputs.prompts), self.model.device
+        if cache is None or not inputs.reuse or cache.rows != rows or cache.device != device:
+            cache = RowCache(self.model.block, rows, inputs.capacity, dtype=self.model.dtype, device=device)
+        self._cache = cache
+        return cache
 
     def _read(self, inputs: StageInputs, cache: RowCache, held: list[int], *, selects: bool) -> tuple[int, int]:
         return 0, 0
@@ -108,14 +117,17 @@ class HeadStage(Stage):
     def _plan(self, lookahead: int, max_draft_tokens: int, may_wait: bool) -> Action:
         action = super()._plan(lookahead, 0, False)
         if action == Action.STEP and not self._began:
-            begin = self._features().begin
-            for row, at in enumerate(begin):
-                if at != self._skipped[row]:
-                    self._known[row], self._skipped[row] = 0, at
-            if any(self.block.length(self.block.target, row) - 1 <= at for row, at in enumerate(begin)):
+            self._begin_behind_others()
+            if any(self.block.length(self.block.target, row) - 1 <= at for row, at in enumerate(self._skipped)):
                 return Action.IDLE  # nothing was published yet; the next plan gives the tokens once more
             self._began = True
         return action
+
+    def _begin_behind_others(self) -> None:
+        """Begin at each row's first position with features."""
+        for row, at in enumerate(self._features().begin):
+            if at != self._skipped[row]:
+                self._known[row], self._skipped[row] = 0, at
 
     def _features(self) -> Features:
         cache = self._source.cache
@@ -134,15 +146,19 @@ class HeadStage(Stage):
         self._run_slots(cache)
         logits = self._logits()
         first = self._first_selecting()
-        width = fed.shape[1] - first
-        at = torch.from_numpy(np.maximum(self._n_select.astype(np.int64) - 1 - first, 0)).to(logits.device)
-        wide = logits.new_full((self._rows, width * self._ids), -torch.inf)
-        wide.scatter_(1, at[:, None] * self._ids + self.model.ids, logits)
-        return wide.view(self._rows, width, self._ids), first
+        column = torch.from_numpy(self._n_select - (1 + first)).to(logits.device)
+        return self._widened(logits, column, fed.shape[1] - first), first
+
+    def _widened(self, logits: torch.Tensor, column: torch.Tensor, width: int) -> torch.Tensor:
+        """Logits ``[rows, width, vocabulary]``, of which each row has its own ``[draft_vocabulary]`` in one column; below 0: in the first one."""
+        rows, size = len(logits), self._ids
+        wide = logits.new_full((rows, width * size), -torch.inf)
+        wide.scatter_(1, column.clamp(min=0)[:, None] * size + self.model.ids, logits)
+        return wide.view(rows, width, size)
 
     def _run_slots(self, cache: RowCache) -> None:
         """Run the slots of the rows that select up to their newest token, and keep the last outputs."""
-        block, features = self.block, self._features()
+        block = self.block
         selects = [int(n) > 0 for n in self._n_select]
         # Slots with features, and all slots.
         known = [block.length(block.target, row) - 1 - skipped for row, skipped in enumerate(self._skipped)]
@@ -153,22 +169,27 @@ class HeadStage(Stage):
                 for row, n in enumerate(cache.lengths)
             ]
         )
+        self._run_to(cache, known, [end if chosen else 0 for end, chosen in zip(ends, selects, strict=True)])
+
+    def _run_to(self, cache: RowCache, known: Sequence[int], ends: Sequence[int]) -> None:
+        """Run the slots of each row up to ``ends[r]``, of which ``known[r]`` have features."""
+        features = self._features()
         while True:
             begin = cache.lengths
             counts = [
-                0 if not selects[row] else known[row] - n if n < known[row] else min(1, ends[row] - n)
+                min(known[row], ends[row]) - n if n < known[row] else min(1, ends[row] - n)
                 for row, n in enumerate(begin)
             ]
-            if (q := min(self._chunk, max(counts))) <= 0:
+            if max(counts) <= 0:
                 return
-            counts = [min(n, q) for n in counts]
-            self._grow(cache, max(begin) + q)
-            self._run_columns(cache, features, known, counts)
+            self._grow(cache, max(begin) + 1)
+            q = min(self._chunk, max(counts), cache.capacity - max(begin))
+            self._run_columns(cache, features, known, [max(0, min(n, q)) for n in counts])
 
     def _run_columns(self, cache: RowCache, features: Features, known: Sequence[int], counts: Sequence[int]) -> None:
         """One forward of the head over the next ``counts[r]`` slots of each row: all with features, or one without."""
         head, q, begin = self.model, max(counts), cache.lengths
-        tokens = torch.zeros((self._rows, q), dtype=torch.int64)
+        tokens = torch.zeros((cache.rows, q), dtype=torch.int64)
         spans = [(at + skipped, n) for at, n, skipped in zip(begin, counts, self._skipped, strict=True)]
         for row, (slot, n) in enumerate(spans):
             tokens[row, :n] = torch.from_numpy(self._text[row, slot + 1 : slot + 1 + n])

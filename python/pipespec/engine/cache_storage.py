@@ -162,6 +162,11 @@ class RowLengths:
         """Tokens held per row, int32 ``[rows]`` on ``device``: those that it follows, else always the same tensor; see ``sync()``."""
         return self._lengths_on[self._device] if self._followed is None else self._followed
 
+    @property
+    def first_positions(self) -> Sequence[int] | torch.Tensor:
+        """Per row, the position of a forward's first column; of a static cache on the device, where the forward writes it."""
+        return self.device_lengths if self._static else self.lengths
+
     def follow(self, lengths: torch.Tensor) -> None:
         """Read the lengths at which forwards begin from a tensor that the device writes, without a copy. For a static cache.
 

@@ -169,6 +169,7 @@ class FusedForm(Form):
         mixed = attended((len(fed), shape.heads * shape.head_dim))
         out = mixed[:n].view(rows, q, shape.heads, shape.head_dim).transpose(1, 2)
         x, _ = ops.add_rms_norm(hidden, None, self._first_norm, **self._norm)
+        features, streams = cache.features, {0: hidden}
         for i, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
             storage = stored[i], stored[depth + i]
             parts = [
@@ -182,6 +183,10 @@ class FusedForm(Form):
             x, hidden = ops.add_rms_norm(self._joined(mixed, layer.o), hidden, layer.norm, **self._norm)
             x = ops.silu_mul(self._joined(x, layer.gate_up), activation=shape.activation)
             x, hidden = ops.add_rms_norm(self._joined(x, layer.down), hidden, next_norm, **self._norm)
+            if features is not None and i + 1 in features.layers:
+                streams[i + 1] = hidden
+        if features is not None:
+            features.record(lengths, {index: hidden[:n].view(rows, q, -1) for index, hidden in streams.items()})
         cache.close()
         if keep < q:
             x = self._in_blocks(x[:n].view(rows, q, x.shape[1])[:, q - keep :].flatten(0, 1))

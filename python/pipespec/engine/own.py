@@ -40,7 +40,7 @@ class WholeModel(Form):
             else:
                 mask = cache.masks_by_type(q) if self._masks_by_type else cache.mask(q, window=cache.windows[0])
         # logits_to_keep=0 would compute all of them.
-        features, lengths = cache.features, cache.lengths
+        features, lengths = cache.features, cache.first_positions
         found = model(
             input_ids=tokens,
             attention_mask=mask,

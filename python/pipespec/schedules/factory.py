@@ -31,7 +31,7 @@ def make_driver(models: Sequence[PreTrainedModel], config: SpeculationConfig) ->
     row = config.schedule_row
     if not row.has_drafts:
         models = models[-1:]
-    if config.head is not None:
+    if config.head is not None and config.head not in models:
         models = [config.head, *models]
     if config.graphs and not _runs_uncaptured and all(input_device(model).type == "cpu" for model in models):
         what = f"schedule={row.name!r}" if row.is_captured else "graphs=True"

@@ -67,12 +67,13 @@ class LockstepDriver(Driver):
 def prefill(driver: Driver, request: GenerationRequest) -> None:
     """Fill the caches of the driver's stages, which are all in this process. A draft that fails takes no part in the call."""
     *drafts, target = driver.stages
+    # First: a draft head reads its hidden states.
+    target.prefill(request.inputs, request.record)
     draft_inputs = replace(request.inputs, sampling_params=pickle.loads(request.draft_sampling_params))
     for stage in drafts:
         driver.block.set_alive(stage.index, True)
         with draft_errors(functools.partial(driver.draft_failed, stage.index)):
             stage.prefill(draft_inputs)
-    target.prefill(request.inputs, request.record)
 
 
 def run_in_turn(driver: Driver, request: GenerationRequest) -> None:

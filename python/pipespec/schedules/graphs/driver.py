@@ -28,6 +28,7 @@ from pipespec.process.signals import raise_handlers_error
 from pipespec.schedules.base import Driver, GenerationRequest
 from pipespec.schedules.graphs.attention import BorrowedAttention
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep
+from pipespec.schedules.graphs.head import GraphedHead
 from pipespec.schedules.graphs.scheduling import ScheduledChain
 from pipespec.schedules.graphs.shadow import HostShadow, PinnedMemory
 from pipespec.schedules.graphs.stage import GraphedStage
@@ -68,6 +69,8 @@ def host_reason(request: GenerationRequest, device: str) -> str | None:
 
 def why_by_modules(stage: GraphedStage) -> str | None:
     """Why the graphs of a stage run its model's own modules; None if they run the fused form, which has a quarter of the launches."""
+    if isinstance(stage, GraphedHead):
+        return None
     _, own, why = described(stage.model, stage.buffers.cache).partition("transformers: ")
     return (
         f"the graphs of {stage.name} run transformers' modules, with some 40 launches per layer instead of 9: {why}"
@@ -148,10 +151,12 @@ class GraphedDriver(Driver):
     keeps_cache = True
 
     def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
-        check_streams(models)
+        # A head is where the target is, and its own attention is the one that its graphs need.
+        self._whole = [model for model in models if model is not config.head]
+        check_streams(self._whole)
         self.on_gpu = self._runs_on_gpu(models)
         self._devices = [model.device for model in models]
-        self._attention: BorrowedAttention | None = BorrowedAttention(models)
+        self._attention: BorrowedAttention | None = BorrowedAttention(self._whole)
         self.context: CaptureContext | None = None
         self._resources: list[CaptureResources] = []
         self._by_host = not self.on_gpu
@@ -159,11 +164,10 @@ class GraphedDriver(Driver):
         self._ran_captured = False
         self.failed_drafts: set[int] = set()
         super().__init__(models, config)
-        exact, last = config.exact, len(models) - 1
-        self._stages = [
-            GraphedStage(model, self.block, i, self._trace_of(i), native=config.native, exact=exact and i == last)
-            for i, model in enumerate(models)
-        ]
+        self._stages = [self._graphed(i) for i in range(len(models))]
+        for stage in self._stages[:-1]:
+            if isinstance(stage, GraphedHead):
+                stage.read_from(self.target)
         for i in range(len(models)):
             self.block.set_alive(i, True)
         self.scheduled = ScheduledChain(self.block, config.trace)
@@ -175,6 +179,12 @@ class GraphedDriver(Driver):
         except BaseException:
             self.close()
             raise
+
+    def _graphed(self, i: int) -> GraphedStage:
+        model, config = self.models[i], self.config
+        kind = GraphedHead if model is config.head else GraphedStage
+        exact = config.exact and i == len(self.models) - 1
+        return kind(model, self.block, i, self._trace_of(i), native=config.native, exact=exact)
 
     def _runs_on_gpu(self, models: Sequence[PreTrainedModel]) -> bool:
         return models[-1].device.type == "cuda"
@@ -214,7 +224,7 @@ class GraphedDriver(Driver):
     def _generate(self, request: GenerationRequest) -> None:
         # After close().
         if self._attention is None:
-            self._attention = BorrowedAttention(self.models)
+            self._attention = BorrowedAttention(self._whole)
         if self._devices != [model.device for model in self.models]:
             raise ValueError("a model was moved to another device: close this pipeline and make a new one")
         self.failed_drafts.clear()

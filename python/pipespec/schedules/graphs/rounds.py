@@ -34,7 +34,7 @@ def round_steps(config: SpeculationConfig) -> list[StageStep]:
     * one token after a step of the same stage;
     * two after a step of the stage downstream, whose last token it adopts;
     * in the stage's first step of the round, one for each stage downstream and one of its own, since each of them may be one token ahead of its
-      upstream.
+      upstream. For a draft head it is one for each token that the round may have committed, see :class:`pipespec.schedules.graphs.head.GraphedHead`.
     """
     target = len(config.lookahead)
     steps: list[StageStep] = []
@@ -45,13 +45,14 @@ def round_steps(config: SpeculationConfig) -> list[StageStep]:
         if draft_tokens > 0:
             fill(stage - 1)
         if stage not in begun:
-            own = 1 + target - stage
+            of_head = config.head is not None and stage < target
+            own = 1 + (config.max_draft_tokens(target) if of_head else target - stage)
             begun.add(stage)
         steps.append(StageStep(stage, own + draft_tokens))
 
     def fill(stage: int) -> None:
         per_step = config.max_draft_tokens(stage) + 1
-        for i in range(-(-config.lookahead[stage] // per_step)):
+        for i in range(-(-config.max_draft_tokens(stage + 1) // per_step)):
             step(stage, 2 if i == 0 else 1)
 
     step(target, 1)

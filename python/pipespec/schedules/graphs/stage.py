@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,16 +17,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
+from pipespec.engine.features import Features
 from pipespec.engine.forward import choose_fused, forward
 from pipespec.engine.inputs import StageInputs, stage_names, static_capacity
 from pipespec.engine.known import CAPTURED, identify
 from pipespec.engine.sampler import ScoreRecord
 from pipespec.engine.stage import Stage
+from pipespec.models.properties import text_config
 from pipespec.preflight.checks import check_exact
 from pipespec.preflight.memory import HEADROOM
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep, StaticBuffers, StaticSampler
 from pipespec_kernels import _native
 from pipespec_kernels.state import StateBlock
+
+if TYPE_CHECKING:
+    from pipespec.engine.fused import FusedForm
 
 _MAX_BUFFERS = 4
 """Numbers of rows for which a stage keeps its static buffers, and their graphs, from call to call."""
@@ -101,16 +107,15 @@ class GraphedStage(Stage):
         self._scored = inputs.vocabulary
         if self._exact:
             check_exact(self.model, captured=True)
-        form = choose_fused(self.model, exact=self._exact) if self._native else None
-        weights = hash((form and form.number, identify(self.model, CAPTURED).seen))
+        form, weights = self._choose_form()
         self._current = None
         found = self._buffers.pop(rows, None)
-        if found is None or not found.cache.fits(rows, capacity) or not found.cache.matches(self.model):
+        if found is None or not self._can_use(found.cache, rows, capacity):
             if found is not None and found.cache is self._cache and not inputs.reuse:
                 self._cache = None
             # The old buffers are released before the allocation.
             del found
-            cache = RowCache.for_model(self.model, rows, capacity, static=True)
+            cache = self._make_cache(rows, capacity)
             sampler = StaticSampler(rows, cache.device, self.is_target)
             found = StaticBuffers(cache, sampler, next(_versions), weights, {})
         elif found.weights != weights:
@@ -124,6 +129,23 @@ class GraphedStage(Stage):
         found.sampler.set(inputs.sampling_params, inputs.prompts, inputs.most)
         return found
 
+    def _choose_form(self) -> tuple[FusedForm | None, int]:
+        """The fused form of the model's forwards, if it has one, and a hash of what a graph of them depends on."""
+        form = choose_fused(self.model, exact=self._exact) if self._native else None
+        return form, hash((form and form.number, identify(self.model, CAPTURED).seen))
+
+    def _make_cache(self, rows: int, capacity: int) -> RowCache:
+        cache = RowCache.for_model(self.model, rows, capacity, static=True)
+        if self.published is not None:
+            layers, dtype = self.published
+            cache.features = features = Features(layers, [0] * rows, dtype)
+            features.reserve(capacity, len(layers) * text_config(self.model.config).hidden_size, cache.device)
+        return cache
+
+    def _can_use(self, cache: RowCache, rows: int, capacity: int) -> bool:
+        """Whether a call of this size runs over an earlier call's cache."""
+        return cache.fits(rows, capacity) and cache.matches(self.model)
+
     def keep(self, record: ScoreRecord, inputs: StageInputs) -> None:
         """Let the captured steps of the present call fill ``record``, after :meth:`prepare`. The allocator's error if there is no room."""
         starts = [len(prompt) for prompt in inputs.prompts]
@@ -134,7 +156,7 @@ class GraphedStage(Stage):
         """As :meth:`Stage.reusable_bytes`, graphs included. ``given`` does not count, as it is copied."""
         rows, capacity = len(inputs.prompts), static_capacity(inputs.most)
         buffers = self._buffers.get(rows)
-        if buffers is None or not buffers.cache.fits(rows, capacity) or not buffers.cache.matches(self.model):
+        if buffers is None or not self._can_use(buffers.cache, rows, capacity):
             return Counter()
         kept = buffers.cache.nbytes * capacity // buffers.cache.capacity + (HEADROOM if buffers.graphs else 0)
         return Counter({str(buffers.cache.device): kept})
@@ -165,6 +187,8 @@ class GraphedStage(Stage):
         before, cache = self._cache, self.buffers.cache
         if before is not None and before is not cache and any(held):
             cache.copy_from(before, held)
+            if isinstance(cache.features, Features):
+                cache.features.copy_from(before.features, held)
         self._cache = cache
         return cache
 
@@ -225,13 +249,15 @@ class GraphedStage(Stage):
         Returns:
             ``selected``, int32 ``[rows, width]``, for commit.
         """
+        logits = self._score_columns(tokens, kv, n_select)
+        return self.buffers.sampler(logits, tokens, kv, n_select, num_draft_tokens)
+
+    def _score_columns(self, tokens: Tensor, kv: Tensor, n_select: Tensor) -> Tensor:
+        """The forward of :meth:`body`. Returns the logits ``[rows, width, vocabulary]``."""
         cache = self.buffers.cache
         cache.follow(kv)
         fed = tokens if self._clamp is None else tokens.clamp(max=self._clamp)
-        logits = forward(self.model, fed, cache, keep=tokens.shape[1])
-        if logits.shape[2] > self._scored:
-            logits = logits[:, :, : self._scored]
-        return self.buffers.sampler(logits, tokens, kv, n_select, num_draft_tokens)
+        return forward(self.model, fed, cache, keep=tokens.shape[1])[:, :, : self._scored]
 
     def key(self, width: int) -> GraphKey:
         """Of the graph that is one step of this stage."""

@@ -1,0 +1,114 @@
+"""GraphedHead: the stage of a draft head, whose steps are captured as those of a model."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipespec.drafts.stage import HeadStage
+from pipespec.engine.attention import ATTENTION
+from pipespec.engine.cache import RowCache
+from pipespec.engine.features import Features
+from pipespec.engine.inputs import StageInputs
+from pipespec.models.families import state_of
+from pipespec.schedules.graphs.buffers import GraphKey
+from pipespec.schedules.graphs.stage import GraphedStage
+
+
+class HeadCache(RowCache):
+    """The static cache of a head, and what else its steps read and write at fixed addresses.
+
+    Attributes:
+        tokens: The text, int64 ``[rows, capacity]``.
+        outputs: The output of each row's newest slot, ``[rows, H]``.
+        skipped: The position of each row's first slot, int32 ``[rows]``.
+    """
+
+    def __init__(self, config: Any, rows: int, capacity: int, **options: Any) -> None:
+        super().__init__(config, rows, capacity, static=True, **options)
+        self.tokens = torch.zeros((rows, capacity), dtype=torch.int64, device=self.device)
+        self.outputs = torch.zeros((rows, config.hidden_size), dtype=self.dtype, device=self.device)
+        self.skipped = torch.zeros(rows, dtype=torch.int32, device=self.device)
+
+
+class GraphedHead(GraphedStage, HeadStage):
+    """A head over static buffers. It reads the features that the target's steps have left in theirs.
+
+    The first step of a round has one column more than the target verifies draft tokens, so that it has one for each token that a round may commit. It
+    runs as many slots, the last ones with features: some of them once more. Each further step has one column and runs the next slot, which reads the
+    output of the one before. So the host counts no slots. The prompt is read before the first step, see :meth:`HeadStage._run_to`.
+    """
+
+    _source: GraphedStage
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # The head is the pipeline's own, and no other attention reads the lengths of a static cache.
+        self.model.block._attn_implementation = ATTENTION
+
+    @property
+    def own(self) -> HeadCache:
+        """The cache of the present call, since :meth:`prepare`."""
+        cache = self.buffers.cache
+        assert isinstance(cache, HeadCache)
+        return cache
+
+    def _features(self) -> Features:
+        features = self._source.buffers.cache.features
+        assert isinstance(features, Features)
+        return features
+
+    def key(self, width: int) -> GraphKey:
+        own, source = self.buffers, self._source.buffers
+        return super().key(width)._replace(versions=(own.version, source.version))
+
+    def pack(self) -> None:
+        """Nothing: captured steps run in torch's operations."""
+
+    def _choose_form(self) -> tuple[None, int]:
+        modules = itertools.chain(self.model.modules(), self.model.embedding.modules())
+        return None, hash(tuple(itertools.chain.from_iterable(map(state_of, modules))))
+
+    def _make_cache(self, rows: int, capacity: int) -> RowCache:
+        return HeadCache(self.model.block, rows, capacity, dtype=self.model.dtype, device=self.model.device)
+
+    def _can_use(self, cache: RowCache, rows: int, capacity: int) -> bool:
+        return cache.fits(rows, capacity) and (cache.dtype, cache.device) == (self.model.dtype, self.model.device)
+
+    def _read(self, inputs: StageInputs, cache: RowCache, held: list[int], *, selects: bool) -> tuple[int, int]:
+        """Run the slots of the prompts. The target has read them."""
+        self._begin_behind_others()
+        before = list(self._known)
+        ends = [max(0, len(prompt) - 1 - at) for prompt, at in zip(inputs.prompts, self._skipped, strict=True)]
+        cache.truncate(before)
+        self._run_to(cache, ends, ends)
+        self.own.tokens[:, : self._text.shape[1]] = torch.from_numpy(self._text)
+        self.own.skipped.copy_(torch.tensor(self._skipped))
+        new = [end - n for end, n in zip(ends, before, strict=True)]
+        return max(new), sum(new)
+
+    def sync_lengths(self) -> None:
+        """The slots of the prompts count. The next call runs those behind them once more."""
+        if self.is_prefilled:
+            self.cache.set_lengths(self._known)
+
+    def _score_columns(self, tokens: Tensor, kv: Tensor, n_select: Tensor) -> Tensor:
+        head, cache = self.model, self.own
+        rows, width = tokens.shape
+        row, column = (torch.arange(n, device=tokens.device) for n in (rows, width))
+        # What padding columns write is overwritten before a slot reads it.
+        cache.tokens.scatter_(1, kv[:, None] + column, tokens.long())
+        selects, end = n_select > 0, kv + n_select - 1 - cache.skipped
+        # The end of the cache holds no slots.
+        begin = torch.where(selects, (end - width).clamp(min=0), cache.capacity - width)
+        at = (begin[:, None] + cache.skipped[:, None] + column).clamp(max=cache.capacity - 2)
+        states = head.fuse(self._features().stored[row[:, None], at]) if width > 1 else cache.outputs[:, None]
+        cache.follow(begin)
+        embeds, places = head.embed(cache.tokens.gather(1, at + 1)), cache.positions(width)
+        found = head(embeds, states, places, cache.masks(width), cache)
+        newest = found[row, (end - 1 - begin).clamp(0, width - 1)]
+        cache.outputs.copy_(torch.where(selects[:, None], newest, cache.outputs))
+        return self._widened(head.logits(newest), n_select - 1, width)
