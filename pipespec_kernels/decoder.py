@@ -131,7 +131,7 @@ class NativeDecoder:
         windows: Per layer, the number of last positions that a column sees, its own included; None, or 0, or no sequence: all.
         embedding: ``[V, H]``; may be the head's tensor. It is read where it lies, and must not change. Of a quantised matrix that is the head, too, only the
             packed copy stays.
-        norm: The last norm ``[H]``, together with ``head``.
+        norm: The last norm ``[H]``, in front of ``head``. Only a decoder of a head alone may lack it: a product with one matrix.
         head: ``[V, H]``; copied. Either may be quantised.
         head_bias: ``[V]``.
         head_scale: float32 ``[V]``, of a head in int8.
@@ -163,8 +163,10 @@ class NativeDecoder:
         threads: int | None = None,
     ) -> None:
         _check_shape(shape)
-        if (norm is None) != (head is None):
-            raise ValueError("norm and head go together")
+        if head is None and norm is not None:
+            raise ValueError("a norm needs a head")
+        if head is not None and norm is None and (layers or embedding is not None):
+            raise ValueError("a head behind layers or an embedding needs a norm")
         if head is None and (head_bias is not None or head_scale is not None):
             raise ValueError("head_bias needs a head, and so does head_scale")
         _check_scales(layers, head, head_scale)
@@ -301,7 +303,7 @@ class NativeDecoder:
         return out
 
     def logits(self, hidden: Tensor, *, threads: int | None = None) -> Tensor:
-        """The last norm and the head.
+        """The last norm, if there is one, and the head.
 
         Args:
             hidden: float32 ``[..., H]``.
@@ -377,7 +379,7 @@ class NativeDecoder:
 
     def _need_head(self) -> None:
         if not self._has_head:
-            raise ValueError("this decoder was made without norm and head")
+            raise ValueError("this decoder was made without a head")
 
     def _tokens(self, tokens: Tensor) -> tuple[int, int, int, int]:
         if not self._has_embedding:

@@ -590,7 +590,9 @@ void Decoder::logits(const float* hidden, int64_t count, void* out, DType dtype,
   job.hidden = const_cast<float*>(hidden);  // is read only
   job.out = out;
   job.out_dtype = dtype;
-  job.run(Job::Phase::kLogits, job.kept, packed_->head, {&packed_->norm, nullptr, 0});
+  const Job::Source inputs = packed_->norm.empty() ? Job::Source{nullptr, hidden, shape_.hidden}
+                                                   : Job::Source{&packed_->norm, nullptr, 0};
+  job.run(Job::Phase::kLogits, job.kept, packed_->head, inputs);
 }
 
 void Decoder::step(const Tokens& tokens, const KeysValues& cache, const Columns& columns,

@@ -650,14 +650,16 @@ def test_refuses_weights() -> None:
         NativeDecoder(FEW, [dataclasses.replace(layer, down_bias=torch.zeros(1))])
     with pytest.raises(ValueError, match="on the CPU"):
         NativeDecoder(FEW, [dataclasses.replace(layer, k=layer.k.to("meta"))])
-    with pytest.raises(ValueError, match="go together"):
+    with pytest.raises(ValueError, match="needs a norm"):
         NativeDecoder(FEW, [layer], head=model.head)
+    with pytest.raises(ValueError, match="a norm needs a head"):
+        NativeDecoder(FEW, [layer], norm=model.norm)
     with pytest.raises(ValueError, match="needs a head"):
         NativeDecoder(FEW, [layer], head_bias=torch.zeros(100))
     bare = NativeDecoder(FEW, [layer])
     with pytest.raises(ValueError, match="without embedding"):
         bare.embed(torch.zeros((1, 1), dtype=torch.int64))
-    with pytest.raises(ValueError, match="without norm and head"):
+    with pytest.raises(ValueError, match="without a head"):
         bare.logits(torch.zeros(1, 64))
     with pytest.raises(ValueError, match="begin 0 and end 2"):
         bare.run_layers(torch.zeros(1, 1, 64), torch.zeros(0), torch.zeros(0), [0], *angles(FEW), end=2)

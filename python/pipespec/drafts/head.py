@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.utils import cached_file
 
+from pipespec.config import WIDTH
+from pipespec.models import families
 from pipespec.models.derived import INT8
 from pipespec.models.devices import input_device
 from pipespec.models.families import NotReadable
@@ -29,6 +31,7 @@ from pipespec.models.parts import ModelParts
 from pipespec.models.properties import compute_dtype, embedding_size, text_config, weight_bytes
 from pipespec.models.quantizing import check_place, put_in_blocks, rest_in_float32
 from pipespec.process.records import parse_json
+from pipespec_kernels.decoder import NativeDecoder
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
@@ -385,13 +388,21 @@ class DraftHead(nn.Module):
         """Embeddings ``[rows, q, H]`` of ``tokens [rows, q]``, ids of the target."""
         return self.embedding(tokens).to(self.dtype)
 
-    def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """States ``[..., H]`` of the target's ``features [..., count * target_hidden]``."""
+    def native_product(self) -> NativeDecoder:
+        """The product with ``fc``, on packed copies of its weights."""
+        shape, inputs = families.read(self.parts()).shape, self.config.count * self.config.target_hidden
+        outputs = self.config.block.hidden_size
+        return NativeDecoder(replace(shape, hidden=inputs, vocabulary=outputs), (), head=families.matrix_of(self.fc))
+
+    def fuse(self, features: torch.Tensor, product: NativeDecoder | None = None) -> torch.Tensor:
+        """States ``[..., H]`` of the target's ``features [..., count * target_hidden]``. ``product``: see :meth:`native_product`, for a few columns."""
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm is not None:
             parts = features.split(self.config.target_hidden, dim=-1)
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        if product is not None and features.numel() <= product.shape.hidden * WIDTH:
+            return product.logits(features.float())
         return self.fc(features)
 
     def forward(

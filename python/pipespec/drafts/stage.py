@@ -17,6 +17,7 @@ from pipespec.engine.known import NATIVE
 from pipespec.engine.native import NativeForm
 from pipespec.engine.stage import Stage
 from pipespec.models.families import NotReadable
+from pipespec_kernels.decoder import NativeDecoder
 from pipespec_kernels.state import Action
 
 
@@ -37,6 +38,8 @@ class HeadStage(Stage):
     form = "draft head"
     may_defer = True
     _decoder: NativeForm | None = None
+    _product: NativeDecoder | None = None
+    """The head's ``fc``, beside its native form."""
     _packed = False
     _source: Stage
     _known: list[int]
@@ -56,13 +59,14 @@ class HeadStage(Stage):
         if self._native and self.model.device.type == "cpu":
             try:
                 self._decoder = NativeForm(self.model.parts(), 0)
+                self._product = self.model.native_product()
                 self.form = NATIVE
             except NotReadable as error:
                 self.form = f"{HeadStage.form}: {error}"
 
     def release_unused(self, inputs: StageInputs, given: RowCache | None) -> None:
         super().release_unused(inputs, given)
-        self._decoder, self._packed = None, False
+        self._decoder, self._product, self._packed = None, None, False
 
     def reusable_bytes(self, inputs: StageInputs, given: RowCache | None) -> Counter[str]:
         return Counter()
@@ -152,7 +156,12 @@ class HeadStage(Stage):
     def _widened(self, logits: torch.Tensor, column: torch.Tensor, width: int) -> torch.Tensor:
         """Logits ``[rows, width, vocabulary]``, of which each row has its own ``[draft_vocabulary]`` in one column; below 0: in the first one."""
         rows, size = len(logits), self._ids
-        wide = logits.new_full((rows, width * size), -torch.inf)
+        if logits.is_cpu:
+            # torch's fill wakes its threads, which then spin where those of the native forms are to run.
+            logits = logits.float()
+            wide = torch.from_numpy(np.full((rows, width * size), -np.inf, np.float32))
+        else:
+            wide = logits.new_full((rows, width * size), -torch.inf)
         wide.scatter_(1, column.clamp(min=0)[:, None] * size + self.model.ids, logits)
         return wide.view(rows, width, size)
 
@@ -196,7 +205,7 @@ class HeadStage(Stage):
         states = self._states[:, None]
         if given := [row for row, n in enumerate(counts) if n and begin[row] < known[row]]:
             read = [features.read(row, spans[row][0], sum(spans[row])) for row in given]
-            fused = head.fuse(torch.cat(read).to(self._device))
+            fused = head.fuse(torch.cat(read).to(self._device), self._product)
             states = states.repeat(1, q, 1)
             for row, part in zip(given, fused.split([counts[row] for row in given]), strict=True):
                 states[row, : counts[row]] = part
