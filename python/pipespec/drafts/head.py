@@ -8,6 +8,7 @@ own output at the slot before takes the place of ``g``. Each slot attends to tho
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -364,6 +365,11 @@ class DraftHead(nn.Module):
         if self.config.norm_output:
             raise NotReadable("its next slot reads the output behind the last norm")
         return ModelParts(self.block, list(self.layers), 0, self.rotary_emb, None, self.norm, self.lm_head)
+
+    @functools.cached_property
+    def drafts_all(self) -> bool:
+        """Whether its vocabulary is the target's."""
+        return self.config.draft_vocabulary == self.config.block.vocab_size and bool((self.ids.diff() == 1).all())
 
     @property
     def step_bytes(self) -> int:

@@ -156,13 +156,15 @@ class HeadStage(Stage):
     def _widened(self, logits: torch.Tensor, column: torch.Tensor, width: int) -> torch.Tensor:
         """Logits ``[rows, width, vocabulary]``, of which each row has its own ``[draft_vocabulary]`` in one column; below 0: in the first one."""
         rows, size = len(logits), self._ids
+        if width == 1 and self.model.drafts_all:
+            return logits[:, None]
+        at = column.clamp(min=0)[:, None] * size + self.model.ids
         if logits.is_cpu:
-            # torch's fill wakes its threads, which then spin where those of the native forms are to run.
-            logits = logits.float()
-            wide = torch.from_numpy(np.full((rows, width * size), -np.inf, np.float32))
-        else:
-            wide = logits.new_full((rows, width * size), -torch.inf)
-        wide.scatter_(1, column.clamp(min=0)[:, None] * size + self.model.ids, logits)
+            # torch's fill wakes its threads, which then poll where those of the native forms are to run.
+            filled = np.full((rows, width * size), -np.inf, np.float32)
+            np.put_along_axis(filled, at.numpy(), logits.float().numpy(), 1)
+            return torch.from_numpy(filled).view(rows, width, size)
+        wide = logits.new_full((rows, width * size), -torch.inf).scatter_(1, at, logits)
         return wide.view(rows, width, size)
 
     def _run_slots(self, cache: RowCache) -> None:

@@ -21,6 +21,23 @@ from pipespec_kernels.noise import ALL_DRAWN, Noise
 if TYPE_CHECKING:
     from pipespec.engine.grammar import Grammar
 
+_SERIAL = 32_767
+"""Elements that an operation of torch works on in the caller's thread alone."""
+
+
+def float32_copy(logits: torch.Tensor) -> torch.Tensor:
+    """A copy of ``[B, Q, V]`` in float32.
+
+    Of a few rows on a CPU the caller makes it alone: libgomp's threads poll for some 20 ms after their work, on cores that the next forward needs.
+    """
+    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    if not out.is_cpu or out.shape[0] * out.shape[1] > 8:
+        return out.copy_(logits)
+    for to, row in zip(out.flatten(0, 1), logits.flatten(0, 1), strict=True):
+        for part, source in zip(to.split(_SERIAL), row.split(_SERIAL), strict=True):
+            part.copy_(source)
+    return out
+
 
 class ScoreRecord:
     """What a call keeps of the target's logits, per row and committed token, on their device.
@@ -186,7 +203,7 @@ class Sampler:
         if self._penalties is not None:
             logits = self._penalised(logits, query_lens, num_draft_tokens, positions, bitmask)
         elif bitmask is not None:
-            logits = logits.to(torch.float32, copy=True)
+            logits = float32_copy(logits)
             apply_bitmask(logits, bitmask, query_lens=query_lens, num_draft_tokens=num_draft_tokens)
         noise = undrawn = None
         if sampling_params.seeds is not None:
@@ -269,7 +286,7 @@ class Sampler:
     ) -> torch.Tensor:
         """A float32 copy with penalties and biases, each column with its own prefix, see :func:`pipespec_kernels.ops.penalize`."""
         assert self._penalties is not None
-        out = logits.to(torch.float32, copy=True)
+        out = float32_copy(logits)
         rows, width, _ = out.shape
         lengths, tokens = np.zeros(rows, dtype=np.int32), np.full((rows, width), -1, dtype=np.int32)
         seen = [np.zeros(0, dtype=np.int32)] * rows
@@ -333,7 +350,7 @@ class Sampler:
         # Some processors enable gradients, which inference tensors do not allow.
         with torch.inference_mode(False), torch.no_grad():
             ids = torch.from_numpy(self._prefix(row, position).astype(np.int64))[None].to(logits.device)
-            scores = logits.to(torch.float32, copy=True)
+            scores = float32_copy(logits[None])[0]
             with run_user_code():
                 scores = run_processors(self._processors[row], ids, scores)
             if bitmask is not None:

@@ -1,0 +1,94 @@
+"""A step on a CPU leaves torch's threads alone: they would poll on the cores that the next forward needs (see ``engine/sampler.py``)."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pipespec import Pipeline
+from pipespec.spd.training.heads import head_for
+from tests.conftest import DEVICE
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="of steps on a CPU")
+
+GRAIN = 32_768
+"""Elements from which on an operation of torch wakes its threads."""
+
+SMALL = [
+    "alias",
+    "as_strided",
+    "detach",
+    "embedding",
+    "empty",
+    "expand",
+    "flatten",
+    "index",
+    "lift",
+    "narrow",
+    "select",
+    "slice",
+    "split",
+    "squeeze",
+    "to",
+    "unbind",
+    "unsqueeze",
+    "view",
+]
+"""They make views, or take few elements of a large tensor."""
+
+
+def large_operations(pipe: Pipeline, new_tokens: int, options: dict[str, Any]) -> Counter[str]:
+    """The operations of one call over tensors that torch's threads would share, by name."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
+        pipe.generate(torch.arange(4, 24)[None], max_new_tokens=new_tokens, **options)
+    return Counter(
+        event.name
+        for event in found.events()
+        if event.name.startswith("aten::")
+        and not event.name.removeprefix("aten::").startswith(tuple(SMALL))
+        and any(math.prod(shape) >= GRAIN for shape in event.input_shapes if shape)
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"repetition_penalty": 1.1},
+        {"do_sample": True, "seed": 1, "temperature": 0.8, "top_k": 20, "top_p": 0.9},
+    ],
+    ids=["greedy", "penalty", "sampled"],
+)
+@pytest.mark.parametrize("draft", [None, "ngram", "model", "head", "head, fewer tokens"])
+def test_no_step_wakes_them(draft, options, tmp_path) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40_000,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        eos_token_id=None,
+    )
+    target = LlamaForCausalLM(config).eval()
+    drafts: list[Any] = []
+    if draft == "model":
+        drafts = [LlamaForCausalLM(config).eval()]
+    elif draft == "ngram":
+        drafts = ["ngram"]
+    elif draft is not None:
+        head_for(target, None if draft == "head" else range(0, 39_000, 2)).save(tmp_path, target)
+        drafts = [tmp_path]
+    kwargs = {"schedule": "lockstep", "lookahead": 2} if drafts else {"schedule": "plain"}
+    with Pipeline(target, drafts, **kwargs) as pipe:
+        large_operations(pipe, 8, options)  # packs the weights
+        few, many = (large_operations(pipe, count, options) for count in (8, 24))
+    assert not many - few
