@@ -46,7 +46,9 @@ struct Chunk {
   const unsigned char* weights;
   int64_t input_bytes, group_bytes;  // from one input to the next, and from one group to the next
   int64_t inputs;
-  bool is_first;  // else the sums go on from those in `out`
+  const unsigned char* ahead;  // what to ask for beside the first input
+  int64_t ahead_bytes;         // from one input to the next
+  bool is_first;               // else the sums go on from those in `out`
 };
 
 template <class V, class Weights, int kRows, int kPanels>
@@ -54,7 +56,7 @@ void block(const Chunk& chunk, const float* x, int64_t x_stride, float* out, int
   constexpr int64_t kPanelBytes = Weights::kBytes * kPanelOutputs;  // per input
   const int64_t input_bytes = chunk.input_bytes, group_bytes = chunk.group_bytes;
   const int64_t inputs = chunk.inputs;
-  const unsigned char* w = chunk.weights;
+  const unsigned char *w = chunk.weights, *ahead = chunk.ahead;
   typename V::F sums[kRows][kPanels][kVectors<V>];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
@@ -67,14 +69,13 @@ void block(const Chunk& chunk, const float* x, int64_t x_stride, float* out, int
                 ? V::broadcast(0.0f)
                 : Float32::load(bytes_of(out + r * out_stride + p * kPanelOutputs + v * V::kLanes));
 #pragma GCC unroll 2
-  for (int64_t k = 0; k < inputs; ++k, w += input_bytes) {
+  for (int64_t k = 0; k < inputs; ++k, w += input_bytes, ahead += chunk.ahead_bytes) {
 #pragma GCC unroll 8
     for (int p = 0; p < kPanels; ++p) {
       typename V::F weights[kVectors<V>];
-      const unsigned char* const at =
-          w + p / kGroupPanels * group_bytes + p % kGroupPanels * kPanelBytes;
-      if (p % kGroupPanels * kPanelBytes % 64 == 0) __builtin_prefetch(at + kPrefetchBytes);
-      Weights::load(at, weights);
+      const int64_t at = p / kGroupPanels * group_bytes + p % kGroupPanels * kPanelBytes;
+      if (p % kGroupPanels * kPanelBytes % 64 == 0) __builtin_prefetch(ahead + at);
+      Weights::load(w + at, weights);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         const typename V::F xr = V::broadcast(x[r * x_stride + k]);
@@ -118,17 +119,29 @@ void groups_product(const unsigned char* groups, int64_t inputs, int panels, con
   const int64_t blocks = (rows + kRows - 1) / kRows;
   const int most = panels_at_once<V>(int((rows + blocks - 1) / blocks));
   const int64_t input_bytes = group_panels * kPanelOutputs * Weights::kBytes;
-  const int64_t at_a_time = blocks == 1 && panels <= most ? inputs : kChunkBytes / input_bytes;
+  int64_t sweeps = 0;  // over the weights
+  for (int p = 0, at_once = most; p < panels; p += at_once, sweeps += blocks)
+    while (at_once > panels - p) at_once /= 2;
+  const int64_t at_a_time = sweeps == 1 ? inputs : kChunkBytes / input_bytes;
   for (int64_t k = 0; k < inputs; k += at_a_time) {
     const int64_t count = inputs - k < at_a_time ? inputs - k : at_a_time;
+    const unsigned char* const weights = groups + k * input_bytes;
+    // Each of several sweeps asks for a part of the next chunk: memory is at work in all of them.
+    const unsigned char* ahead = weights + (sweeps == 1 ? kPrefetchBytes : count * input_bytes);
     int64_t row = 0;
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t end = rows * (b + 1) / blocks;
       int at_once = most;
       for (int p = 0; p < panels; p += at_once) {
         while (at_once > panels - p) at_once /= 2;
-        const Chunk chunk{groups + k * input_bytes + p * kPanelOutputs * Weights::kBytes,
-                          input_bytes, inputs * input_bytes, count, k == 0};
+        const Chunk chunk{weights + p * kPanelOutputs * Weights::kBytes,
+                          input_bytes,
+                          inputs * input_bytes,
+                          count,
+                          ahead,
+                          input_bytes / sweeps,
+                          k == 0};
+        ahead += count * input_bytes / sweeps;
         find_block<V, Weights, kRows>(int(end - row), at_once)(
             chunk, x + row * x_stride + k, x_stride, out + row * out_stride + p * kPanelOutputs,
             out_stride);
