@@ -34,8 +34,7 @@ _CONFIDENT_LOOKAHEAD = 16
 class SpeculationConfig:
     """How a chain runs: one object for pipeline, factory and driver.
 
-    :meth:`of` builds it from the arguments of :class:`pipespec.Pipeline`. ``dataclasses.replace`` makes the one for
-    :meth:`pipespec.schedules.base.Driver.steer`; ``lookahead`` may change between any two steps.
+    :meth:`of` builds it from the arguments of :class:`pipespec.Pipeline`.
 
     Args:
         schedule: One of :data:`pipespec.registry.SCHEDULES`.

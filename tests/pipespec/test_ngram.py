@@ -12,7 +12,6 @@ import torch
 
 import pipespec
 from pipespec import NgramDraft, Pipeline
-from pipespec.config import SpeculationConfig
 from pipespec.registry import default_schedule
 from tests.conftest import VOCABULARY, always_wrong, noisy, random_llama, random_prompts
 from tests.pipespec.test_forks import Child
@@ -230,18 +229,6 @@ def test_a_fork(model, repetitive):
         child = Child(body)
         assert torch.equal(wanted, pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False))
         child.check()
-
-
-def test_dynamic_numbers(model, repetitive):
-    """A lookahead of 0 lets the index rest."""
-    prompt = repetitive[0]
-    with Pipeline(model, "ngram", schedule="lockstep", lookahead=4) as pipe:
-        driver = pipe._driver
-        driver.steer(SpeculationConfig(schedule="lockstep", lookahead=(0,), ngram=driver.config.ngram))
-        pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False)
-        assert [stage.steps for stage in pipe.report.stages] == [0, NEW]
-        with pytest.raises(ValueError, match="a chain of 2 needs 1 lookahead"):
-            driver.steer(SpeculationConfig(schedule="lockstep"))
 
 
 def test_defaults(model):

@@ -321,30 +321,6 @@ def test_lengths_by_the_device():
         c.copy_from(RowCache.for_model(twin, 1, 16), [0])
 
 
-# ---- steering
-
-
-def test_steering_while_it_runs(model, expected):
-    ids, mask = batch(2)
-    options = GREEDY | {"max_new_tokens": 60}
-    with make(model, drafts_of(model, "gb"), "streams") as pipe:
-        wanted = expected(ids, options, mask)
-        steered = []
-
-        class Steers:
-            def __call__(self, ids, scores, **kwargs):
-                n = ids.shape[1]
-                pipe._driver.steer(replace(pipe.config, lookahead=(n % 4, 3 * n % 9)))
-                steered.append(n)
-                return torch.zeros(len(ids), dtype=torch.bool)
-
-        given = {"attention_mask": mask, "stopping_criteria": StoppingCriteriaList([Steers()]), **options}
-        assert torch.equal(pipe.generate(ids, **given), wanted)
-        assert len(steered) == 60
-        with pytest.raises(ValueError, match="needs 2 lookahead"):
-            pipe._driver.steer(SpeculationConfig(lookahead=(1,)))
-
-
 # ---- failures
 
 

@@ -137,7 +137,7 @@ class Driver(Decoder):
 
     Args:
         models: Drafts, smallest first, then the target.
-        config: How they run; see :meth:`steer` for changes.
+        config: How they run.
     """
 
     schedule: ClassVar[str]
@@ -288,19 +288,6 @@ class Driver(Decoder):
     def for_fork(self) -> Decoder:
         # A call of another thread may have been running at the fork. Nothing of it can continue.
         return type(self)(self.models, self.config)
-
-    # ---- numbers
-
-    def steer(self, config: SpeculationConfig) -> None:
-        """Use the numbers of ``config`` from the next step on. Between calls, or from a request's ``on_commit``.
-
-        Raises:
-            ValueError: ``lookahead`` has another length than there are drafts.
-        """
-        drafts = self._stage_count - 1
-        if len(config.lookahead) != drafts:
-            raise ValueError(f"a chain of {drafts + 1} needs {drafts} lookahead values, not {config.lookahead}")
-        self.config = config
 
     # ---- memory
 

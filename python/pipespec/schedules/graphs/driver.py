@@ -302,10 +302,6 @@ class GraphedDriver(Driver):
         super().draft_failed(i, error)
         self.failed_drafts.add(i)
 
-    def steer(self, config: SpeculationConfig) -> None:
-        super().steer(config)
-        self.scheduled.steer(self._lookahead())
-
     def traces(self) -> dict[str, np.ndarray]:
         found = super().traces()
         if self._ran_captured:

@@ -53,11 +53,6 @@ class ScheduledChain:
         """End the scheduler's threads and let go of what its launcher keeps alive."""
         self.scheduler = None
 
-    def steer(self, lookahead: Sequence[int]) -> None:
-        """Change the lookahead of a call that runs. Between calls nothing happens."""
-        if self._block.scheduler is not None:
-            self._block.scheduler.steer(lookahead)
-
     def run(
         self, lookahead: Sequence[int], on_commit: Callable[[], None], on_failure: Callable[[int, Exception], None]
     ) -> None:
