@@ -18,6 +18,7 @@ import numpy as np
 
 from bench.validation import all_positive, non_negative, probability, same_length
 from pipespec.config import PATIENCE, WIDTH
+from pipespec_kernels.state import MAX_STAGES
 
 Schedule = Literal["asynchronous", "reference", "reference-lockstep"]
 
@@ -227,12 +228,14 @@ def simulate(
     policy = policy or SimulatedPolicy()
     if math.isnan(policy.patience) or policy.patience < 0:
         raise ValueError(f"patience must not be negative, not {policy.patience}")
-    # The native module does not check what does not fit its integers.
-    for name, value in (("tokens", tokens), ("width", policy.width)):
-        if not 1 <= value < 2**31:
-            raise ValueError(f"{name} must be a positive number, not {value}")
+    # The native module checks nothing.
+    if not 1 <= tokens < 2**28 or not 2 <= policy.width <= 4096:
+        raise ValueError(f"tokens must be 1 to 2^28 - 1 and width 2 to 4096, not {tokens} and {policy.width}")
     if not 0 <= lookahead < 2**31 or not 0 <= seed < 2**64:
         raise ValueError("lookahead and seed must not be negative")
+    least = 1 if schedule == "asynchronous" else 2
+    if not least <= len(stages) <= MAX_STAGES:
+        raise ValueError(f"{schedule} has {least} to {MAX_STAGES} stages, not {len(stages)}")
 
     from pipespec_kernels import _native
 
@@ -299,27 +302,23 @@ def simulate_spd(
     Raises:
         ValueError: A setting is out of range.
     """
-    table = b""
+    stage_s = all_positive(stage_s, "the time of a stage")
+    draft_s, cycle_s = non_negative(draft_s, "draft_s"), non_negative(cycle_s, "cycle_s")
+    if tokens < 1 or not stage_s:
+        raise ValueError(f"tokens and stages must be positive numbers, not {tokens} and {len(stage_s)}")
     if isinstance(answers, np.ndarray):
         if answers.ndim != 1 or len(answers) == 0:
             raise ValueError(f"one bit per position is needed, not an array of shape {answers.shape}")
-        table = (~answers.astype(bool)).astype(np.uint8).tobytes()
-        rate = 0.0
+        right = np.resize(answers.astype(bool), tokens)
     else:
-        rate = probability(answers, "the acceptance rate")
-    if not 1 <= tokens < 2**31:
-        raise ValueError(f"tokens must be a positive number, not {tokens}")
-
-    from pipespec_kernels import _native
-
-    result = _native.simulate_spd(
-        all_positive(stage_s, "the time of a stage"),
-        non_negative(draft_s, "draft_s"),
-        non_negative(cycle_s, "cycle_s"),
-        shared,
-        rate,
-        table,
-        tokens,
-        seed,
+        right = np.random.default_rng(seed).random(tokens) < probability(answers, "the acceptance rate")
+    filled = range(1, len(stage_s) + 1)
+    cycles = [cycle_s + (draft_s + sum(stage_s[:f]) if shared else max(draft_s, *stage_s[:f])) for f in filled]
+    # A token leaves the pipe in each cycle that finds all stages filled. The others fill it, at first and after each wrong draft token.
+    fills = 1 + int((~right[:-1]).sum())
+    return SpdSimulation(
+        seconds=tokens * cycles[-1] + fills * sum(cycles[:-1]),
+        tokens=tokens,
+        cycles=tokens + fills * (len(stage_s) - 1),
+        flushes=int((~right).sum()),
     )
-    return SpdSimulation(**result)

@@ -73,26 +73,6 @@ void bind_perf_model(py::module_& m) {
   m.def("simulate_asynchronous", &simulate<&perf::asynchronous>, py::arg("setting"));
   m.def("simulate_reference_async", &simulate<&perf::reference_async>, py::arg("setting"));
   m.def("simulate_reference_sync", &simulate<&perf::reference_sync>, py::arg("setting"));
-  m.def(
-      "simulate_spd",
-      [](std::vector<double> stage_s, double draft_s, double cycle_s, bool shared,
-         double acceptance, const py::bytes& table, std::uint32_t tokens, std::uint64_t seed) {
-        const perf::SpdSetting setting{std::move(stage_s), draft_s,      cycle_s, shared,
-                                       acceptance,         bytes(table), tokens,  seed};
-        perf::SpdResult result;
-        {
-          py::gil_scoped_release unlocked;
-          result = perf::spd(setting);
-        }
-        py::dict out;
-        out["seconds"] = result.seconds;
-        out["tokens"] = result.tokens;
-        out["cycles"] = result.cycles;
-        out["flushes"] = result.flushes;
-        return out;
-      },
-      py::arg("stage_s"), py::arg("draft_s"), py::arg("cycle_s"), py::arg("shared"),
-      py::arg("acceptance"), py::arg("table"), py::arg("tokens"), py::arg("seed"));
 }
 
 }  // namespace pipespec

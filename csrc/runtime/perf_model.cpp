@@ -7,7 +7,6 @@
 #include <memory>
 #include <new>
 #include <stdexcept>
-#include <string>
 #include <utility>
 
 #include "generation.hpp"
@@ -28,15 +27,6 @@ u64 mix(u64 x) {  // splitmix64's finaliser
   return x ^ (x >> 31);
 }
 
-void require(bool holds, const std::string& what) {
-  if (!holds) throw std::invalid_argument(what);
-}
-void require_time(double seconds, bool positive, const std::string& what) {
-  require(std::isfinite(seconds) && (positive ? seconds > 0.0 : seconds >= 0.0),
-          what + " must be a " + (positive ? "positive" : "non-negative") +
-              " number of seconds, not " + std::to_string(seconds));
-}
-
 // Texts as trees: a token's id stands for the path through the tree that led to it. kTrue is the
 // target's token after the target's own text; any other id is a hash of the position, the token
 // before and the class of the answer, so equal ids mean equal texts up to there.
@@ -46,19 +36,7 @@ class Oracle {
  public:
   Oracle(const Answers& answers, u32 stages, u64 seed)
       : table_(answers.table), target_(stages - 1), seed_(mix(seed + 1)) {
-    require(answers.acceptance.empty() != answers.table.empty() || stages == 1,
-            "give either acceptance rates or a table of answers");
-    if (!table_.empty())
-      require(table_.size() % target_ == 0,
-              "the table of answers needs one column per draft: " + std::to_string(table_.size()) +
-                  " entries are not rows of " + std::to_string(target_));
-    else
-      require(answers.acceptance.size() == target_,
-              "one acceptance rate per pair of neighbours: " + std::to_string(target_) + ", not " +
-                  std::to_string(answers.acceptance.size()));
     for (const double a : answers.acceptance) {
-      require(a >= 0.0 && a <= 1.0,
-              "an acceptance rate is a probability, not " + std::to_string(a));
       // 2^64 does not fit, so certainty is one step below it. The flag keeps exact certainty.
       threshold_.push_back(a >= 1.0 ? ~u64{0} : static_cast<u64>(std::ldexp(a, 64)));
       certain_.push_back(a >= 1.0);
@@ -76,9 +54,6 @@ class Oracle {
     if (on_path && answer == 0) return kTrue;
     return static_cast<std::int32_t>(mix(node + answer * kOdd) >> 33) + 1;  // 1 .. 2^31
   }
-
-  // Whether the only draft is right after the target's own text.
-  bool right(u32 index) const { return answer_of(0, index, true, mix(seed_ ^ index)) == 0; }
 
  private:
   static constexpr u64 kOdd = 0x9e3779b97f4a7c15u;
@@ -99,23 +74,6 @@ class Oracle {
   u64 positions_ = 0;
   u64 seed_;
 };
-
-void check(const Setting& setting) {
-  require(!setting.stages.empty() && setting.stages.size() <= kMaxStages,
-          "a chain has 1 to " + std::to_string(kMaxStages) + " stages, not " +
-              std::to_string(setting.stages.size()));
-  require(setting.tokens >= 1 && setting.tokens < (1u << 28), "tokens must be 1 to 2^28 - 1");
-  require(setting.width >= 2 && setting.width <= 4096, "width must be 2 to 4096");
-  for (std::size_t s = 0; s < setting.stages.size(); ++s) {
-    const StageModel& stage = setting.stages[s];
-    const std::string name = "stage " + std::to_string(s) + ": ";
-    require(!stage.step_s.empty(), name + "no step time");
-    for (const double t : stage.step_s) require_time(t, true, name + "a step time");
-    require_time(stage.start_s, false, name + "its start");
-  }
-  require(setting.patience >= 0.0, "patience must not be negative");  // infinite is fine
-  require_time(setting.handshake_s, false, "handshake_s");
-}
 
 double step_time(const StageModel& stage, u32 columns) {
   return stage.step_s[std::min<std::size_t>(columns, stage.step_s.size()) - 1];
@@ -329,7 +287,6 @@ class Reference {
       : setting_(setting),
         target_(static_cast<u32>(setting.stages.size()) - 1),
         oracle_(setting.answers, target_ + 1, setting.seed) {
-    require(target_ >= 1, "the reference needs a draft");
     for (u32 s = 0; s <= target_; ++s) {
       Stage stage;
       // The prompt's last token, and the first token, which each stage takes from its own prefill.
@@ -498,60 +455,8 @@ class Reference {
 
 }  // namespace
 
-Result asynchronous(const Setting& setting) {
-  check(setting);
-  return Workers(setting).run();
-}
-
-Result reference_async(const Setting& setting) {
-  check(setting);
-  return Reference(setting).asynchronous();
-}
-
-Result reference_sync(const Setting& setting) {
-  check(setting);
-  return Reference(setting).synchronous();
-}
-
-SpdResult spd(const SpdSetting& setting) {
-  require(!setting.stage_s.empty() && setting.stage_s.size() <= 1024,
-          "SPD needs 1 to 1024 stages, not " + std::to_string(setting.stage_s.size()));
-  for (const double t : setting.stage_s) require_time(t, true, "the time of a stage");
-  require_time(setting.draft_s, false, "draft_s");
-  require_time(setting.cycle_s, false, "cycle_s");
-  require(setting.tokens >= 1 && setting.tokens < (1u << 28), "tokens must be 1 to 2^28 - 1");
-  Answers answers;
-  answers.table = setting.table;
-  if (answers.table.empty()) answers.acceptance = {setting.acceptance};
-  const Oracle oracle(answers, 2, setting.seed);
-
-  // Time of a cycle by the number of filled stages.
-  const auto stages = static_cast<u32>(setting.stage_s.size());
-  std::vector<double> cycle(stages + 1);
-  double slowest = 0.0, sum = 0.0;
-  for (u32 f = 1; f <= stages; ++f) {
-    slowest = std::max(slowest, setting.stage_s[f - 1]);
-    sum += setting.stage_s[f - 1];
-    cycle[f] = setting.cycle_s +
-               (setting.shared ? setting.draft_s + sum : std::max(setting.draft_s, slowest));
-  }
-  SpdResult out;
-  out.tokens = setting.tokens;
-  u32 filled = 1;  // stages that hold a token
-  for (u32 verified = 0; verified < setting.tokens; ++out.cycles) {
-    out.seconds += cycle[filled];
-    if (filled < stages) {
-      ++filled;
-      continue;
-    }
-    // The oldest token leaves the pipe. If the draft after it is wrong, all younger ones are
-    // discarded.
-    if (!oracle.right(verified++)) {
-      filled = 1;
-      ++out.flushes;
-    }
-  }
-  return out;
-}
+Result asynchronous(const Setting& setting) { return Workers(setting).run(); }
+Result reference_async(const Setting& setting) { return Reference(setting).asynchronous(); }
+Result reference_sync(const Setting& setting) { return Reference(setting).synchronous(); }
 
 }  // namespace pipespec::perf

@@ -4,11 +4,11 @@
 // asynchronous() calls the product's own StagePort, plan() and commit(). The protocol is executed
 // and not modelled, so the simulation cannot differ from it. Only the forwards are modelled: their
 // duration, and the tokens that the stages choose. reference_async() and reference_sync() are the
-// published system (arXiv 2505.01572), for comparison; spd() is speculative pipeline decoding
-// (arXiv 2605.30852). Each stage has a device of its own, and there is one row.
+// published system (arXiv 2505.01572), for comparison. Each stage has a device of its own, and
+// there is one row.
 //
-// Every function throws std::invalid_argument on a setting that makes no sense, and gives the same
-// result for the same seed on every machine with IEEE doubles.
+// The caller checks the setting (bench/perf_model.py). Every function gives the same result for the
+// same seed on every machine with IEEE doubles.
 #pragma once
 
 #include <cstdint>
@@ -79,23 +79,5 @@ Result asynchronous(const Setting& setting);
 Result reference_async(const Setting& setting);
 // Its synchronous baseline: rounds of lookahead - 1 drafts.
 Result reference_sync(const Setting& setting);
-
-struct SpdSetting {
-  std::vector<double> stage_s;  // one cycle of each stage of the target
-  double draft_s = 0.0;         // the draft module
-  double cycle_s = 0.0;         // fixed cost of a cycle: control, transfers, verification
-  bool shared = false;          // all on one device: a cycle lasts as long as its parts together
-  double acceptance = 0.0;
-  std::vector<std::uint8_t> table;  // instead: 0 where the draft is right, per position
-  std::uint32_t tokens = 0;
-  std::uint64_t seed = 0;
-};
-struct SpdResult {
-  double seconds = 0.0;
-  std::uint64_t tokens = 0;
-  std::uint64_t cycles = 0;
-  std::uint64_t flushes = 0;
-};
-SpdResult spd(const SpdSetting& setting);
 
 }  // namespace pipespec::perf

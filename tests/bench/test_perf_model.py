@@ -59,6 +59,11 @@ def test_better_drafts_are_never_worse_on_average():
     assert rates[-1] == pytest.approx(1.0, rel=0.01)  # the smallest draft's own speed
 
 
+def test_a_chain_of_one_is_plain_decoding():
+    result = simulate("asynchronous", [StageModel(0.5, start_s=3.0)], (), 100)
+    assert (result.seconds, result.stages[0].steps) == (53.0, 100)
+
+
 def test_a_draft_on_another_device_never_costs_with_equal_steps():
     """Without a wait, and if a verification costs as much as a plain step, even a useless draft keeps the speed of plain decoding."""
     for a in (0.0, 0.01, 0.1):
@@ -171,6 +176,7 @@ def two(step: float = 1.0) -> list[StageModel]:
         ({"answers": (-0.5,)}, "probability"),
         ({"answers": (math.nan,)}, "probability"),
         ({"answers": (0.5, 0.5)}, "acceptance"),
+        ({"stages": [StageModel(1.0)] * 17, "answers": (0.5,) * 16}, "stages"),
         ({"stages": two(0.0)}, "positive"),
         ({"stages": two(-1.0)}, "positive"),
         ({"stages": two(math.nan)}, "positive"),
@@ -202,8 +208,6 @@ def test_nonsense_is_refused(schedule, arguments, says):
 def test_more_nonsense():
     with pytest.raises(ValueError, match="schedule"):
         simulate("warp", two(), (0.5,), 10)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="stages"):
-        simulate("asynchronous", [StageModel(1.0)] * 17, (0.5,) * 16, 10)
     with pytest.raises(ValueError, match="bool vectors"):
         Answers.from_bits(np.ones(3, bool), np.ones(4, bool))
     with pytest.raises(ValueError, match="one bool vector per draft"):
