@@ -16,8 +16,6 @@ from pipespec_kernels.state import StateBlock
 TargetFailed = _native.TargetFailed
 """The target's step failed; the message has the cause. A ``RuntimeError``."""
 
-_SCHEDULES = {"streams": _native.Schedule.STREAMS, "lockstep": _native.Schedule.LOCKSTEP}
-
 _LOOK_NS = 50_000_000
 """The longest wait outside of Python, in nanoseconds: the latency of Ctrl-C."""
 
@@ -82,8 +80,6 @@ class Scheduler:
     Args:
         launcher: runs the steps: a :class:`HostLauncher`, or a launcher of captured graphs.
         lookahead: per draft, how many tokens it may be ahead of the next stage; 0: it rests.
-        schedule: ``"streams"``: a thread per stage; ``"lockstep"``: one thread, in which every draft fills its lookahead before
-            the target verifies.
         ahead: largest number of steps of a draft in flight. It also holds for the target if it has one width and no draft is launched: in plain
         decoding and in rounds. After an end-of-sequence token, up to ``ahead - 1`` of these steps find nothing to do.
         trace: entries per stage that :meth:`trace` keeps; 0: none.
@@ -92,19 +88,9 @@ class Scheduler:
         ValueError: a number out of its range.
     """
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        *,
-        lookahead: Sequence[int],
-        schedule: str = "streams",
-        ahead: int = 1,
-        trace: int = 0,
-    ) -> None:
-        if schedule not in _SCHEDULES:
-            raise ValueError(f"schedule must be one of {', '.join(map(repr, _SCHEDULES))}, not {schedule!r}")
+    def __init__(self, launcher: Launcher, *, lookahead: Sequence[int], ahead: int = 1, trace: int = 0) -> None:
         self._launcher = launcher  # the steps refer to the launcher
-        options = _native.Options(_SCHEDULES[schedule], ahead, trace)
+        options = _native.Options(ahead, trace)
         self._native = _native.Scheduler(launcher.native, options, list(lookahead))
 
     def run(self, on_commit: Callable[[], None] | None = None) -> None:

@@ -47,12 +47,8 @@ py::array trace(const Scheduler& scheduler, std::uint32_t stage) {
 
 void bind_schedule(py::module_& m) {
   py::register_exception<TargetFailed>(m, "TargetFailed", PyExc_RuntimeError);
-  py::enum_<Schedule>(m, "Schedule")
-      .value("STREAMS", Schedule::kStreams)
-      .value("LOCKSTEP", Schedule::kLockstep);
   py::class_<Options>(m, "Options")
-      .def(py::init<Schedule, std::uint32_t, std::uint32_t>(), py::arg("schedule"),
-           py::arg("ahead"), py::arg("trace"));
+      .def(py::init<std::uint32_t, std::uint32_t>(), py::arg("ahead"), py::arg("trace"));
 
   py::class_<Launcher, std::shared_ptr<Launcher>>(m, "Launcher");
   py::class_<Rectangle>(m, "Rectangle")

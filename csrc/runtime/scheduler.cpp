@@ -32,8 +32,6 @@ Scheduler::Scheduler(std::shared_ptr<Launcher> launcher, const Options& options,
                      const std::vector<u32>& lookahead)
     : launcher_(std::move(launcher)), options_(options) {
   if (!launcher_) throw std::invalid_argument("a scheduler needs a launcher");
-  if (options.schedule != Schedule::kStreams && options.schedule != Schedule::kLockstep)
-    throw std::invalid_argument("there is no such schedule");
   if (options.ahead < 1 || options.ahead > launcher_->depth())
     throw std::invalid_argument("ahead must be 1 to " + std::to_string(launcher_->depth()) +
                                 ", not " + std::to_string(options.ahead));
@@ -56,7 +54,6 @@ void Scheduler::start() {
   for (const auto& lane : lanes_) {
     lane->in_flight.clear();
     lane->ended = 0;
-    lane->dead = false;
     if (lane->trace != nullptr) lane->trace->clear();
   }
   target_steps_ = 0;
@@ -65,12 +62,10 @@ void Scheduler::start() {
   over_ = false;
   started_ = true;
   process_ = getpid();
-  const bool one_thread = options_.schedule == Schedule::kLockstep;
-  for (u32 s = one_thread ? target_ : 0; s <= target_; ++s) {
+  for (u32 s = 0; s <= target_; ++s) {
     if (rides(s)) continue;
     try {
-      lanes_[s]->thread =
-          std::thread([this, s, one_thread] { one_thread ? run_lockstep() : run_stage(s); });
+      lanes_[s]->thread = std::thread([this, s] { run_stage(s); });
     } catch (...) {
       stop();
       throw;
@@ -261,43 +256,6 @@ void Scheduler::run_stage(u32 stage) {
   }
 }
 
-// --- one thread for all stages -------------------------------------------------------------------
-
-void Scheduler::run_lockstep() {
-  while (!over_ && advance(target_) == Action::kStep) {
-  }
-  request_stop();
-}
-
-// Gives the stage its drafts, then lets it take one step.
-Action Scheduler::advance(u32 stage) {
-  Lane& lane = *lanes_[stage];
-  if (lane.dead || rides(stage)) return Action::kIdle;
-  StepPolicy now = policy(stage);
-  if (now.max_draft_tokens > 0) {
-    while (!over_ && advance(stage - 1) == Action::kStep) {
-    }
-  }
-  if (over_ || (stage < target_ && now.lookahead == 0)) return Action::kIdle;
-  try {
-    const Outlook outlook = look(stage, now);
-    if (!outlook.works) return outlook.finished ? Action::kFinished : Action::kIdle;
-    now.width = bucket(stage, outlook.columns);
-    launch(stage, now);
-    while (true) {
-      const u32 heard = lane.bell.note();
-      harvest(stage);
-      if (lane.in_flight.empty()) return Action::kStep;
-      lane.bell.sleep(heard, launcher_->patrol_ns());
-    }
-  } catch (const std::exception& error) {
-    fail(stage, error.what());
-    return Action::kIdle;
-  }
-}
-
-// --- what both share -----------------------------------------------------------------------------
-
 void Scheduler::launch(u32 stage, const StepPolicy& policy) {
   Lane& lane = *lanes_[stage];
   const auto before = static_cast<u32>(lane.in_flight.size());
@@ -338,7 +296,6 @@ void Scheduler::harvest(u32 stage) {
 // A failed draft costs speed, a failed target ends the text.
 void Scheduler::fail(u32 stage, const std::string& cause) {
   drain(stage);
-  lanes_[stage]->dead = true;
   {
     const std::lock_guard lock(mutex_);
     failures_.push_back({stage, cause});

@@ -2,12 +2,9 @@
 // the step is, and when the stage sleeps. No Python, no spinning. The launcher defines what a step
 // is.
 //
-//   kStreams   One thread per stage. A stage with nothing in flight applies the protocol's plan()
-//   to
-//              the host shadow without changing it (foresee()) and launches the narrowest step that
-//              fits. A draft may launch further steps while one runs.
-//   kLockstep  One thread, in rounds: every draft fills its lookahead, the smallest first, then the
-//              target verifies.
+// There is one thread per stage. A stage with nothing in flight applies the protocol's plan() to
+// the host shadow without changing it (foresee()) and launches the narrowest step that fits. A
+// draft may launch further steps while one runs.
 //
 // The host shadow may be late. Then a step has less or more to do than foreseen, which costs time
 // but does not change the text: it depends on the target's forwards alone.
@@ -31,10 +28,7 @@
 
 namespace pipespec {
 
-enum class Schedule : std::int32_t { kStreams = 0, kLockstep = 1 };
-
 struct Options {
-  Schedule schedule = Schedule::kStreams;
   // The largest number of steps of a draft in flight. It also holds for the target if the target
   // has one width and no draft is launched: then its next step is known before the last one has
   // ended.
@@ -108,7 +102,6 @@ class Scheduler {
     std::deque<Launched> in_flight;
     std::uint64_t ended = 0;
     double step_ns = 0.0;
-    bool dead = false;
     std::vector<std::int32_t> scratch;
     std::unique_ptr<TraceBuffer> trace;
     std::thread thread;
@@ -134,8 +127,6 @@ class Scheduler {
   Decision decide(std::uint32_t stage);
   Decision decide_target_ahead(const StepPolicy& now) const;
   Decision decide_ahead(std::uint32_t stage, StepPolicy now) const;
-  void run_lockstep();
-  Action advance(std::uint32_t stage);
 
   void launch(std::uint32_t stage, const StepPolicy& policy);
   void harvest(std::uint32_t stage);

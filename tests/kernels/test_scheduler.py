@@ -86,20 +86,13 @@ def wait_for_the_stop(scheduler: Scheduler) -> None:
     until(lambda: not scheduler._native.wait(0, 0)[1], "the stages are to stop")
 
 
-@pytest.mark.parametrize("schedule", ["streams", "lockstep"])
 @pytest.mark.parametrize("shadowed", [False, True])
 @pytest.mark.parametrize("wrong_every", [(), (0,), (4,), (3, 7), (1, 2, 5)])
-def test_plain_text(schedule: str, shadowed: bool, wrong_every: tuple[int, ...], no_thread_is_left: None) -> None:
+def test_plain_text(shadowed: bool, wrong_every: tuple[int, ...], no_thread_is_left: None) -> None:
     models = [Model(PROMPTS, n) for n in (*wrong_every, 0)]
     block = block_for(PROMPTS, LIMITS, len(models))
     launcher = HostLauncher(block, models, [1, 2, 4, 8], shadowed=shadowed)
-    scheduler = Scheduler(
-        launcher,
-        lookahead=(4,) * len(wrong_every),
-        schedule=schedule,
-        ahead=2,
-        trace=1000,
-    )
+    scheduler = Scheduler(launcher, lookahead=(4,) * len(wrong_every), ahead=2, trace=1000)
     seen: list[int] = []
     steps: list[int] = []
 
@@ -302,12 +295,11 @@ def test_a_request_from_another_thread_stops_it() -> None:
     assert text == plain(PROMPTS[0], len(text))
 
 
-@pytest.mark.parametrize("schedule", ["streams", "lockstep"])
-def test_a_stage_without_widths_is_left_to_others(schedule: str) -> None:
+def test_a_stage_without_widths_is_left_to_others() -> None:
     block = block_for(PROMPTS, LIMITS, 2)
     models = [Model(PROMPTS), Model(PROMPTS)]
     launcher = HostLauncher(block, models, [[], [1, 4]])
-    scheduler = Scheduler(launcher, lookahead=(3,), schedule=schedule, trace=10)
+    scheduler = Scheduler(launcher, lookahead=(3,), trace=10)
     scheduler.run()
     assert [text_of(block, row) for row in range(2)] == [plain(*row) for row in zip(PROMPTS, LIMITS, strict=True)]
     assert models[0].steps == len(scheduler.trace(0)) == 0
@@ -321,8 +313,6 @@ def test_bad_settings_are_refused() -> None:
     block = block_for(PROMPTS, LIMITS, 2)
     models = [Model(PROMPTS), Model(PROMPTS)]
     launcher = HostLauncher(block, models, [1, 4])
-    with pytest.raises(ValueError, match="schedule must be one of 'streams', 'lockstep', not 'workers'"):
-        Scheduler(launcher, lookahead=(3,), schedule="workers")
     with pytest.raises(ValueError, match="needs 1 lookahead values, not 2"):
         Scheduler(launcher, lookahead=(3, 3))
     with pytest.raises(ValueError, match="ahead must be 1 to 8"):

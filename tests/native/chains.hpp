@@ -198,9 +198,7 @@ inline std::vector<u32> any_lookahead(u32 stages, Random& random) {
 }
 
 inline Options any_options(Random& random) {
-  return {.schedule = random.chance(0.3) ? Schedule::kLockstep : Schedule::kStreams,
-          .ahead = 1 + random.below(4),
-          .trace = random.pick({0u, 3u, 1000u})};
+  return {.ahead = 1 + random.below(4), .trace = random.pick({0u, 3u, 1000u})};
 }
 
 inline std::vector<u32> any_widths(Random& random) {

@@ -149,7 +149,6 @@ TEST(settings_that_make_no_sense_are_refused) {
   CHECK_THROWS(Scheduler(launcher, {}, std::vector<u32>{1}));
   CHECK_THROWS(Scheduler(launcher, {.ahead = 0}, good));
   CHECK_THROWS(Scheduler(launcher, {.ahead = 9}, good));
-  CHECK_THROWS(Scheduler(launcher, {.schedule = static_cast<Schedule>(7)}, good));
   Scheduler scheduler(launcher, {}, good);
   CHECK_THROWS(scheduler.trace(3));
   scheduler.start();
