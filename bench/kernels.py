@@ -52,7 +52,7 @@ def run(benchmarks: Sequence[Benchmark], options: argparse.Namespace) -> int:
                 repeats = 15 if options.quick else 40
                 part = gpu.measure(*what, repeats, info["copy_gb_per_s"], benchmark.axes)
             else:
-                part = cpu.measure(*what, options.threads, info["cold_bytes"], benchmark.axes)
+                part = cpu.measure(*what, info["cold_bytes"], benchmark.axes)
             for result in part:
                 results.append({"benchmark": benchmark.name} | result)
                 save(options.json, {"machine": info, "results": results})

@@ -10,7 +10,6 @@ from typing import TypeVar
 import torch
 
 from pipespec.bench.machine import last_level_cache_bytes
-from pipespec_kernels import _native
 
 T = TypeVar("T")
 
@@ -67,7 +66,10 @@ def copy_bytes_per_second(device: torch.device | str = "cuda", nbytes: int = COP
 
 def read_bytes_per_second(threads: int) -> float:
     """Rate of a plain read of uncached memory on the CPU: the median of nine."""
-    size = max(256 << 20, 4 * last_level_cache_bytes())
-    buffer = torch.ones(size, dtype=torch.uint8)
-    times = repeated(lambda: _native.read_bandwidth_probe(buffer.data_ptr(), size, threads), 9)
-    return size / statistics.median(times)
+    size, before = max(256 << 20, 4 * last_level_cache_bytes()), torch.get_num_threads()
+    buffer = torch.ones(size // 4)
+    torch.set_num_threads(threads)
+    try:
+        return size / statistics.median(repeated(buffer.sum, 9))
+    finally:
+        torch.set_num_threads(before)

@@ -130,10 +130,6 @@ void gumbel(std::uint64_t seed, std::int64_t position, std::uint32_t stream, std
   cpu::gumbel_noise(seed, position, stream, begin, count, pointer<float>(out));
 }
 
-std::uint64_t read_bandwidth_probe(Address data, std::int64_t bytes, int threads) {
-  return cpu::read_bandwidth_probe(pointer(data), bytes, threads);
-}
-
 }  // namespace
 
 void bind_select(py::module_& m) {
@@ -153,8 +149,6 @@ void bind_select(py::module_& m) {
   m.def("simd", &cpu::simd);
   m.def("set_simd", &cpu::set_simd, py::arg("name"));
   m.def("pool_threads", &cpu::pool_threads);
-  m.def("read_bandwidth_probe", &read_bandwidth_probe, py::arg("address"), py::arg("bytes"),
-        py::arg("threads"), WithoutGil());
 }
 
 }  // namespace pipespec

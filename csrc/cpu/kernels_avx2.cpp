@@ -21,7 +21,6 @@ struct Avx2Vector {
   }
   static void store(void* p, Reg x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
   static Reg bit_and(Reg a, Reg b) { return _mm256_and_si256(a, b); }
-  static Reg bit_xor(Reg a, Reg b) { return _mm256_xor_si256(a, b); }
   static int first_byte(Reg mask) {
     const unsigned bits = unsigned(_mm256_movemask_epi8(mask));
     return bits == 0 ? -1 : __builtin_ctz(bits);

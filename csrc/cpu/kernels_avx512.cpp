@@ -26,7 +26,6 @@ struct Avx512Vector {
   }
   static void store(void* p, Reg x) { _mm512_storeu_si512(p, x); }
   static Reg bit_and(Reg a, Reg b) { return _mm512_and_si512(a, b); }
-  static Reg bit_xor(Reg a, Reg b) { return _mm512_xor_si512(a, b); }
   static int first_bit(unsigned mask) { return mask == 0 ? -1 : __builtin_ctz(mask); }
 };
 

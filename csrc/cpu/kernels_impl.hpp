@@ -13,7 +13,7 @@ namespace {
 // `V16`, `V32`: integer vectors for span_impl.hpp; `D`: `V` with what decoder_impl.hpp needs.
 template <class V, class V16, class V32, class D>
 constexpr Kernels table(const char* name) {
-  return {{name, span_argmax<V16>, span_argmax<V32>, span_read<V32>},
+  return {{name, span_argmax<V16>, span_argmax<V32>},
           {coupled_select<V, Float32>, coupled_select<V, BFloat16>, coupled_select<V, Float16>,
            noise_span<V>},
           decoder_table<D>()};

@@ -36,7 +36,6 @@ struct PortableVector {
   static bool saw_nan(Watch w, Reg) { return any(w); }
 
   static Reg bit_and(Reg a, Reg b) { return a & b; }
-  static Reg bit_xor(Reg a, Reg b) { return a ^ b; }
   static bool any(Reg mask) {
     uint64_t half[2];
     __builtin_memcpy(half, &mask, sizeof(mask));

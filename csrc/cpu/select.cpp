@@ -129,21 +129,11 @@ struct Greedy {
   int64_t item_bytes;
   int64_t vocab;
 
-  explicit Greedy(const Logits& from) : logits(from), vocab(from.vocab) {
+  explicit Greedy(const Logits& from)
+      : logits(from), item_bytes(cpu::item_bytes(from.dtype)), vocab(from.vocab) {
     const SpanKernels& k = kernels().span;
-    switch (logits.dtype) {
-      case DType::kFloat32:
-        span = k.argmax32, inf = 0x7F800000, item_bytes = 4;
-        break;
-      case DType::kBFloat16:
-        span = k.argmax16, inf = 0x7F80, item_bytes = 2;
-        break;
-      case DType::kFloat16:
-        span = k.argmax16, inf = 0x7C00, item_bytes = 2;
-        break;
-      default:
-        throw std::invalid_argument("logits: unknown dtype code");
-    }
+    span = item_bytes == 4 ? k.argmax32 : k.argmax16;
+    inf = item_bytes == 4 ? 0x7F800000 : from.dtype == DType::kBFloat16 ? 0x7F80 : 0x7C00;
   }
 
   int64_t row_bytes() const { return vocab * item_bytes; }
@@ -172,21 +162,10 @@ struct Coupled {
   int64_t item_bytes;
   int64_t vocab;
 
-  Coupled(const Logits& from, const Noise& with) : logits(from), noise(with), vocab(from.vocab) {
+  Coupled(const Logits& from, const Noise& with)
+      : logits(from), noise(with), item_bytes(cpu::item_bytes(from.dtype)), vocab(from.vocab) {
     const CoupledKernels& k = kernels().coupled;
-    switch (logits.dtype) {
-      case DType::kFloat32:
-        span = k.float32, item_bytes = 4;
-        break;
-      case DType::kBFloat16:
-        span = k.bfloat16, item_bytes = 2;
-        break;
-      case DType::kFloat16:
-        span = k.float16, item_bytes = 2;
-        break;
-      default:
-        throw std::invalid_argument("logits: unknown dtype code");
-    }
+    span = item_bytes == 4 ? k.float32 : from.dtype == DType::kBFloat16 ? k.bfloat16 : k.float16;
   }
 
   int64_t row_bytes() const { return vocab * item_bytes; }
@@ -457,30 +436,6 @@ std::string set_simd(const std::string& name) {
   const std::string before = simd();
   g_variant.store(wanted, std::memory_order_release);
   return before;
-}
-
-uint64_t read_bandwidth_probe(const void* data, int64_t bytes, int threads) {
-  if (bytes < 0 || threads < 1) throw std::invalid_argument("bytes must be >= 0 and threads >= 1");
-  struct Probe {
-    const unsigned char* data;
-    int64_t bytes, unit_bytes;
-    uint64_t (*read)(const void*, int64_t);
-    std::atomic<uint64_t> sum;
-  } probe{static_cast<const unsigned char*>(data), bytes, bytes, kernels().span.read, {0}};
-  const auto unit = [](void* context, int64_t i) {
-    Probe& p = *static_cast<Probe*>(context);
-    const int64_t begin = i * p.unit_bytes;
-    p.sum.fetch_add(p.read(p.data + begin, std::min(p.unit_bytes, p.bytes - begin)),
-                    std::memory_order_relaxed);
-  };
-  if (threads == 1 || bytes < kParallelBytes) {
-    if (bytes > 0) unit(&probe, 0);
-    return probe.sum.load();
-  }
-  probe.unit_bytes = (std::max(kMinUnitBytes, bytes / (threads * kUnitsPerThread)) + 63) / 64 * 64;
-  Team team(threads - 1, unit, &probe);
-  team.run((bytes + probe.unit_bytes - 1) / probe.unit_bytes);
-  return probe.sum.load();
 }
 
 }  // namespace pipespec::cpu

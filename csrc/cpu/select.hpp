@@ -93,8 +93,4 @@ int64_t item_bytes(DType dtype);  // refuses unknown codes
 std::string simd();
 std::string set_simd(const std::string& name);
 
-// Reads `bytes` bytes with the same vectors and threads, for the best possible speed of the
-// functions above. The result depends on every byte.
-uint64_t read_bandwidth_probe(const void* data, int64_t bytes, int threads);
-
 }  // namespace pipespec::cpu

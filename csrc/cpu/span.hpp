@@ -24,8 +24,6 @@ struct SpanKernels {
   // Best entry of `n >= 1` elements at `data` (any alignment). Reads nothing outside the span.
   Packed (*argmax16)(const void* data, int64_t n, int32_t inf);
   Packed (*argmax32)(const void* data, int64_t n, int32_t inf);
-  // Reads `bytes` bytes and folds them into one word, for comparison with the kernels above.
-  uint64_t (*read)(const void* data, int64_t bytes);
 };
 
 }  // namespace pipespec::cpu

@@ -185,25 +185,5 @@ Packed span_argmax(const void* data, int64_t n, int32_t inf_bits) {
   return Packed(uint32_t(best_order) ^ 0x80000000u) << 32 | uint32_t(~uint32_t(at));
 }
 
-template <class V>
-uint64_t span_read(const void* data, int64_t bytes) {
-  constexpr int64_t kStep = V::kLanes * int64_t(sizeof(typename V::Lane));
-  const unsigned char* p = static_cast<const unsigned char*>(data);
-  const unsigned char* const end = p + bytes;
-  auto a = V::broadcast(0), b = a, c = a, d = a;
-  for (; end - p >= 4 * kStep; p += 4 * kStep) {
-    a = V::bit_xor(a, V::load(p));
-    b = V::bit_xor(b, V::load(p + kStep));
-    c = V::bit_xor(c, V::load(p + 2 * kStep));
-    d = V::bit_xor(d, V::load(p + 3 * kStep));
-  }
-  uint64_t tail = 0;
-  for (; p != end; ++p) tail += *p;
-  uint64_t words[kStep / 8];
-  V::store(words, V::bit_xor(V::bit_xor(a, b), V::bit_xor(c, d)));
-  for (int64_t i = 0; i < kStep / 8; ++i) tail ^= words[i];
-  return tail;
-}
-
 }  // namespace
 }  // namespace pipespec::cpu

@@ -141,7 +141,7 @@ def test_no_contender_finds_its_inputs_in_a_cache(size: int) -> None:
     used: list[int] = []
     rivals = {name: lambda i: used.append(i) for name in ("eager", "other")}
     make = lambda shape, dtype, copies: KernelCase(size, lambda i: used.append(i), rivals)  # noqa: E731
-    (result,) = cpu.measure([(1, 1, 10)], torch.float32, lambda shape, dtype: size, make, 1, 10_000)
+    (result,) = cpu.measure([(1, 1, 10)], torch.float32, lambda shape, dtype: size, make, 10_000)
     copies = result["copies"]
     assert copies == {100: 64, 5000: 2}[size]
     assert len(used) == 1 + 3 * result["repeats"]
