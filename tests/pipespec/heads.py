@@ -29,6 +29,13 @@ def make_target(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes | changes)).to(DEVICE).eval()
 
 
+def only(count: int, weights: dict[str, torch.Tensor]) -> dict[int, float]:
+    """A ``logit_bias`` that leaves so many of the tokens that a head drafts. It then agrees with the target often."""
+    drafted = torch.arange(DRAFTED) + weights["d2t"]
+    kept = drafted[:: DRAFTED // count].tolist()
+    return {token: -torch.inf for token in range(VOCABULARY) if token not in kept}
+
+
 def make_weights(
     *, heads: int = 4, kv_heads: int = 2, head_dim: int = 8, features: int = 3, seed: int = 1, own_embedding: bool = False,
     qwen3: bool = False, **flags: bool,

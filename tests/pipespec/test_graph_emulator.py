@@ -20,8 +20,9 @@ from pipespec.schedules.graphs import buffers, stage
 from pipespec.schedules.graphs import capture as capturing
 from pipespec.schedules.graphs import driver as driving
 from pipespec.schedules.graphs.driver import GraphedDriver
+from pipespec.schedules.graphs.head import GraphedHead
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
-from tests.pipespec import checkpoints
+from tests.pipespec import checkpoints, heads
 from tests.pipespec.fake_gpu import Graph
 from tests.pipespec.test_native import make
 from tests.support.graph_emulator import Emulator
@@ -31,8 +32,9 @@ pytest.importorskip("pipespec_kernels._cuda")
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(monkeypatch, tmp_path):
     emulator = Emulator()
+    emulator.folder = tmp_path
     emulator.install(monkeypatch)
     return emulator
 
@@ -41,6 +43,7 @@ HOW = {
     "plain": {"schedule": "plain", "graphs": True},
     "rounds": {"schedule": "lockstep", "graphs": True, "lookahead": 3},
     "streams": {"schedule": "streams", "lookahead": 3},
+    "head": {"schedule": "lockstep", "graphs": True, "lookahead": 3},
 }
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0}
 CALLS = {
@@ -61,12 +64,14 @@ class Session:
     Args:
         gpu: The emulator.
         model: The target.
-        how: Of :data:`HOW`.
+        how: Of :data:`HOW`. A head has a target of its own.
     """
 
     def __init__(self, gpu: Emulator, model, how: str) -> None:
-        self.gpu, self.target, self.how = gpu, model, how
         drafts = [] if how == "plain" else [noisy(model, 0.05)]
+        if how == "head":
+            model, drafts = with_head(gpu, heads.make_weights())
+        self.gpu, self.target, self.how = gpu, model, how
         self.pipe = Pipeline(model, drafts, **HOW[how])
 
     def call(self, name: str):
@@ -85,6 +90,12 @@ class Session:
         assert torch.equal(text, wanted), f"{name}: another text"
 
 
+def with_head(gpu: Emulator, weights: dict[str, torch.Tensor]):
+    """A small target, and the folder of a head that also reads its embedding."""
+    folder = heads.write_speculators(gpu.folder, weights, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    return heads.make_target(num_hidden_layers=3), [folder]
+
+
 def clean(gpu: Emulator) -> None:
     assert gpu.faults == []
     assert gpu.replays > 0
@@ -94,6 +105,8 @@ def clean(gpu: Emulator) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma", "qwen2"][: trials(ci=2, nightly=3)])
 def test_texts_of_replays(gpu, name, how):
     """Kinds of sampling, penalties, records, batches, a cache that grows, and graphs that are launched again."""
+    if how == "head" and name != "llama":
+        pytest.skip("it has one target")
     model = random_llama(7) if name == "llama" else make(name, vocab_size=VOCABULARY)
     with gpu.watching(), warnings.catch_warnings(action="error"):
         session = Session(gpu, model, how)
@@ -191,6 +204,41 @@ def test_products_that_a_replay_does_not_give_are_not_captured(gpu, kind, cause)
         if kind is OutsideOfTorch:
             assert torch.equal(text, type(target).generate(target, ids, max_new_tokens=8, do_sample=False))
     clean(gpu)
+
+
+@pytest.mark.parametrize("fault", [None, "lengths of the capture", "features of the capture"])
+def test_replays_draft_as_a_head_without_graphs(gpu, fault, monkeypatch):
+    """Where the host plans, so that a round verifies its own draft tokens. What a graph freezes costs draft tokens, and not the text."""
+    monkeypatch.setitem(sys.modules, "pipespec_kernels._cuda", None)
+    monkeypatch.delattr(pipespec_kernels, "_cuda", raising=False)
+    score, weights = GraphedHead._score_columns, heads.make_weights()
+
+    def planted(head, tokens, kv, n_select):
+        if fault == "lengths of the capture" and gpu.capturing:
+            kv = torch.from_numpy(kv.numpy().copy())
+        if fault == "features of the capture" and gpu.capturing:
+            features = head._features()
+            monkeypatch.setattr(features, "_stored", torch.from_numpy(features.stored.numpy().copy()))
+        return score(head, tokens, kv, n_select)
+
+    monkeypatch.setattr(GraphedHead, "_score_columns", planted)
+    few = {"temperature": 4.0, "top_k": 0, "logit_bias": heads.only(4, weights), "do_sample": True, "seed": 3}
+    ids, mask = left_pad(random_prompts(2, seed=5, shortest=4))
+    found = []
+    for _ in range(2):
+        with gpu.watching(), pytest.warns(Warning, match="the CUDA module"):
+            pipe = Pipeline(*with_head(gpu, weights), **HOW["head"])
+        with gpu.watching():
+            text = pipe.generate(ids, attention_mask=mask, pad_token_id=0, max_new_tokens=14, **few)
+        stages = pipe.report.stages
+        found.append((text.tolist(), stages[-1].steps, stages[-1].accepted))
+        # The second time nothing is captured.
+        monkeypatch.setattr(capturing, "capture_bodies", lambda *arguments: None)
+    assert found[0][0] == found[1][0]
+    assert found[1][2] > 10
+    assert (found[0] == found[1]) == (fault is None)
+    if fault is None:
+        clean(gpu)
 
 
 def test_two_pipelines_in_two_threads(gpu):
@@ -307,6 +355,32 @@ def a_record_at_a_new_address(patch, gpu):
     patch.setattr(buffers.StaticRecord, "start", rebound)
     yield "logits"
     yield "logits"
+
+
+@fault("memory that has been freed", "head")
+def hidden_states_at_a_new_address(patch, gpu):
+    session = yield "greedy"
+    features = session.pipe._driver.target.buffers.cache.features
+    features._stored = features._stored.clone()
+    yield "greedy"
+
+
+@fault("memory that has been freed", "head")
+def a_text_of_a_head_at_a_new_address(patch, gpu):
+    session = yield "greedy"
+    own = session.pipe._driver.stages[0].own
+    own.tokens = own.tokens.clone()
+    yield "greedy"
+
+
+@fault("not permitted when stream is capturing", "head")
+def slots_that_the_host_counts(patch, gpu):
+    score = GraphedHead._score_columns
+    most = lambda kv: max(10**6, int(kv.max()))  # noqa: E731
+    patch.setattr(
+        GraphedHead, "_score_columns", lambda head, tokens, kv, n: score(head, tokens, kv.clamp(max=most(kv)), n)
+    )
+    yield "greedy"
 
 
 @fault("another text")

@@ -18,6 +18,7 @@ from pipespec.engine.features import Features
 from pipespec.engine.values import Checksums
 from pipespec.models.families import NotReadable
 from pipespec.models.properties import weight_bytes
+from pipespec.schedules.graphs.head import GraphedHead
 from tests.conftest import DEVICE, VOCABULARY, left_pad, random_prompts
 from tests.pipespec import heads
 from tests.support.grammars import Classes
@@ -191,6 +192,26 @@ class Drafted:
         monkeypatch.setattr(HeadStage, "_score", recording)
 
 
+class DraftedByColumns(Drafted):
+    """The same of captured steps, which run uncaptured here."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found = found = []
+        score = GraphedHead._score_columns
+
+        def recording(
+            stage: GraphedHead, tokens: torch.Tensor, kv: torch.Tensor, n_select: torch.Tensor
+        ) -> torch.Tensor:
+            wide = score(stage, tokens, kv, n_select)
+            for row, n in enumerate(n_select.tolist()):
+                if n:
+                    text = stage.own.tokens[row, : int(kv[row]) + n].tolist()
+                    found.append((stage.block.length(stage.block.target, row), text, wide[row, n - 1].cpu().clone()))
+            return wide
+
+        monkeypatch.setattr(GraphedHead, "_score_columns", recording)
+
+
 def check_against_reference(found, target, weights, layers, atol=2e-4, **more) -> None:
     """Compare drafts with :class:`heads.Reference` over the hidden states of transformers' own forward."""
     reference = heads.Reference(weights, target.get_input_embeddings().weight.detach().cpu(), **more)
@@ -271,11 +292,47 @@ def test_drafts_are_the_reference_s(shape, form, native, target, tmp_path, monke
     check_against_reference(drafted.found, target, weights, (2, 4, 5), **more)
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_drafts_after_a_reused_prompt_and_a_given_cache(native, target, folder, monkeypatch) -> None:
-    drafted = Drafted(monkeypatch)
+@ON_CPU
+@pytest.mark.parametrize(("form", "rows"), [("original", 1), ("speculators", 3)])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_captured_rounds_draft_as_eager_ones(shape, form, rows, target, tmp_path, monkeypatch) -> None:
+    """The same draft tokens round by round, and so the same rollbacks, and the logits of the reference."""
+    path, weights = write(tmp_path, form, shape)
+    ids, mask = left_pad(random_prompts(rows, seed=rows, shortest=2, longest=30))
+    few = {"temperature": 4.0, "logit_bias": heads.only(4, weights)}  # most draft tokens are accepted
+    calls = {"greedy": {"do_sample": False}, "sampled": SAMPLED, "few": SAMPLED | few}
+    calls["filtered"] = SAMPLED | few | {"top_p": 0.9, "min_p": 0.01}
+    calls["penalties"] = SAMPLED | few | {"repetition_penalty": 1.2, "frequency_penalty": 0.4}
+    found, texts, accepted = [], [], 0
+    for options, recorder in (({"graphs": True}, DraftedByColumns), ({"native": False}, Drafted)):
+        with Pipeline(target, path, lookahead=3, **options) as pipe, monkeypatch.context() as patch:
+            drafted = recorder(patch)
+            for call in calls.values():
+                how = {"attention_mask": mask, "max_new_tokens": 14, "pad_token_id": 0} | call
+                texts.append(pipe.generate(ids, **how))
+                assert pipe.report.stages[0].forward == "draft head"
+                accepted += pipe.report.stages[-1].accepted
+        found.append(drafted.found)
+    assert accepted > 30
+    half = len(texts) // 2
+    assert all(torch.equal(a, b) for a, b in zip(texts[:half], texts[half:], strict=True))
+    captured, eager = ([(known, text) for known, text, _ in drafts] for drafts in found)
+    # In its first round an eager head waits where a row has no slot yet.
+    begun = [draft for draft in captured if draft in eager]
+    assert begun == eager
+    assert len(captured) - len(begun) <= 3 * rows * len(calls) * bool((mask.sum(1) == 1).any())
+    check_against_reference(found[0][::7], target, weights, (2, 4, 5), **reference_options(shape))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"native": False}, pytest.param({"graphs": True}, marks=ON_CPU)],
+    ids=["native", "torch", "captured"],
+)
+def test_drafts_after_a_reused_prompt_and_a_given_cache(options, target, folder, monkeypatch) -> None:
+    drafted = (DraftedByColumns if "graphs" in options else Drafted)(monkeypatch)
     prompt = random_prompts(1, seed=8, shortest=20, longest=21)[0][None]
-    with Pipeline(target, folder, lookahead=2, native=native) as pipe:
+    with Pipeline(target, folder, lookahead=2, **options) as pipe:
         text = pipe.generate(prompt, max_new_tokens=10, do_sample=False)
         longer = torch.cat([text, prompt[:, :5]], 1)
         for again in (longer, longer):
@@ -361,6 +418,10 @@ PIPELINES: dict[str, dict[str, Any]] = {
     "quantised head": {"lookahead": 3, "weights": {"draft 0": "q8_0"}},
     "quantised head, 4 bits": {"lookahead": 2, "weights": {"draft 0": "q5_0"}},
     "n-gram": {"drafts": ["ngram"]},
+    "captured": {"lookahead": 3, "graphs": True},
+    "captured, one token": {"lookahead": 1, "graphs": True},
+    "captured, own modules": {"lookahead": 3, "graphs": True, "native": False},
+    "captured, exact": {"lookahead": 4, "graphs": True, "exact": True},
 }
 
 
@@ -463,7 +524,6 @@ def test_each_native_forward_pays_for_the_checks_of_weights(drafts, folder, monk
         ({"schedule": "workers"}, "a draft head is for schedule='lockstep', not for 'workers'"),
         ({"schedule": "streams"}, "a draft head is for schedule='lockstep', not for 'streams'"),
         ({"schedule": "ranks"}, "a draft head is for schedule='lockstep', not for 'ranks'"),
-        ({"graphs": True}, "graphs=True does not support a draft head"),
         ({"acceptance": "rejection"}, "does not go with rejection sampling"),
         ({"confidence": True}, "does not go with confidence=True"),
     ],
