@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import DynamicCache
 
 from pipespec import Pipeline, attach, detach
+from pipespec.config import WIDTH, SpeculationConfig
 from pipespec.drafts.head import DraftHead, HeadConfig, is_head
 from pipespec.drafts.stage import HeadStage
 from pipespec.engine.cache import RowCache
@@ -19,6 +21,7 @@ from pipespec.engine.values import Checksums
 from pipespec.models.families import NotReadable
 from pipespec.models.properties import weight_bytes
 from pipespec.schedules.graphs.head import GraphedHead
+from pipespec.schedules.graphs.rounds import round_steps
 from tests.conftest import DEVICE, VOCABULARY, left_pad, random_prompts
 from tests.pipespec import heads
 from tests.support.grammars import Classes
@@ -290,6 +293,15 @@ def test_drafts_are_the_reference_s(shape, form, native, target, tmp_path, monke
     assert len({len(text) - known for known, text, _ in drafted.found}) == 3
     more = reference_options(shape)
     check_against_reference(drafted.found, target, weights, (2, 4, 5), **more)
+
+
+def test_the_steps_of_a_captured_round() -> None:
+    """The first one has a column for each token that a round may commit, and a round drafts no more than the target verifies."""
+    config = SpeculationConfig(lookahead=(3,), head="folder", graphs=True)
+    assert round_steps(config) == [(0, 4), (0, 1), (0, 1), (1, 4)]
+    most = WIDTH // 2
+    long = replace(config, lookahead=(WIDTH,))
+    assert round_steps(long) == [(0, 1 + most), *[(0, 1)] * (most - 1), (1, 1 + most)]
 
 
 @ON_CPU

@@ -240,6 +240,7 @@ def test_defaults(model):
         assert [stage.name for stage in pipe.report.stages] == ["target"]
     assert default_schedule(["cpu"], light=True) == ("lockstep", False, False)
     assert default_schedule(["cuda:0"], light=True, uncaptured=True) == ("lockstep", False, False)
+    assert default_schedule(["cuda:0"], light=True) == ("lockstep", True, False)  # a draft head
     assert default_schedule(["cuda:0", "cuda:0"], light=True, uncaptured=True) == ("lockstep", False, False)
     assert default_schedule(["cpu", "cpu"], places=2, light=True) == ("workers", False, False)
 
