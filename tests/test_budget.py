@@ -19,12 +19,12 @@ ROOT = Path(__file__).parents[1]
 PYTHON = ("python/pipespec", "pipespec_kernels", "bench", "tools")
 
 FOLDERS = {
-    "csrc": 13_485,
-    "pipespec_kernels": 8_600,
-    "python/pipespec": 33_055,
+    "csrc": 13_240,
+    "pipespec_kernels": 8_590,
+    "python/pipespec": 33_290,
     "bench": 8_515,
     "tools": 1_460,
-    "tests": 55_320,
+    "tests": 55_330,
 }
 """Most lines of C++, CUDA and Python. The design's goals of the first five: 12,500, 8,000, 20,000, 7,000 and 1,200."""
 
