@@ -1,0 +1,39 @@
+"""What does a verified token cost? ``python -m bench.bench_price MODEL ... [--json FILE]``
+
+MODEL is a folder, a GGUF file, or FOLDER=FORMAT, whose matrices are quantised. Printed are medians of the time of a step by its number of columns, as parts of
+that of one column.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from bench.controller_replay import WIDTHS, step_times
+from bench.harness import markdown_table, save
+from pipespec.bench.machine import provenance
+from pipespec.models.loading import load_model
+from pipespec.models.quantizing import quantized
+
+REPEATS = 15
+
+
+def main() -> None:
+    """Measure, print and save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found = {}
+    for name in options.models:
+        path, _, weights = name.partition("=")
+        model = load_model(path)
+        found[name.rpartition("/")[2]] = step_times(quantized(model, weights) if weights else model, REPEATS)
+    rows = [[name, *(f"{times[width] / times[1]:.2f}" for width in WIDTHS)] for name, times in found.items()]
+    print(markdown_table(("columns", *map(str, WIDTHS)), rows))
+    ms = {name: {width: 1000 * s for width, s in times.items()} for name, times in found.items()}
+    save(options.json, {"benchmark": "price", "machine": provenance(), "step_ms": ms})
+
+
+if __name__ == "__main__":
+    main()
