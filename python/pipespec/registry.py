@@ -179,8 +179,9 @@ def default_schedule(
     |---|---|
     | with rejection sampling | ``"lockstep"`` |
     | no drafts | ``"plain"`` |
-    | an n-gram index or a draft head, and no other draft | ``"lockstep"``, as there are no steps to overlap |
-    | all on one GPU, a draft head included | ``"lockstep"``, captured rounds |
+    | an n-gram index as the only draft | ``"lockstep"``, as there are no steps to overlap |
+    | a draft head, with or without an n-gram index | ``"lockstep"``, with captured rounds on a GPU and without an index |
+    | all on one GPU | ``"lockstep"``, captured rounds |
     | all on GPUs, more than one | ``"streams"`` |
     | all on the CPU, and a NUMA node for each stage | ``"workers"`` |
     | the target on a GPU, the drafts on the CPU, and a core for each stage | ``"workers"`` |
@@ -194,7 +195,7 @@ def default_schedule(
         graphs: The user's choice of captured steps. None: captured on GPUs, not captured on the CPU.
         places: Where stages do not share a memory bus: NUMA nodes on whose cores this process may run; for a target on a GPU, its cores. None: as the
             operating system reports.
-        light: Whether the first draft is an n-gram index, or a draft a head, which is where the target is.
+        light: Whether the first draft is an n-gram index, or the only model that drafts is a head, which lies with the target.
         uncaptured: Whether no captured step takes the first draft: an n-gram index, or one with another tokenizer than the target's.
         whole: Whether each model lies whole on one device: not split, offloaded or sharded over processes.
         coupled: Whether the target accepts draft tokens by coupled sampling.

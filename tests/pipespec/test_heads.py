@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -550,3 +551,26 @@ def test_drafts_that_exclude_a_head(target, folder) -> None:
         Pipeline(target, [heads.make_target(3), folder])
     with pytest.raises(ValueError, match="needs the controller, which chooses between them: leave lookahead out"):
         Pipeline(target, ["ngram", folder], lookahead=4)
+
+
+@ON_CPU
+def test_a_head_with_larger_buffers_than_its_target(folder, target, monkeypatch) -> None:
+    """The target's buffers are released when larger ones do not fit, and the next call makes small ones."""
+    prompts = torch.stack([torch.arange(4, 24), torch.arange(30, 50)])
+    call: dict[str, Any] = {"attention_mask": torch.ones_like(prompts), "pad_token_id": 0, **SAMPLED}
+    with Pipeline(target, folder, lookahead=3, graphs=True) as pipe, Pipeline(target, schedule="plain") as plain:
+        pipe.generate(prompts, max_new_tokens=80, **call)
+
+        def full(*arguments: Any) -> None:
+            raise torch.OutOfMemoryError("planted: out of memory")
+
+        stage = pipe._driver.target
+        with monkeypatch.context() as planted, pytest.raises(torch.OutOfMemoryError):
+            planted.setattr(stage, "_make_cache", full)
+            pipe.generate(prompts, max_new_tokens=200, **call)
+        expected = plain.generate(prompts, max_new_tokens=20, **call)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)  # a draft has failed
+            assert torch.equal(pipe.generate(prompts, max_new_tokens=20, **call), expected)
+        drafting, verifying = (each.buffers.cache.capacity for each in pipe._driver.stages)
+        assert drafting > verifying

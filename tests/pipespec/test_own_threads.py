@@ -66,7 +66,8 @@ def large_operations(pipe: Pipeline, new_tokens: int, options: dict[str, Any]) -
     ids=["greedy", "penalty", "sampled"],
 )
 @pytest.mark.parametrize("draft", [None, "ngram", "model", "head", "head, fewer tokens"])
-def test_no_step_wakes_them(draft, options, tmp_path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_step_wakes_them(draft, options, dtype, tmp_path) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=40_000,
@@ -78,16 +79,16 @@ def test_no_step_wakes_them(draft, options, tmp_path) -> None:
         max_position_embeddings=256,
         eos_token_id=None,
     )
-    target = LlamaForCausalLM(config).eval()
+    target = LlamaForCausalLM(config).to(dtype).eval()
     drafts: list[Any] = []
     if draft == "model":
-        drafts = [LlamaForCausalLM(config).eval()]
+        drafts = [LlamaForCausalLM(config).to(dtype).eval()]
     elif draft == "ngram":
         drafts = ["ngram"]
     elif draft is not None:
         head_for(target, None if draft == "head" else range(0, 39_000, 2)).save(tmp_path, target)
         drafts = [tmp_path]
-    kwargs = {"schedule": "lockstep", "lookahead": 2} if drafts else {"schedule": "plain"}
+    kwargs = {"schedule": "lockstep", "lookahead": 8} if drafts else {"schedule": "plain"}
     with Pipeline(target, drafts, **kwargs) as pipe:
         large_operations(pipe, 8, options)  # packs the weights
         few, many = (large_operations(pipe, count, options) for count in (8, 24))

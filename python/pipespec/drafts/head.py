@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.utils import cached_file
 
 from pipespec.config import WIDTH
+from pipespec.engine.sampler import float32_copy
 from pipespec.models import families
 from pipespec.models.derived import INT8
 from pipespec.models.devices import input_device
@@ -214,6 +215,7 @@ class DraftHead(nn.Module):
         config: its architecture. Weights are random until they are loaded.
 
     Attributes:
+        attention: of its layers, in transformers' registry, as they were made.
         embed_tokens: its own embedding; None: the target's.
         ids: int64 ``[draft_vocabulary]``, the target's id of each token that it can draft.
     """
@@ -228,6 +230,7 @@ class DraftHead(nn.Module):
         block.vocab_size, block.pad_token_id = 1, None
         base = AutoModel.from_config(block, dtype=torch.float32)
         self.block, self.layers, self.norm, self.rotary_emb = base.config, base.layers, base.norm, base.rotary_emb
+        self.attention = self.block._attn_implementation
         hidden, norm = block.hidden_size, type(base.norm)
         first = self.layers[0]
         first.hidden_norm = norm(hidden, eps=block.rms_norm_eps)
@@ -395,10 +398,15 @@ class DraftHead(nn.Module):
         return self.embedding(tokens).to(self.dtype)
 
     def native_product(self) -> NativeDecoder:
-        """The product with ``fc``, on packed copies of its weights."""
+        """The product with ``fc``, on packed copies of its weights. Raises :class:`NotReadable` as :meth:`parts` does."""
         shape, inputs = families.read(self.parts()).shape, self.config.count * self.config.target_hidden
         outputs = self.config.block.hidden_size
-        return NativeDecoder(replace(shape, hidden=inputs, vocabulary=outputs), (), head=families.matrix_of(self.fc))
+        try:
+            return NativeDecoder(
+                replace(shape, hidden=inputs, vocabulary=outputs), (), head=families.matrix_of(self.fc)
+            )
+        except (ValueError, TypeError) as error:
+            raise NotReadable(f"the decoder does not take its fc: {error}") from error
 
     def fuse(self, features: torch.Tensor, product: NativeDecoder | None = None) -> torch.Tensor:
         """States ``[..., H]`` of the target's ``features [..., count * target_hidden]``. ``product``: see :meth:`native_product`, for a few columns."""
@@ -408,7 +416,7 @@ class DraftHead(nn.Module):
             parts = features.split(self.config.target_hidden, dim=-1)
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         if product is not None and features.numel() <= product.shape.hidden * WIDTH:
-            return product.logits(features.float())
+            return product.logits(float32_copy(features[None])[0])
         return self.fc(features)
 
     def forward(

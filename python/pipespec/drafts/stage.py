@@ -15,6 +15,7 @@ from pipespec.engine.features import Features
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.known import NATIVE
 from pipespec.engine.native import NativeForm
+from pipespec.engine.sampler import float32_copy
 from pipespec.engine.stage import Stage
 from pipespec.models.families import NotReadable
 from pipespec_kernels.decoder import NativeDecoder
@@ -42,6 +43,8 @@ class HeadStage(Stage):
     """The head's ``fc``, beside its native form."""
     _packed = False
     _source: Stage
+    _attention: str | None = None
+    """The attention of its layers in transformers' registry; None: the one that they were made with."""
     _known: list[int]
     """Per row, slots with features of the target."""
 
@@ -58,8 +61,7 @@ class HeadStage(Stage):
         self._packed = True
         if self._native and self.model.device.type == "cpu":
             try:
-                self._decoder = NativeForm(self.model.parts(), 0)
-                self._product = self.model.native_product()
+                self._decoder, self._product = NativeForm(self.model.parts(), 0), self.model.native_product()
                 self.form = NATIVE
             except NotReadable as error:
                 self.form = f"{HeadStage.form}: {error}"
@@ -77,7 +79,12 @@ class HeadStage(Stage):
 
     # ---- the prompt: it is read by the first step
 
+    def _set_attention(self) -> None:
+        # Captured and eager stages share a head, and a pipeline may use both in turn.
+        self.model.block._attn_implementation = self._attention or self.model.attention
+
     def _open(self, inputs: StageInputs) -> tuple[RowCache, list[int]]:
+        self._set_attention()
         prompts, rows = inputs.prompts, len(inputs.prompts)
         self._device, self._chunk, self._began = self.model.device, inputs.chunk, False
         self._fit_vocabulary(inputs.vocabulary)
@@ -154,15 +161,15 @@ class HeadStage(Stage):
         return self._widened(logits, column, fed.shape[1] - first), first
 
     def _widened(self, logits: torch.Tensor, column: torch.Tensor, width: int) -> torch.Tensor:
-        """Logits ``[rows, width, vocabulary]``, of which each row has its own ``[draft_vocabulary]`` in one column; below 0: in the first one."""
+        """Logits ``[rows, width, vocabulary]``: those of ``logits [rows, draft_vocabulary]`` in one column of each row, -inf elsewhere. ``column < 0`` is the first one."""
         rows, size = len(logits), self._ids
-        if width == 1 and self.model.drafts_all:
+        if logits.is_cpu and width == 1 and logits.shape[1] == size and self.model.drafts_all:
             return logits[:, None]
         at = column.clamp(min=0)[:, None] * size + self.model.ids
         if logits.is_cpu:
             # torch's fill wakes its threads, which then poll where those of the native forms are to run.
             filled = np.full((rows, width * size), -np.inf, np.float32)
-            np.put_along_axis(filled, at.numpy(), logits.float().numpy(), 1)
+            np.put_along_axis(filled, at.numpy(), float32_copy(logits[None])[0].numpy(), 1)
             return torch.from_numpy(filled).view(rows, width, size)
         wide = logits.new_full((rows, width * size), -torch.inf).scatter_(1, at, logits)
         return wide.view(rows, width, size)

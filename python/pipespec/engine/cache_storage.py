@@ -164,7 +164,7 @@ class RowLengths:
 
     @property
     def first_positions(self) -> Sequence[int] | torch.Tensor:
-        """Per row, the position of a forward's first column; of a static cache on the device, where the forward writes it."""
+        """Per row, the position of a forward's first column; of a static cache a tensor on the device."""
         return self.device_lengths if self._static else self.lengths
 
     def follow(self, lengths: torch.Tensor) -> None:

@@ -27,7 +27,7 @@ class Features:
 
     @property
     def stored(self) -> torch.Tensor:
-        """Those of all positions that there is room for, ``[rows, room, layers * H]``."""
+        """The storage ``[rows, capacity, layers * H]``. What lies beyond a row's length does not count."""
         assert self._stored is not None
         return self._stored
 
@@ -48,7 +48,7 @@ class Features:
         rows, q, size = columns.shape
         if isinstance(lengths, torch.Tensor):
             each, column = (torch.arange(n, device=columns.device) for n in (rows, q))
-            self.stored[each[:, None], lengths[:, None] + column] = columns
+            self.stored[first + each[:, None], lengths[:, None] + column] = columns
             return
         stored = self.reserve(max(lengths) + q, size, columns.device)
         for row, at in enumerate(lengths, first):

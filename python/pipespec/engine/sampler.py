@@ -28,10 +28,10 @@ _SERIAL = 32_767
 def float32_copy(logits: torch.Tensor) -> torch.Tensor:
     """A copy of ``[B, Q, V]`` in float32.
 
-    Of a few rows on a CPU the caller makes it alone: libgomp's threads poll for some 20 ms after their work, on cores that the next forward needs.
+    On a CPU the caller makes it alone: libgomp's threads poll for some 20 ms after their work, on cores that the next forward needs.
     """
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    if not out.is_cpu or out.shape[0] * out.shape[1] > 8:
+    if not out.is_cpu:
         return out.copy_(logits)
     for to, row in zip(out.flatten(0, 1), logits.flatten(0, 1), strict=True):
         for part, source in zip(to.split(_SERIAL), row.split(_SERIAL), strict=True):
@@ -95,11 +95,11 @@ class ScoreRecord:
         """
         self.counts[row] += count
         if self.logits is not None and logits is not None:
-            self.logits[row].extend(logits.to(torch.float32, copy=True).unbind(0))
+            self.logits[row].extend(float32_copy(logits[None])[0].unbind(0))
         if self.scores is not None and processed is not None:
             # Some processors enable gradients, which inference tensors do not allow.
             with torch.inference_mode(False), torch.no_grad():
-                scores = processed.to(torch.float32, copy=True)
+                scores = float32_copy(processed[None])[0]
                 # Warpers do not read the ids.
                 ids = torch.empty((count, 0), dtype=torch.int64, device=scores.device)
                 for warp in self._warpers:

@@ -43,11 +43,7 @@ class GraphedHead(GraphedStage, HeadStage):
     """
 
     _source: GraphedStage
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        # The head is the pipeline's own, and no other attention reads the lengths of a static cache.
-        self.model.block._attn_implementation = ATTENTION
+    _attention = ATTENTION  # no other one reads the lengths of a static cache
 
     @property
     def own(self) -> HeadCache:
@@ -69,6 +65,7 @@ class GraphedHead(GraphedStage, HeadStage):
         """Nothing: captured steps run in torch's operations."""
 
     def _choose_form(self) -> tuple[None, int]:
+        self._set_attention()
         modules = itertools.chain(self.model.modules(), self.model.embedding.modules())
         return None, hash(tuple(itertools.chain.from_iterable(map(state_of, modules))))
 
@@ -102,10 +99,14 @@ class GraphedHead(GraphedStage, HeadStage):
         # What padding columns write is overwritten before a slot reads it.
         cache.tokens.scatter_(1, kv[:, None] + column, tokens.long())
         selects, end = n_select > 0, kv + n_select - 1 - cache.skipped
-        # The end of the cache holds no slots.
+        # A row that selects nothing runs columns at the end of the cache, where there are no slots.
         begin = torch.where(selects, (end - width).clamp(min=0), cache.capacity - width)
         at = (begin[:, None] + cache.skipped[:, None] + column).clamp(max=cache.capacity - 2)
-        states = head.fuse(self._features().stored[row[:, None], at]) if width > 1 else cache.outputs[:, None]
+        states = cache.outputs[:, None]
+        if width > 1:
+            # The target's buffers may be smaller than these, which a row without slots does not know.
+            stored = self._features().stored
+            states = head.fuse(stored[row[:, None], at.clamp(max=stored.shape[1] - 1)])
         cache.follow(begin)
         embeds, places = head.embed(cache.tokens.gather(1, at + 1)), cache.positions(width)
         found = head(embeds, states, places, cache.masks(width), cache)
