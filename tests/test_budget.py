@@ -21,10 +21,10 @@ PYTHON = ("python/pipespec", "pipespec_kernels", "bench", "tools")
 FOLDERS = {
     "csrc": 13_240,
     "pipespec_kernels": 8_590,
-    "python/pipespec": 33_290,
+    "python/pipespec": 33_300,
     "bench": 8_555,
     "tools": 1_460,
-    "tests": 55_330,
+    "tests": 55_370,
 }
 """Most lines of C++, CUDA and Python. The design's goals of the first five: 12,500, 8,000, 20,000, 7,000 and 1,200."""
 
@@ -67,7 +67,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 78, 14_295
+MODULES, LINES = 78, 14_355
 """Most modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 

@@ -123,10 +123,8 @@ def drop_stale_graphs(stages: Sequence[GraphedStage]) -> bool:
 class GraphedDriver(Driver):
     """Runs steps that need no host: captured graphs on GPUs, the same code without capture on a CPU.
 
-    It has graphed stages over one block, the attention that their models borrow until :meth:`close`, a scheduler that launches the steps, and on
-    GPUs a capture context. A call that needs the host (see :func:`host_reason`) runs in lockstep, on the same stages.
-
-    On GPUs the constructor captures the smallest steps, so that a model that cannot be captured is found before the first call. Where one cannot, or there
+    Its models borrow an attention until :meth:`close`. A call that needs the host (see :func:`host_reason`) runs in lockstep, on the same stages. On GPUs the
+    constructor captures the smallest steps, so that a model that cannot be captured is found before the first call. Where one cannot, or there
     are no kernels over the block, the host plans and commits: each step of the other models is a graph of its own.
 
     Subclasses define which steps form a graph (:meth:`graph_keys`), and how the steps run on a CPU (:meth:`_run_on_host`).
@@ -165,9 +163,8 @@ class GraphedDriver(Driver):
         self.failed_drafts: set[int] = set()
         super().__init__(models, config)
         self._stages = [self._graphed(i) for i in range(len(models))]
-        for stage in self._stages[:-1]:
-            if isinstance(stage, GraphedHead):
-                stage.read_from(self.target)
+        if config.head is not None:
+            self._stages[-2].read_from(self.target)  # type: ignore[attr-defined]
         for i in range(len(models)):
             self.block.set_alive(i, True)
         self.scheduled = ScheduledChain(self.block, config.trace)
