@@ -163,10 +163,11 @@ class HeadStage(Stage):
     def _widened(self, logits: torch.Tensor, column: torch.Tensor, width: int) -> torch.Tensor:
         """Logits ``[rows, width, vocabulary]``: those of ``logits [rows, draft_vocabulary]`` in one column of each row, -inf elsewhere. ``column < 0`` is the first one."""
         rows, size = len(logits), self._ids
-        if logits.is_cpu and width == 1 and logits.shape[1] == size and self.model.drafts_all:
+        is_native = self._decoder is not None
+        if is_native and width == 1 and logits.shape[1] == size and self.model.drafts_all:
             return logits[:, None]
         at = column.clamp(min=0)[:, None] * size + self.model.ids
-        if logits.is_cpu:
+        if is_native:
             # torch's fill wakes its threads, which then poll where those of the native forms are to run.
             filled = np.full((rows, width * size), -np.inf, np.float32)
             np.put_along_axis(filled, at.numpy(), float32_copy(logits[None])[0].numpy(), 1)
