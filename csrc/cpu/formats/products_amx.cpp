@@ -12,7 +12,7 @@ namespace pipespec::cpu {
 namespace {
 
 // Columns that one tile holds, and fewest columns for which tiles pay.
-constexpr int64_t kRows = 16, kMinColumns = 16;
+constexpr int64_t kRows = 16, kMinColumns = 32;
 // Tiles 0 .. 3 hold sums, these inputs and weights.
 constexpr int kInputs = 4, kWeights = 6;
 
