@@ -12,6 +12,8 @@ from pathlib import Path
 from bench.controller_replay import WIDTHS, step_times
 from bench.harness import markdown_table, save
 from pipespec.bench.machine import provenance
+from pipespec.engine.cache import RowCache
+from pipespec.engine.forward import described
 from pipespec.models.loading import load_model
 from pipespec.models.quantizing import quantized
 
@@ -24,15 +26,17 @@ def main() -> None:
     parser.add_argument("models", nargs="+")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = {}
+    found, forms = {}, {}
     for name in options.models:
         path, _, weights = name.partition("=")
         model = load_model(path)
-        found[name.rpartition("/")[2]] = step_times(quantized(model, weights) if weights else model, REPEATS)
+        model = quantized(model, weights) if weights else model
+        forms[(short := name.rpartition("/")[2])] = described(model, RowCache.for_model(model, 1, 64))
+        found[short] = step_times(model, REPEATS)
     rows = [[name, *(f"{times[width] / times[1]:.2f}" for width in WIDTHS)] for name, times in found.items()]
     print(markdown_table(("columns", *map(str, WIDTHS)), rows))
     ms = {name: {width: 1000 * s for width, s in times.items()} for name, times in found.items()}
-    save(options.json, {"benchmark": "price", "machine": provenance(), "step_ms": ms})
+    save(options.json, {"benchmark": "price", "machine": provenance(), "forward": forms, "step_ms": ms})
 
 
 if __name__ == "__main__":
