@@ -31,8 +31,8 @@ def main() -> None:
         path, _, weights = name.partition("=")
         model = load_model(path)
         model = quantized(model, weights) if weights else model
-        forms[(short := name.rpartition("/")[2])] = described(model, RowCache.for_model(model, 1, 64))
-        found[short] = step_times(model, REPEATS)
+        found[short := name.rpartition("/")[2]] = step_times(model, REPEATS)
+        forms[short] = described(model, RowCache.for_model(model, 1, 64))
     rows = [[name, *(f"{times[width] / times[1]:.2f}" for width in WIDTHS)] for name, times in found.items()]
     print(markdown_table(("columns", *map(str, WIDTHS)), rows))
     ms = {name: {width: 1000 * s for width, s in times.items()} for name, times in found.items()}

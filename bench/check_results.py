@@ -38,7 +38,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "generate_cpu.json": (*_GENERATE, "python/pipespec/demo"),
     "head.json": (*_ENGINE, "python/pipespec/drafts", "bench/bench_real.py"),
     "gpu_h200.json": (*_GENERATE, "bench/planted.py"),
-    "price.json": (*_KERNELS, "bench/bench_price.py"),
+    "price.json": _KERNELS,
     "prompt.json": (*_ENGINE, "bench/bench_prompt.py"),
     "real.json": (*_ENGINE, "bench/bench_real.py"),
     "spd.json": (*_KERNELS, "python/pipespec/engine", "python/pipespec/spd", "bench/bench_spd.py"),
