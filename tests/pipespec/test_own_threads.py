@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipespec import Pipeline
 from pipespec.spd.training.heads import head_for
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, random_llama
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="of steps on a CPU")
 
@@ -68,21 +67,11 @@ def large_operations(pipe: Pipeline, new_tokens: int, options: dict[str, Any]) -
 @pytest.mark.parametrize("draft", [None, "ngram", "model", "head", "head, fewer tokens"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_step_wakes_them(draft, options, dtype, tmp_path) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=40_000,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        eos_token_id=None,
-    )
-    target = LlamaForCausalLM(config).to(dtype).eval()
+    sizes = {"layers": 3, "hidden": 16, "vocabulary": 40_000, "dtype": dtype}
+    target = random_llama(0, **sizes)
     drafts: list[Any] = []
     if draft == "model":
-        drafts = [LlamaForCausalLM(config).to(dtype).eval()]
+        drafts = [random_llama(1, **sizes)]
     elif draft == "ngram":
         drafts = ["ngram"]
     elif draft is not None:

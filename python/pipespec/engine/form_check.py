@@ -86,6 +86,8 @@ def check_parts(form: PartsForm, given: torch.Tensor) -> None:
     if parts.embed is not None:
         hidden = form.embed(given)
         _check_part("embedding", hidden, parts.embed(given).float())
+    # Embeddings in blocks lie on steps, and times a norm's weights between two of them, where the last bit decides the rounding: off the steps that is rare.
+    hidden = hidden * (1 + 1e-3 * torch.rand(hidden.shape, generator=torch.Generator().manual_seed(0)))
     if parts.layers:
         positions = torch.arange(columns, device=given.device)[None]
         mask = torch.full((columns, columns), -torch.inf, dtype=hidden.dtype, device=given.device).triu(1)[None, None]
@@ -101,8 +103,7 @@ def check_parts(form: PartsForm, given: torch.Tensor) -> None:
     if parts.head is not None:
         logits = form.logits(hidden, columns)
         _check_part("head", logits.float(), parts.head(parts.norm(hidden)).float())
-        hidden = logits
-    if not torch.equal(probe(form, probe_cache(parts), given), probed(hidden)):
+    if not torch.equal(probe(form, probe_cache(parts), given), probed(form(given, probe_cache(parts), columns))):
         raise NotReadable("its bits depend on the columns of a call")
 
 

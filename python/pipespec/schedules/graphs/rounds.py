@@ -63,8 +63,6 @@ class RoundsDriver(GraphedDriver):
     """Runs lockstep, or with one model plain decoding, in rounds. On a GPU a round is one graph, or where the host takes part, each step is one; all stages
     are on the same GPU.
 
-    On a GPU, a new lookahead holds from the next call on, since the lookahead is part of the graph.
-
     Args:
         models: Drafts, smallest first, then the target.
         config: How they run.
