@@ -2,7 +2,7 @@
 
 The parts run one after the other, in two calls that may be made apart. ``--call tests``: the first minute (``bench.gpu_smoke``), the tests marked ``gpu``,
 and those under compute-sanitizer. ``--call figures``: the first minute again, whole generations by planted models of LLaMA's sizes
-(``bench.bench_generate``), transformers' compiled ``generate()``, and the kernels' benchmarks (``bench.kernels``). Each part is a process with a time limit
+(``bench.bench_generate``), transformers' compiled ``generate()``, the kernels' benchmarks (``bench.kernels``), and ``bench.gpu_more``. Each part is a process with a time limit
 that writes its results as it goes. ``DIR/gpu_check.json`` has them and is written after each part; ``DIR/gpu_check.log`` has the output of all parts.
 
 The check runs the source tree that contains it, with or without git. It builds the native modules, for the GPU's architecture alone, where they do not
@@ -135,6 +135,7 @@ def parts_of(dry: bool) -> tuple[Part, ...]:
         # Compilation takes longer than bench_generate allows of a time limit.
         _generations("compiled", ("8B",), ("static",), 150, *sizes, "--uncalibrated", "--seconds", "inf"),
         _kernels(60, "--device", "cuda", "--only", *KERNELS),
+        Part("more", ("-m", "bench.gpu_more", "--json", "{file}"), 150, required=False, call="figures"),
     )
 
 
@@ -215,7 +216,7 @@ def has_passed(part: Part, found: dict[str, Any]) -> bool:
         return (found["status"] == 0 and found.get("tests", {}).get("passed", 0) > 0) or is_empty
     if "rows" in found:
         return found["status"] == 0 and any(row.get("tokens_per_second") for row in found["rows"])
-    measured = found.get("results", [])
+    measured = found.get("results", []) + list(found.get("figures", {}).values())
     return found["status"] == 0 and bool(measured) and not any("error" in result for result in measured)
 
 
@@ -236,6 +237,8 @@ def show(part: Part, found: dict[str, Any]) -> None:
     for result in found.get("results", ()):
         figure = result.get("error") or f"{result['us']:9.2f} us, {result['gb_per_s']:.0f} GB/s"
         print(f"    {result['benchmark']:16}{result['shape']!s:24}{figure}")
+    for name, figures in found.get("figures", {}).items():
+        print(f"    {name}: {figures}")
     if not found["passed"]:
         print("".join(f"    | {line[:200]}\n" for line in found["last_lines"]), end="", flush=True)
 

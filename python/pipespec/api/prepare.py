@@ -16,7 +16,7 @@ from pipespec.api.caches import Columns, adopt, cached_texts
 from pipespec.api.text import CommittedText, Criteria, Progress, Stream
 from pipespec.engine.cache import RowCache
 from pipespec.engine.callers import check_of_model
-from pipespec.engine.inputs import PREFILL_CHUNK, StageInputs
+from pipespec.engine.inputs import StageInputs, prefill_chunk
 from pipespec.engine.processors import check_row_wise
 from pipespec.engine.sampler import ScoreRecord
 from pipespec.engine.sampling import Prompt, SamplingParams, row_seeds, with_penalties
@@ -233,7 +233,7 @@ class Generation:
             self.limits,
             self._sampling_params,
             head_size(self.target),
-            chunk=self.config.prefill_chunk_size or PREFILL_CHUNK,
+            chunk=self.config.prefill_chunk_size or prefill_chunk(len(self.prompts), str(self.target.device)),
             reuse=self.options.cache is not None,
             grammar=self._grammar,
         )

@@ -18,12 +18,20 @@ INITIAL_CAPACITY = 1024
 """Generated tokens that a new cache has room for. A cache that becomes full doubles."""
 
 PREFILL_CHUNK = 512
-"""Tokens per row and forward in the prefill. It bounds activations and masks."""
+"""Tokens per row and forward in the prefill, at least. It bounds activations and masks."""
+
+GPU_CHUNK = 2048
+"""Tokens of all rows in such a forward on a GPU. There the host's launches take longer than the products of few tokens."""
 
 
 def stage_names(count: int) -> list[str]:
     """Names of the stages of a chain of ``count`` models: drafts first, target last."""
     return [f"draft {i}" for i in range(count - 1)] + ["target"]
+
+
+def prefill_chunk(rows: int, device: str) -> int:
+    """Tokens per row and forward in the prefill of so many rows. ``device``: its name."""
+    return PREFILL_CHUNK if device.startswith("cpu") else max(PREFILL_CHUNK, GPU_CHUNK // rows)
 
 
 def first_capacity(longest: int, most: int) -> int:

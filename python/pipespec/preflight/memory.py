@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipespec.config import WIDTH
-from pipespec.engine.inputs import PREFILL_CHUNK, first_capacity, static_capacity
+from pipespec.engine.inputs import first_capacity, prefill_chunk, static_capacity
 from pipespec.errors import DoesNotFit
 from pipespec.models.devices import LayerDevices, local_kv_heads, offloaded_modules
 from pipespec.models.layout import CacheLayout
@@ -203,7 +203,9 @@ def estimate(stages: Sequence[StageFacts], rows: int, capacity: int, *, shares_w
         layout, dtype = CacheLayout.of(model.config, local_kv_heads(model)), compute_dtype(model)
         # Offloaded weights come to the device that computes, a module at a time.
         staged = (sum(p.nbytes for p in part.parameters()) for part in offloaded_modules(model).values())
-        held = _activations(text_config(model.config), layout, dtype.itemsize, rows, capacity) + max(staged, default=0)
+        tokens = min(prefill_chunk(rows, stage.shares[0].device), capacity)
+        held = _activations(text_config(model.config), layout, dtype.itemsize, rows, capacity, tokens)
+        held += max(staged, default=0)
         for device, weights, layers in stage.shares:
             caches, times = layout.bytes_for(rows, capacity, dtype, layers), 1 + is_copied
             needs.append(StageNeed(stage.name, device, times * weights, caches, held, times * HEADROOM))
@@ -212,13 +214,13 @@ def estimate(stages: Sequence[StageFacts], rows: int, capacity: int, *, shares_w
     return Estimate(tuple(needs), rows, capacity)
 
 
-def _activations(config: Any, layout: CacheLayout, size: int, rows: int, capacity: int) -> int:
-    """Bytes that one forward of a prefill's chunk or of a step holds at a time, at most, with values of ``size`` bytes.
+def _activations(config: Any, layout: CacheLayout, size: int, rows: int, capacity: int, tokens: int) -> int:
+    """Bytes that one forward of ``tokens`` per row in the prefill, or of a step, holds at a time, at most, with values of ``size`` bytes.
 
     Per token: 6 hidden states, queries, keys and values twice, 3 intermediate states. Per row: an additive mask for each window, keys and values
     repeated for all heads, with eager attention the scores twice, and logits of a step's widest columns in the model's dtype and in float32.
     """
-    hidden, heads, tokens = config.hidden_size, config.num_attention_heads, min(PREFILL_CHUNK, capacity)
+    hidden, heads = config.hidden_size, config.num_attention_heads
     head_dim, wide = (
         getattr(config, "head_dim", None) or hidden // heads,
         getattr(config, "intermediate_size", None) or 4 * hidden,

@@ -1,0 +1,128 @@
+"""Figures of one GPU beside the table of whole generations: ``python -m bench.gpu_more --json FILE``
+
+With planted models of 1B and 8B: the first token by the prompt's length, a batch of eight, sampled texts, a round with a draft head, and the quantised
+linear modules of torchao where it is installed. All but the first in captured steps, medians of three calls. ``--dry-run``: small models on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.harness import save
+from bench.planted import plant, random_prompts
+from pipespec import Pipeline
+from pipespec.bench.machine import provenance
+from pipespec.schedules import factory
+from pipespec.spd.training.heads import head_for
+
+GREEDY = {"do_sample": False, "pad_token_id": 0}
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 3, "pad_token_id": 0}
+
+
+class More:
+    """The figures, over one pair of models on ``device``."""
+
+    def __init__(self, device: str) -> None:
+        self.dry = device == "cpu"
+        self.names = ("tiny-small", "tiny-target") if self.dry else ("1B", "8B")
+        self.place: dict[str, Any] = {"device": device, "dtype": torch.float32 if self.dry else torch.bfloat16}
+        self.small, self.target = plant(self.names, 0.8, new_tokens=32, texts=4, **self.place).models
+        self.tokens = 24 if self.dry else 128
+
+    def prompt(self, tokens: int, rows: int = 1) -> torch.Tensor:
+        return random_prompts(self.target.config.vocab_size, rows, tokens, 7).to(self.place["device"])
+
+    def timed(self, generate: Callable[..., Any], ids: torch.Tensor, new: int, **options: Any) -> tuple[Any, float]:
+        """The text of ``generate`` and the seconds of a call, after one that captures."""
+        seconds = []
+        for _ in range(4):
+            began = time.perf_counter()
+            text = generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **options).cpu()
+            seconds.append(time.perf_counter() - began)
+        return text, statistics.median(seconds[1:])
+
+    def rates(self, target: Any, rows: int, drafts: list[Any], new: int, **options: Any) -> dict[str, Any]:
+        """Tokens per second of plain decoding and of rounds, and whether their texts are the same."""
+        ids, texts, found = self.prompt(64, rows), [], dict[str, Any]()
+        for name, given in (("plain", []), ("rounds", drafts)):
+            with Pipeline(target, given, graphs=True) as pipe:
+                text, seconds = self.timed(pipe.generate, ids, new, **options)
+                found[name] = rows * new / seconds
+                found[f"{name}, forward"] = [stage.forward for stage in pipe.report.stages]  # type: ignore[union-attr]
+                texts.append(text)
+        return found | {"same text": torch.equal(*texts)}
+
+    def first_token(self) -> dict[str, float]:
+        """Milliseconds of a call for one token."""
+        found = {}
+        for name, drafts in (("generate()", None), ("plain", []), ("rounds", [self.small])):
+            pipe = None if drafts is None else Pipeline(self.target, drafts, graphs=True)
+            for tokens in (8,) if self.dry else (64, 512, 2048):
+                call = self.target.generate if pipe is None else pipe.generate
+                found[f"{name}, {tokens}"] = 1e3 * self.timed(call, self.prompt(tokens), 1, **GREEDY)[1]
+            if pipe is not None:
+                pipe.close()
+        return found
+
+    def batch(self) -> dict[str, Any]:
+        ids = self.prompt(64, 8)
+        theirs = 8 * self.tokens / self.timed(self.target.generate, ids, self.tokens, **GREEDY)[1]
+        return self.rates(self.target, 8, [self.small], self.tokens, **GREEDY) | {"generate()": theirs}
+
+    def sampled(self) -> dict[str, Any]:
+        return self.rates(self.target, 1, [self.small], self.tokens, **SAMPLED)
+
+    def head(self) -> dict[str, Any]:
+        """Milliseconds of a round whose one or three draft tokens are wrong: the head is not trained."""
+        found = {}
+        with tempfile.TemporaryDirectory() as folder:
+            # A head reads four layers or more below the last one, which the small models do not have.
+            for tokens in () if self.dry else (0, 1, 3):
+                head_for(self.target, range(0, 64000, 2)).save(folder, self.target)
+                options = {"lookahead": tokens} if tokens else {}
+                with Pipeline(self.target, folder if tokens else [], graphs=True, **options) as pipe:
+                    _, seconds = self.timed(pipe.generate, self.prompt(64), self.tokens, **GREEDY)
+                    found[f"{tokens} draft tokens"] = 1e3 * seconds / pipe.report.stages[-1].steps  # type: ignore[union-attr]
+        return found
+
+    def quantised(self) -> dict[str, Any]:
+        from torchao import quantization as ao
+
+        kinds = {"int8": ao.Int8WeightOnlyConfig()}
+        if not self.dry:
+            kinds["fp8"] = ao.Float8DynamicActivationFloat8WeightConfig()
+        found = {}
+        for name, kind in kinds.items():
+            model = plant(self.names[1:], texts=0, **self.place).models[0]
+            ao.quantize_(model, kind, filter_fn=lambda m, at: isinstance(m, torch.nn.Linear) and "lm_head" not in at)
+            theirs = 48 / self.timed(model.generate, self.prompt(64), 48, **GREEDY)[1]
+            found[name] = self.rates(model, 1, [self.small], 48, **GREEDY) | {"generate()": theirs}
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True, help="write the figures here, each as soon as it is there")
+    parser.add_argument("--dry-run", action="store_true", help="small models on a CPU")
+    options = parser.parse_args()
+    factory._runs_uncaptured = options.dry_run
+    more, found = More("cpu" if options.dry_run else "cuda"), {"machine": provenance(), "figures": dict[str, Any]()}
+    for part in (more.first_token, more.batch, more.sampled, more.head, more.quantised):
+        try:
+            found["figures"][part.__name__] = part()
+        except Exception as error:
+            found["figures"][part.__name__] = {"error": f"{type(error).__name__}: {error}"}
+        print(part.__name__, found["figures"][part.__name__], flush=True)
+        save(options.json, found)
+
+
+if __name__ == "__main__":
+    main()
