@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import DynamicCache
 
 from pipespec import Pipeline, attach, detach
 from pipespec.config import WIDTH, SpeculationConfig
 from pipespec.drafts.head import DraftHead, HeadConfig, is_head
 from pipespec.drafts.stage import HeadStage
-from pipespec.engine.cache import RowCache
 from pipespec.engine.features import Features
 from pipespec.engine.values import Checksums
 from pipespec.models.families import NotReadable
@@ -366,53 +363,6 @@ def test_drafts_after_a_reused_prompt_and_a_given_cache(options, target, folder,
         reference = heads.Reference(heads.make_weights(), target.get_input_embeddings().weight.detach().cpu())
         ids = torch.arange(heads.DRAFTED) + heads.make_weights()["d2t"]
         torch.testing.assert_close(logits[ids].double(), reference.chain(features, text[begin:]), atol=2e-4, rtol=2e-4)
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_drafts_are_those_of_speculators(shape, target, tmp_path) -> None:
-    """The package's own forward over its training steps: slots with features, then slots that read its outputs."""
-    pytest.importorskip("speculators", reason="the package speculators is not installed")
-    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-
-    path, weights = write(tmp_path, "speculators", shape)
-    record = json.loads((path / "config.json").read_text())
-    record["speculators_config"]["verifier"]["name_or_path"] = None
-    config = Eagle3SpeculatorConfig.from_dict(record)
-    config.transformer_layer_config._attn_implementation = "eager"
-    theirs, ours = Eagle3DraftModel(config).eval(), DraftHead.load(path, target)
-    lacking, unknown = theirs.load_state_dict(load_file(path / "model.safetensors"), strict=False)
-    assert not unknown
-    assert set(lacking) <= {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"}
-    if ours.embed_tokens is None:
-        theirs.embed_tokens.weight.data.copy_(target.get_input_embeddings().weight)
-    tokens, steps = torch.randint(VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(2)), 5
-    with torch.no_grad():
-        states = target(tokens, output_hidden_states=True).hidden_states
-        features = torch.cat([states[k] for k in (2, 4, 5)], -1)[:, :-1]
-        logits: list[torch.Tensor] = []
-        theirs.lm_head.register_forward_hook(lambda module, args, out: logits.append(out[0]))
-        theirs(features, tokens[:, 1:], torch.zeros(1, 39, dtype=torch.long), ttt_steps=steps)
-    reference = heads.Reference(
-        weights, target.get_input_embeddings().weight.detach().cpu(), **reference_options(shape)
-    )
-    worst = 0.0
-    for known in (1, 2, 7, 20, 34):
-        cache = RowCache(ours.block, 1, 64, dtype=torch.float32)
-        with torch.inference_mode():
-            hidden = ours.fuse(features[:, :known])
-            for step in range(steps):
-                end = known + step
-                embeds = ours.embed(tokens[:, end - hidden.shape[1] + 1 : end + 1])
-                hidden = ours(embeds, hidden, cache.positions(hidden.shape[1]), cache.masks(hidden.shape[1]), cache)[
-                    :, -1:
-                ]
-                expected, got = logits[step][known - 1], ours.logits(hidden)[0, 0]
-                worst = max(worst, float((got - expected).abs().max() / expected.abs().max()))
-                chain = reference.chain(features[0, :known], tokens[0, : end + 1].tolist())
-                torch.testing.assert_close(chain.float(), expected, atol=2e-4, rtol=2e-4)
-                assert int(got.argmax()) == int(expected.argmax())
-    print(f"largest difference: {worst:.1e} of the largest logit")
-    assert worst < 1e-5
 
 
 # ---- the text

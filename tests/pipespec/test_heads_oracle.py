@@ -78,11 +78,11 @@ def ours(head: DraftHead, features: torch.Tensor, tokens: torch.Tensor, width: i
 
 
 @pytest.mark.parametrize("flag", [None, *heads.FLAGS])
-@pytest.mark.parametrize("qwen3", [False, True])
+@pytest.mark.parametrize("layer", [{}, {"kv_heads": 1}, {"qwen3": True}], ids=["llama", "one key head", "qwen3"])
 @pytest.mark.parametrize("form", ["original", "speculators"])
-def test_logits_and_draft_tokens_are_those_of_the_reference(target, tmp_path, form, qwen3, flag) -> None:
+def test_logits_and_draft_tokens_are_those_of_the_reference(target, tmp_path, form, layer, flag) -> None:
     flags = {} if flag is None else {flag: True}
-    weights = heads.make_weights(own_embedding=True, qwen3=qwen3, **flags)
+    weights = heads.make_weights(own_embedding=True, **layer, **flags)
     folder = heads.write_speculators(tmp_path / "theirs", weights, verifier=target.config._name_or_path, **flags)
     noise = torch.Generator().manual_seed(5)
     features = torch.randn(SLOTS, 3 * heads.HIDDEN, generator=noise, dtype=torch.float64)
