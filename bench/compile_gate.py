@@ -14,6 +14,9 @@ empty. Attention must load asynchronously, 16 bytes
 at a time, and multiply 16-bit numbers on tensor cores. Kernels of layers must load 16 bytes at a time where the size of a row allows it; they have
 budgets for registers and for all their instructions.
 
+A block takes its ticket by one atomic operation with acquire and release: in PTX a barrier must come right before it and right behind it, with no access to
+global memory between, and no barrier may be under a predicate.
+
 A kernel over its budget makes the exit status 1. Budgets exist for spills (none), shared memory (the architecture's limit per block) and
 the loop. So does a fused multiply-add where noise must have the host's bits. Pointers and strides are compiled as aligned, as they are for
 the vocabularies of models.
@@ -335,7 +338,7 @@ def compile_case(case: CompileCase, arch: int, tighten: float = 1.0) -> CompileR
         "per_logit_budget": case.per_logit,
         "instruction_budget": case.instructions,
     }
-    failures = []
+    failures = ordering_faults(compiled.asm["ptx"])
     if report["spilled"] > SPILLED_BYTES:
         failures.append(f"{report['spilled']} bytes spilled")
     if case.kernel is attention_kernel:
@@ -357,6 +360,20 @@ def compile_case(case: CompileCase, arch: int, tighten: float = 1.0) -> CompileR
     if case.per_logit is not None and loop_per_logit is not None and loop_per_logit > case.per_logit * tighten:
         failures.append(f"{loop_per_logit:.1f} instructions per logit, budget {case.per_logit * tighten:g}")
     return CompileReport(**report, failures=failures)
+
+
+def ordering_faults(ptx: str) -> list[str]:
+    """What breaks the order of tickets. All threads of a block store before one of them takes the ticket, and none loads what other blocks have stored before it."""
+    code = [line for line in map(str.strip, ptx.splitlines()) if line and not line.startswith((".", "//", "$L__tmp"))]
+    found = ["a barrier is under a predicate"] if any(re.match(r"@!?%p\d+\s+bar", line) for line in code) else []
+    # A jump may come from where there was no barrier, or lead to where there is none.
+    other = re.compile(r"^(@!?%p\d+\s+)?(bar|bra|ret|(ld|st|red|atom|cp)\S*\.global|\$L)")
+    for i, line in enumerate(code):
+        if re.search(r"(atom|red)\S*\.(acq_rel|acquire|release)\.", line):
+            sides = {"before": reversed(code[:i]), "behind": iter(code[i + 1 :])}
+            near = {side: next(filter(other.match, lines), "") for side, lines in sides.items()}
+            found += [f"no barrier {side} a ticket" for side, line in near.items() if not line.startswith("bar.sync")]
+    return found
 
 
 def number(value: float | None) -> str:

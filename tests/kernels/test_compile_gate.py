@@ -83,6 +83,38 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
     assert "instructions, budget 182.5" in ran.stdout
 
 
+TICKET = """
+    st.global.b32 [ %rd1 + 0 ], { %r1 };
+    bar.sync 0;
+    mov.u64 %rd2, 0x0;
+    @%p1 atom.global.gpu.acq_rel.add.u64 %rd2, [ %rd3 + 0 ], %rd4;
+    @%p1 st.shared.b64 [ %r2 + 0 ], %rd2;
+    bar.sync 0;
+    ld.shared.b64 %rd5, [global_smem];
+    ld.global.b32 %r3, [ %rd6 + 0 ];
+"""
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("part", "planted", "fault"),
+    [
+        ("", "", None),
+        ("bar.sync 0;\n    mov", "mov", "no barrier before a ticket"),
+        ("bar.sync 0;\n    ld", "ld", "no barrier behind a ticket"),
+        ("    mov", "    st.global.b32 [ %rd7 + 0 ], { %r1 };\n    mov", "no barrier before a ticket"),
+        ("    mov", "$L__BB0_1:\n    mov", "no barrier before a ticket"),
+        ("    @%p1 st", "    @%p2 bra $L__BB0_2;\n    @%p1 st", "no barrier behind a ticket"),
+        ("    bar.sync 0;\n    ld", "    @%p1 bar.sync 0;\n    ld", "a barrier is under a predicate"),
+    ],
+)
+def test_a_ticket_lies_between_barriers(part: str, planted: str, fault: str | None) -> None:
+    from bench.compile_gate import ordering_faults
+
+    found = ordering_faults(TICKET.replace(part, planted) if part else TICKET)
+    assert found == [] if fault is None else fault in found
+
+
 def accesses(ptx: str) -> dict[str, Counter[str]]:
     """Per kernel (with its scope, where it has one) the accesses that other threads see, as in ``ld.acquire.sys``. Plain ones are not counted."""
     found = {}
