@@ -1,0 +1,149 @@
+"""The tickets by which the programs of a launch combine their results, in random orders under a weak memory model, with planted faults."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from pipespec_kernels.noise import Noise
+from pipespec_kernels.triton.launch import INTERPRETED, Config, Workspace
+from tests.support.interleaving import interleaved
+from tests.trials import trials
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="orders are chosen in the interpreter only")
+
+ORDERS = trials(ci=10, nightly=1000)
+LAUNCHES = 2
+"""In one order. The second one finds the tickets that the first one has left."""
+
+
+class Greedy:
+    """A row whose draft tokens are right and one whose first is rejected; two blocks per column."""
+
+    module = import_module("pipespec_kernels.triton.verify")
+
+    def __init__(self) -> None:
+        random = torch.Generator().manual_seed(1)
+        self.logits = torch.randn(2, 3, 16, generator=random)
+        choices = self.logits.argmax(-1)
+        tokens = torch.zeros(2, 3, dtype=torch.int64)
+        tokens[:, 1:] = choices[:, :-1]
+        tokens[1, 1] = (tokens[1, 1] + 1) % 16
+        self.given = tokens, torch.tensor([3, 3]), torch.tensor([2, 2])
+        self.workspace = Workspace(2, 3, "cpu")
+        self.noise: Noise | None = None
+
+    def __call__(self, module: ModuleType) -> tuple[torch.Tensor, ...]:
+        kwargs = {"noise": self.noise, "exact": True, "workspace": self.workspace, "config": Config(8, 1, 2)}
+        return (*module.verify(self.logits, *self.given, **kwargs), self.workspace.words.clone())
+
+
+class Coupled(Greedy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = Noise(torch.tensor([3, 4]), torch.tensor([7, 8]), torch.ones(2))
+
+
+class Rejection(Coupled):
+    module = import_module("pipespec_kernels.triton.rejection_sample")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draft = self.logits + torch.randn(self.logits.shape, generator=torch.Generator().manual_seed(2))
+
+    def __call__(self, module: ModuleType) -> tuple[torch.Tensor, ...]:
+        kwargs = {"exact": True, "workspace": self.workspace, "config": Config(8, 1, 2)}
+        found = module.rejection_sample(self.logits, *self.given, self.draft, self.noise, **kwargs)
+        return (*found, self.workspace.words.clone())
+
+
+class Attention:
+    """Three blocks share the keys of a row."""
+
+    module = import_module("pipespec_kernels.triton.attention")
+
+    def __init__(self) -> None:
+        random = torch.Generator().manual_seed(3)
+        self.q, self.keys, self.values = (
+            torch.randn(shape, generator=random) for shape in ((2, 2, 2, 16), *[(2, 1, 48, 16)] * 2)
+        )
+        self.workspace = torch.zeros(4, dtype=torch.int32)
+
+    def __call__(self, module: ModuleType) -> tuple[torch.Tensor, ...]:
+        lengths = torch.tensor([46, 20])
+        found = module.verify_attention(self.q, self.keys, self.values, lengths, splits=3, workspace=self.workspace)
+        return found, self.workspace.clone()
+
+
+KINDS = (Greedy, Coupled, Rejection, Attention)
+
+
+def differs(kind: Callable[[], Any], module: ModuleType, orders: int) -> int | None:
+    """The first order in which the results are not those of one program after the other; None: there is none."""
+    wanted = kind()(kind.module)  # type: ignore[attr-defined]
+    for seed in range(orders):
+        case = kind()
+        with interleaved(seed) as order:
+            found = [case(module) for _ in range(LAUNCHES)]
+        assert order.switches > 0
+        if not all(torch.equal(a, b) for results in found for a, b in zip(results, wanted, strict=True)):
+            return seed
+    return None
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_no_order_changes_a_result(kind: type) -> None:
+    assert differs(kind, kind.module, ORDERS) is None
+
+
+def planted(module: ModuleType, right: str, wrong: str, path: Path) -> ModuleType:
+    """A copy of a module with ``wrong`` in the place of ``right``."""
+    source = Path(str(module.__file__)).read_text()
+    assert source.count(right) >= 1, right
+    path.write_text(source.replace(right, wrong))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = made
+    try:
+        spec.loader.exec_module(made)
+    finally:
+        del sys.modules[path.stem]
+    return made
+
+
+ORDER = 'sem="acq_rel"'
+FAULTS = [
+    (Greedy, ORDER, 'sem="release"'),  # the words of others may be old
+    (Greedy, "(draft_tokens + 1) * splits - 1", "(draft_tokens + 1) * splits - 2"),
+    (Greedy, "tl.store(ticket + row, 0)", "pass"),
+    (Greedy, "tl.store(words, 0, mask=columns <= draft_tokens)", "pass"),
+    (
+        Greedy,
+        "known <= width - column",
+        "known < width - column",
+    ),  # blocks behind a rejected token are skipped too early
+    (Rejection, ORDER, 'sem="release"'),
+    (Rejection, ORDER, 'sem="acquire"'),
+    (Rejection, "== splits - 1", "== splits - 2"),
+    (Attention, ORDER, 'sem="relaxed"'),
+    (Attention, ORDER, 'sem="release"'),
+    (Attention, ORDER, 'sem="acquire"'),  # our sums may come behind our ticket
+    (Attention, "== sharing - 1", "== sharing - 2"),
+    (Attention, "tl.store(ticket, 0)", "pass"),
+]
+
+
+@pytest.mark.parametrize(("kind", "right", "wrong"), FAULTS)
+def test_a_planted_fault_is_found(kind: type, right: str, wrong: str, tmp_path: Path) -> None:
+    made = planted(kind.module, right, wrong, tmp_path / "planted_kernel.py")
+    assert differs(kind, made, 200) is not None
