@@ -1,4 +1,4 @@
-"""Comparisons and bounds of speculative decoding in closed form: lockstep, break-even rates, optimal policies, one device.
+"""Comparisons and bounds of speculative decoding in closed form: lockstep, break-even rates, the best minimum of draft tokens.
 
 Symbols as in ``bench.closed_form``. These forms explain results in the docs page ``theory.md``.
 """
@@ -6,11 +6,8 @@ Symbols as in ``bench.closed_form``. These forms explain results in the docs pag
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-import numpy as np
-
-from bench.closed_form import accepted_run, lockstep_rate, published_speedup, two_stage
+from bench.closed_form import lockstep_rate, published_speedup, two_stage
 from bench.validation import positive, probability
 
 # --- lockstep ------------------------------------------------------------------------------------------------------
@@ -85,106 +82,6 @@ def break_even_acceptance(
     if not behind:
         return 0.0
     return 1.0 if behind[-1] == 1.0 else _bisect(lead, behind[-1], behind[-1] + 1 / 400)
-
-
-@dataclass(frozen=True)
-class BestPolicy:
-    """``rate``; ``actions[h]``: the best action with h draft tokens, ``"wait"`` for one more, ``"decode"`` one token and leave the
-    draft tokens alone, or ``"verify"`` all of them."""
-
-    rate: float
-    actions: tuple[str, ...]
-
-    @property
-    def threshold(self) -> int:
-        """Smallest number of draft tokens that is verified."""
-        return self.actions.index("verify")
-
-
-def best_policy(a: float, draft: float, verify: float, plain: float, *, max_draft_tokens: int = 64) -> BestPolicy:
-    """The highest rate of any rule that decides by the number of available draft tokens.
-
-    A Markov decision process over h = 0 .. ``max_draft_tokens``, solved by bisection over the rate and value iteration (Howard,
-    Dynamic Programming and Markov Processes, 1960). A correction leads back to h = 0. Fractions of draft tokens that pile up during
-    a step are interpolated. It assumes independent acceptance and a draft that is corrected at once, so the rate is an upper bound up to
-    that interpolation. Arguments as for :func:`bench.closed_form.two_stage`.
-    """
-    a = probability(a, "the acceptance rate")
-    draft, verify, plain = positive(draft, "draft"), positive(verify, "verify"), positive(plain, "plain")
-    if a == 1.0:
-        raise ValueError("with an acceptance rate of 1 nothing is ever rejected: the rate is the draft's")
-    if draft > min(verify, plain):
-        raise ValueError(f"a draft step of {draft:g} is longer than the verifier's own ({min(verify, plain):g})")
-    if max_draft_tokens < 1:
-        raise ValueError(f"max_draft_tokens must be at least 1, not {max_draft_tokens}")
-    h = np.arange(max_draft_tokens + 1)
-    run = np.array([accepted_run(a, int(n)) for n in h])
-    all_hold = a ** (h + 1.0)
-    # Draft tokens after a step: those left, and those drafted meanwhile, one of which is the step's own token.
-    after_decode = np.clip(h - 1 + plain / draft, 0, max_draft_tokens)
-    after_decode[0] = min(plain / draft - 1, max_draft_tokens)
-    after_verify = min(verify / draft - 1, max_draft_tokens)
-    names = ("wait", "decode", "verify")
-    values = np.zeros((3, max_draft_tokens + 1))
-    low, high = 0.0, 1.0 / draft
-    for _ in range(36):
-        rate = (low + high) / 2
-        gain = np.zeros(max_draft_tokens + 1)  # of tokens over rate * time until the next correction
-        for _ in range(20 * max_draft_tokens):
-            values[0, :-1], values[0, -1] = gain[1:] - rate * draft, -np.inf
-            values[1] = 1 - rate * plain + a * np.interp(after_decode, h, gain)
-            values[2] = run - rate * verify + all_hold * np.interp(after_verify, h, gain)
-            values[2, 0] = -np.inf
-            better = values.max(axis=0)
-            has_converged = np.abs(better - gain).max() < 1e-7
-            gain = better
-            if has_converged:
-                break
-        low, high = (rate, high) if gain[0] > 0 else (low, rate)
-    return BestPolicy(low, tuple(names[i] for i in values.argmax(axis=0)))
-
-
-def with_foresight(
-    right: np.ndarray, tokens: int, draft: float, verify: float, plain: float, *, max_draft_tokens: int = 32
-) -> float:
-    """The fewest seconds in which two stages generate ``tokens`` tokens if the target knew in advance which draft tokens hold.
-
-    Exact dynamic programming from the last token backwards over (position, half draft steps of lead), rounded down. In each state the
-    target waits for half a draft step, decodes one token, or verifies. A draft that was wrong starts again when the target corrects it.
-    No policy is faster, up to the rounding.
-
-    Args:
-        right: bool [positions], whether the draft token at this position is right. Positions past the end start again.
-        tokens: Tokens to generate.
-        draft: Seconds of the draft's step.
-        verify: Seconds of the target's step with draft tokens.
-        plain: Seconds of the target's one-token step.
-        max_draft_tokens: Most draft tokens of one verification.
-    """
-    right = np.resize(np.asarray(right, dtype=bool), tokens + 1)
-    lead = np.arange(4 * max_draft_tokens + 1)  # in half steps of the draft
-    half = draft / 2
-
-    def later(passed: float, used: np.ndarray | int) -> np.ndarray:
-        return np.clip(lead + passed / half - 2 * used, 0, lead[-1]).astype(np.int64)
-
-    run = np.zeros(tokens + 2, dtype=np.int64)
-    for p in range(tokens, -1, -1):
-        run[p] = run[p + 1] + 1 if right[p] else 0
-    left = np.zeros((tokens + 1, len(lead)))  # seconds from there to the end
-    for p in range(tokens - 1, -1, -1):
-        after = left[p + 1]
-        best = plain + (after[later(plain, 1)] if right[p] else after[0])
-        best = np.broadcast_to(best, lead.shape).copy()
-        draft_tokens = np.minimum(np.minimum(lead // 2, max_draft_tokens), tokens - p - 1)
-        kept = np.minimum(draft_tokens, run[p])
-        all_hold = (kept == draft_tokens) & right[np.minimum(p + kept, tokens)]
-        then = np.where(all_hold, later(verify, draft_tokens + 1), 0)
-        verified = verify + left[p + kept + 1, then]
-        best = np.where(draft_tokens > 0, np.minimum(best, verified), best)
-        # Waiting for any time: the best of all larger leads, and the time until then.
-        left[p] = np.minimum.accumulate((best + half * lead)[::-1])[::-1] - half * lead
-    return float(left[0, 0])
 
 
 def _bisect(f: Callable[[float], float], low: float, high: float) -> float:

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from bench.bounds import best_policy, with_foresight
 from bench.perf_model import Answers, SimulatedPolicy, Simulation, StageModel, simulate
 from bench.published_logs import LONGEST, PublishedRun, load
 from pipespec.process.table import aligned
@@ -335,28 +334,12 @@ def predict_protocol(evidence: ChainEvidence, run: PublishedRun) -> dict[str, An
     Returns:
         ``by_min_draft_tokens``: the target sleeps while it has fewer draft tokens; ``no_minimum_ms`` and ``best_ms`` are from there.
         ``by_min_draft_tokens_decode_meanwhile``: the target decodes one token instead; ``decode_meanwhile_ms`` is the best of these.
-        ``ceiling_ms``: bound for rules that decide by the number of draft tokens (:func:`bench.bounds.best_policy`). It assumes independent
-        acceptance, and that each draft costs as much as the fastest one. ``foresight_ms``: bound for two stages if the target knew which
-        draft tokens hold (:func:`bench.bounds.with_foresight`), else None.
     """
 
     def ms(min_draft_tokens: int, meanwhile: bool) -> float:
         policy = SimulatedPolicy(lookahead=64, min_draft_tokens=min_draft_tokens, decode_meanwhile=meanwhile)
         return predict(evidence, run, "asynchronous", policy=policy).ms_per_token
 
-    fastest = min(stage.times()[0] for stage in evidence.stages)
-    plain, verify = evidence.stages[-1].times()
-    limit = best_policy(evidence.rates[-1], fastest, verify, plain).rate
-    tokens = sum(s.tokens for s in run.samples)
-    start = sum(evidence.start_s) / tokens
-    foresight = None
-    if len(evidence.stages) == 2:
-        seconds = 0.0
-        for i, sample in enumerate(run.samples):
-            answers = evidence.answers(i, 0).table
-            assert answers is not None
-            seconds += with_foresight(answers[:, 0] == 0, sample.tokens, fastest, verify, plain)
-        foresight = 1e3 * (seconds / tokens + start)
     sleeping = {w: ms(w, False) for w in MIN_DRAFT_TOKENS}
     meanwhile = {w: ms(w, True) for w in MIN_DRAFT_TOKENS if w > 0}
     best, best_meanwhile = min(sleeping, key=sleeping.__getitem__), min(meanwhile, key=meanwhile.__getitem__)
@@ -366,8 +349,6 @@ def predict_protocol(evidence: ChainEvidence, run: PublishedRun) -> dict[str, An
         "best_ms": sleeping[best],
         "decode_meanwhile_min_draft_tokens": best_meanwhile,
         "decode_meanwhile_ms": meanwhile[best_meanwhile],
-        "ceiling_ms": 1e3 * (1.0 / limit + start),
-        "foresight_ms": foresight,
         "by_min_draft_tokens": {str(k): v for k, v in sleeping.items()},
         "by_min_draft_tokens_decode_meanwhile": {str(k): v for k, v in meanwhile.items()},
     }
@@ -534,10 +515,10 @@ def as_text(data: dict[str, Any]) -> str:
         ),
         table(
             "This engine's protocol at these step times and on these texts, ms/token (gain over the measured run)",
-            "run|measured|reference, simulated|its best lookahead|no minimum|best minimum (w)|decoding meanwhile|ceiling|foresight",
+            "run|measured|reference, simulated|its best lookahead|no minimum|best minimum (w)|decoding meanwhile",
             "{run}|{measured_ms:.2f}|{gain[simulated]}|{gain[reference]} L={at}|{gain[no_minimum]}"
             "|{gain[best]} w={ours[best_min_draft_tokens]}"
-            "|{gain[decode_meanwhile]} w={ours[decode_meanwhile_min_draft_tokens]}|{gain[ceiling]}|{gain[foresight]}",
+            "|{gain[decode_meanwhile]} w={ours[decode_meanwhile_min_draft_tokens]}",
             shown,
         ),
         _NOTES,
@@ -548,10 +529,7 @@ def as_text(data: dict[str, Any]) -> str:
 _NOTES = """\
 no minimum: min_draft_tokens = 0, no handshake, corrections reach all stages at once, bonus tokens are adopted.
 best minimum: the target sleeps while it has fewer than w draft tokens.
-decoding meanwhile: with fewer than w draft tokens the target decodes one token instead.
-ceiling: no rule that decides by the number of draft tokens is faster, if acceptance is independent and each draft costs as much as
-the smallest model.
-foresight: no rule is faster: the target knows in advance which draft tokens hold."""
+decoding meanwhile: with fewer than w draft tokens the target decodes one token instead."""
 
 
 def main(arguments: list[str] | None = None) -> int:

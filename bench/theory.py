@@ -247,12 +247,10 @@ def figures(tokens: int) -> dict[str, str]:
     def form(w: int) -> float:
         return 1 / closed_form.two_stage(a, draft, verify, plain, min_draft_tokens=w, lag=draft / 2).rate
 
-    bound = 1 / bounds.best_policy(a, draft, verify, plain).rate
     curves = [
         Series("generalised form, lag d/2", at, [form(w) for w in at]),
         Series("workers, sleeping (simulated)", at, [ms(w, False) for w in at], marks=True),
         Series("workers, decoding meanwhile (simulated)", at, [ms(w, True) for w in at], 1, marks=True),
-        Series("bound of all rules", [0, 24], [bound] * 2, 4, dashed=True),
     ]
     expensive = chart(
         "A verification that costs 3.5 plain steps (8B/70B, NF4): ms per token",

@@ -81,18 +81,6 @@ def test_spd_forms_belong_together(a, n):
         assert length == 1.0
 
 
-def test_the_best_policy_is_a_ceiling_and_is_reached_where_waiting_is_best():
-    for a, c in ((0.5, 5), (0.8, 20), (0.95, 10)):
-        best = bounds.best_policy(a, 1.0, c, c)
-        min_draft_tokens, rate = bounds.best_min_draft_tokens(a, 1.0, c, c, most=c - 1)
-        assert best.rate == pytest.approx(rate, rel=2e-3)
-        assert best.threshold == pytest.approx(min_draft_tokens, abs=1)
-        assert set(best.actions[: best.threshold]) == {"wait"}
-    expensive = bounds.best_policy(0.952, 22.0, 427.0, 120.0)
-    assert expensive.rate > max(cf.two_stage(0.952, 22.0, 427.0, 120.0, min_draft_tokens=w).rate for w in range(19))
-    assert set(expensive.actions[: expensive.threshold]) == {"decode"}
-
-
 # --- against simulation --------------------------------------------------------------------------------------------
 
 
@@ -155,7 +143,6 @@ NAN = float("nan")
         lambda a: bounds.lockstep_speedup(a, 3, 5),
         lambda a: bounds.best_lockstep(a, 5),
         lambda a: cf.two_stage(a, 1, 10, 10),
-        lambda a: bounds.best_policy(a, 1, 10, 10),
         lambda a: law.spd_tokens_per_cycle(a, 4),
     ],
 )
@@ -173,7 +160,6 @@ def test_impossible_probabilities(call, a):
         lambda t: cf.two_stage(0.5, t, 10, 10),
         lambda t: cf.two_stage(0.5, 1, t, 10),
         lambda t: cf.two_stage(0.5, 1, 10, t),
-        lambda t: bounds.best_policy(0.5, 1, t, 10),
         lambda t: cf.chain_rate([0.5], t, [10], [10]),
         lambda t: law.spd_speedup(0.5, 4, t),
     ],
@@ -190,8 +176,6 @@ def test_impossible_times(call, t):
         (lambda: cf.two_stage(0.5, 20, 10, 10), "longer"),
         (lambda: cf.two_stage(0.5, 1, 10, 10, min_draft_tokens=-1), "min_draft_tokens"),
         (lambda: cf.two_stage(0.5, 1, 10, 10, handshake=-1), "negative"),
-        (lambda: bounds.best_policy(1.0, 1, 10, 10), "rejected"),
-        (lambda: bounds.best_policy(0.5, 1, 10, 10, max_draft_tokens=0), "max_draft_tokens"),
         (lambda: bounds.best_lockstep(1.0, 10), "more drafts"),
         (lambda: cf.published_chain_speedup([], []), "at least one"),
         (lambda: cf.published_chain_speedup([0.5], [5, 5]), "ratios"),

