@@ -24,7 +24,6 @@ from pipespec.schedules import factory
 from pipespec.spd.training.heads import head_for
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
-SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 3, "pad_token_id": 0}
 
 
 class More:
@@ -32,10 +31,9 @@ class More:
 
     def __init__(self, device: str) -> None:
         self.dry = device == "cpu"
-        self.names = ("tiny-small", "tiny-target") if self.dry else ("1B", "8B")
+        self.names, self.tokens = (("tiny-small", "tiny-target"), 24) if self.dry else (("1B", "8B"), 128)
         self.place: dict[str, Any] = {"device": device, "dtype": torch.float32 if self.dry else torch.bfloat16}
         self.small, self.target = plant(self.names, 0.8, new_tokens=32, texts=4, **self.place).models
-        self.tokens = 24 if self.dry else 128
 
     def prompt(self, tokens: int, rows: int = 1) -> torch.Tensor:
         return random_prompts(self.target.config.vocab_size, rows, tokens, 7).to(self.place["device"])
@@ -63,13 +61,13 @@ class More:
     def first_token(self) -> dict[str, float]:
         """Milliseconds of a call for one token."""
         found = {}
-        for name, drafts in (("generate()", None), ("plain", []), ("rounds", [self.small])):
-            pipe = None if drafts is None else Pipeline(self.target, drafts, graphs=True)
+        with (
+            Pipeline(self.target, [], graphs=True) as plain,
+            Pipeline(self.target, [self.small], graphs=True) as rounds,
+        ):
             for tokens in (8,) if self.dry else (64, 512, 2048):
-                call = self.target.generate if pipe is None else pipe.generate
-                found[f"{name}, {tokens}"] = 1e3 * self.timed(call, self.prompt(tokens), 1, **GREEDY)[1]
-            if pipe is not None:
-                pipe.close()
+                for name, model in (("generate()", self.target), ("plain", plain), ("rounds", rounds)):
+                    found[f"{name}, {tokens}"] = 1e3 * self.timed(model.generate, self.prompt(tokens), 1, **GREEDY)[1]
         return found
 
     def batch(self) -> dict[str, Any]:
@@ -78,7 +76,8 @@ class More:
         return self.rates(self.target, 8, [self.small], self.tokens, **GREEDY) | {"generate()": theirs}
 
     def sampled(self) -> dict[str, Any]:
-        return self.rates(self.target, 1, [self.small], self.tokens, **SAMPLED)
+        options = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 3, "pad_token_id": 0}
+        return self.rates(self.target, 1, [self.small], self.tokens, **options)
 
     def head(self) -> dict[str, Any]:
         """Milliseconds of a round whose one or three draft tokens are wrong: the head is not trained."""
@@ -96,11 +95,8 @@ class More:
     def quantised(self) -> dict[str, Any]:
         from torchao import quantization as ao
 
-        kinds = {"int8": ao.Int8WeightOnlyConfig()}
-        if not self.dry:
-            kinds["fp8"] = ao.Float8DynamicActivationFloat8WeightConfig()
-        found = {}
-        for name, kind in kinds.items():
+        found, kinds = {}, {"int8": ao.Int8WeightOnlyConfig(), "fp8": ao.Float8DynamicActivationFloat8WeightConfig()}
+        for name, kind in list(kinds.items())[: 1 if self.dry else 2]:
             model = plant(self.names[1:], texts=0, **self.place).models[0]
             ao.quantize_(model, kind, filter_fn=lambda m, at: isinstance(m, torch.nn.Linear) and "lm_head" not in at)
             theirs = 48 / self.timed(model.generate, self.prompt(64), 48, **GREEDY)[1]
@@ -110,7 +106,7 @@ class More:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True, help="write the figures here, each as soon as it is there")
+    parser.add_argument("--json", type=Path, required=True, help="where the figures go, each as soon as it is there")
     parser.add_argument("--dry-run", action="store_true", help="small models on a CPU")
     options = parser.parse_args()
     factory._runs_uncaptured = options.dry_run
