@@ -68,8 +68,6 @@ def options_of(draft: Any, third: Any) -> dict[str, tuple[list[Any], dict[str, A
         "n-gram before the draft": (["ngram", draft], {"schedule": LOCKSTEP.name, "lookahead": 4}),
         "workers": ([draft], {"schedule": WORKERS.name}),
         "workers, n-gram before": (["ngram", draft], {"schedule": WORKERS.name}),
-        "confidence": ([draft], {"schedule": LOCKSTEP.name, "confidence": True}),
-        "confidence, workers": ([draft], {"schedule": WORKERS.name, "confidence": True}),
         "exact": ([draft], {"exact": True}),
         "rejection": ([draft], {"acceptance": "rejection"}),
         "int8 draft": ([draft], {"schedule": LOCKSTEP.name, "lookahead": 3, "weights": {"drafts": "int8"}}),

@@ -67,7 +67,6 @@ def ways(drafts: Sequence[Any]) -> list[Way]:
             Way("lockstep, cache kept", [best], {"schedule": LOCKSTEP.name, "lookahead": 4}, reuse=True),
             Way("n-gram and draft", ["ngram", best], {"schedule": LOCKSTEP.name, "lookahead": 4}, rows=3),
             Way("default", [best], {}),
-            Way("confidence", [best], {"schedule": LOCKSTEP.name, "confidence": True}),
             Way("workers", [best], {"schedule": WORKERS.name}, rows=2),
             Way("workers, one thread", [best], {"schedule": WORKERS.name}, threads=1),
         ]

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from bench.validation import all_positive, non_negative, probability, same_length
-from pipespec.config import PATIENCE, WIDTH
+from pipespec.config import WIDTH
 from pipespec_kernels.state import MAX_STAGES
 
 Schedule = Literal["asynchronous", "reference", "reference-lockstep"]
@@ -62,7 +62,7 @@ class SimulatedPolicy:
 
     lookahead: int | Sequence[int] = 32
     min_draft_tokens: int | Sequence[int] = 0
-    patience: float = PATIENCE
+    patience: float = 1.5
     decode_meanwhile: bool = False
     width: int = WIDTH
 

@@ -250,11 +250,9 @@ class StateBlock:
         if (rows, capacity) == (self.rows, self.capacity):
             return
         alive = [self.is_alive(stage) for stage in range(self.stages)]
-        learned = [self.calibration(stage) for stage in range(self.stages)]
         self._native = _lay_out(self.memory, self.stages, rows, capacity)
-        for stage, (value, known) in enumerate(zip(alive, learned, strict=True)):
+        for stage, value in enumerate(alive):
             self.set_alive(stage, value)
-            self.set_calibration(stage, known["seen"], known["kept"])
 
     def refresh(self) -> None:
         """Follow a growth that another process made.
@@ -382,37 +380,6 @@ class StateBlock:
         value: dict[str, Any] = self._native.counters(stage, row)
         return value
 
-    def calibration(self, stage: int) -> dict[str, Any]:
-        """How often ``stage`` kept a draft token, by the confidence of the token, with :meth:`_native.StagePort.use_confidence`.
-
-        Returns:
-            By bin of the confidence: ``seen`` and ``kept``, the draft tokens (older ones count less); ``stated``, the probability that the stage
-            upstream stated; ``chance``, the calibrated one. ``outcomes``: draft tokens so far; ``squared_error``: the sum of (chance -
-            outcome)^2 over them.
-        """
-        value: dict[str, Any] = self._native.calibration(stage)
-        return value
-
-    def set_calibration(self, stage: int, seen: Sequence[int], kept: Sequence[int]) -> None:
-        """Continue with ``seen`` and ``kept`` of an earlier :meth:`calibration`. Raises ``ValueError`` for another number of bins."""
-        self._native.set_calibration(stage, list(seen), list(kept))
-
-    def confidence(self, stage: int, row: int) -> list[int]:
-        """Of each new token of ``row`` that ``stage`` has, see :mod:`pipespec_kernels.confidence`; 0: not known."""
-        value: list[int] = self._native.confidence(stage, row)
-        return value
-
-    def note_step(self, policy: _native.GainPolicy, columns: int, seconds: float, *, in_turn: bool) -> None:
-        """Tell ``policy`` of a step of the target that has just ended, and set where each draft stops.
-
-        Args:
-            policy: of the target.
-            columns: of the step.
-            seconds: that it took.
-            in_turn: whether the target stands still while drafts work.
-        """
-        policy.note_step(self._native, columns, seconds, in_turn)
-
     def is_alive(self, stage: int) -> bool:
         value: bool = self._native.is_alive(stage)
         return value
@@ -420,11 +387,6 @@ class StateBlock:
     def set_alive(self, stage: int, alive: bool) -> None:
         """Set whether ``stage`` can be expected to publish. No stage waits for one that cannot."""
         self._native.set_alive(stage, alive)
-
-    def step_ns(self, stage: int) -> int:
-        """Running mean of the duration of a step of ``stage`` in nanoseconds; 0 before its first."""
-        value: int = self._native.step_ns(stage)
-        return value
 
     def set_lookahead(self, stage: int, lookahead: int) -> None:
         """Set how many tokens the draft ``stage`` may be ahead, from its next step on; at 0 it sleeps."""

@@ -64,7 +64,6 @@ void bind_ngram(py::module_& m) {
           },
           py::arg("row"), py::arg("most"))
       .def("relay", &NgramStage::relay, py::arg("most"))
-      .def("use_confidence", &NgramStage::use_confidence, py::arg("uses"))
       .def("trace", &NgramStage::trace, py::arg("buffer"), py::keep_alive<1, 2>());
 }
 

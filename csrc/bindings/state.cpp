@@ -3,8 +3,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
-
 #include "../runtime/generation.hpp"
 #include "../runtime/stage_port.hpp"
 #include "bindings.hpp"
@@ -61,50 +59,12 @@ py::dict counters(const Block& block, std::uint32_t stage, std::uint32_t row) {
   return out;
 }
 
-// [3, bins] and the Brier score's parts: what a profile keeps, and a report shows.
-py::dict calibration(const Block& block, std::uint32_t stage) {
-  check_stage(block, stage);
-  const Calibration& c = block.calibration(stage);
-  std::vector<std::uint32_t> seen(kConfidenceBins), kept(kConfidenceBins);
-  std::vector<double> stated(kConfidenceBins), chance(kConfidenceBins);
-  for (std::uint32_t i = 0; i < kConfidenceBins; ++i) {
-    seen[i] = load_relaxed(&c.seen[i]);
-    kept[i] = load_relaxed(&c.kept[i]);
-    stated[i] = stated_chance(i);
-    chance[i] = chance_of(c, i * (kMostConfidence + 1) / kConfidenceBins);
-  }
-  py::dict out;
-  out["seen"] = seen;
-  out["kept"] = kept;
-  out["stated"] = stated;
-  out["chance"] = chance;
-  out["outcomes"] = load_relaxed(&c.outcomes);
-  out["squared_error"] = static_cast<double>(load_relaxed(&c.squared_error)) * 0x1p-32;
-  return out;
-}
-
-void set_calibration(const Block& block, std::uint32_t stage,
-                     const std::vector<std::uint32_t>& seen,
-                     const std::vector<std::uint32_t>& kept) {
-  check_stage(block, stage);
-  if (seen.size() != kConfidenceBins || kept.size() != kConfidenceBins)
-    throw std::invalid_argument("a calibration has " + std::to_string(kConfidenceBins) + " bins");
-  Calibration& c = block.calibration(stage);
-  for (std::uint32_t i = 0; i < kConfidenceBins; ++i) {
-    store_relaxed(&c.seen[i], seen[i]);
-    store_relaxed(&c.kept[i], kept[i]);
-  }
-}
-
 }  // namespace
 
 void bind_state(py::module_& m) {
   m.attr("MAX_EOS") = kMaxEos;
   m.attr("MAX_STAGES") = kMaxStages;
   m.attr("LINE") = kLine;
-  m.attr("CONFIDENCE_BINS") = kConfidenceBins;
-  m.attr("CONFIDENCE_PER_LOGIT") = kConfidencePerLogit;
-  m.attr("CONFIDENCE_CENTRE") = kConfidenceCentre;
   m.attr("PARKED_PART") = kParkedPart;
   m.attr("FIRST_STAGES_PART") = kFirstStagesPart;
 
@@ -173,25 +133,6 @@ void bind_state(py::module_& m) {
              check_stage(b, s);
              return load_acquire(&b.control(s).alive) != 0;
            })
-      .def("step_ns",
-           [](const Block& b, std::uint32_t s) {
-             check_stage(b, s);
-             return load_relaxed(&b.status(s).step_ns);
-           })
-      .def("calibration", &calibration, py::arg("stage"))
-      .def("set_calibration", &set_calibration, py::arg("stage"), py::arg("seen"), py::arg("kept"))
-      .def("confidence", checked([](const Block& b, std::uint32_t s, std::uint32_t r) {
-             const Sequence sequence(b, s, r);
-             std::vector<std::uint32_t> out;
-             const std::uint32_t begin = load_relaxed(&b.span(r).start);
-             const std::uint32_t length = sequence.word().length;
-             // In damaged memory, too, no more than the ring holds.
-             const std::uint32_t n = length < begin ? 0 : std::min(length - begin, b.capacity());
-             for (std::uint32_t p = begin; p < begin + n; ++p)
-               out.push_back(sequence.confidence(p));
-             return out;
-           }),
-           py::arg("stage"), py::arg("row"))
       .def("set_lookahead", &set_lookahead, py::arg("stage"), py::arg("lookahead"))
       .def(
           "end_row",
@@ -201,21 +142,6 @@ void bind_state(py::module_& m) {
           },
           py::arg("row"));
 
-  py::class_<GainPolicy>(m, "GainPolicy")
-      .def(py::init<>())
-      .def(
-          "note_step",
-          [](GainPolicy& p, const Block& b, std::uint32_t columns, double took, bool in_turn) {
-            p.note_step(b, columns, took, 1e-9 * static_cast<double>(now_ns()));
-            std::vector<double> step_s(b.target());
-            for (std::uint32_t s = 0; in_turn && s < b.target(); ++s)
-              step_s[s] = 1e-9 * load_relaxed(&b.status(s).step_ns);
-            direct_drafts(b, p, step_s);
-          },
-          py::arg("block"), py::arg("columns"), py::arg("took"), py::arg("in_turn"))
-      .def("begin", &GainPolicy::begin)
-      .def("seconds", [](GainPolicy& p, std::uint32_t columns) { return p.costs().of(columns); });
-
   // Python keeps the block's memory as an attribute.
   py::class_<StagePort>(m, "StagePort", py::dynamic_attr())
       .def(py::init<const Block&, std::uint32_t, std::uint32_t>(), py::arg("block"),
@@ -224,35 +150,22 @@ void bind_state(py::module_& m) {
            py::arg("min_draft_tokens"))
       .def(
           "commit",
-          [](StagePort& p, std::uintptr_t selected, std::int64_t stride,
-             std::uintptr_t confidence) {
+          [](StagePort& p, std::uintptr_t selected, std::int64_t stride) {
             if (selected == 0 && p.selects())
               throw std::invalid_argument("rows select a token, so commit() needs their choices");
             if (p.selects() && (stride < 1 || stride > p.width()))
               throw std::invalid_argument("a row of choices has 1 to " + std::to_string(p.width()) +
                                           " tokens, not " + std::to_string(stride));
-            return p.commit(reinterpret_cast<const std::int32_t*>(selected), stride,
-                            reinterpret_cast<const std::uint8_t*>(confidence));
+            return p.commit(reinterpret_cast<const std::int32_t*>(selected), stride);
           },
-          py::arg("selected"), py::arg("stride"), py::arg("confidence") = 0)
-      .def("use_confidence", &StagePort::use_confidence, py::arg("uses"))
-      .def(
-          "choose",
-          [](StagePort& p, GainPolicy& policy, std::uint32_t max_draft_tokens,
-             double upstream_step_s, bool may_wait) {
-            const Choice choice = p.choose(policy, max_draft_tokens, upstream_step_s, may_wait);
-            return py::make_tuple(choice.max_draft_tokens, choice.awaited, choice.wait_s);
-          },
-          py::arg("policy"), py::arg("max_draft_tokens"), py::arg("upstream_step_s"),
-          py::arg("may_wait"))
-      .def("park", &StagePort::park, py::arg("timeout_ns"), py::arg("awaited") = 0,
+          py::arg("selected"), py::arg("stride"))
+      .def("park", &StagePort::park, py::arg("timeout_ns"),
            py::call_guard<py::gil_scoped_release>())
       .def("ring", &StagePort::ring)
       .def("pause", &StagePort::pause, py::arg("timeout_ns"),
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("lookahead", &StagePort::lookahead)
       .def_property_readonly("upstream_lookahead", &StagePort::upstream_lookahead)
-      .def("set_step_ns", &StagePort::set_step_ns)
       .def("trace", &StagePort::trace, py::arg("buffer"), py::keep_alive<1, 2>())
       .def_property_readonly("generation", &StagePort::generation)
       .def_property_readonly("columns", &StagePort::columns)

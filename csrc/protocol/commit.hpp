@@ -7,13 +7,11 @@
 namespace pipespec {
 
 // `tokens` and `step` come from plan(). `selected[j]` is the stage's own choice after j accepted
-// draft tokens, for j = 0 .. accepted. `confidence[j]`: how sure the stage is of selected[j]; null:
-// not known, and nothing is published. Called by all lanes. Returns the number of tokens appended.
+// draft tokens, for j = 0 .. accepted. Called by all lanes. Returns the number of tokens appended.
 template <typename Lanes = OneLane>
 PIPESPEC_HD inline std::uint32_t commit(const Block& block, std::uint32_t stage, std::uint32_t row,
                                         const Step& step, const std::int32_t* tokens,
-                                        const std::int32_t* selected, const Lanes& lanes = {},
-                                        const std::uint8_t* confidence = nullptr) {
+                                        const std::int32_t* selected, const Lanes& lanes = {}) {
   Private& priv = block.priv(stage, row);
   Counters& counters = priv.counters;
   if (step.query_len == 0) return 0;
@@ -44,13 +42,7 @@ PIPESPEC_HD inline std::uint32_t commit(const Block& block, std::uint32_t stage,
   }
   const std::uint32_t accepted =
       produced == 0 || is_accepted(produced - 1) ? produced : produced - 1;
-  const auto token = [&](std::uint32_t j) { return selected[j]; };
-  if (confidence == nullptr) {
-    own.append(produced, token, lanes);
-  } else {
-    own.append(
-        produced, token, [&](std::uint32_t j) { return std::uint32_t{confidence[j]}; }, lanes);
-  }
+  own.append(produced, [&](std::uint32_t j) { return selected[j]; }, lanes);
   own.publish(lanes);
   if (stage == block.target()) own.set_committed(own.length(), lanes);
 

@@ -37,18 +37,16 @@ PIPESPEC_HD inline Step plan_row(const Block& block, std::uint32_t stage, std::u
   return step;
 }
 
-// `in`: as plan_row() filled it; `selected`, `confidence`: this row's, see commit().
+// `in`: as plan_row() filled it; `selected`: this row's, see commit().
 template <typename Lanes = OneLane>
 PIPESPEC_HD inline std::uint32_t commit_row(const Block& block, std::uint32_t stage,
                                             std::uint32_t row, std::uint32_t width,
                                             const StepArrays& in, const std::int32_t* selected,
-                                            const Lanes& lanes = {},
-                                            const std::uint8_t* confidence = nullptr) {
+                                            const Lanes& lanes = {}) {
   const Step step{static_cast<Action>(in.action[row]), static_cast<std::uint32_t>(in.kv[row]),
                   static_cast<std::uint32_t>(in.query_lens[row]),
                   static_cast<std::uint32_t>(in.num_draft_tokens[row])};
-  return commit(block, stage, row, step, in.tokens + std::size_t{row} * width, selected, lanes,
-                confidence);
+  return commit(block, stage, row, step, in.tokens + std::size_t{row} * width, selected, lanes);
 }
 
 }  // namespace pipespec

@@ -13,9 +13,6 @@
 //   between. So a reader that saw a token of a new epoch also sees the new epoch (L2).
 //   `committed` is relaxed: behind still(), the tokens below it are the target's (L4).
 //
-// The confidence beside a token is relaxed, and published with the token. A reader may find that of
-// another token. No token depends on it.
-//
 // A reader may take tokens without still(), or tokens of two epochs. A draft token is copied once,
 // fed, and compared with the stage's own choice, so a torn one is rejected like any wrong draft
 // token. An adopted token lies past the committed length, and the neighbour's epoch has changed by
@@ -34,7 +31,6 @@ class Sequence {
   PIPESPEC_HD Sequence(const Block& block, std::uint32_t stage, std::uint32_t row)
       : published_(&block.published(stage, row)),
         ring_(block.ring(stage, row)),
-        confidence_(block.confidence(stage, row)),
         mask_(block.capacity() - 1),
         scope_(block.scope()) {}
 
@@ -59,14 +55,10 @@ class Sequence {
   [[nodiscard]] PIPESPEC_HD std::int32_t token(std::uint32_t position) const {
     return load_relaxed(&ring_[position & mask_], scope_);
   }
-  [[nodiscard]] PIPESPEC_HD std::uint32_t confidence(std::uint32_t position) const {
-    return load_relaxed(&confidence_[position & mask_], scope_);
-  }
 
  protected:
   Published* published_;
   std::int32_t* ring_;
-  std::uint32_t* confidence_;
   std::uint32_t mask_;
   Scope scope_;
 };
@@ -93,14 +85,6 @@ class OwnSequence : public Sequence {
     for (std::uint32_t i = lanes.index(); i < n; i += Lanes::kCount)
       store_relaxed(&ring_[(word_.length + i) & mask_], token(i), scope_);
     word_.length += n;
-  }
-  // The same with how sure the stage is of each: confidence(0), confidence(1), ...
-  template <typename Token, typename Confidence, typename Lanes>
-  PIPESPEC_HD void append(std::uint32_t n, const Token& token, const Confidence& confidence,
-                          const Lanes& lanes) {
-    for (std::uint32_t i = lanes.index(); i < n; i += Lanes::kCount)
-      store_relaxed(&confidence_[(word_.length + i) & mask_], confidence(i), scope_);
-    append(n, token, lanes);
   }
   template <typename Lanes = OneLane>
   PIPESPEC_HD void publish(const Lanes& lanes = {}) {

@@ -3,8 +3,7 @@
 //
 //   the caller's part:    Header  RowSpan[rows]  StageControl[stages]
 //   the part of sleepers: Parked[stages]
-//   a part per stage:     StageStatus  Calibration  Published[rows]  Private[rows]
-//                         ring[rows][capacity]  confidence[rows][capacity]
+//   a part per stage:     StageStatus  Published[rows]  Private[rows]  ring[rows][capacity]
 //
 // Every word has one writer, named beside it; Parked is the exception. Words of different writers
 // lie on different cache lines. In memory that processes share, parts begin on page boundaries, so
@@ -21,11 +20,10 @@ namespace pipespec {
 
 // Two 64-byte lines: x86 prefetches lines in pairs, and some arm64 parts have lines of 128 bytes.
 inline constexpr std::size_t kLine = 128;
-inline constexpr std::uint64_t kMagic = 0x37636570'73657069;  // changes with the layout
+inline constexpr std::uint64_t kMagic = 0x38636570'73657069;  // changes with the layout
 inline constexpr std::uint32_t kMaxEos = 64;
 inline constexpr std::uint32_t kMaxStages = 16;
 inline constexpr std::uint32_t kHistogram = 64;
-inline constexpr std::uint32_t kConfidenceBins = 32;
 inline constexpr std::uint32_t kCallersPart = 0, kParkedPart = 1, kFirstStagesPart = 2;
 
 // Writer: the caller of generate(), while no stage runs. `generation` may also change while stages
@@ -60,8 +58,6 @@ struct alignas(kLine) StageControl {
   // and the most draft tokens that downstream takes from it. The draft sleeps on this word while it
   // is 0.
   std::uint32_t lookahead;
-  // A draft stops where the chance that the target keeps its newest token is below this / 2^16.
-  std::uint32_t least_chance;
 };
 
 // Writers: the sleeping stage stores 1, the stage that wakes it stores 0. Any other value only ends
@@ -74,19 +70,6 @@ struct alignas(kLine) Parked {
 struct alignas(kLine) StageStatus {
   // Counts publications; readers only compare it with an earlier value.
   std::uint32_t bell;
-  // Running mean of the duration of a step, which bounds the neighbour's wait.
-  std::uint32_t step_ns;
-  // Number of draft tokens from upstream that end the stage's sleep; 0: any publication does.
-  std::uint32_t awaited;
-};
-
-// Writer: the stage. How often it kept a draft token, by the confidence that upstream published
-// with the token (runtime/confidence.hpp). A generation continues with what the one before learned.
-struct alignas(kLine) Calibration {
-  std::uint32_t seen[kConfidenceBins];
-  std::uint32_t kept[kConfidenceBins];
-  std::uint64_t outcomes;       // draft tokens that were kept or rejected
-  std::uint64_t squared_error;  // the sum of (predicted chance - outcome)^2, in units of 2^-32
 };
 
 // Writer: the stage. `word` = epoch << 32 | length. The epoch grows with every rollback, so within
@@ -110,8 +93,7 @@ struct Counters {
   std::uint64_t histogram[kHistogram];
 };
 
-// Writer: the stage. Of these, others read the counters: the caller for its report, the target for
-// its rate. A draft in the target's cache reads the target's `kv`, in the target's thread.
+// Writer: the stage. Of these, others read the counters: the caller for its report.
 struct alignas(kLine) Private {
   // Tokens whose keys and values exist.
   std::uint32_t kv;
@@ -127,8 +109,8 @@ struct alignas(kLine) Private {
 
 static_assert(sizeof(Header) % kLine == 0 && sizeof(RowSpan) == kLine);
 static_assert(sizeof(StageControl) == kLine && sizeof(Parked) == kLine &&
-              sizeof(StageStatus) == kLine && sizeof(Calibration) % kLine == 0 &&
-              sizeof(Published) == kLine && sizeof(Private) % kLine == 0);
+              sizeof(StageStatus) == kLine && sizeof(Published) == kLine &&
+              sizeof(Private) % kLine == 0);
 
 struct Word {
   std::uint32_t epoch;
@@ -174,10 +156,10 @@ class Block {
     const std::size_t used =
         part == kCallersPart
             ? sizeof(Header) + rows * sizeof(RowSpan) + stages * sizeof(StageControl)
-        : part == kParkedPart ? stages * sizeof(Parked)
-                              : sizeof(StageStatus) + sizeof(Calibration) +
-                                    rows * (sizeof(Published) + sizeof(Private) +
-                                            2 * ring_words(capacity) * sizeof(std::int32_t));
+        : part == kParkedPart
+            ? stages * sizeof(Parked)
+            : sizeof(StageStatus) + rows * (sizeof(Published) + sizeof(Private) +
+                                            ring_words(capacity) * sizeof(std::int32_t));
     return (used + alignment - 1) & ~(std::size_t{alignment} - 1);
   }
 
@@ -207,11 +189,8 @@ class Block {
   PIPESPEC_HD StageStatus& status(std::uint32_t stage) const {
     return *reinterpret_cast<StageStatus*>(base_ + stages_offset_ + stage * stage_bytes_);
   }
-  PIPESPEC_HD Calibration& calibration(std::uint32_t stage) const {
-    return *reinterpret_cast<Calibration*>(&status(stage) + 1);
-  }
   PIPESPEC_HD Published& published(std::uint32_t stage, std::uint32_t row) const {
-    return reinterpret_cast<Published*>(&calibration(stage) + 1)[row];
+    return reinterpret_cast<Published*>(&status(stage) + 1)[row];
   }
   PIPESPEC_HD Private& priv(std::uint32_t stage, std::uint32_t row) const {
     return reinterpret_cast<Private*>(&published(stage, rows_))[row];
@@ -219,11 +198,6 @@ class Block {
   PIPESPEC_HD std::int32_t* ring(std::uint32_t stage, std::uint32_t row) const {
     Private* rings = &priv(stage, rows_);
     return reinterpret_cast<std::int32_t*>(rings) + std::size_t{row} * ring_words(capacity_);
-  }
-  // Beside each token how sure the stage was of it: 0 unknown, else 1 to 255.
-  PIPESPEC_HD std::uint32_t* confidence(std::uint32_t stage, std::uint32_t row) const {
-    return reinterpret_cast<std::uint32_t*>(ring(stage, rows_)) +
-           std::size_t{row} * ring_words(capacity_);
   }
   PIPESPEC_HD std::uint32_t stages() const { return stages_; }
   PIPESPEC_HD std::uint32_t rows() const { return rows_; }

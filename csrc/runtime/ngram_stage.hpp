@@ -25,8 +25,7 @@ class NgramStage {
         indices_(port_.rows(), empty),
         indexed_(port_.rows()),
         corpus_(std::move(corpus)),
-        selected_(std::size_t{port_.rows()} * width),
-        confidence_(port_.rows()) {}
+        selected_(std::size_t{port_.rows()} * width) {}
 
   // The tokens before the one that the first step feeds.
   void prefill(std::uint32_t row, const std::int32_t* tokens, std::size_t count) {
@@ -89,29 +88,18 @@ class NgramStage {
         const std::int32_t* tokens = port_.tokens().data() + std::size_t{row} * port_.width();
         indices_[row].write(port_.kv()[row], tokens, query_len);
         if (port_.n_select()[row] > 0) {
-          const NgramIndex::Match match = indices_[row].match(corpus_.get());
-          selected_[row] = match.token;
-          confidence_[row] = confidence_of_match(match.length);
+          selected_[row] = indices_[row].match(corpus_.get()).token;
           // The row commits nothing, and the next plan gives its tokens once more.
-          if (match.token < 0) query_len = 0;
+          if (selected_[row] < 0) query_len = 0;
         }
         commits |= query_len > 0;
       }
       if (!commits) return;
-      port_.commit(selected_.data(), 1, confidence_.data());
+      port_.commit(selected_.data(), 1);
     }
   }
 
   void trace(TraceBuffer* buffer) { port_.trace(buffer); }
-  void use_confidence(bool uses) { port_.use_confidence(uses); }
-
-  // The longer the match, the surer: one bin of the calibration per length above that of even odds;
-  // the longest matches share the last bin.
-  static std::uint8_t confidence_of_match(std::uint32_t length) {
-    constexpr std::uint32_t kBin = (kMostConfidence + 1) / kConfidenceBins;
-    return static_cast<std::uint8_t>(
-        std::min(static_cast<std::uint32_t>(kConfidenceCentre) + kBin * length, kMostConfidence));
-  }
 
  private:
   // Rolls back and adopts as every stage does, and indexes what it has adopted or passed on.
@@ -140,7 +128,6 @@ class NgramStage {
   std::vector<std::int32_t> fresh_;
   std::shared_ptr<const NgramIndex> corpus_;
   std::vector<std::int32_t> selected_;
-  std::vector<std::uint8_t> confidence_;
 };
 
 }  // namespace pipespec

@@ -8,10 +8,6 @@
 // several writers: the sleeper stores 1, wakers store 0. A late 0 causes only a spurious wake-up. A
 // stage that dies after it has published and before it has woken all others leaves these asleep up
 // to their time limit.
-//
-// A sleeper may wait for a number of draft tokens (`awaited`). Then its upstream wakes it when
-// there are enough, and stages further up do not wake it: each wake-up costs time on the cores that
-// make the draft tokens.
 #pragma once
 
 #include <linux/futex.h>
@@ -50,24 +46,22 @@ class Bells {
     heard_[kCaller] = listen(kCaller);
   }
 
-  // After publishing: wakes the stages that wait for it.
+  // After publishing: wakes the stages that sleep.
   void ring() {
     std::uint32_t* own = bell(stage_);
     __atomic_store_n(own, __atomic_load_n(own, __ATOMIC_RELAXED) + 1, __ATOMIC_SEQ_CST);
     for (std::uint32_t s = 0; s < block_.stages(); ++s) {
       std::uint32_t* parked = &block_.parked(s);
-      if (s == stage_ || __atomic_load_n(parked, __ATOMIC_SEQ_CST) == 0 || !concerns(s)) continue;
+      if (s == stage_ || __atomic_load_n(parked, __ATOMIC_SEQ_CST) == 0) continue;
       __atomic_store_n(parked, 0u, __ATOMIC_SEQ_CST);
       futex_wake(parked);
     }
   }
 
-  // Sleeps until another stage or the caller rings, or until the timeout. With `awaited` > 0: until
-  // each row has that many draft tokens from upstream, or upstream's text has ended. Returns
-  // whether a bell rang since note().
-  bool park(std::int64_t timeout_ns, std::uint32_t awaited = 0) {
+  // Sleeps until another stage or the caller rings, or until the timeout. Returns whether a bell
+  // rang since note().
+  bool park(std::int64_t timeout_ns) {
     if (timeout_ns <= 0) return rung();
-    store_relaxed(&block_.status(stage_).awaited, awaited);
     std::uint32_t* parked = &block_.parked(stage_);
     __atomic_store_n(parked, 1u, __ATOMIC_SEQ_CST);
     if (!rung()) futex_wait(parked, 1, timeout_ns);
@@ -76,22 +70,6 @@ class Bells {
   }
 
  private:
-  // Whether stage `s` waits for what this stage has published. Draft tokens that will be rejected
-  // count, too: then the wake-up is spurious.
-  bool concerns(std::uint32_t s) const {
-    const std::uint32_t awaited = load_relaxed(&block_.status(s).awaited);
-    if (awaited == 0 || stage_ > s) return true;
-    if (stage_ + 1 < s) return false;
-    for (std::uint32_t row = 0; row < block_.active_rows(); ++row) {
-      const Sequence own(block_, stage_, row);
-      const std::uint32_t length = own.word().length;
-      const std::uint32_t enough = Sequence(block_, s, row).word().length + awaited;
-      if (length < enough && length < load_acquire(&block_.span(row).limit) &&
-          !(length > load_relaxed(&block_.span(row).start) && block_.is_eos(own.token(length - 1))))
-        return false;
-    }
-    return true;
-  }
   std::uint32_t* bell(std::uint32_t s) const {
     return s == kCaller ? &block_.header().bell : &block_.status(s).bell;
   }

@@ -178,7 +178,7 @@ class Chain {
 class Workers {
  public:
   explicit Workers(const Setting& setting) : setting_(setting), chain_(setting) {
-    // The block keeps the mean of earlier generations: it is known from the start.
+    // As after earlier generations: the mean is known from the start.
     for (const StageModel& model : setting.stages)
       runners_.push_back({State::kReady, model.start_s, 0.0, model.step_s[0], false, kNever});
   }
@@ -206,7 +206,7 @@ class Workers {
     State state;
     double at;  // running: when the step ends; ready: when it looks; parked: its deadline
     double began;
-    double mean_step;  // as Stage.step() keeps it
+    double mean_step;  // running
     bool waiting;
     double deadline;
 

@@ -10,7 +10,6 @@
 //   records of 32-bit words, each beginning with its kind
 //   kSequence   stage  row  epoch  length  committed  begin  token[length - begin]
 //   kCounters   stage  row  n  value[n]
-//   kStepTime   stage  nanoseconds
 //   kLookahead  stage  tokens             from the target's rank alone
 //   kLimit      row    position           from the target's rank alone
 #pragma once
@@ -24,8 +23,7 @@
 
 namespace pipespec {
 
-inline constexpr std::int32_t kSequence = 1, kCounters = 2, kStepTime = 3, kLookahead = 4,
-                              kLimit = 5;
+inline constexpr std::int32_t kSequence = 1, kCounters = 2, kLookahead = 3, kLimit = 4;
 inline constexpr std::uint32_t kSequenceWords = 7;   // of a record without its tokens
 inline constexpr std::uint32_t kSingleCounters = 8;  // of Counters, before its histogram
 
@@ -43,7 +41,6 @@ class Outbox {
         controls_(controls),
         rows_(block.active_rows()),
         sent_(stages_.size() * rows_),
-        step_ns_(stages_.size(), 0),
         lookahead_(block.stages(), kUnknown),
         limits_(rows_, kUnknown) {
     // The receiver has nothing but the rows' prompts.
@@ -60,7 +57,6 @@ class Outbox {
     out_ = out;
     end_ = out + room;
     if (controls_) write_controls();
-    for (std::size_t i = 0; i < stages_.size(); ++i) write_step_time(i);
     // Not always from the first row: a batch may be larger than a message.
     const std::size_t first = next_;
     for (std::size_t i = 0; i < sent_.size(); ++i) {
@@ -100,12 +96,6 @@ class Outbox {
       const std::uint32_t now = load_acquire(&block_.span(row).limit);
       if (now != limits_[row] && record(kLimit, row, now)) limits_[row] = now;
     }
-  }
-  // A running mean: small changes are of no interest.
-  void write_step_time(std::size_t i) {
-    const std::uint32_t now = load_relaxed(&block_.status(stages_[i]).step_ns);
-    const std::uint32_t before = step_ns_[i], change = now > before ? now - before : before - now;
-    if (change > before / 8 && record(kStepTime, stages_[i], now)) step_ns_[i] = now;
   }
 
   // Returns false if the message is full.
@@ -164,7 +154,7 @@ class Outbox {
   bool tokens_, counters_, controls_;
   std::uint32_t rows_;
   std::vector<Sent> sent_;  // [stages, rows]: what the receiver has
-  std::vector<std::uint32_t> step_ns_, lookahead_, limits_;
+  std::vector<std::uint32_t> lookahead_, limits_;
   std::size_t next_ = 0;
   std::int32_t *out_ = nullptr, *end_ = nullptr;  // of the message that is written
 };
@@ -211,10 +201,6 @@ class Inbox {
       return 3;
     }
     if (!is_senders_[where]) return 0;
-    if (kind == kStepTime) {
-      store_relaxed(&block_.status(where).step_ns, at(words, 2));
-      return 3;
-    }
     const std::uint32_t row = at(words, 2);
     if (row >= block_.active_rows()) return 0;
     if (kind == kSequence) return apply_sequence(words, left, where, row, rung);

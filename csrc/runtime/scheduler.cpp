@@ -277,12 +277,6 @@ void Scheduler::harvest(u32 stage) {
     const Launched launched = lane.in_flight.front();
     lane.in_flight.pop_front();
     const Outcome outcome = launcher_->outcome(stage, lane.ended);
-    if (outcome.fed > 0) {
-      const double took = static_cast<double>(outcome.end_ns - outcome.start_ns);
-      lane.step_ns = lane.step_ns == 0.0 ? took : 0.9 * lane.step_ns + 0.1 * took;
-      store_relaxed(&launcher_->shadow().status(stage).step_ns,
-                    static_cast<u32>(std::min(lane.step_ns, 0x1p32 - 1)));
-    }
     if (lane.trace != nullptr)
       lane.trace->write({lane.ended, launched.at_ns, outcome.start_ns, outcome.end_ns,
                          launched.width, outcome.fed, outcome.draft_tokens, outcome.accepted,

@@ -101,7 +101,6 @@ class Scheduler {
     std::atomic<std::uint32_t> lookahead{0};
     std::deque<Launched> in_flight;
     std::uint64_t ended = 0;
-    double step_ns = 0.0;
     std::vector<std::int32_t> scratch;
     std::unique_ptr<TraceBuffer> trace;
     std::thread thread;

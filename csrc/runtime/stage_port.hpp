@@ -8,7 +8,6 @@
 
 #include "../protocol/rectangle.hpp"
 #include "clock.hpp"
-#include "confidence.hpp"
 #include "park.hpp"
 #include "trace.hpp"
 
@@ -42,7 +41,6 @@ class StagePort {
     if (trace_ != nullptr) planned_ns_ = now_ns();
     bells_.note();
     const StepPolicy policy{lookahead, max_draft_tokens, min_draft_tokens, width_};
-    StepPolicy bounded = policy;
     const std::uint32_t active = block_.active_rows();
     if (block_.header().rows != block_.rows() || block_.header().capacity != block_.capacity())
       throw std::logic_error(
@@ -51,9 +49,7 @@ class StagePort {
     columns_ = 0;
     for (std::uint32_t row = 0; row < active; ++row) {
       const Word before = Sequence(block_, stage_, row).word();
-      if (is_confident_) bounded.lookahead = hopeful_lookahead(row, lookahead);
-      const Step step = plan_row(block_, stage_, row, bounded, arrays_);
-      if (is_confident_) note_confidence(row, step);
+      const Step step = plan_row(block_, stage_, row, policy, arrays_);
       published_ |= pack(before) != pack(Sequence(block_, stage_, row).word());
       columns_ = detail::max(columns_, step.query_len);
       waits |= step.action == Action::kWait;
@@ -83,64 +79,24 @@ class StagePort {
   }
 
   // `selected`: [active rows, at least columns()] as verify() gives it, `stride` elements apart.
-  // `confidence`: likewise, of these tokens; null: not known. Returns tokens appended.
-  std::uint32_t commit(const std::int32_t* selected, std::int64_t stride,
-                       const std::uint8_t* confidence = nullptr) {
+  // Returns tokens appended.
+  std::uint32_t commit(const std::int32_t* selected, std::int64_t stride) {
     std::uint32_t appended = 0;
     const std::uint32_t active = block_.active_rows();
-    for (std::uint32_t row = 0; row < active; ++row) {
-      if (is_confident_) learn_from(row, selected + row * stride);
-      appended += commit_row(block_, stage_, row, width_, arrays_, selected + row * stride, {},
-                             confidence == nullptr ? nullptr : confidence + row * stride);
-    }
+    for (std::uint32_t row = 0; row < active; ++row)
+      appended += commit_row(block_, stage_, row, width_, arrays_, selected + row * stride);
     bells_.ring();
     if (trace_ != nullptr) record(columns_);
     return appended;
   }
 
-  // Whether the stage uses the confidence of tokens: as a draft it stops at its least chance, and
-  // it learns how often it keeps draft tokens. Off at first.
-  void use_confidence(bool uses) {
-    is_confident_ = uses;
-    confidence_.resize(uses ? tokens_.size() : 0);
-  }
-
-  // What the target does next, instead of plan() alone. Without an effect on the block.
-  // `upstream_step_s`: seconds of a step of the draft upstream, which works meanwhile; 0: it works
-  // only in turn.
-  Choice choose(GainPolicy& policy, std::uint32_t max_draft_tokens, double upstream_step_s,
-                bool may_wait) {
-    const std::uint32_t active = block_.active_rows(), up = stage_ - 1;
-    bells_.note();  // a stage may park() after this instead of a plan
-    outlooks_.clear();
-    for (std::uint32_t row = 0; stage_ > 0 && row < active; ++row) {
-      const StepPolicy most{0, max_draft_tokens, 0, width_}, more{0, max_draft_tokens, ~0u, width_};
-      std::int32_t* tokens = tokens_.data() + std::size_t{row} * width_;
-      const Step step = foresee(block_, stage_, row, most, tokens);
-      if (step.action != Action::kStep) continue;
-      Outlook outlook;
-      const Sequence upstream(block_, up, row);
-      const std::uint32_t begin = step.kv + step.query_len - step.num_draft_tokens;
-      for (std::uint32_t i = 0; i < step.num_draft_tokens; ++i)
-        outlook.chances.push_back(
-            chance_of(block_.calibration(stage_), upstream.confidence(begin + i)));
-      outlook.may_grow = upstream_step_s > 0.0 &&
-                         foresee(block_, stage_, row, more, tokens).action == Action::kWait;
-      outlooks_.push_back(std::move(outlook));
-    }
-    if (stage_ == 0) return {max_draft_tokens, 0, 0.0};
-    return policy.choose(outlooks_, max_draft_tokens,
-                         seconds_per_token(block_, up, upstream_step_s),
-                         mean_chance(block_.calibration(stage_)), may_wait);
-  }
-
   // Also returns true when the generation or the lookahead is no longer the one that generation()
   // or lookahead() last returned: a stage reads them before plan() notes the bells, and must not
   // sleep through a stop or at an old bound if they change in between.
-  bool park(std::int64_t timeout_ns, std::uint32_t awaited = 0) {
+  bool park(std::int64_t timeout_ns) {
     if (asked_ && load_acquire(&block_.header().generation) != generation_) return true;
     if (is_bounded_ && load_acquire(&block_.control(stage_).lookahead) != lookahead_) return true;
-    return bells_.park(timeout_ns, awaited);
+    return bells_.park(timeout_ns);
   }
   void ring() { bells_.ring(); }
 
@@ -165,7 +121,6 @@ class StagePort {
     asked_ = true;
     return generation_ = load_acquire(&block_.header().generation);
   }
-  void set_step_ns(std::uint32_t ns) { store_relaxed(&block_.status(stage_).step_ns, ns); }
 
   // From here on each step writes an entry to `buffer`, and so does each plan that rolls back
   // without a step; null: no entries. `buffer` belongs to this stage and outlives the port.
@@ -181,56 +136,6 @@ class StagePort {
   std::vector<std::int32_t>& n_select() { return n_select_; }
 
  private:
-  // The lookahead that ends behind the first token of the drafts whose chance is below the stage's
-  // least chance: the product, over this token and those before it, of the chance that the next
-  // stage keeps the token. At least 1.
-  std::uint32_t hopeful_lookahead(std::uint32_t row, std::uint32_t lookahead) const {
-    const std::uint32_t target = block_.target();
-    if (stage_ == target || lookahead <= 1) return lookahead;
-    const double least = load_relaxed(&block_.control(stage_).least_chance) * 0x1p-16;
-    if (least <= 0.0) return lookahead;
-    // Relaxed: the plan looks again, and the confidence of other tokens only costs time.
-    const auto length = [&](std::uint32_t s) {
-      return unpack(load_relaxed(&block_.published(s, row).word)).length;
-    };
-    std::uint32_t at = length(target);
-    std::uint32_t reached = at;  // by the stages downstream that plan() follows
-    if (stage_ + 1 != target) reached = detail::max(reached, length(stage_ + 1));
-    double chance = 1.0;
-    for (std::uint32_t s = target; s-- > stage_;) {
-      const Sequence draft(block_, s, row);
-      // In damaged memory, too, no more tokens than a ring has.
-      const std::uint32_t end = detail::min(length(s), at + block_.capacity());
-      for (; at < end; ++at) {
-        chance *= chance_of(block_.calibration(s + 1), draft.confidence(at));
-        if (chance < least) return detail::min(lookahead, at + 1 > reached ? at + 1 - reached : 1);
-      }
-    }
-    return lookahead;
-  }
-
-  // The confidence of the planned draft tokens. Upstream may have rewritten them since the plan.
-  void note_confidence(std::uint32_t row, const Step& step) {
-    if (step.num_draft_tokens == 0) return;
-    const Sequence upstream(block_, stage_ - 1, row);
-    const std::uint32_t first = step.query_len - step.num_draft_tokens;
-    for (std::uint32_t i = 0; i < step.num_draft_tokens; ++i)
-      confidence_[std::size_t{row} * width_ + first + i] =
-          static_cast<std::uint8_t>(upstream.confidence(step.kv + first + i));
-  }
-  // Up to the first draft token that was rejected: the stage has not compared those behind it.
-  void learn_from(std::uint32_t row, const std::int32_t* selected) {
-    if (n_select_[row] == 0) return;
-    const std::int32_t draft_tokens = num_draft_tokens_[row];
-    const std::size_t first =
-        std::size_t{row} * width_ + static_cast<std::size_t>(query_lens_[row] - draft_tokens);
-    for (std::int32_t j = 0; j < draft_tokens; ++j) {
-      const bool is_kept = selected[j] == tokens_[first + j];
-      learn(block_.calibration(stage_), confidence_[first + j], is_kept);
-      if (!is_kept) return;
-    }
-  }
-
   TraceTotals totals() const {
     TraceTotals sum{};
     for (std::uint32_t row = 0; row < block_.active_rows(); ++row) {
@@ -267,7 +172,6 @@ class StagePort {
   std::uint32_t width_;
   Bells bells_;
   bool published_ = false;
-  bool is_confident_ = false;
   bool asked_ = false;
   std::uint32_t generation_ = 0;
   bool is_bounded_ = false;
@@ -276,8 +180,6 @@ class StagePort {
   TraceBuffer* trace_ = nullptr;
   std::int64_t planned_ns_ = 0, start_ns_ = 0;  // of the present step
   std::vector<std::int32_t> tokens_, kv_, query_lens_, num_draft_tokens_, n_select_, action_;
-  std::vector<std::uint8_t> confidence_;  // of the planned draft tokens, as in tokens_
-  std::vector<Outlook> outlooks_;
   StepArrays arrays_;  // the vectors' data
 };
 

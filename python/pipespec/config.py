@@ -17,17 +17,11 @@ ACCEPTANCES = ("coupled", "rejection")
 WIDTH = 64
 """Most tokens that one row feeds in one step. A stage that is further behind catches up in several steps."""
 
-PATIENCE = 1.5
-"""Deadline of a wait for draft tokens: this factor times the expected duration of the missing draft steps."""
-
 _MAX_TOKENS = 2**31 - 1
 """Of lookahead: stages hold it in 32 bits."""
 
 _NGRAM_LOOKAHEAD = 8
 """Draft tokens of an n-gram index take no time, but a long verification of wrong ones does."""
-
-_CONFIDENT_LOOKAHEAD = 16
-"""A bound only: drafts that use their confidence stop where it says so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +44,6 @@ class SpeculationConfig:
             :class:`pipespec.drafts.head.DraftHead`. It has its place in ``lookahead``.
         acceptance: One of :data:`ACCEPTANCES`, see :mod:`pipespec.engine.acceptance`.
         translation: The two tokenizers, if the first draft has another one than the target (:class:`pipespec.engine.translation.Translation`).
-        confidence: Drafts publish how sure they are of their tokens. They stop, and the target verifies, decodes or waits, by what these tokens
-            are expected to gain; ``lookahead`` remains as a bound. A wait has a deadline, see :data:`PATIENCE`. In ``"lockstep"`` and ``"workers"``.
         controlled: The controller chooses before each round which draft proposes tokens, and how many, see :mod:`pipespec.engine.controller`. In
             ``"lockstep"`` without captured steps; ``lookahead`` holds for the drafts of drafts.
 
@@ -70,11 +62,10 @@ class SpeculationConfig:
     head: Any = None
     acceptance: str = "coupled"
     translation: Any = None
-    confidence: bool = False
     controlled: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("graphs", "native", "exact", "confidence"):
+        for name in ("graphs", "native", "exact"):
             _require_bool(name, getattr(self, name))
         _require_one_of("schedule", self.schedule, SCHEDULES)
         _require_one_of("acceptance", self.acceptance, ACCEPTANCES)
@@ -134,7 +125,7 @@ class SpeculationConfig:
             num_drafts: Number of drafts, an n-gram index included. With none, every schedule is plain decoding.
             schedule: See the class.
             lookahead: One integer for all drafts, or one per draft, each at least 1. Default: ``controlled`` in lockstep where that is possible, with
-                4 for drafts of drafts; otherwise 4 in lockstep, 8 in other schedules and for an n-gram index, 16 with ``confidence``.
+                4 for drafts of drafts; otherwise 4 in lockstep, 8 in other schedules and for an n-gram index.
             graphs: See the class. Default: only in schedules whose steps are all captured.
             **options: Other fields of the class. Those of drafts have no effect without drafts.
 
@@ -151,9 +142,8 @@ class SpeculationConfig:
             return cls(schedule=PLAIN.name, **of_target)
         if lookahead is None:
             config = replace(config, controlled=config.is_controllable)
-            each = _CONFIDENT_LOOKAHEAD if config.confidence else config.schedule_row.lookahead
-            ngram = [_CONFIDENT_LOOKAHEAD if config.confidence else _NGRAM_LOOKAHEAD] * (config.ngram is not None)
-            lookahead = [*ngram, *[each] * (num_drafts - len(ngram))]
+            ngram = [_NGRAM_LOOKAHEAD] * (config.ngram is not None)
+            lookahead = [*ngram, *[config.schedule_row.lookahead] * (num_drafts - len(ngram))]
         per_draft = tuple(lookahead) if isinstance(lookahead, Sequence) else (lookahead,) * num_drafts
         if any(_is_integer(n) and n < 1 for n in per_draft):
             raise ValueError(f"lookahead must be at least 1, got {list(per_draft)}")
@@ -169,9 +159,7 @@ class SpeculationConfig:
     @property
     def is_controllable(self) -> bool:
         """Whether the controller can choose the number of draft tokens."""
-        return (
-            bool(self.schedule_row.controlled) and not (self.graphs or self.confidence) and self.acceptance == "coupled"
-        )
+        return bool(self.schedule_row.controlled) and not self.graphs and self.acceptance == "coupled"
 
     def lookahead_of(self, stage: int) -> int:
         """How many tokens ``stage`` may be ahead of the next one; 0 for the target."""

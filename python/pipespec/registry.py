@@ -18,17 +18,16 @@ OPTIONS = {
     "ngram": "an n-gram draft",
     "head": "a draft head",
     "translation": "a draft with another tokenizer",
-    "confidence": "confidence=True",
     "acceptance": "rejection sampling (acceptance=)",
 }
 """The options of :class:`pipespec.config.SpeculationConfig` that some schedules do not take, and how messages call them."""
 
-UNCAPTURED = frozenset({"ngram", "translation", "confidence", "acceptance"})
+UNCAPTURED = frozenset({"ngram", "translation", "acceptance"})
 """Options that no captured step takes."""
 
 EXCLUDED = {
-    "acceptance": ("ngram", "translation", "confidence", "exact"),
-    "head": ("acceptance", "confidence"),
+    "acceptance": ("ngram", "translation", "exact"),
+    "head": ("acceptance",),
 }
 """By option, those that it excludes: rejection sampling needs the distribution of the one draft that drew a token."""
 
@@ -103,7 +102,7 @@ LOCKSTEP = Schedule(
     "pipespec.schedules.lockstep:LockstepDriver",
     "one after the other, in one process; with `graphs=True` a round is one captured CUDA graph",
     "a CPU, one GPU",
-    frozenset({"graphs", "ngram", "head", "translation", "confidence", "acceptance"}),
+    frozenset({"graphs", "ngram", "head", "translation", "acceptance"}),
     lookahead=4,  # each draft token is paid for with its own time
     captured="pipespec.schedules.graphs.rounds:RoundsDriver",
     controlled="pipespec.schedules.controlled:ControlledDriver",
@@ -113,7 +112,7 @@ WORKERS = Schedule(
     "pipespec.schedules.workers.driver:WorkersDriver",
     "each draft in a process of its own, the target in yours, all at once",
     "stages with a NUMA node or a device each; drafts that must not share a process with the target",
-    frozenset({"ngram", "translation", "confidence"}),
+    frozenset({"ngram", "translation"}),
     lookahead=8,
     has_processes=True,
 )

@@ -142,7 +142,7 @@ def test_values_that_are_refused_by_name(pipeline, monkeypatch, name, value) -> 
 # ---- SpeculationConfig and Pipeline
 
 
-@pytest.mark.parametrize("name", ["graphs", "native", "exact", "confidence"])
+@pytest.mark.parametrize("name", ["graphs", "native", "exact"])
 def test_options_that_are_true_or_false(name) -> None:
     with pytest.raises(TypeError, match=name):
         SpeculationConfig.of(1, **{name: "no"})

@@ -280,7 +280,7 @@ def test_stages_and_rows_that_do_not_exist():
         with pytest.raises(IndexError, match="of a block of"):
             block.tokens(stage, row, 0, 1)
     for stage in (2, 99, 2**32 - 1):
-        for call in (block.is_alive, block.step_ns, lambda s: block.set_alive(s, True)):
+        for call in (block.is_alive, lambda s: block.set_alive(s, True)):
             with pytest.raises(IndexError, match=f"stage {stage} of a block of 2"):
                 call(stage)
     for row in (3, 2**31):

@@ -165,15 +165,11 @@ enum class Kind : std::uint8_t {
   kAlive,
   kLookahead,
   kGeneration,
-  kConfidence,
-  kLeastChance,
   kBell,  // from here on accessed sequentially consistently, see load_newest()
   kParked,
-  kAwaited,
 };
-inline const char* const kKinds[] = {
-    "",           "word",       "committed",    "token", "limit",  "alive",  "lookahead",
-    "generation", "confidence", "least chance", "bell",  "parked", "awaited"};
+inline const char* const kKinds[] = {"",      "word",      "committed",  "token", "limit",
+                                     "alive", "lookahead", "generation", "bell",  "parked"};
 
 struct Place {
   Kind kind = Kind::kNone;

@@ -54,7 +54,7 @@ struct Coverage {
   u64 schedules = 0, accesses = 0, stale = 0, generations = 0, stops = 0, ended_rows = 0;
   u64 crashes = 0, corrupt = 0, restarts = 0, rests = 0, waits = 0, parks = 0, tokens = 0,
       rollbacks = 0;
-  u64 observed = 0, torn = 0, copies = 0, batches = 0, eos = 0, choices = 0;
+  u64 observed = 0, torn = 0, copies = 0, batches = 0, eos = 0;
   u64 stages[kStages + 1] = {};
 };
 
@@ -126,7 +126,6 @@ class Simulation final : public simulated::Watch {
     name(block_, false);
     if (copies_) name(copy_, true);
     truth_.eos = {3, 2};
-    policies_ = {};
     for (u32 s = 0; s < stages_; ++s) is_lost_[s] = true;
   }
   void name(const Block& block, bool copy) {
@@ -141,17 +140,13 @@ class Simulation final : public simulated::Watch {
         machine_->name(&block.published(s, row).committed, {Kind::kCommitted, copy, s, row});
         for (std::uint8_t i = 0; i <= mask_; ++i)
           machine_->name(block.ring(s, row) + i, {Kind::kToken, copy, s, row, i});
-        for (std::uint8_t i = 0; i <= mask_ && !copy; ++i)
-          machine_->name(block.confidence(s, row) + i, {Kind::kConfidence, copy, s, row, i});
       }
     }
     for (std::uint8_t s = 0; s < stages_ && !copy; ++s) {
       machine_->name(&block.control(s).alive, {Kind::kAlive, copy, s});
       machine_->name(&block.control(s).lookahead, {Kind::kLookahead, copy, s});
-      machine_->name(&block.control(s).least_chance, {Kind::kLeastChance, copy, s});
       machine_->name(&block.status(s).bell, {Kind::kBell, copy, s});
       machine_->name(&block.parked(s), {Kind::kParked, copy, s});
-      machine_->name(&block.status(s).awaited, {Kind::kAwaited, copy, s});
     }
   }
 
@@ -178,9 +173,7 @@ class Simulation final : public simulated::Watch {
       block_.control(s).alive = starts_now;
       block_.control(s).lookahead = random_.pick({1u, 2u, 3u, 5u, 8u, ~0u});
       if (random_.chance(5)) block_.control(s).lookahead = 0;
-      block_.control(s).least_chance = any_chance();
     }
-    is_confident_ = random_.chance(50);
     pipespec::reset(block_, starts, limits, last, truth_.eos);
     if (copies_)
       std::memcpy(&copy_.header(), &block_.header(), Block::bytes(stages_, rows_, mask_ + 1));
@@ -242,7 +235,6 @@ class Simulation final : public simulated::Watch {
     for (u32 s = 0; s < stages_; ++s) {
       if (!is_here_[s]) continue;
       ports_[s].emplace(block_, s, width_);
-      ports_[s]->use_confidence(is_confident_);
       machine_->start(s, [] { running->stage(running->machine_->current()); });
       Machine::Thread& t = machine_->thread(s);
       t.weight = random_.pick({1u, 3u, 3u, 20u, 500u});
@@ -339,8 +331,6 @@ class Simulation final : public simulated::Watch {
   bool waiting_must_end() const {
     for (u32 s = 0; s < target(); ++s) {
       if (is_lost_[s] && is_corrupt_[s]) return false;
-      // A draft that stops where its tokens are unlikely may never make as many.
-      if (is_confident_ && min_draft_tokens_ > 1) return false;
       if (block_.control(s).alive != 0 && lookahead_of(s) < std::max(min_draft_tokens_, 1u))
         return false;
     }
@@ -383,7 +373,7 @@ class Simulation final : public simulated::Watch {
         if (token(s, r, p) != token(s + 1, r, p))
           return fail("at rest stages %u and %u differ at %u", s, s + 1, p);
     }
-    const u64 bound = std::min<u64>(limit, u64{reached} + (is_confident_ ? 1 : lookahead));
+    const u64 bound = std::min<u64>(limit, u64{reached} + lookahead);
     const bool ended = own.length > start_[r] && is_eos(token(s, r, own.length - 1));
     if (own.length < bound && !ended)
       fail("at rest stage %u has %u tokens, its bound is %u", s, own.length,
@@ -447,23 +437,6 @@ class Simulation final : public simulated::Watch {
           continue;
         }
       }
-      if (is_confident_ && s == target() && random_.chance(50)) {
-        // It may also want to wait. Here that has no deadline of its own.
-        costs(policies_);
-        const Choice choice =
-            port.choose(policies_, policy.max_draft_tokens, random_.below(3), has_deadline_);
-        check(choice.max_draft_tokens <= policy.max_draft_tokens,
-              "the target wants %u of at most %u draft tokens", choice.max_draft_tokens,
-              policy.max_draft_tokens);
-        coverage.choices += choice.max_draft_tokens < policy.max_draft_tokens;
-        if (choice.awaited > 0) {
-          ++coverage.waits;
-          port.park(1 + random_.below(300));
-          continue;
-        }
-        policy.max_draft_tokens = choice.max_draft_tokens;
-        policy.min_draft_tokens = std::min(policy.min_draft_tokens, policy.max_draft_tokens);
-      }
       if (is_changing_) {
         policy.max_draft_tokens = random_.below(policy.max_draft_tokens + 1);
         policy.min_draft_tokens = random_.below(policy.min_draft_tokens + 1);
@@ -477,8 +450,7 @@ class Simulation final : public simulated::Watch {
       const bool waits = action == Action::kWait;
       waited = waits ? waited + 1 : 0;
       coverage.waits += waits;
-      port.park(waits && has_deadline_ ? 1 + random_.below(300) : kForever,
-                waits ? std::min(policy.min_draft_tokens, policy.max_draft_tokens) : 0);
+      port.park(waits && has_deadline_ ? 1 + random_.below(300) : kForever);
       ++coverage.parks;
     }
   }
@@ -541,9 +513,7 @@ class Simulation final : public simulated::Watch {
     check(s > 0 || step.num_draft_tokens == 0, "stage 0 takes draft tokens");
     check(!ended || !feeds, "stage %u feeds past its end at %u", s, length);
     check(action != Action::kFinished || (ended && s == target()), "stage %u is not finished", s);
-    // A draft that goes by its confidence may stop earlier, with at least one token.
-    const u32 least = is_confident_ && s != target() ? std::min(reached + 1, bound) : bound;
-    check(feeds || ended || (s != target() && length >= least) || action == Action::kWait,
+    check(feeds || ended || (s != target() && length >= bound) || action == Action::kWait,
           "stage %u idles at %u, its bound is %u", s, length, bound);
     check(action != Action::kWait || policy.min_draft_tokens > 0, "stage %u waits", s);
     check(!feeds || length < bound, "stage %u feeds at %u, its bound is %u", s, length, bound);
@@ -583,11 +553,7 @@ class Simulation final : public simulated::Watch {
     u32 before[kRows], expected_in_all = 0;
     for (u32 r = 0; r < rows_; ++r) before[r] = word(s, r).length;
     machine_->thread(s).look();
-    // Correctness depends on none of them: any numbers will do.
-    std::array<std::uint8_t, kRows * kWidth> confidence;
-    for (std::uint8_t& each : confidence) each = static_cast<std::uint8_t>(random_.below(256));
-    const u32 appended =
-        ports_[s]->commit(selected_[s].data(), kWidth, is_confident_ ? confidence.data() : nullptr);
+    const u32 appended = ports_[s]->commit(selected_[s].data(), kWidth);
     is_ringing_[s] = false;
     for (u32 r = 0; r < rows_; ++r) {
       const Step& step = planned_[s][r];
@@ -658,7 +624,6 @@ class Simulation final : public simulated::Watch {
           break;
         default:
           set_lookahead(block_, s, random_.pick({0u, 1u, 1u, 2u, 4u, 8u, ~0u}));
-          store_relaxed(&block_.control(s).least_chance, any_chance());
       }
     }
     machine_->end();
@@ -711,17 +676,7 @@ class Simulation final : public simulated::Watch {
     for (u32 stores = random_.below(60); stores > 0; --stores) {
       const u32 r = random_.below(rows_);
       const u64 any = random_.next();
-      switch (random_.below(6)) {
-        case 4:
-          store_relaxed(&block_.confidence(s, r)[any & mask_], static_cast<u32>(any >> 32));
-          break;
-        case 5: {
-          Calibration& learned = block_.calibration(s);
-          store_relaxed(random_.chance(50) ? &learned.seen[any % kConfidenceBins]
-                                           : &learned.kept[any % kConfidenceBins],
-                        static_cast<u32>(any >> 32));
-          break;
-        }
+      switch (random_.below(4)) {
         case 0:
           store_release(&block_.published(s, r).word,
                         random_.chance(50) ? any : pack({random_.below(4), random_.below(40)}));
@@ -816,14 +771,6 @@ class Simulation final : public simulated::Watch {
 
   // --- small things ------------------------------------------------------------------------------
 
-  u32 any_chance() { return random_.pick({0u, 0u, 1000u, 30'000u, 60'000u, 65'536u, ~0u}); }
-  // Any times of steps, and any speed.
-  void costs(GainPolicy& policy) {
-    if (random_.chance(80)) return;
-    policy.note_step(block_, 1 + random_.below(8), 1e-3 * random_.below(100),
-                     random_.chance(90) ? 1e-2 * random_.below(1000) : -1.0);
-  }
-
   u32 target() const { return stages_ - 1; }
   u32 lookahead_of(u32 s) const { return block_.control(s).lookahead; }
   // What the owner has stored last, without a step of the machine.
@@ -876,8 +823,6 @@ class Simulation final : public simulated::Watch {
   std::array<u32, kRows> start_{}, limit_{}, text_length_{};
   std::array<std::array<std::int32_t, kPositions>, kRows> text_{};
   std::array<bool, kRows> is_ended_{};
-  bool is_confident_ = false;  // stages use the confidence of tokens
-  GainPolicy policies_;
   std::array<bool, kStages> is_here_{}, is_lost_{}, is_corrupt_{}, becomes_corrupt_{};
   std::array<bool, kStages> is_ringing_{};  // has published, and not yet woken all others
   std::array<u32, kStages> pause_{};
@@ -915,9 +860,9 @@ void print_coverage(const char* when) {
               number(c.corrupt), number(c.restarts));
   std::printf(
       "    tokens %llu, rollbacks %llu, sleeps %llu, waits %llu, rests %llu, looks %llu and %llu "
-      "torn; %llu steps with fewer draft tokens by their confidence\n",
+      "torn\n",
       number(c.tokens), number(c.rollbacks), number(c.parks), number(c.waits), number(c.rests),
-      number(c.observed), number(c.torn), number(c.choices));
+      number(c.observed), number(c.torn));
   std::fflush(stdout);
 }
 

@@ -507,53 +507,6 @@ TEST(ports_wake_each_other) {
   CHECK(!first.park(1000));
 }
 
-// A target that waits for draft tokens sleeps until there are enough, whatever the draft of its
-// draft publishes.
-TEST(the_last_awaited_draft_token_wakes_the_target) {
-  fake::BlockMemory memory(3, 1, 64);
-  reset(memory.block(), {1}, {50}, {9}, {});
-  StagePort first(memory.block(), 0, 8), middle(memory.block(), 1, 8), target(memory.block(), 2, 8);
-  for (const u32 s : {0u, 1u, 2u}) memory.block().control(s).alive = 1;
-  std::uint32_t* parked = &memory.block().parked(2);
-  const Tokens selected(8, 100);
-  const auto wakes = [&](StagePort& port) {  // whether a step of `port` wakes the target
-    __atomic_store_n(parked, 1u, __ATOMIC_SEQ_CST);
-    CHECK_EQ(port.plan(8, 0, 0), Action::kStep);
-    port.commit(selected.data(), 8);
-    return __atomic_load_n(parked, __ATOMIC_SEQ_CST) == 0;
-  };
-  CHECK_EQ(target.plan(0, 8, 2), Action::kWait);
-  CHECK(!target.park(1000, 2));
-  CHECK(!wakes(middle));
-  CHECK(!wakes(first));
-  CHECK(wakes(middle));
-  CHECK_EQ(target.plan(0, 8, 2), Action::kStep);
-  target.plan(0, 8, 2);
-  CHECK(!target.park(1000));  // now any publication would wake it
-  CHECK(wakes(first));
-
-  const auto sleep = [&](u32 draft_tokens) {
-    target.plan(0, 8, 0);
-    CHECK(!target.park(1000, draft_tokens));
-  };
-  sleep(7);
-  CHECK(!wakes(middle));
-  memory.block().span(0).limit = 5;  // no more can come: the text ends here
-  CHECK(wakes(middle));
-  memory.block().span(0).limit = 50;
-  memory.block().header().n_eos = 1;
-  memory.block().header().eos[0] = 100;
-  sleep(7);
-  middle.plan(8, 0, 0);  // ended
-  __atomic_store_n(parked, 1u, __ATOMIC_SEQ_CST);
-  middle.ring();
-  CHECK_EQ(*parked, 0u);
-  sleep(7);
-  __atomic_store_n(parked, 1u, __ATOMIC_SEQ_CST);
-  Bells(memory.block(), Bells::kCaller).ring();  // a stop
-  CHECK_EQ(*parked, 0u);
-}
-
 // A draft with lookahead 1 and a target that waits for one draft token take turns. Only the other's
 // bell wakes each of them.
 TEST(ports_take_turns) {
@@ -669,20 +622,12 @@ class Worker {
     StagePort port(block_, stage_, width_);
     Random random{seed * 31 + stage_};
     u32 steps = 0;
-    const bool is_confident = seed % 2 == 1, is_target = stage_ == block_.target();
-    port.use_confidence(is_confident);
-    GainPolicy policy;
     const std::int64_t began = now_ns();
     while (port.generation() == generation) {
       if (!CHECK(now_ns() - began < kForever)) return;  // no progress
       const u32 lookahead = random.below(4) == 0 ? ~0u : 1 + random.below(12);
-      u32 max_draft_tokens = random.below(10);
+      const u32 max_draft_tokens = random.below(10);
       const u32 min_draft_tokens = random.below(2) * random.below(6);
-      if (is_confident && is_target) {
-        const Choice choice = port.choose(policy, max_draft_tokens, 1e-6 * random.below(3), true);
-        if (choice.awaited > 0) port.park(random.below(200'000));
-        max_draft_tokens = choice.max_draft_tokens;
-      }
       Action action = port.plan(lookahead, max_draft_tokens, min_draft_tokens);
       if (action == Action::kWait) {
         if (port.park(random.below(200'000)) && random.chance(0.9)) continue;
@@ -707,13 +652,7 @@ class Worker {
       }
       dawdle(random);
       if (++steps > dies_after) return;
-      std::vector<std::uint8_t> confidence(selected.size());
-      for (std::uint8_t& each : confidence) each = static_cast<std::uint8_t>(random.below(256));
-      port.commit(selected.data(), port.columns(), is_confident ? confidence.data() : nullptr);
-      port.set_step_ns(1000);
-      if (!is_confident || !is_target) continue;
-      policy.note_step(block_, port.columns(), 1e-6, 1e-9 * static_cast<double>(now_ns()));
-      direct_drafts(block_, policy, std::vector<double>(stage_, 1e-6 * random.below(2)));
+      port.commit(selected.data(), port.columns());
     }
   }
 

@@ -313,17 +313,17 @@ def test_ctrl_c_ends_the_workers_and_keeps_the_text(family, tmp_path):
     code = """
 import itertools, sys, time
 from pipespec.cli.main import main
-from pipespec.schedules.workers.driver import WorkersDriver
+from pipespec.engine.stage import Stage
 
-step, steps = WorkersDriver._step, itertools.count()
+step, steps = Stage.step, itertools.count()
 
 
-def slow(driver):
+def slow(*arguments):
     time.sleep(60 if next(steps) > 20 else 0)
-    return step(driver)
+    return step(*arguments)
 
 
-WorkersDriver._step = slow
+Stage.step = slow
 sys.exit(main())
 """
     arguments = ["generate", "--target", str(family / "target"), "--draft", str(family / "small")]

@@ -198,7 +198,6 @@ VALUES = {
     "ngram": object(),
     "head": object(),
     "translation": object(),
-    "confidence": True,
     "acceptance": "rejection",
 }
 

@@ -488,7 +488,6 @@ def test_each_native_forward_pays_for_the_checks_of_weights(drafts, folder, monk
         ({"schedule": "streams"}, "a draft head is for schedule='lockstep', not for 'streams'"),
         ({"schedule": "ranks"}, "a draft head is for schedule='lockstep', not for 'ranks'"),
         ({"acceptance": "rejection"}, "does not go with rejection sampling"),
-        ({"confidence": True}, "does not go with confidence=True"),
     ],
 )
 def test_options_that_exclude_a_head(options, message, target, folder) -> None:

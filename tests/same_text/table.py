@@ -233,10 +233,6 @@ CHAINS = {
         frozenset({"translation"}),
         TRANSLATED | {"draft_tokenizers": [byte_level(), None]},
     ),
-    "confidence": Chain(lambda t: [bad(t), good(t)], frozenset({"confidence"}), {"confidence": True}),
-    "confidence, index": Chain(
-        lambda t: ["ngram", good(t)], frozenset({"confidence", "ngram"}), {"confidence": True}
-    ),
     "int8": Chain(lambda t: [good(t)], options={"weights": {"drafts": "int8"}}),
     "exact": Chain(lambda t: [good(t)], options={"exact": True}),
     "the models' own modules": Chain(lambda t: [good(t)], options={"native": False}),
@@ -268,7 +264,7 @@ class Way:
             return False
         if self.door != "generate" and chain not in (CHAINS["two"], CHAINS["index"], CHAINS["other tokenizer"]):
             return False
-        if not self.fixed and chain.uses & {"confidence", "acceptance"}:
+        if not self.fixed and "acceptance" in chain.uses:
             return False  # as with fixed steps
         if self.captured and chain.uses & UNCAPTURED:
             return False

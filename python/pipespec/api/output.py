@@ -49,7 +49,7 @@ def report_of(call: Generation, decoder: Decoder) -> Report:
     """The report of a call that ``decoder`` has run."""
     progress, rows, names, traces = call.progress, len(call.prompts), decoder.names, decoder.traces()
     assert progress.seconds is not None
-    translated, calibrations, first = decoder.translated, decoder.calibrations, progress.seconds_to_first
+    translated, first = decoder.translated, progress.seconds_to_first
     return Report(
         schedule=decoder.ran_as,
         rows=rows,
@@ -57,7 +57,7 @@ def report_of(call: Generation, decoder: Decoder) -> Report:
         seconds=progress.seconds,
         seconds_to_first_token=first if first is not None else progress.seconds,
         stages=tuple(
-            stage_report(name, decoder.block, i, rows, form, translated.get(i), calibrations.get(i))
+            stage_report(name, decoder.block, i, rows, form, translated.get(i))
             for i, (name, form) in enumerate(zip(names, decoder.forms, strict=True))
         ),
         seeds=None if call.seeds is None else tuple(call.seeds),

@@ -93,10 +93,6 @@ class Pipeline(BasePipeline):
             text. ``"rejection"`` accepts, in expectation, at least as many draft tokens: rejection sampling (Leviathan et al. 2023). The text has the
             target's distribution, too, but depends on the draft and on ``lookahead``. It is for one draft model in ``schedule="lockstep"``, which it
             chooses by default. The distributions take ``4 * rows * (lookahead + 1) * vocabulary`` bytes.
-        confidence: Drafts publish how sure they are of each token. How often tokens of such a confidence are kept is learned while texts are generated.
-            A draft stops where the next token would cost more than it is expected to gain, and the target verifies, decodes one token, or waits for
-            more draft tokens, whichever gains most; ``lookahead`` (default 16) remains as a bound. The text does not depend on it.
-            For ``"lockstep"`` and ``"workers"``; ``report.stages[i].calibration`` has what was learned.
 
     A target that transformers has sharded over processes (``tp_plan``) runs in all of them: every rank builds the same pipeline and makes the same
     calls, and each returns the text. Rank 0 runs the drafts.
@@ -139,7 +135,6 @@ class Pipeline(BasePipeline):
         native: bool = True,
         exact: bool = False,
         acceptance: str = "coupled",
-        confidence: bool = False,
         tokenizer: Any = None,
         draft_tokenizers: Any = None,
     ) -> None:
@@ -169,7 +164,6 @@ class Pipeline(BasePipeline):
             "ngram": ngram,
             "head": head,
             "acceptance": acceptance,
-            "confidence": confidence,
         }
         # 1. The configuration: the options are checked before any model is read.
         config = SpeculationConfig.of(len(given), schedule=schedule or LOCKSTEP.name, **options)

@@ -51,7 +51,6 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
     rows = "; ".join(f"{row.name}: {row.stages.replace('`', '')}" for row in SCHEDULES.values())
     option(parser, "schedule", None, str, f"how the stages run; default: by devices and cores, see `pipespec doctor`. {rows}", choices=SCHEDULES)
     option(parser, "lookahead", "N", int, "draft tokens ahead of the next stage: one number for all drafts, or one per draft", nargs="+")
-    flag(parser, "confidence", "drafts stop, and the target verifies, by how sure the drafts are of their tokens; in lockstep and workers")
     flag(parser, "exact", "refuse a target whose bits depend on batch or drafts, in bfloat16 too")
     prompt = parser.add_mutually_exclusive_group()
     option(prompt, "prompt", "TEXT", str, "default: standard input")
@@ -170,7 +169,6 @@ def _chain(args: argparse.Namespace, target: str | Path, drafts: list[str | Path
         drafts,
         schedule=args.schedule,
         lookahead=one_or_all(args.lookahead),
-        confidence=args.confidence,
         exact=args.exact,
         acceptance=args.acceptance,
         trace=trace,

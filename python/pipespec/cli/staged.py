@@ -13,7 +13,6 @@ from pipespec.process.progress import say
 _OF_CHAINS = (
     "schedule",
     "lookahead",
-    "confidence",
     "exact",
     "weights",
 )

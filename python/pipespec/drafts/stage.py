@@ -125,8 +125,8 @@ class HeadStage(Stage):
 
     # ---- a step
 
-    def _plan(self, lookahead: int, max_draft_tokens: int, may_wait: bool) -> Action:
-        action = super()._plan(lookahead, 0, False)
+    def _plan(self, lookahead: int, max_draft_tokens: int) -> Action:
+        action = super()._plan(lookahead, 0)
         if action == Action.STEP and not self._began:
             self._begin_behind_others()
             if any(self.block.length(self.block.target, row) - 1 <= at for row, at in enumerate(self._skipped)):

@@ -144,7 +144,6 @@ class NgramStage:
         block: The state block of the chain.
         trace: Buffer for the times of its steps; None: no trace.
         index: Place in the chain.
-        confidence: Whether it stops where its tokens' confidence, the length of the match, says so.
     """
 
     form: ClassVar[str] = "n-gram index"
@@ -157,9 +156,8 @@ class NgramStage:
         trace: _native.TraceBuffer | None = None,
         *,
         index: int = 0,
-        confidence: bool = False,
     ) -> None:
-        self._block, self._trace, self._index, self._confidence = block, trace, index, confidence
+        self._block, self._trace, self._index = block, trace, index
         self._empty = draft.index()
         self._corpus = None if draft.corpus is None else draft.index(np.asarray(draft.corpus))
         self._native: _native.NgramStage | None = None
@@ -168,7 +166,6 @@ class NgramStage:
         """Start a call: index each prompt, int32 ``[P_r]``, but its last token, which the first step takes from the block."""
         self._native = self._block.ngram_stage(self._index, WIDTH, self._empty, self._corpus)
         self._native.trace(self._trace)
-        self._native.use_confidence(self._confidence)
         self._rows = len(prompts)
         for row, prompt in enumerate(prompts):
             self._native.prefill(row, prompt[:-1])

@@ -15,7 +15,6 @@ from pipespec.engine.callers import run_processors
 from pipespec.engine.sampling import LogitsProcess, SamplingParams, ignored_ids, ignored_prefix
 from pipespec.errors import run_user_code
 from pipespec_kernels import ops
-from pipespec_kernels.confidence import confidence
 from pipespec_kernels.noise import ALL_DRAWN, Noise
 
 if TYPE_CHECKING:
@@ -162,14 +161,6 @@ class Sampler:
         if self._vocabulary is not None and logits.shape[2] > self._vocabulary:
             logits = logits[:, :, : self._vocabulary]
         return ops.argmax(logits)
-
-    def confidence(
-        self, logits: torch.Tensor, query_lens: np.ndarray, num_draft_tokens: np.ndarray, selected: torch.Tensor
-    ) -> torch.Tensor:
-        """How sure the model is of the tokens that a call with the same arguments chose, see :func:`pipespec_kernels.confidence.confidence`."""
-        inverse = None if self._sampling_params.seeds is None else self._inverse_temperature
-        logits = logits[:, :, : self._vocabulary]
-        return confidence(logits, selected, query_lens, num_draft_tokens, inverse)
 
     def __call__(
         self,

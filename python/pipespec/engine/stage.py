@@ -35,9 +35,6 @@ class Stage(CachedText):
         native: whether the model may run in the native form.
         ngram: the stage upstream, if it is an n-gram index: it drafts before each step of this one.
         acceptance: shared by a draft and the target whose sampled calls use rejection sampling; None: coupled.
-        confidence: whether the stage publishes how sure it is of its tokens, stops where that says so, and learns how often it keeps draft tokens.
-            The target then chooses by it, see :meth:`step`.
-        in_turn: whether the drafts stand still while the target works.
     """
 
     may_defer = True
@@ -53,8 +50,6 @@ class Stage(CachedText):
         native: bool = True,
         ngram: NgramStage | None = None,
         acceptance: RejectionAcceptance | None = None,
-        confidence: bool = False,
-        in_turn: bool = True,
     ) -> None:
         super().__init__(model, native=native)
         self.block = block
@@ -64,11 +59,6 @@ class Stage(CachedText):
         self._acceptance = acceptance
         if acceptance is not None:
             self.reads_last = False
-        self._confidence, self._in_turn = confidence, in_turn
-        # It continues with what earlier calls taught it.
-        self._policy = _native.GainPolicy() if confidence and index == block.target else None
-        self.wait_ns = 0
-        """The time that the last :meth:`step` wanted to wait for draft tokens, by their confidence; 0: it did not."""
         self.agreement = (0, 0)
         """Tokens of the target that agree with the draft's own choices, of those that it has compared: after a rest. Its reader resets it."""
 
@@ -108,9 +98,6 @@ class Stage(CachedText):
         )
         self.port = self.block.port(self.index, WIDTH)
         self.port.trace(self._trace)
-        self.port.use_confidence(self._confidence)
-        if self._policy is not None:
-            self._policy.begin()
         self._tokens = torch.from_numpy(self.port.tokens)
         self._kv, self._query_lens, self._num_draft_tokens, self._n_select = (
             self.port.kv[:rows],
@@ -119,7 +106,6 @@ class Stage(CachedText):
             self.port.n_select[:rows],
         )
         self._rows = rows
-        self._step_ns = 0.0
 
     @property
     def lag(self) -> int:
@@ -132,52 +118,40 @@ class Stage(CachedText):
         return self._num_draft_tokens.tolist()
 
     @torch.inference_mode()
-    def step(self, lookahead: int, max_draft_tokens: int, *, may_wait: bool = False) -> Action:
+    def step(self, lookahead: int, max_draft_tokens: int) -> Action:
         """One step of all rows: plan, forward, select, commit.
-
-        A target that goes by confidence verifies as many of the draft tokens as gain most, and decodes one token if that gains more.
 
         Args:
             lookahead: how many tokens this stage may be ahead of the next one; the target ignores it.
             max_draft_tokens: most draft tokens per row in this step.
-            may_wait: return ``Action.WAIT``, and set :attr:`wait_ns`, if to wait for more draft tokens gains most by their confidence.
 
         Returns:
-            ``Action.STEP`` if the step was made. Otherwise nothing was fed: ``IDLE`` until a neighbour publishes, ``WAIT`` for draft tokens,
-            ``FINISHED`` when the target's text is complete.
+            ``Action.STEP`` if the step was made. Otherwise nothing was fed: ``IDLE`` until a neighbour publishes, ``FINISHED`` when the target's
+            text is complete.
 
         Raises:
             ValueError: a token was to be drawn from logits that are no distribution; only in the target.
         """
-        began = time.perf_counter_ns()
-        action = self._plan(lookahead, max_draft_tokens, may_wait)
+        action = self._plan(lookahead, max_draft_tokens)
         if action != Action.STEP:
             return action
-        runs = not self.has_prompt_logits
         cache, fed = self._feed()
         if (self._n_select > 0).any():
             logits, first = self._score(fed, cache)
-            selected, confidence = self._choose(logits, fed, first)
-            known = 0 if confidence is None else confidence.data_ptr()
-            self.port.commit(selected.data_ptr(), fed.shape[1] - first, known)
+            selected = self._choose(logits, fed, first)
+            self.port.commit(selected.data_ptr(), fed.shape[1] - first)
         else:
             self._forward(fed, cache, keep=0)
             # Rows that only feed missing tokens select nothing.
             self.port.commit(0, 0)
-        if runs:
-            self._note_time(time.perf_counter_ns() - began, fed.shape[1])
         return action
 
-    def _plan(self, lookahead: int, max_draft_tokens: int, may_wait: bool) -> Action:
+    def _plan(self, lookahead: int, max_draft_tokens: int) -> Action:
         """Decide what each row feeds. Arguments and result are those of :meth:`step`."""
         if self.has_prompt_logits:
             max_draft_tokens = 0
         if self._ngram is not None and max_draft_tokens > 0:
             self._ngram.fill(max_draft_tokens)
-        if self._policy is not None and max_draft_tokens > 0:
-            max_draft_tokens = self._choose_draft_tokens(self._policy, max_draft_tokens, may_wait)
-            if self.wait_ns:
-                return Action.WAIT
         if self._acceptance is not None:
             lookahead = min(lookahead, self._acceptance.lookahead)
         return self.port.plan(lookahead, max_draft_tokens, 0)
@@ -226,29 +200,12 @@ class Stage(CachedText):
         self.agreement = (self.agreement[0] + agreed, self.agreement[1] + compared)
         return logits[:, first:], first
 
-    def _choose(self, logits: torch.Tensor, fed: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The tokens that the step commits, and how sure the stage is of them where it publishes that."""
+    def _choose(self, logits: torch.Tensor, fed: torch.Tensor, first: int) -> torch.Tensor:
+        """The tokens that the step commits."""
         counts = np.maximum(self._n_select - first, 0), self._num_draft_tokens * (self._n_select > 0)
         # A split model may have its head on another device than its embedding.
         given = fed[:, first:].to(logits.device)
         selected = self._select(logits, given, *counts, self._kv.astype(np.int64) + (first + 1))
         if self._acceptance is not None:
             drop_rejected(selected, self.port.tokens, self._n_select, self._query_lens, self._num_draft_tokens)
-            counts = np.maximum(self._n_select - first, 0), self._num_draft_tokens * (self._n_select > 0)
-        # No stage reads that of the target's tokens.
-        publishes = self._confidence and self._policy is None
-        return selected, self._select.confidence(logits, *counts, selected) if publishes else None
-
-    def _note_time(self, took: int, columns: int) -> None:
-        self._step_ns = took if self._step_ns == 0 else 0.9 * self._step_ns + 0.1 * took
-        self.port.set_step_ns(min(int(self._step_ns), 2**32 - 1))
-        if self._policy is not None:
-            self.block.note_step(self._policy, columns, took / 1e9, in_turn=self._in_turn)
-
-    def _choose_draft_tokens(self, policy: _native.GainPolicy, most: int, may_wait: bool) -> int:
-        """The draft tokens that the next step verifies at most; sets :attr:`wait_ns`."""
-        each = 0.0 if self._in_turn else self.block.step_ns(self.index - 1) / 1e9
-        chosen, awaited, wait_s = self.port.choose(policy, most, each, may_wait)
-        # The draft writes its own time, which may be wrong; no wait is longer than the target needs for the tokens itself.
-        self.wait_ns = int(1e9 * min(wait_s, awaited * policy.seconds(1))) if awaited else 0
-        return chosen
+        return selected

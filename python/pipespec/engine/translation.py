@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -443,18 +442,16 @@ class TranslatedStage(Stage):
         self._selected = np.zeros((len(sequences), 1), dtype=np.int32)
 
     @torch.inference_mode()
-    def step(self, lookahead: int, max_draft_tokens: int, *, may_wait: bool = False) -> Action:
+    def step(self, lookahead: int, max_draft_tokens: int) -> Action:
         """Generate one token of the draft for each row that has none to publish, and publish what the draft tokens translate to.
 
         Args:
             lookahead: How many of the target's tokens this stage may be ahead of the next one.
             max_draft_tokens: No effect: there is no stage upstream.
-            may_wait: No effect, likewise.
 
         Returns:
             See :meth:`Stage.step`; ``IDLE`` also if the draft has nothing to say until the text changes.
         """
-        began = time.perf_counter_ns()
         action, count, waiting = self._publish(lookahead)
         if waiting:
             self._generate(list(waiting))
@@ -463,9 +460,6 @@ class TranslatedStage(Stage):
             count += self._publish(lookahead)[1]
         if not count and not waiting:
             return Action.IDLE if action == Action.STEP else action
-        took = (time.perf_counter_ns() - began) / max(1, count)
-        self._step_ns = took if self._step_ns == 0 else 0.9 * self._step_ns + 0.1 * took
-        self.port.set_step_ns(min(int(self._step_ns), 2**32 - 1))
         return Action.STEP
 
     def _publish(self, lookahead: int) -> tuple[Action, int, dict[int, int]]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from pipespec.engine.confidence import Calibration
     from pipespec.schedules.request import TextSource
 
 
@@ -33,8 +32,6 @@ class StageReport:
             that is not known.
         translated: For a draft with another tokenizer than the target's: tokens that its model generated; otherwise None.
         lost: How many of these could not become tokens of the target.
-        calibration: With ``confidence=True``: what the confidence of its draft tokens says, see :class:`pipespec.engine.confidence.Calibration`;
-            otherwise None.
     """
 
     name: str
@@ -50,7 +47,6 @@ class StageReport:
     forward: str = ""
     translated: int | None = None
     lost: int = 0
-    calibration: Calibration | None = None
 
     @property
     def acceptance_rate(self) -> float:
@@ -155,8 +151,6 @@ class Report:
                 notes.append(
                     f"{s.name} has another tokenizer: {s.translated} of its tokens became {s.produced} draft tokens, {s.lost} were lost in translation"
                 )
-            if s.calibration is not None and s.calibration.outcomes:
-                notes.append(f"{s.name}: Brier score of its draft tokens' confidence {s.calibration.brier:.3f}")
         return "\n".join([*lines, *notes, *(self.decisions or ())])
 
 
@@ -167,7 +161,6 @@ def stage_report(
     rows: int,
     forward: str = "",
     translated: tuple[int, int] | None = None,
-    calibration: Calibration | None = None,
 ) -> StageReport:
     """Sum a stage's counters over the rows of the last generation."""
     counts = [block.counters(stage, row) for row in range(rows)]
@@ -184,5 +177,4 @@ def stage_report(
         forward=forward,
         translated=None if translated is None else translated[0],
         lost=0 if translated is None else translated[1],
-        calibration=calibration,
     )

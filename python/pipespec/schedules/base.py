@@ -16,13 +16,12 @@ from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
 from pipespec.engine.acceptance import RejectionAcceptance
-from pipespec.engine.confidence import Calibration
 from pipespec.engine.inputs import stage_names
 from pipespec.engine.ngram import NGRAM, NgramStage
 from pipespec.engine.stage import Stage
 from pipespec.models.devices import input_device
 from pipespec.process.warnings import user_stacklevel
-from pipespec.registry import PLAIN, SCHEDULES
+from pipespec.registry import PLAIN
 from pipespec.schedules.request import CacheOwner, GenerationRequest, TextSource
 from pipespec_kernels import _native
 from pipespec_kernels.state import StateBlock
@@ -107,11 +106,6 @@ class Decoder(ABC):
         """By stage with another tokenizer than the target's: tokens that its model generated in the last call, and those lost in translation."""
         return {}
 
-    @property
-    def calibrations(self) -> Mapping[int, Calibration]:
-        """By verifying stage, what the confidence of its draft tokens said in the last call; empty where confidence is not used."""
-        return {}
-
     def traces(self) -> dict[str, np.ndarray]:
         """Steps of the last call per stage, smallest draft first, see :meth:`TraceMemory.read`; empty without a trace."""
         return {}
@@ -180,7 +174,7 @@ class Driver(Decoder):
         """
         if self.config.ngram is None or self.config.controlled:
             return None
-        return NgramStage(self.config.ngram, self.block, self._trace_of(0), confidence=self.config.confidence)
+        return NgramStage(self.config.ngram, self.block, self._trace_of(0))
 
     def _make_stage(
         self,
@@ -211,8 +205,6 @@ class Driver(Decoder):
             native=native,
             ngram=ngram,
             acceptance=acceptance,
-            confidence=self.config.confidence,
-            in_turn=not SCHEDULES[self.schedule].has_processes,
         )
         # Products of a library may depend on the number of threads.
         stage.reads_wide = not self.config.exact
@@ -256,7 +248,6 @@ class Driver(Decoder):
         prompts, limits = request.inputs.prompts, request.inputs.limits
         starts = [len(p) for p in prompts]
         self.block.reset(starts, limits, [int(p[-1]) for p in prompts], request.eos)
-        self._calibrated = [self.block.calibration(i) for i in range(1, self._stage_count)]
         if self._trace_memory is not None:
             self._trace_memory.clear()
 
@@ -322,13 +313,6 @@ class Driver(Decoder):
         from pipespec.engine.translation import TranslatedStage
 
         return {stage.index: stage.translated for stage in self.stages if isinstance(stage, TranslatedStage)}
-
-    @property
-    def calibrations(self) -> Mapping[int, Calibration]:
-        if not self.config.confidence:
-            return {}
-        after = [self.block.calibration(i) for i in range(1, self._stage_count)]
-        return {i: Calibration.between(*pair) for i, pair in enumerate(zip(self._calibrated, after, strict=True), 1)}
 
     @property
     def forms(self) -> Sequence[str]:

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from pipespec.config import SpeculationConfig
 from pipespec.engine.ngram import NgramStage
 from pipespec.engine.stage import Stage
-from pipespec.schedules.asynchronous import target_step
 from pipespec.schedules.base import Decoder, Driver
 from pipespec.schedules.ranks.call import encode_call
 from pipespec.schedules.ranks.party import Party
@@ -118,7 +117,8 @@ class RanksDriver(Driver):
             self._begin(request)
             self._tend()
             self._target.prefill(request.inputs, request.record)
-            while self._step() != Action.FINISHED:
+            most = self.config.max_draft_tokens(self._target.index)
+            while self._target.step(0, most) != Action.FINISHED:
                 self._party.publish()
                 self._tend()
                 request.committed(self.block)
@@ -127,9 +127,6 @@ class RanksDriver(Driver):
                 self._party.running = False
                 self.block.start(0)
             self._party.publish()
-
-    def _step(self) -> Action:
-        return target_step(self._target, self.config)
 
     def _tend(self) -> None:
         """Continue without the drafts that are gone, and take back those that have returned. The user is warned of each once per call."""

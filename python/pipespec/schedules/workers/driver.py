@@ -1,6 +1,6 @@
 """Schedule ``workers``: each draft stage runs in its own process, the target in the caller's. They share the state block.
 
-A worker that dies, hangs or fails costs speed and never changes the text: the target waits for draft tokens only up to a deadline.
+A worker that dies, hangs or fails costs speed and never changes the text: the target does not wait for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from pipespec.engine.translation import Translation
 from pipespec.models.properties import compute_dtype
 from pipespec.preflight.support import check_shareable
 from pipespec.process.threads import restored_threads, set_threads, target_threads
-from pipespec.schedules.asynchronous import target_step
 from pipespec.schedules.base import Driver
 from pipespec.schedules.request import GenerationRequest
 from pipespec.schedules.workers import template
@@ -73,7 +72,6 @@ class _Worker:
         trace: Memory of the trace, if the calls are traced.
         native: Whether the draft may run in the native form.
         upstream: The draft upstream, if it is an n-gram index; or the two tokenizers, if the draft has another one than the target.
-        confidence: Whether the draft uses the confidence of its tokens.
 
     Raises:
         CannotStart: No process can be started.
@@ -90,7 +88,6 @@ class _Worker:
         trace: TraceMemory | None,
         native: bool,
         upstream: NgramDraft | Translation | None,
-        confidence: bool,
     ) -> None:
         self.index, self.name, self._upstream = index, name, upstream
         assert isinstance(block.memory, SharedMemory)
@@ -112,7 +109,7 @@ class _Worker:
                 raise
             raise CannotStart(f"{name} could not start: {error}{_REMEDIES.get(error.errno or 0, '')}") from error
         entries = trace.entries if trace is not None else 0
-        self._setup = Setup(index, weights, threads, counts, entries, native, upstream is not None, confidence)
+        self._setup = Setup(index, weights, threads, counts, entries, native, upstream is not None)
         self.last_error: Failed | None = None
         self.cache = (0, 0)  # rows, and a lower bound of the positions
         self.busy = 0  # generation that runs, 0 after the worker has reported its end
@@ -367,7 +364,6 @@ class WorkersDriver(Driver):
             trace=self._trace_memory,
             native=self.config.native,
             upstream=(self.config.ngram or self.config.translation) if i == self._first else None,
-            confidence=self.config.confidence,
         )
 
     def _begin(self, request: GenerationRequest) -> None:
@@ -411,7 +407,8 @@ class WorkersDriver(Driver):
             with restored_threads() as own:
                 set_threads(min(self._target_threads, own))
                 self._target.prefill(request.inputs, request.record)
-                while self._step() != Action.FINISHED:
+                most = self.config.max_draft_tokens(self._target.index)
+                while self._target.step(0, most) != Action.FINISHED:
                     self._tend()
                     request.committed(self.block)
         finally:
@@ -447,9 +444,6 @@ class WorkersDriver(Driver):
                     RowCache.bytes_for(model.config, *size, compute_dtype(model)) for size in sizes
                 )
         return found
-
-    def _step(self) -> Action:
-        return target_step(self._target, self.config)
 
     def close(self) -> None:
         """Shut the workers down. A later ``run`` starts them again."""

@@ -56,7 +56,6 @@ class Setup:
         native: Whether the model may run in the native form.
         has_upstream: Whether the draft upstream is an n-gram index, which runs in this process, or the draft has another tokenizer than the target.
             The index or the tokenizers are sent once the worker is ready.
-        confidence: As in :class:`pipespec.engine.stage.Stage`.
     """
 
     index: int
@@ -66,7 +65,6 @@ class Setup:
     trace: int = 0
     native: bool = True
     has_upstream: bool = False
-    confidence: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,8 +113,8 @@ def _serve(conn: Channel, fds: Sequence[int], parent: int) -> None:
                 ngram = None
                 if upstream is not None:
                     buffer = None if traces is None else traces.buffer(0)
-                    ngram = NgramStage(upstream, block, buffer, confidence=setup.confidence)
-                stage = Stage(*at, native=setup.native, ngram=ngram, confidence=setup.confidence)
+                    ngram = NgramStage(upstream, block, buffer)
+                stage = Stage(*at, native=setup.native, ngram=ngram)
         stage.block.refresh()
         _take_part(stage, call, conn, parent)
         if os.getppid() != parent:
