@@ -14,8 +14,7 @@ empty. Attention must load asynchronously, 16 bytes
 at a time, and multiply 16-bit numbers on tensor cores. Kernels of layers must load 16 bytes at a time where the size of a row allows it; they have
 budgets for registers and for all their instructions.
 
-A block takes its ticket by one atomic operation with acquire and release: in PTX a barrier must come right before it and right behind it, with no access to
-global memory between, and no barrier may be under a predicate.
+In PTX a barrier must come right before and right behind each ticket (an atomic operation with acquire and release), and none may be under a predicate.
 
 A kernel over its budget makes the exit status 1. Budgets exist for spills (none), shared memory (the architecture's limit per block) and
 the loop. So does a fused multiply-add where noise must have the host's bits. Pointers and strides are compiled as aligned, as they are for

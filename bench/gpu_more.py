@@ -24,6 +24,7 @@ from pipespec.schedules import factory
 from pipespec.spd.training.heads import head_for
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "pad_token_id": 0}
 
 
 class More:
@@ -42,15 +43,17 @@ class More:
         """The text of ``generate`` and the seconds of a call, after one that captures."""
         seconds = []
         for _ in range(4):
+            torch.manual_seed(0)
             began = time.perf_counter()
             text = generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **options).cpu()
             seconds.append(time.perf_counter() - began)
         return text, statistics.median(seconds[1:])
 
-    def rates(self, target: Any, rows: int, drafts: list[Any], new: int, **options: Any) -> dict[str, Any]:
-        """Tokens per second of plain decoding and of rounds, and whether their texts are the same."""
-        ids, texts, found = self.prompt(64, rows), [], dict[str, Any]()
-        for name, given in (("plain", []), ("rounds", drafts)):
+    def rates(self, target: Any, rows: int, new: int, **options: Any) -> dict[str, Any]:
+        """Tokens per second of ``generate()``, of plain decoding and of rounds, and whether the texts of these two are the same."""
+        ids, texts = self.prompt(64, rows), []
+        found: dict[str, Any] = {"generate()": rows * new / self.timed(target.generate, ids, new, **options)[1]}
+        for name, given in (("plain", []), ("rounds", [self.small])):
             with Pipeline(target, given, graphs=True) as pipe:
                 text, seconds = self.timed(pipe.generate, ids, new, **options)
                 found[name] = rows * new / seconds
@@ -60,24 +63,12 @@ class More:
 
     def first_token(self) -> dict[str, float]:
         """Milliseconds of a call for one token."""
-        found = {}
-        with (
-            Pipeline(self.target, [], graphs=True) as plain,
-            Pipeline(self.target, [self.small], graphs=True) as rounds,
-        ):
+        found, target = {}, self.target
+        with Pipeline(target, [], graphs=True) as plain, Pipeline(target, [self.small], graphs=True) as rounds:
             for tokens in (8,) if self.dry else (64, 512, 2048):
-                for name, model in (("generate()", self.target), ("plain", plain), ("rounds", rounds)):
+                for name, model in (("generate()", target), ("plain", plain), ("rounds", rounds)):
                     found[f"{name}, {tokens}"] = 1e3 * self.timed(model.generate, self.prompt(tokens), 1, **GREEDY)[1]
         return found
-
-    def batch(self) -> dict[str, Any]:
-        ids = self.prompt(64, 8)
-        theirs = 8 * self.tokens / self.timed(self.target.generate, ids, self.tokens, **GREEDY)[1]
-        return self.rates(self.target, 8, [self.small], self.tokens, **GREEDY) | {"generate()": theirs}
-
-    def sampled(self) -> dict[str, Any]:
-        options = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 3, "pad_token_id": 0}
-        return self.rates(self.target, 1, [self.small], self.tokens, **options)
 
     def head(self) -> dict[str, Any]:
         """Milliseconds of a round whose one or three draft tokens are wrong: the head is not trained."""
@@ -86,8 +77,7 @@ class More:
             # A head reads four layers or more below the last one, which the small models do not have.
             for tokens in () if self.dry else (0, 1, 3):
                 head_for(self.target, range(0, 64000, 2)).save(folder, self.target)
-                options = {"lookahead": tokens} if tokens else {}
-                with Pipeline(self.target, folder if tokens else [], graphs=True, **options) as pipe:
+                with Pipeline(self.target, folder if tokens else [], graphs=True, lookahead=tokens or None) as pipe:
                     _, seconds = self.timed(pipe.generate, self.prompt(64), self.tokens, **GREEDY)
                     found[f"{tokens} draft tokens"] = 1e3 * seconds / pipe.report.stages[-1].steps  # type: ignore[union-attr]
         return found
@@ -99,8 +89,7 @@ class More:
         for name, kind in list(kinds.items())[: 1 if self.dry else 2]:
             model = plant(self.names[1:], texts=0, **self.place).models[0]
             ao.quantize_(model, kind, filter_fn=lambda m, at: isinstance(m, torch.nn.Linear) and "lm_head" not in at)
-            theirs = 48 / self.timed(model.generate, self.prompt(64), 48, **GREEDY)[1]
-            found[name] = self.rates(model, 1, [self.small], 48, **GREEDY) | {"generate()": theirs}
+            found[name] = self.rates(model, 1, 48, **GREEDY)
         return found
 
 
@@ -111,12 +100,18 @@ def main() -> None:
     options = parser.parse_args()
     factory._runs_uncaptured = options.dry_run
     more, found = More("cpu" if options.dry_run else "cuda"), {"machine": provenance(), "figures": dict[str, Any]()}
-    for part in (more.first_token, more.batch, more.sampled, more.head, more.quantised):
+    parts: dict[str, Callable[[], Any]] = {
+        "first token": more.first_token,
+        "batch of 8": lambda: more.rates(more.target, 8, more.tokens, **GREEDY),
+        "sampled": lambda: more.rates(more.target, 1, more.tokens, **SAMPLED),
+        "draft head": more.head,
+        "quantised": more.quantised,
+    }
+    for name, part in parts.items():
         try:
-            found["figures"][part.__name__] = part()
+            found["figures"][name] = part()
         except Exception as error:
-            found["figures"][part.__name__] = {"error": f"{type(error).__name__}: {error}"}
-        print(part.__name__, found["figures"][part.__name__], flush=True)
+            found["figures"][name] = {"error": f"{type(error).__name__}: {error}"}
         save(options.json, found)
 
 

@@ -34,11 +34,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 class Smoke:
-    """The models of the checks, in float32, and the text that all of them must give.
-
-    Args:
-        device: Where they run.
-    """
+    """The models of the checks, in float32 on ``device``, and the text that all of them must give."""
 
     def __init__(self, device: str) -> None:
         self.device = device

@@ -19,12 +19,12 @@ ROOT = Path(__file__).parents[1]
 PYTHON = ("python/pipespec", "pipespec_kernels", "bench", "tools")
 
 FOLDERS = {
-    "csrc": 13_240,
-    "pipespec_kernels": 8_590,
-    "python/pipespec": 33_300,
+    "csrc": 12_500,
+    "pipespec_kernels": 8_470,
+    "python/pipespec": 33_140,
     "bench": 8_560,
     "tools": 1_460,
-    "tests": 55_370,
+    "tests": 54_990,
 }
 """Most lines of C++, CUDA and Python. The design's goals of the first five: 12,500, 8,000, 20,000, 7,000 and 1,200."""
 
@@ -67,7 +67,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 78, 14_355
+MODULES, LINES = 77, 14_235
 """Most modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 

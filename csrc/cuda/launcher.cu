@@ -16,7 +16,6 @@
 #include "cuda/check.hpp"
 #include "cuda/device.hpp"
 #include "cuda/launcher.hpp"
-#include "cuda/nvtx.hpp"
 #include "runtime/clock.hpp"
 #include "runtime/doorbell.hpp"
 #include "runtime/generation.hpp"
@@ -63,7 +62,7 @@ void require_on(int device, std::uintptr_t address, const std::string& what) {
 struct CudaLauncher::Lane {
   StageGraphs graphs;
   std::uint32_t stage = 0;
-  std::string name;  // in a profiler
+  std::string name;  // in errors
   cudaStream_t stream = nullptr;
   cudaEvent_t ends[StepLog::kRecords] = {};  // of the steps in flight
   std::uint64_t* clock = nullptr;            // pinned
@@ -73,8 +72,7 @@ struct CudaLauncher::Lane {
   std::string broken;                        // why begin() failed; empty: no failure
   std::mutex mutex;                          // guards `notice`; held during its call
   Notice notice;
-  std::atomic<std::uint64_t> recorded{0};  // steps that the waiter reports, counted from the
-                                           // beginning
+  std::atomic<std::uint64_t> recorded{0};  // steps that the waiter reports, all together
   std::atomic<std::uint64_t> reported{0};
   std::atomic<bool> closed{false};
   Doorbell queued, idle;
@@ -100,8 +98,7 @@ struct CudaLauncher::Lane {
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
 
-  // False in a fork of the process that made this object: the thread is the parent's, and CUDA does
-  // not work there.
+  // False in a fork: the thread is the parent's, and CUDA does not work there.
   bool owned() const { return process == getpid(); }
 
   // On its device.
@@ -280,7 +277,6 @@ void CudaLauncher::launch(std::uint32_t stage, const StepPolicy& policy) {
     throw std::invalid_argument("no graph of width " + std::to_string(policy.width));
   const auto graph = reinterpret_cast<cudaGraphExec_t>(
       lane.graphs.graphs[static_cast<std::size_t>(at - widths.begin())]);
-  const Range range(lane.name.c_str(), policy.width);
   check(cudaSetDevice(lane.graphs.device), "CUDA device");
   // The step that used this place before has ended: at most kRecords are in flight.
   auto* policies = reinterpret_cast<StepPolicy*>(lane.graphs.policies);

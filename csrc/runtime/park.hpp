@@ -6,8 +6,7 @@
 // and parked word are accessed sequentially consistently (Dekker): either the sleeper sees the new
 // bell, or the publisher sees the parked word and wakes the sleeper. `parked` is the one word with
 // several writers: the sleeper stores 1, wakers store 0. A late 0 causes only a spurious wake-up. A
-// stage that dies after it has published and before it has woken all others leaves these asleep up
-// to their time limit.
+// stage that dies between publishing and waking leaves the others asleep up to their time limit.
 #pragma once
 
 #include <linux/futex.h>
