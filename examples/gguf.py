@@ -2,8 +2,7 @@
 
 import sys
 
-from pipespec import Pipeline
-from pipespec.models.tokenizers import load_tokenizer
+from pipespec import Pipeline, load_tokenizer
 
 file, *drafts = sys.argv[1:]
 tokenizer = load_tokenizer(file)

@@ -21,10 +21,10 @@ PYTHON = ("python/pipespec", "pipespec_kernels", "bench", "tools")
 FOLDERS = {
     "csrc": 12_500,
     "pipespec_kernels": 8_470,
-    "python/pipespec": 33_140,
+    "python/pipespec": 33_155,
     "bench": 8_560,
     "tools": 1_460,
-    "tests": 54_990,
+    "tests": 55_010,
 }
 """Most lines of C++, CUDA and Python. The design's goals of the first five: 12,500, 8,000, 20,000, 7,000 and 1,200."""
 
@@ -67,7 +67,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 77, 14_235
+MODULES, LINES = 77, 14_250
 """Most modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 

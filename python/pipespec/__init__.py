@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pipespec.engine.ngram import NgramDraft
     from pipespec.engine.sampling import OutputPenaltyLogitsProcessor
     from pipespec.models.originals import trust
+    from pipespec.models.tokenizers import load_tokenizer
     from pipespec.observe import Report, StageReport
     from pipespec.schedules.base import SpeedWarning, StageFailure
 
@@ -31,6 +32,7 @@ __all__ = [
     "attach",
     "attached",
     "detach",
+    "load_tokenizer",
     "refresh",
     "register_attention",
     "trust",
@@ -48,6 +50,7 @@ _HOMES = {
     "attach": "pipespec.api.attach",
     "attached": "pipespec.api.attach",
     "detach": "pipespec.api.attach",
+    "load_tokenizer": "pipespec.models.tokenizers",
     "refresh": "pipespec.engine.known",
     "trust": "pipespec.models.originals",
 }

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import pickle
+import threading
 import weakref
 
 import pytest
@@ -37,9 +38,9 @@ from pipespec.engine.forward import described, forward, recheck, release
 from pipespec.engine.sections import ModelSection, open_sections
 from pipespec.models import families
 from pipespec.models.parts import ModelParts
-from tests.conftest import left_pad, noisy
+from tests.conftest import left_pad, noisy, random_llama
 from tests.trials import trials
-from tests.waiting import drafts_keep_up
+from tests.waiting import SECONDS, drafts_keep_up
 
 VOCABULARY = 103
 
@@ -257,6 +258,18 @@ def test_workers_take_the_native_form_and_say_so():
                 assert torch.equal(pipe.generate(prompt, max_new_tokens=24, do_sample=False), wanted)
             assert pipe.report.stages[0].forward == ("native" if use else "transformers: native=False")
             assert pipe.report.stages[1].forward.startswith("transformers: ")
+
+
+def test_a_first_call_that_takes_long_says_why(monkeypatch, capsys):
+    monkeypatch.setattr("pipespec.process.progress._ANNOUNCE_AFTER_S", 0.0)
+    take, ready = native.probe_inputs, threading.Event()
+    monkeypatch.setattr("pipespec.process.progress.say", lambda line: (print(line), ready.set()))
+    # The line comes from a thread of its own.
+    monkeypatch.setattr(native, "probe_inputs", lambda parts: take(parts) if ready.wait(SECONDS) else None)
+    pipe = pipespec.Pipeline(random_llama(5))
+    for _ in range(2):
+        pipe.generate(torch.tensor([[5, 6]]), max_new_tokens=2)
+    assert capsys.readouterr().out == "reading and packing the weights (once per model) ...\n"
 
 
 def test_it_can_be_turned_off():

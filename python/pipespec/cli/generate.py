@@ -132,8 +132,9 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
             inputs = _encode(tokenizer, prompt, args.chat)
             length, limit = inputs.input_ids.shape[1], getattr(pipe.target.config, "max_position_embeddings", None)
             if limit is not None and limit < length + args.max_new_tokens:
-                new = max(0, limit - length)
-                say(f"warning: beyond {new} new tokens the text passes the target's limit of {limit} tokens")
+                new = limit - length
+                what = f"beyond {new} new tokens the text" if new > 0 else f"the prompt, of {length} tokens,"
+                say(f"warning: {what} passes the {limit} tokens that the target was made for, and may make no sense")
             pieces: list[str] = []
 
             def write(text: str, drafted: bool) -> None:

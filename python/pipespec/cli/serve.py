@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     with socket.create_server((args.host, args.port), family=family) as listener, quiet_transformers():
         with working("importing torch and transformers"):
+            import torch
             import uvicorn
 
             from pipespec.api.pipeline import Pipeline
@@ -64,6 +65,10 @@ def run(args: argparse.Namespace) -> int:
             )  # fmt: skip
         with pipe:
             tokenizer = load_tokenizer(target, trust_remote_code=args.trust_remote_code)
+            # The first call reads and packs the weights: not that of a client.
+            pipe.generate(
+                torch.ones((1, 2), dtype=torch.long, device=pipe.target.device), max_new_tokens=1, do_sample=False
+            )
             app = make_app(pipe, tokenizer, str(target), queue=args.queue, cors=args.cors)
             host, port = listener.getsockname()[:2]
             say(f"serving {target} on http://{f'[{host}]' if ':' in host else host}:{port}/v1")

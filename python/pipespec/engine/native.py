@@ -23,6 +23,7 @@ from pipespec.models import families
 from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
 from pipespec.models.quantized import has_blocks, packed_copies_dropped, pages_released
+from pipespec.process.progress import announced
 from pipespec_kernels.decoder import NativeDecoder, Taps
 from pipespec_kernels.env import host_memory
 
@@ -141,11 +142,12 @@ def native_form(
     Raises:
         NotReadable: the decoder cannot take the model, or the outputs do not agree.
     """
-    form = NativeForm(model, beside)
-    given = probe_inputs(form.parts)
-    if has_blocks(form.parts):
-        with packed_copies_dropped(), pages_released(form.parts):
-            check_parts(form, given)
+    with announced("reading and packing the weights (once per model)"):
+        form = NativeForm(model, beside)
+        given = probe_inputs(form.parts)
+        if has_blocks(form.parts):
+            with packed_copies_dropped(), pages_released(form.parts):
+                check_parts(form, given)
+            return form
+        check_outputs(form.parts, given, probed(own(given)), probe(form, probe_cache(form.parts), given))
         return form
-    check_outputs(form.parts, given, probed(own(given)), probe(form, probe_cache(form.parts), given))
-    return form

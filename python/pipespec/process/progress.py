@@ -32,6 +32,13 @@ def working(what: str) -> Iterator[None]:
         with Console(stderr=True).status(f"{what} ..."):
             yield
         return
+    with announced(what):
+        yield
+
+
+@contextmanager
+def announced(what: str) -> Iterator[None]:
+    """Say ``what`` if the body takes longer than two seconds. It leaves a terminal to the caller, who may draw on it."""
     timer = threading.Timer(_ANNOUNCE_AFTER_S, say, [f"{what} ..."])
     timer.daemon = True
     timer.start()
