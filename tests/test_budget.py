@@ -67,7 +67,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 77, 14_250
+MODULES, LINES = 78, 14_350
 """Most modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 
