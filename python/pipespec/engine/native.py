@@ -23,7 +23,6 @@ from pipespec.models import families
 from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
 from pipespec.models.quantized import has_blocks, packed_copies_dropped, pages_released
-from pipespec.process.progress import announced
 from pipespec_kernels.decoder import NativeDecoder, Taps
 from pipespec_kernels.env import host_memory
 
@@ -142,6 +141,8 @@ def native_form(
     Raises:
         NotReadable: the decoder cannot take the model, or the outputs do not agree.
     """
+    from pipespec.process.progress import announced
+
     with announced("reading and packing the weights (once per model)"):
         form = NativeForm(model, beside)
         given = probe_inputs(form.parts)
