@@ -138,13 +138,13 @@ class Report:
         lines = [
             f"{self.schedule}: {self.tokens} tokens in {self.seconds:.3f} s = {self.tokens_per_second:.1f} tokens/s, "
             f"first after {self.seconds_to_first_token * 1e3:.0f} ms",
-            f"{'stage':<12}{'steps':>8}{'drafted':>9}{'accepted':>10}{'rate':>7}{'length':>8}{'rollbacks':>11}{'wasted':>8}",
+            f"{'stage':<12}{'steps':>8}{'verified':>10}{'accepted':>10}{'rate':>7}{'length':>8}{'rollbacks':>11}{'wasted':>8}",
         ]
         notes = []
         for s in self.stages:
-            rate = f"{s.acceptance_rate:.3f}" if s.drafted else "-"
+            verifies = (s.drafted, s.accepted, f"{s.acceptance_rate:.3f}") if s.drafted else ("-", "-", "-")
             lines.append(
-                f"{s.name:<12}{s.steps:>8}{s.drafted:>9}{s.accepted:>10}{rate:>7}{s.accepted_length:>8.2f}"
+                f"{s.name:<12}{s.steps:>8}{verifies[0]:>10}{verifies[1]:>10}{verifies[2]:>7}{s.accepted_length:>8.2f}"
                 f"{s.rollbacks:>11}{s.wasted:>8}"
             )
             if s.translated is not None:
