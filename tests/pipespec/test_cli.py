@@ -186,11 +186,13 @@ def test_generate_with_the_bundled_family(capsys):
     assert captured.out.endswith("\n")
 
 
-@pytest.mark.parametrize("length", [508, 600])
-def test_generate_warns_beyond_the_models_limit(family, capsys, length):
+@pytest.mark.parametrize(
+    ("length", "what"), [(508, "beyond 4 new tokens the text"), (600, "the prompt, of 600 tokens,")]
+)
+def test_generate_warns_beyond_the_models_limit(family, capsys, length, what):
     arguments = ["generate", "--target", str(family / "target"), "--prompt", "x" * length, "--max-new-tokens", "6"]
     assert main(arguments) == 0
-    assert "limit of 512" in capsys.readouterr().err
+    assert f"{what} passes the 512 tokens that the target was made for" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
