@@ -21,10 +21,10 @@ PYTHON = ("python/pipespec", "pipespec_kernels", "bench", "tools")
 FOLDERS = {
     "csrc": 12_500,
     "pipespec_kernels": 8_470,
-    "python/pipespec": 33_156,
+    "python/pipespec": 33_175,
     "bench": 8_560,
     "tools": 1_460,
-    "tests": 55_010,
+    "tests": 55_050,
 }
 """Most lines of C++, CUDA and Python. The design's goals of the first five: 12,500, 8,000, 20,000, 7,000 and 1,200."""
 

@@ -154,6 +154,12 @@ def test_a_gpu_reads_prompts_in_wider_parts(model, rows, tokens):
     there = facts._replace(shares=tuple(share._replace(device="cuda:0") for share in facts.shares))
     here, wider = (estimate([stage], rows, 4096).needs[0].activations for stage in (facts, there))
     assert (wider > here) == (tokens > 512)
+    short, draft = (
+        estimate([facts, there], rows, 4096, longest=100).needs,
+        estimate([there, facts], rows, 4096).needs[0],
+    )
+    assert short[0].activations == short[1].activations < here
+    assert draft.activations == here  # the target's parts
 
 
 def test_what_each_stage_needs_adds_up(model):
@@ -234,7 +240,7 @@ def test_a_call_must_fit_beside_what_is_there(model, monkeypatch):
     models = {"draft 0": on_gpu(noisy(model, 0.1), "cuda:1"), "target": on_gpu(model, "cuda:0")}
     free = 0
 
-    def check(available, limit=100_000, total=2 * GIB, graphs=False, **kwargs):
+    def check(available, limit=100_000, total=GIB, graphs=False, **kwargs):
         nonlocal free
         free = available
         monkeypatch.setattr(
@@ -243,7 +249,7 @@ def test_a_call_must_fit_beside_what_is_there(model, monkeypatch):
         )
         check_memory(models, CallNeeds(rows=2, longest=10, limit=limit, graphs=graphs), **kwargs)
 
-    first = estimate([StageFacts.of_model("target", models["target"])], 2, 10 + 1024 + 64).needs[0]
+    first = estimate([StageFacts.of_model("target", models["target"])], 2, 10 + 1024 + 64, longest=10).needs[0]
     check(first.sum)  # caches grow: only the first capacity must be free
     with pytest.raises(DoesNotFit, match=r"2 x 1098 positions(.|\n)*lower max_new_tokens or the batch"):
         check(first.sum - 1)
@@ -311,7 +317,9 @@ def test_unused_caches_are_released(model, monkeypatch, options, last):
             pipe.generate(PROMPT.repeat(rows, 1), max_new_tokens=new, max_time=0.0)
         assert len(live.caches) == (3 if last == 96 else 1) * here
         stages = [StageFacts.of_model("target", m) for m in pipe.models]
-        live.total = estimate(stages, 4, last).on("cpu")  # room for the next call and nothing else
+        live.total = estimate(stages, 4, last, longest=PROMPT.shape[1]).on(
+            "cpu"
+        )  # room for the next call and nothing else
         assert torch.equal(pipe.generate(PROMPT.repeat(4, 1), max_new_tokens=20), wanted)
         assert [shape(cache) for cache in live.caches] == [(4, last)] * here
         kept = set(map(id, live.caches))
@@ -386,7 +394,7 @@ def test_the_copy_that_is_returned_is_counted(model, monkeypatch, how):
 
 def test_a_copy_takes_memory_on_the_targets_device(model, monkeypatch):
     models = {"draft 0": on_gpu(noisy(model, 0.1), "cuda:1"), "target": on_gpu(model, "cuda:0")}
-    need = estimate([StageFacts.of_model("target", model)], 2, 128).needs[0]
+    need = estimate([StageFacts.of_model("target", model)], 2, 128, longest=4).needs[0]
     copy_of_it = 2 * 100 * RowCache.bytes_for(model.config, 1, 1, torch.float32)
     for free, fits in (
         (need.sum + copy_of_it, True),

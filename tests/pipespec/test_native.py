@@ -269,7 +269,7 @@ def test_a_first_call_that_takes_long_says_why(monkeypatch, capsys):
     pipe = pipespec.Pipeline(random_llama(5))
     for _ in range(2):
         pipe.generate(torch.tensor([[5, 6]]), max_new_tokens=2)
-    assert capsys.readouterr().out == "reading and packing the weights (once per model) ...\n"
+    assert capsys.readouterr().out == "reading and packing the weights ...\n"
 
 
 def test_it_can_be_turned_off():

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -358,3 +359,14 @@ def test_command_line_serves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert command_line.main(["serve", "--port", str(taken.getsockname()[1])]) == 2
     assert "in use" in capsys.readouterr().err
+
+
+def test_a_failed_call_before_the_first_request_is_a_warning(capsys):
+    class Failing:
+        target = SimpleNamespace(device="cpu")
+
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            raise ValueError("it does")
+
+    serve._pack(Failing())
+    assert "a call before the first request failed (ValueError: it does)" in capsys.readouterr().err

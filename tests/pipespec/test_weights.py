@@ -10,6 +10,7 @@ from pipespec import Pipeline
 from pipespec.engine.forward import native_unsupported_reason
 from pipespec.models.quantized import QuantizedEmbedding, QuantizedLinear
 from pipespec.models.quantizing import NAMES, quantized, weights_of_each
+from pipespec_kernels.decoder import NativeDecoder
 from pipespec_kernels.formats import FORMATS, dequantize
 from tests.conftest import random_llama
 from tests.pipespec.gguf_files import LARGE, SIZES, tiny, write
@@ -161,3 +162,26 @@ def test_embeddings_on_steps_do_not_refuse_the_native_form(seed):
         model.model.layers[0].input_layernorm.weight[::2] = 0.5
     made = quantized(model, "q8_0")
     assert native_unsupported_reason(made) is None
+
+
+@pytest.mark.parametrize("fault", [lambda logits: logits * 1.5 + 0.25, lambda logits: logits.roll(1, -1)])
+def test_a_call_that_differs_from_its_parts_is_refused(fault, monkeypatch):
+    """The parts of a model in blocks are compared with the model's own, and with the one call that runs."""
+    own = NativeDecoder.step
+
+    def wrong(*given, **named):
+        found = own(*given, **named)
+        return found.copy_(fault(found))
+
+    monkeypatch.setattr(NativeDecoder, "step", wrong)
+    assert "depend on the columns" in native_unsupported_reason(quantized(random_llama(1), "q8_0"))
+
+
+def test_the_default_dtype_and_device_do_not_matter():
+    made = quantized(random_llama(1), "q8_0")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            assert native_unsupported_reason(made) is None
+    finally:
+        torch.set_default_dtype(torch.float32)

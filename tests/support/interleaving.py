@@ -3,7 +3,7 @@
 The interpreter runs one program after the other, which no protocol between programs can fail. Here each program is a thread, one of which runs at a time:
 at each access a random one goes on. Its plain stores wait in a buffer, which others do not see, and leave it in any order, at the latest before an atomic
 operation with release. Its plain loads may give what memory held at any time since its last atomic operation with acquire, but for one address never
-something older than before. Atomic operations act on memory at once.
+something older than before. Atomic operations act on memory at once: what a relaxed one has written is never late, so a missing release shows for plain stores only.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ class Interleaving:
             self._go_on()
 
     def _go_on(self) -> None:
-        self._current = self._random.choice(self._alive)
+        chosen = self._random.choice(self._alive)
+        self.switches += chosen is not self._current
+        self._current = chosen
         interpreter.interpreter_builder.set_grid_idx(*self._current.index)
         self._current.turn.release()
 
@@ -98,7 +100,6 @@ class Interleaving:
         me = self._current
         self._flush(me, 0.1)
         if self._random.random() < 0.5:
-            self.switches += 1
             self._go_on()
             me.turn.acquire()
             if self._error is not None:

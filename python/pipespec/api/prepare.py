@@ -22,6 +22,7 @@ from pipespec.engine.sampler import ScoreRecord
 from pipespec.engine.sampling import Prompt, SamplingParams, row_seeds, with_penalties
 from pipespec.errors import UnsupportedInput
 from pipespec.models.compat import mask_columns_of_call
+from pipespec.models.devices import input_device
 from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import head_size
 from pipespec.schedules.base import GenerationRequest
@@ -233,7 +234,7 @@ class Generation:
             self.limits,
             self._sampling_params,
             head_size(self.target),
-            chunk=self.config.prefill_chunk_size or prefill_chunk(len(self.prompts), str(self.target.device)),
+            chunk=self.config.prefill_chunk_size or prefill_chunk(len(self.prompts), str(input_device(self.target))),
             reuse=self.options.cache is not None,
             grammar=self._grammar,
         )

@@ -133,7 +133,7 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
             length, limit = inputs.input_ids.shape[1], getattr(pipe.target.config, "max_position_embeddings", None)
             if limit is not None and limit < length + args.max_new_tokens:
                 new = limit - length
-                what = f"beyond {new} new tokens the text" if new > 0 else f"the prompt, of {length} tokens,"
+                what = f"beyond {new} new tokens the text" if new >= 0 else f"the prompt, of {length} tokens,"
                 say(f"warning: {what} passes the {limit} tokens that the target was made for, and may make no sense")
             pieces: list[str] = []
 

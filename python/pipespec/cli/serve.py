@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import socket
 from importlib.util import find_spec
+from typing import Any
 
 from pipespec.cli.generate import bundled_drafts
 from pipespec.cli.options import (
@@ -36,6 +37,17 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
 # fmt: on
 
 
+def _pack(pipe: Any) -> None:
+    """Read and pack the weights in a call of our own: the first client should not wait for it."""
+    import torch
+
+    ids = torch.ones((1, 2), dtype=torch.long, device=pipe.target.device)
+    try:
+        pipe.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)
+    except Exception as error:
+        say(f"warning: a call before the first request failed ({type(error).__name__}: {error})")
+
+
 def run(args: argparse.Namespace) -> int:
     """Serve a model under /v1/chat/completions and /v1/completions, with /metrics under vLLM's names. Requests run one after the other; the text is the target's own."""
     at_least_one(args, "queue")
@@ -46,7 +58,6 @@ def run(args: argparse.Namespace) -> int:
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     with socket.create_server((args.host, args.port), family=family) as listener, quiet_transformers():
         with working("importing torch and transformers"):
-            import torch
             import uvicorn
 
             from pipespec.api.pipeline import Pipeline
@@ -65,10 +76,7 @@ def run(args: argparse.Namespace) -> int:
             )  # fmt: skip
         with pipe:
             tokenizer = load_tokenizer(target, trust_remote_code=args.trust_remote_code)
-            # The first call reads and packs the weights: not that of a client.
-            pipe.generate(
-                torch.ones((1, 2), dtype=torch.long, device=pipe.target.device), max_new_tokens=1, do_sample=False
-            )
+            _pack(pipe)
             app = make_app(pipe, tokenizer, str(target), queue=args.queue, cors=args.cors)
             host, port = listener.getsockname()[:2]
             say(f"serving {target} on http://{f'[{host}]' if ':' in host else host}:{port}/v1")

@@ -143,7 +143,7 @@ def native_form(
     """
     from pipespec.process.progress import announced
 
-    with announced("reading and packing the weights (once per model)"):
+    with announced("reading and packing the weights"):
         form = NativeForm(model, beside)
         given = probe_inputs(form.parts)
         if has_blocks(form.parts):

@@ -191,19 +191,24 @@ def _gib(size: int) -> str:
     return f"{size / (1 << 30):.{2 if size < 100 << 30 else 0}f}"
 
 
-def estimate(stages: Sequence[StageFacts], rows: int, capacity: int, *, shares_weights: bool = False) -> Estimate:
+def estimate(
+    stages: Sequence[StageFacts], rows: int, capacity: int, *, longest: int | None = None, shares_weights: bool = False
+) -> Estimate:
     """Bytes that a chain, drafts first, needs on each device for ``rows`` caches of ``capacity`` positions, by the rule of this module.
 
+    ``longest``: tokens of the longest prompt; None: any.
     ``shares_weights``: drafts run in processes of their own. The weights of a draft on a GPU then exist three times: in the caller's process, in the
     draft's, and in shared memory of the host.
     """
     needs = []
     for stage in stages:
+        # All stages read prompts in the parts of the target.
+        chunk = prefill_chunk(rows, stages[-1].shares[0].device)
+        tokens = min(max(min(chunk, longest or chunk), WIDTH), capacity)
         model, is_copied = stage.model, shares_weights and stage.shares[0].device != "cpu" and stage.name != "target"
         layout, dtype = CacheLayout.of(model.config, local_kv_heads(model)), compute_dtype(model)
         # Offloaded weights come to the device that computes, a module at a time.
         staged = (sum(p.nbytes for p in part.parameters()) for part in offloaded_modules(model).values())
-        tokens = min(prefill_chunk(rows, stage.shares[0].device), capacity)
         held = _activations(text_config(model.config), layout, dtype.itemsize, rows, capacity, tokens)
         held += max(staged, default=0)
         for device, weights, layers in stage.shares:
@@ -285,7 +290,7 @@ def check_memory(
         return [f._replace(free=min(f.total, f.free + reused.get(f.name, 0))) for f in device_facts(devices)]
 
     def needed(capacity: int) -> Estimate:
-        found = estimate(stages, call.rows, capacity)
+        found = estimate(stages, call.rows, capacity, longest=call.longest)
         more = [StageNeed("distributions", device, 0, size) for device, size in call.distributions.items()]
         for target in stages[-1:] if call.copied else ():  # none where the layers are on other ranks
             copied = estimate([target], call.rows, min(capacity, call.limit)).needs

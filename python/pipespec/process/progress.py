@@ -38,7 +38,7 @@ def working(what: str) -> Iterator[None]:
 
 @contextmanager
 def announced(what: str) -> Iterator[None]:
-    """Say ``what`` if the body takes longer than two seconds. It leaves a terminal to the caller, who may draw on it."""
+    """Say ``what`` in a line if the body takes longer than two seconds. It draws nothing: a caller may have a display of its own."""
     timer = threading.Timer(_ANNOUNCE_AFTER_S, say, [f"{what} ..."])
     timer.daemon = True
     timer.start()

@@ -122,6 +122,7 @@ def planted(module: ModuleType, right: str, wrong: str, path: Path) -> ModuleTyp
 
 
 ORDER = 'sem="acq_rel"'
+CONTROL = [(kind, "import torch", "import torch") for kind in (Greedy, Rejection, Attention)]
 FAULTS = [
     (Greedy, ORDER, 'sem="release"'),  # the words of others may be old
     (Greedy, "(draft_tokens + 1) * splits - 1", "(draft_tokens + 1) * splits - 2"),
@@ -143,7 +144,8 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "right", "wrong"), FAULTS)
+@pytest.mark.parametrize(("kind", "right", "wrong"), [*FAULTS, *CONTROL])
 def test_a_planted_fault_is_found(kind: type, right: str, wrong: str, tmp_path: Path) -> None:
     made = planted(kind.module, right, wrong, tmp_path / "planted_kernel.py")
-    assert differs(kind, made, 200) is not None
+    found = differs(kind, made, 200 if right != wrong else 3)
+    assert (found is None) == (right == wrong)
