@@ -12,9 +12,7 @@ triton's own ptxas and no GPU, and reads the machine code with its cuobjdump. Fo
 Attention, the KV kernels and those of layers have no logits, and the second kernel of ``cutoff`` reads few of them, so their last three columns are
 empty. Attention must load asynchronously, 16 bytes
 at a time, and multiply 16-bit numbers on tensor cores. Kernels of layers must load 16 bytes at a time where the size of a row allows it; they have
-budgets for registers and for all their instructions.
-
-In PTX a barrier must come right before and right behind each ticket (an atomic operation with acquire and release), and none may be under a predicate.
+budgets for registers and for all their instructions. In PTX a barrier must come right before and right behind each ticket (an atomic operation with acquire and release), and none may be under a predicate.
 
 A kernel over its budget makes the exit status 1. Budgets exist for spills (none), shared memory (the architecture's limit per block) and
 the loop. So does a fused multiply-add where noise must have the host's bits. Pointers and strides are compiled as aligned, as they are for
@@ -154,6 +152,7 @@ class CompileReport:
     all_per_logit: float | None
     per_logit_budget: float | None
     instruction_budget: int | None
+    tickets: int
     failures: list[str]
 
 
@@ -336,6 +335,7 @@ def compile_case(case: CompileCase, arch: int, tighten: float = 1.0) -> CompileR
         "all_per_logit": all_per_logit,
         "per_logit_budget": case.per_logit,
         "instruction_budget": case.instructions,
+        "tickets": compiled.asm["ptx"].count(".acq_rel."),
     }
     failures = ordering_faults(compiled.asm["ptx"])
     if report["spilled"] > SPILLED_BYTES:

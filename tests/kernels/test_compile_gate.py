@@ -47,6 +47,10 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
     layers = ("add_rms_norm, H=4096", "silu_mul, silu", "rope_append, D=128")
     for kernel in selection + storage + layers:
         assert {r["arch"] for r in reports if r["name"] == kernel} >= {80, 90, 100}
+    # What the rule of tickets is about is there.
+    shared = {r["name"] for r in reports if r["tickets"]}
+    assert shared >= {"verify, greedy", "verify, coupled, cutoff", "rejection_sample, test", "rejection_sample, choose"}
+    assert any(name.startswith("attention") for name in shared)
     for r in reports:
         assert r["spilled"] <= record["spilled"]
         assert 0 < r["registers"] <= 255

@@ -128,11 +128,7 @@ FAULTS = [
     (Greedy, "(draft_tokens + 1) * splits - 1", "(draft_tokens + 1) * splits - 2"),
     (Greedy, "tl.store(ticket + row, 0)", "pass"),
     (Greedy, "tl.store(words, 0, mask=columns <= draft_tokens)", "pass"),
-    (
-        Greedy,
-        "known <= width - column",
-        "known < width - column",
-    ),  # blocks behind a rejected token are skipped too early
+    (Greedy, "known <= width - column", "known < width - column"),  # a column is skipped too early
     (Rejection, ORDER, 'sem="release"'),
     (Rejection, ORDER, 'sem="acquire"'),
     (Rejection, "== splits - 1", "== splits - 2"),
