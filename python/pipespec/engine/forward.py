@@ -19,7 +19,7 @@ from pipespec.engine.known import (
     OWN,
     Identity,
     identify,
-    read_again,
+    moving,
     refusal_of_cache,
 )
 from pipespec.engine.native import NativeForm, native_form
@@ -239,8 +239,6 @@ def _choose(model: PreTrainedModel, name: str, cache: RowCache | None = None) ->
         except NotReadable as error:
             reason = str(error)
     if name in (FUSED, EXACT):
-        if form is not None:
-            read_again(model)
         now = identify(model, name) if identity.reason is None else identity
         if now != identity:
             # The merge has moved weights. Other forms hold them where they were.
@@ -260,6 +258,7 @@ def _make(model: PreTrainedModel, name: str, beside: int) -> Form:
         # Only captured steps and GPUs need it.
         from pipespec.engine.fused import fused_form
 
-        return fused_form(model, exact=name == EXACT)
+        with moving(model):
+            return fused_form(model, exact=name == EXACT)
     with torch.inference_mode():
         return native_form(model, lambda texts: model(input_ids=texts, use_cache=False).logits, beside)

@@ -145,17 +145,16 @@ class Record:
     Attributes:
         reason: why the model is not known, as a phrase; None if it is.
         identities: by form, those that were read since.
-        is_obsolete: whether a form of ours has moved the weights since, see :func:`read_again`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self._moves = _moves.get(model, 0)
         self.identities: dict[str, Identity] = {}
         modules = list(model.modules())
         kinds = frozenset(map(type, modules))
         self._code = code_of(type(model), kinds, getattr(model.config, "_attn_implementation", None))
         self.reason = _why_foreign(model, modules) or self._code.reason
         self.verified_in: object = None
-        self.is_obsolete = False
         if self.reason is None:
             self._take(model, modules)
 
@@ -180,11 +179,12 @@ class Record:
         return list(map(_STRIDES, self._all)), list(map(_COUNT, self._all))
 
     def successor(self, model: PreTrainedModel) -> Record | None:
-        """The record of a model now; None if its code or its weights are others than those of this record."""
-        if not self.is_obsolete and self.is_current(model):
+        """The record of a model now; None if its code or its weights are others than those of this record, and :func:`moving` has not moved them."""
+        if self._moves == _moves.get(model, 0) and self.is_current(model):
             return self
-        now = Record(model)
-        if self.is_obsolete:
+        with _moving:
+            now = Record(model)
+        if self._moves != now._moves:
             return now
         mine, its = (
             (r._kind, r._config, r._versions, r._pointers, r._views) if r.reason is None else None for r in (self, now)
@@ -228,6 +228,11 @@ def _has_pointer(tensor: torch.Tensor) -> bool:
 
 
 _records: weakref.WeakKeyDictionary[PreTrainedModel, Record] = weakref.WeakKeyDictionary()
+
+_moves: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
+"""How often :func:`moving` surrounded a model's weights. Calls in other threads hold records from before, which need not be in ``_records``."""
+
+_moving = threading.RLock()
 
 _call = threading.local()
 
@@ -282,10 +287,15 @@ def refresh(model: PreTrainedModel | None = None) -> None:
         _records.pop(without_wrapper(model), None)
 
 
-def read_again(model: PreTrainedModel) -> None:
-    """Read a model again whose weights a form has moved, within the call, too."""
-    if (found := _records.pop(model, None)) is not None:
-        found.is_obsolete = True
+@contextmanager
+def moving(model: PreTrainedModel) -> Iterator[None]:
+    """Surround what may move the weights of a model, the merge of a form: afterwards the model is read again, within a call, too."""
+    with _moving:
+        try:
+            yield
+        finally:
+            _moves[model] = _moves.get(model, 0) + 1
+            _records.pop(model, None)
 
 
 def why_unknown(model: PreTrainedModel) -> str | None:
