@@ -1,7 +1,7 @@
 """What does a weight format do to a model? ``python -m bench.quality MODEL --text FILE [--formats q8_0 q4_k] [--gguf FILE] [--tokens N] [--json FILE]``
 
 MODEL is a folder with weights in 16 or 32 bits; in float32 it is the reference. The text is read in windows of ``--window`` tokens, each from an empty cache, by the
-forwards that generate text. Per format: perplexity, mean and 99th percentile of the divergence KL(float32 || format) per token in nats, and how often
+forwards that generate text. The first half of a window is context and not scored, as in llama.cpp's ``llama-perplexity``. Per format: perplexity, mean and 99th percentile of the divergence KL(float32 || format) per token in nats, and how often
 both have the same likeliest token. ``--gguf`` adds a file with the same tokenizer.
 """
 
@@ -72,18 +72,17 @@ def measure(models: dict[str, PreTrainedModel], ids: torch.Tensor, window: int) 
     scores = {name: Score() for name in models}
     forms = {}
     with torch.inference_mode():
-        for begin in range(0, len(ids) - 1, window):
+        for text in ids.split(window):
             caches = {name: RowCache.for_model(model, 1, window) for name, model in models.items()}
-            text = ids[begin : begin + window + 1]
             for at in range(0, len(text) - 1, _CHUNK):
                 fed, following = text[at : min(at + _CHUNK, len(text) - 1)], text[at + 1 : at + 1 + _CHUNK]
-                reference = None
+                scored, reference = slice(max(0, window // 2 - at), None), None
                 for name, model in models.items():
                     ours = log_probabilities(model, caches[name], fed)
                     reference = ours if reference is None else reference
-                    scores[name].add(ours, reference, following)
+                    scores[name].add(ours[scored], reference[scored], following[scored])
             forms = {name: described(model, caches[name]) for name, model in models.items()}
-            print(f"{begin + len(text) - 1} of {len(ids) - 1} tokens", file=sys.stderr, flush=True)
+            print(f"{scores['float32'].tokens} tokens scored", file=sys.stderr, flush=True)
     return {name: {"forward": forms[name], **score.record()} for name, score in scores.items()}
 
 
@@ -95,12 +94,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--gguf", type=Path, action="append", default=[], help="a file with the same tokenizer; may be repeated"
     )
-    parser.add_argument("--tokens", type=int, default=20_000, help="of the text")
+    parser.add_argument("--tokens", type=int, default=20_480, help="of the text")
     parser.add_argument("--window", type=int, default=512, help="tokens that are read from an empty cache")
     parser.add_argument("--json", type=Path, help="where the numbers go")
     options = parser.parse_args(arguments)
     ids = torch.tensor(load_tokenizer(options.model)(options.text.read_text(encoding="utf-8")).input_ids)[
-        : options.tokens + 1
+        : options.tokens
     ]
     original = load_model(options.model, dtype="float32")
     models = {"float32": original} | {name: quantized(original, name) for name in options.formats}
