@@ -4,7 +4,7 @@
     python -m bench.bench_real --models build/real --target q15 --draft q05 --prompts code=humaneval.jsonl chat=mt_bench.jsonl edit=docs/how-to/troubleshooting.md
     python -m bench.bench_real --readme README.md bench/results/real.json
 
-Each prompt is a line of a JSON file with its first text in ``turns``; any other file is a text to edit, in one prompt. All rows generate each prompt in turn, in whole calls, so that a machine that becomes
+Prompts are the first turns of datasets as they are published (:mod:`bench.datasets`); any other file is a text to edit, in one prompt. All rows generate each prompt in turn, in whole calls, so that a machine that becomes
 slower does so for all. Per row: tokens/s of whole calls (sum of tokens over the sum of each prompt's median time), the ratio to our plain decoding, the worst
 prompt's ratio to it, milliseconds to the first token, tokens/s behind it, and the share of texts that equal those of our plain decoding. Sampled rows have one seed per prompt.
 """
@@ -25,10 +25,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import bench.datasets  # noqa: F401  adds the published formats
 from bench.harness import markdown_table, replace_table, save
 from bench.real_rivals import LlamaServer, OpenVino
 from pipespec import Pipeline
 from pipespec.bench.contenders import CommitClock, private_copies
+from pipespec.bench.datasets import is_dataset, read
 from pipespec.bench.machine import provenance
 from pipespec.process.progress import quiet_transformers, say
 from pipespec.registry import LOCKSTEP, PLAIN, WORKERS
@@ -142,11 +144,10 @@ def read_prompts(given: Sequence[str], tokenizer: Any, count: int, most: int) ->
     found = []
     for entry in given:
         name, _, path = entry.partition("=")
-        text = Path(path).read_text(encoding="utf-8")
-        if path.endswith("jsonl"):
-            asked = [json.loads(line)["turns"][0] for line in text.splitlines()[:count]]
+        if is_dataset(file := Path(path)):
+            asked = [conversation.turns[0] for conversation in read(file)[1][:count]]
         else:
-            page = tokenizer.decode(tokenizer(text)["input_ids"][:EDIT_TOKENS])
+            page = tokenizer.decode(tokenizer(file.read_text(encoding="utf-8"))["input_ids"][:EDIT_TOKENS])
             asked = [f"Correct the spelling of this text and write it again, unchanged otherwise.\n\n{page}"]
         for question in asked:
             chat = [{"role": "user", "content": question}]
@@ -390,31 +391,30 @@ def measure(options: argparse.Namespace) -> None:
                 except Exception as error:
                     failed[row] = f"{type(error).__name__}: {error}"
             say(f"repeat {repeat + 1}, prompt {i + 1} of {len(prompts)} ({kind})")
-    records = summary(texts, kinds)
-    for record in records:
-        if record["prompts"] == "all" and (steps := verified.get(record["row"])):
-            record["tokens_per_step"] = sum(n * count for n, count in steps.items()) / steps.total()
-            record["steps_by_tokens"] = dict(sorted(steps.items()))
-    print(table(records))
-    for row, why in failed.items():
-        print(f"failed: {row}: {why}")
+        record = {
+            "benchmark": "real",
+            "machine": provenance(),
+            "settings": {key: value for key, value in vars(options).items() if not isinstance(value, Path)}
+            | {
+                "prompts": [
+                    f"{name}={Path(file).name}" for name, _, file in (p.partition("=") for p in options.prompts)
+                ]
+            }
+            | {"repeats": repeat + 1, "llama": options.llama is not None, "openvino": options.openvino is not None},
+            "prompt_tokens": [ids.shape[1] for _, ids in prompts],
+            "rows": summary(texts, kinds),
+            "failed": failed,
+        }
+        for row in record["rows"]:
+            if row["prompts"] == "all" and (steps := verified.get(row["row"])):
+                row["tokens_per_step"] = sum(n * count for n, count in steps.items()) / steps.total()
+                row["steps_by_tokens"] = dict(sorted(steps.items()))
+        save(options.json, record)  # a run that is stopped has its complete repeats
+    print(table(record["rows"]))
+    for name, why in failed.items():
+        print(f"failed: {name}: {why}")
     for pipe in closing:
         pipe.close()
-    settings = {
-        key: str(value) if isinstance(value, Path) else value
-        for key, value in vars(options).items()
-        if key not in ("models", "head", "json", "llama", "openvino", "readme")
-    }
-    lengths = [ids.shape[1] for _, ids in prompts]
-    record = {
-        "benchmark": "real",
-        "machine": provenance(),
-        "settings": settings,
-        "prompt_tokens": lengths,
-        "rows": records,
-        "failed": failed,
-    }
-    save(options.json, record)
     print(readme_table(record))
 
 

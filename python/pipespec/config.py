@@ -45,7 +45,7 @@ class SpeculationConfig:
         acceptance: One of :data:`ACCEPTANCES`, see :mod:`pipespec.engine.acceptance`.
         translation: The two tokenizers, if the first draft has another one than the target (:class:`pipespec.engine.translation.Translation`).
         controlled: The controller chooses before each round which draft proposes tokens, and how many, see :mod:`pipespec.engine.controller`. In
-            ``"lockstep"`` without captured steps; ``lookahead`` holds for the drafts of drafts.
+            ``"lockstep"`` without captured steps; ``lookahead`` then limits only drafts whose tokens another draft verifies.
 
     Raises:
         TypeError: A value has the wrong type.

@@ -369,7 +369,10 @@ def test_a_report_names_the_reason():
     hook(model)
     with pipespec.Pipeline(model) as pipe:
         pipe.generate(ids(1, 5), max_new_tokens=3)
-    assert pipe.report.stages[-1].forward == "transformers: this model runs as it is: model.layers.0.mlp has hooks"
+    assert (
+        pipe.report.stages[-1].forward
+        == "transformers: drafts cannot speed this model up: model.layers.0.mlp has hooks"
+    )
 
 
 @pytest.mark.parametrize(

@@ -48,13 +48,13 @@ def greedy(model, ids=PROMPT, new: int = 20, **kwargs) -> torch.Tensor:
 
 def test_nothing_of_a_call_waits_for_the_garbage_collector(chain, monkeypatch):
     made = []
-    real = prepare.Generation.__init__
+    real = prepare.PreparedCall.__init__
 
     def watched(self, *args, **kwargs):
         made.append(weakref.ref(self))
         real(self, *args, **kwargs)
 
-    monkeypatch.setattr(prepare.Generation, "__init__", watched)
+    monkeypatch.setattr(prepare.PreparedCall, "__init__", watched)
     gc.collect()
     gc.disable()
     try:

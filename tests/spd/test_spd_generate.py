@@ -259,13 +259,13 @@ def test_custom_generate(model, good):
 
 
 def test_nothing_of_a_call_waits_for_the_garbage_collector(model, good, monkeypatch):
-    made, real = [], prepare.Generation.__init__
+    made, real = [], prepare.PreparedCall.__init__
 
     def watched(self, *args, **kwargs):
         made.append(weakref.ref(self))
         real(self, *args, **kwargs)
 
-    monkeypatch.setattr(prepare.Generation, "__init__", watched)
+    monkeypatch.setattr(prepare.PreparedCall, "__init__", watched)
     pipeline = SpeculativePipeline(model, good, stages=3)
     gc.collect()
     gc.disable()
@@ -536,7 +536,10 @@ def test_without_the_native_form(model):
     hooked.model.layers[4].mlp.register_forward_hook(lambda module, args, output: output * 2)
     pipeline = SpeculativePipeline(hooked, stages=2)
     assert torch.equal(greedy(pipeline), greedy(hooked))
-    assert pipeline.report.stages[0].forward == "transformers: this model runs as it is: model.layers.4.mlp has hooks"
+    assert (
+        pipeline.report.stages[0].forward
+        == "transformers: drafts cannot speed this model up: model.layers.4.mlp has hooks"
+    )
 
 
 # ---- n-grams

@@ -30,7 +30,7 @@ from pipespec.api.arguments import (
     refusal,
 )
 from pipespec.api.output import output_of, report_of
-from pipespec.api.prepare import CallOptions, Generation
+from pipespec.api.prepare import CallOptions, PreparedCall
 from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
 from pipespec.engine.inputs import stage_names
@@ -98,7 +98,7 @@ class BasePipeline:
 
     _driver: Decoder
     _captured: Driver | None = None
-    """While the driver is one without graphs, because the static caches of the last call did not fit: the driver that has them."""
+    """The driver with CUDA graphs, kept while an eager one takes its place because its static caches did not fit."""
     _group: ForwardGroup | None = None
     _is_placed = False
     """Whether the driver moves the target's hidden states between the devices of its parts."""
@@ -127,7 +127,7 @@ class BasePipeline:
         Raises:
             RuntimeError: From inside of a call: from a streamer or a processor.
         """
-        with self._turn("close()", "raise there to end the call, and close the pipeline behind it"):
+        with self._turn("close()", "raise an error there to end the call, and close the pipeline when it has returned"):
             self._driver.close()
 
     def __enter__(self) -> Self:
@@ -147,7 +147,7 @@ class BasePipeline:
     def _check_request(self, request: GenerationRequest) -> None:
         """Refuse a call that the options of the pipeline exclude."""
 
-    def _report(self, generation: Generation) -> Report:
+    def _report(self, generation: PreparedCall) -> Report:
         """The report of the call that has just run."""
         return report_of(generation, self._driver)
 
@@ -332,13 +332,13 @@ class BasePipeline:
         """Raise ``NotKnown`` if the target runs other people's code."""
         reason = why_unknown(self.target)
         if reason is not None:
-            raise NotKnown("model", f"generate(): this model runs as it is: {reason}")
+            raise NotKnown("model", f"generate(): drafts cannot speed this model up: {reason}")
 
     def _fall_back(self, error: NotKnown) -> None:
         """Warn, once for each cause, of a call that transformers decodes."""
         if str(error) not in self._causes:
             self._causes.add(str(error))
-            warn_of(f"{error}. So transformers' own loop decodes such calls, token by token, without drafts")
+            warn_of(f"{error}. transformers' own loop decodes such calls, token by token")
 
     def _decode_fallback(
         self,
@@ -396,7 +396,7 @@ class BasePipeline:
                     "model",
                     f"generate(): {self.target.config._attn_implementation} attention takes no masks for rows of different lengths",
                 )
-            generation = Generation(
+            generation = PreparedCall(
                 self.target,
                 input_ids,
                 logits_processor,
@@ -449,7 +449,7 @@ class BasePipeline:
         self._check_memory(request)
 
     @contextmanager
-    def _leading(self, generation: Generation) -> Iterator[None]:
+    def _leading(self, generation: PreparedCall) -> Iterator[None]:
         """Tell the other ranks of a tensor-parallel target how the call has ended, if this one leads them."""
         group = self._group if self._group is not None and self._group.is_leader else None
         try:

@@ -11,7 +11,7 @@ from transformers import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from pipespec.api.caches import give_back
-from pipespec.api.prepare import Generation
+from pipespec.api.prepare import PreparedCall
 from pipespec.engine.cache import RowCache
 from pipespec.engine.sampler import ScoreRecord
 from pipespec.observe import Report
@@ -45,7 +45,7 @@ class PipelineOutput(GenerateDecoderOnlyOutput):
     logprobs: Logprobs | None = None
 
 
-def report_of(call: Generation, decoder: Decoder) -> Report:
+def report_of(call: PreparedCall, decoder: Decoder) -> Report:
     """The report of a call that ``decoder`` has run."""
     progress, rows, names, traces = call.progress, len(call.prompts), decoder.names, decoder.traces()
     assert progress.seconds is not None
@@ -66,7 +66,7 @@ def report_of(call: Generation, decoder: Decoder) -> Report:
     )
 
 
-def output_of(call: Generation, report: Report, return_cache: ReturnCache) -> torch.Tensor | PipelineOutput:
+def output_of(call: PreparedCall, report: Report, return_cache: ReturnCache) -> torch.Tensor | PipelineOutput:
     """The result of ``model.generate()``."""
     text = call.progress.text
     sequences = text.sequences()
@@ -88,7 +88,7 @@ def output_of(call: Generation, report: Report, return_cache: ReturnCache) -> to
     )
 
 
-def _logprobs(call: Generation, record: ScoreRecord, steps: int) -> Logprobs | None:
+def _logprobs(call: PreparedCall, record: ScoreRecord, steps: int) -> Logprobs | None:
     both, ids = _per_token(call, record.logprobs, steps), _per_token(call, record.top_ids, steps)
     if both is None or ids is None:
         return None
@@ -98,12 +98,14 @@ def _logprobs(call: Generation, record: ScoreRecord, steps: int) -> Logprobs | N
     return Logprobs(stacked[:, :, 0], top_ids.masked_fill(over, -1), stacked[:, :, 1:].masked_fill(over, -torch.inf))
 
 
-def _per_token(call: Generation, rows: list[list[torch.Tensor]] | None, steps: int) -> tuple[torch.Tensor, ...] | None:
+def _per_token(
+    call: PreparedCall, rows: list[list[torch.Tensor]] | None, steps: int
+) -> tuple[torch.Tensor, ...] | None:
     """Per generated token ``[B, V]``."""
     return None if rows is None else tuple(call.progress.text.column(rows, i) for i in range(steps))
 
 
-def _returned_cache(call: Generation, return_cache: ReturnCache) -> Cache | None:
+def _returned_cache(call: PreparedCall, return_cache: ReturnCache) -> Cache | None:
     """The target's keys and values of all but each row's last token, where the caller gets them."""
     if not call.returns_cache:
         return None

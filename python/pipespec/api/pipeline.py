@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from pipespec.api.base import BasePipeline, warn_of
 from pipespec.api.chain import Chain, Loading, check_group_drafts, check_rank_drafts, given_drafts, head_of, load_chain
-from pipespec.api.prepare import Generation
+from pipespec.api.prepare import PreparedCall
 from pipespec.config import SpeculationConfig
 from pipespec.engine.cached_text import forward_group
 from pipespec.engine.ngram import NgramDraft, first_of
@@ -186,7 +186,7 @@ class Pipeline(BasePipeline):
             options["ngram"] = config.ngram.for_target(target, chain.models[-1])
         with handlers_watched():
             self._driver = self._choose_driver(chain, len(given), schedule, options)
-        # A driver in place of another has its own.
+        # A driver that takes the place of another one has its own configuration.
         self.config: SpeculationConfig = self._driver.config
         self.schedule = self.config.schedule
 
@@ -289,7 +289,7 @@ class Pipeline(BasePipeline):
         if self.config.exact:
             _check_form(self.models, self.config)
 
-    def _report(self, generation: Generation) -> Report:
+    def _report(self, generation: PreparedCall) -> Report:
         report = super()._report(generation)
         self._note_other_tokenizers(report)
         if not self._notes:

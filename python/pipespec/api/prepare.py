@@ -52,7 +52,7 @@ class CallOptions:
     prompt_streamed: bool = False
 
 
-class Generation:
+class PreparedCall:
     """One call: its rows, its limits, what its scores pass through, and the progress of its text.
 
     Args:
@@ -196,7 +196,7 @@ class Generation:
             )
 
     def draw_seeds(self) -> None:
-        """Draw the seeds of a sampled call that was given none. After all refusals, so that transformers draws in its place what it always draws."""
+        """Draw the seeds of a sampled call that was given none. It runs after all checks: after a refusal transformers finds torch's generator as it was."""
         if self._draws_seeds:
             self.generator = torch.get_rng_state()
             self.seeds = row_seeds(None, len(self.prompts))

@@ -40,7 +40,7 @@ class Choice(NamedTuple):
 
     Attributes:
         identity: what it depends on. A change of it is a reason to choose again.
-        form: the form; None for a fused one that there is not.
+        form: the form; None where the model has no fused one.
         reason: why it is not the one that was asked for; None where it is.
     """
 

@@ -75,7 +75,7 @@ class NativeForm(PartsForm):
         return self.decoder.nbytes
 
     def is_current(self) -> bool:
-        # The versions of the weights are part of the identity. This is for changes that go past them.
+        # The identity has the weights' versions. The checksums notice changes that do not raise a version.
         return self._checksums.agree()
 
     def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:

@@ -176,7 +176,7 @@ class NgramStage:
         self._native.fill(lookahead)
 
     def foresee(self, lookahead: int) -> list[tuple[int, int]]:
-        """Per row, how many tokens :meth:`fill` would draft now, and how many tokens of the text the match has. Publishes nothing."""
+        """Per row, how many tokens :meth:`fill` would draft now, and how many tokens of the text the match has. The row follows the target before, and may publish that."""
         assert self._native is not None
         return [self._native.foresee(row, lookahead) for row in range(self._rows)]
 

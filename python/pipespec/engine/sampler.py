@@ -410,7 +410,7 @@ def nothing_to_draw(row: int, position: int) -> ValueError:
     """The error for a position of a row whose scores are no distribution."""
     return ValueError(
         f"no token can be drawn at position {position} of row {row}: its scores are NaN, infinite, or all -inf. Does a logits processor "
-        "forbid every token there, is the temperature too small, is a penalty or bias too large, or has the model overflown?"
+        "forbid every token there, is the temperature too small, is a penalty or bias too large, or has the model overflowed?"
     )
 
 

@@ -69,7 +69,8 @@ class Stage(CachedText):
 
     @torch.inference_mode()
     def prefill(self, inputs: StageInputs, record: ScoreRecord | None = None) -> None:
-        """Start a call: cache the keys and values of each prompt but its last token, and bind to the rows of the block.
+        """Start a call: cache the keys and values of each prompt, and bind to the rows of the block. The first step reads the last token, unless the target's
+        native form has read it with the prompt (``reads_last``).
 
         Args:
             inputs: of the call.

@@ -46,7 +46,7 @@ class Family:
         model_type: transformers' name, also of the module in ``transformers.models`` where the family has a native form.
         prefix: of the names of the classes, for models with LLaMA's parts, whose weights the native decoder takes; None for others.
         in_stages: whether the forward is embedding, layers with a rotary embedding, norm, head, and nothing in between, so that it can be cut.
-        fused: whether queries, keys and values are one matrix, and gate and up another, as in Phi-3.
+        merged: whether queries, keys and values are one matrix, and gate and up another, as in Phi-3.
         norm_offset: added to the weights of the norms.
         embedding: the class of the token embedding where it is not ``nn.Embedding``.
         gguf: the name of the architecture in GGUF files whose matrices can stay in blocks.
@@ -56,7 +56,7 @@ class Family:
     model_type: str
     prefix: str | None = None
     in_stages: bool = True
-    fused: bool = False
+    merged: bool = False
     norm_offset: float = 0.0
     embedding: str | None = None
     gguf: str | None = None
@@ -86,7 +86,7 @@ FAMILIES = {
         Family("mistral", "Mistral"),
         Family("qwen2", "Qwen2", gguf="qwen2"),
         Family("qwen3", "Qwen3", gguf="qwen3"),
-        Family("phi3", "Phi3", fused=True, gguf="phi3"),
+        Family("phi3", "Phi3", merged=True, gguf="phi3"),
         Family("gemma", "Gemma", norm_offset=1.0, embedding="GemmaTextScaledWordEmbedding", gguf="gemma"),
         Family("gemma3_text"),
         Family("ministral"),
@@ -235,7 +235,7 @@ def state_of(module: nn.Module) -> Iterator[Any]:
 
 def products_of(model: PreTrainedModel | ModelParts) -> Iterator[tuple[Any, ...]]:
     """The linear modules of a model, layer by layer and then the head. Those of one input come together."""
-    parts, fused = model if isinstance(model, ModelParts) else ModelParts.of(model), family_of(model).fused
+    parts, fused = model if isinstance(model, ModelParts) else ModelParts.of(model), family_of(model).merged
     for layer in parts.layers:
         attn, mlp = layer.self_attn, layer.mlp
         yield (attn.qkv_proj,) if fused else (attn.q_proj, attn.k_proj, attn.v_proj)
@@ -325,7 +325,7 @@ def _read(parts: ModelParts, family: Family, matrices: bool) -> ReadModel:
     )
     return ReadModel(
         shape,
-        tuple(_fused(layer, shape) if family.fused else _separate(layer) for layer in parts.layers if matrices),
+        tuple(_fused(layer, shape) if family.merged else _separate(layer) for layer in parts.layers if matrices),
         _windows_of(parts),
         None if embed is None else matrix_of(embed),
         None if parts.norm is None else parts.norm.weight.detach(),

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from pipespec.api.base import BasePipeline
 from pipespec.api.output import report_of
-from pipespec.api.prepare import Generation
+from pipespec.api.prepare import PreparedCall
 from pipespec.errors import UnsupportedInput
 from pipespec.models.devices import LayerDevices
 from pipespec.models.layout import CacheLayout
@@ -131,11 +131,11 @@ class SpeculativePipeline(BasePipeline):
         """Whether the stages are on several devices."""
         return self._is_placed and LayerDevices.of(self.target).is_split
 
-    def _report(self, generation: Generation) -> SpeculativeReport:
+    def _report(self, generation: PreparedCall) -> SpeculativeReport:
         return speculative_report(generation, self._driver)
 
 
-def speculative_report(generation: Generation, driver: SpeculativeDriver) -> SpeculativeReport:
+def speculative_report(generation: PreparedCall, driver: SpeculativeDriver) -> SpeculativeReport:
     """The report of the last call of ``driver``."""
     plain = report_of(generation, driver)
     counts = [driver.machine.count(row) for row in range(plain.rows)]

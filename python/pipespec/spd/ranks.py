@@ -34,7 +34,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.api.base import BasePipeline
-from pipespec.api.prepare import Generation
+from pipespec.api.prepare import PreparedCall
 from pipespec.engine.cache import RowCache
 from pipespec.engine.known import NATIVE
 from pipespec.engine.sections import open_sections, stream_dtype
@@ -448,7 +448,7 @@ class RanksPipeline(BasePipeline):
             raise RuntimeError(f"rank {self._link.rank} runs a stage: call serve() there, and generate() on rank 0")
         return super().generate(*args, **kwargs)
 
-    def _report(self, generation: Generation) -> SpeculativeReport:
+    def _report(self, generation: PreparedCall) -> SpeculativeReport:
         return speculative_report(generation, self._driver)
 
     def serve(self) -> None:
@@ -467,7 +467,7 @@ class RanksPipeline(BasePipeline):
 
     def close(self) -> None:
         """End all ranks. A ``with`` block does so at its end. It waits for a call in another thread, as :meth:`pipespec.Pipeline.close` does."""
-        with self._turn("close()", "raise there to end the call, and close the pipeline behind it"):
+        with self._turn("close()", "raise an error there to end the call, and close the pipeline when it has returned"):
             if self._is_forked:
                 return  # in a fork, the ranks are the parent's
             try:
