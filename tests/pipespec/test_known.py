@@ -744,3 +744,16 @@ def test_a_change_by_a_function_that_a_processor_of_transformers_calls(model):
         pytest.raises(NotImplementedError, match="the model has changed while it generated"),
     ):
         pipe.generate(IDS, max_new_tokens=8, do_sample=False, prefix_allowed_tokens_fn=allowed)
+
+
+def test_a_merge_of_weights_is_no_change_to_a_call_of_another_thread():
+    """Its record is not the newest one: another call has looked at the model since."""
+    model = random_llama(3)
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    held = known.Record(model)
+    with known.moving(model):
+        weight.data = weight.data.clone()
+    held = held.successor(model)
+    assert held is not None and held.successor(model) is held
+    weight.data = weight.data.clone()
+    assert held.successor(model) is None
