@@ -6,7 +6,7 @@
 
 Prompts are the first turns of datasets as they are published (:mod:`bench.datasets`); any other file is a text to edit, in one prompt. All rows generate each prompt in turn, in whole calls, so that a machine that becomes
 slower does so for all. Per row: tokens/s of whole calls (sum of tokens over the sum of each prompt's median time), the ratio to our plain decoding, the worst
-prompt's ratio to it, milliseconds to the first token, tokens/s behind it, and the share of texts that equal those of our plain decoding. Sampled rows have one seed per prompt.
+prompt's ratio to it, milliseconds to the first token, tokens/s behind it, and the share of texts that equal the same program's plain ones. Sampled rows have one seed per prompt.
 """
 
 from __future__ import annotations
@@ -82,7 +82,14 @@ def options_of(draft: Any, third: Any) -> dict[str, tuple[list[Any], dict[str, A
 
 
 PACKED = "GGUF"
-"""Rows of the models' GGUF files begin with it. Their texts are compared with those of the file's own plain decoding."""
+"""Rows of the models' GGUF files begin with it."""
+
+
+def own_plain(row: str) -> str:
+    """The row of plain decoding by the same program with the same weights, whose texts a row's should be."""
+    if row.startswith(("llama.cpp", "OpenVINO")):
+        return row.partition(",")[0]
+    return f"{PACKED}, plain" if row.startswith(PACKED) else "HF generate()" if row.startswith("HF") else PLAIN.name
 
 
 def packed_rows(target: Path, draft: Path) -> dict[str, tuple[Path, list[Any], dict[str, Any]]]:
@@ -199,8 +206,8 @@ def summary(texts: dict[str, list[list[tuple[list[int], float, float]]]], kinds:
             first = {i: statistics.median(f for _, _, f in results[i]) for i in places}
             tokens = {i: len(results[i][0][0]) for i in places}
             ratios = [tokens[i] / seconds[i] / plain_rate[i] for i in places]
-            own = f"{PACKED}, plain" if row.startswith(PACKED) else PLAIN.name
-            same = sum(results[i][0][0] == texts.get(own, results)[i][0][0] for i in places)
+            own = texts.get(own_plain(row), results)
+            same = sum(results[i][0][0] == own[i][0][0] for i in places)
             rate = sum(tokens.values()) / sum(seconds.values())
             records.append(
                 {
