@@ -147,7 +147,7 @@ def timed(generate: Callable[..., Any], ids: torch.Tensor, arguments: dict[str, 
 
 
 def read_prompts(given: Sequence[str], tokenizer: Any, count: int, most: int) -> list[tuple[str, torch.Tensor]]:
-    """The first ``count`` prompts of each file, as chats of one turn: name of the file and token ids ``[1, S]``."""
+    """The first ``count`` prompts of each file, as chats of one turn if there is a template: name of the file and token ids ``[1, S]``."""
     found = []
     for entry in given:
         name, _, path = entry.partition("=")
@@ -157,10 +157,10 @@ def read_prompts(given: Sequence[str], tokenizer: Any, count: int, most: int) ->
             page = tokenizer.decode(tokenizer(file.read_text(encoding="utf-8"))["input_ids"][:EDIT_TOKENS])
             asked = [f"Correct the spelling of this text and write it again, unchanged otherwise.\n\n{page}"]
         for question in asked:
-            chat = [{"role": "user", "content": question}]
-            ids = tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )["input_ids"]
+            if tokenizer.chat_template:
+                chat = [{"role": "user", "content": question}]
+                question = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            ids = tokenizer(question, add_special_tokens=not tokenizer.chat_template, return_tensors="pt").input_ids
             found.append((name, ids[:, -most:]))
     return found
 
