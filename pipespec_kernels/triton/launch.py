@@ -198,9 +198,9 @@ def dependent(device: torch.device) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if _PDL == "1" and able else {"PDL": False}
 
 
-# The first statement of every kernel. All blocks wait, also those that then return without an access, so a kernel ends only after the one ahead
-# of it. What has waited for that one has therefore waited for all earlier ones. A block lets the next kernel begin only after its own wait, and
-# that begins once all blocks have let it: none of them still needs the room that waiting blocks take up.
+# The first statement of every kernel, before all loads, stores and atomics. Every block waits, also one that then returns without an access, so a
+# kernel ends only after the one ahead of it: what has waited for that one has waited for all earlier ones. A block lets the next kernel begin after
+# its own wait, and that begins once all blocks have let it: none of them still needs the room that the waiting blocks take up.
 @triton.jit
 def begin_dependent(PDL: tl.constexpr):
     """Wait for the end of the launch ahead and for what it wrote, then let the next one begin. Without ``PDL`` nothing."""
