@@ -13,6 +13,7 @@ Attention, the KV kernels and those of layers have no logits, and the second ker
 empty. Attention must load asynchronously, 16 bytes
 at a time, and multiply 16-bit numbers on tensor cores. Kernels of layers must load 16 bytes at a time where the size of a row allows it; they have
 budgets for registers and for all their instructions. In PTX a barrier must come right before and right behind each ticket (an atomic operation with acquire and release), and none may be under a predicate.
+Variants for a dependent launch (``PDL``, from sm_90 on) must wait for the launch ahead before any branch and any access to global memory.
 
 A kernel over its budget makes the exit status 1. Budgets exist for spills (none), shared memory (the architecture's limit per block) and
 the loop. So does a fused multiply-add where noise must have the host's bits. Pointers and strides are compiled as aligned, as they are for
@@ -22,7 +23,6 @@ the vocabularies of models.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import subprocess
 import sys
@@ -225,8 +225,7 @@ def kv_cases() -> Iterator[CompileCase]:
         constants |= {"DIRECT": how == "whole", "COMBINES": how in ("", "window, capped") and width * 4 <= ONE_LAUNCH}
         constants |= {"WINDOWED": "window" in how, "CAPPED": "capped" in how}
         name = ", ".join(filter(None, (f"attention, D={dim}, M={cut.block_m}", "invariant" if invariant else "", how)))
-        block_d = triton.next_power_of_2(dim)
-        constants |= heads | {"BLOCK_D": block_d}
+        constants |= heads | {"BLOCK_D": triton.next_power_of_2(dim)}
         return CompileCase(
             name, attention_kernel, dtype, None, constants, None, cut.warps, cut.stages, fused=not cut.span
         )
@@ -241,9 +240,9 @@ def kv_cases() -> Iterator[CompileCase]:
     yield attention("fp16", 96, False, 5, "whole")
     yield attention("bf16", 128, False, 5, "window, capped")
     yield attention("fp32", 256, True, 5)
-    combined = heads | {"DIM": 128, "BLOCK_D": 128, "SPAN": 0, "BLOCK_N": 64, "SPANS": COMBINED}
-    yield CompileCase("attention, combine, D=128", combine_kernel, "bf16", None, combined, None)
     blocks = {"DIM": 128, "BLOCK_D": 128}
+    combined = heads | blocks | {"SPAN": 0, "BLOCK_N": 64, "SPANS": COMBINED}
+    yield CompileCase("attention, combine, D=128", combine_kernel, "bf16", None, combined, None)
     yield CompileCase("kv_append", append_kernel, "bf16", None, blocks | {"HAS_NEW": True, "BLOCK_Q": 8}, None)
 
 
@@ -294,12 +293,18 @@ def layer_cases() -> Iterator[CompileCase]:
     yield replace(with_float32, name=f"{with_float32.name}, fp32 tables", types={"cos": "*fp32", "sin": "*fp32"})
 
 
+def dependent_cases() -> Iterator[CompileCase]:
+    """Those of a quick run, as dependent launches."""
+    for case in cases():
+        if case.name in IN_QUICK and case.dtype == "bf16":
+            yield replace(case, name=f"{case.name}, PDL", constants=case.constants | {"PDL": True})
+
+
 def compile_case(case: CompileCase, arch: int, tighten: float = 1.0) -> CompileReport:
-    constants = case.constants if case.config is None else case.constants | {"BLOCK": case.config.block}
+    constants = {"PDL": False} | case.constants | ({} if case.config is None else {"BLOCK": case.config.block})
     warps = case.warps if case.config is None else case.config.warps
-    names = case.kernel.arg_names
     signature, attributes = {}, {}
-    for i, name in enumerate(names):
+    for i, name in enumerate(case.kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
         else:
@@ -337,7 +342,7 @@ def compile_case(case: CompileCase, arch: int, tighten: float = 1.0) -> CompileR
         "instruction_budget": case.instructions,
         "tickets": compiled.asm["ptx"].count(".acq_rel."),
     }
-    failures = ordering_faults(compiled.asm["ptx"])
+    failures = ordering_faults(compiled.asm["ptx"]) + dependency_faults(compiled.asm["ptx"], constants["PDL"])
     if report["spilled"] > SPILLED_BYTES:
         failures.append(f"{report['spilled']} bytes spilled")
     if case.kernel is attention_kernel:
@@ -375,12 +380,23 @@ def ordering_faults(ptx: str) -> list[str]:
     return found
 
 
+def dependency_faults(ptx: str, dependent: bool) -> list[str]:
+    """What is wrong with the wait for the launch ahead: every thread must come to it, and before it touches what other launches may write or read."""
+    if not dependent:
+        return ["a launch that is not dependent waits"] if "griddepcontrol" in ptx else []
+    before, *behind = re.split(r"(?m)^\s*griddepcontrol\.wait;", ptx, maxsplit=1)
+    start = r"(?m)^\s*(@!?%p\d+\s+)?"
+    rules = {
+        "no wait for the launch ahead": not behind,
+        "an access before the wait": re.search(start + r"(ld|st|atom|red|cp|prefetch)\.(?!param|shared)", before),
+        "a branch before the wait": re.search(start + r"(bra|brx|call|ret|exit)\b", before),
+        "the next launch is never let in": "griddepcontrol.launch_dependents;" not in ptx,
+    }
+    return [fault for fault, found in rules.items() if found]
+
+
 def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
-
-
-def tool(name: str) -> str:
-    return os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", name)
 
 
 def disassemble(cubin: bytes) -> tuple[list[tuple[int, str]], dict[str, int]]:
@@ -390,9 +406,8 @@ def disassemble(cubin: bytes) -> tuple[list[tuple[int, str]], dict[str, int]]:
         file.flush()
 
         def run(option: str) -> str:
-            return subprocess.run(
-                [tool("cuobjdump"), option, file.name], capture_output=True, text=True, check=True
-            ).stdout
+            tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+            return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
         text, resources = run("-sass"), run("--dump-resource-usage")
     lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", text, re.MULTILINE)
@@ -446,10 +461,10 @@ def main() -> int:
         f"{'':42}{'':6}{'arch':>4}{'block':>7}{'warps':>6}{'regs':>6}{'spill':>7}{'shared':>8}{'instrs':>8}{'loop':>8}{'budget':>8}{'all':>7}"
     )
     reports = []
-    for case in cases():
+    for case in [*cases(), *dependent_cases()]:
         if not case.name.startswith(tuple(options.kernel)):
             continue
-        for arch in options.arch or ARCHS + SMALL_ARCHS:
+        for arch in (a for a in options.arch or ARCHS + SMALL_ARCHS if a >= 90 or "PDL" not in case.constants):
             if arch in SMALL_ARCHS:
                 if (case.name, case.dtype) not in LARGEST or (options.quick and arch != 89):
                     continue

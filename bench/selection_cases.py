@@ -7,6 +7,7 @@ an exponential race. Bytes are those of the logits once, unless a case says othe
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +48,16 @@ def _full_rows(batch: int, width: int, device: str) -> tuple[Tensor, Tensor]:
     return query_lens, query_lens - 1
 
 
+def _implementation(device: str, batch: int, width: int) -> tuple[Any, dict[str, Any], Callable[..., Tensor]]:
+    """What has ``verify`` and ``rejection_sample``, the work space that they take on a GPU, and the choice of every column."""
+    if device == "cuda":
+        from pipespec_kernels import triton
+
+        space = {"workspace": triton.Workspace(batch, width, device)}
+        return triton, space, lambda x, noise: triton.select(x, noise=noise, **space)
+    return ops, {}, lambda x, noise: ops.argmax(x) if noise is None else ops.sample(x, noise)
+
+
 def select_maker(sampled: bool):
     """A choice in every column, greedy or coupled."""
 
@@ -57,21 +68,11 @@ def select_maker(sampled: bool):
             batch, width, _ = shape
             logits = normal((copies, *shape), dtype, device)
             noise = _noise(batch, device)
-            if device == "cuda":
-                from pipespec_kernels.triton import Workspace, select
-
-                workspace = Workspace(batch, width, device)
-
-                def ours(i: int) -> object:
-                    return select(logits[i], noise=noise if sampled else None, workspace=workspace)
-            else:
-
-                def ours(i: int) -> object:
-                    return ops.sample(logits[i], noise) if sampled else ops.argmax(logits[i])
-
+            choose = _implementation(device, batch, width)[2]
             scale = noise.inv_temperature
             calls = {name: lambda i, rival=rival: rival(logits[i], scale) for name, rival in others.items()}
-            return KernelCase(logits_bytes(shape, dtype), ours, calls)
+            drawn = noise if sampled else None
+            return KernelCase(logits_bytes(shape, dtype), lambda i: choose(logits[i], drawn), calls)
 
         return case
 
@@ -103,22 +104,13 @@ def verify_maker(coupled: bool):
             noise = _noise(batch, device) if coupled else None
             tokens = torch.zeros((copies, batch, width), dtype=torch.int64, device=device)
             lengths = _full_rows(batch, width, device)
-            if device == "cuda":
-                from pipespec_kernels.triton import Workspace, select, verify
+            run, space, choose = _implementation(device, batch, width)
 
-                workspace = Workspace(batch, width, device)
-                choices = [select(x, noise=noise, workspace=workspace) for x in logits]
+            def ours(i: int) -> Any:
+                return run.verify(logits[i], tokens[i], *lengths, noise=noise, **space)
 
-                def ours(i: int) -> tuple[Tensor, Tensor]:
-                    return verify(logits[i], tokens[i], *lengths, noise=noise, workspace=workspace)
-            else:
-                choices = [ops.argmax(x) if noise is None else ops.sample(x, noise) for x in logits]
-
-                def ours(i: int) -> tuple[Tensor, Tensor]:
-                    return ops.verify(logits[i], tokens[i], *lengths, noise=noise)
-
-            for i, choice in enumerate(choices):
-                tokens[i, :, 1:] = choice[:, :-1]
+            for i in range(copies):
+                tokens[i, :, 1:] = choose(logits[i], noise)[:, :-1]
             assert ours(0)[1].tolist() == [width - 1] * batch
             calls = {name: lambda i, rival=rival: rival(logits[i], tokens[i], scale) for name, rival in others.items()}
             return KernelCase(logits_bytes(shape, dtype), ours, calls)
@@ -186,17 +178,10 @@ def make_rejection(device: str, quick: bool):
         for i in range(copies):
             tokens[i, :, 1:] = ops.sample(draft[i], drawing)[:, :-1]
         lengths = _full_rows(batch, width, device)
-        if device == "cuda":
-            from pipespec_kernels.triton import Workspace, rejection_sample
+        run, space, _ = _implementation(device, batch, width)
 
-            workspace = Workspace(batch, width, device)
-
-            def ours(i: int) -> object:
-                return rejection_sample(logits[i], tokens[i], *lengths, draft[i], noise, workspace=workspace)
-        else:
-
-            def ours(i: int) -> object:
-                return ops.rejection_sample(logits[i], tokens[i], *lengths, draft[i], noise)
+        def ours(i: int) -> object:
+            return run.rejection_sample(logits[i], tokens[i], *lengths, draft[i], noise, **space)
 
         calls = {
             name: lambda i, rival=rival: rival(logits[i], draft[i], tokens[i], noise.inv_temperature)

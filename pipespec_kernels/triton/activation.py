@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pipespec_kernels.triton import launch
-from pipespec_kernels.triton.launch import on
+from pipespec_kernels.triton.launch import begin_dependent, dependent, on
 from pipespec_kernels.triton.norm import rounded
 
 BLOCK = 1024
@@ -36,7 +36,9 @@ def silu_mul_kernel(
     KIND: tl.constexpr,
     INTERMEDIATE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin_dependent(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = at < INTERMEDIATE
@@ -64,5 +66,6 @@ def silu_mul(gate_up: Tensor, activation: str, out: Tensor) -> None:
             KIND=ACTIVATIONS.index(activation),
             INTERMEDIATE=intermediate,
             BLOCK=block,
+            **dependent(gate_up.device),
             enable_fp_fusion=False,
         )

@@ -31,17 +31,16 @@ import triton.language as tl
 from torch import Tensor
 
 from pipespec_kernels.triton import launch
-from pipespec_kernels.triton.launch import MOST_ROWS, on
-from pipespec_kernels.triton.philox import INTERPRETED as _INTERPRETED
+from pipespec_kernels.triton.launch import MOST_ROWS, begin_dependent, dependent, on
+from pipespec_kernels.triton.philox import IS_INTERPRETED
 
 INVARIANT_SPAN = 256  # keys: partial sums cost an eighth of the bytes that the keys and values do (4 heads, 8 bit more)
 INVARIANT_WIDTH = 32  # columns of one launch: bounds the memory for partial sums, of which each span has its own
 COMBINED = 16  # spans that the second launch loads at a time
 ONE_LAUNCH = 32  # pairs up to which one block combines: alone, at the rate of one multiprocessor
 
-# The interpreter multiplies bfloat16 as if its bits were integers, and ``range`` takes no numbers of its kind. Compiled, only a
-# loop over a range overlaps its loads with its products.
-INTERPRETED = tl.constexpr(_INTERPRETED)
+# Where it says IS_INTERPRETED: the interpreter multiplies bfloat16 as if its bits were integers, and ``range`` takes no numbers of its kind.
+# Compiled, only a loop over a range overlaps its loads with its products.
 _LOG2E = 1.4426950408889634
 
 
@@ -94,7 +93,7 @@ def take_block(
     there = (at < end)[:, None] & whole
     offset = at.to(tl.int64)[:, None]
     k = tl.load(key_base + offset * keys_stride_s + d[None, :], mask=there, other=0.0)
-    if INTERPRETED:
+    if IS_INTERPRETED:
         k = k.to(tl.float32)
     score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
     if CAPPED:
@@ -120,7 +119,7 @@ def take_block(
     weight = weight * shrink + tl.sum(p, 1)
     v = tl.load(value_base + offset * values_stride_s + d[None, :], mask=there, other=0.0)
     p = p.to(v.dtype)
-    if INTERPRETED:
+    if IS_INTERPRETED:
         p = p.to(tl.float32)
         v = v.to(tl.float32)
     acc = tl.dot(p, v, acc * shrink[:, None], input_precision="ieee")
@@ -240,7 +239,7 @@ def combine(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if INTERPRETED:
+    if IS_INTERPRETED:
         start = 0
         while start < most:
             top, weight, acc = add_spans(
@@ -304,8 +303,10 @@ def attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPANS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """``DIRECT``: no other block has a part of the keys. ``COMBINES``: the last block of a tile combines the sums of all."""
+    begin_dependent(PDL)
     split = tl.program_id(0)
     head = tl.program_id(1) % HEADS  # of the keys
     tile = tl.program_id(1) // HEADS
@@ -344,7 +345,7 @@ def attention_kernel(
             mask=live[:, None] & whole,
             other=0.0,
         )
-        if INTERPRETED:
+        if IS_INTERPRETED:
             q = q.to(tl.float32)
         key_base = keys + row * keys_stride_b + head.to(tl.int64) * keys_stride_h
         value_base = values + row * values_stride_b + head.to(tl.int64) * values_stride_h
@@ -352,7 +353,7 @@ def attention_kernel(
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         weight = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        if INTERPRETED:
+        if IS_INTERPRETED:
             start = begin
             while start < stop:
                 top, weight, acc = take_block(
@@ -415,7 +416,9 @@ def combine_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPANS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin_dependent(PDL)
     combine(
         lengths, query_lens, output, output_stride_b, output_stride_h, output_stride_q, sums, maxima, weights,
         first, columns, width, capacity, splits,
@@ -514,7 +517,7 @@ def verify_attention(
     maxima = out if direct else torch.empty(shape, dtype=torch.float32, device=q.device)
     weights = out if direct else torch.empty(shape, dtype=torch.float32, device=q.device)
     constants = {"HAS_QUERY_LENS": query_lens is not None, "GROUP": group, "HEADS": heads, "DIM": dim, "SPAN": cut.span}
-    constants |= {"BLOCK_N": cut.block_n, "BLOCK_D": block_d}
+    constants |= {"BLOCK_N": cut.block_n, "BLOCK_D": block_d} | dependent(q.device)
     counts = lengths if query_lens is None else query_lens  # not read without query_lens
     scale_log2 = (dim**-0.5 if scale is None else scale) * _LOG2E
     if softcap is not None:

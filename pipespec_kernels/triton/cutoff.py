@@ -25,11 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipespec_kernels.triton.launch import (
-    UNSPECIALIZED,
-    check_limits,
-    on,
-)
+from pipespec_kernels.triton.launch import UNSPECIALIZED, begin_dependent, check_limits, dependent, on, strides
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 # Logits that a block of threads reads at once, and warps of a block. Not tuned on a device.
@@ -51,8 +47,7 @@ def _key(x, SHIFT: tl.constexpr):
 @triton.jit
 def _float(key, SHIFT: tl.constexpr):
     """The float of a key; ``key`` is int64."""
-    bits = (key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)
-    bits = bits.to(tl.int32)
+    bits = ((key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)).to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -118,8 +113,10 @@ def cutoff_scan_kernel(
     GROUP: tl.constexpr,
     GROUPS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Of each group the largest logit, NaN if it has one, and the sum of the weights relative to that."""
+    begin_dependent(PDL)
     column = tl.program_id(1)
     row = tl.program_id(2)
     wanted, k, p, _ = _filters(
@@ -248,7 +245,9 @@ def cutoff_search_kernel(
     GROUP: tl.constexpr,
     GROUPS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin_dependent(PDL)
     column = tl.program_id(0)
     row = tl.program_id(1)
     cell = (row * tl.num_programs(0) + column).to(tl.int64)
@@ -364,8 +363,7 @@ def cutoff(
     maxima, sums, remaining = torch.empty((3, batch, width, groups_block), dtype=torch.float32, device=device).unbind()
     rows = (
         logits,
-        logits.stride(0),
-        logits.stride(1),
+        *strides(logits),
         vocab,
         out if query_lens is None else query_lens,
         out if num_draft_tokens is None else num_draft_tokens,
@@ -383,6 +381,7 @@ def cutoff(
         "GROUP": group,
         "GROUPS_BLOCK": groups_block,
         "BLOCK": block,
+        **dependent(device),
     }
     with on(device):
         cutoff_scan_kernel[(triton.cdiv(vocab, block), width, batch)](

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from pipespec_kernels.triton import launch
-from pipespec_kernels.triton.launch import on
+from pipespec_kernels.triton.attention import extent
+from pipespec_kernels.triton.launch import begin_dependent, dependent, on
 
 _TILE = 8192  # elements
 
@@ -42,18 +43,15 @@ def append_kernel(
     DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin_dependent(PDL)
     column = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(2).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
-    length = tl.load(lengths + row).to(tl.int64)
-    if HAS_NEW:
-        count = tl.load(n_new + row).to(tl.int64)
-    else:
-        count = tl.full([], 0, tl.int64) + width
-    good = (length >= 0) & (length <= capacity) & (count >= 0) & (count <= width) & (length + count <= capacity)
-    mask = (good & (column < count))[:, None] & (d < DIM)[None, :]
+    length, count, _ = extent(lengths, n_new, row, width, capacity, HAS_NEW)
+    mask = (column < count)[:, None] & (d < DIM)[None, :]
     source = column.to(tl.int64)[:, None]
     place = length + source
     k = tl.load(
@@ -70,22 +68,15 @@ def append_kernel(
     )
 
 
-# The function below takes arguments that pipespec_kernels.ops has checked.
-
-
-def _wide(dim: int) -> int:
-    return max(16, 1 << (dim - 1).bit_length())
-
-
 def kv_append(
     keys: Tensor, values: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, n_new: Tensor | None = None
 ) -> None:
-    """See :func:`pipespec_kernels.ops.kv_append`."""
+    """See :func:`pipespec_kernels.ops.kv_append`, which checks the arguments."""
     launch.check_device(k_cache.device, "k_cache")
     batch, heads, width, dim = keys.shape
     if keys.numel() == 0:
         return
-    block_d = _wide(dim)
+    block_d = max(16, triton.next_power_of_2(dim))
     block_q = max(1, min(triton.next_power_of_2(width), _TILE // 2 // block_d))
     with on(k_cache.device):
         append_kernel[(triton.cdiv(width, block_q), heads, batch)](
@@ -105,4 +96,5 @@ def kv_append(
             DIM=dim,
             BLOCK_Q=block_q,
             BLOCK_D=block_d,
+            **dependent(k_cache.device),
         )

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipespec_kernels.noise import Noise
 from pipespec_kernels.triton.philox import INTERPRETED
@@ -16,12 +20,19 @@ INTEGERS = (torch.int32, torch.int64)
 MOST_VOCAB = 1 << 30  # ids and tiles are counted in int32
 # Arguments whose values do not change the code worth mentioning: each value of 1, or multiple of 16, would be a kernel of its own.
 _NUMBERS = "width notes stream splits offset tokens_stride_b tokens_stride_q cutoff_stride_b cutoff_stride_q draft_cutoff_stride_b draft_cutoff_stride_q"
+_NUMBERS += " top_n num_biases history_stride"
 _FEW_VALUES = "tokens query_lens num_draft_tokens selected accepted best ticket rejected next_token length epoch seeds positions inv_temperature"
 _FEW_VALUES += " draft_inv_temperature cutoff draft_cutoff undrawn lse arrivals top_k top_p min_p out"
+_FEW_VALUES += (
+    " chosen top_ids top history lengths repetition presence frequency prompt_lengths bias_ids bias bitmask table"
+)
 UNSPECIALIZED = {"do_not_specialize": _NUMBERS.split(), "do_not_specialize_on_alignment": _FEW_VALUES.split()}
 LEAST_WIDTH_BLOCK = 32
 """Columns in a walk along draft tokens, so that the usual widths share a kernel."""
 MOST_ROWS = 65535  # CUDA's limit for the outer dimensions of a grid
+_PDL = os.environ.get("PIPESPEC_PDL", "")
+if _PDL not in ("", "0", "1"):
+    raise ValueError(f"PIPESPEC_PDL is {_PDL!r}: leave it unset, or use '0' or '1'")
 
 
 @dataclass(frozen=True)
@@ -178,3 +189,21 @@ def results(out: tuple[Tensor, Tensor] | None, batch: int, width: int, device: t
 def on(device: torch.device) -> Any:
     """The device to launch on. Triton launches on the current device, which may differ from that of the tensors."""
     return torch.cuda.device(device if device.type == "cuda" else -1)
+
+
+@functools.cache
+def dependent(device: torch.device) -> dict[str, bool]:
+    """Keyword arguments of every launch: whether it may begin before the one ahead of it has ended (``PIPESPEC_PDL=1``, on an NVIDIA GPU that can)."""
+    able = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if _PDL == "1" and able else {"PDL": False}
+
+
+# The first statement of every kernel, before all loads, stores and atomics. Every block waits, also one that then returns without an access, so a
+# kernel ends only after the one ahead of it: what has waited for that one has waited for all earlier ones. A block lets the next kernel begin after
+# its own wait, and that begins once all blocks have let it: none of them still needs the room that the waiting blocks take up.
+@triton.jit
+def begin_dependent(PDL: tl.constexpr):
+    """Wait for the end of the launch ahead and for what it wrote, then let the next one begin. Without ``PDL`` nothing."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()

@@ -12,25 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from pipespec_kernels.triton import launch
-from pipespec_kernels.triton.launch import on
+from pipespec_kernels.triton.launch import UNSPECIALIZED, begin_dependent, dependent, on, strides
 from pipespec_kernels.triton.selection import invalid
 
 BLOCK, WARPS = 2048, 8
 _LOWEST = tl.constexpr(-(1 << 63))
-
-_UNSPECIALIZED = {
-    "do_not_specialize": ["width", "top_n", "cutoff_stride_b"],
-    "do_not_specialize_on_alignment": [
-        "selected",
-        "query_lens",
-        "num_draft_tokens",
-        "inv_temperature",
-        "cutoff",
-        "chosen",
-        "top_ids",
-        "top",
-    ],
-}
 
 
 @triton.jit
@@ -47,7 +33,7 @@ def grown(total, before, after):
     return total * tl.where(before == float("-inf"), 0.0, tl.exp(before - after))
 
 
-@triton.jit(**_UNSPECIALIZED)
+@triton.jit(**UNSPECIALIZED)
 def logprobs_kernel(
     logits,
     logits_stride_b,
@@ -67,7 +53,9 @@ def logprobs_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_CUTOFF: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin_dependent(PDL)
     step = tl.program_id(0)
     row = tl.program_id(1)
     fed = tl.load(query_lens + row)
@@ -157,8 +145,7 @@ def logprobs(
     with on(device):
         logprobs_kernel[(width, batch)](
             logits,
-            logits.stride(0),
-            logits.stride(1),
+            *strides(logits),
             vocab,
             selected.contiguous(),
             query_lens,
@@ -174,6 +161,7 @@ def logprobs(
             HAS_SCALE=inv_temperature is not None,
             HAS_CUTOFF=cutoff is not None,
             BLOCK=BLOCK,
+            **dependent(device),
             num_warps=WARPS,
         )
     return chosen, top_ids, top

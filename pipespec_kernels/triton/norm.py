@@ -12,17 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from pipespec_kernels.triton import launch
-from pipespec_kernels.triton.launch import on
-from pipespec_kernels.triton.philox import INTERPRETED as _INTERPRETED
+from pipespec_kernels.triton.launch import begin_dependent, dependent, on
+from pipespec_kernels.triton.philox import IS_INTERPRETED
 
-INTERPRETED = tl.constexpr(_INTERPRETED)
 MOST_AT_ONCE = 16384  # elements of a row that registers hold; longer rows are read twice
 
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
     """Round float32 numbers to ``dtype``. Returns float32."""
-    if INTERPRETED and dtype == tl.bfloat16:
+    if IS_INTERPRETED and dtype == tl.bfloat16:
         # The interpreter cuts the low bits off. A NaN must not carry into the exponent.
         bits = x.to(tl.uint32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
@@ -101,7 +100,9 @@ def add_rms_norm_kernel(
     ONE_PLUS: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin_dependent(PDL)
     row = tl.program_id(0).to(tl.int64)
     x_row = x + row * x_stride
     residual_row = residual + row * residual_stride
@@ -164,6 +165,7 @@ def add_rms_norm(
             ONE_PLUS=one_plus_weight,
             HIDDEN=hidden,
             BLOCK=block,
+            **dependent(x.device),
             num_warps=warps,
             enable_fp_fusion=False,
         )

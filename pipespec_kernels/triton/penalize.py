@@ -14,31 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from pipespec_kernels.triton import launch
-from pipespec_kernels.triton.launch import LEAST_WIDTH_BLOCK, on
+from pipespec_kernels.triton.launch import LEAST_WIDTH_BLOCK, UNSPECIALIZED, begin_dependent, dependent, on, strides
 from pipespec_kernels.triton.selection import invalid
 
 BLOCK = 1024
 SEEN = tl.constexpr(1 << 30)
 """In an entry of the table: the token is in the prompt. The bits below count generated occurrences."""
-
-_UNSPECIALIZED = {
-    "do_not_specialize": ["width", "num_biases", "history_stride", "tokens_stride_b", "tokens_stride_q"],
-    "do_not_specialize_on_alignment": [
-        "tokens",
-        "history",
-        "lengths",
-        "repetition",
-        "presence",
-        "frequency",
-        "prompt_lengths",
-        "bias_ids",
-        "bias",
-        "bitmask",
-        "query_lens",
-        "num_draft_tokens",
-        "table",
-    ],
-}
 
 
 @triton.jit
@@ -70,7 +51,7 @@ def apply(source, table, ids, inside, mask, repetition, presence, frequency, HAS
     tl.store(source + ids, x, mask=owns)
 
 
-@triton.jit(**_UNSPECIALIZED)
+@triton.jit(**UNSPECIALIZED)
 def penalize_kernel(
     logits,
     logits_stride_b,
@@ -98,7 +79,9 @@ def penalize_kernel(
     HAS_BITMASK: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin_dependent(PDL)
     part = tl.program_id(0)
     column = tl.program_id(1)
     row = tl.program_id(2)
@@ -185,12 +168,10 @@ def penalize(
     with on(logits.device):
         penalize_kernel[(parts, width, batch)](
             logits,
-            logits.stride(0),
-            logits.stride(1),
+            *strides(logits),
             vocab,
             tokens,
-            tokens.stride(0),
-            tokens.stride(1),
+            *strides(tokens),
             history,
             history.shape[1],
             lengths,
@@ -210,6 +191,7 @@ def penalize(
             HAS_BITMASK=bitmask is not None,
             BLOCK=BLOCK,
             WIDTH_BLOCK=max(LEAST_WIDTH_BLOCK, triton.next_power_of_2(width)),
+            **dependent(logits.device),
             num_warps=4,
             enable_fp_fusion=False,
         )

@@ -19,7 +19,7 @@ import triton.language as tl
 
 # True: triton.jit makes interpreted functions in this process. Inline PTX does not exist there.
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-_PTX = tl.constexpr(not INTERPRETED)
+IS_INTERPRETED = tl.constexpr(INTERPRETED)  # for kernels
 
 _MULTIPLIER0 = tl.constexpr(0xD2511F53)
 _MULTIPLIER1 = tl.constexpr(0xCD9E8D57)
@@ -40,7 +40,7 @@ _P6 = tl.constexpr(float.fromhex("0x1.5f7cb2p-3"))
 @triton.jit
 def _product(x, y: tl.constexpr):
     """Both halves, low and high, of the 64-bit products of uint32."""
-    if _PTX:
+    if not IS_INTERPRETED:
         # One instruction, where umulhi and * are two. A product of blocks of uint64 is one instruction as well, but triton then moves the random
         # words between threads through shared memory, with four barriers per tile.
         low, high = tl.inline_asm_elementwise(
@@ -97,7 +97,7 @@ def draw(seed, position, stream, begin, BLOCK: tl.constexpr):
 @triton.jit
 def times(x, y, FAST: tl.constexpr):
     """``x * y``; if not ``FAST``, a product that no compiler fuses with a sum."""
-    if FAST or not _PTX:
+    if FAST or IS_INTERPRETED:
         return x * y
     else:
         # Compiling without fusion is not enough: for sm_100 products and sums come in pairs (mul.rn.f32x2), and ptxas

@@ -27,15 +27,17 @@ from pipespec_kernels.triton.launch import (
     Config,
     RowState,
     Workspace,
+    begin_dependent,
     check_limits,
     cut,
     default_config,
+    dependent,
     fields,
     on,
     results,
     strides,
 )
-from pipespec_kernels.triton.philox import INTERPRETED, draw, draw4, lg2, perturbed, uniform
+from pipespec_kernels.triton.philox import INTERPRETED, IS_INTERPRETED, draw, draw4, lg2, perturbed, uniform
 from pipespec_kernels.triton.selection import (
     LOADS,
     LOADS_OF_FLOAT32,
@@ -49,7 +51,6 @@ from pipespec_kernels.triton.selection import (
     unpack_id,
 )
 
-_INTERPRETED = tl.constexpr(INTERPRETED)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 # The start of a running maximum: lower than any logit that matters, and finite, so that differences are numbers.
@@ -122,7 +123,9 @@ def rejection_test_kernel(
     BLOCK: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
     SPLITS_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin_dependent(PDL)
     split = tl.program_id(0)
     row = tl.program_id(1)
     column = tl.program_id(2)
@@ -164,7 +167,7 @@ def rejection_test_kernel(
                 draft_s = s
             begin = split * span
             end = tl.minimum(begin + span, vocab)
-            if _INTERPRETED:  # its loops cannot run over tensors
+            if IS_INTERPRETED:  # its loops cannot run over tensors
                 start = begin
                 while start < end:
                     m, s = _add_exponentials(source, start, vocab, scale, lowest, m, s, BLOCK)
@@ -273,7 +276,9 @@ def rejection_choose_kernel(
     HAS_DRAFT_CUTOFF: tl.constexpr,
     FAST: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin_dependent(PDL)
     split = tl.program_id(0)
     row = tl.program_id(1)
     row64 = row.to(tl.int64)
@@ -404,8 +409,8 @@ def rejection_sample(
     sums = torch.empty((batch, width, test_cut.splits, 4), dtype=torch.float32, device=device)
     lse = torch.empty((batch, width, 2), dtype=torch.float32, device=device)
     unused = accepted  # stands for arguments that are not read
-    has_draft, has_cutoff = draft_logits is not None, cutoff is not None
-    has_draft_cutoff = has_draft and draft_cutoff is not None
+    modes = {"HAS_DRAFT": draft_logits is not None, "HAS_CUTOFF": cutoff is not None} | dependent(device)
+    modes["HAS_DRAFT_CUTOFF"] = draft_logits is not None and draft_cutoff is not None
     rows = (
         logits,
         *strides(logits),
@@ -442,9 +447,7 @@ def rejection_sample(
             streams.accept,
             test_cut.splits,
             test_cut.span,
-            HAS_DRAFT=has_draft,
-            HAS_CUTOFF=has_cutoff,
-            HAS_DRAFT_CUTOFF=has_draft_cutoff,
+            **modes,
             BLOCK=test_config.block,
             WIDTH_BLOCK=max(LEAST_WIDTH_BLOCK, triton.next_power_of_2(width)),
             SPLITS_BLOCK=max(_LEAST_SPLITS_BLOCK, triton.next_power_of_2(test_cut.splits)),
@@ -461,9 +464,7 @@ def rejection_sample(
             choose_cut.splits,
             choose_cut.span,
             HAS_STATE=state is not None,
-            HAS_DRAFT=has_draft,
-            HAS_CUTOFF=has_cutoff,
-            HAS_DRAFT_CUTOFF=has_draft_cutoff,
+            **modes,
             FAST=not (exact or INTERPRETED),
             BLOCK=choose_config.block,
             num_warps=choose_config.warps,

@@ -6,14 +6,13 @@ A block of threads takes some heads of one column: queries, keys or values. Thei
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from pipespec_kernels.triton import launch
 from pipespec_kernels.triton.attention import extent
-from pipespec_kernels.triton.launch import MOST_ROWS, on
+from pipespec_kernels.triton.launch import MOST_ROWS, begin_dependent, dependent, on
 from pipespec_kernels.triton.norm import inverse_rms, rounded, weighted
 
 _TILE = 1024  # elements of half a tile
@@ -78,7 +77,9 @@ def rope_append_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin_dependent(PDL)
     column = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -183,23 +184,21 @@ def rope_append(
     k_cache: Tensor,
     v_cache: Tensor,
     lengths: Tensor,
-    n_new: Tensor | None = None,
+    n_new: Tensor | None,
     *,
-    positions: Tensor | None = None,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-    one_plus_weight: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    """See :func:`pipespec_kernels.ops.rope_append`, which checks the arguments."""
+    positions: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    one_plus_weight: bool,
+    out: Tensor,
+) -> None:
+    """See :func:`pipespec_kernels.ops.rope_append`, which checks the arguments and makes ``out``."""
     launch.check_device(q.device, "q")
     batch, heads_q, width, dim = q.shape
     heads, rotary = keys.shape[1], cos.shape[1]
-    if out is None:
-        out = torch.empty((batch, width, heads_q, dim), dtype=q.dtype, device=q.device).transpose(1, 2)
     if batch * width * (heads_q + heads) == 0:
-        return out
+        return
     tile = tile_of(dim, rotary)
     tiles = triton.cdiv(heads_q, tile["BLOCK_H"]) + 2 * triton.cdiv(heads, tile["BLOCK_H"])
     if batch > MOST_ROWS or tiles > MOST_ROWS:
@@ -241,10 +240,10 @@ def rope_append(
             DIM=dim,
             ROTARY=rotary,
             **tile,
+            **dependent(q.device),
             num_warps=4,
             enable_fp_fusion=False,
         )
-    return out
 
 
 def tile_of(dim: int, rotary: int) -> dict[str, int]:

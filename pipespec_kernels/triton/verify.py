@@ -28,16 +28,18 @@ from pipespec_kernels.triton.launch import (
     Config,
     RowState,
     Workspace,
+    begin_dependent,
     check_limits,
     cut,
     default_config,
+    dependent,
     fields,
     notes_pay,
     on,
     results,
     strides,
 )
-from pipespec_kernels.triton.philox import INTERPRETED, draw, perturbed
+from pipespec_kernels.triton.philox import INTERPRETED, IS_INTERPRETED, draw, perturbed
 from pipespec_kernels.triton.selection import (
     LOADS,
     LOADS_OF_FLOAT32,
@@ -51,8 +53,6 @@ from pipespec_kernels.triton.selection import (
     pack_best,
     unpack_id,
 )
-
-_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
@@ -133,7 +133,9 @@ def verify_kernel(
     WALK: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin_dependent(PDL)
     split = tl.program_id(0)
     row = tl.program_id(1)
     column = tl.program_id(2)  # index among the columns that choose
@@ -177,7 +179,7 @@ def verify_kernel(
             top = tl.full([BLOCK], float("-inf"), tl.float32)
             tile = tl.full([BLOCK], 0, tl.int32) + begin
             end = tl.minimum(begin + span, vocab)
-            if _INTERPRETED:  # its loops cannot run over tensors
+            if IS_INTERPRETED:  # its loops cannot run over tensors
                 start = begin
                 while start < end:
                     top, tile = _choose(
@@ -340,12 +342,10 @@ def _launch(
     with on(device):
         verify_kernel[(splits, batch, width)](
             logits,
-            logits.stride(0),
-            logits.stride(1),
+            *strides(logits),
             vocab,
             tokens,
-            tokens.stride(0),
-            tokens.stride(1),
+            *strides(tokens),
             query_lens,
             num_draft_tokens,
             width,
@@ -376,5 +376,6 @@ def _launch(
             WALK=fed is not None,
             BLOCK=config.block,
             WIDTH_BLOCK=max(LEAST_WIDTH_BLOCK, triton.next_power_of_2(width)),
+            **dependent(device),
             num_warps=config.warps,
         )

@@ -47,6 +47,9 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
     layers = ("add_rms_norm, H=4096", "silu_mul, silu", "rope_append, D=128")
     for kernel in selection + storage + layers:
         assert {r["arch"] for r in reports if r["name"] == kernel} >= {80, 90, 100}
+    # Every kernel is compiled as a dependent launch, too.
+    dependent = {r["name"].removesuffix(", PDL") for r in reports if r["name"].endswith(", PDL") and r["arch"] == 90}
+    assert dependent >= {*selection, *storage, *layers, "cutoff, search"}
     # What the rule of tickets is about is there.
     shared = {r["name"] for r in reports if r["tickets"]}
     assert shared >= {"verify, greedy", "verify, coupled, cutoff", "rejection_sample, test", "rejection_sample, choose"}
@@ -56,18 +59,7 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
         assert 0 < r["registers"] <= 255
         assert r["shared"] <= {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}.get(r["arch"], 99 << 10)
         if r["loop_per_logit"] is None:
-            assert r["name"].startswith(
-                (
-                    "attention",
-                    "kv_",
-                    "add_rms_norm",
-                    "silu_mul",
-                    "rope_append",
-                    "cutoff, search",
-                    "penalize",
-                    "logprobs",
-                )
-            )
+            assert not r["name"].startswith(("verify", "select", "rejection_sample", "cutoff, scan"))
             continue
         # The counting sees whole loops: one load of 16 bytes or several, and not more instructions than there are.
         assert 4 < r["loop_per_logit"] <= r["all_per_logit"] < r["instructions"]
@@ -117,6 +109,41 @@ def test_a_ticket_lies_between_barriers(part: str, planted: str, fault: str | No
 
     found = ordering_faults(TICKET.replace(part, planted) if part else TICKET)
     assert found == [] if fault is None else fault in found
+
+
+DEPENDENT = """
+    ld.param.b64 %rd1, [kernel_param_0];
+    griddepcontrol.wait; // dummy %r1
+    griddepcontrol.launch_dependents; // dummy %r2
+    @%p1 ld.global.b32 { %r3 }, [ %rd1 + 0 ];
+    @%p2 bra $L__BB0_2;
+    st.global.b32 [ %rd1 + 0 ], { %r3 };
+"""
+WAIT = "griddepcontrol.wait; // dummy %r1\n"
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("part", "planted", "fault"),
+    [
+        ("", "", None),
+        (WAIT, "// \n", "no wait for the launch ahead"),
+        (WAIT, f"@%p1 {WAIT}", "no wait for the launch ahead"),
+        (WAIT, f"@%p3 bra $L__BB0_1;\n    {WAIT}", "a branch before the wait"),
+        (WAIT, f"@!%p3 ret;\n    {WAIT}", "a branch before the wait"),
+        (WAIT, f"@%p1 ld.global.b32 {{ %r3 }}, [ %rd1 + 0 ];\n    {WAIT}", "an access before the wait"),
+        (WAIT, f"atom.global.gpu.acq_rel.add.u32 %r3, [ %rd1 + 0 ], 1;\n    {WAIT}", "an access before the wait"),
+        (WAIT, f"cp.async.cg.shared.global [ %r4 + 0 ], [ %rd1 + 0 ], 0x10;\n    {WAIT}", "an access before the wait"),
+        ("launch_dependents", "", "the next launch is never let in"),
+    ],
+)
+def test_a_dependent_launch_waits_first(part: str, planted: str, fault: str | None) -> None:
+    from bench.compile_gate import dependency_faults
+
+    ptx = DEPENDENT.replace(part, planted) if part else DEPENDENT
+    found = dependency_faults(ptx, True)
+    assert found == [] if fault is None else fault in found
+    assert dependency_faults(ptx, False) == ["a launch that is not dependent waits"]
 
 
 def accesses(ptx: str) -> dict[str, Counter[str]]:

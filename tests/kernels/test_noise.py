@@ -13,7 +13,7 @@ from torch import Tensor
 from pipespec_kernels import _native, reference
 from pipespec_kernels.noise import ACCEPT, DRAFT, RESIDUAL, TARGET
 
-from .selection import simd, simd_variants
+from .selection import PHILOX_VECTORS, simd, simd_variants
 
 VARIANTS = simd_variants()
 
@@ -28,18 +28,7 @@ def reference_noise(seed: int, position: int, stream: int, begin: int, count: in
     return reference.gumbel(reference.philox_draw(seed, position, stream, torch.arange(begin, begin + count)))
 
 
-@pytest.mark.parametrize(
-    ("counter", "key", "expected"),
-    [  # the known answers that come with Random123
-        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("counter", "key", "expected"), PHILOX_VECTORS)
 def test_philox_vectors(counter, key, expected) -> None:
     words = reference.philox([torch.tensor([c]) for c in counter], key)
     assert tuple(int(w) for w in words) == expected

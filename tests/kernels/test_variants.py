@@ -69,3 +69,22 @@ def test_batches_and_widths_share_kernels(monkeypatch: pytest.MonkeyPatch) -> No
         "rejection_test_kernel": 2,
         "rejection_choose_kernel": 2,
     }
+
+
+@pytest.mark.parametrize(
+    ("wish", "device", "capability", "hip", "dependent"),
+    [
+        ("1", "cuda", (9, 0), None, True),
+        ("", "cuda", (9, 0), None, False),
+        ("0", "cuda", (9, 0), None, False),
+        ("1", "cuda", (8, 9), None, False),
+        ("1", "cuda", (9, 4), "6.4", False),
+        ("1", "cpu", None, None, False),
+    ],
+)
+def test_where_launches_are_dependent(wish, device, capability, hip, dependent, monkeypatch) -> None:
+    monkeypatch.setattr(launch, "_PDL", wish)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = launch.dependent.__wrapped__(torch.device(device))
+    assert found == ({"PDL": True, "launch_pdl": True} if dependent else {"PDL": False})

@@ -17,6 +17,7 @@ from typing import TypeVar
 import pytest
 import torch
 
+from pipespec_kernels import arguments, dispatch
 from tests.trials import PROFILE
 
 T = TypeVar("T")
@@ -52,3 +53,11 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(autouse=True)
+def kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All calls of ``ops`` go to the kernels."""
+    if device.type == "cpu":
+        monkeypatch.setattr(dispatch, "forced", "triton")
+        monkeypatch.setattr(arguments, "_CODES", dict.fromkeys(arguments._CODES))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from pipespec_kernels import dispatch, ops, reference
+from pipespec_kernels import ops, reference
 from tests.trials import trials
 
 from ..layers import EPS, STEP, close, exact_rows, normal, rope_case
@@ -21,13 +21,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Hypothesis does not shrink a failing example, which would take minutes in the interpreter.
 EXAMPLES = settings(max_examples=trials(ci=8, nightly=30), phases=[Phase.explicit, Phase.generate])
 norm = importlib.import_module("pipespec_kernels.triton.norm")
-
-
-@pytest.fixture(autouse=True)
-def kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All calls go to the kernels."""
-    if device.type == "cpu":
-        monkeypatch.setattr(dispatch, "forced", "triton")
 
 
 def moved(case: dict[str, Any], device: torch.device) -> dict[str, Any]:

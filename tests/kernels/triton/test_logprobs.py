@@ -5,18 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipespec_kernels import arguments, dispatch, ops
+from pipespec_kernels import ops
 from tests.trials import trials
 
 from ..logprobs import case, check_close, oracle
-
-
-@pytest.fixture(autouse=True)
-def kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All calls go to the kernels."""
-    if device.type == "cpu":
-        monkeypatch.setattr(dispatch, "forced", "triton")
-        monkeypatch.setattr(arguments, "_CODES", dict.fromkeys(arguments._CODES))
 
 
 @pytest.mark.parametrize("kind", ["normal", "few values", "minus inf", "zeros", "nans"])

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipespec_kernels import arguments, dispatch, ops, reference
+from pipespec_kernels import dispatch, ops, reference
 from pipespec_kernels.noise import DRAFT, Noise, Streams
 from pipespec_kernels.triton import Workspace
 from tests.trials import trials
@@ -27,14 +27,6 @@ from ..selection import (
     ragged_counts,
     strided,
 )
-
-
-@pytest.fixture(autouse=True)
-def kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All calls go to the kernels."""
-    if device.type == "cpu":
-        monkeypatch.setattr(dispatch, "forced", "triton")
-        monkeypatch.setattr(arguments, "_CODES", dict.fromkeys(arguments._CODES))
 
 
 def moved(noise: Noise, device: torch.device) -> Noise:

@@ -8,19 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from pipespec_kernels import arguments, dispatch, ops
+from pipespec_kernels import ops
 from pipespec_kernels.penalties import Penalties
 from tests.trials import trials
 
 from ..penalties import by_processors, case, same_bits
-
-
-@pytest.fixture(autouse=True)
-def kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All calls go to the kernels."""
-    if device.type == "cpu":
-        monkeypatch.setattr(dispatch, "forced", "triton")
-        monkeypatch.setattr(arguments, "_CODES", dict.fromkeys(arguments._CODES))
 
 
 def moved(given: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -12,16 +12,7 @@ import triton.language as tl
 from pipespec_kernels import reference
 from pipespec_kernels.triton.philox import draw, draw4, gumbel, philox, uniform
 
-# From the Random123 distribution, kat_vectors, "philox4x32 10": counter, key, result.
-PUBLISHED = [
-    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    (
-        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-        (0xA4093822, 0x299F31D0),
-        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-    ),
-]
+from ..selection import PHILOX_VECTORS
 
 
 @triton.jit
@@ -75,10 +66,10 @@ def edge_words(n: int) -> torch.Tensor:
 
 
 def test_published_vectors(device: torch.device) -> None:
-    words = torch.tensor([[*counter, *key] for counter, key, _ in PUBLISHED] + [[0] * 6], device=device)
+    words = torch.tensor([[*counter, *key] for counter, key, _ in PHILOX_VECTORS] + [[0] * 6], device=device)
     out = torch.zeros(4, 4, dtype=torch.int64, device=device)
     philox_kernel[(1,)](words, out, N=4)
-    assert out[:3].tolist() == [list(result) for _, _, result in PUBLISHED]
+    assert out[:3].tolist() == [list(result) for _, _, result in PHILOX_VECTORS]
 
 
 @pytest.mark.parametrize("stream", [0, 1, 3, 0xFFFFFFFF])
