@@ -64,20 +64,15 @@ def options_of(draft: Any, third: Any) -> dict[str, tuple[list[Any], dict[str, A
         "default, no draft": ([], {}),
         "default, useless draft": ([shuffled], {}),
         "default, a copy of itself as draft": ([copy.deepcopy], {}),
-        "controller, draft alone": ([draft], {"schedule": LOCKSTEP.name}),
         **fixed,
         **ngram,
         "n-gram before the draft": (["ngram", draft], {"schedule": LOCKSTEP.name, "lookahead": 4}),
         "workers": ([draft], {"schedule": WORKERS.name}),
-        "workers, n-gram before": (["ngram", draft], {"schedule": WORKERS.name}),
         "exact": ([draft], {"exact": True}),
         "rejection": ([draft], {"acceptance": "rejection"}),
         "int8 draft": ([draft], {"schedule": LOCKSTEP.name, "lookahead": 3, "weights": {"drafts": "int8"}}),
-        "int8 draft, default": ([draft], {"weights": {"drafts": "int8"}}),
         "other tokenizer x2": ([third], {"schedule": LOCKSTEP.name, "lookahead": 2}),
-        "other tokenizer, default": ([third], {}),
         "three models": ([third, draft], {"schedule": LOCKSTEP.name, "lookahead": 2}),
-        "three models, workers": ([third, draft], {"schedule": WORKERS.name}),
     }
 
 

@@ -24,7 +24,7 @@ def gate(*options: str) -> subprocess.CompletedProcess[str]:
     # In a process of its own, because it needs the compiler even if TRITON_INTERPRET is set here.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "bench.compile_gate", *options]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600)
 
 
 @needs_triton
@@ -167,7 +167,7 @@ def test_the_protocols_kernels_seldom_wait_for_memory(tmp_path: Path) -> None:
     """Each acquire, release and fence waits for memory. Within one device none waits for the host. Tokens are relaxed."""
     ptx = tmp_path / "protocol.ptx"
     options = ["-std=c++20", "-O3", "-arch=sm_90", "-I", "csrc", "-ptx", "-o", str(ptx)]
-    subprocess.run(["nvcc", *options, "csrc/cuda/protocol_kernels.cu"], cwd=ROOT, check=True, timeout=600)
+    subprocess.run(["nvcc", *options, "csrc/cuda/protocol_kernels.cu"], cwd=ROOT, check=True, timeout=3600)
     found = accesses(ptx.read_text())
     print(found)
     # Counts in the code. A step runs only some of them: a rollback and an adoption have their own.

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
 from pipespec.engine.acceptance import RejectionAcceptance, drop_rejected
-from pipespec.engine.agreement import LONG_REST, agreement
 from pipespec.engine.cache import RowCache
 from pipespec.engine.cached_text import CachedText
 from pipespec.engine.inputs import StageInputs
@@ -19,6 +18,9 @@ from pipespec.engine.ngram import NgramStage
 from pipespec.engine.sampler import Sampler, ScoreRecord
 from pipespec_kernels import _native
 from pipespec_kernels.state import Action, StateBlock
+
+LONG_REST = 8
+"""Tokens from which on a draft that has rested compares those of the target with its own choices: that tells whether it pays, and costs their logits."""
 
 
 class Stage(CachedText):
@@ -197,8 +199,10 @@ class Stage(CachedText):
         if first < LONG_REST or self._rows > 1 or self.index == self.block.target:
             return self._forward(fed, cache, keep=fed.shape[1] - first), first
         logits = self._forward(fed, cache, keep=fed.shape[1])
-        agreed, compared = agreement(self._select, logits, fed, first, int(self._kv[0]) + 1)
-        self.agreement = (self.agreement[0] + agreed, self.agreement[1] + compared)
+        one, none, at = np.ones(1, dtype=np.int32), np.zeros(1, dtype=np.int32), int(self._kv[0]) + 1
+        for c in range(first):
+            own = self._select(logits[:, c : c + 1], fed[:, c : c + 1].to(logits.device), one, none, np.array([at + c]))
+            self.agreement = (self.agreement[0] + int(own[0, 0] == fed[0, c + 1]), self.agreement[1] + 1)
         return logits[:, first:], first
 
     def _choose(self, logits: torch.Tensor, fed: torch.Tensor, first: int) -> torch.Tensor:
