@@ -358,7 +358,7 @@ def test_damaged_files(saved: Path) -> None:
     with pytest.raises(ValueError, match="damaged"):
         DraftModule.load(saved)
     (saved / CONFIG_FILE).write_text(json.dumps({"stages": []}))
-    with pytest.raises(ValueError, match="missing .* .anchors."):
+    with pytest.raises(ValueError, match=r"missing .* .anchors."):
         DraftModule.load(saved)
     (saved / CONFIG_FILE).unlink()
     with pytest.raises(FileNotFoundError, match="no draft module"):

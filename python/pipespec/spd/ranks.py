@@ -385,8 +385,12 @@ class RanksPipeline(BasePipeline):
         features = tuple(getattr(drafter, "features", ())) if config is None else config.anchors[1:]
         for index in features:
             self.partition.owner(index)
-        given = stages if isinstance(stages, str) else f"{list(self.partition.counts)} layers per stage"
-        terms = f"{given}, features {list(features)}, dtype {dtype or 'of the model'}, native {native}"
+        terms = {
+            "stages": stages if isinstance(stages, str) else self.partition.counts,
+            "features": features,
+            "dtype": str(dtype or "of the model"),
+            "native": native,
+        }
         self._link = Link(terms, timeout_s, start_s)
         self.is_controller = rank == 0
         self._server: StageServer | None = None
