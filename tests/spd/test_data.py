@@ -128,14 +128,14 @@ def test_nothing_to_learn_is_an_error(tok, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", '{"text": ', "line 1 is not JSON"),
+        ("a.jsonl", '{"text": ', "cannot be read: line 1, column 10"),
         ("a.jsonl", "[1]", "not an object but list"),
         ("a.jsonl", '{"prompt": "x"}', "neither text nor messages nor conversations, but prompt"),
         ("a.jsonl", '{"messages": "x"}', "record 1: messages must be a list"),
         ("a.jsonl", '{"messages": ["x"]}', "a message is str"),
         ("a.jsonl", '{"messages": [{"role": "user", "content": [1]}]}', "role and content as text"),
-        ("a.json", "{}", "not a list of records"),
-        ("a.json", "[", "is not JSON"),
+        ("a.json", "{}", "neither text nor messages nor conversations, but nothing"),
+        ("a.json", "[", "cannot be read: "),
     ],
 )
 def test_bad_files(tok, tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -169,7 +169,7 @@ def test_parquet(tok, tmp_path: Path) -> None:
     parquet.write_table(pa.Table.from_pylist([{"messages": TALK}]), file)
     assert len(data.load_examples([file], tok, 64)[0]) == 1
     file.write_bytes(b"PAR1")
-    with pytest.raises(ValueError, match="not parquet"):
+    with pytest.raises(ValueError, match="cannot be read"):
         data.load_examples([file], tok, 64)
 
 

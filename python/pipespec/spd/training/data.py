@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections import Counter
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipespec.bench.datasets import records
 from pipespec.spd.training.trainer import TrainingBatch
 
 _STRUCTURED = (".jsonl", ".json", ".parquet")
@@ -81,9 +81,13 @@ def load_examples(
     files = list(_files(paths))
     for file in files:
         if file.suffix not in _STRUCTURED:
-            found += _windows(tokenizer, _read(file), length, lost)
+            try:
+                text = file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file} is not UTF-8 text") from error
+            found += _windows(tokenizer, text, length, lost)
             continue
-        for number, record in _records(file):
+        for number, record in enumerate(records(file), 1):
             where = f"{file}, record {number}"
             if not isinstance(record, dict):
                 raise ValueError(f"{where}: not an object but {type(record).__name__}")
@@ -112,45 +116,6 @@ def _files(paths: Iterable[str | Path]) -> Iterator[Path]:
             yield path
         else:
             raise FileNotFoundError(f"there is no file or folder {path}")
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text") from error
-
-
-def _records(file: Path) -> Iterator[tuple[int, Any]]:
-    if file.suffix == ".parquet":
-        try:
-            import pyarrow.parquet as parquet
-        except ImportError as error:
-            raise ImportError(
-                f"{file}: reading parquet needs pyarrow (pip install pyarrow), or convert to .jsonl"
-            ) from error
-        try:
-            rows = parquet.read_table(file).to_pylist()
-        except Exception as error:  # pyarrow has errors of its own
-            raise ValueError(f"{file} is not parquet that can be read: {error}") from error
-        yield from enumerate(rows, 1)
-        return
-    text = _read(file)
-    if file.suffix == ".json":
-        try:
-            rows = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file} is not JSON: {error}") from error
-        if not isinstance(rows, list):
-            raise ValueError(f"{file}: not a list of records but {type(rows).__name__}")
-        yield from enumerate(rows, 1)
-        return
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{file}, line {number} is not JSON: {error}") from error
 
 
 def _messages(given: Any, where: str) -> list[dict[str, str]]:
