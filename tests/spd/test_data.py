@@ -74,7 +74,7 @@ def test_jsonl_of_both_kinds(tok, tmp_path: Path) -> None:
     shared = [{"from": "human", "value": "Say def twice, please."}, {"from": "gpt", "value": "def def"}]
     file = write(tmp_path / "a.jsonl", {"messages": TALK}, {"conversations": shared}, {"text": "x = 1\n" * 40})
     found, lost = data.load_examples([file], tok, 64)
-    assert str(lost) == "none left out"
+    assert lost == "none left out"
     assert len(found) >= 4  # the text makes several windows
     talk = found[0]
     # The wanted token at a position is the one after it.
@@ -107,10 +107,10 @@ def test_too_long_conversations(tok, tmp_path: Path) -> None:
     long = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": "x = 1\n" * 50}]
     file = write(tmp_path / "a.jsonl", {"messages": long}, {"messages": TALK})
     found, lost = data.load_examples([file], tok, 60)
-    assert (len(found), lost.long) == (1, 1)
+    assert (len(found), lost) == (1, "1 longer than the limit")
     assert "1 longer than the limit" in str(lost)
     found, lost = data.load_examples([file], tok, 60, truncate=True)
-    assert (len(found), lost.long, len(found[0].ids)) == (2, 0, 60)
+    assert (len(found), lost, len(found[0].ids)) == (2, "none left out", 60)
 
 
 def test_nothing_to_learn_is_an_error(tok, tmp_path: Path) -> None:
