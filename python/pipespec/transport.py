@@ -8,13 +8,15 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from pipespec_kernels import __version__
 
 START_S = 300.0
 """Longest time for importing and loading. If a rank ends meanwhile, torchrun ends the others at once."""
@@ -39,30 +41,13 @@ def rank_and_world() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def join_store(start_s: float) -> tuple[Any, int, int]:
-    """Join the store of the launcher's environment variables.
-
-    Returns:
-        The part of the store for a new group, this rank, and the number of ranks.
-
-    Raises:
-        RankError: Not all ranks have come within ``start_s`` seconds, or one has ended, or MASTER_ADDR or MASTER_PORT cannot be used.
-    """
-    here = tuple(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
-    try:
-        if here not in _stores:
-            _stores[here] = next(dist.rendezvous("env://", timeout=timedelta(seconds=start_s)))
-    except dist.DistError as error:
-        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-        if "EADDRINUSE" in str(error):
-            what = f"MASTER_PORT={port} is in use on this machine: choose another one"
-        elif not _is_known(address):
-            what = f"MASTER_ADDR={address} is no address that this machine knows"
-        else:
-            what = f"not all ranks have come within {start_s:g} s, or one has ended"
-        raise RankError(f"{what}: {str(error).splitlines()[0]}") from error
-    whole, rank, world = _stores[here]
-    return dist.PrefixStore(f"pipespec/{next(_groups)}", whole), rank, world
+def difference(everyone: Sequence[Mapping[str, Any]]) -> str | None:
+    """What the ranks do not share, for a message; None if they share all. ``everyone``: values by name of each rank. None is unknown, and not compared."""
+    for name, first in everyone[0].items():
+        for rank, terms in enumerate(everyone):
+            if first is not None and terms.get(name, "none") not in (first, None):
+                return f"all ranks need the same {name}: rank 0 has {first}, rank {rank} has {terms.get(name, 'none')}"
+    return None
 
 
 def _is_known(address: str | None) -> bool:
@@ -125,13 +110,37 @@ class Ranks:
         self._thread.start()
 
     @classmethod
-    def join(cls, start_s: float = START_S) -> Ranks:
-        """The ranks that the launcher's environment variables describe. Raises ``RankError`` as :func:`join_store`."""
-        store, rank, world = join_store(start_s)
+    def join(cls, terms: Mapping[str, Any], start_s: float = START_S) -> Ranks:
+        """The ranks that the launcher's environment variables describe.
+
+        Args:
+            terms: What all ranks must share beside the version of pipespec, as JSON has it, see :func:`difference`.
+            start_s: Longest time until all ranks are there.
+
+        Raises:
+            RankError: Not all ranks have come in time, one has ended or has other terms, or MASTER_ADDR or MASTER_PORT cannot be used.
+        """
+        here = tuple(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
         try:
-            return cls(store, rank, world, start_s)
+            if here not in _stores:
+                _stores[here] = next(dist.rendezvous("env://", timeout=timedelta(seconds=start_s)))
+            whole, rank, world = _stores[here]
+            ranks = cls(dist.PrefixStore(f"pipespec/{next(_groups)}", whole), rank, world, start_s)
         except dist.DistError as error:
-            raise RankError(f"not all ranks have come within {start_s:g} s, or one has ended: {error}") from error
+            address, port = here[:2]
+            if "EADDRINUSE" in str(error):
+                what = f"MASTER_PORT={port} is in use on this machine: choose another one"
+            elif not _is_known(address):
+                what = f"MASTER_ADDR={address} is no address that this machine knows"
+            else:
+                what = f"not all ranks have come within {start_s:g} s, or one has ended"
+            raise RankError(f"{what}: {first_line(error)}") from error
+        mine = json.dumps({"version of pipespec": __version__} | dict(terms))
+        everyone = ranks.exchange("start", mine, "all ranks start")
+        if (what_differs := difference(list(map(json.loads, everyone)))) is not None:
+            ranks.leave()
+            raise RankError(what_differs)
+        return ranks
 
     def now(self) -> float:
         """The time, less the time that this process was stopped: then nothing that it waits for is late."""

@@ -30,7 +30,7 @@ from bench.bench_generate import (
 )
 from bench.planted import bytes_per_step
 from pipespec.bench import contenders
-from pipespec.bench.comparison import AttentionIsolation, footnotes
+from pipespec.bench.comparison import IsolatedComparison, footnotes
 from pipespec.bench.contenders import (
     Contender,
     Family,
@@ -335,13 +335,14 @@ def test_tuning_may_generate_less(make: Callable[..., ScriptedBench]) -> None:
 def test_contenders_do_not_see_each_others_attention(target: LlamaForCausalLM) -> None:
     model = copy.deepcopy(target)
     first = model.config._attn_implementation
-    attention = AttentionIsolation([model])
-    with attention.of("a"):
+    a, b = (HFContender(key, key) for key in "ab")
+    compared = IsolatedComparison(Workload(Family("one", model, {}, None), 4, 4, 1), [a, b])
+    with compared.turn(a):
         model.config._attn_implementation = "eager"
     assert model.config._attn_implementation == first
-    with attention.of("b"):
+    with compared.turn(b):
         assert model.config._attn_implementation == first
-    with attention.of("a"):
+    with compared.turn(a):
         assert model.config._attn_implementation == "eager"
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from bench import bench_spd
 from pipespec.bench import comparison
-from pipespec.bench.comparison import Measurement, SpeedComparison, cells
+from pipespec.bench.comparison import IsolatedComparison, Measurement, cells
 from pipespec.bench.contenders import PipelineContender, Workload, standard_contenders
 from pipespec.cli import doctor
 from pipespec.cli.main import main
@@ -383,7 +383,7 @@ def test_comparison(family):
     loaded = load_family(family)
     texts, calibration = ([loaded.encode(t) for t in group] for group in (["def f(x):", "hello"], ["x = "]))
     contenders = [c for c in standard_contenders(list(loaded.drafts)) if c.key in LOCAL_ROWS]
-    with SpeedComparison(Workload(loaded, 8, 9, 1), contenders) as comparison:
+    with IsolatedComparison(Workload(loaded, 8, 9, 1), contenders) as comparison:
         comparison.start(calibration[0])
         comparison.tune(calibration, 4)
         tables = [comparison.results() for _ in comparison.measure(texts, 2)]

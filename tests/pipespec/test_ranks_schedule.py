@@ -24,7 +24,7 @@ from pipespec.schedules.ranks import membership
 from pipespec.schedules.ranks.call import decode_call, encode_call
 from pipespec.schedules.ranks.draft import SILENT_S, DraftRank
 from pipespec.schedules.ranks.party import stages_of
-from pipespec.transport import RankError
+from pipespec.transport import RankError, difference
 from pipespec_kernels.state import StateBlock
 from tests.conftest import always_right, left_pad, noisy, random_prompts
 from tests.pipespec.chains_of_ranks import in_process
@@ -290,32 +290,24 @@ def test_a_damaged_message_harms_nothing_but_drafts():
 # ---- how a chain starts
 
 
-class Left:
-    left = False
-
-    def leave(self):
-        self.left = True
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pipespec": "0.0.9"}, "rank 1 has another version of pipespec than rank 0 .0.0.9"),
-        ({"lookahead": [3, 3]}, "all ranks need the same arguments: rank 0 has lookahead"),
-        ({"configurations": ["a", "x", "c"]}, "rank 1 has other model settings for the draft 1 than rank 0"),
+        ({"lookahead": [3, 3]}, "all ranks need the same lookahead: rank 0 has [8, 8], rank 1 has [3, 3]"),
+        (
+            {"config.json of the draft 1": "x"},
+            "all ranks need the same config.json of the draft 1: rank 0 has b, rank 1 has x",
+        ),
     ],
 )
-def test_other_versions_and_settings_are_refused_by_name(change, message):
+def test_other_settings_are_refused_by_name(change, message):
     config = SpeculationConfig.of(2, schedule="ranks")
-    terms = membership.terms_of(["/a", "/b", "/c"], config) | {"configurations": ["a", "b", "c"]}
-    meeting = Left()
-    membership.compare_terms([json.dumps(terms)] * 3, meeting)
+    names = ("draft 0", "draft 1", "target")
+    terms = json.loads(json.dumps(membership.terms_of(["/a", "/b", "/c"], config)))
+    terms |= {f"config.json of the {name}": digest for name, digest in zip(names, "abc", strict=True)}
     # A model that a machine does not have is not compared.
-    membership.compare_terms([json.dumps(t) for t in (terms, terms | {"configurations": ["", "b", ""]})], meeting)
-    assert not meeting.left
-    with pytest.raises(RankError, match=message):
-        membership.compare_terms([json.dumps(t) for t in (terms, terms | change)], meeting)
-    assert meeting.left
+    assert difference([terms, terms | {"config.json of the draft 0": None}, terms]) is None
+    assert difference([terms, terms | change]) == message
 
 
 def test_a_chain_needs_its_ranks(monkeypatch, target):

@@ -258,11 +258,6 @@ def test_calls_out_of_order() -> None:
     drafter = ModuleDrafter(make(4, Partition.uniform(4, 2).ranges, 1, 0), torch.randn(VOCABULARY, 64).__getitem__)
     with pytest.raises(RuntimeError, match=r"call start\(\) first"):
         drafter.draft([DraftRequest(0, [1], 1)])
-    drafter.start([[1]], 8, lambda logits, rows, positions: [0])
-    assert drafter.draft([]) == []
-    for fill in (0, 3):
-        with pytest.raises(ValueError, match="in flight in 2 stages"):
-            drafter.draft([DraftRequest(0, [1, 2, 3], fill)])
 
 
 # ---- files
@@ -358,7 +353,7 @@ def test_damaged_files(saved: Path) -> None:
     with pytest.raises(ValueError, match="damaged"):
         DraftModule.load(saved)
     (saved / CONFIG_FILE).write_text(json.dumps({"stages": []}))
-    with pytest.raises(ValueError, match="missing or unknown"):
+    with pytest.raises(ValueError, match=r"missing .* .anchors."):
         DraftModule.load(saved)
     (saved / CONFIG_FILE).unlink()
     with pytest.raises(FileNotFoundError, match="no draft module"):

@@ -306,13 +306,9 @@ def nothing_read(monkeypatch):
     monkeypatch.setattr(module, "safe_open", opened)
 
 
-@pytest.mark.parametrize(
-    ("counts", "stage", "match"),
-    [((2, 2), 0, "4 layers together, the model has 5"), ((2, 3), 2, "no stage 2 among 2"), ((2, 3), -1, "no stage -1")],
-)
-def test_a_wrong_partition_is_refused_before_weights_are_read(folder, nothing_read, counts, stage, match):
-    with pytest.raises(ValueError, match=match):
-        load_stage(folder, Partition(counts), stage)
+def test_a_wrong_partition_is_refused_before_weights_are_read(folder, nothing_read):
+    with pytest.raises(ValueError, match="4 layers together, the model has 5"):
+        load_stage(folder, Partition((2, 2)), 0)
 
 
 def test_other_models_are_refused_before_weights_are_read(tmp_path, nothing_read):

@@ -29,7 +29,7 @@ from pipespec.spd import SpeculativePipeline
 from pipespec.spd import ranks as module
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
 from pipespec.spd.ranks import RanksPipeline, ranks_of
-from pipespec.transport import RankError, Ranks, join_store
+from pipespec.transport import RankError, Ranks
 from tests.conftest import random_llama
 from tests.spd.drafters import Blind
 from tests.spd.ranks_harness import LAYERS, calls, made
@@ -237,8 +237,7 @@ def test_ranks_that_were_started_differently(found):
     (ranks,) = found["differ"]
     for status, words in ranks:
         assert status == 1
-        assert "all ranks need the same arguments: rank 0 has [1, 2] layers per stage" in words
-        assert "rank 2 has [2, 1] layers per stage" in words
+        assert "all ranks need the same stages: rank 0 has [1, 2], rank 2 has [2, 1]" in words
 
 
 def test_a_rank_that_comes_late_or_never(found):
@@ -276,11 +275,11 @@ def test_an_address_that_cannot_be_used(monkeypatch):
         for name, value in values.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(RankError, match=rf"^MASTER_PORT={values['MASTER_PORT']} is in use on this machine: choose"):
-            join_store(60.0)
+            Ranks.join({}, 60.0)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
     with pytest.raises(RankError, match=r"^MASTER_ADDR=no-such-host\.invalid is no address that this machine knows"):
-        join_store(1.0)
+        Ranks.join({}, 1.0)
 
 
 def test_a_rank_that_was_stopped_blames_no_other(monkeypatch):

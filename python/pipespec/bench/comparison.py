@@ -17,7 +17,6 @@ from statistics import median
 from typing import Any, Self
 
 import torch
-from transformers import PreTrainedModel
 
 from pipespec.bench.contenders import Contender, GeneratedText, Workload
 from pipespec.bench.results import accepted_by_model
@@ -66,8 +65,8 @@ class Measurement:
         return self.identical is None or self.identical == self.runs
 
 
-class SpeedComparison:
-    """Contenders that take turns. ``with`` it, or ``close()`` it: some contenders hold processes.
+class IsolatedComparison:
+    """Contenders that take turns, and do not see the attention implementations that others set. ``with`` it, or ``close()`` it: some contenders hold processes.
 
     Args:
         workload: What they generate.
@@ -96,6 +95,8 @@ class SpeedComparison:
         """By contender: the texts by repeat and prompt."""
         self.lost: str | None = None
         """Why nothing can run any more: an error on a GPU can destroy its context."""
+        self._attention: dict[str, list[str | None]] = {}
+        """By contender: the attention implementation of each model that it used last."""
         self._began = time.monotonic()
         self._started: set[str] = set()
 
@@ -131,8 +132,21 @@ class SpeedComparison:
 
     @contextmanager
     def turn(self, contender: Contender) -> Iterator[None]:
-        """A context around everything that a contender does; benchmarks isolate contenders here."""
-        yield
+        """A context around everything that a contender does: the attention that it sets on the shared models is its own."""
+        configs = [model.config for model in self.workload.family.models.values()]
+        first = [config._attn_implementation for config in configs]
+
+        def use(wanted: list[str | None]) -> None:
+            for config, implementation in zip(configs, wanted, strict=True):
+                if config._attn_implementation != implementation:
+                    config._attn_implementation = implementation
+
+        use(self._attention.get(contender.key, first))
+        try:
+            yield
+        finally:
+            self._attention[contender.key] = [config._attn_implementation for config in configs]
+            use(first)
 
     def run(self, contender: Contender, ids: torch.Tensor, new_tokens: int | None = None) -> GeneratedText | None:
         """Let a contender generate once.
@@ -311,46 +325,6 @@ class SpeedComparison:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-class AttentionIsolation:
-    """Keeps the attention implementation that one contender sets on shared models from the other contenders."""
-
-    def __init__(self, models: Sequence[PreTrainedModel]) -> None:
-        self._models = list(models)
-        self._first = self._now()
-        self._own: dict[str, list[str | None]] = {}
-
-    def _now(self) -> list[str | None]:
-        return [model.config._attn_implementation for model in self._models]
-
-    def _set(self, wanted: list[str | None]) -> None:
-        for model, implementation in zip(self._models, wanted, strict=True):
-            if model.config._attn_implementation != implementation:
-                model.config._attn_implementation = implementation
-
-    @contextmanager
-    def of(self, key: str) -> Iterator[None]:
-        """Restore the attention that the contender ``key`` used last; afterwards restore the original implementations."""
-        self._set(self._own.get(key, self._first))
-        try:
-            yield
-        finally:
-            self._own[key] = self._now()
-            self._set(self._first)
-
-
-class IsolatedComparison(SpeedComparison):
-    """Contenders that do not see the attention implementations that others set."""
-
-    def __init__(self, workload: Workload, contenders: Sequence[Contender], **options: Any) -> None:
-        super().__init__(workload, contenders, **options)
-        self._attention = AttentionIsolation(list(workload.family.models.values()))
-
-    @contextmanager
-    def turn(self, contender: Contender) -> Iterator[None]:
-        with self._attention.of(contender.key):
-            yield
 
 
 def _speed(runs: Sequence[GeneratedText]) -> float:

@@ -11,7 +11,7 @@ import io
 import json
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,17 +99,14 @@ def read(file: Path, form: str | None = None) -> tuple[str, list[Conversation]]:
         raise ValueError(f"no format {form!r} of prompts: there are {', '.join(FORMATS)}")
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")
-    try:
-        records = _records(file, form)
-    except (ValueError, csv.Error, EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
-    if not records:
+    entries = list(records(file, form))
+    if not entries:
         raise ValueError(f"{file} has no prompts")
-    form = form or guessed(records[0])
-    if isinstance(records[0], dict) and "turns" in records[0] and not set(FORMATS[form].fields) <= set(records[0]):
-        form = guessed(records[0])  # HumanEval and GSM8K are also published in the format of MT-Bench
+    form = form or guessed(entries[0])
+    if isinstance(entries[0], dict) and "turns" in entries[0] and not set(FORMATS[form].fields) <= set(entries[0]):
+        form = guessed(entries[0])  # HumanEval and GSM8K are also published in the format of MT-Bench
     found: list[Conversation] = []
-    for number, record in enumerate(records):
+    for number, record in enumerate(entries):
         try:
             conversation = FORMATS[form].read(record, number)
             if not conversation.turns or not all(isinstance(t, str) and t.strip() for t in conversation.turns):
@@ -142,7 +139,15 @@ def guessed(record: Any) -> str:
     return max(known, key=lambda name: len(FORMATS[name].fields), default="jsonl")
 
 
-def _records(file: Path, form: str | None) -> list[Any]:
+def records(file: Path, form: str | None = None) -> Iterator[Any]:
+    """The records of a file, in order. Raises the errors of :func:`read` for a file that cannot be read."""
+    try:
+        yield from _records(file, form)
+    except (ValueError, csv.Error, EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+
+
+def _records(file: Path, form: str | None) -> Iterable[Any]:
     kind = Path(file.name.removesuffix(".gz")).suffix.lower()
     if not is_dataset(file):
         raise ValueError(f"{file}: prompts are {', '.join(SUFFIXES)} files, also with .gz")
@@ -163,19 +168,16 @@ def _records(file: Path, form: str | None) -> list[Any]:
     return data if isinstance(data, list) else [data]
 
 
-def _json_lines(text: str) -> list[Any]:
-    found = []
-    for number, line in enumerate(
-        text.split("\n"), 1
-    ):  # a string may hold further characters that str.splitlines() takes for ends
+def _json_lines(text: str) -> Iterator[Any]:
+    # A string may hold further characters that str.splitlines() takes for ends.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
-            found.append(parse_json(line))
+            yield parse_json(line)
         except ValueError as error:
             at = f", column {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else f": {error}"
             raise ValueError(f"line {number}{at}") from error
-    return found
 
 
 def _csv(text: str, form: str | None) -> list[Any]:
@@ -196,8 +198,8 @@ def _parquet(file: Path) -> list[Any]:
         raise ImportError(
             f"{file} is Parquet, which needs pyarrow: pip install pyarrow, or convert the file to JSON lines"
         ) from error
-    records: list[Any] = pyarrow.parquet.read_table(file).to_pylist()
-    return records
+    rows: list[Any] = pyarrow.parquet.read_table(file).to_pylist()
+    return rows
 
 
 def messages(conversation: Conversation) -> list[dict[str, str]]:

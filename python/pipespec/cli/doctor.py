@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from pipespec.cli.options import Subparsers
+from pipespec.demo import FAMILY, draft_module_path, family_path
 from pipespec.process.progress import working
 from pipespec.registry import SCHEDULES, Schedule, default_schedule
 from pipespec_kernels import collect_env, problems
@@ -27,8 +29,9 @@ def run(args: argparse.Namespace) -> int:
     with working("checking (imports torch and transformers)"):
         env = collect_env()
         env["pipeline_error"] = _pipeline_error()
-    env["family"] = _family_state()
-    env["draft_module"] = _draft_module_state()
+    env["family"] = _megabytes(lambda: {name: family_path(name) / "model.safetensors" for name in FAMILY})
+    module = _megabytes(lambda: {"module": draft_module_path() / "draft_module.safetensors"})
+    env["draft_module"] = module if isinstance(module, str) else module["module"]
     env["schedules"] = _schedules(env)
     env["default_schedules"] = {n: default_schedule(["cpu"] * (n + 1))[0] for n in (1, 2)}
     env["problems"] = problems(env)
@@ -68,22 +71,10 @@ def _pipeline_error() -> str | None:
     return None
 
 
-def _family_state() -> dict[str, float] | str:
-    """Megabytes per model, or which file is missing."""
-    from pipespec.demo import FAMILY, family_path
-
+def _megabytes(files: Callable[[], dict[str, Path]]) -> dict[str, float] | str:
+    """Megabytes of each file, or which one is missing."""
     try:
-        return {name: round((family_path(name) / "model.safetensors").stat().st_size / 1e6, 1) for name in FAMILY}
-    except OSError as error:
-        return str(error)
-
-
-def _draft_module_state() -> float | str:
-    """Megabytes of the bundled draft module, or which file is missing."""
-    from pipespec.demo import draft_module_path
-
-    try:
-        return round((draft_module_path() / "draft_module.safetensors").stat().st_size / 1e6, 1)
+        return {name: round(file.stat().st_size / 1e6, 1) for name, file in files().items()}
     except OSError as error:
         return str(error)
 

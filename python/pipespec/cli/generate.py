@@ -20,7 +20,7 @@ from pipespec.cli.options import (
     require_text,
     weights_option,
 )
-from pipespec.cli.staged import bundled_module, check_spd, spd_pipeline
+from pipespec.cli.staged import check_spd, spd_pipeline
 from pipespec.config import ACCEPTANCES
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.registry import LOCKSTEP, SCHEDULES
@@ -111,7 +111,7 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
     at_least_one(args, "max_new_tokens")
     if args.system == "spd":
         check_spd(args, trace)
-        target, drafts, dtype = chosen_models(args, bundled_module)
+        target, drafts, dtype = chosen_models(args, list)  # its draft module comes later
     elif any(value is not None for value in (args.stages, args.timeout)):
         raise ValueError("--stages and --timeout are options of --system spd")
     else:

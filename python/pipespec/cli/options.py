@@ -56,16 +56,11 @@ def chosen_models(
     """
     if args.target is not None:
         return args.target, list(args.draft), args.dtype or "auto"
-    if any(map(is_model, args.draft)):
+    if any(draft != "ngram" for draft in args.draft):
         raise ValueError("--draft needs a --target: the bundled family has its own drafts")
     from pipespec.demo import family_path
 
     return family_path("target"), args.draft or [family_path(n) for n in bundled()], args.dtype or "float32"
-
-
-def is_model(draft: str) -> bool:
-    """Whether a value of ``--draft`` names a model: it is not the n-gram index."""
-    return draft != "ngram"
 
 
 def weights_option(args: argparse.Namespace) -> Any:

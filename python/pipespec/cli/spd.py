@@ -8,11 +8,14 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pipespec.cli.options import DTYPES, Subparsers, check_output_folder, flag, option
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.spd.training import recipe as recipes
+
+if TYPE_CHECKING:
+    from pipespec.cli.train_draft import HeadKind
 
 _VALIDATION_BATCHES = 16
 
@@ -167,32 +170,13 @@ def run(args: argparse.Namespace) -> int:
     return train_on_files(args, ModuleKind(args))
 
 
-class Kind(Protocol):
-    """A kind of draft that :func:`train_on_files` trains.
-
-    Attributes:
-        file: in its folder, by which a draft is known to be there.
-    """
-
-    file: str
-
-    def check(self, config: Any) -> None:
-        """Check the options against the target's config, before weights are loaded."""
-        ...
-
-    def make(self, model: Any, vocabulary: list[int] | None) -> Any:
-        """The new draft, or that of the folder to resume, for :func:`pipespec.spd.training.trainer.train`."""
-        ...
-
-
-def train_on_files(args: argparse.Namespace, kind: Kind) -> int:
+def train_on_files(args: argparse.Namespace, kind: ModuleKind | HeadKind) -> int:
     """Train a draft on files. ``args``: all options of :func:`add_training_options`."""
     with working("importing torch and transformers"):
         import torch.distributed as dist
 
         from pipespec.spd.training import data
         from pipespec.spd.training.settings import TrainingSettings
-        from pipespec.spd.training.students import student_of
         from pipespec.spd.training.trainer import RECORD, train
     given = {field.name: getattr(args, field.name) for field in fields(TrainingSettings)}
     # The number of steps of some epochs is known when the data are. One step stands for it in the checks until then.
@@ -205,8 +189,7 @@ def train_on_files(args: argparse.Namespace, kind: Kind) -> int:
     first = not dist.is_initialized() or dist.get_rank() == 0
     with quiet_transformers():
         examples, held, lost = _examples(args, kind, settings.seed)
-        model, draft = _load(args, kind, examples, device)
-    student = student_of(draft)
+        model, student = _load(args, kind, examples, device)
     if first:
         tokens, learnt = sum(len(e.ids) for e in examples), sum(int(e.wanted.sum()) for e in examples)
         parameters = sum(p.numel() for p in student.module.parameters() if p.requires_grad)
@@ -274,7 +257,7 @@ def _join_processes(device: str | None) -> str | None:
     return device
 
 
-def _examples(args: argparse.Namespace, kind: Kind, seed: int) -> tuple[Any, Any, Any]:
+def _examples(args: argparse.Namespace, kind: ModuleKind | HeadKind, seed: int) -> tuple[Any, Any, Any]:
     """Training and held-out examples, and what was left out, all before the target's weights are loaded."""
     from transformers import AutoConfig, AutoTokenizer
 
@@ -301,7 +284,7 @@ def _examples(args: argparse.Namespace, kind: Kind, seed: int) -> tuple[Any, Any
     return examples, held, lost
 
 
-def _load(args: argparse.Namespace, kind: Kind, examples: Any, device: str | None) -> tuple[Any, Any]:
+def _load(args: argparse.Namespace, kind: ModuleKind | HeadKind, examples: Any, device: str | None) -> tuple[Any, Any]:
     """The target, and the draft that is trained: a new one, or that of the run that is resumed."""
     from pipespec.models.loading import load_model
     from pipespec.models.properties import end_tokens
@@ -316,7 +299,7 @@ def _load(args: argparse.Namespace, kind: Kind, examples: Any, device: str | Non
 
 
 class ModuleKind:
-    """Draft modules of SPD."""
+    """Draft modules of SPD, as :func:`train_on_files` trains them. ``file``: in its folder, by which a draft is known to be there."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         from pipespec.spd.draft_module import CONFIG_FILE
@@ -324,13 +307,16 @@ class ModuleKind:
         self.args, self.file = args, CONFIG_FILE
 
     def check(self, config: Any) -> None:
+        """Check the options against the target's config, before weights are loaded."""
         from pipespec.spd.partition import cut
 
         stages = self.args.stages if len(self.args.stages) > 1 else self.args.stages[0]
         self.ranges = cut(config.num_hidden_layers, stages, list).ranges
 
     def make(self, model: Any, vocabulary: list[int] | None) -> Any:
+        """The new draft, or that of the folder to resume, for :func:`pipespec.spd.training.trainer.train`."""
         from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
+        from pipespec.spd.training.students import PipelineStudent
 
         args, ranges = self.args, self.ranges
         # By default drafting takes no longer than a stage (SPD, section 3.4).
@@ -348,4 +334,4 @@ class ModuleKind:
             config = DraftModuleConfig.for_target(
                 model, ranges, layers=layers, vocabulary=vocabulary, types=args.types, anchors=args.anchors
             )
-        return DraftModule.of_target(model, config).to(model.device)
+        return PipelineStudent(DraftModule.of_target(model, config).to(model.device))

@@ -42,11 +42,6 @@ def check_spd(args: argparse.Namespace, trace: int) -> None:
         raise ValueError("--trust-remote-code: ranks load parts of known models only")
 
 
-def bundled_module() -> list[str]:
-    """Nothing: the bundled target's drafter is its draft module, or without its stages an n-gram index."""
-    return []
-
-
 def _stages(text: str) -> Any:
     """The value of ``--stages`` as ``SpeculativePipeline`` takes it."""
     try:

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import os
-import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from pipespec.api.base import BasePipeline
-from pipespec.bench.comparison import HEADER, Measurement, SpeedComparison, cells, footnotes
+from pipespec.bench.comparison import HEADER, IsolatedComparison, cells, footnotes
 from pipespec.bench.contenders import Family, PipelineContender, Workload, standard_contenders
 from pipespec.bench.machine import describe, provenance
 from pipespec.demo import load_family, prompts
 from pipespec.observe.text import TextStream
-from pipespec.process.progress import quiet_transformers, say, working
+from pipespec.process.progress import RemainingWork, quiet_transformers, working
 from pipespec.process.table import aligned
 
-_REPORT_EVERY_S = 5.0
 _CALIBRATION = 2
 
 
@@ -62,7 +57,7 @@ def run_demo(size: DemoSize, prompt: str | None = None, folder: Path | None = No
     if prompt:
         measured = [prompt]
     console = Console(highlight=False, soft_wrap=True)
-    with quiet_transformers(), _Display(console) as display:
+    with quiet_transformers():
         with working("loading the models"):
             family = load_family(folder)
         new_tokens = min(size.new_tokens, family.most_new_tokens(measured + calibration))
@@ -70,7 +65,7 @@ def run_demo(size: DemoSize, prompt: str | None = None, folder: Path | None = No
         threads = len(os.sched_getaffinity(0))
         workload = Workload(family, new_tokens, max(ids.shape[1] for ids in texts + others), threads)
         contenders = standard_contenders(list(family.drafts))
-        with SpeedComparison(workload, contenders, progress=display.progress) as comparison:
+        with IsolatedComparison(workload, contenders) as comparison:
             torch.set_num_threads(threads)
             first = contenders[-1]
             with working("starting a worker process for each draft"):
@@ -80,12 +75,17 @@ def run_demo(size: DemoSize, prompt: str | None = None, folder: Path | None = No
                 title = f"three models at once ({sizes} parameters), one text"
                 most = min(2 * new_tokens, family.most_new_tokens(measured[:1]))
                 stream_text(console, family, first.pipe, measured[0], most, title)
-            display.start()
-            comparison.start(others[0])
-            comparison.tune(others, size.settings)
-            for _ in comparison.measure(texts, size.repeats):
-                display.show(comparison.results())
-            results = comparison.results()
+            with _shown(comparison):
+                comparison.start(others[0])
+            with _shown(comparison):
+                comparison.tune(others, size.settings)
+            try:
+                with _shown(comparison):
+                    for _ in comparison.measure(texts, size.repeats):
+                        pass
+            finally:
+                results = comparison.results()
+                console.print(aligned([HEADER, *map(cells, results)]), markup=False)
     for line in footnotes(results):
         console.print(line, markup=False)
     console.print(
@@ -129,56 +129,14 @@ def stream_text(console: Console, family: Family, pipe: BasePipeline, prompt: st
     console.rule()
 
 
-class _Display:
-    """The table so far: updated in place on a terminal, otherwise printed at the end, with progress on stderr.
+@contextmanager
+def _shown(comparison: IsolatedComparison) -> Iterator[None]:
+    """Show on stderr how far the body's part of a comparison is."""
+    with RemainingWork(1) as bar:
 
-    Nothing is drawn while a row runs, since a drawing thread would compete for its cores.
-    """
+        def progress(what: str, done: int, total: int) -> None:
+            bar.done, bar.total = done, total
+            bar.show(what)
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
-        self._results: Sequence[Measurement] = ()
-        self._status = ""
-        self._said = 0.0
-
-    def __enter__(self) -> _Display:
-        return self
-
-    def start(self) -> None:
-        """Begin to draw: the table occupies the terminal's last lines from now on."""
-        if self._live:
-            self._live.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._status = ""
-        if self._live and self._live.is_started:
-            self._draw()
-            self._live.stop()
-        elif self._results:
-            sys.stdout.write(aligned([HEADER, *map(cells, self._results)]) + "\n")
-
-    def progress(self, what: str, done: int, total: int) -> None:
-        self._status = f"{what} ({done + 1} of {total})"
-        if self._live:
-            self._draw()
-        elif time.monotonic() - self._said > _REPORT_EVERY_S:
-            say(self._status)
-            self._said = time.monotonic()
-
-    def show(self, results: Sequence[Measurement]) -> None:
-        self._results = results
-        self._draw()
-
-    def _draw(self) -> None:
-        if not self._live:
-            return
-        table = Table(*HEADER, caption=self._status or None, caption_justify="left")
-        for column in table.columns[1:]:
-            column.justify = "right"
-        for result in self._results:
-            style = "bold" if result.acceptance_rate else None
-            table.add_row(*cells(result), style=style if result.is_identical else "red")
-        self._live.update(table if self._results else Text(self._status), refresh=True)
+        comparison.progress = progress
+        yield

@@ -34,14 +34,9 @@ class ChainDrafter(Drafter):
     Args:
         models: The chain, smallest first. The last one's text is drafted. All use the target's tokenizer, which
             :class:`pipespec.spd.SpeculativePipeline` checks.
-
-    Raises:
-        ValueError: ``models`` is empty.
     """
 
     def __init__(self, models: Sequence[PreTrainedModel]) -> None:
-        if not models:
-            raise ValueError("a chain needs at least one model")
         self.models = list(models)
         self._driver = LockstepDriver(self.models, SpeculationConfig(lookahead=(_LOOKAHEAD,) * (len(self.models) - 1)))
 

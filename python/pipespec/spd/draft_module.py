@@ -12,9 +12,9 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from pipespec.models.layout import FULL, GATED_DELTA, CacheLayout
 from pipespec.models.loading import load_config
 from pipespec.models.properties import text_config
-from pipespec.process.records import parse_json
+from pipespec.process.records import build, parse_json
 
 VERSION = 1
 CONFIG_FILE, WEIGHTS_FILE = "draft_module.json", "draft_module.safetensors"
@@ -141,29 +141,6 @@ class DraftModuleConfig:
         anchors: Sequence[int] | None = None,
     ) -> DraftModuleConfig:
         """The configuration for a target and its stages. Without ``anchors`` by the rule of :func:`anchors_for`; types by :func:`types_for`."""
-        return cls.for_config(
-            target.config,
-            stages,
-            layers=layers,
-            vocabulary=vocabulary,
-            types=types,
-            anchors=anchors,
-            digest=target_digest(target),
-        )
-
-    @classmethod
-    def for_config(
-        cls,
-        config: Any,
-        stages: LayerRanges,
-        *,
-        layers: int = 1,
-        vocabulary: Iterable[int] | None = None,
-        types: int | None = None,
-        anchors: Sequence[int] | None = None,
-        digest: str = "",
-    ) -> DraftModuleConfig:
-        """The configuration for a target of which there is only the transformers config. Without a digest it fits no target's weights."""
         found = anchors_for(stages, types) if anchors is None else tuple(anchors)
         if not found or found[0] != 0:
             raise ValueError(f"anchors must ascend from 0, the embedding, not {list(found)}")
@@ -173,8 +150,8 @@ class DraftModuleConfig:
             types=types_for(stages, found),
             layers=layers,
             vocabulary=None if vocabulary is None else tuple(sorted(set(vocabulary))),
-            target=json.loads(json.dumps(described(config), default=str)),
-            digest=digest,
+            target=json.loads(json.dumps(described(target.config), default=str)),
+            digest=target_digest(target),
         )
 
     @property
@@ -200,28 +177,9 @@ class DraftModuleConfig:
     @classmethod
     def from_json(cls, record: Any, where: str = "the draft module's config") -> DraftModuleConfig:
         """The inverse of :meth:`to_json`. Raises ValueError for missing, unknown or contradictory entries."""
-        names = {f.name for f in fields(cls)}
-        if not isinstance(record, dict) or set(record) | {"blocks"} != names:
-            wrong = (
-                sorted((names - {"blocks"}).symmetric_difference(record))
-                if isinstance(record, dict)
-                else ["not an object"]
-            )
-            raise ValueError(f"{where} is no draft module's config: {', '.join(wrong)} missing or unknown")
         try:
-            vocabulary = record["vocabulary"]
-            return cls(
-                stages=tuple((int(a), int(b)) for a, b in record["stages"]),
-                anchors=tuple(map(int, record["anchors"])),
-                types=tuple(map(int, record["types"])),
-                layers=int(record["layers"]),
-                vocabulary=None if vocabulary is None else tuple(map(int, vocabulary)),
-                target=dict(record["target"]),
-                digest=str(record["digest"]),
-                version=int(record["version"]),
-                blocks=None if record.get("blocks") is None else dict(record["blocks"]),
-            )
-        except (TypeError, ValueError, KeyError, OverflowError) as error:
+            return cast(DraftModuleConfig, build(cls, record))
+        except (TypeError, ValueError, KeyError) as error:
             raise ValueError(f"{where} is no draft module's config: {error}") from error
 
     @classmethod

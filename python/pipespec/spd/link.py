@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -37,7 +37,7 @@ class Link:
     """This rank's end of the gloo group of all ranks, described by torchrun's MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE.
 
     Args:
-        terms: Settings that all ranks must share, as text.
+        terms: Settings that all ranks must share, by name.
         timeout_s: Longest time of a rank for its part of a cycle.
         start_s: Longest time until all ranks are there, and again until all are ready.
 
@@ -45,21 +45,14 @@ class Link:
         RankError: A rank is missing, or the ranks have different terms. Raised on all ranks.
     """
 
-    def __init__(self, terms: str, timeout_s: float = TIMEOUT_S, start_s: float = START_S) -> None:
-        self._ranks = ranks = Ranks.join(start_s)
+    def __init__(self, terms: Mapping[str, Any], timeout_s: float = TIMEOUT_S, start_s: float = START_S) -> None:
+        self._ranks = ranks = Ranks.join(terms, start_s)
         self.rank, self.world = ranks.rank, ranks.world
         self.timeout_s = timeout_s
         self.patience = self.world + 1
         """Parts of other ranks that a wait for a message includes at most, a factor of the timeout."""
         self.broken = False
         self._sends: deque[tuple[Any, torch.Tensor]] = deque()
-        everyone = ranks.exchange("start", terms, "all ranks start")
-        different = next((r for r, theirs in enumerate(everyone) if theirs != everyone[0]), None)
-        if different is not None:
-            ranks.leave()
-            raise RankError(
-                f"all ranks need the same arguments: rank 0 has {everyone[0]}, rank {different} has {everyone[different]}"
-            )
         # From here on a rank ends that is still connecting when another one has failed.
         ranks.watch(_exit)
         try:

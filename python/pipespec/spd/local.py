@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -210,8 +210,12 @@ class LocalDriver(SpeculativeDriver):
         entries: list[Entry],
         held: Sequence[int],
         autocast: AbstractContextManager[Any] = _NO_AUTOCAST,
-    ) -> _Step:
-        """Run stage ``s`` for its entries of a cycle, in another thread under ``autocast``. ``held``: positions of each row that stay in its cache."""
+    ) -> tuple[torch.Tensor, Streams, float]:
+        """Run stage ``s`` for its entries of a cycle, in another thread under ``autocast``. ``held``: positions of each row that stay in its cache.
+
+        Returns:
+            The output of the stage, the residual streams that the drafter reads, and the seconds.
+        """
         stage = self.stages[s]
         began = time.perf_counter()
         arrived = column(entries, stage.cache.rows) if s == 0 else self._inbox[s]
@@ -220,7 +224,7 @@ class LocalDriver(SpeculativeDriver):
             hidden, streams = stage.step(arrived, held, self.features)
         if self._at_once:
             synchronise(stage.device)
-        return _Step(hidden, streams, time.perf_counter() - began)
+        return hidden, streams, time.perf_counter() - began
 
     def _await_steps(self) -> None:
         """Wait for the steps under way and drop them: a call was interrupted."""
@@ -276,11 +280,3 @@ def _end_thread(thread: threading.Thread, calls: SimpleQueue[Any]) -> None:
     calls.put(None)
     if thread.is_alive() and thread is not threading.current_thread():
         thread.join(_END_S)
-
-
-class _Step(NamedTuple):
-    """What a step of a stage gave, and its seconds."""
-
-    hidden: torch.Tensor
-    streams: Streams
-    seconds: float

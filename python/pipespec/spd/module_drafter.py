@@ -60,15 +60,10 @@ class ModuleDrafter(Drafter):
     def _allocate(self, rows: int, span: int) -> None:
         """Allocate the anchors of positions that are not cached. Position p of a row has slot p % span."""
         k, hidden = len(self.features), self.module.config.hidden
-        self._span = span
+        self.span = span
         with torch.inference_mode(False):  # inference tensors are read-only outside of inference mode
             self._held = torch.zeros((rows, span, k, hidden), dtype=self._dtype, device=self._device)
         self._of = np.full((rows, span, k), -1, dtype=np.int64)  # position whose anchor a slot holds
-
-    @property
-    def span(self) -> int:
-        """Positions of each row for which there are slots for anchors."""
-        return self._span
 
     def _resize(self, span: int) -> None:
         held, of = self._held, self._of
@@ -89,24 +84,20 @@ class ModuleDrafter(Drafter):
         if not keep:
             return
         need = max(positions[i] - lengths[rows[i]] for i in keep) + 1
-        if need > self._span:
+        if need > self.span:
             self._resize(1 << (need - 1).bit_length())
         row, at = np.asarray(rows)[keep], np.asarray(positions)[keep]
-        self._of[row, at % self._span, column] = at
+        self._of[row, at % self.span, column] = at
         given = values if len(keep) == len(rows) else values[torch.tensor(keep, device=values.device)]
-        slot = torch.from_numpy(at % self._span).to(self._device)
+        slot = torch.from_numpy(at % self.span).to(self._device)
         self._held[torch.from_numpy(row).to(self._device), slot, column] = given.to(self._device, self._dtype)
 
     @torch.inference_mode()
     def draft(self, requests: list[DraftRequest]) -> list[int]:
         """Return one token per request. Raises RuntimeError if a required anchor was never observed."""
-        if not requests:
-            return []
         cache, n = self._running(), self.module.config.n
         begin, done, newest = list(cache.lengths), list(cache.lengths), list(cache.lengths)
         for request in requests:
-            if not 1 <= request.fill <= n:
-                raise ValueError(f"row {request.row}: {request.fill} tokens in flight in {n} stages")
             newest[request.row] = len(request.tokens)
             done[request.row] = len(request.tokens) - request.fill
         tokens = {request.row: request.tokens for request in requests}
@@ -121,7 +112,7 @@ class ModuleDrafter(Drafter):
         if self._ids is not None:
             full = logits.new_full((len(requests), int(self.module.config.target["vocab_size"])), -torch.inf)
             logits = full.index_copy_(1, self._ids, logits)
-        if self._span > self._small and all(len(r.tokens) - cache.lengths[r.row] <= n + 1 for r in requests):
+        if self.span > self._small and all(len(r.tokens) - cache.lengths[r.row] <= n + 1 for r in requests):
             self._resize(self._small)
         assert self._select is not None
         return self._select(
@@ -142,13 +133,13 @@ class ModuleDrafter(Drafter):
         fused = self._held.new_zeros((len(begin), width, config.hidden))
         for kind, found in places.items():
             row, column, at = np.asarray(found).T
-            have = self._of[row, at % self._span, :kind] == at[:, None]
+            have = self._of[row, at % self.span, :kind] == at[:, None]
             if not have.all():
                 i, j = np.argwhere(~have)[0]
                 raise RuntimeError(f"anchor {self.features[j]} of row {row[i]}, position {at[i]} was not observed")
             ids = torch.tensor([tokens[r][p] for r, p in zip(row.tolist(), at.tolist(), strict=True)])
             entered = self.embedding(ids.to(self._device)).to(self._dtype)
-            where, slots, columns = (torch.from_numpy(x).to(self._device) for x in (row, at % self._span, column))
+            where, slots, columns = (torch.from_numpy(x).to(self._device) for x in (row, at % self.span, column))
             anchors = torch.cat([entered[:, None], self._held[where, slots, :kind]], dim=1)
             fused[where, columns] = module.fuse(anchors, kind)
         out, _ = self._blocks.run_layers(fused, cache)

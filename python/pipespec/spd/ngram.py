@@ -8,28 +8,22 @@ from pipespec.spd.drafting import Drafter, SampleTokens
 from pipespec.spd.machine import DraftRequest
 from pipespec_kernels import _native
 
+_LONGEST = 3
+"""Most tokens of the suffix."""
+
 
 class NgramDrafter(Drafter):
     """Drafts the token after the latest earlier occurrence of the longest suffix of the text.
 
     Without an earlier occurrence it drafts the newest token again, since an empty place in the pipeline saves nothing. This is prompt lookup
     decoding (Saxena 2023), one token at a time, with the tokens in flight as part of the text.
-
-    Args:
-        longest: Most tokens of the suffix, up to 32.
-
-    Raises:
-        ValueError: ``longest`` is out of range.
     """
 
-    def __init__(self, longest: int = 3) -> None:
-        if not 1 <= longest <= _native.MOST_MATCH:
-            raise ValueError(f"the longest suffix to look up must have 1 to {_native.MOST_MATCH} tokens, not {longest}")
-        self.longest = longest
+    def __init__(self) -> None:
         self._rows: list[_native.NgramIndex] = []
 
     def start(self, prompts: list[list[int]], capacity: int, select: SampleTokens) -> None:
-        self._rows = [_native.NgramIndex(1, self.longest) for _ in prompts]
+        self._rows = [_native.NgramIndex(1, _LONGEST) for _ in prompts]
         for index, prompt in zip(self._rows, prompts, strict=True):
             index.write(0, np.array(prompt, dtype=np.int32))
 

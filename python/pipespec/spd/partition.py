@@ -11,6 +11,7 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -465,8 +466,6 @@ def load_stage(
     """
     model = load_skeleton(path)
     partition.check(model.config.num_hidden_layers)
-    if not 0 <= stage < partition.stages:
-        raise ValueError(f"there is no stage {stage} among {partition.stages}")
     if is_gguf(path):  # mapped: what other stages have is not read
         return LayerStage.of(load_model(path, device=device), partition, stage)
     base, span = model.model, partition.span(stage)
@@ -568,11 +567,7 @@ def _files(path: str | Path, names: Iterable[str]) -> dict[str, list[str]]:
 
 def _file(path: str | Path, name: str) -> str | None:
     """Path of a file in a model's folder, or in the local cache of a hub name; None if there is none."""
-    if Path(path).is_dir():
-        file = Path(path) / name
-        return str(file) if file.is_file() else None
-    try:
+    with suppress(OSError):
         found: str | None = cached_file(str(path), name, local_files_only=True)
-    except OSError:
-        return None
-    return found
+        return found
+    return None

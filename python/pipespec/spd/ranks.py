@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -76,28 +76,6 @@ def _uninterrupted(method: _Method) -> _Method:
     return cast(_Method, delaying)
 
 
-class _Remote:
-    """Keys and values in other processes."""
-
-    def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
-        raise NotImplementedError(
-            "generate(): past_key_values is not supported with ranks: each stage keeps the keys and values of its own layers"
-        )
-
-    def return_cache(self, lengths: Sequence[int]) -> None:
-        return None
-
-
-class _Chunk(NamedTuple):
-    """A chunk of the prompt under way: its number, its place as for ``_show``, and the streams that are here."""
-
-    number: int
-    columns: int
-    begin: Sequence[int]
-    real: Sequence[int]
-    streams: Streams
-
-
 class RanksDriver(SpeculativeDriver):
     """Rank 0: lets tokens enter, and takes what comes out. ``local`` is the first stage if it shares this rank, else None."""
 
@@ -124,13 +102,22 @@ class RanksDriver(SpeculativeDriver):
         self._streams: dict[int, Receiver] = {}
         self._running = False
         self._remote = range(1 if local is not None else 0, partition.stages)
-        self._chunks: deque[_Chunk] = deque()
+        # Chunks of the prompt under way: number, columns, and what is here.
+        self._chunks: deque[tuple[int, int, Fed]] = deque()
 
     ran_as = RANKS.name
 
     @property
-    def target(self) -> _Remote:
-        return _Remote()
+    def target(self) -> RanksDriver:
+        return self
+
+    def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
+        raise NotImplementedError(
+            "generate(): past_key_values is not supported with ranks: each stage keeps the keys and values of its own layers"
+        )
+
+    def return_cache(self, lengths: Sequence[int]) -> None:
+        return None
 
     def for_fork(self) -> Decoder:
         raise RuntimeError("a forked process cannot talk to the ranks: generate in the process that torchrun started")
@@ -276,24 +263,24 @@ class RanksDriver(SpeculativeDriver):
         streams = self._enter(Head(CHUNK, 0, tokens.shape[1], 0), begin, real, tokens)
         if not self._remote:
             return [*arrived, Fed(streams, begin, real)]
-        self._chunks.append(_Chunk(self._number, tokens.shape[1], begin, real, streams))
+        self._chunks.append((self._number, tokens.shape[1], Fed(streams, begin, real)))
         return arrived
 
     def _collect_chunks(self, most: int) -> list[Fed]:
         """Wait until at most ``most`` chunks of the prompt are under way. Return what came of the others."""
         out = []
         while len(self._chunks) > most:
-            chunk = self._chunks[0]
-            self._await(self._arriving, chunk.number)
-            streams = dict(chunk.streams)
+            number, columns, fed = self._chunks[0]
+            self._await(self._arriving, number)
+            streams = dict(fed.streams)
             for s in self._remote:
                 wanted = self._ring.features[s]
                 if wanted:
-                    shape = (len(wanted), self._rows, chunk.columns, self._hidden_size)
+                    shape = (len(wanted), self._rows, columns, self._hidden_size)
                     values = self._link.receive(shape, self._dtype, self._rank_of[s], STREAMS)
                     streams |= dict(zip(wanted, values, strict=True))
             self._chunks.popleft()
-            out.append(Fed(streams, chunk.begin, chunk.real))
+            out.append(fed._replace(streams=streams))
         return out
 
     @_uninterrupted
@@ -385,8 +372,12 @@ class RanksPipeline(BasePipeline):
         features = tuple(getattr(drafter, "features", ())) if config is None else config.anchors[1:]
         for index in features:
             self.partition.owner(index)
-        given = stages if isinstance(stages, str) else f"{list(self.partition.counts)} layers per stage"
-        terms = f"{given}, features {list(features)}, dtype {dtype or 'of the model'}, native {native}"
+        terms = {
+            "stages": stages if isinstance(stages, str) else self.partition.counts,
+            "features": features,
+            "dtype": str(dtype or "of the model"),
+            "native": native,
+        }
         self._link = Link(terms, timeout_s, start_s)
         self.is_controller = rank == 0
         self._server: StageServer | None = None

@@ -10,13 +10,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from pipespec import transport
 from pipespec.transport import FOREVER, Ranks, first_line
+
+if TYPE_CHECKING:
+    from pipespec.schedules.ranks.party import Party
 
 HEAD = 3
 BODY = 4096 - HEAD
@@ -31,31 +33,15 @@ _MESSAGES = 0
 """Tag."""
 
 
-class Owner(Protocol):
-    """What a link serves. The methods are called from its threads."""
-
-    def compose(self, link: Link, words: np.ndarray) -> int:
-        """Write the next message. Return its words, or 0 if there is nothing to send."""
-        ...
-
-    def receive(self, link: Link, generation: int, state: int, body: np.ndarray) -> None:
-        """Use a message. Raises ``ValueError`` for one that no rank of this chain sends."""
-        ...
-
-    def closed_by(self, link: Link) -> None:
-        """The other rank closes."""
-        ...
-
-
 class Link:
-    """This rank's end of the connection to rank ``peer``, over the gloo group of all ranks. ``owner`` composes and uses the messages.
+    """This rank's end of the connection to rank ``peer``, over the gloo group of all ranks. ``party`` composes and uses the messages.
 
     Attributes:
         cause: Why there is no connection any more; None while there is one.
     """
 
-    def __init__(self, ranks: Ranks, group: Any, peer: int, owner: Owner) -> None:
-        self.peer, self._ranks, self._group, self._owner = peer, ranks, group, owner
+    def __init__(self, ranks: Ranks, group: Any, peer: int, party: Party) -> None:
+        self.peer, self._ranks, self._group, self._party = peer, ranks, group, party
         self.cause: str | None = None
         self._wake, self._closing = threading.Event(), threading.Event()
         self._threads = [
@@ -64,7 +50,7 @@ class Link:
         ]
 
     def start(self) -> None:
-        """Start the threads. The owner is ready for messages."""
+        """Start the threads. The party is ready for messages."""
         for thread in self._threads:
             thread.start()
 
@@ -109,7 +95,7 @@ class Link:
         while self.cause is None:
             if closes := self._closing.is_set():
                 words[:HEAD] = _CLOSES, 0, 0
-            count = HEAD if closes else self._owner.compose(self, words)
+            count = HEAD if closes else self._party.compose(self, words)
             if count == 0:
                 self._wake.wait()
                 self._wake.clear()
@@ -128,7 +114,7 @@ class Link:
             words = message.numpy()
             generation, state, count = words[:HEAD].tolist()
             if generation == _CLOSES:
-                self._owner.closed_by(self)
+                self._party.closed_by(self)
                 return "it has closed"
-            self._owner.receive(self, generation, state, words[HEAD : HEAD + count])
+            self._party.receive(self, generation, state, words[HEAD : HEAD + count])
             posted.append((self._group.recv([message], self.peer, _MESSAGES), message))

@@ -25,7 +25,6 @@ from pipespec.schedules.base import Decoder
 from pipespec.schedules.ranks.draft import DraftRank
 from pipespec.schedules.ranks.driver import RanksDriver
 from pipespec.transport import START_S, RankError, Ranks, rank_and_world
-from pipespec_kernels import __version__
 from pipespec_kernels.state import MAX_STAGES
 
 
@@ -67,8 +66,7 @@ def join(
     own = (rank - 1) % world
     name = stage_names(world)[own]
     wanted = device_of_stage(device, stage_names(world), own)
-    ranks = Ranks.join(start_s)
-    compare_terms(ranks.exchange("terms", json.dumps(terms_of(given, config)), "all ranks have started"), ranks)
+    ranks = Ranks.join(terms_of(given, config), start_s)
 
     error, facts = None, ""
     model: PreTrainedModel | None = None
@@ -115,48 +113,21 @@ def device_of_stage(device: Devices, names: Sequence[str], own: int) -> Devices:
 def terms_of(given: Sequence[Any], config: SpeculationConfig) -> dict[str, Any]:
     """What all ranks must share."""
     return {
-        "pipespec": __version__,
-        "byteorder": sys.byteorder,
+        "byte order": sys.byteorder,
         "models": len(given),
-        "ngram": config.ngram is not None,
-        "lookahead": list(config.lookahead),
-        "configurations": [_digest(model) for model in given],
+        "n-gram index": config.ngram is not None,
+        "lookahead": config.lookahead,
+        **{f"config.json of the {name}": _digest(m) for name, m in zip(stage_names(len(given)), given, strict=True)},
     }
 
 
-def _digest(model: Any) -> str:
-    """Digest of a model's configuration; empty where this machine does not have it."""
+def _digest(model: Any) -> str | None:
+    """Digest of a model's configuration; None where this machine does not have it."""
     if isinstance(model, PreTrainedModel):
-        return ""
+        return None
     with suppress(OSError, ValueError):
         content = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
         # The same weights may have been saved by several versions of transformers.
         content.pop("transformers_version", None)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return ""
-
-
-def compare_terms(everyone: Sequence[str], ranks: Ranks) -> None:
-    """Raises ``RankError`` by name where ranks have other versions or settings than rank 0."""
-    try:
-        first, *others = (json.loads(terms) for terms in everyone)
-        for rank, theirs in enumerate(others, 1):
-            if theirs["pipespec"] != first["pipespec"]:
-                raise RankError(
-                    f"rank {rank} has another version of pipespec than rank 0 ({theirs['pipespec']}, {first['pipespec']}): install one version on "
-                    "all machines"
-                )
-            for key in ("byteorder", "models", "ngram", "lookahead"):
-                if theirs[key] != first[key]:
-                    raise RankError(
-                        f"all ranks need the same arguments: rank 0 has {key}={first[key]}, rank {rank} has {key}={theirs[key]}"
-                    )
-            names = stage_names(first["models"])
-            for name, ours, its in zip(names, first["configurations"], theirs["configurations"], strict=True):
-                if ours and its and ours != its:
-                    raise RankError(
-                        f"rank {rank} has other model settings for the {name} than rank 0 (config.json differs): give all ranks the same models"
-                    )
-    except RankError:
-        ranks.leave()
-        raise
+    return None

@@ -106,6 +106,7 @@ class Party:
     # ---- called by the links' threads
 
     def compose(self, link: Link, words: np.ndarray) -> int:
+        """Write the next message. Return its words, or 0 if there is nothing to send."""
         with self.lock:
             count, now = 0, (self.generation, int(self.running) + 2 * self._said)
             if link.peer in self._boxes and self._theirs.get(link.peer) == self.generation:
@@ -117,6 +118,7 @@ class Party:
             return HEAD + count
 
     def receive(self, link: Link, generation: int, state: int, body: np.ndarray) -> None:
+        """Use a message. Raises ``ValueError`` for one that no rank of this chain sends."""
         self._hear(link.peer, generation, bool(state & 1), state >> 1)
         with self.lock:
             if self._theirs.get(link.peer) != generation:

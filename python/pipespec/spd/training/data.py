@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections import Counter
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipespec.bench.datasets import records
 from pipespec.spd.training.trainer import TrainingBatch
 
 _STRUCTURED = (".jsonl", ".json", ".parquet")
@@ -23,6 +23,7 @@ _ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 """Names of the roles in ShareGPT files."""
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 _SHORTEST = 10
+_SHORT = f"shorter than {_SHORTEST} tokens"
 
 
 @dataclass(frozen=True)
@@ -33,28 +34,9 @@ class TrainingExample:
     wanted: np.ndarray
 
 
-@dataclass
-class Losses:
-    """Number of records left out, by reason."""
-
-    short: int = 0
-    long: int = 0
-    silent: int = 0
-    opaque: int = 0
-
-    def __str__(self) -> str:
-        reasons = {
-            f"{self.short} shorter than {_SHORTEST} tokens": self.short,
-            f"{self.long} longer than the limit": self.long,
-            f"{self.silent} without a message of the assistant": self.silent,
-            f"{self.opaque} whose chat template does not show which part is the assistant's": self.opaque,
-        }
-        return ", ".join(reason for reason, count in reasons.items() if count) or "none left out"
-
-
 def load_examples(
     paths: Iterable[str | Path], tokenizer: Any, length: int, *, truncate: bool = False
-) -> tuple[list[TrainingExample], Losses]:
+) -> tuple[list[TrainingExample], str]:
     """Load the examples of files and folders, in order.
 
     ``.jsonl``, ``.json`` (a list) and ``.parquet`` files hold records with ``text``, ``messages`` or ``conversations``. Messages have role
@@ -68,7 +50,7 @@ def load_examples(
         truncate: Cut longer conversations instead of leaving them out.
 
     Returns:
-        The examples, and the number of records left out.
+        The examples, and the numbers of records left out with the reasons, as text.
 
     Raises:
         FileNotFoundError: A file or folder does not exist or is empty.
@@ -77,13 +59,17 @@ def load_examples(
     if length < _SHORTEST:
         raise ValueError(f"a length of {length} tokens is too short: at least {_SHORTEST}")
     found: list[TrainingExample] = []
-    lost = Losses()
+    lost: Counter[str] = Counter()
     files = list(_files(paths))
     for file in files:
         if file.suffix not in _STRUCTURED:
-            found += _windows(tokenizer, _read(file), length, lost)
+            try:
+                text = file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file} is not UTF-8 text") from error
+            found += _windows(tokenizer, text, length, lost)
             continue
-        for number, record in _records(file):
+        for number, record in enumerate(records(file), 1):
             where = f"{file}, record {number}"
             if not isinstance(record, dict):
                 raise ValueError(f"{where}: not an object but {type(record).__name__}")
@@ -96,9 +82,10 @@ def load_examples(
             else:
                 keys = ", ".join(map(str, record)) or "nothing"
                 raise ValueError(f"{where}: neither text nor messages nor conversations, but {keys}")
+    left_out = ", ".join(f"{count} {reason}" for reason, count in lost.items()) or "none left out"
     if not found:
-        raise ValueError(f"nothing to learn in {', '.join(map(str, files))}: {lost}")
-    return found, lost
+        raise ValueError(f"nothing to learn in {', '.join(map(str, files))}: {left_out}")
+    return found, left_out
 
 
 def _files(paths: Iterable[str | Path]) -> Iterator[Path]:
@@ -112,45 +99,6 @@ def _files(paths: Iterable[str | Path]) -> Iterator[Path]:
             yield path
         else:
             raise FileNotFoundError(f"there is no file or folder {path}")
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text") from error
-
-
-def _records(file: Path) -> Iterator[tuple[int, Any]]:
-    if file.suffix == ".parquet":
-        try:
-            import pyarrow.parquet as parquet
-        except ImportError as error:
-            raise ImportError(
-                f"{file}: reading parquet needs pyarrow (pip install pyarrow), or convert to .jsonl"
-            ) from error
-        try:
-            rows = parquet.read_table(file).to_pylist()
-        except Exception as error:  # pyarrow has errors of its own
-            raise ValueError(f"{file} is not parquet that can be read: {error}") from error
-        yield from enumerate(rows, 1)
-        return
-    text = _read(file)
-    if file.suffix == ".json":
-        try:
-            rows = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file} is not JSON: {error}") from error
-        if not isinstance(rows, list):
-            raise ValueError(f"{file}: not a list of records but {type(rows).__name__}")
-        yield from enumerate(rows, 1)
-        return
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{file}, line {number} is not JSON: {error}") from error
 
 
 def _messages(given: Any, where: str) -> list[dict[str, str]]:
@@ -172,7 +120,7 @@ def _messages(given: Any, where: str) -> list[dict[str, str]]:
     return found
 
 
-def _windows(tokenizer: Any, text: str, length: int, lost: Losses) -> list[TrainingExample]:
+def _windows(tokenizer: Any, text: str, length: int, lost: Counter[str]) -> list[TrainingExample]:
     """Cut a text into consecutive pieces, each after the tokenizer's initial tokens. All tokens are learnt."""
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if tokenizer.eos_token_id is not None:
@@ -183,7 +131,7 @@ def _windows(tokenizer: Any, text: str, length: int, lost: Losses) -> list[Train
     for at in range(0, len(ids), body):
         piece = np.asarray([*begin, *ids[at : at + body]], dtype=np.int32)
         if len(piece) < _SHORTEST:
-            lost.short += 1
+            lost[_SHORT] += 1
             continue
         found.append(TrainingExample(piece, np.ones(len(piece), dtype=bool)))
     return found
@@ -197,24 +145,24 @@ def _beginning(tokenizer: Any) -> list[int]:
 
 
 def _conversation(
-    tokenizer: Any, messages: list[dict[str, str]], length: int, truncate: bool, lost: Losses
+    tokenizer: Any, messages: list[dict[str, str]], length: int, truncate: bool, lost: Counter[str]
 ) -> TrainingExample | None:
     encoded = encode_conversation(tokenizer, messages)
     if encoded is None:
-        lost.opaque += 1
+        lost["whose chat template does not show which part is the assistant's"] += 1
         return None
     ids, said = encoded
     if len(ids) > length:
         if not truncate:
-            lost.long += 1
+            lost["longer than the limit"] += 1
             return None
         ids, said = ids[:length], said[:length]
     if len(ids) < _SHORTEST:
-        lost.short += 1
+        lost[_SHORT] += 1
         return None
     wanted = np.append(said[1:], False)  # entry t is about the token after position t
     if not wanted.any():
-        lost.silent += 1
+        lost["without a message of the assistant"] += 1
         return None
     return TrainingExample(np.asarray(ids, dtype=np.int32), wanted)
 
@@ -300,8 +248,6 @@ class Batches:
     """
 
     def __init__(self, examples: Sequence[TrainingExample], size: int, seed: int) -> None:
-        if size < 1:
-            raise ValueError(f"a batch needs at least one example, not {size}")
         self.examples, self.size, self.seed = examples, min(size, len(examples)), seed
         self.per_pass = len(examples) // self.size
         self._turn = -1

@@ -1,4 +1,4 @@
-"""Training of a draft head over several forward steps of its own outputs, as a :class:`pipespec.spd.training.students.Student`."""
+"""Training of a draft head over several forward steps of its own outputs, as what :func:`pipespec.spd.training.trainer.train` trains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel
 from pipespec.drafts.head import DraftHead, HeadConfig
 from pipespec.models.properties import text_config
 from pipespec.spd.training.settings import TrainingSettings
-from pipespec.spd.training.students import Lesson, loss_of
+from pipespec.spd.training.students import Lesson, learnt_of, loss_of
 
 STEPS = 4
 """Forward steps of a lesson."""
@@ -81,7 +81,7 @@ def head_for(
 
 
 class HeadStudent:
-    """A draft head and its target as a :class:`pipespec.spd.training.students.Student`.
+    """A draft head and its target as what :func:`pipespec.spd.training.trainer.train` trains.
 
     Args:
         head: in float32.
@@ -136,9 +136,7 @@ class HeadStudent:
                 counts[i] += len(teacher_logits)
                 if i == 0:
                     loss += loss_of(logits, teacher_logits, settings.temperature).item() * len(teacher_logits)
-        if not counts[0]:
-            raise ValueError("nothing to validate on: no held-out token is the assistant's and in the draft vocabulary")
-        figures = {"held_out_loss": loss / counts[0], "agreement": same[0] / counts[0]}
+        figures = {"held_out_loss": loss / learnt_of(counts[0]), "agreement": same[0] / counts[0]}
         return figures | {f"agreement_{i + 1}": same[i] / max(1, counts[i]) for i in range(1, self._steps)}
 
     def identity(self) -> str:

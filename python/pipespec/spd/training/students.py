@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
 
 from pipespec.spd.draft_module import DraftModule
@@ -36,8 +35,8 @@ class Lesson(NamedTuple):
     teacher_logits: torch.Tensor
 
 
-class Student(Protocol):
-    """What :func:`pipespec.spd.training.trainer.train` needs of a draft.
+class PipelineStudent:
+    """A draft module as what :func:`pipespec.spd.training.trainer.train` trains. A draft head is :class:`pipespec.spd.training.heads.HeadStudent`.
 
     Attributes:
         module: its weights.
@@ -46,43 +45,16 @@ class Student(Protocol):
         columns: int64 ``[Vd]``, the target's ids of the draft vocabulary.
     """
 
-    @property
-    def module(self) -> nn.Module: ...
-    @property
-    def head(self) -> nn.Module: ...
-    @property
-    def anchors(self) -> Sequence[int]: ...
-    @property
-    def columns(self) -> torch.Tensor: ...
-
-    def loss(self, lesson: Lesson, settings: TrainingSettings, step: int) -> torch.Tensor:
-        """The loss of a batch in a step, in nats per position."""
-        ...
-
-    def figures(self, lessons: Iterable[Lesson], settings: TrainingSettings) -> dict[str, float]:
-        """``held_out_loss``, ``agreement`` and others."""
-        ...
-
-    def identity(self) -> str:
-        """What a checkpoint must agree with, as JSON. Its ``target`` does not count."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write the draft for use."""
-        ...
-
-
-class PipelineStudent:
-    """A draft module as a :class:`Student`."""
-
     def __init__(self, module: DraftModule) -> None:
         self.module, self.head, self.anchors = module, module.head, module.config.anchors
         self.columns = full_ids(module)
 
     def save(self, folder: Path) -> None:
+        """Write the draft for use."""
         self.module.save(folder)
 
     def loss(self, lesson: Lesson, settings: TrainingSettings, step: int) -> torch.Tensor:
+        """The loss of a batch in a step, in nats per position."""
         fill = fill_of(step, self.module.config.n, settings)
         logits = simulate(self.module, lesson.anchors, fill, lesson.valid)
         return loss_of(logits, lesson.teacher_logits, settings.temperature, settings.argmax_weight)
@@ -102,18 +74,20 @@ class PipelineStudent:
                 same[fill - 1] += int((logits.argmax(-1) == teacher_logits.argmax(-1)).sum())
                 if fill == n:
                     loss += loss_of(logits, teacher_logits, settings.temperature).item() * found
-        if not count:
-            raise ValueError("nothing to validate on: no held-out token is the assistant's and in the draft vocabulary")
-        figures = {"held_out_loss": loss / count, "agreement": same[-1] / count}
-        return figures | {f"agreement_{fill}": same[fill - 1] / count for fill in range(1, n)}
+        return {"held_out_loss": loss / learnt_of(count), "agreement": same[-1] / count} | {
+            f"agreement_{fill}": same[fill - 1] / count for fill in range(1, n)
+        }
 
     def identity(self) -> str:
+        """What a checkpoint must agree with, as JSON. Its ``target`` does not count."""
         return json.dumps(self.module.config.to_json() | {"target": None})
 
 
-def student_of(draft: DraftModule | Student) -> Student:
-    """A draft as a student: a draft module gets its class, others have one."""
-    return PipelineStudent(draft) if isinstance(draft, DraftModule) else draft
+def learnt_of(count: int) -> int:
+    """The number of held-out tokens. Raises ``ValueError`` without one."""
+    if not count:
+        raise ValueError("nothing to validate on: no held-out token is the assistant's and in the draft vocabulary")
+    return count
 
 
 # ---- draft modules

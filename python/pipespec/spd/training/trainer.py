@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,10 @@ from transformers import PreTrainedModel
 from pipespec.process.progress import readable_time, say
 from pipespec.spd.draft_module import DraftModule
 from pipespec.spd.training.settings import TrainingSettings
-from pipespec.spd.training.students import Lesson, Student, autocast, student_of
+from pipespec.spd.training.students import Lesson, PipelineStudent, autocast
+
+if TYPE_CHECKING:
+    from pipespec.spd.training.heads import HeadStudent
 
 CHECKPOINT, RECORD = "training.pt", "training.json"
 SAY_EVERY_S = 30.0
@@ -100,7 +103,7 @@ def teach(target: PreTrainedModel, ids: torch.Tensor, anchors: Sequence[int]) ->
 
 def train(
     target: PreTrainedModel,
-    module: DraftModule | Student,
+    module: DraftModule | HeadStudent,
     batch: Callable[[int], TrainingBatch],
     settings: TrainingSettings,
     folder: Path,
@@ -118,7 +121,7 @@ def train(
 
     Args:
         target: The teacher, which does not change.
-        module: The draft module, or another student, in float32.
+        module: The draft module, or a draft head, in float32.
         batch: Returns the batch of a number. It depends on the number only.
         settings: Settings of the run.
         folder: Folder of the results.
@@ -135,7 +138,7 @@ def train(
         FileNotFoundError: There is no checkpoint to resume.
         RuntimeError: The loss is not finite.
     """
-    run = _Run(target, student_of(module), settings, folder, data)
+    run = _Run(target, PipelineStudent(module) if isinstance(module, DraftModule) else module, settings, folder, data)
     if resume:
         run.resume()
     return run.run(batch, held_out, extra)
@@ -145,7 +148,12 @@ class _Run:
     """A training run: what is trained, and how far it is. Arguments as for :func:`train`."""
 
     def __init__(
-        self, target: PreTrainedModel, student: Student, settings: TrainingSettings, folder: Path, data: str
+        self,
+        target: PreTrainedModel,
+        student: PipelineStudent | HeadStudent,
+        settings: TrainingSettings,
+        folder: Path,
+        data: str,
     ) -> None:
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.target, self.student, self.module = target.eval().requires_grad_(False), student, student.module
@@ -360,7 +368,7 @@ def learning_rate(done: float, warmup: float, schedule: str = "cosine") -> float
     return 0.01 + 0.99 * 0.5 * (1.0 + math.cos(math.pi * (done - warmup) / (1.0 - warmup)))
 
 
-def _optimizers(student: Student, settings: TrainingSettings) -> list[torch.optim.Optimizer]:
+def _optimizers(student: PipelineStudent | HeadStudent, settings: TrainingSettings) -> list[torch.optim.Optimizer]:
     """AdamW without decay of the norms' gains. With muon, Muon for the matrices of projections and blocks."""
     head = [p for p in student.head.parameters() if p.requires_grad]
     in_head = {id(p) for p in head}
