@@ -178,7 +178,7 @@ def rank(job: Path) -> None:
     work = json.loads(job.read_text())
     options = {"stages": work["stages"], "timeout_s": _TIMEOUT_S, "dtype": torch.float32}
     with quiet_transformers(), RanksPipeline(work["target"], work["drafter"], **options) as pipe:
-        if not pipe.is_controller:
+        if not pipe.has_target:
             pipe.serve()
             return
         calibration, prompts_ = ([torch.tensor([p]) for p in work[name]] for name in ("calibration", "prompts"))

@@ -29,7 +29,7 @@ def texts(paths: list[str], out: str) -> None:
 
     def work(rank: int) -> None:
         with chain(paths) as pipe:
-            if not pipe.is_controller:
+            if not pipe.has_target:
                 pipe.serve()
                 return
             ids, mask = left_pad(random_prompts(3, seed=4, longest=9))
@@ -48,7 +48,7 @@ def killed(paths: list[str], out: str) -> None:
 
     def work(rank: int) -> None:
         with chain(paths) as pipe:
-            if not pipe.is_controller:
+            if not pipe.has_target:
                 if rank == 2:
                     Path(out, "pid").write_text(str(os.getpid()))
                 pipe.serve()
@@ -76,7 +76,7 @@ def target_dies(paths: list[str]) -> None:
 
     def work(rank: int) -> None:
         with chain(paths) as pipe:
-            if not pipe.is_controller:
+            if not pipe.has_target:
                 pipe.serve()
                 return
 
@@ -131,7 +131,7 @@ def wrong(paths: list[str]) -> None:
                     pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4)
             except RuntimeError as error:
                 said = str(error)
-            if not pipe.is_controller:
+            if not pipe.has_target:
                 pipe.serve()
             return said
 

@@ -92,11 +92,26 @@ def test_version_and_help_do_not_import_torch():
     assert "doctor" in done.stdout
 
 
-def test_an_unknown_command_is_a_usage_error(capsys):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("frobnicate", "generate"),
+        ("generate --temprature 0.5", "--temprature 0.5; did you mean --temperature?"),
+        ("generate --frobnicate=3", "--frobnicate=3\n"),
+        ("generate --temperature -1", "--temperature: must be at least 0, not -1"),
+        ("generate --temperature nan", "not nan"),
+        ("generate --top-p 1.5", "--top-p: must be at least 0 and at most 1, not 1.5"),
+        ("generate --max-new-tokens 0", "at least 1"),
+        ("generate --lookahead 3 0", "at least 1"),
+        ("recommend --new-tokens 0", "at least 1"),
+        ("serve --port 99999", "at most 65535"),
+    ],
+)
+def test_usage_errors(capsys, arguments, message):
     with pytest.raises(SystemExit) as end:
-        main(["frobnicate"])
+        main(arguments.split())
     assert end.value.code == 2
-    assert "generate" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 # --- doctor --------------------------------------------------------------------------------------------------------
@@ -153,19 +168,8 @@ def test_generate_without_torch_is_one_line():
 @pytest.mark.parametrize("schedule", ["lockstep", "streams"])
 def test_generate_from_stdin_streams_the_targets_text(family, capsys, monkeypatch, schedule):
     monkeypatch.setattr(sys, "stdin", io.StringIO("def f(x):\n"))
-    drafts = ["--draft", str(family / "small"), "--draft", str(family / "medium")]
-    arguments = [
-        "generate",
-        "--target",
-        str(family / "target"),
-        *drafts,
-        "--schedule",
-        schedule,
-        "--lookahead",
-        "3",
-        "4",
-    ]
-    assert main([*arguments, "--max-new-tokens", "20", "--report"]) == 0
+    models = f"--target {family / 'target'} --draft {family / 'small'} --draft {family / 'medium'}"
+    assert main(f"generate {models} --schedule {schedule} --lookahead 3 4 --max-new-tokens 20 --report".split()) == 0
     captured = capsys.readouterr()
     assert captured.out == expected_text(family, "def f(x):", 20) + "\n"
     assert f"{schedule}: 20 tokens in" in captured.err
@@ -201,15 +205,10 @@ def test_generate_warns_beyond_the_models_limit(family, capsys, length, what):
         (["--prompt", ""], "prompt is empty"),
         (["--prompt-file", "/nowhere/prompt"], "/nowhere/prompt"),
         (["--prompt", "caf\udce9"], "not UTF-8 text: --prompt"),  # as Python reads other bytes in the C locale
-        (["--prompt", "x", "--max-new-tokens", "0"], "at least 1"),
         (["--prompt", "x", "--draft", "y"], "--target"),
         (["--prompt", "x", "--target", "/nowhere/model"], "/nowhere/model"),
         (["--prompt", "x", "--target", "{family}"], "config.json"),
         (["--prompt", "x", "--target", "{family}/target", "--chat"], "chat template"),
-        (
-            ["--prompt", "x", "--target", "{family}/target", "--draft", "{family}/small", "--lookahead", "0"],
-            "lookahead",
-        ),
         (
             ["--prompt", "x", "--lookahead", str(2**32)],
             "lookahead must be 0 to 2147483647, not 4294967296",
@@ -252,19 +251,9 @@ def test_the_exit_code_after_a_closed_pipe():
 
 
 def test_trace_writes_what_every_stage_did(family, capsys, tmp_path):
-    arguments = [
-        "trace",
-        "--target",
-        str(family / "target"),
-        "--draft",
-        str(family / "small"),
-        "--schedule",
-        "lockstep",
-        "--lookahead",
-        "4",
-    ]
-    files = ["--out", str(tmp_path / "run.json")]
-    assert main([*arguments, *files, "--prompt", "def f(x):", "--max-new-tokens", "20"]) == 0
+    models = f"--target {family / 'target'} --draft {family / 'small'} --schedule lockstep --lookahead 4"
+    arguments = f"trace {models} --out {tmp_path / 'run.json'} --max-new-tokens 20 --prompt".split()
+    assert main([*arguments, "def f(x):"]) == 0
     captured = capsys.readouterr()
     assert captured.out == expected_text(family, "def f(x):", 20) + "\n"
     events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
@@ -282,14 +271,15 @@ def test_trace_refuses_before_it_generates(family, capsys, tmp_path, monkeypatch
     captured = capsys.readouterr()
     assert f"error: {tmp_path / 'run.json'} cannot be written" in captured.err
     assert captured.out == ""
-    assert main([*arguments, "--out", str(tmp_path / "nowhere" / "run.json")]) == 2
-    captured = capsys.readouterr()
-    assert f"error: there is no folder {tmp_path / 'nowhere'}" in captured.err
-    assert captured.out == ""
-    assert main([*arguments, "--out", str(tmp_path)]) == 2
-    captured = capsys.readouterr()
-    assert f"error: {tmp_path} is a folder" in captured.err
-    assert captured.out == ""
+    nowhere = tmp_path / "nowhere"
+    for out, message in (
+        (nowhere / "run.json", f"there is no folder {nowhere}"),
+        (tmp_path, f"{tmp_path} is a folder"),
+    ):
+        assert main([*arguments, "--out", str(out)]) == 2
+        captured = capsys.readouterr()
+        assert f"error: {message}" in captured.err
+        assert captured.out == ""
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == 2
@@ -469,8 +459,8 @@ def test_demo_fails_where_a_row_does_not_run(family, capsys, monkeypatch):
         ("2>&-", 0, True, ""),
         (">&-", 2, False, "standard output is closed"),
         ("--report 2>{full}", 2, True, ""),
-        ("--max-new-tokens 0 2>&-", 2, False, ""),
-        ("--max-new-tokens 0 2>{full}", 2, False, ""),
+        ("--stages 3 2>&-", 2, False, ""),
+        ("--stages 3 2>{full}", 2, False, ""),
     ],
 )
 def test_streams_that_are_closed_or_full(family, full, redirected, status, text, message):

@@ -45,7 +45,6 @@ def test_the_table_and_the_code() -> None:
 
 
 def test_what_is_refused(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
-    assert main(["recommend", "--new-tokens", "0"]) == 2
     assert main(["recommend", "--draft", str(tmp_path / "none"), "--new-tokens", "2"]) == 2
     assert main(["recommend", "--new-tokens", "100000"]) == 2
     assert "pass the target's limit" in capsys.readouterr().err

@@ -174,7 +174,7 @@ def made(kind: str, rank: int = 0):
 def texts(folder: str, world: int, stages: int, kind: str, dtype: torch.dtype) -> None:
     def work(rank: int) -> None:
         with patient(folder, made(kind, rank), stages=stages, dtype=dtype) as pipe:
-            if not pipe.is_controller:
+            if not pipe.has_target:
                 pipe.serve()
                 return
             out, driver, most = [], pipe._driver, [0]
@@ -226,7 +226,7 @@ def kill(folder: str, times: int, seed: int = 0) -> None:
 
             def work(rank: int, cycle=cycle, mark=mark) -> None:
                 with RanksPipeline(folder, "ngram", stages=2) as pipe:
-                    if not pipe.is_controller:
+                    if not pipe.has_target:
                         pipe.serve()
                         return
 
@@ -272,7 +272,7 @@ def late(folder: str) -> None:
 
     def work(rank: int) -> None:
         with patient(folder, "ngram", stages=2, timeout_s=5) as pipe:
-            if pipe.is_controller:
+            if pipe.has_target:
                 pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=100, do_sample=False)
             if rank == 2:
                 steps, real = [], pipe._server.stage.step
@@ -352,7 +352,7 @@ def phases(folder: str, cases: Sequence[str]) -> None:
             # however long a busy machine takes.
             missed = how == "kill" and phase in ("connect", "load")
             with (RanksPipeline if missed else patient)(folder, "ngram", stages=2) as pipe:
-                if not pipe.is_controller:
+                if not pipe.has_target:
                     pipe.serve()
                     return
                 for _ in range(2):
@@ -386,7 +386,7 @@ def slow(folder: str) -> None:
     def work(rank: int) -> object:
         clock.rules()
         with patient(folder, "ngram", stages=2, timeout_s=1) as pipe:
-            if pipe.is_controller:
+            if pipe.has_target:
                 ids = torch.tensor([list(range(2, 22))])
                 return pipe.generate(ids, max_new_tokens=4, do_sample=False, prefill_chunk_size=2)[0].tolist()
             before(pipe._server, "run", lambda: clock.advance(rank, 0.3), lambda head, *rest: head.kind == ring.CHUNK)
@@ -400,7 +400,7 @@ def twice(folder: str) -> None:
         out = []
         for stages in (2, [2, 1], "balanced:2"):
             with patient(folder, "ngram", stages=stages) as pipe:
-                if not pipe.is_controller:
+                if not pipe.has_target:
                     pipe.serve()
                 else:
                     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
@@ -419,7 +419,7 @@ def interrupted(folder: str) -> None:
 
     def work(rank: int) -> object:
         with patient(folder, Reader(320), stages=2) as pipe:
-            if not pipe.is_controller:
+            if not pipe.has_target:
                 return pipe.serve()
             options = {"max_new_tokens": 3, "do_sample": False, "prefill_chunk_size": 2}
             ids, count, at = torch.tensor([[5, 6, 7, 8, 9]]), [0], [0]
@@ -472,7 +472,7 @@ def behind(folder: str) -> None:
     def work(rank: int) -> object:
         time.sleep(transport.SILENCE_S + 2 if rank == 2 else 0)
         with RanksPipeline(folder, "ngram", stages=2) as pipe:
-            if not pipe.is_controller:
+            if not pipe.has_target:
                 return pipe.serve()
             return pipe.generate(torch.tensor([[5, 6]]), max_new_tokens=5, do_sample=False)[0].tolist()
 

@@ -227,6 +227,13 @@ def test_models_outside_of_the_family():
         check_target(other)
 
 
+def test_a_model_with_other_layers_than_it_says():
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**SIZES))
+    del model.model.layers[3]
+    with pytest.raises(TypeError, match=r"has 3 layers, and its config\.num_hidden_layers is 4: set that"):
+        check_target(model)
+
+
 # ---- loading
 
 

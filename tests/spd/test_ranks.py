@@ -328,7 +328,7 @@ def test_what_a_lost_rank_leaves_open(fails):
 
     pipe = object.__new__(RanksPipeline)
     BasePipeline.__init__(pipe, [])
-    pipe._link, pipe._driver, pipe.is_controller = Broken(), Driver(), True
+    pipe._link, pipe._driver, pipe.has_target = Broken(), Driver(), True
     with pytest.raises(ArithmeticError) if fails else nullcontext():
         pipe.close()
     assert pipe._link.sent == [1, 2]

@@ -198,7 +198,7 @@ class Pipeline(BasePipeline):
         )
         super().__init__([model])
         self.config, self.schedule = config, config.schedule
-        if self.is_controller:
+        if self.has_target:
             _check_form(self.models, config)
 
     def _choose_driver(
@@ -239,7 +239,7 @@ class Pipeline(BasePipeline):
             return make_driver(chain.models, fallback)
 
     @property
-    def is_controller(self) -> bool:
+    def has_target(self) -> bool:
         """Whether this process has the target, and so ``generate()``. False on the ranks of drafts, which call :meth:`serve`."""
         return not self._driver.serves
 

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from pipespec.cli.options import Subparsers, at_least_one, read_text
+from pipespec.cli.options import Subparsers, positive, read_text
 from pipespec.process.progress import working
 
 
@@ -20,8 +20,8 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
         "--quick", action="store_true", help="seconds instead of a minute or more; the figures mean little"
     )
     parser.add_argument("--prompt", metavar="FILE", help="use this text as the prompt; - for standard input")
-    parser.add_argument("--prompts", metavar="N", type=int, help="number of prompts to measure")
-    parser.add_argument("--new-tokens", metavar="N", type=int, help="most new tokens per prompt")
+    parser.add_argument("--prompts", metavar="N", type=positive, help="number of prompts to measure")
+    parser.add_argument("--new-tokens", metavar="N", type=positive, help="most new tokens per prompt")
     parser.add_argument(
         "--family",
         metavar="FOLDER",
@@ -37,7 +37,6 @@ def run(args: argparse.Namespace) -> int:
     text = None
     if args.prompt is not None:
         text = read_text(None if args.prompt == "-" else Path(args.prompt))
-    at_least_one(args, "prompts", "new_tokens")
     with working("importing torch and transformers"):
         from pipespec.demo.run import FULL, QUICK, run_demo
     size = QUICK if args.quick else FULL

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from pipespec.cli.options import (
     Subparsers,
     add_models,
-    at_least_one,
     chosen_models,
     flag,
+    number,
     one_or_all,
     option,
+    positive,
     read_text,
     require_text,
     weights_option,
@@ -50,19 +51,19 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
            "(default: 6)")
     rows = "; ".join(f"{row.name}: {row.stages.replace('`', '')}" for row in SCHEDULES.values())
     option(parser, "schedule", None, str, f"how the stages run; default: by devices and cores, see `pipespec doctor`. {rows}", choices=SCHEDULES)
-    option(parser, "lookahead", "N", int, "draft tokens ahead of the next stage: one number for all drafts, or one per draft", nargs="+")
+    option(parser, "lookahead", "N", positive, "draft tokens ahead of the next stage: one number for all drafts, or one per draft", nargs="+")
     flag(parser, "exact", "refuse a target whose bits depend on batch or drafts, in bfloat16 too")
     prompt = parser.add_mutually_exclusive_group()
     option(prompt, "prompt", "TEXT", str, "default: standard input")
     option(prompt, "prompt-file", "FILE", Path, "final line breaks are dropped")
-    option(parser, "max-new-tokens", "N", int, "default: %(default)s", default=128)
+    option(parser, "max-new-tokens", "N", positive, "default: %(default)s", default=128)
     sample = parser.add_argument_group(
         "sampling", "--temperature, --top-k, --top-p, --min-p or --seed turns sampling on; without them decoding is greedy"
     )
-    option(sample, "temperature", "T", float, "divides the logits; 0: greedy")
-    option(sample, "top-k", "K", int, "keep the K most likely tokens")
-    option(sample, "top-p", "P", float, "keep the most likely tokens with total probability P")
-    option(sample, "min-p", "P", float, "keep tokens with P times the highest probability")
+    option(sample, "temperature", "T", number(float, 0), "divides the logits; 0: greedy")
+    option(sample, "top-k", "K", number(int, 0), "keep the K most likely tokens")
+    option(sample, "top-p", "P", number(float, 0, 1), "keep the most likely tokens with total probability P")
+    option(sample, "min-p", "P", number(float, 0, 1), "keep tokens with P times the highest probability")
     option(sample, "seed", "N", int, "one seed gives one text, whatever the drafts (but for --acceptance)")
     option(sample, "repetition-penalty", "R", float, "above 1: fewer repetitions; greedy, too")
     option(sample, "presence-penalty", "P", float, "subtracted from the scores of tokens that the new text has")
@@ -108,7 +109,6 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
         prompt = read_text(args.prompt_file)
     else:
         prompt = require_text(args.prompt, "--prompt")
-    at_least_one(args, "max_new_tokens")
     if args.system == "spd":
         check_spd(args, trace)
         target, drafts, dtype = chosen_models(args, list)  # its draft module comes later
@@ -125,7 +125,7 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
             make = spd_pipeline if args.system == "spd" else _chain
             pipe = make(args, target, drafts, dtype, trace)
         with pipe:
-            if not pipe.is_controller:
+            if not pipe.has_target:
                 pipe.serve()
                 return None
             tokenizer = load_tokenizer(target, trust_remote_code=args.trust_remote_code)

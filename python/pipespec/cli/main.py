@@ -7,6 +7,7 @@ an error; 130 after Ctrl-C; 141 if the reader of stdout has closed it. Only comm
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 import traceback
@@ -33,7 +34,11 @@ def main(arguments: list[str] | None = None) -> int:
     """
     if sys.stderr is None:  # closed
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    args = _parser().parse_args(arguments)
+    parser = _parser()
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], args.options, 1)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near[0]}?' if near else ''}")
     if sys.stdout is None:
         say("error: standard output is closed")
         return 2
@@ -78,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     for subcommand in (generate, serve, trace, demo, recommend, bench, spd, train_draft, doctor):
         for command in subcommand.add_parser(commands):
             command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+            command.set_defaults(options=tuple(command._option_string_actions))
     return parser
 
 

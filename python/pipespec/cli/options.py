@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -74,11 +75,22 @@ def one_or_all(values: list[Any] | None) -> Any:
     return values[0] if values is not None and len(values) == 1 else values
 
 
-def at_least_one(args: argparse.Namespace, *names: str) -> None:
-    """Raise ``ValueError`` where a numeric option that was given is below 1."""
-    for name in names:
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+def number(kind: Callable[[str], float], least: float, most: float = math.inf) -> Callable[[str], float]:
+    """The type of an option whose value is a number of a range, both ends included: a wrong one is refused before models are loaded."""
+
+    def read(text: str) -> float:
+        value = kind(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"must be at least {least}{f' and at most {most}' * (most < math.inf)}, not {text}"
+            )
+        return value
+
+    read.__name__ = kind.__name__  # argparse names it where the text is no number
+    return read
+
+
+positive = number(int, 1)
 
 
 def check_output(file: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.cli.options import DTYPES, Subparsers, at_least_one, flag, option, read_text
+from pipespec.cli.options import DTYPES, Subparsers, flag, option, positive, read_text
 from pipespec.config import SpeculationConfig
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.process.table import aligned
@@ -66,7 +66,7 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     option(parser, "draft", "PATH", str, "a candidate; may be repeated", action="append", default=[])
     prompts = f"a text, or prompts as `pipespec bench` reads them; the first {_MOST_PROMPTS} count (default: a few built-in ones)"
     option(parser, "prompts", "FILE", Path, prompts)
-    option(parser, "new-tokens", "N", int, "new tokens per prompt (%(default)s)", default=32)
+    option(parser, "new-tokens", "N", positive, "new tokens per prompt (%(default)s)", default=32)
     option(parser, "dtype", None, str, "default: as stored; float32 for the bundled family", choices=DTYPES)
     flag(parser, "trust-remote-code", "allow a model's own Python code to run")
     flag(parser, "json", "the figures as JSON")
@@ -76,7 +76,6 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
 def run(args: argparse.Namespace) -> int:
     """Run candidates for the drafts of a target on the CPU, one after the other: none, prompt lookup (ngram), each --draft, and pairs of them. The last line
     is code to copy."""
-    at_least_one(args, "new_tokens")
     target, drafts, dtype = _given(args)
     prompts = None if args.prompts is None else _read_prompts(args.prompts)[:_MOST_PROMPTS]
     with quiet_transformers():

@@ -11,11 +11,12 @@ from pipespec.cli.generate import bundled_drafts
 from pipespec.cli.options import (
     Subparsers,
     add_models,
-    at_least_one,
     chosen_models,
     flag,
+    number,
     one_or_all,
     option,
+    positive,
     weights_option,
 )
 from pipespec.process.progress import quiet_transformers, say, working
@@ -30,8 +31,8 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     parser.set_defaults(command=run)
     add_models(parser)
     option(parser, "host", "ADDRESS", str, "default: %(default)s, this machine only; there are no passwords", default="127.0.0.1")
-    option(parser, "port", "N", int, "default: %(default)s; 0: a free one", default=8000)
-    option(parser, "queue", "N", int, "requests that may wait; further ones get status 429 (default: %(default)s)", default=16)
+    option(parser, "port", "N", number(int, 0, 65535), "default: %(default)s; 0: a free one", default=8000)
+    option(parser, "queue", "N", positive, "requests that may wait; further ones get status 429 (default: %(default)s)", default=16)
     flag(parser, "cors", "let web pages of other origins use the server")
     return [parser]
 # fmt: on
@@ -50,7 +51,6 @@ def _pack(pipe: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve a model under /v1/chat/completions and /v1/completions, with /metrics under vLLM's names. Requests run one after the other; the text is the target's own."""
-    at_least_one(args, "queue")
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(f"pipespec serve needs {', '.join(missing)}: pip install 'pipespec[serve]'")

@@ -54,6 +54,9 @@ def build(kind: Any, data: Any, where: str = "it") -> Any:
         types_of_fields = typing.get_type_hints(kind)
         if unknown := sorted(set(map(str, data)) - {f.name for f in dataclasses.fields(kind)}):
             raise ValueError(f"{where} has unknown fields: {', '.join(unknown)}")
+        needed = (f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING)
+        if missing := [name for name in needed if name not in data]:
+            raise TypeError(f"{where} lacks the fields {', '.join(missing)}")
         values = {name: build(types_of_fields[name], value, name) for name, value in data.items()}
         return typing.cast(Any, kind)(**values)
     if origin is list:

@@ -182,7 +182,7 @@ def partition_of(model: PreTrainedModel, stages: int | Sequence[int] | str | Par
 
 
 def check_target(model: PreTrainedModel) -> None:
-    """Raise ``TypeError`` for a model that is not of the LLaMA family: its forward does more than its layers do."""
+    """Raise ``TypeError`` for a model that is not of the LLaMA family, whose forward does more than its layers do, or has other layers than it says."""
     check_architecture("target", model)
     if model.config.model_type not in IN_STAGES:
         raise TypeError(
@@ -191,6 +191,10 @@ def check_target(model: PreTrainedModel) -> None:
     if getattr(model.config, "final_logit_softcapping", None) is not None:
         raise TypeError(
             f"target is a {type(model).__name__} that caps its logits (final_logit_softcapping), which no stage does"
+        )
+    if (found := len(model.model.layers)) != model.config.num_hidden_layers:
+        raise TypeError(
+            f"target has {found} layers, and its config.num_hidden_layers is {model.config.num_hidden_layers}: set that"
         )
 
 

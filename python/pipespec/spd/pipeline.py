@@ -64,7 +64,7 @@ class SpeculativePipeline(BasePipeline):
     """
 
     report: SpeculativeReport | None
-    is_controller = True
+    has_target = True
     """As for :class:`RanksPipeline`, in whose place this class runs on one process."""
 
     def __init__(

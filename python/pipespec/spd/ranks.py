@@ -11,7 +11,7 @@ stages in chunks, each stage one chunk behind the stage before it.
 Usage: the same script on all ranks (``torchrun --nproc-per-node 3 script.py``)::
 
     with RanksPipeline("path/of/target", "ngram", stages=2) as pipe:
-        if pipe.is_controller:
+        if pipe.has_target:
             out = pipe.generate(input_ids, max_new_tokens=100)
         else:
             pipe.serve()
@@ -379,7 +379,7 @@ class RanksPipeline(BasePipeline):
             "native": native,
         }
         self._link = Link(terms, timeout_s, start_s)
-        self.is_controller = rank == 0
+        self.has_target = rank == 0
         self._server: StageServer | None = None
         number = rank_of.index(rank) if rank in rank_of else None
         if isinstance(stages, str):
@@ -397,7 +397,7 @@ class RanksPipeline(BasePipeline):
             if number is not None:
                 stage = load_stage(target, self.partition, number, dtype=dtype, device=device)
                 self._server = StageServer(stage, number, rank_of, ring, self._link, native)
-            if self.is_controller:
+            if self.has_target:
                 ends = load_ends(target, dtype=dtype, device=device)
                 found, drafts = resolve_drafter(
                     drafter, ends, target, self.partition, dtype=dtype or "auto", device=device
@@ -435,7 +435,7 @@ class RanksPipeline(BasePipeline):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As :meth:`pipespec.Pipeline.generate`. Raises ``RuntimeError`` except on rank 0, and ``RankError`` if a rank is lost."""
-        if not self.is_controller:
+        if not self.has_target:
             raise RuntimeError(f"rank {self._link.rank} runs a stage: call serve() there, and generate() on rank 0")
         return super().generate(*args, **kwargs)
 
@@ -444,7 +444,7 @@ class RanksPipeline(BasePipeline):
 
     def serve(self) -> None:
         """Run this rank's stage until rank 0 closes. Raises ``RuntimeError`` on rank 0, and ``RankError`` if a rank is lost."""
-        if self.is_controller or self._server is None:
+        if self.has_target or self._server is None:
             raise RuntimeError("rank 0 runs no stage loop: call generate() there")
         try:
             self._server.serve()
@@ -462,11 +462,11 @@ class RanksPipeline(BasePipeline):
             if self._is_forked:
                 return  # in a fork, the ranks are the parent's
             try:
-                if self.is_controller and not self._link.broken:
+                if self.has_target and not self._link.broken:
                     for rank in range(1, self._link.world):
                         with suppress(RankError):  # it has ended already
                             self._link.send(torch.tensor([CLOSE, 0, 0, 0], dtype=torch.int64), rank, CONTROL)
-                if self.is_controller:
+                if self.has_target:
                     self._driver.close()
             finally:
                 self._link.close()
