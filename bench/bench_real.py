@@ -6,7 +6,7 @@
 
 Prompts are the first turns of datasets as they are published (:mod:`bench.datasets`); any other file is a text to edit, in one prompt. All rows generate each prompt in turn, in whole calls, so that a machine that becomes
 slower does so for all. Per row: tokens/s of whole calls (sum of tokens over the sum of each prompt's median time), the ratio to our plain decoding, the worst
-prompt's ratio to it, milliseconds to the first token, tokens/s behind it, and the share of texts that equal the same program's plain ones. Sampled rows have one seed per prompt.
+prompt's ratio to it, milliseconds to the first token, tokens/s behind it, and the share of texts that are those of :func:`own_plain`. Sampled rows have one seed per prompt.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from bench.harness import markdown_table, replace_table, save
 from bench.real_rivals import LlamaServer, OpenVino
 from pipespec import Pipeline
 from pipespec.bench.contenders import CommitClock, private_copies
-from pipespec.bench.datasets import is_dataset, read
+from pipespec.bench.datasets import read
 from pipespec.bench.machine import provenance
 from pipespec.process.progress import quiet_transformers, say
+from pipespec.process.record_files import is_dataset
 from pipespec.registry import LOCKSTEP, PLAIN, WORKERS
 
 LLAMA_NGRAM = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "16")
@@ -81,10 +82,11 @@ PACKED = "GGUF"
 
 
 def own_plain(row: str) -> str:
-    """The row of plain decoding by the same program with the same weights, whose texts a row's should be."""
-    if row.startswith(("llama.cpp", "OpenVINO")):
+    """The row whose texts a row's should be: plain decoding by the same program with the same weights, of other programs' plain rows ours."""
+    if row.startswith(("llama.cpp", "OpenVINO")) and "," in row:
         return row.partition(",")[0]
-    return f"{PACKED}, plain" if row.startswith(PACKED) else "HF generate()" if row.startswith("HF") else PLAIN.name
+    hf = PLAIN.name if row == "HF generate()" else "HF generate()"
+    return f"{PACKED}, plain" if row.startswith(PACKED) else hf if row.startswith("HF") else PLAIN.name
 
 
 def packed_rows(target: Path, draft: Path) -> dict[str, tuple[Path, list[Any], dict[str, Any]]]:
@@ -166,14 +168,9 @@ def rivals(options: argparse.Namespace) -> Iterator[tuple[str, LlamaServer | Ope
     if options.llama is not None:
         threads = torch.get_num_threads()
         draft = ("--spec-type", "draft-simple", "-md", str(gguf[options.draft]), "--spec-draft-n-max", "4")
-        plain: dict[str, tuple[str, ...]] = {"": ()}
-        ways = plain | {", n-gram": LLAMA_NGRAM, ", draft": draft}
+        ways: dict[str, tuple[str, ...]] = {"": (), ", n-gram": LLAMA_NGRAM, ", draft": draft}
         for way, more in ways.items():
             yield f"llama.cpp Q4_K_M{way}", LlamaServer(options.llama, gguf[options.target], threads, more)
-        wide = options.models / f"{options.target}-bf16.gguf"
-        for way, more in {"": (), ", n-gram": LLAMA_NGRAM}.items():
-            if wide.exists():
-                yield f"llama.cpp bfloat16{way}", LlamaServer(options.llama, wide, threads, more)
     if options.openvino is not None:
         python, folder = options.openvino
         for kind in ("fp16", "int8", "int4"):
@@ -201,8 +198,9 @@ def summary(texts: dict[str, list[list[tuple[list[int], float, float]]]], kinds:
             first = {i: statistics.median(f for _, _, f in results[i]) for i in places}
             tokens = {i: len(results[i][0][0]) for i in places}
             ratios = [tokens[i] / seconds[i] / plain_rate[i] for i in places]
-            own = texts.get(own_plain(row), results)
-            same = sum(results[i][0][0] == own[i][0][0] for i in places)
+            own = texts.get(own_plain(row), [[] for _ in kinds])
+            known = [i for i in places if own[i]]
+            same = sum(results[i][0][0] == own[i][0][0] for i in known)
             rate = sum(tokens.values()) / sum(seconds.values())
             records.append(
                 {
@@ -214,7 +212,7 @@ def summary(texts: dict[str, list[list[tuple[list[int], float, float]]]], kinds:
                     "first_token_ms": 1000 * statistics.median(first.values()),
                     "decoding_tokens_per_second": (sum(tokens.values()) - len(places))
                     / (sum(seconds.values()) - sum(first.values())),
-                    "same_text": [same, len(places)],
+                    "same_text": [same, len(known)],
                 }
             )
     return records
@@ -251,7 +249,6 @@ README_ROWS = {
     "OpenVINO bfloat16": "OpenVINO GenAI",
     "OpenVINO int8, lookup": "OpenVINO GenAI, 8 bits, prompt lookup",
     "OpenVINO int4": "OpenVINO GenAI, 4 bits",
-    "llama.cpp bfloat16, n-gram": "llama.cpp, n-gram drafts",
     "llama.cpp Q4_K_M, n-gram": "llama.cpp, Q4_K_M, n-gram drafts",
     PLAIN.name: "pipespec, target alone",
     "default": "pipespec, default",
@@ -379,7 +376,6 @@ def measure(options: argparse.Namespace) -> None:
         rows[name] = rival
         closing.append(rival)
     texts: dict[str, list[list[tuple[list[int], float, float]]]] = {row: [[] for _ in prompts] for row in rows}
-    warm = prompts[0][1]
     for repeat in range(options.repeats):
         for i, (kind, ids) in enumerate(prompts):
             for row, run in rows.items():
@@ -388,7 +384,7 @@ def measure(options: argparse.Namespace) -> None:
                 seeded = arguments | ({"seed": 1000 + i} if arguments["do_sample"] else {})
                 try:
                     if repeat == 0 and i == 0:  # packs weights, starts processes
-                        run(warm, seeded | {"max_new_tokens": 2})
+                        run(prompts[0][1], seeded | {"max_new_tokens": 2})
                     texts[row][i].append(run(ids, seeded))
                 except Exception as error:
                     failed[row] = f"{type(error).__name__}: {error}"

@@ -2,8 +2,7 @@
 
 Each file names the commit that it measured (``pipespec.bench.machine``). A file is outdated where a later commit changes one of its sources in
 :data:`SOURCES`. README.md and the pages of docs/ quote a file by its path. Exit status: 0, or 1 if a file is not current (but for
-:data:`MAY_BE_OLDER`), or not quoted, or quoted and not there.
-"""
+:data:`MAY_BE_OLDER`), or not quoted, or quoted and not there."""
 
 from __future__ import annotations
 
@@ -19,7 +18,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = Path("bench/results")
 
-_KERNELS = ("csrc", "pipespec_kernels")
+_GPU = ("csrc/cuda", "pipespec_kernels/triton", "python/pipespec/engine/fused.py", "python/pipespec/schedules/graphs")
+_KERNELS = ("csrc", "pipespec_kernels", *(f":(exclude){place}" for place in _GPU))
 _ENGINE = (*_KERNELS, "python/pipespec/engine", "python/pipespec/schedules", "python/pipespec/models")
 
 _GENERATE = (
@@ -36,14 +36,14 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "exact.json": (*_ENGINE, "bench/exact.py"),
     "generate_cpu.json": (*_GENERATE, "python/pipespec/demo"),
     "head.json": (*_ENGINE, "python/pipespec/drafts", "bench/bench_real.py"),
-    "gpu_h200.json": (*_GENERATE, "bench/planted.py"),
+    "gpu_h200.json": (*(place for place in _GENERATE if place[0] != ":"), "bench/planted.py"),
     "price.json": _KERNELS,
     "prompt.json": (*_ENGINE, "bench/bench_prompt.py"),
     "real.json": (*_ENGINE, "bench/bench_real.py"),
     "spd.json": (*_KERNELS, "python/pipespec/engine", "python/pipespec/spd", "bench/bench_spd.py"),
     "spd_real.json": ("python/pipespec/spd", "bench/bench_spd_real.py", "bench/recipes"),
 }
-"""By results file: the files and folders whose changes outdate it."""
+"""By results file: the files and folders whose changes outdate it, as pathspecs of git. Those of GPUs outdate no figure of a CPU."""
 
 MAY_BE_OLDER = {"gpu_h200.json", "head.json", "spd_real.json"}
 """Files of hardware that is not at hand, and of hours of training: an older one is named, and is no failure."""

@@ -385,12 +385,14 @@ def dependency_faults(ptx: str, dependent: bool) -> list[str]:
     if not dependent:
         return ["a launch that is not dependent waits"] if "griddepcontrol" in ptx else []
     before, *behind = re.split(r"(?m)^\s*griddepcontrol\.wait;", ptx, maxsplit=1)
-    start = r"(?m)^\s*(@!?%p\d+\s+)?"
+    start = r"(?m)(?:^|[;{])\s*(@!?%?\w+\s+)?"
     rules = {
         "no wait for the launch ahead": not behind,
-        "an access before the wait": re.search(start + r"(ld|st|atom|red|cp|prefetch)\.(?!param|shared)", before),
+        "an access before the wait": re.search(
+            start + r"(ld|st|atom|red|cp|prefetch|multimem|discard)\.(?!param|shared)", before
+        ),
         "a branch before the wait": re.search(start + r"(bra|brx|call|ret|exit)\b", before),
-        "the next launch is never let in": "griddepcontrol.launch_dependents;" not in ptx,
+        "the next launch is never let in": "griddepcontrol.launch_dependents;" not in "".join(behind),
     }
     return [fault for fault, found in rules.items() if found]
 

@@ -91,9 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("model", type=Path, help="a folder with weights in 16 or 32 bits")
     parser.add_argument("--text", type=Path, required=True, help="a text in UTF-8")
     parser.add_argument("--formats", nargs="*", choices=NAMES, default=list(NAMES), help="default: all")
-    parser.add_argument(
-        "--gguf", type=Path, action="append", default=[], help="a file with the same tokenizer; may be repeated"
-    )
+    parser.add_argument("--gguf", type=Path, action="append", default=[], help="a file of it; may be repeated")
     parser.add_argument("--tokens", type=int, default=20_480, help="of the text")
     parser.add_argument("--window", type=int, default=512, help="tokens that are read from an empty cache")
     parser.add_argument("--json", type=Path, help="where the numbers go")
@@ -101,6 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ids = torch.tensor(load_tokenizer(options.model)(options.text.read_text(encoding="utf-8")).input_ids)[
         : options.tokens
     ]
+    if len(ids) < options.window // 2 + 2 or options.window < 3:
+        parser.error(
+            f"the text has {len(ids)} tokens: behind half a window of {options.window} nothing is left to score"
+        )
     original = load_model(options.model, dtype="float32")
     models = {"float32": original} | {name: quantized(original, name) for name in options.formats}
     models |= {file.name: load_model(file) for file in options.gguf}

@@ -99,7 +99,7 @@ def _commands() -> Iterator[str]:
     def found(parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         raise _Parser(parser)
 
-    with patch.dict(os.environ, COLUMNS="100"), patch.object(argparse.ArgumentParser, "parse_args", found):
+    with patch.dict(os.environ, COLUMNS="100"), patch.object(argparse.ArgumentParser, "parse_known_args", found):
         try:
             main([])
         except _Parser as caught:

@@ -21,7 +21,7 @@ PYTHON = ("python/pipespec", "pipespec_kernels", "bench", "tools")
 FOLDERS = {
     "csrc": 12_500,
     "pipespec_kernels": 8_470,
-    "python/pipespec": 32_890,
+    "python/pipespec": 32_895,
     "bench": 8_560,
     "tools": 1_460,
     "tests": 55_050,

@@ -46,7 +46,8 @@ def difference(everyone: Sequence[Mapping[str, Any]]) -> str | None:
     for name, first in everyone[0].items():
         for rank, terms in enumerate(everyone):
             if first is not None and terms.get(name, "none") not in (first, None):
-                return f"all ranks need the same {name}: rank 0 has {first}, rank {rank} has {terms.get(name, 'none')}"
+                other = terms.get(name, "none")
+                return f"all ranks need the same {name}: rank 0 has {first}, rank {rank} has {other}; start all with the same"
     return None
 
 

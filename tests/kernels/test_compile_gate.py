@@ -114,12 +114,12 @@ def test_a_ticket_lies_between_barriers(part: str, planted: str, fault: str | No
 DEPENDENT = """
     ld.param.b64 %rd1, [kernel_param_0];
     griddepcontrol.wait; // dummy %r1
-    griddepcontrol.launch_dependents; // dummy %r2
+griddepcontrol.launch_dependents; // dummy %r2
     @%p1 ld.global.b32 { %r3 }, [ %rd1 + 0 ];
     @%p2 bra $L__BB0_2;
     st.global.b32 [ %rd1 + 0 ], { %r3 };
 """
-WAIT = "griddepcontrol.wait; // dummy %r1\n"
+WAIT, LET_IN = "griddepcontrol.wait; // dummy %r1\n", "griddepcontrol.launch_dependents; // dummy %r2\n"
 
 
 @needs_triton
@@ -134,6 +134,8 @@ WAIT = "griddepcontrol.wait; // dummy %r1\n"
         (WAIT, f"@%p1 ld.global.b32 {{ %r3 }}, [ %rd1 + 0 ];\n    {WAIT}", "an access before the wait"),
         (WAIT, f"atom.global.gpu.acq_rel.add.u32 %r3, [ %rd1 + 0 ], 1;\n    {WAIT}", "an access before the wait"),
         (WAIT, f"cp.async.cg.shared.global [ %r4 + 0 ], [ %rd1 + 0 ], 0x10;\n    {WAIT}", "an access before the wait"),
+        (WAIT + LET_IN, LET_IN + WAIT, "the next launch is never let in"),
+        (WAIT, f"mov.b32 %r9, 0; ld.global.b32 {{ %r3 }}, [ %rd1 + 0 ];\n    {WAIT}", "an access before the wait"),
         ("launch_dependents", "", "the next launch is never let in"),
     ],
 )

@@ -127,17 +127,19 @@ def test_idle_rows_and_empty_sizes() -> None:
     assert (selected.tolist(), accepted.tolist()) == ([[-1] * 3] * 2, [0, 0])
     selected, accepted = ops.verify(torch.zeros(0, 3, 4), torch.zeros(0, 3, dtype=torch.int64), int32(), int32())
     assert (selected.shape, accepted.shape) == ((0, 3), (0,))
-    selected, accepted = ops.verify(
-        torch.zeros(2, 0, 4), torch.zeros(2, 0, dtype=torch.int64), int32(0, 0), int32(0, 0)
-    )
+    none = torch.zeros(2, 0, dtype=torch.int64)
+    selected, accepted = ops.verify(torch.zeros(2, 0, 4), none, int32(0, 0), int32(0, 0))
     assert (selected.shape, accepted.tolist()) == ((2, 0), [0, 0])
 
 
-def test_numpy_counts_strided_counts_out_and_float64() -> None:
+def case(vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    logits = make_logits("normal", (4, 5, 30), torch.float32, generator)
-    tokens = drafted_tokens(logits, 0.8, generator, torch.int64)
-    query_lens, num_draft_tokens = int32(5, 1, 0, 3), int32(4, 0, 0, 1)
+    logits = make_logits("normal", (4, 5, vocabulary), dtype, generator)
+    return logits, drafted_tokens(logits, 0.8, generator, torch.int64), int32(5, 1, 0, 3), int32(4, 0, 0, 1)
+
+
+def test_numpy_counts_strided_counts_out_and_float64() -> None:
+    logits, tokens, query_lens, num_draft_tokens = case(30, torch.float32)
     expected = ops.verify(logits, tokens, query_lens, num_draft_tokens)
     pairs = torch.stack([query_lens, num_draft_tokens], dim=1)
     out = (torch.empty(4, 5, dtype=torch.int32), torch.empty(4, dtype=torch.int32))
@@ -156,10 +158,7 @@ def test_numpy_counts_strided_counts_out_and_float64() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda() -> None:
-    generator = torch.Generator().manual_seed(1)
-    logits = make_logits("normal", (4, 5, 1000), torch.bfloat16, generator)
-    tokens = drafted_tokens(logits, 0.8, generator, torch.int64)
-    query_lens, num_draft_tokens = int32(5, 1, 0, 3), int32(4, 0, 0, 1)
+    logits, tokens, query_lens, num_draft_tokens = case(1000, torch.bfloat16)
     expected = ops.verify(logits, tokens, query_lens, num_draft_tokens)
     got = ops.verify(logits.cuda(), tokens.cuda(), query_lens, num_draft_tokens)
     assert torch.equal(got[0], expected[0])

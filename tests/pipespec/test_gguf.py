@@ -15,7 +15,7 @@ from pipespec.engine.forward import native_unsupported_reason
 from pipespec.models import families
 from pipespec.models.gguf import GgufFile
 from pipespec.models.gguf_models import gguf_tokenizer
-from pipespec.models.loading import load_config, load_model
+from pipespec.models.loading import load_model
 from pipespec.models.quantized import QuantizedEmbedding, QuantizedLinear
 from pipespec.models.tokenizers import load_tokenizer
 from pipespec.preflight.tokenizers import tokenizer_digest
@@ -212,19 +212,14 @@ def test_tensors_that_do_not_fit_the_model_are_named(tmp_path):
     write(tiny("llama"), tmp_path / "m.gguf", tensors={"blk.0.extra.weight": torch.zeros(4).numpy()})
     with pytest.raises(ValueError, match=r"tensor blk\.0\.extra\.weight has no place in a llama model"):
         load_model(tmp_path / "m.gguf")
-    write(tiny("llama"), tmp_path / "m.gguf")
-    content = (tmp_path / "m.gguf").read_bytes().replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_un.weight")
-    (tmp_path / "m.gguf").write_bytes(content)
-    with pytest.raises(ValueError, match=r"has no tensor blk\.1\.ffn_up\.weight"):
-        load_model(tmp_path / "m.gguf")
-
-
-def test_a_key_that_is_missing_is_named(tmp_path):
-    write(tiny("llama"), tmp_path / "m.gguf")
-    content = (tmp_path / "m.gguf").read_bytes().replace(b"llama.block_count", b"llama.block_kount")
-    (tmp_path / "m.gguf").write_bytes(content)
-    with pytest.raises(ValueError, match=r"has no llama\.block_count in its metadata"):
-        load_config(tmp_path / "m.gguf")
+    for name, other, message in (
+        (b"blk.1.ffn_up.weight", b"blk.1.ffn_un.weight", r"has no tensor blk\.1\.ffn_up\.weight"),
+        (b"llama.block_count", b"llama.block_kount", r"has no llama\.block_count in its metadata"),
+    ):
+        write(tiny("llama"), tmp_path / "m.gguf")
+        (tmp_path / "m.gguf").write_bytes((tmp_path / "m.gguf").read_bytes().replace(name, other))
+        with pytest.raises(ValueError, match=message):
+            load_model(tmp_path / "m.gguf")
 
 
 # ---- the tokenizer

@@ -318,41 +318,34 @@ def uninitialised_memory(patch, gpu):
     yield "greedy"
 
 
+def moved(patch, kind, method, name):
+    """Each call finds a tensor at a new address, which the graphs of the calls before do not know."""
+    real = getattr(kind, method)
+
+    def moving(held, *arguments):
+        setattr(held, name, getattr(held, name).clone())
+        real(held, *arguments)
+
+    patch.setattr(kind, method, moving)
+
+
 @fault("another text|memory that has been freed")
 def a_temperature_at_a_new_address(patch, gpu):
-    set_numbers = buffers.StaticSampler.set
-
-    def rebound(sampler, *arguments):
-        sampler._inverse_temperature = sampler._inverse_temperature.clone()
-        set_numbers(sampler, *arguments)
-
-    patch.setattr(buffers.StaticSampler, "set", rebound)
+    moved(patch, buffers.StaticSampler, "set", "_inverse_temperature")
     yield "sampled"
     yield "warm"
 
 
 @fault("another text|memory that has been freed")
 def a_text_of_penalties_at_a_new_address(patch, gpu):
-    set_text = buffers.StaticPenalties.set
-
-    def rebound(penalties, *arguments):
-        penalties._history = penalties._history.clone()
-        set_text(penalties, *arguments)
-
-    patch.setattr(buffers.StaticPenalties, "set", rebound)
+    moved(patch, buffers.StaticPenalties, "set", "_history")
     yield "penalties"
     yield "penalties"
 
 
 @fault("another text|memory that has been freed", "plain")
 def a_record_at_a_new_address(patch, gpu):
-    start = buffers.StaticRecord.start
-
-    def rebound(record, starts):
-        record._starts = record._starts.clone()
-        start(record, starts)
-
-    patch.setattr(buffers.StaticRecord, "start", rebound)
+    moved(patch, buffers.StaticRecord, "start", "_starts")
     yield "logits"
     yield "logits"
 

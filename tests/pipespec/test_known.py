@@ -753,8 +753,11 @@ def test_a_merge_of_weights_is_no_change_to_a_call_of_another_thread():
     held = known.Record(model)
     with known.moving(model):
         weight.data = weight.data.clone()
-    held = held.successor(model)
+    changed, held = held, held.successor(model)
     assert held is not None
     assert held.successor(model) is held
     weight.data = weight.data.clone()
     assert held.successor(model) is None
+    with torch.no_grad():
+        weight.mul_(2)
+    assert changed.successor(model) is None  # the merge hides no change of values

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers.generation import StoppingCriteria
 
 from pipespec import NgramDraft, Pipeline, StageFailure, transport, trust
@@ -24,7 +25,8 @@ from pipespec.schedules.ranks import membership
 from pipespec.schedules.ranks.call import decode_call, encode_call
 from pipespec.schedules.ranks.draft import SILENT_S, DraftRank
 from pipespec.schedules.ranks.party import stages_of
-from pipespec.transport import RankError, difference
+from pipespec.transport import RankError, Ranks, difference
+from pipespec_kernels import __version__
 from pipespec_kernels.state import StateBlock
 from tests.conftest import always_right, left_pad, noisy, random_prompts
 from tests.pipespec.chains_of_ranks import in_process
@@ -293,10 +295,13 @@ def test_a_damaged_message_harms_nothing_but_drafts():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lookahead": [3, 3]}, "all ranks need the same lookahead: rank 0 has [8, 8], rank 1 has [3, 3]"),
+        (
+            {"lookahead": [3, 3]},
+            "all ranks need the same lookahead: rank 0 has [8, 8], rank 1 has [3, 3]; start all with the same",
+        ),
         (
             {"config.json of the draft 1": "x"},
-            "all ranks need the same config.json of the draft 1: rank 0 has b, rank 1 has x",
+            "all ranks need the same config.json of the draft 1: rank 0 has b, rank 1 has x; start all with the same",
         ),
     ],
 )
@@ -308,6 +313,19 @@ def test_other_settings_are_refused_by_name(change, message):
     # A model that a machine does not have is not compared.
     assert difference([terms, terms | {"config.json of the draft 0": None}, terms]) is None
     assert difference([terms, terms | change]) == message
+
+
+def test_another_version_is_refused_by_name(monkeypatch):
+    here = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "2"}
+    monkeypatch.setattr(os, "environ", os.environ | here)
+    monkeypatch.setitem(transport._stores, tuple(here.values()), (dist.HashStore(), 0, 2))
+    left = []
+    monkeypatch.setattr(Ranks, "__init__", lambda self, *arguments: None)
+    monkeypatch.setattr(Ranks, "exchange", lambda self, key, mine, what: [mine, mine.replace(__version__, "0.0.9")])
+    monkeypatch.setattr(Ranks, "leave", lambda self: left.append(self))
+    with pytest.raises(RankError, match=r"the same version of pipespec: rank 0 has .*, rank 1 has 0\.0\.9; start all"):
+        Ranks.join({})
+    assert left
 
 
 def test_a_chain_needs_its_ranks(monkeypatch, target):

@@ -1,6 +1,6 @@
 """BasePipeline: the contract of ``generate()`` for any decoder.
 
-A call is checked (``generate``), prepared (:class:`pipespec.api.prepare.Generation`), run (:meth:`pipespec.schedules.base.Decoder.run`) and reported. Each
+A call is checked (``generate``), prepared (:class:`pipespec.api.prepare.PreparedCall`), run (:meth:`pipespec.schedules.base.Decoder.run`) and reported. Each
 step is one call from here, and only ``GenerationRequest.on_commit`` calls back.
 """
 

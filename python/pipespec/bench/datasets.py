@@ -6,22 +6,18 @@ A record has ``prompt``, ``text``, ``question``, ``turns`` or ``messages``, or i
 from __future__ import annotations
 
 import csv
-import gzip
 import io
-import json
 import sys
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipespec.process.records import parse_json
+from pipespec.process.record_files import records
 
 Record = Mapping[str, Any]
 
 FIELDS = "prompt, text, question, turns or messages"
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -99,7 +95,7 @@ def read(file: Path, form: str | None = None) -> tuple[str, list[Conversation]]:
         raise ValueError(f"no format {form!r} of prompts: there are {', '.join(FORMATS)}")
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")
-    entries = list(records(file, form))
+    entries = list(records(file, lambda text: _csv(text, form)))
     if not entries:
         raise ValueError(f"{file} has no prompts")
     form = form or guessed(entries[0])
@@ -126,58 +122,12 @@ def read(file: Path, form: str | None = None) -> tuple[str, list[Conversation]]:
     return form, found
 
 
-def is_dataset(file: Path) -> bool:
-    """Whether the name of a file is that of a dataset, which :func:`read` can read."""
-    return Path(file.name.removesuffix(".gz")).suffix.lower() in SUFFIXES
-
-
 def guessed(record: Any) -> str:
     """The format of a record, by its fields."""
     known = [
         name for name, f in FORMATS.items() if f.fields and isinstance(record, dict) and set(f.fields) <= set(record)
     ]
     return max(known, key=lambda name: len(FORMATS[name].fields), default="jsonl")
-
-
-def records(file: Path, form: str | None = None) -> Iterator[Any]:
-    """The records of a file, in order. Raises the errors of :func:`read` for a file that cannot be read."""
-    try:
-        yield from _records(file, form)
-    except (ValueError, csv.Error, EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
-
-
-def _records(file: Path, form: str | None) -> Iterable[Any]:
-    kind = Path(file.name.removesuffix(".gz")).suffix.lower()
-    if not is_dataset(file):
-        raise ValueError(f"{file}: prompts are {', '.join(SUFFIXES)} files, also with .gz")
-    if kind == ".parquet":
-        return _parquet(file)
-    raw = gzip.decompress(file.read_bytes()) if file.name.endswith(".gz") else file.read_bytes()
-    text = raw.decode("utf-8-sig")
-    if kind == ".jsonl":
-        return _json_lines(text)
-    if kind == ".csv":
-        return _csv(text, form)
-    data = parse_json(text)
-    if isinstance(data, dict):  # as dataset servers answer
-        entries: Any = data.get("data") or data.get("rows") or [data]
-        if not isinstance(entries, list):
-            raise ValueError("its data or rows is no list of prompts")
-        data = [row["row"] if isinstance(row, dict) and set(row) >= {"row_idx", "row"} else row for row in entries]
-    return data if isinstance(data, list) else [data]
-
-
-def _json_lines(text: str) -> Iterator[Any]:
-    # A string may hold further characters that str.splitlines() takes for ends.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            yield parse_json(line)
-        except ValueError as error:
-            at = f", column {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else f": {error}"
-            raise ValueError(f"line {number}{at}") from error
 
 
 def _csv(text: str, form: str | None) -> list[Any]:
@@ -189,17 +139,6 @@ def _csv(text: str, form: str | None) -> list[Any]:
         if columns and is_headless and form in (None, name) and rows[0][-1].strip() in "ABCD":  # a right choice
             return [{"question": r[0], "choices": r[1:5], "answer": r[5]} for r in rows if len(r) == len(columns)]
     return list(csv.DictReader(io.StringIO(text)))
-
-
-def _parquet(file: Path) -> list[Any]:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ImportError(
-            f"{file} is Parquet, which needs pyarrow: pip install pyarrow, or convert the file to JSON lines"
-        ) from error
-    rows: list[Any] = pyarrow.parquet.read_table(file).to_pylist()
-    return rows
 
 
 def messages(conversation: Conversation) -> list[dict[str, str]]:

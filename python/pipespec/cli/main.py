@@ -37,7 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], args.options, 1)
+        option = next((text for text in unknown if text.startswith("--")), "").partition("=")[0]
+        near = difflib.get_close_matches(option, args.options, 1)
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near[0]}?' if near else ''}")
     if sys.stdout is None:
         say("error: standard output is closed")

@@ -107,11 +107,10 @@ def _given(args: argparse.Namespace) -> tuple[str, list[str], str]:
 
 def _read_prompts(file: Path) -> list[str]:
     """A dataset's prompts (their first turns), as ``pipespec bench`` reads them; any other file is one prompt."""
-    from pipespec.bench import datasets
+    from pipespec.bench.datasets import read
+    from pipespec.process.record_files import is_dataset
 
-    if not datasets.is_dataset(file):
-        return [read_text(file)]
-    return [conversation.turns[0] for conversation in datasets.read(file)[1]]
+    return [conversation.turns[0] for conversation in read(file)[1]] if is_dataset(file) else [read_text(file)]
 
 
 def _measured(

@@ -8,14 +8,11 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipespec.cli.options import DTYPES, Subparsers, check_output_folder, flag, option
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.spd.training import recipe as recipes
-
-if TYPE_CHECKING:
-    from pipespec.cli.train_draft import HeadKind
 
 _VALIDATION_BATCHES = 16
 
@@ -170,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
     return train_on_files(args, ModuleKind(args))
 
 
-def train_on_files(args: argparse.Namespace, kind: ModuleKind | HeadKind) -> int:
+def train_on_files(args: argparse.Namespace, kind: ModuleKind) -> int:
     """Train a draft on files. ``args``: all options of :func:`add_training_options`."""
     with working("importing torch and transformers"):
         import torch.distributed as dist
@@ -257,7 +254,7 @@ def _join_processes(device: str | None) -> str | None:
     return device
 
 
-def _examples(args: argparse.Namespace, kind: ModuleKind | HeadKind, seed: int) -> tuple[Any, Any, Any]:
+def _examples(args: argparse.Namespace, kind: ModuleKind, seed: int) -> tuple[Any, Any, Any]:
     """Training and held-out examples, and what was left out, all before the target's weights are loaded."""
     from transformers import AutoConfig, AutoTokenizer
 
@@ -284,7 +281,7 @@ def _examples(args: argparse.Namespace, kind: ModuleKind | HeadKind, seed: int) 
     return examples, held, lost
 
 
-def _load(args: argparse.Namespace, kind: ModuleKind | HeadKind, examples: Any, device: str | None) -> tuple[Any, Any]:
+def _load(args: argparse.Namespace, kind: ModuleKind, examples: Any, device: str | None) -> tuple[Any, Any]:
     """The target, and the draft that is trained: a new one, or that of the run that is resumed."""
     from pipespec.models.loading import load_model
     from pipespec.models.properties import end_tokens

@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     return spd.train_on_files(args, HeadKind(args))
 
 
-class HeadKind:
-    """EAGLE-3 heads."""
+class HeadKind(spd.ModuleKind):
+    """EAGLE-3 heads, in the place of SPD's draft modules."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         from pipespec.drafts.head import CONFIG

@@ -19,7 +19,6 @@ from pipespec.engine.known import (
     OWN,
     Identity,
     identify,
-    moving,
     refusal_of_cache,
 )
 from pipespec.engine.native import NativeForm, native_form
@@ -258,7 +257,6 @@ def _make(model: PreTrainedModel, name: str, beside: int) -> Form:
         # Only captured steps and GPUs need it.
         from pipespec.engine.fused import fused_form
 
-        with moving(model):
-            return fused_form(model, exact=name == EXACT)
+        return fused_form(model, exact=name == EXACT)
     with torch.inference_mode():
         return native_form(model, lambda texts: model(input_ids=texts, use_cache=False).logits, beside)

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import Form
 from pipespec.engine.form_check import check_outputs, probe, probe_cache, probe_inputs, probed
-from pipespec.engine.known import FUSED
+from pipespec.engine.known import FUSED, moving
 from pipespec.engine.own import WholeModel
 from pipespec.models import families
 from pipespec.models.families import NotReadable
@@ -265,7 +265,8 @@ def fused_form(model: PreTrainedModel, *, exact: bool = False) -> FusedForm:
     groups = families.of_one_input(model)
     check_separate(model, groups)
     # No form may hold the weights of before the merge.
-    merge(groups)
+    with moving(model):
+        merge(groups)
     form = FusedForm(model, exact=exact)
     if exact:
         _check_exact(model, form)

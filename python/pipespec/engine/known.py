@@ -32,6 +32,7 @@ from pipespec.models.layout import CacheLayout
 from pipespec.models.originals import PACKAGES, is_original, is_trusted, package_of
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import compute_dtype, text_config
+from pipespec.process.forks import Lock
 from pipespec_kernels._native import Stamp
 
 NATIVE, FUSED, EXACT, OWN = "native", "fused", "exact", "own"
@@ -179,17 +180,17 @@ class Record:
         return list(map(_STRIDES, self._all)), list(map(_COUNT, self._all))
 
     def successor(self, model: PreTrainedModel) -> Record | None:
-        """The record of a model now; None if its code or its weights are others than those of this record, and :func:`moving` has not moved them."""
+        """The record of a model now; None if its code or its weights are others than those of this record. :func:`moving` changes where they lie, and
+        not their versions."""
         if self._moves == _moves.get(model, 0) and self.is_current(model):
             return self
         with _moving:
             now = Record(model)
-        if self._moves != now._moves:
-            return now
-        mine, its = (
-            (r._kind, r._config, r._versions, r._pointers, r._views) if r.reason is None else None for r in (self, now)
-        )
-        return now if mine is not None and mine == its else None
+        if self.reason is not None or now.reason is not None:
+            return None
+        mine, its = ((r._kind, r._config, r._versions) for r in (self, now))
+        there = self._moves != now._moves or (self._pointers, self._views) == (now._pointers, now._views)
+        return now if mine == its and there else None
 
     def is_current(self, model: PreTrainedModel) -> bool:
         """Whether the model is what it was. Most of the time is that for the versions and addresses of the weights, a tenth of a microsecond each."""
@@ -232,7 +233,7 @@ _records: weakref.WeakKeyDictionary[PreTrainedModel, Record] = weakref.WeakKeyDi
 _moves: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
 """How often :func:`moving` surrounded a model's weights. Calls in other threads hold records from before, which need not be in ``_records``."""
 
-_moving = threading.RLock()
+_moving = Lock()
 
 _call = threading.local()
 
@@ -289,7 +290,7 @@ def refresh(model: PreTrainedModel | None = None) -> None:
 
 @contextmanager
 def moving(model: PreTrainedModel) -> Iterator[None]:
-    """Surround what may move the weights of a model, the merge of a form: afterwards the model is read again, within a call, too."""
+    """Surround the merge of a model's weights, which moves them: afterwards the model is read again, within a call, too."""
     with _moving:
         try:
             yield

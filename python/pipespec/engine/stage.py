@@ -200,9 +200,10 @@ class Stage(CachedText):
             return self._forward(fed, cache, keep=fed.shape[1] - first), first
         logits = self._forward(fed, cache, keep=fed.shape[1])
         one, none, at = np.ones(1, dtype=np.int32), np.zeros(1, dtype=np.int32), int(self._kv[0]) + 1
+        text = fed[0].tolist()
         for c in range(first):
             own = self._select(logits[:, c : c + 1], fed[:, c : c + 1].to(logits.device), one, none, np.array([at + c]))
-            self.agreement = (self.agreement[0] + int(own[0, 0] == fed[0, c + 1]), self.agreement[1] + 1)
+            self.agreement = (self.agreement[0] + int(own[0, 0] == text[c + 1]), self.agreement[1] + 1)
         return logits[:, first:], first
 
     def _choose(self, logits: torch.Tensor, fed: torch.Tensor, first: int) -> torch.Tensor:

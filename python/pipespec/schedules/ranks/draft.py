@@ -18,8 +18,7 @@ from pipespec.registry import RANKS
 from pipespec.schedules.asynchronous import drafting
 from pipespec.schedules.base import Decoder
 from pipespec.schedules.ranks.call import decode_call
-from pipespec.schedules.ranks.link import Link
-from pipespec.schedules.ranks.party import Party
+from pipespec.schedules.ranks.party import Link, Party
 from pipespec.schedules.request import CacheOwner, GenerationRequest
 from pipespec.transport import RankError, Ranks, break_group
 from pipespec_kernels.state import StateBlock

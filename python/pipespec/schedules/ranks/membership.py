@@ -129,5 +129,5 @@ def _digest(model: Any) -> str | None:
         content = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
         # The same weights may have been saved by several versions of transformers.
         content.pop("transformers_version", None)
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
     return None

@@ -42,7 +42,7 @@ LOST = 255
 _READ_AT_IMPORT = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ATEN_", "DNNL_", "ONEDNN_"),
     *("TORCH", "PYTORCH", "TRITON_", "CUDA_", "NVIDIA_", "HF_", "TRANSFORMERS_", "TOKENIZERS_"),
-    *("PIPESPEC_OPS", "PIPESPEC_SIMD"),
+    *("PIPESPEC_OPS", "PIPESPEC_PDL", "PIPESPEC_SIMD"),
 )
 """Prefixes of the environment variables that libraries read when they are loaded: a fork cannot change them any more."""
 

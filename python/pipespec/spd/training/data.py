@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipespec.bench.datasets import records
+from pipespec.process.record_files import records
 from pipespec.spd.training.trainer import TrainingBatch
 
 _STRUCTURED = (".jsonl", ".json", ".parquet")
