@@ -82,7 +82,7 @@ PACKED = "GGUF"
 
 
 def own_plain(row: str) -> str:
-    """The row whose texts a row's should be: plain decoding by the same program with the same weights, of other programs' plain rows ours."""
+    """The row that a row's texts are compared with: plain decoding by its program with its weights; plain rows of other programs with ours."""
     if row.startswith(("llama.cpp", "OpenVINO")) and "," in row:
         return row.partition(",")[0]
     hf = PLAIN.name if row == "HF generate()" else "HF generate()"

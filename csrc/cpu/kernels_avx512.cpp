@@ -37,8 +37,8 @@ struct V16 : Avx512Vector {
   static Reg max_signed(Reg a, Reg b) { return _mm512_max_epi16(a, b); }
   static Reg min_signed(Reg a, Reg b) { return _mm512_min_epi16(a, b); }
 
-  // Lanes that have seen no NaN with a sign bit. A compare and not a maximum because the maximum
-  // above already keeps the only port busy that has one.
+  // Lanes that have seen no NaN with a sign bit. This is a compare: one execution port alone runs
+  // maxima, and the maximum above occupies it.
   using Watch = __mmask32;
   static Watch unseen() { return __mmask32(-1); }
   static Watch see(Watch w, Reg x, Reg neg_inf) {
@@ -59,8 +59,8 @@ struct V32 : Avx512Vector {
   static Reg max_signed(Reg a, Reg b) { return _mm512_max_epi32(a, b); }
   static Reg min_signed(Reg a, Reg b) { return _mm512_min_epi32(a, b); }
 
-  // Lanes that have seen no NaN with a sign bit. A compare and not a maximum because the maximum
-  // above already keeps the only port busy that has one.
+  // Lanes that have seen no NaN with a sign bit. This is a compare: one execution port alone runs
+  // maxima, and the maximum above occupies it.
   using Watch = __mmask16;
   static Watch unseen() { return __mmask16(-1); }
   static Watch see(Watch w, Reg x, Reg neg_inf) {

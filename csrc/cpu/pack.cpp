@@ -61,12 +61,12 @@ void pack_panel(const MatrixRow* rows, int64_t inputs, int64_t group_panels, To*
   }
 }
 
-// Units of several things, each of which has some.
+// Numbers the units of several jobs one after the other.
 class Units {
  public:
   void add(int64_t count) { ends_.push_back(total() + count); }
   int64_t total() const { return ends_.empty() ? 0 : ends_.back(); }
-  // The thing that a unit belongs to, and its number there.
+  // The job that a unit belongs to, and its number there.
   std::pair<size_t, int64_t> at(int64_t unit) const {
     const auto found = std::upper_bound(ends_.begin(), ends_.end(), unit);
     const int64_t begin = found == ends_.begin() ? 0 : *(found - 1);

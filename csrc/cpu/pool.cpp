@@ -15,9 +15,9 @@ namespace pipespec::cpu {
 namespace {
 
 constexpr int kMaxHelpers = 63;
-// Polls before a thread sleeps: a caller polls for units in progress, a helper for the next round;
-// one of several units wakes it. They take some tens of microseconds, about as long as one unit or
-// one futex wake-up.
+// Polls before a thread sleeps: a caller polls for units in progress, a helper for the next round.
+// A round of several units wakes a sleeping helper. The polls take some tens of microseconds, about
+// as long as one unit or one futex wake-up.
 constexpr int kLooks = 1000;
 
 inline void relax() {

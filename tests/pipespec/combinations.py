@@ -23,7 +23,7 @@ from pipespec import Pipeline
 from pipespec.engine.sampling import OutputPenaltyLogitsProcessor
 from tests.conftest import left_pad, noisy
 from tests.pipespec.test_adapters import Lora
-from tests.pipespec.tiny_models import FAMILIES, VOCABULARY, make
+from tests.pipespec.tiny_models import TINY_MODELS, VOCABULARY, make
 
 NEW = 14
 IN_THIS_PROCESS = ("lockstep", "lockstep", "lockstep", "streams", "rounds", "plain")
@@ -63,7 +63,7 @@ class Trial:
     @classmethod
     def of(cls, seed: int, schedules: tuple[Any, ...] = CHEAP) -> Trial:
         r = random.Random(seed)
-        trial = cls(seed, r.choice(["llama", "llama", "llama", "qwen2", *FAMILIES]))
+        trial = cls(seed, r.choice(["llama", "llama", "llama", "qwen2", *TINY_MODELS]))
         trial.adapters = r.choice(["", "", "target", "draft", "both"]) if trial.family == "llama" else ""
         acceptance = r.choice(["coupled"] * 4 + ["rejection"] * 2)
         kinds = ["noisy", "noisy", "other"]

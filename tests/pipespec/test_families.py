@@ -27,7 +27,7 @@ from pipespec.spd.partition import check_target
 from pipespec_kernels import reference
 from pipespec_kernels.noise import TARGET
 from tests.conftest import left_pad, noisy
-from tests.pipespec.tiny_models import FAMILIES, LACKING, LAYERS, SIZES, VOCABULARY, WINDOW, make, model_of
+from tests.pipespec.tiny_models import LACKING, LAYERS, SIZES, TINY_MODELS, VOCABULARY, WINDOW, make, model_of
 from tests.trials import PROFILE
 from tests.waiting import drafts_keep_up
 
@@ -35,7 +35,7 @@ NEW = 10
 SEED = 11
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/reference/models.md"
-SLIDING = [name for name in FAMILIES if "window" in name or "mixed" in name]
+SLIDING = [name for name in TINY_MODELS if "window" in name or "mixed" in name]
 
 
 def prompts() -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,11 +90,11 @@ def is_static(model: PreTrainedModel) -> bool:
     return True
 
 
-CROSS = [(name, "lockstep") for name in FAMILIES]
-CROSS += [(name, "spd") for name in FAMILIES if FAMILIES[name][0] in families.IN_STAGES]
+CROSS = [(name, "lockstep") for name in TINY_MODELS]
+CROSS += [(name, "spd") for name in TINY_MODELS if TINY_MODELS[name][0] in families.IN_STAGES]
 if PROFILE == "nightly":
-    CROSS += [(name, how) for name in FAMILIES for how in ("plain", "workers")]
-    CROSS += [(name, "streams") for name in FAMILIES if is_static(model_of(name))]
+    CROSS += [(name, how) for name in TINY_MODELS for how in ("plain", "workers")]
+    CROSS += [(name, "streams") for name in TINY_MODELS if is_static(model_of(name))]
 
 
 @pytest.mark.parametrize(("name", "how"), CROSS, ids=[f"{name}-{how}" for name, how in CROSS])
@@ -110,7 +110,7 @@ def test_text(name, how):
         return
     pipe = pipeline(name, how)
     # Each type of attention is sampled in the few trials, too.
-    for is_sampled in (False, True) if not few or list(FAMILIES).index(name) % 3 == 2 else (False,):
+    for is_sampled in (False, True) if not few or list(TINY_MODELS).index(name) % 3 == 2 else (False,):
         check(pipe, name, is_sampled)
     assert pipe.report.stages[-1].produced > 0
     if how == "lockstep":
@@ -330,7 +330,7 @@ def test_refusals_are_those_of_the_page(name):
 def table() -> list[str]:
     """The rows of the page, by what the code says of the tiny models."""
     rows: dict[str, list[str]] = {}
-    for name, (kind, _) in FAMILIES.items():
+    for name, (kind, _) in TINY_MODELS.items():
         model = model_of(name)
         layout = CacheLayout.of(model.config)
         found = set(layout.windows)
@@ -347,7 +347,7 @@ def table() -> list[str]:
 
 
 def test_each_family_has_a_tiny_model():
-    assert {kind for kind, _ in FAMILIES.values()} | set(LACKING.values()) == set(families.FAMILIES)
+    assert {kind for kind, _ in TINY_MODELS.values()} | set(LACKING.values()) == set(families.FAMILIES)
 
 
 def test_the_page_lists_the_tested_families():

@@ -27,7 +27,7 @@ from tests.pipespec.gguf_files import LARGE, SIZES, tiny, tokens, with_weights, 
 gguf = pytest.importorskip("gguf")
 
 TEXT = torch.tensor([[3, 9, 14, 15, 92, 65, 35, 8, 9, 79]])
-FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "gemma")
+GGUF_FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "gemma")
 
 
 def logits(model, text=TEXT):
@@ -40,7 +40,9 @@ def logits(model, text=TEXT):
 
 @pytest.mark.parametrize(
     ("model_type", "tied"),
-    [(name, tied) for name in FAMILIES for tied in (False, True) if tied or name != "gemma"],  # which is always tied
+    [
+        (name, tied) for name in GGUF_FAMILIES for tied in (False, True) if tied or name != "gemma"
+    ],  # which is always tied
 )
 def test_a_file_is_read_as_the_model_that_was_written(tmp_path, model_type, tied):
     written = tiny(model_type, tie_word_embeddings=tied)
@@ -298,7 +300,7 @@ def test_the_command_line_takes_a_file(tmp_path, capsys):
 # ---- the native form
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", GGUF_FAMILIES)
 def test_every_family_runs_natively_in_blocks(tmp_path, model_type):
     tied = model_type == "gemma"
     types = {"token_embd": "q6_k", "ffn_down": "q5_k", "attn_v": "q8_0", "attn_qkv": "q5_0", "": "q4_k"}

@@ -15,7 +15,7 @@ from transformers import GenerationMixin
 import pipespec
 from pipespec.engine.known import why_unknown
 from tests.pipespec import hostile
-from tests.pipespec.tiny_models import FAMILIES, make
+from tests.pipespec.tiny_models import TINY_MODELS, make
 from tests.trials import trials
 
 KINDS = [
@@ -24,7 +24,7 @@ KINDS = [
         "llama", "mistral, window", "phi3, window", "qwen2", "qwen3, mixed", "gemma", "gemma2, mixed, caps", "olmo2", "cohere2, mixed",
         "mixtral, window", "granite", "stablelm", "deepseek_v3, latents", "qwen3_next, recurrent",
     )
-    if name in FAMILIES
+    if name in TINY_MODELS
 ]  # fmt: skip
 
 TIE = 2e-4

@@ -22,7 +22,7 @@ from pipespec.engine.values import Checksums
 from pipespec_kernels._native import Stamp
 from tests.conftest import noisy, random_llama, random_prompts
 from tests.pipespec import hostile
-from tests.pipespec.tiny_models import FAMILIES, make
+from tests.pipespec.tiny_models import TINY_MODELS, make
 from tests.trials import trials
 
 NEW = 16
@@ -54,7 +54,7 @@ def attached(model):
 # ---- what is known
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", TINY_MODELS)
 def test_models_of_transformers_are_known(name):
     assert known.why_unknown(make(name)) is None
 

@@ -22,7 +22,7 @@ from pipespec.preflight.support import check_streams
 from pipespec.spd import SpeculativePipeline
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
 from tests.conftest import left_pad, noisy
-from tests.pipespec.tiny_models import FAMILIES, LACKING, VOCABULARY, make, model_of
+from tests.pipespec.tiny_models import LACKING, TINY_MODELS, VOCABULARY, make, model_of
 from tests.trials import PROFILE
 from tests.waiting import drafts_keep_up
 
@@ -360,4 +360,4 @@ def test_hooks_that_come_later(where):
 
 
 def test_names_are_those_of_the_families():
-    assert all(name in FAMILIES or name in LACKING for name in (ONE, "qwen3_5, recurrent", "qwen3_5_moe, recurrent"))
+    assert all(name in TINY_MODELS or name in LACKING for name in (ONE, "qwen3_5, recurrent", "qwen3_5_moe, recurrent"))

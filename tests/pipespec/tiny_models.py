@@ -59,7 +59,7 @@ RECURRENT = HEADS | {
 }
 SHARED_EXPERT = {"shared_expert_intermediate_size": 24}
 
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral, window": ("mistral", SLIDES | HEADS),
@@ -95,16 +95,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """By name: type of the model and what its configuration has beside SIZES."""
 
-LACKING = {name: kind for name, (kind, _) in FAMILIES.items() if kind not in CONFIG_MAPPING}
+LACKING = {name: kind for name, (kind, _) in TINY_MODELS.items() if kind not in CONFIG_MAPPING}
 """Families that the installed transformers does not have, with their types."""
 
 for name in LACKING:
-    del FAMILIES[name]
+    del TINY_MODELS[name]
 
 
 def make(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
     """A model of a family, float32, with a text that varies."""
-    kind, given = FAMILIES[name]
+    kind, given = TINY_MODELS[name]
     config = AutoConfig.for_model(kind, **(SIZES | given | more))
     if kind == "gpt_oss":
         config._attn_implementation = "eager"

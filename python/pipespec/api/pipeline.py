@@ -230,7 +230,7 @@ class Pipeline(BasePipeline):
 
             return FollowerDriver(chain.models, config)
         if fallback is None or not config.schedule_row.has_processes:
-            return _make_driver(chain.models, config)
+            return _make_driver_or_fallback(chain.models, config)
         try:
             return make_driver(chain.models, config)
         except (ValueError, RuntimeError) as error:
@@ -315,7 +315,7 @@ def _check_form(models: Sequence[PreTrainedModel], config: SpeculationConfig) ->
         check_exact(models[-1])
 
 
-def _make_driver(models: Sequence[PreTrainedModel], config: SpeculationConfig) -> Driver:
+def _make_driver_or_fallback(models: Sequence[PreTrainedModel], config: SpeculationConfig) -> Driver:
     """The driver of ``config``, or what runs instead of one whose steps cannot be captured."""
     try:
         return make_driver(models, config)
@@ -323,7 +323,7 @@ def _make_driver(models: Sequence[PreTrainedModel], config: SpeculationConfig) -
         reason = str(error)
         if config.exact:
             # The steps that run instead have other bits.
-            raise ValueError(f"exact=True: {reason}; without graphs or without exact=True the pipeline runs") from error
+            raise ValueError(f"exact=True: {reason}; pass graphs=False or exact=False") from error
     if config.schedule_row.is_captured:
         try:
             driver = make_driver(models, replace(config, schedule=WORKERS.name, graphs=False))

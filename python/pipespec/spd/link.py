@@ -50,10 +50,10 @@ class Link:
         self.rank, self.world = ranks.rank, ranks.world
         self.timeout_s = timeout_s
         self.patience = self.world + 1
-        """Parts of other ranks that a wait for a message includes at most, a factor of the timeout."""
+        """A wait for a message may include the work of this many ranks, so its limit is this many timeouts."""
         self.broken = False
         self._sends: deque[tuple[Any, torch.Tensor]] = deque()
-        # From here on a rank ends that is still connecting when another one has failed.
+        # From here on a rank that is still connecting ends when another one fails.
         ranks.watch(_exit)
         try:
             self._gloo: Any = ranks.connect()
