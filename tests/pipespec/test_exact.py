@@ -287,5 +287,5 @@ def test_steps_that_cannot_be_captured_are_refused(target, monkeypatch):
     """Without exact=True, other steps would run instead."""
     model = copy.deepcopy(target)
     monkeypatch.setattr(type(model), "set_attn_implementation", lambda *_: None)
-    with pytest.raises(ValueError, match=r"exact=True: target cannot be captured .*without graphs"):
+    with pytest.raises(ValueError, match=r"exact=True: target cannot be captured .*pass graphs=False"):
         captured(model, exact=True)

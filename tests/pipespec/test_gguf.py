@@ -40,9 +40,7 @@ def logits(model, text=TEXT):
 
 @pytest.mark.parametrize(
     ("model_type", "tied"),
-    [
-        (name, tied) for name in GGUF_FAMILIES for tied in (False, True) if tied or name != "gemma"
-    ],  # which is always tied
+    [(name, tied) for name in GGUF_FAMILIES for tied in (False, True) if tied or name != "gemma"],  # always tied
 )
 def test_a_file_is_read_as_the_model_that_was_written(tmp_path, model_type, tied):
     written = tiny(model_type, tie_word_embeddings=tied)
