@@ -349,7 +349,7 @@ def measure(options: argparse.Namespace) -> None:
     prompts = read_prompts(options.prompts, tokenizer, options.count, options.prompt_tokens)
     kinds = [kind for kind, _ in prompts]
     rows: dict[str, Row] = {}
-    closing: list[Pipeline | LlamaServer | OpenVino] = []
+    running: dict[str, Pipeline | LlamaServer | OpenVino] = {}
     verified: dict[str, Counter[int]] = {}
     failed: dict[str, str] = {}
     third = load(options.third, options.dtype)
@@ -361,8 +361,7 @@ def measure(options: argparse.Namespace) -> None:
             continue
         try:
             verified[name] = Counter()
-            rows[name], pipe = pipeline_row(model, drafts, more, verified[name])
-            closing.append(pipe)
+            rows[name], running[name] = pipeline_row(model, drafts, more, verified[name])
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}"
     if options.hf != "none":
@@ -373,8 +372,7 @@ def measure(options: argparse.Namespace) -> None:
             rows[f"HF prompt lookup, {n}"] = hf_row(theirs, prompt_lookup_num_tokens=n)
         rows["HF assisted"] = hf_row(theirs, assistant_model=assistant)
     for name, rival in rivals(options):
-        rows[name] = rival
-        closing.append(rival)
+        rows[name] = running[name] = rival
     texts: dict[str, list[list[tuple[list[int], float, float]]]] = {row: [[] for _ in prompts] for row in rows}
     for repeat in range(options.repeats):
         for i, (kind, ids) in enumerate(prompts):
@@ -400,6 +398,9 @@ def measure(options: argparse.Namespace) -> None:
             }
             | {"repeats": repeat + 1, "llama": options.llama is not None, "openvino": options.openvino is not None},
             "prompt_tokens": [ids.shape[1] for _, ids in prompts],
+            "forward": {
+                name: p.report.stages[-1].forward for name, p in running.items() if isinstance(p, Pipeline) and p.report
+            },
             "rows": summary(texts, kinds),
             "failed": failed,
         }
@@ -411,7 +412,7 @@ def measure(options: argparse.Namespace) -> None:
     print(table(record["rows"]))
     for name, why in failed.items():
         print(f"failed: {name}: {why}")
-    for pipe in closing:
+    for pipe in running.values():
         pipe.close()
     print(readme_table(record))
 
