@@ -25,8 +25,7 @@ from pipespec.models.loading import load_model
 from pipespec.models.quantizing import NAMES, quantized
 from pipespec.models.tokenizers import load_tokenizer
 
-_CHUNK = 64
-"""Columns of a forward: the logits of more would take much memory."""
+_CHUNK = 64  # columns of a forward: the logits of more would take much memory
 
 
 def log_probabilities(model: PreTrainedModel, cache: RowCache, ids: torch.Tensor) -> torch.Tensor:
