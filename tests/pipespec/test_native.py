@@ -576,6 +576,8 @@ def test_a_copy_is_made_only_where_there_is_room(monkeypatch):
     model = make()
     assert "no room for a packed copy" in form_of(model)
     assert way(model) == "WholeModel"
+    with pytest.warns(pipespec.SpeedWarning, match="target: there is no room"):
+        pipespec.Pipeline(model, []).generate(torch.tensor([[3, 4, 5]]), max_new_tokens=3, do_sample=False)
 
 
 def test_copies_are_freed_with_the_model_and_on_request():

@@ -29,7 +29,7 @@ from pipespec.api.arguments import (
     plain_number,
     refusal,
 )
-from pipespec.api.output import output_of, report_of
+from pipespec.api.output import output_of, report_of, warn_of_room
 from pipespec.api.prepare import CallOptions, PreparedCall
 from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
@@ -428,6 +428,7 @@ class BasePipeline:
                     self._driver.run(request)
                     generation.progress.finish()
                 self.report = self._report(generation)
+                warn_of_room(self._driver)
                 return output_of(generation, self.report, functools.partial(request.return_cache, self._driver.target))
             except BaseException as error:
                 request.take_back()

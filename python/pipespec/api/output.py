@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +17,8 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.sampler import ScoreRecord
 from pipespec.observe import Report
 from pipespec.observe.report import stage_report
-from pipespec.schedules.base import Decoder
+from pipespec.process.warnings import user_stacklevel
+from pipespec.schedules.base import Decoder, SpeedWarning
 
 ReturnCache = Callable[[Sequence[int]], RowCache | None]
 """That of the target's stage, see :class:`pipespec.schedules.base.CacheOwner`."""
@@ -64,6 +66,18 @@ def report_of(call: PreparedCall, decoder: Decoder) -> Report:
         decisions=decoder.remarks or None,
         trace=traces or None,
     )
+
+
+def warn_of_room(decoder: Decoder) -> None:
+    """Warn of stages whose native form had no room. Nothing else says that a call ran much slower, and rounded otherwise."""
+    for name, form in zip(decoder.names, decoder.forms, strict=True):
+        if "there is no room for a packed copy" in form:
+            warnings.warn(
+                f"{name}: there is no room for a packed copy of its weights, so its own modules run, which is slower, and they round otherwise; free "
+                "memory, or give it smaller weights (weights='q8_0')",
+                SpeedWarning,
+                stacklevel=user_stacklevel(),
+            )
 
 
 def output_of(call: PreparedCall, report: Report, return_cache: ReturnCache) -> torch.Tensor | PipelineOutput:
