@@ -118,7 +118,7 @@ def test_a_line_ends_only_at_a_line_feed(tmp_path: Path) -> None:
         ("a.jsonl", "", None, "has no prompts"),
         ("a.jsonl", '{"question": "x"}', "humaneval", "entry 1 lacks the field 'task_id'; the format 'humaneval' has the fields task_id, prompt"),
         ("a.jsonl", '{"prompt": "a"}\n{"prompt": " "}', None, "entry 2 cannot be read"),
-        ("a.txt", "x", None, "prompts are .jsonl"),
+        ("a.txt", "x", None, "datasets are .jsonl"),
         ("a.jsonl", "{}", "alpaca", "no format 'alpaca'"),
     ],
 )  # fmt: skip

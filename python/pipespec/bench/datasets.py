@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import io
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +130,6 @@ def guessed(record: Any) -> str:
 
 
 def _csv(text: str, form: str | None) -> list[Any]:
-    csv.field_size_limit(sys.maxsize)  # articles are longer than the default
     rows = list(csv.reader(io.StringIO(text)))
     for name, known in FORMATS.items():
         columns = known.columns

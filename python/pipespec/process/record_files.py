@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -37,7 +38,7 @@ def records(file: Path, table: Callable[[str], Iterable[Any]] | None = None) -> 
 def _records(file: Path, table: Callable[[str], Iterable[Any]]) -> Iterable[Any]:
     kind = Path(file.name.removesuffix(".gz")).suffix.lower()
     if not is_dataset(file):
-        raise ValueError(f"{file}: prompts are {', '.join(SUFFIXES)} files, also with .gz")
+        raise ValueError(f"{file}: datasets are {', '.join(SUFFIXES)} files, also with .gz")
     if kind == ".parquet":
         return _parquet(file)
     raw = gzip.decompress(file.read_bytes()) if file.name.endswith(".gz") else file.read_bytes()
@@ -45,6 +46,7 @@ def _records(file: Path, table: Callable[[str], Iterable[Any]]) -> Iterable[Any]
     if kind == ".jsonl":
         return _json_lines(text)
     if kind == ".csv":
+        csv.field_size_limit(sys.maxsize)  # articles are longer than the default
         return table(text)
     data = parse_json(text)
     if isinstance(data, dict):  # as dataset servers answer
