@@ -43,6 +43,12 @@ HEADS = "tests/pipespec/test_heads"
 DEVICE_TESTS = ("tests/same_text", "tests/spd/test_spd_generate.py", f"{HEADS}.py", f"{HEADS}_training.py")
 """Tests that CI runs on a CPU, whose models and prompts lie on the GPU here."""
 
+ON_DEVICE = (("PIPESPEC_TEST_DEVICE", "cuda"),)
+"""Models of tests for any device lie on the GPU."""
+
+DEPENDENT = (("PIPESPEC_PDL", "1"),)
+"""Kernels are dependent launches."""
+
 BY_MODULES = "run transformers' modules"
 """Of the warning that a model is not in the fused form."""
 
@@ -77,15 +83,15 @@ class Part:
     seconds: int
     required: bool = True
     call: str = "tests"
-    on_device: bool = False
-    """Whether the models of tests for any device lie on the GPU."""
+    variables: tuple[tuple[str, str], ...] = ()
+    """Environment variables of the process."""
 
     @property
     def is_tests(self) -> bool:
         return "pytest" in self.command
 
 
-def _tests(name: str, marked: str, paths: Sequence[str], seconds: int, *, processes: int, **more: bool) -> Part:
+def _tests(name: str, marked: str, paths: Sequence[str], seconds: int, *, processes: int, **more: Any) -> Part:
     plugins: tuple[str, ...] = ()
     if find_spec("xdist") and processes > 1:
         plugins += ("-n", str(processes))
@@ -96,10 +102,12 @@ def _tests(name: str, marked: str, paths: Sequence[str], seconds: int, *, proces
     return Part(name, ("-m", "pytest", *paths, *options), seconds, **more)
 
 
-def _generations(name: str, models: Sequence[str], rows: Sequence[str], seconds: int, *options: str) -> Part:
+def _generations(
+    name: str, models: Sequence[str], rows: Sequence[str], seconds: int, *options: str, **more: Any
+) -> Part:
     chosen = ("--planted", *models, "--rows", *rows, "--first-token", "--json", "{file}", "--prompts", "1")
     command = ("-m", "bench.bench_generate", *chosen, "--seconds", str(seconds - 20), *options)
-    return Part(name, command, seconds, call="figures")
+    return Part(name, command, seconds, call="figures", **more)
 
 
 def _kernels(seconds: int, *options: str) -> Part:
@@ -129,13 +137,15 @@ def parts_of(dry: bool) -> tuple[Part, ...]:
     return (
         _smoke(45),
         _tests("tests", "gpu and not sanitizer", (*BY_RISK, *GPU_TESTS), 180, processes=processes),
-        _tests("device", "not gpu", DEVICE_TESTS, 200, processes=processes, on_device=True),
+        _tests("device", "not gpu", DEVICE_TESTS, 200, processes=processes, variables=ON_DEVICE),
+        _tests("dependent", "gpu and not sanitizer", GPU_TESTS, 100, processes=processes, variables=DEPENDENT),
         _tests("memcheck", "gpu and sanitizer", GPU_TESTS[:1], 80, processes=1, required=False),
         _generations("1B -> 8B", ("1B", "8B"), ROWS, 240, *sizes, *tuning),
+        _generations("1B -> 8B, dependent", ("1B", "8B"), ROWS[:2], 80, *sizes, *tuning, variables=DEPENDENT),
         # Compilation takes longer than bench_generate allows of a time limit.
         _generations("compiled", ("8B",), ("static",), 150, *sizes, "--uncalibrated", "--seconds", "inf"),
         _kernels(60, "--device", "cuda", "--only", *KERNELS),
-        Part("more", ("-m", "bench.gpu_more", "--json", "{file}"), 150, required=False, call="figures"),
+        Part("more", ("-m", "bench.gpu_more", "--json", "{file}"), 200, required=False, call="figures"),
     )
 
 
@@ -295,8 +305,8 @@ def check(out: Path, parts: Sequence[Part], seconds: float = CALL_SECONDS, dry: 
             found: dict[str, Any] = {"status": None, "seconds": 0.0, "last_lines": ["no time was left"]}
         else:
             file = out / f"part{i}"
-            variables = {"PIPESPEC_TEST_DEVICE": "cuda"} if part.on_device else {}
-            found = run([str(file) if word == "{file}" else word for word in part.command], log, limit, **variables)
+            command = [str(file) if word == "{file}" else word for word in part.command]
+            found = run(command, log, limit, **dict(part.variables))
             found |= results_of(part, file)
             file.unlink(missing_ok=True)
         found["passed"] = has_passed(part, found)
