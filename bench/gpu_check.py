@@ -133,15 +133,16 @@ def parts_of(dry: bool) -> tuple[Part, ...]:
         )
     sizes = ("--prompt-tokens", "64", "--new-tokens", "256", "--repeats", "2", "--device", "cuda")
     tuning = ("--agreement", "0.8", "--settings", "3", "--tuning-tokens", "48")
+    marked = "gpu and not sanitizer"
     processes = max(1, min(12, _cores() - 2))  # one core each for the launcher's threads and the check itself
     return (
         _smoke(45),
-        _tests("tests", "gpu and not sanitizer", (*BY_RISK, *GPU_TESTS), 180, processes=processes),
+        _tests("tests", marked, (*BY_RISK, *GPU_TESTS), 180, processes=processes),
         _tests("device", "not gpu", DEVICE_TESTS, 200, processes=processes, variables=ON_DEVICE),
-        _tests("dependent", "gpu and not sanitizer", GPU_TESTS, 100, processes=processes, variables=DEPENDENT),
         _tests("memcheck", "gpu and sanitizer", GPU_TESTS[:1], 80, processes=1, required=False),
+        _tests("dependent", marked, GPU_TESTS, 150, processes=processes, required=False, variables=DEPENDENT),
         _generations("1B -> 8B", ("1B", "8B"), ROWS, 240, *sizes, *tuning),
-        _generations("1B -> 8B, dependent", ("1B", "8B"), ROWS[:2], 80, *sizes, *tuning, variables=DEPENDENT),
+        _generations("dependent, 8B", ("1B", "8B"), ROWS[:2], 80, *sizes, *tuning, required=False, variables=DEPENDENT),
         # Compilation takes longer than bench_generate allows of a time limit.
         _generations("compiled", ("8B",), ("static",), 150, *sizes, "--uncalibrated", "--seconds", "inf"),
         _kernels(60, "--device", "cuda", "--only", *KERNELS),

@@ -97,6 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="where the figures go, each as soon as it is there")
     parser.add_argument("--dry-run", action="store_true", help="small models on a CPU")
+    parser.add_argument("--only", nargs="+", help="only these parts")
     options = parser.parse_args()
     factory._runs_uncaptured = options.dry_run
     more, found = More("cpu" if options.dry_run else "cuda"), {"machine": provenance(), "figures": dict[str, Any]()}
@@ -107,7 +108,8 @@ def main() -> None:
         "draft head": more.head,
         "quantised": more.quantised,
     }
-    for name, part in parts.items():
+    for name in options.only or parts:
+        part = parts[name]
         try:
             found["figures"][name] = part()
         except Exception as error:

@@ -144,7 +144,8 @@ class FakeGpu:
 
     Attributes:
         log: Calls to ports and captures.
-        captured: Captures into a given pool.
+        captured: Captures of steps into a given pool.
+        prompts: Captures of forwards over prompts.
         captures: By thread, the graph that captures at present.
         fails: Called in each body.
         ends_before_it_raises: Whether ``capture_end()`` tells the allocators and the generator before it raises: pytorch#180395. False: 2.11.
@@ -161,7 +162,7 @@ class FakeGpu:
 
     def __init__(self):
         self.log: list[Any] = []
-        self.captured = 0
+        self.captured = self.prompts = 0
         self.captures: dict[int, Graph] = {}
         self.fails = lambda stage: None
         self.ends_before_it_raises = False
@@ -245,10 +246,16 @@ class FakeGpu:
         self.graph.recorded = stage, body, inputs, torch.full_like(inputs[0], -1)
         return self.graph.recorded[-1]
 
+    def record_read(self, stage, read, inputs):
+        """The forward over a part of a prompt within a capture."""
+        self.graph.recorded = stage, read, inputs, None
+
     def replay_whole(self, graph):
         """``CUDAGraph.replay()``: the recorded forward runs again, on the tensors that it had."""
         stage, body, inputs, selected = graph.recorded
-        selected.copy_(body(stage, *inputs))
+        found = body(stage, *inputs)
+        if selected is not None:
+            selected.copy_(found)
 
     def launch(self, captured, given):
         """A launch of a graph: its last step's plan and commit are the scheduler's."""
@@ -285,12 +292,21 @@ class FakeGpu:
             def close(self, shadow, scratch, log):
                 seen.log.append("close")
 
-        body, make_launcher = GraphedStage.body, capturing.CaptureContext.launcher
+        body, read, make_launcher = GraphedStage.body, GraphedStage.read, capturing.CaptureContext.launcher
 
         def watched(stage, *inputs):
             seen.multiply()
             seen.fails(stage)
             return seen.record(stage, body, inputs) if seen.capturing else body(stage, *inputs)
+
+        def watched_read(stage, *inputs):
+            seen.multiply()
+            seen.fails(stage)
+            if not seen.capturing:
+                return read(stage, *inputs)
+            seen.captured -= 1
+            seen.prompts += 1
+            return seen.record_read(stage, read, inputs)
 
         def launcher(context, own):
             make_launcher(context, own)
@@ -304,6 +320,7 @@ class FakeGpu:
 
         monkeypatch.setattr(GraphedDriver, "_runs_on_gpu", lambda driver, models: True)
         monkeypatch.setattr(GraphedStage, "body", watched)
+        monkeypatch.setattr(GraphedStage, "read", watched_read)
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         monkeypatch.setattr(capturing, "DevicePort", Port)
         monkeypatch.setattr(capturing.CaptureContext, "launcher", launcher)

@@ -55,6 +55,8 @@ CALLS = {
     "logits": {"output_logits": True},
     "two": SAMPLED | {"rows": 2},
     "long": {"max_new_tokens": 40},
+    "prompt": {"shortest": 600, "longest": 700},
+    "prompts": SAMPLED | {"rows": 2, "shortest": 70, "longest": 120},
 }
 
 
@@ -76,8 +78,8 @@ class Session:
 
     def call(self, name: str):
         options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "rows": 1} | CALLS[name]
-        rows = options.pop("rows")
-        ids, mask = left_pad(random_prompts(rows, seed=5, shortest=6))
+        rows, sizes = options.pop("rows"), {n: options.pop(n) for n in ("shortest", "longest") if n in options}
+        ids, mask = left_pad(random_prompts(rows, **{"seed": 5, "shortest": 6} | sizes))
         options |= {"seed": list(range(3, 3 + rows))} if options["do_sample"] else {}
         options |= {"return_dict_in_generate": True, "attention_mask": mask}
         text = self.pipe.generate(ids, **options).sequences
@@ -99,6 +101,7 @@ def with_head(gpu: Emulator, weights: dict[str, torch.Tensor]):
 def clean(gpu: Emulator) -> None:
     assert gpu.faults == []
     assert gpu.replays > 0
+    assert gpu.prompts > 0
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -408,11 +411,36 @@ def graphs_of_a_cache_that_has_grown(patch, gpu):
     patch.setattr(
         stage,
         "StaticBuffers",
-        lambda cache, sampler, version, weights, graphs: make_buffers(cache, sampler, 0, 0, kept),
+        lambda cache, sampler, version, weights, graphs, prompts: make_buffers(cache, sampler, 0, 0, kept, prompts),
     )
     patch.setattr(stage, "hash", lambda what: 0, raising=False)
     yield "greedy"
     yield "long"
+
+
+@fault("another text", "plain")
+def a_prompt_at_the_length_of_the_capture(patch, gpu):
+    read = capturing.CapturedPrompt.__call__
+    patch.setattr(
+        capturing.CapturedPrompt, "__call__", lambda graph, tokens, held: read(graph, tokens, [0] * len(held))
+    )
+    yield "prompt"
+
+
+@fault("another text|memory that has been freed", "plain")
+def prompt_graphs_of_old_weights(patch, gpu):
+    replace = buffers.StaticBuffers._replace
+    patch.setattr(
+        buffers.StaticBuffers,
+        "_replace",
+        lambda own, **new: replace(own, **new | {"prompt_graphs": own.prompt_graphs}),
+    )
+    session = yield "prompt"
+    norm = session.target.model.norm
+    norm.weight = torch.nn.Parameter(norm.weight * -1)
+    layer = session.target.model.layers[0].input_layernorm
+    layer.weight = torch.nn.Parameter(layer.weight * 1.5)
+    yield "prompt"
 
 
 @fault("is not ordered behind")

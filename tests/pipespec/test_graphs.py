@@ -252,6 +252,24 @@ def test_a_call_that_cannot_be_captured(model, gpu, how):
     pipe.close()
 
 
+@pytest.mark.parametrize("how", HOW, ids=IDS)
+def test_prompts_that_cannot_be_captured(model, gpu, how, monkeypatch):
+    """The host launches their forwards, and says so once. The steps are captured."""
+
+    def read(stage, *inputs):
+        raise RuntimeError("no prompt")
+
+    monkeypatch.setattr("pipespec.schedules.graphs.stage.GraphedStage.read", read)
+    with chain(model, **how) as pipe:
+        with pytest.warns(SpeedWarning, match=r"RuntimeError: no prompt; the host launches.*only its speed") as told:
+            check(pipe)
+        assert len(told) == len(pipe._driver.stages)
+        assert pipe.report.schedule == how["schedule"]
+        before = gpu.prompts
+        check(pipe, new=9)
+        assert gpu.prompts == before
+
+
 def test_the_module_that_cannot_be_captured_is_named(model, gpu):
     twin = copy.deepcopy(model)
 

@@ -773,6 +773,24 @@ def test_captured_one_launch_at_a_time() -> None:
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("how", ["plain", "lockstep", "streams"])
+def test_prompts_of_many_lengths(model, how, device) -> None:
+    """On a GPU short ones are read by graphs, with padding, some of them in several pieces, and behind what a cache holds."""
+    target = copy.deepcopy(model).to(device)
+    drafts = [] if how == "plain" else [draft.to(device) for draft in drafts_of(model, "g")]
+    used: set[int] = set()
+    with Pipeline(target, drafts, schedule=how, graphs=True) as pipe:
+        for rows, (shortest, longest) in itertools.product((1, 2), ((2, 9), (60, 66), (250, 460), (600, 900))):
+            ids, mask = left_pad(random_prompts(rows, seed=rows, shortest=shortest, longest=longest))
+            wanted = model.generate(ids, attention_mask=mask, **GREEDY)
+            for _ in range(2):
+                found = pipe.generate(ids.to(device), attention_mask=mask.to(device), **GREEDY).cpu()
+                assert torch.equal(found, wanted), (rows, ids.shape)
+            used |= {width for buffers in pipe._driver.target.all_buffers() for width in buffers.prompt_graphs}
+    assert used >= {64, 512} or device == "cpu"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_stages_on_two_gpus(model, expected):

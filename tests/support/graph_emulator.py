@@ -344,6 +344,10 @@ class Emulator(FakeGpu):
         graph.__dict__.setdefault("forwards", []).append(recording)
         return selected
 
+    def record_read(self, stage: Any, read: Callable[..., None], inputs: Any) -> None:
+        # The capture records it as a whole.
+        read(stage, *inputs)
+
     @contextmanager
     def _recorded_in(self, graph: Graph) -> Iterator[Recording]:
         recording, outer = Recording(self, graph), getattr(self._of_thread, "recording", None)

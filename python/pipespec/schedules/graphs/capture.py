@@ -329,6 +329,33 @@ class CapturedBody:
         return self._selected
 
 
+class CapturedPrompt:
+    """The forward of a stage over a part of its prompt, as a graph.
+
+    Args:
+        resources: Of the stage.
+        stage: The stage, prepared.
+        width: Columns.
+        held: Tokens of each row that the cache holds. The warm-up writes behind them, where the first replay does.
+
+    Raises:
+        NotCapturable: See :meth:`CaptureResources.capture`.
+    """
+
+    def __init__(self, resources: CaptureResources, stage: GraphedStage, width: int, held: Sequence[int]) -> None:
+        rows = len(held)
+        resources.compare_opaque(stage, rows * width)
+        self._tokens = torch.zeros((rows, width), dtype=torch.int32, device=resources.device)
+        self._held = torch.tensor(held, dtype=torch.int32, device=resources.device)
+        self._captured = resources.capture([(stage, lambda _: stage.read(self._tokens, self._held))])
+
+    def __call__(self, tokens: torch.Tensor, held: Sequence[int]) -> None:
+        """Feed tokens ``[rows, up to width]`` behind the first ``held[r]`` ones of each row, on the current stream."""
+        self._tokens[:, : tokens.shape[1]] = tokens
+        self._held.copy_(torch.tensor(held, dtype=torch.int32))
+        self._captured.replay()
+
+
 def capture_bodies(
     resources: Sequence[CaptureResources],
     stages: Sequence[GraphedStage],

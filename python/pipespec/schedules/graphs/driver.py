@@ -257,6 +257,8 @@ class GraphedDriver(Driver):
     def _make_ready(self, request: GenerationRequest) -> str | None:
         """Prepare static buffers, block and graphs for a call. Returns why it cannot run in captured steps."""
         draft_inputs = replace(request.inputs, sampling_params=pickle.loads(request.draft_sampling_params))
+        for stage in self._stages:
+            stage.resources = None
         # What is allocated here also serves later calls, in any inference mode.
         with torch.inference_mode(False), torch.no_grad():
             self.target.prepare(request.inputs)
@@ -344,6 +346,8 @@ class GraphedDriver(Driver):
         handles = tuple(tuple((width, graph.handle) for width, graph in own) for own in launched)
         self.scheduled.use(handles, lambda: context.launcher(launched), self._lookahead(), ahead=_AHEAD)
         self._keep_last([len(own) for own in launched])
+        for stage, resources in zip(self._stages, context.resources, strict=True):
+            stage.resources = resources
 
     def _capture_bodies(self) -> None:
         """Capture the steps that a call lacks, each as a graph of its own. A model that cannot be captured runs without."""
@@ -352,6 +356,8 @@ class GraphedDriver(Driver):
         self._resources = self._resources or [CaptureResources(stage) for stage in self._stages]
         steps = list(dict.fromkeys(step for key in self.graph_keys() for step in key.steps))
         capture_bodies(self._resources, self._stages, steps, self.refused)
+        for i, (stage, resources) in enumerate(zip(self._stages, self._resources, strict=True)):
+            stage.resources = None if i in self.refused else resources
         if len(self.refused) == len(self._stages):
             raise self.refused[len(self._stages) - 1]
         for refusal in self.refused.values():
@@ -375,6 +381,7 @@ class GraphedDriver(Driver):
         for stage in self._stages:
             for buffers in stage.all_buffers():
                 buffers.graphs.clear()
+                buffers.prompt_graphs.clear()
 
     def _try_capture(self) -> None:
         """Capture the smallest steps. Raises :class:`NotCapturable`, also where there is no memory for them."""

@@ -42,6 +42,7 @@ class GraphedHead(GraphedStage, HeadStage):
     output of the one before. So the host counts no slots. The prompt is read before the first step, see :meth:`HeadStage._run_to`.
     """
 
+    _forward = HeadStage._forward  # no graph reads a prompt
     _source: GraphedStage
     _attention = ATTENTION  # no other one reads the lengths of a static cache
 

@@ -7,15 +7,17 @@ capture.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
 from pipespec.engine.features import Features
 from pipespec.engine.forward import choose_fused, forward
@@ -23,20 +25,37 @@ from pipespec.engine.inputs import StageInputs, stage_names, static_capacity
 from pipespec.engine.known import CAPTURED, identify
 from pipespec.engine.sampler import ScoreRecord
 from pipespec.engine.stage import Stage
+from pipespec.errors import NotCapturable
 from pipespec.models.properties import text_config
 from pipespec.preflight.checks import check_exact
 from pipespec.preflight.memory import HEADROOM
+from pipespec.process.warnings import user_stacklevel
+from pipespec.schedules.base import SpeedWarning
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep, StaticBuffers, StaticSampler
 from pipespec_kernels import _native
 from pipespec_kernels.state import StateBlock
 
 if TYPE_CHECKING:
     from pipespec.engine.fused import FusedForm
+    from pipespec.schedules.graphs.capture import CaptureResources
 
 _MAX_BUFFERS = 4
 """Numbers of rows for which a stage keeps its static buffers, and their graphs, from call to call."""
 
+MOST_GRAPHED_COLUMNS = 1024
+"""Columns of all rows up to which the forwards over a prompt are graphs. The products of more columns take the device longer than their launches take
+the host."""
+
+WIDEST_GRAPH = 512
+"""Columns of the widest such graph."""
+
 _versions = itertools.count()
+
+
+def prompt_widths(columns: int) -> list[int]:
+    """Widths of the graphs that feed so many columns of a prompt: few different ones, the last one with padding."""
+    whole, rest = divmod(columns, WIDEST_GRAPH)
+    return [WIDEST_GRAPH] * whole + [max(WIDTH, 1 << (rest - 1).bit_length())] * (rest > 0)
 
 
 class GraphedStage(Stage):
@@ -55,6 +74,7 @@ class GraphedStage(Stage):
 
     Attributes:
         is_prefilled: Whether the last prefill ended without an error.
+        resources: What captures forwards over parts of its prompt; None: the host launches them.
     """
 
     def __init__(
@@ -73,6 +93,8 @@ class GraphedStage(Stage):
         self._current: StaticBuffers | None = None
         self._callers_cache: RowCache | None = None
         self.is_prefilled = False
+        self.resources: CaptureResources | None = None
+        self._captures_prompts = True
 
     @property
     def name(self) -> str:
@@ -117,10 +139,10 @@ class GraphedStage(Stage):
             del found
             cache = self._make_cache(rows, capacity)
             sampler = StaticSampler(rows, cache.device, self.is_target)
-            found = StaticBuffers(cache, sampler, next(_versions), weights, {})
+            found = StaticBuffers(cache, sampler, next(_versions), weights, {}, {})
         elif found.weights != weights:
             # The graphs read the old weights, or the tables of another form, or have other numbers of the modules.
-            found = found._replace(version=next(_versions), weights=weights, graphs={})
+            found = found._replace(version=next(_versions), weights=weights, graphs={}, prompt_graphs={})
         self._buffers[rows] = self._current = found
         if form is not None:
             form.add_cache(found.cache)
@@ -198,6 +220,41 @@ class GraphedStage(Stage):
         self._prefilled = [len(prompt) - 1 for prompt in inputs.prompts]
         self.is_prefilled = True
 
+    def _forward(self, fed: Tensor, cache: RowCache, keep: int) -> Tensor:
+        rows, q = fed.shape
+        widths, held = prompt_widths(q), cache.lengths
+        fits = rows * sum(widths) <= MOST_GRAPHED_COLUMNS and max(held) + sum(widths) <= cache.capacity
+        if keep or not fits or self.resources is None or not self._captures_prompts:
+            return super()._forward(fed, cache, keep)
+        # What an interrupted forward has written does not count.
+        after, self._held = self._held, [min(pair) for pair in zip(self._held, held, strict=True)]
+        graphs = [self._prompt_graph(width, held) for width in widths]
+        if None in graphs:
+            self._held = after
+            cache.set_lengths(held)
+            return super()._forward(fed, cache, keep)
+        for at, graph in enumerate(graphs):
+            begin = at * WIDEST_GRAPH
+            graph(fed[:, begin : begin + WIDEST_GRAPH], [n + begin for n in held])
+        self._held = after
+        cache.set_lengths([n + q for n in held])
+        return torch.empty((rows, 0, self._ids), dtype=cache.dtype, device=cache.device)
+
+    def _prompt_graph(self, width: int, held: Sequence[int]) -> Any:
+        """The graph of a forward over so many columns of the prompt. None where there is none."""
+        graphs = self.buffers.prompt_graphs
+        if width not in graphs and self.resources is not None:
+            from pipespec.schedules.graphs.capture import CapturedPrompt
+
+            with torch.inference_mode(False), torch.no_grad():
+                try:
+                    graphs[width] = CapturedPrompt(self.resources, self, width, held)
+                except NotCapturable as error:
+                    self._captures_prompts = False
+                    what = f"{error}; the host launches each kernel over its prompts. The text is not affected, only its speed"
+                    warnings.warn(what, SpeedWarning, stacklevel=user_stacklevel())
+        return graphs.get(width)
+
     def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
         self._callers_cache = cache
         super().adopt(cache, text)
@@ -254,10 +311,18 @@ class GraphedStage(Stage):
 
     def _score_columns(self, tokens: Tensor, kv: Tensor, n_select: Tensor) -> Tensor:
         """The forward of :meth:`body`. Returns the logits ``[rows, width, vocabulary]``."""
+        return self._forward_at(tokens, kv, keep=tokens.shape[1])[:, :, : self._scored]
+
+    def _forward_at(self, tokens: Tensor, kv: Tensor, keep: int) -> Tensor:
         cache = self.buffers.cache
         cache.follow(kv)
         fed = tokens if self._clamp is None else tokens.clamp(max=self._clamp)
-        return forward(self.model, fed, cache, keep=tokens.shape[1])[:, :, : self._scored]
+        return forward(self.model, fed, cache, keep=keep)
+
+    @torch.inference_mode()
+    def read(self, tokens: Tensor, kv: Tensor) -> None:
+        """Run the forward over a part of the prompt, for a capture. ``tokens``, ``kv``: as for :meth:`body`."""
+        self._forward_at(tokens, kv, keep=0)
 
     def key(self, width: int) -> GraphKey:
         """Of the graph that is one step of this stage."""
