@@ -1,7 +1,7 @@
 """Which files of bench/results are older than the code that they measure, or quoted nowhere. ``python -m bench.check_results``
 
-Each file names the commit that it measured (``pipespec.bench.machine``). A file is outdated where a later commit changes one of its sources in
-:data:`SOURCES`. README.md and the pages of docs/ quote a file by its path. Exit status: 0, or 1 if a file is not current (but for
+Each file names the commit that it measured (``pipespec.bench.machine``). A file is outdated where one of its sources in
+:data:`SOURCES` differs from that commit's. README.md and the pages of docs/ quote a file by its path. Exit status: 0, or 1 if a file is not current (but for
 :data:`MAY_BE_OLDER`), or not quoted, or quoted and not there."""
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ RESULTS = Path("bench/results")
 
 _GPU = ("csrc/cuda", "pipespec_kernels/triton", "python/pipespec/engine/fused.py", "python/pipespec/schedules/graphs")
 _KERNELS = ("csrc", "pipespec_kernels", *(f":(exclude){place}" for place in _GPU))
-# It builds drivers and takes no step.
-_FACTORY = ":(exclude)python/pipespec/schedules/factory.py"
-_ENGINE = (*_KERNELS, "python/pipespec/engine", "python/pipespec/schedules", _FACTORY, "python/pipespec/models")
+_ENGINE = (*_KERNELS, "python/pipespec/engine", "python/pipespec/schedules", "python/pipespec/models")
 
 _GENERATE = (
     *_ENGINE,
@@ -80,9 +78,9 @@ def state(root: Path, file: Path, sources: Sequence[str]) -> tuple[bool, str]:
     commit = named.removesuffix("-dirty")
     if _git(root, "merge-base", "--is-ancestor", commit, "HEAD").returncode:
         return False, f"measured {named}, which is not in the history of HEAD"
-    later = _git(root, "log", "--format=%h", f"{commit}..HEAD", "--", *sources).stdout.split()
-    if later:
-        return False, f"measured {named}; {len(later)} later commits change its sources, the last one is {later[0]}"
+    changed = _git(root, "diff", "--name-only", commit, "HEAD", "--", *sources).stdout.split()
+    if changed:
+        return False, f"measured {named}; {len(changed)} of its sources differ from that commit's: {changed[0]}"
     if named != commit:
         return False, f"measured {commit} with uncommitted changes"
     return True, f"measured {named}"

@@ -140,13 +140,13 @@ def parts_of(dry: bool) -> tuple[Part, ...]:
         _tests("tests", marked, (*BY_RISK, *GPU_TESTS), 180, processes=processes),
         _tests("device", "not gpu", DEVICE_TESTS, 200, processes=processes, variables=ON_DEVICE),
         _tests("memcheck", "gpu and sanitizer", GPU_TESTS[:1], 80, processes=1, required=False),
-        _tests("dependent", marked, GPU_TESTS, 150, processes=processes, required=False, variables=DEPENDENT),
         _generations("1B -> 8B", ("1B", "8B"), ROWS, 240, *sizes, *tuning),
-        _generations("dependent, 8B", ("1B", "8B"), ROWS[:2], 80, *sizes, *tuning, required=False, variables=DEPENDENT),
         # Compilation takes longer than bench_generate allows of a time limit.
         _generations("compiled", ("8B",), ("static",), 150, *sizes, "--uncalibrated", "--seconds", "inf"),
         _kernels(60, "--device", "cuda", "--only", *KERNELS),
         Part("more", ("-m", "bench.gpu_more", "--json", "{file}"), 200, required=False, call="figures"),
+        _tests("dependent", marked, GPU_TESTS, 150, processes=processes, required=False, variables=DEPENDENT),
+        _generations("dependent, 8B", ("1B", "8B"), ROWS[:2], 80, *sizes, *tuning, required=False, variables=DEPENDENT),
     )
 
 

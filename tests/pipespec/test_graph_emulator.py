@@ -98,10 +98,10 @@ def with_head(gpu: Emulator, weights: dict[str, torch.Tensor]):
     return heads.make_target(num_hidden_layers=3), [folder]
 
 
-def clean(gpu: Emulator) -> None:
+def clean(gpu: Emulator, *, prompts: bool = True) -> None:
     assert gpu.faults == []
     assert gpu.replays > 0
-    assert gpu.prompts > 0
+    assert (gpu.prompts > 0) == prompts
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -135,7 +135,7 @@ def test_texts_of_opaque_modules(gpu, kind, monkeypatch):
                 if isinstance(module, checkpoints.Adapted):
                     module.is_on = is_on
             session.call("greedy")
-    clean(gpu)
+    clean(gpu, prompts=False)  # padding could change what an opaque module makes of the tokens beside it
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -206,7 +206,7 @@ def test_products_that_a_replay_does_not_give_are_not_captured(gpu, kind, cause)
         text = pipe.generate(ids, max_new_tokens=8, do_sample=False)
         if kind is OutsideOfTorch:
             assert torch.equal(text, type(target).generate(target, ids, max_new_tokens=8, do_sample=False))
-    clean(gpu)
+    clean(gpu, prompts=False)
 
 
 @pytest.mark.parametrize("fault", [None, "lengths of the capture", "features of the capture"])

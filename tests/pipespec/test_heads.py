@@ -16,6 +16,7 @@ from pipespec.drafts.head import DraftHead, HeadConfig, is_head
 from pipespec.drafts.stage import HeadStage
 from pipespec.engine.features import Features
 from pipespec.engine.values import Checksums
+from pipespec.models.devices import input_device
 from pipespec.models.families import NotReadable
 from pipespec.models.properties import weight_bytes
 from pipespec.schedules.graphs.head import GraphedHead
@@ -493,6 +494,17 @@ def test_each_native_forward_pays_for_the_checks_of_weights(drafts, folder, monk
 def test_options_that_exclude_a_head(options, message, target, folder) -> None:
     with pytest.raises(ValueError, match=message):
         Pipeline(target, folder, **options)
+
+
+def test_captured_rounds_of_a_head_are_for_gpus(target, folder, monkeypatch) -> None:
+    monkeypatch.setattr("pipespec.schedules.factory._runs_uncaptured", False)
+    head = DraftHead.load(folder, target)
+    assert input_device(head) == head.device
+    if head.device.type == "cpu":
+        with pytest.raises(ValueError, match="all models are on the CPU"):
+            Pipeline(target, folder, graphs=True)
+    else:
+        Pipeline(target, folder, graphs=True).close()
 
 
 def test_drafts_that_exclude_a_head(target, folder) -> None:

@@ -105,6 +105,10 @@ class HeadConfig:
     norm_output: bool = False
     where: str = "the draft head"
 
+    def get_text_config(self, decoder: bool = False) -> Any:
+        """:attr:`block`, by the name that models have for it."""
+        return self.block
+
     @classmethod
     def load(cls, folder: str | Path) -> HeadConfig:
         """Read the ``config.json`` of a head, in either format. Raises ``FileNotFoundError`` if there is none, and ``ValueError`` for a config of no head."""
@@ -221,6 +225,8 @@ class DraftHead(nn.Module):
     """
 
     ids: torch.Tensor
+
+    base_model_prefix = ""  # for LayerDevices: no base has the layers
 
     def __init__(self, config: HeadConfig, *, has_embedding: bool = False) -> None:
         super().__init__()
@@ -392,6 +398,10 @@ class DraftHead(nn.Module):
     def embedding(self) -> Any:
         """The module that embeds: its own, or the target's."""
         return self._borrowed[0] if self.embed_tokens is None else self.embed_tokens
+
+    def get_input_embeddings(self) -> Any:
+        """:attr:`embedding`, by the name that models have for it."""
+        return self.embedding
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embeddings ``[rows, q, H]`` of ``tokens [rows, q]``, ids of the target."""

@@ -124,6 +124,11 @@ class FusedForm(Form):
         self.block = self._rows_of_products() if exact else 0
 
     @property
+    def has_opaque(self) -> bool:
+        """Whether modules of others compute some of its products. They may see the other rows of a product."""
+        return any(product.modules for layer in self._layers for product in layer[2:]) or bool(self._head.modules)
+
+    @property
     def name(self) -> str:
         """What the report says."""
         return f"{FUSED}, products of {self.block} rows" if self.block else FUSED

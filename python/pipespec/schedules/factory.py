@@ -31,10 +31,9 @@ def make_driver(models: Sequence[PreTrainedModel], config: SpeculationConfig) ->
     row = config.schedule_row
     if not row.has_drafts:
         models = models[-1:]
-    whole = [model for model in models if model is not config.head]
-    if config.head is not None:
-        models = [config.head, *whole]
-    if config.graphs and not _runs_uncaptured and all(input_device(model).type == "cpu" for model in whole):
+    if config.head is not None and config.head not in models:
+        models = [config.head, *models]
+    if config.graphs and not _runs_uncaptured and all(input_device(model).type == "cpu" for model in models):
         what = f"schedule={row.name!r}" if row.is_captured else "graphs=True"
         others = names([r for r in SCHEDULES.values() if not (r.needs or r.is_captured)])
         raise ValueError(

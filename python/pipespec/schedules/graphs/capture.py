@@ -178,9 +178,16 @@ class CaptureResources:
         self._graphs = weakref.WeakSet()
 
     def capture(
-        self, parts: Sequence[Part], steps: Sequence[RecordedStep] = (), keep_alive: object = None
+        self,
+        parts: Sequence[Part],
+        steps: Sequence[RecordedStep] = (),
+        keep_alive: object = None,
+        *,
+        inside: str | None = None,
     ) -> CapturedGraph:
         """Capture what the parts launch, one after the other, as one graph.
+
+        ``inside``: what that is, if no module of the model is called; None: hooks find the module that an error comes from.
 
         Once more, if something outside of the capture has ended it: a thread that has synchronised the whole device.
 
@@ -188,15 +195,17 @@ class CaptureResources:
             NotCapturable: Names the stage and the module that the error comes from.
         """
         try:
-            return self._capture(parts, steps, keep_alive)
+            return self._capture(parts, steps, keep_alive, inside)
         except NotCapturable as error:
             if _INVALIDATED not in error.cause:
                 raise
-        return self._capture(parts, steps, keep_alive)
+        return self._capture(parts, steps, keep_alive, inside)
 
-    def _capture(self, parts: Sequence[Part], steps: Sequence[RecordedStep], keep_alive: object) -> CapturedGraph:
+    def _capture(
+        self, parts: Sequence[Part], steps: Sequence[RecordedStep], keep_alive: object, named: str | None
+    ) -> CapturedGraph:
         pool, graph, stream = self.pool(), torch.cuda.CUDAGraph(), self.stream
-        current, inside = parts[-1][0], "the step as a whole"
+        current, inside = parts[-1][0], named or "the step as a whole"
         error: Exception | None = None
 
         def run(warm_up: bool) -> None:
@@ -205,13 +214,14 @@ class CaptureResources:
                 for current, launch in parts:  # noqa: B007
                     launch(warm_up)
             except Exception:
-                inside = running[current.index].module
+                inside = named or running[current.index].module
                 raise
 
         with ExitStack() as trackers:
             running = {
                 stage.index: trackers.enter_context(ModuleTracker(stage.model))
                 for stage in {stage.index: stage for stage, _ in parts}.values()
+                if named is None
             }
             # The outer context restores the stream: torch does not where a capture fails to end.
             with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)):
@@ -330,7 +340,7 @@ class CapturedBody:
 
 
 class CapturedPrompt:
-    """The forward of a stage over a part of its prompt, as a graph.
+    """The forward of a stage over a part of its prompt, as a graph. Its model has a fused form without opaque modules.
 
     Args:
         resources: Of the stage.
@@ -344,14 +354,15 @@ class CapturedPrompt:
 
     def __init__(self, resources: CaptureResources, stage: GraphedStage, width: int, held: Sequence[int]) -> None:
         rows = len(held)
-        resources.compare_opaque(stage, rows * width)
         self._tokens = torch.zeros((rows, width), dtype=torch.int32, device=resources.device)
         self._held = torch.tensor(held, dtype=torch.int32, device=resources.device)
-        self._captured = resources.capture([(stage, lambda _: stage.read(self._tokens, self._held))])
+        parts: list[Part] = [(stage, lambda _: stage.read(self._tokens, self._held))]
+        self._captured = resources.capture(parts, inside="the forward over its prompt")
 
     def __call__(self, tokens: torch.Tensor, held: Sequence[int]) -> None:
         """Feed tokens ``[rows, up to width]`` behind the first ``held[r]`` ones of each row, on the current stream."""
         self._tokens[:, : tokens.shape[1]] = tokens
+        self._tokens[:, tokens.shape[1] :] = 0
         self._held.copy_(torch.tensor(held, dtype=torch.int32))
         self._captured.replay()
 

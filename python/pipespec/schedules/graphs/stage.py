@@ -94,7 +94,7 @@ class GraphedStage(Stage):
         self._callers_cache: RowCache | None = None
         self.is_prefilled = False
         self.resources: CaptureResources | None = None
-        self._captures_prompts = True
+        self._may_pad = False
 
     @property
     def name(self) -> str:
@@ -130,6 +130,8 @@ class GraphedStage(Stage):
         if self._exact:
             check_exact(self.model, captured=True)
         form, weights = self._choose_form()
+        # Padding must not change the products of the tokens beside it.
+        self._may_pad = form is not None and not form.has_opaque
         self._current = None
         found = self._buffers.pop(rows, None)
         if found is None or not self._can_use(found.cache, rows, capacity):
@@ -224,20 +226,20 @@ class GraphedStage(Stage):
         rows, q = fed.shape
         widths, held = prompt_widths(q), cache.lengths
         fits = rows * sum(widths) <= MOST_GRAPHED_COLUMNS and max(held) + sum(widths) <= cache.capacity
-        if keep or not fits or self.resources is None or not self._captures_prompts:
+        if keep or not fits or self.resources is None or not self._may_pad:
             return super()._forward(fed, cache, keep)
         # What an interrupted forward has written does not count.
         after, self._held = self._held, [min(pair) for pair in zip(self._held, held, strict=True)]
         graphs = [self._prompt_graph(width, held) for width in widths]
         if None in graphs:
-            self._held = after
             cache.set_lengths(held)
+            self._held = after
             return super()._forward(fed, cache, keep)
         for at, graph in enumerate(graphs):
             begin = at * WIDEST_GRAPH
             graph(fed[:, begin : begin + WIDEST_GRAPH], [n + begin for n in held])
-        self._held = after
         cache.set_lengths([n + q for n in held])
+        self._held = after
         return torch.empty((rows, 0, self._ids), dtype=cache.dtype, device=cache.device)
 
     def _prompt_graph(self, width: int, held: Sequence[int]) -> Any:
@@ -246,13 +248,16 @@ class GraphedStage(Stage):
         if width not in graphs and self.resources is not None:
             from pipespec.schedules.graphs.capture import CapturedPrompt
 
-            with torch.inference_mode(False), torch.no_grad():
-                try:
+            try:
+                with torch.inference_mode(False), torch.no_grad():
                     graphs[width] = CapturedPrompt(self.resources, self, width, held)
-                except NotCapturable as error:
-                    self._captures_prompts = False
-                    what = f"{error}; the host launches each kernel over its prompts. The text is not affected, only its speed"
-                    warnings.warn(what, SpeedWarning, stacklevel=user_stacklevel())
+            except NotCapturable as error:
+                # Not again over these buffers. The tracebacks hold the memory of the capture.
+                graphs[width] = error.__cause__ = None
+                what = (
+                    f"{error}; the host launches each kernel over its prompts. The text is not affected, only its speed"
+                )
+                warnings.warn(what, SpeedWarning, stacklevel=user_stacklevel())
         return graphs.get(width)
 
     def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
