@@ -257,6 +257,10 @@ class CaptureResources:
         self._graphs.add(captured)
         return captured
 
+    def capture_prompt(self, stage: GraphedStage, width: int, held: Sequence[int]) -> CapturedPrompt:
+        """The graph of a forward over ``width`` columns of the stage's prompt, see :class:`CapturedPrompt`."""
+        return CapturedPrompt(self, stage, width, held)
+
     def compare_opaque(self, stage: GraphedStage, rows: int) -> None:
         """Compare the opaque modules of a stage's model, captured once and replayed on two other inputs, with their eager calls, bit by bit.
 

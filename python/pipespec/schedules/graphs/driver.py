@@ -257,8 +257,6 @@ class GraphedDriver(Driver):
     def _make_ready(self, request: GenerationRequest) -> str | None:
         """Prepare static buffers, block and graphs for a call. Returns why it cannot run in captured steps."""
         draft_inputs = replace(request.inputs, sampling_params=pickle.loads(request.draft_sampling_params))
-        for stage in self._stages:
-            stage.resources = None
         # What is allocated here also serves later calls, in any inference mode.
         with torch.inference_mode(False), torch.no_grad():
             self.target.prepare(request.inputs)
@@ -345,9 +343,7 @@ class GraphedDriver(Driver):
             launched[key.launched.stage].append((key.launched.width, graph))
         handles = tuple(tuple((width, graph.handle) for width, graph in own) for own in launched)
         self.scheduled.use(handles, lambda: context.launcher(launched), self._lookahead(), ahead=_AHEAD)
-        self._keep_last([len(own) for own in launched])
-        for stage, resources in zip(self._stages, context.resources, strict=True):
-            stage.resources = resources
+        self._keep_last([len(own) for own in launched], context.resources)
 
     def _capture_bodies(self) -> None:
         """Capture the steps that a call lacks, each as a graph of its own. A model that cannot be captured runs without."""
@@ -356,18 +352,17 @@ class GraphedDriver(Driver):
         self._resources = self._resources or [CaptureResources(stage) for stage in self._stages]
         steps = list(dict.fromkeys(step for key in self.graph_keys() for step in key.steps))
         capture_bodies(self._resources, self._stages, steps, self.refused)
-        for i, (stage, resources) in enumerate(zip(self._stages, self._resources, strict=True)):
-            stage.resources = None if i in self.refused else resources
         if len(self.refused) == len(self._stages):
             raise self.refused[len(self._stages) - 1]
         for refusal in self.refused.values():
             self.warn_slower(f"{refusal}; its steps run without a graph between the graphs of the others")
-        self._keep_last([sum(step.stage == i for step in steps) for i in range(len(self._stages))])
+        self._keep_last([sum(step.stage == i for step in steps) for i in range(len(self._stages))], self._resources)
 
-    def _keep_last(self, present: Sequence[int]) -> None:
+    def _keep_last(self, present: Sequence[int], resources: Sequence[CaptureResources]) -> None:
         """Drop the graphs that were launched long ago, but for those of the present call, so many per stage."""
-        for stage, number in zip(self._stages, present, strict=True):
-            if stage.index not in self.refused and (why := why_by_modules(stage)) is not None and self.config.native:
+        for stage, number, own in zip(self._stages, present, resources, strict=True):
+            stage.capture_prompt = None if stage.index in self.refused else own.capture_prompt
+            if stage.capture_prompt is not None and (why := why_by_modules(stage)) is not None and self.config.native:
                 self.warn_slower(why)
             for key in list(stage.buffers.graphs)[: -max(_MAX_GRAPHS, number)]:
                 del stage.buffers.graphs[key]
@@ -379,9 +374,7 @@ class GraphedDriver(Driver):
         self.scheduled.drop()
         self.context = None
         for stage in self._stages:
-            for buffers in stage.all_buffers():
-                buffers.graphs.clear()
-                buffers.prompt_graphs.clear()
+            stage.drop_graphs()
 
     def _try_capture(self) -> None:
         """Capture the smallest steps. Raises :class:`NotCapturable`, also where there is no memory for them."""

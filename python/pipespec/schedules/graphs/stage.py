@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,7 +37,6 @@ from pipespec_kernels.state import StateBlock
 
 if TYPE_CHECKING:
     from pipespec.engine.fused import FusedForm
-    from pipespec.schedules.graphs.capture import CaptureResources
 
 _MAX_BUFFERS = 4
 """Numbers of rows for which a stage keeps its static buffers, and their graphs, from call to call."""
@@ -74,7 +73,8 @@ class GraphedStage(Stage):
 
     Attributes:
         is_prefilled: Whether the last prefill ended without an error.
-        resources: What captures forwards over parts of its prompt; None: the host launches them.
+        capture_prompt: Captures the forward of this stage over so many columns of its prompt, behind what each row holds; None since :meth:`prepare`: the host
+            launches it.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class GraphedStage(Stage):
         self._current: StaticBuffers | None = None
         self._callers_cache: RowCache | None = None
         self.is_prefilled = False
-        self.resources: CaptureResources | None = None
+        self.capture_prompt: Callable[[GraphedStage, int, Sequence[int]], Any] | None = None
         self._may_pad = False
 
     @property
@@ -122,6 +122,12 @@ class GraphedStage(Stage):
         """The static buffers for all numbers of rows."""
         return list(self._buffers.values())
 
+    def drop_graphs(self) -> None:
+        """Drop all graphs."""
+        for buffers in self.all_buffers():
+            buffers.graphs.clear()
+            buffers.prompt_graphs.clear()
+
     def prepare(self, inputs: StageInputs) -> StaticBuffers:
         """Set up the static buffers of a call, or reuse those of an earlier call that fit. :meth:`prefill` comes next."""
         rows, capacity = len(inputs.prompts), static_capacity(inputs.most)
@@ -132,7 +138,7 @@ class GraphedStage(Stage):
         form, weights = self._choose_form()
         # Padding must not change the products of the tokens beside it.
         self._may_pad = form is not None and not form.has_opaque
-        self._current = None
+        self._current = self.capture_prompt = None
         found = self._buffers.pop(rows, None)
         if found is None or not self._can_use(found.cache, rows, capacity):
             if found is not None and found.cache is self._cache and not inputs.reuse:
@@ -226,7 +232,7 @@ class GraphedStage(Stage):
         rows, q = fed.shape
         widths, held = prompt_widths(q), cache.lengths
         fits = rows * sum(widths) <= MOST_GRAPHED_COLUMNS and max(held) + sum(widths) <= cache.capacity
-        if keep or not fits or self.resources is None or not self._may_pad:
+        if keep or not fits or self.capture_prompt is None or not self._may_pad:
             return super()._forward(fed, cache, keep)
         # What an interrupted forward has written does not count.
         after, self._held = self._held, [min(pair) for pair in zip(self._held, held, strict=True)]
@@ -245,12 +251,10 @@ class GraphedStage(Stage):
     def _prompt_graph(self, width: int, held: Sequence[int]) -> Any:
         """The graph of a forward over so many columns of the prompt. None where there is none."""
         graphs = self.buffers.prompt_graphs
-        if width not in graphs and self.resources is not None:
-            from pipespec.schedules.graphs.capture import CapturedPrompt
-
+        if width not in graphs and self.capture_prompt is not None:
             try:
                 with torch.inference_mode(False), torch.no_grad():
-                    graphs[width] = CapturedPrompt(self.resources, self, width, held)
+                    graphs[width] = self.capture_prompt(self, width, held)
             except NotCapturable as error:
                 # Not again over these buffers. The tracebacks hold the memory of the capture.
                 graphs[width] = error.__cause__ = None
