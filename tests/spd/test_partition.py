@@ -30,11 +30,11 @@ from pipespec.spd.partition import (
     Partition,
     Verifier,
     check_target,
-    layer_seconds,
     load_ends,
     load_skeleton,
     load_stage,
     partition_of,
+    seconds_of,
 )
 from tests.conftest import random_llama
 
@@ -95,10 +95,10 @@ def test_balanced_against_every_cut():
 
 
 def test_balanced_by_measured_layers(model, monkeypatch):
-    seconds = layer_seconds(model, repeats=2)
+    seconds = seconds_of(model.model.layers, 0, model.config, model.model.rotary_emb, repeats=2)
     assert len(seconds) == LAYERS
     assert all(s > 0 for s in seconds)
-    monkeypatch.setattr(module, "layer_seconds", lambda _: [1.0, 1.0, 1.0, 1.0, 4.0])
+    monkeypatch.setattr(module, "seconds_of", lambda *_: [1.0, 1.0, 1.0, 1.0, 4.0])
     assert partition_of(model, "balanced:2").counts == (4, 1)
 
 

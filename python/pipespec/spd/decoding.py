@@ -32,10 +32,7 @@ from pipespec.spd.report import PHASES
 class DraftSampler:
     """Samples draft tokens as the target's sampler would, with its noise and the logits processors that drafts may run.
 
-    Args:
-        sampling_params: Sampling of the drafts. Drafters with stages of their own read it, too.
-        text: ``[B, positions]`` int32, the rows' tokens, which the driver keeps up to date.
-        vocabulary: Size of the target's vocabulary.
+    ``text`` is ``[B, positions]`` int32, the rows' tokens, which the driver keeps up to date.
     """
 
     def __init__(self, sampling_params: SamplingParams, text: np.ndarray, vocabulary: int) -> None:
@@ -44,16 +41,7 @@ class DraftSampler:
         self._sampler = Sampler(sampling_params, text, None, vocabulary, is_target=False)
 
     def __call__(self, logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
-        """Sample one token for each of ``rows``.
-
-        Args:
-            logits: ``[R, V]``.
-            rows: R different rows.
-            positions: Absolute position of each token.
-
-        Raises:
-            ValueError: A row occurs twice.
-        """
+        """Sample one token for each of R different ``rows`` from ``logits [R, V]``. ``positions``: of these tokens. ``ValueError``: a row occurs twice."""
         if len(set(rows)) != len(rows):
             raise ValueError(f"one token per row can be chosen at a time, not rows {rows}")
         block = logits.new_zeros((self._rows, 1, logits.shape[1]))
@@ -114,14 +102,7 @@ class SpeculativeDriver(Decoder):
     Subclasses place the stages: ``_open``, ``_feed``, ``_launch`` and ``_collect``. If the drafter raises, the call warns of a
     ``StageFailure`` and continues without drafts. The text does not change.
 
-    Args:
-        partition: Layers of each stage.
-        verifier: Final norm and LM head.
-        drafter: The drafter.
-        native: Whether sections of the target may run in the native form.
-
-    Raises:
-        ValueError: The drafter reads a residual stream that the target does not have.
+    ``native``: whether sections of the target may run in the native form. ``ValueError``: the drafter reads a residual stream that the target does not have.
     """
 
     keeps_cache = True

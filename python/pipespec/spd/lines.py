@@ -21,14 +21,9 @@ _WORD = 8
 
 
 class _Line:
-    """Buffers of messages.
+    """Buffers of ``depth`` messages from or to the rank ``peer``, each of at most ``size`` bytes.
 
-    Args:
-        link: This rank's end of the group.
-        peer: The other rank.
-        tag: Of the messages. No two lines between the same ranks in the same direction have the same.
-        size: Bytes of a message at most.
-        depth: Number of messages that may be under way without a wait.
+    No two lines between the same ranks in the same direction have the same ``tag``.
     """
 
     def __init__(self, link: Link, peer: int, tag: int, size: int, depth: int) -> None:
@@ -60,12 +55,7 @@ class Sender(_Line):
         self._messages = [[b[:end] for end in ends] for b in self._buffers]
 
     def send(self, words: Sequence[int], tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Send a message, then wait while more than ``depth`` messages are under way.
-
-        Args:
-            words: As many as the line was fit to.
-            tensors: The first ones of the message, copied now.
-        """
+        """Send as many words as the line was fit to and the first tensors, copied now. Then wait while more than ``depth`` messages are under way."""
         at, place = self._next, self._words[self._next]
         place[0] = len(tensors)
         place[1:] = words
@@ -98,11 +88,7 @@ class Receiver(_Line):
             self._posted.append((at, self._link.post_receive(self._buffers[at], self.peer, self._tag)))
 
     def receive(self) -> tuple[list[int], Sequence[torch.Tensor]]:
-        """Wait for the next message.
-
-        Returns:
-            Its words, and its tensors. They are valid until the next call.
-        """
+        """Wait for the next message. Return its words and its tensors, which are valid until the next call."""
         if self._last is not None:
             self._free.append(self._last)
         if len(self._posted) <= self._depth:

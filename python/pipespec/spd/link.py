@@ -36,10 +36,7 @@ def _exit(message: str) -> None:
 class Link:
     """This rank's end of the gloo group of all ranks, described by torchrun's MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE.
 
-    Args:
-        terms: Settings that all ranks must share, by name.
-        timeout_s: Longest time of a rank for its part of a cycle.
-        start_s: Longest time until all ranks are there, and again until all are ready.
+    Arguments as for :class:`pipespec.spd.RanksPipeline`; ``terms`` are the settings that all ranks must share, by name.
 
     Raises:
         RankError: A rank is missing, or the ranks have different terms. Raised on all ranks.

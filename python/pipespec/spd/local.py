@@ -39,13 +39,8 @@ def _autocast_of_this_thread(kind: str) -> AbstractContextManager[Any]:
 class LocalDriver(SpeculativeDriver):
     """All stages run in this process.
 
-    Args:
-        model: The target.
-        partition: Layers of each stage.
-        drafter: The drafter.
-        native: As for :class:`SpeculativeDriver`.
-        at_once: Whether the stages of a cycle run at the same time, each in a thread of its own, while the drafter runs in the caller's. Otherwise they
-            run one after the other.
+    ``at_once``: the stages of a cycle run at the same time, each in a thread of its own, while the drafter runs in the caller's. Otherwise they run one
+    after the other.
     """
 
     def __init__(

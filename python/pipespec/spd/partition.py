@@ -148,12 +148,7 @@ def _check_stages(layers: int, stages: int) -> None:
 
 
 def cut(layers: int, stages: int | Sequence[int] | str | Partition, costs: Callable[[], Sequence[float]]) -> Partition:
-    """Turn a user's argument ``stages`` into a partition.
-
-    Args:
-        layers: Layers of the model.
-        stages: A number of stages, the layers of each stage, or ``"balanced:n"``.
-        costs: Returns the cost of each layer, for ``"balanced:n"``.
+    """Turn a user's argument ``stages`` into a partition of ``layers``: a number of stages, the layers of each stage, or ``"balanced:n"`` by ``costs``.
 
     Raises:
         TypeError: ``stages`` has another type.
@@ -178,7 +173,8 @@ def cut(layers: int, stages: int | Sequence[int] | str | Partition, costs: Calla
 
 def partition_of(model: PreTrainedModel, stages: int | Sequence[int] | str | Partition) -> Partition:
     """:func:`cut` for a model, by its measured layers."""
-    return cut(model.config.num_hidden_layers, stages, lambda: layer_seconds(model))
+    config, base = model.config, model.model
+    return cut(config.num_hidden_layers, stages, lambda: seconds_of(base.layers, 0, config, base.rotary_emb))
 
 
 def check_target(model: PreTrainedModel) -> None:
@@ -202,13 +198,9 @@ def check_target(model: PreTrainedModel) -> None:
 
 
 class LayerStage:
-    """Consecutive layers of a model with the keys and values of these layers only. The modules are the model's own.
+    """Consecutive ``layers`` of a model, from number ``first`` on, with the keys and values of these layers only. The modules are the model's own.
 
     Args:
-        layers: The modules.
-        first: Number of the first layer in the model.
-        config: Configuration of the model.
-        rotary: Rotary embedding of the model.
         embed: Token embedding of the model for stage 0, else None.
         stages: Stages of the model: most positions that a step rolls back.
 
@@ -249,24 +241,19 @@ class LayerStage:
     def open(self, rows: int, longest: int, most: int) -> None:
         """Start with empty rows. The storage of the previous call is reused if it fits.
 
-        Args:
-            rows: Number of rows.
-            longest: Tokens of the longest prompt. The cache has room for these and some more, and :meth:`step` grows it.
-            most: Most positions of a row.
+        The cache has room for the ``longest`` prompt and some more tokens. :meth:`step` grows it, up to ``most`` positions of a row.
         """
-        capacity = min(most, longest + _INITIAL_CAPACITY)
+        capacity, cache = min(most, longest + _INITIAL_CAPACITY), self._cache
         self._most = most
-        if self._cache is None or not self._cache.fits(rows, capacity) or not self._matches(self._cache):
-            self._cache = None  # before the new one is allocated
-            config = self.section.parts.cache_config()
-            self._cache = RowCache(config, rows, capacity, dtype=self.dtype, device=self.device)
-            self._cache.reserve_states(self._stages + 1)
-        self._cache.reset()
-
-    def _matches(self, cache: RowCache) -> bool:
         weight = next(self.layers[0].parameters())
         self.dtype, self.device = weight.dtype, weight.device  # the user may have moved or cast the model
-        return cache.dtype == self.dtype and cache.device == self.device
+        is_alike = cache is not None and (cache.dtype, cache.device) == (self.dtype, self.device)
+        if cache is None or not is_alike or not cache.fits(rows, capacity):
+            self._cache = cache = None  # before the new one is allocated
+            config = self.section.parts.cache_config()
+            self._cache = cache = RowCache(config, rows, capacity, dtype=self.dtype, device=self.device)
+            cache.reserve_states(self._stages + 1)
+        cache.reset()
 
     def close(self) -> None:
         """Release the cache."""
@@ -374,24 +361,11 @@ class Verifier:
         return self.section.logits(hidden.to(_weight(self.head).device))
 
 
-def layer_seconds(model: PreTrainedModel, repeats: int = 7) -> list[float]:
-    """Measure the seconds of each layer of a model, see :func:`seconds_of`."""
-    return seconds_of(model.model.layers, 0, model.config, model.model.rotary_emb, repeats)
-
-
 def seconds_of(
-    layers: Iterable[nn.Module], first: int, config: Any, rotary: nn.Module, repeats: int = 7, context: int = 64
+    layers: Iterable[nn.Module], first: int, config: Any, rotary: nn.Module, repeats: int = 7
 ) -> list[float]:
-    """Measure the seconds of each layer for one new token of one row after ``context`` others, the median of ``repeats``.
-
-    Args:
-        layers: Consecutive layers of a model.
-        first: Number of the first one.
-        config: Configuration of the model.
-        rotary: Rotary embedding of the model.
-        repeats: Measurements of a layer.
-        context: Tokens before the new one.
-    """
+    """Measure the seconds of consecutive layers, from number ``first`` on: of one new token of one row after others, the median of ``repeats``."""
+    context = 64
     hidden = torch.randn((1, context, config.hidden_size), generator=torch.Generator().manual_seed(0), device="cpu")
     out = []
     with torch.inference_mode():
@@ -424,10 +398,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def load_skeleton(path: str | Path) -> PreTrainedModel:
-    """The model at ``path`` on the meta device, for checks before any weight is loaded.
-
-    Args:
-        path: A folder with config.json and safetensors, a hub name in the local cache, or a GGUF file.
+    """The model at ``path`` on the meta device, for checks before any weight is loaded: a folder, a hub name in the local cache, or a GGUF file.
 
     Raises:
         FileNotFoundError: There is no model.
@@ -455,14 +426,9 @@ def load_stage(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> LayerStage:
-    """Load stage ``stage`` of the model at ``path``. Only its own layers are read from the safetensors.
+    """Load stage ``stage`` of the model at ``path``, see :func:`load_skeleton`. Only its own layers are read from the safetensors.
 
-    Args:
-        path: As for :func:`load_skeleton`.
-        partition: The stages.
-        stage: Number of the stage.
-        dtype: Dtype of the weights; None: that of config.json.
-        device: Device of the weights.
+    ``dtype`` and ``device`` are those of the weights; None: the dtype of config.json.
 
     Raises:
         FileNotFoundError, TypeError: As :func:`load_skeleton`.
@@ -472,12 +438,10 @@ def load_stage(
     partition.check(model.config.num_hidden_layers)
     if is_gguf(path):  # mapped: what other stages have is not read
         return LayerStage.of(load_model(path, device=device), partition, stage)
-    base, span = model.model, partition.span(stage)
-    parts = {f"model.layers.{i}": base.layers[i] for i in span}
+    parts = [f"model.layers.{i}." for i in partition.span(stage)]
     if stage == 0:
-        parts["model.embed_tokens"] = base.embed_tokens
-    _load(path, parts, dtype or model.config.dtype or torch.float32, device)
-    return LayerStage.of(_with_rotary(model, device), partition, stage)
+        parts.append("model.embed_tokens.")
+    return LayerStage.of(_filled(model, path, parts, dtype, device), partition, stage)
 
 
 def load_ends(
@@ -486,56 +450,49 @@ def load_ends(
     """Load embedding, final norm and LM head of the model at ``path``. Arguments and errors as for :func:`load_stage`."""
     if is_gguf(path):
         model = load_model(path, device=device)
-        base = model.model
-        base.layers = nn.ModuleList()
+        model.model.layers = nn.ModuleList()
         return model
     model = load_skeleton(path)
-    base, tied = model.model, model.config.tie_word_embeddings
-    base.layers = nn.ModuleList()
-    parts = {"model.embed_tokens": base.embed_tokens, "model.norm": base.norm}
-    if not tied:
-        parts["lm_head"] = model.lm_head
-    _load(path, parts, dtype or model.config.dtype or torch.float32, device)
+    model.model.layers = nn.ModuleList()
+    tied = model.config.tie_word_embeddings
+    _filled(model, path, ["model.embed_tokens.", "model.norm.", *([] if tied else ["lm_head."])], dtype, device)
     if tied:
-        model.lm_head.weight = base.embed_tokens.weight
+        model.lm_head.weight = model.model.embed_tokens.weight
     if _file(path, "generation_config.json") is not None:
         model.generation_config = GenerationConfig.from_pretrained(path)
-    return _with_rotary(model, device)
-
-
-def _with_rotary(model: PreTrainedModel, device: torch.device | str) -> PreTrainedModel:
-    """Build the rotary embedding, whose buffers follow from the configuration."""
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device).eval()
     return model
 
 
-def _load(path: str | Path, parts: dict[str, nn.Module], dtype: torch.dtype, device: torch.device | str) -> None:
-    """Load the stored weights into the modules of ``parts``, which has them by name."""
-    wanted = {
-        f"{prefix}.{name}": (module, name) for prefix, module in parts.items() for name, _ in module.named_parameters()
-    }
-    for file, names in _files(path, wanted).items():
+def _filled(
+    model: PreTrainedModel,
+    path: str | Path,
+    parts: Sequence[str],
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+) -> PreTrainedModel:
+    """A skeleton with the stored weights whose names begin with one of ``parts``. ``dtype``: None for that of config.json."""
+    prefixes, dtype = tuple(parts), dtype or model.config.dtype or torch.float32
+    shapes = {name: p.shape for name, p in model.named_parameters() if name.startswith(prefixes)}
+    found: dict[str, torch.Tensor] = {}
+    for file, names in _files(path, shapes).items():
         try:
             with safe_open(file, framework="pt", device="cpu") as stored:
-                for full in names:
-                    module, name = wanted[full]
-                    owner, _, leaf = name.rpartition(".")
-                    expected = module.get_parameter(name)
-                    value = stored.get_tensor(full)
-                    if value.shape != expected.shape:
+                for name in names:
+                    value = stored.get_tensor(name)
+                    if value.shape != shapes[name]:
                         raise ValueError(
-                            f"{file}: {full} has shape {list(value.shape)}, config.json makes it {list(expected.shape)}"
+                            f"{file}: {name} has shape {list(value.shape)}, config.json makes it {list(shapes[name])}"
                         )
-                    value = value.to(device, dtype)
-                    setattr(module.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+                    found[name] = value.to(device, dtype)
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged: {error}") from error
-    for prefix, module in parts.items():
-        for name, buffer in module.named_buffers(prefix=prefix):
-            if buffer.is_meta:
-                raise TypeError(
-                    f"{path}: {name} is in no file of weights, so stages of this model run in one process only"
-                )
+    model.requires_grad_(False).load_state_dict(found, strict=False, assign=True)
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta and name.startswith(prefixes):
+            raise TypeError(f"{path}: {name} is in no file of weights, so stages of this model run in one process only")
+    # Its buffers follow from the configuration.
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device).eval()
+    return model
 
 
 def _files(path: str | Path, names: Iterable[str]) -> dict[str, list[str]]:

@@ -119,17 +119,13 @@ class SpeculativePipeline(BasePipeline):
         return self._driver.drafter
 
     def _check_request(self, request: GenerationRequest) -> None:
-        if request.returns_cache and self._is_spread and CacheLayout.of(self.target.config).states is not None:
+        is_spread = self._is_placed and LayerDevices.of(self.target).is_split
+        if request.returns_cache and is_spread and CacheLayout.of(self.target.config).states is not None:
             raise UnsupportedInput(
                 "return_dict_in_generate",
                 "generate(): the target has recurrent layers, whose states no cache holds for stages on several devices (devices=), so the cache "
                 "cannot be returned: set use_cache=False",
             )
-
-    @property
-    def _is_spread(self) -> bool:
-        """Whether the stages are on several devices."""
-        return self._is_placed and LayerDevices.of(self.target).is_split
 
     def _report(self, generation: PreparedCall) -> SpeculativeReport:
         return speculative_report(generation, self._driver)
@@ -171,21 +167,12 @@ def resolve_drafter(
     inputs: torch.device | None = None,
     **options: Any,
 ) -> tuple[Drafter, list[PreTrainedModel]]:
-    """Turn the argument ``drafter`` of :class:`SpeculativePipeline` into a drafter.
+    """Turn the argument ``drafter`` of :class:`SpeculativePipeline` into a drafter and the models in it. Raises its errors.
 
     Args:
-        drafter: The argument.
-        target: The target.
         given_target: The target as the user gave it, a model or a path.
-        partition: The stages.
         inputs: Where the target's embedding will be; None: where it is. A draft module is loaded there.
         options: Arguments of ``load_model`` for models given as paths.
-
-    Returns:
-        The drafter, and the models in it.
-
-    Raises:
-        ValueError, TypeError, FileNotFoundError: As :class:`SpeculativePipeline`.
     """
     if module_config(drafter) is not None:
         whole = given_target if isinstance(given_target, (str, Path)) else target

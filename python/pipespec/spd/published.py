@@ -34,15 +34,9 @@ _BUFFERS = r"rotary_emb\..+"
 """Tensors that follow from the configuration of the target."""
 
 _ENTRIES = (
-    "hidden_size",
-    "vocab_size",
-    "draft_vocab_size",
-    "num_stages",
-    "num_spec_layers",
-    "num_aggr_types",
-    "aggr_feature_bound",
+    "hidden_size", "vocab_size", "draft_vocab_size", "num_stages", "num_spec_layers", "num_aggr_types", "aggr_feature_bound",
     "trained_with_use_deepest",
-)
+)  # fmt: skip
 
 
 def import_module(file: str | Path, target: PreTrainedModel, *, vocabulary: str | Path | None = None) -> DraftModule:
@@ -118,11 +112,8 @@ def _converted(
             "the module was trained without use_deepest: it expects shallow rows of tokens that have left a partly filled pipeline, which "
             "the drafter here does not make"
         )
-    layers, stages, anchors = (
-        own.num_hidden_layers,
-        _stages(config, own.num_hidden_layers),
-        config["aggr_feature_bound"],
-    )
+    layers, anchors = own.num_hidden_layers, config["aggr_feature_bound"]
+    stages = _stages(config, layers)
     if len(anchors) != config["num_aggr_types"]:
         raise ValueError(f"its config has {len(anchors)} anchors and {config['num_aggr_types']} types of rows")
     if anchors[-1] > layers:

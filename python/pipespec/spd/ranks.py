@@ -48,15 +48,7 @@ from pipespec.spd.drafting import Drafter
 from pipespec.spd.lines import Receiver, Sender
 from pipespec.spd.link import TIMEOUT_S, Link
 from pipespec.spd.machine import Entry
-from pipespec.spd.partition import (
-    Partition,
-    Verifier,
-    cut,
-    load_ends,
-    load_skeleton,
-    load_stage,
-    seconds_of,
-)
+from pipespec.spd.partition import Partition, Verifier, cut, load_ends, load_skeleton, load_stage, seconds_of
 from pipespec.spd.pipeline import module_config, resolve_drafter, speculative_report
 from pipespec.spd.report import SpeculativeReport
 from pipespec.spd.ring import BULK, CHUNK, CLOSE, CONTROL, END, HEAD, OPEN, RUN, STREAMS, Head, Ring, StageServer
@@ -207,16 +199,13 @@ class RanksDriver(SpeculativeDriver):
     def _enter(
         self, head: Head, positions: Sequence[int], behind: Sequence[int], columns: torch.Tensor | None = None
     ) -> Streams:
-        """Let columns enter.
+        """Let columns enter, and return the residual streams that are known now.
 
         Args:
             head: Of their message, but for its number.
             positions: Of each row's first column.
             behind: Per row the token of a column, or of a chunk the number of ``real`` columns.
             columns: Tokens ``[B, q]``; None: one column, ``behind``.
-
-        Returns:
-            The residual streams that are known now.
         """
         self._number += 1
         head = head._replace(number=self._number)

@@ -52,12 +52,7 @@ HEAD = len(Head._fields)
 class Ring:
     """The lines of a rank. Each has the size of the largest batch so far, in powers of two.
 
-    Args:
-        link: This rank's end of the group.
-        rank_of: Rank of each stage.
-        features: Residual streams that each stage sends to rank 0.
-        hidden_size: H.
-        dtype: Of hidden states between stages.
+    ``rank_of`` has the rank of each stage, ``features`` the residual streams that it sends to rank 0. ``dtype`` is that of hidden states between stages.
     """
 
     def __init__(

@@ -61,15 +61,9 @@ def replay(right: np.ndarray, first: int) -> Acceptance:
 
 @torch.no_grad()
 def drafts_right(target: PreTrainedModel, module: DraftModule, texts: torch.Tensor) -> np.ndarray:
-    """Whether each draft of a text is correct, for 1 to n tokens in flight. All drafts come from one forward of the target.
+    """Whether each draft of ``texts [B, S]`` is correct, for 1 to n tokens in flight: bool ``[B, n, S - 1]``, the tables of :func:`replay`.
 
-    Args:
-        target: The target.
-        module: The draft module.
-        texts: ``[B, S]`` token ids.
-
-    Returns:
-        Bool ``[B, n, S - 1]``, the tables of :func:`replay`.
+    All drafts come from one forward of the target.
     """
     ids, following = texts[:, :-1].to(module.head.weight.device), texts[:, 1:].cpu()
     anchors = teach(target, ids, module.config.anchors).anchors

@@ -173,10 +173,6 @@ def encode_conversation(tokenizer: Any, messages: list[dict[str, str]]) -> tuple
     A template may mark the assistant's parts itself (``{% generation %}``). For other templates they are found by rendering: an assistant's
     message is the text up to and with it, less the text up to the generation prompt before it.
 
-    Args:
-        tokenizer: Tokenizer with a chat template.
-        messages: Role and content of each message.
-
     Returns:
         Token ids, and bool per token; None if the assistant's parts cannot be found.
 
@@ -237,14 +233,9 @@ def _assistant_spans(
 
 
 class Batches:
-    """Batches of examples, padded on the right with 0. A batch depends on the seed and its number only.
+    """Batches of ``size`` examples, padded on the right with 0. A batch depends on the seed and its number only.
 
     Every pass over the data has another order. Examples of similar length share a batch.
-
-    Args:
-        examples: The examples.
-        size: Examples per batch.
-        seed: Seed of the orders.
     """
 
     def __init__(self, examples: Sequence[TrainingExample], size: int, seed: int) -> None:

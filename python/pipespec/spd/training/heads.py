@@ -31,13 +31,12 @@ _SHARED = (
 def head_for(
     target: PreTrainedModel, vocabulary: Sequence[int] | None = None, features: Sequence[int] | None = None
 ) -> DraftHead:
-    """A new float32 head for a target, with one layer of the target's sizes that starts from the target's last one.
+    """A new float32 head for a target with LLaMA's parts, with one layer of the target's sizes that starts from the target's last one.
 
     ``fc`` starts as the deepest of the hidden states with a little noise, and the logits as the target's, so that training begins with the target as it
     would be without some of its layers.
 
     Args:
-        target: with LLaMA's parts.
         vocabulary: ids that the head drafts, ascending; None: all.
         features: hidden states that it reads; None: EAGLE-3's rule.
 
@@ -81,12 +80,9 @@ def head_for(
 
 
 class HeadStudent:
-    """A draft head and its target as what :func:`pipespec.spd.training.trainer.train` trains.
+    """A float32 draft head and the target that it reads as what :func:`pipespec.spd.training.trainer.train` trains.
 
-    Args:
-        head: in float32.
-        target: which it reads.
-        steps: forward steps of a lesson. Step ``j`` reads the outputs of step ``j - 1``, as the ``j``-th draft token of a round does.
+    A lesson has ``steps`` forward steps. Step ``j`` reads the outputs of step ``j - 1``, as the ``j``-th draft token of a round does.
     """
 
     def __init__(self, head: DraftHead, target: PreTrainedModel, steps: int = STEPS) -> None:

@@ -25,14 +25,8 @@ def visible(length: int, fill: int, n: int, device: torch.device | str = "cpu") 
     position u <= t then has the lag d + t - u. With a lag below ``fill`` it is in flight, and its depth is its lag. Otherwise it is
     complete. So each query sees one row per earlier position, and itself (SPD, section 4.2; the lag counts from the newest token).
 
-    Args:
-        length: Positions, S.
-        fill: Tokens in flight.
-        n: Stages.
-        device: Device of the mask.
-
     Returns:
-        Bool ``[(fill + 1) S, (fill + 1) S]``, true where the row of the first index sees the row of the second.
+        For S = ``length`` positions bool ``[(fill + 1) S, (fill + 1) S]``, true where the row of the first index sees the row of the second.
     """
     kinds = torch.tensor(depths(fill, n), device=device)
     time = torch.arange(length, device=device)

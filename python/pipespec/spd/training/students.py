@@ -105,9 +105,7 @@ def simulate(module: DraftModule, anchors: torch.Tensor, fill: int, wanted: torc
     older ones are complete.
 
     Args:
-        module: The draft module.
         anchors: ``[B, S, k, H]``, the target's anchors of all positions.
-        fill: Tokens in flight.
         wanted: Bool ``[B, S]``, the positions whose logits are computed. None: all.
 
     Returns:
@@ -121,15 +119,14 @@ def simulate(module: DraftModule, anchors: torch.Tensor, fill: int, wanted: torc
     positions = torch.arange(length, device=rows.device).repeat(len(kinds))[None]
     rope = module.rotary_emb(rows, position_ids=positions)
     mask = _mask(length, fill, config.n, rows.device)
-    for layer in module.layers[:-1]:
-        rows = layer(rows, attention_mask=mask, position_embeddings=rope, position_ids=positions, past_key_values=None)
-    last = module.layers[-1]
-    if type(last) is LlamaDecoderLayer:
-        rows = _newest_only(last, rows, length, rope, mask)
-    else:
-        rows = last(rows, attention_mask=mask, position_embeddings=rope, position_ids=positions, past_key_values=None)[
-            :, -length:
-        ]
+    for layer in module.layers:
+        if layer is module.layers[-1] and type(layer) is LlamaDecoderLayer:
+            rows = _newest_only(layer, rows, length, rope, mask)
+        else:
+            rows = layer(
+                rows, attention_mask=mask, position_embeddings=rope, position_ids=positions, past_key_values=None
+            )
+    rows = rows[:, -length:]
     return module.logits(rows if wanted is None else rows[wanted])
 
 

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -69,20 +70,13 @@ class TrainingBatch(NamedTuple):
 def _captured(target: PreTrainedModel, indices: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
     """Collect the residual streams of these HF indices in the dictionary, from each forward of ``target`` in the block."""
     found: dict[int, torch.Tensor] = {}
-    layers = target.base_model.layers
 
-    def entering(module: nn.Module, args: Any, kwargs: Any) -> None:
-        found[0] = args[0] if args else kwargs["hidden_states"]
+    def keep(index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        found[index] = args[0] if args else kwargs["hidden_states"]
 
-    def leaving(index: int) -> Callable[..., None]:
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            found[index] = output[0] if isinstance(output, tuple) else output
-
-        return keep
-
-    handles = [layers[k - 1].register_forward_hook(leaving(k)) for k in indices if k > 0]
-    if 0 in indices:
-        handles.append(layers[0].register_forward_pre_hook(entering, with_kwargs=True))
+    # Each stream is the input of the module behind it.
+    readers = [*target.base_model.layers, target.base_model.norm]
+    handles = [readers[k].register_forward_pre_hook(partial(keep, k), with_kwargs=True) for k in indices]
     try:
         yield found
     finally:
