@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from pipespec.cli.options import Subparsers, positive, read_text
+from pipespec.cli.options import Subparsers, flag, option, positive, read_text
 from pipespec.process.progress import working
 
 
@@ -16,18 +16,11 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
         "demo", help="bundled models, real prompts, speed against generate()", description=run.__doc__
     )
     parser.set_defaults(command=run)
-    parser.add_argument(
-        "--quick", action="store_true", help="seconds instead of a minute or more; the figures mean little"
-    )
-    parser.add_argument("--prompt", metavar="FILE", help="use this text as the prompt; - for standard input")
-    parser.add_argument("--prompts", metavar="N", type=positive, help="number of prompts to measure")
-    parser.add_argument("--new-tokens", metavar="N", type=positive, help="most new tokens per prompt")
-    parser.add_argument(
-        "--family",
-        metavar="FOLDER",
-        type=Path,
-        help="other models: FOLDER/target, /medium and /small",
-    )
+    flag(parser, "quick", "seconds instead of a minute or more; the figures mean little")
+    option(parser, "prompt", "FILE", str, "use this text as the prompt; - for standard input")
+    option(parser, "prompts", "N", positive, "number of prompts to measure")
+    option(parser, "new-tokens", "N", positive, "most new tokens per prompt")
+    option(parser, "family", "FOLDER", Path, "other models: FOLDER/target, /medium and /small")
     return [parser]
 
 

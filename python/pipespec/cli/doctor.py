@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     env["family"] = _megabytes(lambda: {name: family_path(name) / "model.safetensors" for name in FAMILY})
     module = _megabytes(lambda: {"module": draft_module_path() / "draft_module.safetensors"})
     env["draft_module"] = module if isinstance(module, str) else module["module"]
-    env["schedules"] = _schedules(env)
+    env["schedules"] = {row.name: _availability(row, env) for row in SCHEDULES.values()}
     env["default_schedules"] = {n: default_schedule(["cpu"] * (n + 1))[0] for n in (1, 2)}
     env["problems"] = problems(env)
     is_whole = env["pipeline_error"] is None and env["native"]["version"] == env["version"]
@@ -79,14 +79,10 @@ def _megabytes(files: Callable[[], dict[str, Path]]) -> dict[str, float] | str:
         return str(error)
 
 
-def _schedules(env: dict[str, Any]) -> dict[str, str]:
-    """Per schedule: ``"yes"`` or ``"no"``, with a restriction or a reason."""
-    if env["pipeline_error"]:
-        return dict.fromkeys(SCHEDULES, "no: pipespec does not import")
-    return {row.name: _availability(row, env) for row in SCHEDULES.values()}
-
-
 def _availability(row: Schedule, env: dict[str, Any]) -> str:
+    """``"yes"`` or ``"no"``, with a restriction or a reason."""
+    if env["pipeline_error"]:
+        return "no: pipespec does not import"
     if row.is_captured and not env["cuda"]["devices"]:
         return f"no: it needs {row.needs}"
     if row.has_processes and env["cpu"]["usable_cores"] < 2:

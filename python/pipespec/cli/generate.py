@@ -88,14 +88,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
-    """Print the continuation on stdout. With ranks, all but rank 0 serve instead.
+    """Print the continuation on stdout, and return the report of the call. With ranks, all but rank 0 serve instead, and return None.
 
     Args:
         args: The options of :func:`add_generation`.
         trace: Steps per stage that the report's trace keeps.
-
-    Returns:
-        The report of the call; None on other ranks than 0.
 
     Raises:
         ValueError: Options that do not fit together, an empty prompt, or models that form no chain.

@@ -24,14 +24,7 @@ _INPUT_ERRORS = (ValueError, TypeError, OSError, NotImplementedError, ImportErro
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        arguments: The command line without the program's name; default: ``sys.argv``.
-
-    Returns:
-        The exit code.
-    """
+    """Run one command, and return the exit code. ``arguments``: the command line without the program's name; default: ``sys.argv``."""
     if sys.stderr is None:  # closed
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     parser = _parser()

@@ -43,14 +43,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
 def chosen_models(
     args: argparse.Namespace, bundled: Callable[[], list[str]]
 ) -> tuple[str | Path, list[str | Path], str]:
-    """Resolve the options of :func:`add_models`.
-
-    Args:
-        args: With these options.
-        bundled: Names of the drafts where no target is given, and the bundled one is used.
-
-    Returns:
-        Target, drafts, and dtype.
+    """Target, drafts and dtype by the options of :func:`add_models`. ``bundled``: names of the drafts where no target is given, and the bundled one is used.
 
     Raises:
         ValueError: Drafts without a target. The n-gram index needs none.
@@ -94,11 +87,7 @@ positive = number(int, 1)
 
 
 def check_output(file: Path) -> None:
-    """Check that ``file`` can be written, before the work whose result goes there.
-
-    Raises:
-        OSError: It cannot.
-    """
+    """Raise ``OSError`` unless ``file`` can be written, before the work whose result goes there."""
     folder = file.absolute().parent
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
@@ -109,11 +98,7 @@ def check_output(file: Path) -> None:
 
 
 def check_output_folder(folder: Path) -> None:
-    """Check that ``folder`` can be made or written into, before the work whose result goes there.
-
-    Raises:
-        OSError: It cannot.
-    """
+    """Raise ``OSError`` unless ``folder`` can be made or written into, before the work whose result goes there."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         raise NotADirectoryError(f"{there} is a file: name a folder for {folder}")
@@ -122,10 +107,7 @@ def check_output_folder(folder: Path) -> None:
 
 
 def read_text(file: Path | None) -> str:
-    """Read a text without its final line breaks, which editors and ``echo`` append.
-
-    Args:
-        file: The file to read; None: standard input.
+    """Read the text of a file, or of standard input, without its final line breaks, which editors and ``echo`` append.
 
     Raises:
         ValueError: The text is empty or not UTF-8, or standard input is a terminal.

@@ -85,15 +85,11 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     convert = inner.add_parser("import", help="convert a published draft module", description=run_import.__doc__)
     convert.set_defaults(command=run_import)
     convert.add_argument("file", metavar="FILE", type=Path, help="published file, *.pt")
-    convert.add_argument("--target", metavar="PATH", required=True, help="model that the module was trained for")
-    convert.add_argument("--out", metavar="FOLDER", type=Path, required=True, help="folder of the converted module")
-    convert.add_argument(
-        "--vocabulary",
-        metavar="FILE",
-        type=Path,
-        help="JSON file of the draft vocabulary, for modules without their own list",
-    )
-    convert.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the stored weights (bfloat16)")
+    option(convert, "target", "PATH", str, "model that the module was trained for", required=True)
+    option(convert, "out", "FOLDER", Path, "folder of the converted module", required=True)
+    vocabulary = "JSON file of the draft vocabulary, for modules without their own list"
+    option(convert, "vocabulary", "FILE", Path, vocabulary)
+    option(convert, "dtype", None, str, "dtype of the stored weights (bfloat16)", choices=DTYPES, default="bfloat16")
     return [parser, convert]
 
 

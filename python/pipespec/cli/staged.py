@@ -10,13 +10,6 @@ from typing import Any
 from pipespec.cli.options import one_or_all
 from pipespec.process.progress import say
 
-_OF_CHAINS = (
-    "schedule",
-    "lookahead",
-    "exact",
-    "weights",
-)
-
 
 def _ranks() -> int:
     """The number of torchrun's ranks; 0 without torchrun."""
@@ -25,7 +18,9 @@ def _ranks() -> int:
 
 def check_spd(args: argparse.Namespace, trace: int) -> None:
     """Raise ``ValueError`` for options that SPD does not have."""
-    given = [f"--{name.replace('_', '-')}" for name in _OF_CHAINS if getattr(args, name)]
+    given = [
+        f"--{name.replace('_', '-')}" for name in ("schedule", "lookahead", "exact", "weights") if getattr(args, name)
+    ]
     if args.acceptance != "coupled":
         given.append("--acceptance")
     if given:

@@ -8,8 +8,6 @@ from typing import Any
 from pipespec.cli import spd
 from pipespec.cli.options import Subparsers, option
 
-_KINDS = ("eagle3", "spd")
-
 _LEAST_LAYERS = 7
 """From here on the third hidden state, the middle and the third from the end are three."""
 
@@ -23,15 +21,8 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
         "train-draft", help="train a draft that reads the target's hidden states", description=run.__doc__
     )
     parser.set_defaults(command=run)
-    option(
-        parser,
-        "kind",
-        None,
-        str,
-        "eagle3: a draft head; spd: a draft module, as spd train",
-        choices=_KINDS,
-        default="eagle3",
-    )
+    kinds = "eagle3: a draft head; spd: a draft module, as spd train"
+    option(parser, "kind", None, str, kinds, choices=("eagle3", "spd"), default="eagle3")
     what = "eagle3: draft tokens in a row that a lesson trains (4)"
     option(parser, "forward-steps", "N", int, what, default=argparse.SUPPRESS)
     spd.add_training_options(parser)
