@@ -75,13 +75,8 @@ def _or_fall_back(generate_known: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _PREPARED = {
-    "past_key_values",
-    "logits_to_keep",
-    "use_cache",
-    "cache_position",
-    "output_hidden_states",
-    "output_attentions",
-}
+    "past_key_values", "logits_to_keep", "use_cache", "cache_position", "output_hidden_states", "output_attentions",
+}  # fmt: skip
 """Arguments of ``forward()`` that transformers adds, and that the call has from elsewhere."""
 
 
@@ -340,13 +335,7 @@ class BasePipeline:
             self._causes.add(str(error))
             warn_of(f"{error}. transformers' own loop decodes such calls, token by token")
 
-    def _decode_fallback(
-        self,
-        *prepared_call: Any,
-        call_options: CallOptions,
-        cause: str,
-        **model_kwargs: Any,
-    ) -> Any:
+    def _decode_fallback(self, *prepared_call: Any, call_options: CallOptions, cause: str, **model_kwargs: Any) -> Any:
         """Run a call whose arguments transformers has prepared in transformers' loop."""
         from pipespec.api.fallback import decode as decode_by_transformers
 

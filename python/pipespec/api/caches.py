@@ -71,14 +71,7 @@ class Columns:
 def adopt(
     target: PreTrainedModel, cache: Cache, columns: Columns, prompts: Sequence[np.ndarray], limits: Sequence[int]
 ) -> RowCache:
-    """Convert the caller's cache to a RowCache that holds a part of every prompt.
-
-    Args:
-        target: The model whose keys and values it holds.
-        cache: The caller's.
-        columns: Of the call.
-        prompts: Per row, int32 ids.
-        limits: Per row, the length that it may reach.
+    """Convert the caller's cache to a RowCache that holds a part of every prompt, int32 ids. ``limits``: per row, the length that it may reach.
 
     Raises:
         ValueError: The cache does not fit the call.
@@ -197,14 +190,7 @@ def give_back(own: RowCache, cache: Cache, columns: Columns) -> None:
 def _moved(
     states: torch.Tensor, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], width: int
 ) -> torch.Tensor:
-    """Copy columns of keys or values to other places.
-
-    Args:
-        states: ``[rows, kv_heads, columns, head_dim]``.
-        sources: Per row, columns of ``states``.
-        targets: Per row, where they lie in the result.
-        width: Columns of the result. Those that nothing is moved to are zero.
-    """
+    """Copy columns of ``states [rows, kv_heads, columns, head_dim]``, per row from ``sources`` to ``targets``. Of ``width`` columns the others are zero."""
     moved = states.new_zeros((*states.shape[:2], width, states.shape[3]))
     for row, (of, to) in enumerate(zip(sources, targets, strict=True)):
         moved[row][:, to.to(states.device)] = states[row][:, of.to(states.device)]

@@ -84,14 +84,7 @@ def head_of(drafts: Sequence[Any]) -> tuple[str | Path | None, list[Any]]:
 def load_chain(
     target: PreTrainedModel | str | Path, drafts: Sequence[Any], config: SpeculationConfig, loading: Loading
 ) -> Chain:
-    """Load the models of a chain, make those that are made here, and check that they form one.
-
-    Args:
-        target: As for :class:`pipespec.Pipeline`.
-        drafts: Likewise, without an n-gram index.
-        config: How they are to run.
-        loading: How they are loaded.
-    """
+    """Load the models of a chain, make those that are made here, and check that they form one. ``drafts``: without an n-gram index."""
     given = [*drafts, target]
     names, remote = stage_names(len(given)), loading.trust_remote_code
     of_head = None

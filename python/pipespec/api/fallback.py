@@ -35,8 +35,7 @@ class _Choice:
 
     Args:
         seeds: per row, the key of its noise; None: greedy.
-        skipped: per row, ids of ``input_ids`` that are padding, less the tokens that a cache holds before them.
-        keeps: whether to keep the scores.
+        skipped: of :func:`_skipped`.
 
     Attributes:
         ids: those of the last call, ``[B, n]``.
@@ -86,12 +85,6 @@ def decode(
     """Run a call whose arguments transformers has prepared in the loop of ``model``.
 
     Args:
-        model: the target.
-        input_ids: ``[B, S]``, as all arguments that transformers prepares.
-        logits_processor: processors of the scores.
-        stopping_criteria: criteria.
-        generation_config: the merged configuration.
-        options: what transformers has not prepared.
         cause: why the call is left to it.
         on_failure: gets the text so far if the call fails.
         **model_kwargs: for the forward.
@@ -134,11 +127,9 @@ def decode(
     report = _report(sequences, input_ids.shape[1], time.perf_counter() - began, choice, cause, seeds)
     if isinstance(result, torch.Tensor):
         return result, report
-    scores = tuple(choice.scores) if keeps else None
-    cache = result.past_key_values
-    return PipelineOutput(
-        sequences, scores=scores, logits=result.logits, past_key_values=cache, speculation=report
-    ), report
+    scores, cache = tuple(choice.scores) if keeps else None, result.past_key_values
+    output = PipelineOutput(sequences, scores, result.logits, past_key_values=cache, speculation=report)
+    return output, report
 
 
 def cache_for(model: PreTrainedModel, cache: Cache | None, **call: Any) -> Cache | None:
@@ -158,18 +149,8 @@ def _report(
     sequences: torch.Tensor, width: int, seconds: float, choice: _Choice, cause: str, seeds: Sequence[int] | None
 ) -> Report:
     rows, columns = sequences.shape
-    tokens = rows * (columns - width)
-    stage = StageReport(
-        "target", tokens, rows * width + tokens - rows, 0, 0, tokens, 0, 0, 0, (tokens,), f"{TRANSFORMERS}: {cause}"
-    )
+    tokens, form = rows * (columns - width), f"{TRANSFORMERS}: {cause}"
+    stage = StageReport("target", tokens, rows * width + tokens - rows, 0, 0, tokens, 0, 0, 0, (tokens,), form)
     first = choice.seconds_to_first if choice.seconds_to_first is not None else seconds
-    return Report(
-        TRANSFORMERS,
-        rows,
-        tokens,
-        seconds,
-        first,
-        (stage,),
-        None if seeds is None else tuple(seeds),
-        (f"transformers decodes: {cause}",),
-    )
+    keys, decisions = None if seeds is None else tuple(seeds), (f"transformers decodes: {cause}",)
+    return Report(TRANSFORMERS, rows, tokens, seconds, first, (stage,), keys, decisions)

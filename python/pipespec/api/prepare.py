@@ -31,15 +31,11 @@ from pipespec_kernels.state import MAX_EOS
 
 @dataclass(frozen=True, kw_only=True)
 class CallOptions:
-    """What a call has beside the arguments that transformers prepares.
+    """What a call has beside the arguments that transformers prepares, see :meth:`pipespec.Pipeline.generate`.
 
     Attributes:
-        streamer: Gets the tokens as they are committed.
         cache: The caller's ``past_key_values``.
-        seed: One integer, or one per row.
         penalties: Arguments of :func:`pipespec.engine.sampling.with_penalties`.
-        grammar: A matcher, or one per row, see :class:`pipespec.engine.grammar.TokenMatcher`.
-        logprobs: How many of the likeliest tokens, beside each generated one, to give log-probabilities of; None: none at all.
         prompt_streamed: Whether the streamer has the prompt already.
     """
 
@@ -56,12 +52,9 @@ class PreparedCall:
     """One call: its rows, its limits, what its scores pass through, and the progress of its text.
 
     Args:
-        target: The model whose text it is.
         input_ids: int64 ``[B, S]``, as all arguments prepared by transformers.
-        logits_processor: Processors of the scores.
-        stopping_criteria: Criteria, those for the length and for ``eos_token_id`` included.
+        stopping_criteria: Those for the length and for ``eos_token_id`` included.
         config: The merged configuration.
-        options: What transformers has not prepared.
         attention_mask: ``[B, S]``, 0 for padding. With a cache it may have columns for cached tokens before these.
         position_ids: As derived from the mask.
 
@@ -70,7 +63,6 @@ class PreparedCall:
         limits: Per row, the length that it may reach.
         seeds: Per row, those of a sampled call; None for a greedy one.
         columns: Where the tokens of each row are in the call's mask.
-        mask: The attention mask.
         row_cache: The caller's cache, as the target's stage takes it; None: there is none.
         is_text_known: Whether the text of cached tokens is known.
         record: Scores and logits, where the call asks for them.
@@ -114,9 +106,8 @@ class PreparedCall:
             self.row_cache = adopt(target, options.cache, self.columns, self.prompts, self.limits)
         self._check_windows()
         pad = getattr(config, "_pad_token_tensor", None)
-        text = CommittedText(
-            input_ids, self.prompts, self.limits, eos, int(pad) if pad is not None else (eos or [0])[0]
-        )
+        pad = int(pad) if pad is not None else (eos or [0])[0]
+        text = CommittedText(input_ids, self.prompts, self.limits, eos, pad)
         # transformers fills finished rows only where an end-of-text token exists.
         pads = any(_is_eos(criterion) for criterion in stopping_criteria)
         check_model = check_of_model(target, [*logits_processor, *criteria, options.streamer])

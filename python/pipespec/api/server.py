@@ -137,7 +137,8 @@ def _handler(kind: Any, formats: ResponseFormats, requests: _Requests, vocabular
             own = {field: body[field] for field in _OWN if body.get(field) not in (None, _TEXT)}
             if "logit_bias" in own:
                 own["logit_bias"] = {int(token): float(bias) for token, bias in dict(own["logit_bias"]).items()}
-                _check_tokens(own["logit_bias"], vocabulary)
+                if unknown := [token for token in own["logit_bias"] if not 0 <= token < vocabulary]:
+                    raise ValueError(f"logit_bias: the vocabulary of {vocabulary} tokens has no token {unknown[0]}")
             own["grammar"] = own.pop("response_format", None)
             _options.set(own)
             made = super()._build_generation_config({f: body[f] for f in body if f not in _OWN}, config, use_cb)
@@ -162,12 +163,6 @@ def _check_ranges(body: dict[str, Any]) -> None:
     for field, (least, most) in _RANGES.items():
         if body.get(field) is not None and not least <= body[field] <= most:
             raise ValueError(f"{field}={body[field]!r} must be from {least} to {most}")
-
-
-def _check_tokens(bias: dict[int, float], vocabulary: int) -> None:
-    unknown = [token for token in bias if not 0 <= token < vocabulary]
-    if unknown:
-        raise ValueError(f"logit_bias: the vocabulary of {vocabulary} tokens has no token {unknown[0]}")
 
 
 class _Streamer(utils.DirectStreamer):

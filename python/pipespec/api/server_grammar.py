@@ -11,22 +11,14 @@ from pipespec.models.properties import end_tokens, head_size
 
 
 class ResponseFormats:
-    """Makes a matcher for each request. xgrammar keeps what it has compiled, up to 64 MiB.
-
-    Args:
-        model: The target, for its vocabulary and end tokens.
-        tokenizer: The target's.
-    """
+    """Makes a matcher for each request, for the vocabulary and end tokens of the target. xgrammar keeps what it has compiled, up to 64 MiB."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._model, self._tokenizer = model, tokenizer
         self._compiler: Any = None
 
     def matcher(self, wanted: Any) -> Any:
-        """The argument ``grammar`` of ``generate()``.
-
-        Args:
-            wanted: ``{"type": "json_object"}``, or ``{"type": "json_schema", "json_schema": {"schema": SCHEMA}}``.
+        """The argument ``grammar`` of ``generate()`` for ``{"type": "json_object"}``, or ``{"type": "json_schema", "json_schema": {"schema": SCHEMA}}``.
 
         Raises:
             HTTPException: Status 400; another form, a schema that xgrammar refuses, or no xgrammar.
@@ -37,14 +29,11 @@ class ResponseFormats:
         try:
             import xgrammar
         except ImportError as error:
-            raise HTTPException(
-                400, "response_format needs xgrammar where the server runs: pip install xgrammar"
-            ) from error
+            what = "response_format needs xgrammar where the server runs: pip install xgrammar"
+            raise HTTPException(400, what) from error
         if self._compiler is None:
-            ends = end_tokens(self._model) or None
-            info = xgrammar.TokenizerInfo.from_huggingface(
-                self._tokenizer, vocab_size=head_size(self._model), stop_token_ids=ends
-            )
+            ends, size = end_tokens(self._model) or None, head_size(self._model)
+            info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=size, stop_token_ids=ends)
             self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=64 << 20)
         try:
             schema = {"type": "object"} if kind == "json_object" else wanted["json_schema"]["schema"]

@@ -14,10 +14,7 @@ class ServerMetrics:
     """Counters, gauges and histograms of one server.
 
     Acceptance is counted as in vLLM: ``spec_decode_num_accepted_tokens_per_pos`` has, for each position, the verifications that accepted a draft token
-    there. ``spec_decode_num_drafts`` counts all steps of the target, those without draft tokens too.
-
-    Args:
-        name: The label ``model_name``.
+    there. ``spec_decode_num_drafts`` counts all steps of the target, those without draft tokens too. ``name`` is the label ``model_name``.
     """
 
     def __init__(self, name: str) -> None:
@@ -57,7 +54,6 @@ class ServerMetrics:
 
         Args:
             since: of :meth:`enter`.
-            prompt: Tokens of the prompt.
             config: Its ``max_new_tokens`` is the limit, or None once something else has ended the text.
             pipe: The pipeline, whose ``report`` describes the call afterwards.
         """

@@ -178,10 +178,6 @@ class Progress:
     """The progress of a call's text, from step to step of the target.
 
     Args:
-        text: What is committed.
-        criteria: To be checked; None: there are none.
-        stream: To be fed; None: there is none.
-        record: Of scores and logits; None: there is none.
         max_length: transformers' criterion, which warns of texts beyond the model's length.
         check_model: Raises if the caller's code has changed the model; None: the call has no code that could.
 
