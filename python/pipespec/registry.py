@@ -222,11 +222,7 @@ def default_schedule(
 
 
 def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> int:
-    """Number of nodes on whose cores this process may run, at least 1.
-
-    Args:
-        folder: Where the kernel lists them, one folder ``node*`` with a file ``cpulist`` each.
-    """
+    """Number of nodes on whose cores this process may run, at least 1. The kernel lists each as ``node*`` in ``folder``, with a file ``cpulist``."""
     own, found = os.sched_getaffinity(0), 0
     for file in folder.glob("node[0-9]*/cpulist"):
         with suppress(ValueError):  # a container may change it

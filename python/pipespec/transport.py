@@ -276,9 +276,7 @@ class Ranks:
 
         Rank 0 waits until the others have read it. Otherwise they would find a broken connection and no store.
 
-        Args:
-            what: What it failed at.
-            ended: A rank whose connection broke, which reads no cause any more.
+        ``ended``: a rank whose connection broke, which reads no cause any more.
         """
         said = f"rank {self.rank} failed: {what}" + (f" ({self.cause})" if self.cause else "")
         first = self.cause

@@ -18,14 +18,9 @@ from pipespec_kernels import __version__, _native, collect_env
 
 
 def provenance(threads: int | None = None) -> dict[str, Any]:
-    """Describe the present measurement.
+    """Describe the present measurement, with values for JSON. ``threads``: its CPU threads; None: torch's present number.
 
-    Args:
-        threads: CPU threads of the measurement; default: torch's present number.
-
-    Returns:
-        Values for JSON: the commit (``-dirty`` with uncommitted changes, None without git), the date, the CPU and its usable cores, load, versions,
-        and every GPU that torch sees. The versions of CUDA and Triton are None without them.
+    The commit is that of :func:`commit`. The versions of CUDA and Triton are None without them.
     """
     environment = collect_env()
     cpu = environment["cpu"]

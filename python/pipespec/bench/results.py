@@ -30,19 +30,12 @@ T = TypeVar("T")
 
 @dataclass
 class StepCounts:
-    """Counts of one model in one text. 0 where the system does not count it.
+    """Counts of one model in one text, those of :class:`pipespec.observe.StageReport`. 0 where the system does not count it.
 
     Attributes:
         name: Of the model: the draft's name, or ``"target"``.
         steps: Forwards after the prompt's.
-        produced: Tokens from them, accepted draft tokens and the model's own.
-        drafted: Draft tokens that it verified.
-        accepted: Draft tokens that it accepted.
-        fed: Tokens that it ran.
-        adopted: Tokens that it took over from its downstream neighbour.
-        rollbacks: Number of rollbacks.
-        wasted: Tokens that it rolled back.
-        histogram: Entry j: steps that accepted j draft tokens. The last entry counts those with more, too. Empty: unknown.
+        histogram: Empty: unknown.
     """
 
     name: str
@@ -58,13 +51,9 @@ class StepCounts:
 
 
 def accepted_by_model(texts: Iterable[Sequence[StepCounts]]) -> tuple[dict[str, float], dict[str, float]]:
-    """Tokens per step, and accepted per verified draft token, of each verifying model over all texts.
+    """Tokens per step, and accepted per verified draft token, of each verifying model over all texts, by its name, where they are known.
 
-    Args:
-        texts: Counts of each text's models, the target last. The first of several models verifies nothing and is left out.
-
-    Returns:
-        Both by the model's name, where they are known.
+    ``texts``: counts of each text's models, the target last. The first of several models verifies nothing and is left out.
     """
     total: dict[str, StepCounts] = {}
     for stages in texts:
@@ -92,11 +81,7 @@ class Sample:
         stages: Counts of each model, the target last.
         schedule: The schedule that ran; it may differ from the one asked for, see ``notes``.
         notes: Remarks of the system about this call.
-        phases: SPD: seconds of each phase of the cycles (``prefill``, ``draft``, ``stages``, ``verify``, ``other``).
-        cycles: SPD: cycles of the pipeline.
-        verified: SPD: tokens that the target emitted, those behind the end of the text included.
-        stage_seconds: SPD: seconds that each stage was busy.
-        parallel_seconds: SPD in one process: estimate of ``seconds`` with drafter and stages at the same time.
+        phases: SPD: as in :class:`pipespec.spd.report.SpeculativeReport`, like ``cycles``, ``verified``, ``stage_seconds`` and ``parallel_seconds``.
         identical: Whether the tokens equal those of the reference; None where they need not.
         differs_at: The first new token that differs.
         error: The message of the failure that ended the text; the other figures are empty then.
@@ -269,11 +254,7 @@ class Summary:
 
 
 class ResultsFolder:
-    """Reads and writes the files of one run. One process writes at a time.
-
-    Args:
-        path: The folder; it need not exist before something is written.
-    """
+    """Reads and writes the files of one run. One process writes at a time. The folder need not exist before something is written."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)

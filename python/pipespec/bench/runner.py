@@ -59,12 +59,7 @@ class PreparedRun:
 
 
 def prepare(config: BenchConfig, *, trust_remote_code: bool = False, source: str | None = None) -> PreparedRun:
-    """Load the models and read the prompts.
-
-    Args:
-        config: What is asked for. Its target is a path.
-        trust_remote_code: Allow a model's own Python code to run.
-        source: Name of the configuration file.
+    """Load the models and read the prompts. The target of ``config`` is a path. ``source``: name of the configuration file.
 
     Raises:
         ValueError: The options do not fit together, or no prompt fits the models.
@@ -211,11 +206,7 @@ def continued(before: Settings, now: Settings) -> Settings:
 class Runner:
     """Measures what is missing in a results folder.
 
-    Args:
-        prepared: Models, prompts and settings.
-        folder: Where the results are, and go.
-        tuning: Candidates tried of each system that is tuned; 0: none.
-        make: Makes the contender of a system.
+    ``tuning``: candidates tried of each system that is tuned; 0: none. ``make`` makes the contender of a system.
 
     Raises:
         ValueError: The folder holds a run with other settings.
@@ -290,11 +281,9 @@ class Runner:
         first = number % max(1, len(self.systems))
         order = [*self.systems[first:], *self.systems[:first]]
         pending = [s for s in order if self._is_missing(dataset, s, name) and self._failures.get(s.key, 0) < TRIES]
-        if pending:
-            ids = dataset.prompts[name]
-            for system in pending:
-                self.bar.show(f"{dataset.settings.name} {name}: {system.label}")
-                self._measure(dataset, system, name, ids)
+        for system in pending:
+            self.bar.show(f"{dataset.settings.name} {name}: {system.label}")
+            self._measure(dataset, system, name, dataset.prompts[name])
         self._compare(dataset, name)
 
     def _measure(self, dataset: PreparedDataset, system: SystemSettings, name: str, ids: torch.Tensor) -> None:

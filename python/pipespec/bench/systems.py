@@ -53,14 +53,9 @@ def check_kinds(kinds: Sequence[str]) -> None:
 
 
 def systems_of(config: BenchConfig, drafts: Sequence[str]) -> list[SystemSettings]:
-    """The rows that a configuration asks for.
+    """The rows that a configuration asks for, with ``hf`` first. When sampling, also ``plain``, whose text is the reference then.
 
-    Args:
-        config: The kinds and the axes.
-        drafts: Names of the draft models, smallest first.
-
-    Returns:
-        With ``hf`` first. When sampling, also ``plain``, whose text is the reference then.
+    ``drafts``: names of the draft models, smallest first.
 
     Raises:
         ValueError: A kind does not exist, or needs a draft and there is none, or a draft module is damaged.

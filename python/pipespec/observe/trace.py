@@ -33,18 +33,16 @@ def chrome_trace(stages: Mapping[str, np.ndarray], title: str = "pipespec") -> d
     Raises:
         ValueError: A time is missing, or a step ends before it starts.
     """
-    origin = None
+    first: list[int] = []
     for name, steps in stages.items():
         fields = steps.dtype.names or ()
         if missing := {"start_ns", "end_ns"} - set(fields):
             raise ValueError(f"stage {name!r}: a trace needs the fields {', '.join(sorted(missing))}")
         if (steps["end_ns"] < steps["start_ns"]).any():
             raise ValueError(f"stage {name!r}: a step ends before it starts")
-        for field in {"launched_ns", "start_ns"} & set(fields):
-            if len(steps):
-                first = int(steps[field].min())
-                origin = first if origin is None else min(origin, first)
-
+        if len(steps):
+            first += [int(steps[field].min()) for field in ("launched_ns", "start_ns") if field in fields]
+    origin = min(first, default=0)
     events: list[dict[str, Any]] = [_metadata("process_name", 0, title)]
     for track, (name, steps) in enumerate(stages.items()):
         events.append(_metadata("thread_name", track, name))
@@ -55,7 +53,7 @@ def chrome_trace(stages: Mapping[str, np.ndarray], title: str = "pipespec") -> d
             numbers: dict[str, Any] = {key: int(step[key]) for key in _NUMBERS if key in fields}
             if "launched_ns" in fields:
                 numbers["launch_to_start_us"] = (start - int(step["launched_ns"])) / 1e3
-            at = {"pid": 0, "tid": track, "ts": (start - (origin or 0)) / 1e3}
+            at = {"pid": 0, "tid": track, "ts": (start - origin) / 1e3}
             events.append({"ph": "X", "name": _label(numbers), **at, "dur": (end - start) / 1e3, "args": numbers})
             if numbers.get("rolled_back", 0) > 0:
                 events.append({"ph": "i", "s": "t", "name": f"rollback {numbers['rolled_back']}", **at})
@@ -78,9 +76,6 @@ def summary(stages: Mapping[str, np.ndarray]) -> str:
 
     For each stage: the share of time in which it ran, counts of its steps, and the mean time of a step by its width, grouped by powers of
     two. The column ``wasted`` counts tokens that the stage rolled back.
-
-    Args:
-        stages: Steps by stage, see :meth:`pipespec_kernels.trace.TraceMemory.read`.
 
     Raises:
         ValueError: The trace is empty.

@@ -27,10 +27,9 @@ _NEEDED = {"input_ids", "attention_mask", "position_ids", "past_key_values", "lo
 
 
 def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any], *, translated: bool = False) -> None:
-    """Check that models can form one chain.
+    """Check that models, drafts first, can form one chain.
 
     Args:
-        models: drafts first, target last.
         given: what the user passed for each: a path, or the model itself.
         translated: whether the first draft may have another tokenizer.
 
@@ -63,13 +62,7 @@ class Vocabulary(NamedTuple):
 
 
 def vocabulary_of(name: str, model: PreTrainedModel, given: Any) -> Vocabulary:
-    """The vocabulary of a stage. Raises ``ValueError`` for a head that does not fit it, and a damaged tokenizer.
-
-    Args:
-        name: of the stage.
-        model: the model.
-        given: what the user passed for it: a path, or the model itself.
-    """
+    """The vocabulary of a stage, for which the user passed ``given``. Raises ``ValueError`` for a head that does not fit it, and a damaged tokenizer."""
     head, size = head_size(model), embedding_size(model)
     if head != size:
         raise ValueError(
@@ -109,12 +102,7 @@ def check_rope(target: PreTrainedModel, positions: int) -> None:
 
 
 def check_exact(target: PreTrainedModel, *, captured: bool = False) -> None:
-    """Raise ``ValueError`` for a target whose bits depend on the batch or the width of its forwards.
-
-    Args:
-        target: the model that decides the text.
-        captured: whether it runs in captured steps, and so in the exact fused form. Otherwise it runs in the native form.
-    """
+    """Raise ``ValueError`` for a target whose bits depend on the batch or the width of its forwards: in the native form, or the exact fused one (``captured``)."""
     reason = exact_unsupported_reason(target) if captured else native_unsupported_reason(target)
     if reason is not None:
         raise ValueError(

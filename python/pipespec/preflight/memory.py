@@ -226,10 +226,8 @@ def _activations(config: Any, layout: CacheLayout, size: int, rows: int, capacit
     repeated for all heads, with eager attention the scores twice, and logits of a step's widest columns in the model's dtype and in float32.
     """
     hidden, heads = config.hidden_size, config.num_attention_heads
-    head_dim, wide = (
-        getattr(config, "head_dim", None) or hidden // heads,
-        getattr(config, "intermediate_size", None) or 4 * hidden,
-    )
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    wide = getattr(config, "intermediate_size", None) or 4 * hidden
     if getattr(config, "kv_lora_rank", None):  # made from the latents
         head_dim = max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
     values = tokens * (6 * hidden + 4 * heads * head_dim + 3 * wide)
@@ -244,10 +242,9 @@ def _activations(config: Any, layout: CacheLayout, size: int, rows: int, capacit
 
 @dataclass(frozen=True, kw_only=True)
 class CallNeeds:
-    """What one call needs memory for.
+    """What one call of ``rows`` texts needs memory for.
 
     Attributes:
-        rows: Texts in the batch.
         longest: Tokens of the longest prompt.
         limit: Positions that a row may come to use.
         graphs: Whether the caches are static.
@@ -275,7 +272,6 @@ def check_memory(
 
     Args:
         models: those that will hold caches, by the names of their stages, the target last.
-        call: what it needs memory for.
         reusable_bytes: bytes per device that the call takes over from earlier ones.
         release_unused: frees what the call does not take over; called only where there is too little memory otherwise.
 

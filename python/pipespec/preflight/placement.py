@@ -38,10 +38,8 @@ def arrange(
 
     Args:
         given: models or paths, drafts first, target last.
-        device: the user's request.
-        dtype: as ``from_pretrained`` takes it: of all stages, or one per stage.
+        dtype: as ``from_pretrained`` takes it, like ``trust_remote_code``: of all stages, or one per stage.
         shares_weights: whether drafts run in processes of their own, see :func:`pipespec.preflight.memory.estimate`.
-        trust_remote_code: as ``from_pretrained`` takes it.
         facts: of the devices; None queries them.
         names: of the stages; None: ``given`` is the whole chain.
 

@@ -227,10 +227,8 @@ def _not_static(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     config, layout = text_config(model.config), CacheLayout.of(model.config)
     first = next((at for at, module in model.named_modules() if "Attention" in type(module).__name__), "its attention")
     if not model._can_set_attn_implementation():
-        yield (
-            first,
-            f"{type(model).__name__} calls its attention directly, not through transformers' AttentionInterface",
-        )
+        why = f"{type(model).__name__} calls its attention directly, not through transformers' AttentionInterface"
+        yield first, why
     if getattr(config, "attn_logit_softcapping", None):
         yield first, "it caps its scores (attn_logit_softcapping), which attention by lengths does not"
     if layout.states is not None:

@@ -76,12 +76,9 @@ def translation_for(
     """The translation between the first draft and the target, if their tokenizers differ.
 
     Args:
-        models: Drafts first, target last.
-        given: What the user passed for each: a path, or the model itself.
-        tokenizer: The target's; None: the one beside its weights.
-        draft_tokenizers: One per draft model, or for one draft the tokenizer itself; None, also for single drafts: the one beside the weights.
+        given: What the user passed for each of ``models``, drafts first: a path, or the model itself.
+        tokenizer: As for :class:`pipespec.Pipeline`, like ``draft_tokenizers``.
         has_ngram: Whether an n-gram index is before the first model.
-        trust_remote_code: For tokenizers that are loaded.
 
     Returns:
         None: each draft has the target's tokenizer, or nothing tells that it has not.

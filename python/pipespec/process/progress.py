@@ -12,7 +12,6 @@ from typing import Any, Self
 _ANNOUNCE_AFTER_S = 2.0
 """Without a terminal there is no spinner: work that takes longer than this is announced in a line."""
 
-
 _SAY_EVERY_S = 10.0
 _BAR = 30
 """Characters of a bar."""
@@ -49,14 +48,10 @@ def announced(what: str) -> Iterator[None]:
 
 
 class RemainingWork:
-    """A bar of the parts of a long work, and the time that remains.
+    """A bar of the parts of a long work, ``done`` of which were complete before, and the time that remains.
 
     On a terminal it is redrawn in place, otherwise it is a line every ten seconds. It draws only when it is called: a drawing thread would compete
     with measurements.
-
-    Args:
-        total: Number of parts.
-        done: Parts that were complete before.
     """
 
     def __init__(self, total: int, done: int = 0) -> None:

@@ -71,13 +71,9 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def target_threads(drafts: int) -> int:
-    """Threads that a target computes with beside worker processes.
+    """Threads that a target computes with beside the worker processes of ``drafts``, of one thread each.
 
-    Args:
-        drafts: number of worker processes; each computes with one thread.
-
-    Returns:
-        The user's setting, at most the cores that this process may use, less one per worker; at least 1.
+    The user's setting, at most the cores that this process may use, less one per worker; at least 1.
     """
     with _lock:
         return max(1, min(_users_threads(), len(os.sched_getaffinity(0))) - drafts)

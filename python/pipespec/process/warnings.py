@@ -9,11 +9,7 @@ _INSIDE = {"pipespec", "pipespec_kernels", "transformers", "torch", "contextlib"
 
 
 def user_stacklevel() -> int:
-    """``stacklevel`` of a warning that points at the user's line.
-
-    Returns:
-        The number of frames between the caller of this function and the first one outside of this package, transformers and torch.
-    """
+    """``stacklevel`` of a warning: the number of frames between the caller of this function and the first one outside of :data:`_INSIDE`."""
     level, frame = 0, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _INSIDE:
         level, frame = level + 1, frame.f_back
