@@ -25,10 +25,7 @@ OPTIONS = {
 UNCAPTURED = frozenset({"ngram", "translation", "acceptance"})
 """Options that no captured step takes."""
 
-EXCLUDED = {
-    "acceptance": ("ngram", "translation", "exact"),
-    "head": ("acceptance",),
-}
+EXCLUDED = {"acceptance": ("ngram", "translation", "exact"), "head": ("acceptance",)}
 """By option, those that it excludes: rejection sampling needs the distribution of the one draft that drew a token."""
 
 

@@ -126,11 +126,7 @@ def _is_plain(cache: Cache, layout: CacheLayout) -> bool:
 
 
 def _from_dynamic(
-    target: PreTrainedModel,
-    cache: DynamicCache,
-    columns: Columns,
-    prompts: Sequence[np.ndarray],
-    limits: Sequence[int],
+    target: PreTrainedModel, cache: DynamicCache, columns: Columns, prompts: Sequence[np.ndarray], limits: Sequence[int]
 ) -> RowCache:
     """The rows of a DynamicCache, whose columns are those of the call's mask."""
     rows, n = len(prompts), int(cache.get_seq_length())

@@ -93,12 +93,7 @@ def output_of(call: PreparedCall, report: Report, return_cache: ReturnCache) -> 
         scores, logits = _per_token(call, call.record.scores, steps), _per_token(call, call.record.logits, steps)
         logprobs = _logprobs(call, call.record, steps)
     return PipelineOutput(
-        sequences=sequences,
-        scores=scores,
-        logits=logits,
-        past_key_values=cache,
-        speculation=report,
-        logprobs=logprobs,
+        sequences=sequences, scores=scores, logits=logits, past_key_values=cache, speculation=report, logprobs=logprobs
     )
 
 

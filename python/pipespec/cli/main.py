@@ -69,8 +69,7 @@ def _message(error: Exception) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "pipespec",
-        description="Lossless speculative decoding: smaller models draft, and the text is the target's own.",
+        "pipespec", description="Lossless speculative decoding: smaller models draft, and the text is the target's own."
     )
     parser.add_argument("--version", action="version", version=f"pipespec {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")

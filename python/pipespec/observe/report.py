@@ -155,12 +155,7 @@ class Report:
 
 
 def stage_report(
-    name: str,
-    block: TextSource,
-    stage: int,
-    rows: int,
-    forward: str = "",
-    translated: tuple[int, int] | None = None,
+    name: str, block: TextSource, stage: int, rows: int, forward: str = "", translated: tuple[int, int] | None = None
 ) -> StageReport:
     """Sum a stage's counters over the rows of the last generation."""
     counts = [block.counters(stage, row) for row in range(rows)]

@@ -23,15 +23,7 @@ from pipespec.engine.inputs import first_capacity, prefill_chunk, static_capacit
 from pipespec.errors import DoesNotFit
 from pipespec.models.devices import LayerDevices, local_kv_heads, offloaded_modules
 from pipespec.models.layout import CacheLayout
-from pipespec.models.loading import (
-    DAMAGE,
-    gguf_bytes,
-    is_gguf,
-    is_out_of_memory,
-    load_config,
-    stored_tensors,
-    unusable,
-)
+from pipespec.models.loading import DAMAGE, gguf_bytes, is_gguf, is_out_of_memory, load_config, stored_tensors, unusable
 from pipespec.models.properties import compute_dtype, quantisation, text_config, weight_bytes
 from pipespec.preflight.devices import DeviceFacts, device_facts
 from pipespec.process.warnings import user_stacklevel

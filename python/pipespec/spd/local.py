@@ -44,12 +44,7 @@ class LocalDriver(SpeculativeDriver):
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        partition: Partition,
-        drafter: Drafter,
-        native: bool = True,
-        at_once: bool = False,
+        self, model: PreTrainedModel, partition: Partition, drafter: Drafter, native: bool = True, at_once: bool = False
     ) -> None:
         super().__init__(partition, Verifier.of(model), drafter, native)
         self.model, self._at_once = model, at_once
@@ -200,11 +195,7 @@ class LocalDriver(SpeculativeDriver):
 
     @torch.inference_mode()  # of the present thread
     def _step(
-        self,
-        s: int,
-        entries: list[Entry],
-        held: Sequence[int],
-        autocast: AbstractContextManager[Any] = _NO_AUTOCAST,
+        self, s: int, entries: list[Entry], held: Sequence[int], autocast: AbstractContextManager[Any] = _NO_AUTOCAST
     ) -> tuple[torch.Tensor, Streams, float]:
         """Run stage ``s`` for its entries of a cycle, in another thread under ``autocast``. ``held``: positions of each row that stay in its cache.
 

@@ -260,11 +260,7 @@ class LayerStage:
         self._cache = None
 
     def step(
-        self,
-        fed: torch.Tensor,
-        held: Sequence[int],
-        features: Collection[int] = (),
-        until: Sequence[int] | None = None,
+        self, fed: torch.Tensor, held: Sequence[int], features: Collection[int] = (), until: Sequence[int] | None = None
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Run ``q`` columns and append them to the cache.
 

@@ -98,12 +98,7 @@ class SpeculativePipeline(BasePipeline):
         if places is not None:
             options["device"] = places[0]
         found_drafter, drafts = resolve_drafter(
-            drafter,
-            model,
-            target,
-            self.partition,
-            inputs=None if places is None else places[0],
-            **options,
+            drafter, model, target, self.partition, inputs=None if places is None else places[0], **options
         )
         if places is not None:  # after all checks of the whole target
             place(model, self.partition, places)

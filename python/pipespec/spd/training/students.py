@@ -156,10 +156,7 @@ def _newest_only(
 
 
 def loss_of(
-    student: torch.Tensor,
-    teacher: torch.Tensor,
-    temperature: float = 1.0,
-    argmax_weight: float = 0.0,
+    student: torch.Tensor, teacher: torch.Tensor, temperature: float = 1.0, argmax_weight: float = 0.0
 ) -> torch.Tensor:
     """KL(teacher || student) in nats per position, times ``temperature`` squared; 0 without a position.
 
