@@ -380,25 +380,22 @@ def effective_config(
             if value is not None:
                 setattr(config, name, copy.deepcopy(value))
     known = config.__dict__.keys() | GenerationConfig().__dict__.keys()
-    others = {}
+    others, ignored = {}, ("logits_to_keep", "trust_remote_code")
     for name, value in kwargs.items():
+        how = ARGUMENTS[name].how if name in ARGUMENTS else None
         if name in known:
             setattr(config, name, value)
-        elif value is not None and (name not in ARGUMENTS or _is_unknown_field(name)):
+        # Fields of a later GenerationConfig, too, which the installed one does not have.
+        elif value is not None and (how is None or (how is How.NO_EFFECT and name not in ignored)):
             others[name] = value
         elif name == "position_ids":
             pass  # compared with the mask's, later
-        elif value is not None and value is not False and ARGUMENTS[name].how is How.REFUSED:
+        elif value is not None and value is not False and how is How.REFUSED:
             raise refusal(name, value)
     model._validate_model_kwargs(others)  # raises transformers' error for unknown names
     for name in others:
         raise for_forward(name)
     return config
-
-
-def _is_unknown_field(name: str) -> bool:
-    """Whether ``name`` is a field of later transformers' ``GenerationConfig``, given that the installed one does not have it."""
-    return ARGUMENTS[name].how is How.NO_EFFECT and name not in ("logits_to_keep", "trust_remote_code")
 
 
 def for_forward(name: str) -> Unsupported:
@@ -475,11 +472,7 @@ def _check_mask(mask: Any, ids: torch.Tensor, has_cache: bool) -> torch.Tensor:
 
 
 def check_positions(given: torch.Tensor, mask: torch.Tensor) -> None:
-    """Check that the positions of tokens that are no padding are those that follow from the mask.
-
-    Args:
-        given: ``[1 or B, S]``.
-        mask: ``[B, S]``, or with columns for cached tokens before these.
+    """Check that the positions ``given [1 or B, S]`` of tokens that are no padding are those that follow from the mask, which may have more columns before.
 
     Raises:
         NotImplementedError: The positions differ.

@@ -81,7 +81,6 @@ def warn_of_room(decoder: Decoder) -> None:
 
 
 def output_of(call: PreparedCall, report: Report, return_cache: ReturnCache) -> torch.Tensor | PipelineOutput:
-    """The result of ``model.generate()``."""
     text = call.progress.text
     sequences = text.sequences()
     cache = _returned_cache(call, return_cache)

@@ -59,8 +59,7 @@ class BenchConfig:
         chat_template: Wrap prompts in the target's chat template.
         ignore_eos: Write ``new_tokens`` tokens behind every prompt, past end-of-text tokens.
         temperature: None: greedy.
-        top_k: With a temperature, as for ``generate()``, as ``top_p``.
-        top_p: See there.
+        top_k: With a temperature, as for ``generate()``, like ``top_p``.
         seed: Of sampling and of planted weights.
         device: One device for all models, or one per model, drafts first.
         dtype: Of the models; None: as stored, float32 for the bundled family and for planted models on a CPU.

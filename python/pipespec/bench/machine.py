@@ -42,22 +42,17 @@ def provenance(threads: int | None = None) -> dict[str, Any]:
         "numpy": numpy.__version__,
         "pipespec": __version__,
         "memory_bytes": environment["memory_bytes"],
-        "gpus": _gpus(),
+        "gpus": [
+            {
+                "name": p.name,
+                "memory_bytes": p.total_memory,
+                "capability": [p.major, p.minor],
+                "multiprocessors": p.multi_processor_count,
+                "l2_bytes": p.L2_cache_size,
+            }
+            for p in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        ],
     }
-
-
-def _gpus() -> list[dict[str, Any]]:
-    """Facts of each GPU that torch sees."""
-    return [
-        {
-            "name": p.name,
-            "memory_bytes": p.total_memory,
-            "capability": [p.major, p.minor],
-            "multiprocessors": p.multi_processor_count,
-            "l2_bytes": p.L2_cache_size,
-        }
-        for p in (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
-    ]
 
 
 def utc() -> str:

@@ -109,7 +109,6 @@ class Sample:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Dataset, system and sample."""
         return self.dataset, self.system, self.sample
 
     @property
@@ -262,7 +261,6 @@ class ResultsFolder:
 
     @property
     def exists(self) -> bool:
-        """Whether a run has written its settings here."""
         return (self.path / "settings.json").is_file()
 
     def settings(self) -> Settings:
@@ -279,7 +277,6 @@ class ResultsFolder:
         return self._read("summary.json", Summary)
 
     def write(self, name: str, record: Settings | Summary) -> None:
-        """Write a file in one step."""
         self.path.mkdir(parents=True, exist_ok=True)
         replace(self.path / name, json.dumps(asdict(record), indent=1, allow_nan=False) + "\n")
 
@@ -303,7 +300,6 @@ class ResultsFolder:
         return found
 
     def add(self, sample: Sample) -> None:
-        """Write a sample."""
         line = json.dumps(asdict(sample), allow_nan=False) + "\n"
         self.samples[sample.key] = sample
         self.path.mkdir(parents=True, exist_ok=True)

@@ -51,8 +51,6 @@ class PreparedDataset:
 
 @dataclass
 class PreparedRun:
-    """Models and prompts of a run, and its settings."""
-
     settings: Settings
     family: Family
     datasets: list[PreparedDataset]

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
-    """Add the command."""
     parser = commands.add_parser("bench", help="measure systems over datasets", description=run.__doc__)
     parser.set_defaults(command=run)
     add_options(parser)
@@ -29,7 +28,6 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
 
 # fmt: off
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a run."""
     models = parser.add_argument_group("models")
     option(models, "target", "PATH", str, "model that defines the text (default: the bundled family)")
     option(models, "draft", "PATH", str, "draft model; several: smallest first", action="append")

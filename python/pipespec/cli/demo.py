@@ -11,7 +11,6 @@ from pipespec.process.progress import working
 
 
 def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
-    """Add the command."""
     parser = commands.add_parser(
         "demo", help="bundled models, real prompts, speed against generate()", description=run.__doc__
     )

@@ -17,7 +17,6 @@ from pipespec_kernels.env import misfits
 
 
 def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
-    """Add the command."""
     parser = commands.add_parser("doctor", help="check the installation", description=run.__doc__)
     parser.set_defaults(command=run)
     parser.add_argument("--json", action="store_true", help="all facts as JSON")

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
-    """Add the command."""
     parser = commands.add_parser("generate", help="generate text with any models", description=run.__doc__)
     parser.set_defaults(command=run)
     add_generation(parser)
@@ -159,7 +158,6 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
 
 
 def _chain(args: argparse.Namespace, target: str | Path, drafts: list[str | Path], dtype: str, trace: int) -> Any:
-    """The chain of models that the options describe."""
     from pipespec.api.pipeline import Pipeline
 
     pipe = Pipeline(

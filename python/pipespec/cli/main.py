@@ -12,8 +12,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from pipespec.cli import bench, demo, doctor, generate, recommend, serve, spd, trace, train_draft
 from pipespec.process.progress import say
@@ -38,7 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     command: Callable[[argparse.Namespace], int] = args.command
     try:
-        with _one_line_warnings():
+        with warnings.catch_warnings():
+            # Without the line of code that they come from.
+            warnings.showwarning = lambda message, *args, **kwargs: say(f"warning: {message}")
             return command(args)
     except KeyboardInterrupt:
         return 130
@@ -78,14 +79,6 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--debug", action="store_true", help="show the traceback of an error")
             command.set_defaults(options=tuple(command._option_string_actions))
     return parser
-
-
-@contextmanager
-def _one_line_warnings() -> Iterator[None]:
-    """Warnings without the line of code that they come from."""
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *args, **kwargs: say(f"warning: {message}")
-        yield
 
 
 if __name__ == "__main__":

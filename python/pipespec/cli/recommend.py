@@ -57,7 +57,6 @@ class Candidate:
 
 
 def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
-    """Add the command."""
     parser = commands.add_parser(
         "recommend", help="which drafts to use, or none, on your prompts", description=run.__doc__
     )
@@ -159,7 +158,6 @@ def _run(
     prompts: Sequence[torch.Tensor],
     new: int,
 ) -> Candidate:
-    """One candidate on all prompts."""
     import torch
 
     from pipespec.api.pipeline import Pipeline

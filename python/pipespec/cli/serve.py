@@ -26,7 +26,6 @@ _PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client")
 
 # fmt: off
 def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
-    """Add the command."""
     parser = commands.add_parser("serve", help="serve a model with OpenAI's API", description=run.__doc__)
     parser.set_defaults(command=run)
     add_models(parser)

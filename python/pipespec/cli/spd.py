@@ -76,7 +76,6 @@ _LIMITS = ("steps", "epochs", "tokens", "minutes")
 
 
 def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
-    """Add the command group and its commands."""
     group = commands.add_parser("spd", help="speculative pipeline decoding: train or import a draft module")
     inner = group.add_subparsers(required=True, metavar="command")
     parser = inner.add_parser("train", help="train a draft module for a target", description=run.__doc__)

@@ -13,7 +13,6 @@ _TRACE_STEPS = 1 << 16
 
 
 def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
-    """Add the command."""
     parser = commands.add_parser("trace", help="record every step of a generation", description=run.__doc__)
     parser.set_defaults(command=run)
     add_generation(parser)

@@ -16,7 +16,6 @@ _OF_SPD = ("stages", "layers", "types", "full")
 
 
 def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
-    """Add the command."""
     parser = commands.add_parser(
         "train-draft", help="train a draft that reads the target's hidden states", description=run.__doc__
     )

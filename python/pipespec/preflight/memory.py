@@ -127,7 +127,6 @@ class StageNeed(NamedTuple):
 
     @property
     def sum(self) -> int:
-        """Bytes to be allocated."""
         return self.weights + self.caches + self.activations + self.headroom
 
 

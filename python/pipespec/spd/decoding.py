@@ -249,7 +249,6 @@ class SpeculativeDriver(Decoder):
                 self._guarded(self.drafter.observe, index, rows, positions, values[rows, places])
 
     def _start(self, work: list[list[Entry]]) -> None:
-        """Start a cycle."""
         began = time.perf_counter()
         self._launch(work)
         self.clock.add("stages", began)

@@ -41,8 +41,6 @@ class _Line:
 
 
 class Sender(_Line):
-    """The end of a line that sends."""
-
     def __init__(self, link: Link, peer: int, tag: int, size: int, depth: int) -> None:
         super().__init__(link, peer, tag, size, depth + 1)
         self._works: list[Any] = [None] * (depth + 1)

@@ -59,7 +59,6 @@ class Link:
             raise
 
     def agree(self, error: BaseException | None, sign: str = "ready", mine: str = "") -> list[str]:
-        """:meth:`pipespec.transport.Ranks.agree`."""
         try:
             return self._ranks.agree(error, sign, mine)
         except RankError:

@@ -256,7 +256,6 @@ class LayerStage:
         cache.reset()
 
     def close(self) -> None:
-        """Release the cache."""
         self._cache = None
 
     def step(

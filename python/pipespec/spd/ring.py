@@ -73,7 +73,6 @@ class Ring:
         self._words = HEAD + 2 * max(rows, len(self._rank_of))
 
     def words(self, head: Head, behind: Sequence[int] = ()) -> list[int]:
-        """The words of a message."""
         return [*head, *behind, *[0] * (self._words - HEAD - len(behind))]
 
     def _line(self, made: Any, peer: int, words: int, tensors: int, back: bool) -> Any:
@@ -102,8 +101,6 @@ class Ring:
 
 
 class StageServer:
-    """A stage on its rank."""
-
     def __init__(
         self, stage: LayerStage, number: int, rank_of: Sequence[int], ring: Ring, link: Link, native: bool
     ) -> None:

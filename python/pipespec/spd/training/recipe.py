@@ -11,7 +11,6 @@ FOLDER = Path(__file__).with_name("recipes")
 
 
 def names() -> list[str]:
-    """Names of the package's recipes."""
     return sorted(file.stem for file in FOLDER.glob("*.toml"))
 
 
@@ -37,7 +36,6 @@ def load(given: str | Path) -> dict[str, Any]:
 
 
 def arguments(options: dict[str, Any]) -> list[str]:
-    """Options as a command line."""
     words: list[str] = []
     for name, value in options.items():
         if value is True:
