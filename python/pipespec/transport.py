@@ -83,8 +83,6 @@ class Ranks:
 
     Args:
         store: The group's store. The signs of life have a clone of their own.
-        rank: This rank.
-        world: Number of ranks.
         start_s: Longest time until the first sign of each rank, and until all ranks reach a point of the start.
 
     Attributes:

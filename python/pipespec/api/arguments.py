@@ -186,13 +186,9 @@ def check_arguments(
     kwargs: dict[str, Any],
     has_cache: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, GenerationConfig]:
-    """Check a call of ``generate()`` before any work is done.
+    """Check a call of ``generate()``, with arguments as the caller gave them, before any work is done.
 
     Args:
-        model: The target.
-        input_ids: As the caller gave them: a tensor, lists, or None.
-        attention_mask: As the caller gave it, or None.
-        generation_config: As the caller gave it, or None.
         kwargs: All other keywords of the call.
         has_cache: Whether the caller gave ``past_key_values``.
 
@@ -287,11 +283,7 @@ def check_logprobs(logprobs: Any, config: GenerationConfig, vocabulary: int) -> 
 
 
 def check_options(config: GenerationConfig, own: GenerationConfig) -> None:
-    """Check the options of a merged configuration.
-
-    Args:
-        config: Of the call.
-        own: The target's. Its ``assistant_early_exit`` is a property of the checkpoint.
+    """Check the options of a merged configuration. ``own`` is the target's, whose ``assistant_early_exit`` is a property of the checkpoint.
 
     Raises:
         TypeError: A value has a type that no processor of transformers takes.

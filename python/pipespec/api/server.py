@@ -53,7 +53,6 @@ def make_app(pipe: Pipeline, tokenizer: Any, name: str, *, queue: int = 16, cors
     """Make the ASGI application.
 
     Args:
-        pipe: Its ``generate()`` writes the texts, one request after the other.
         tokenizer: The target's, a fast one.
         name: The model's name in requests and answers.
         queue: Requests that may wait; further ones get status 429.

@@ -107,12 +107,7 @@ def prepared(
 
 
 def load_models(config: BenchConfig, trust_remote_code: bool = False) -> tuple[Family, dict[str, str]]:
-    """Load the models of a configuration. Returns them, and the paths of the drafts by name.
-
-    Raises:
-        ValueError: There is no target.
-        FileNotFoundError, DoesNotFit: Those of :meth:`Family.load`.
-    """
+    """Load the models of a configuration. Returns them, and the paths of the drafts by name. Raises as :func:`prepare`."""
     if config.target is None:
         raise ValueError("no target: give --target, or leave out both --target and --draft for the bundled family")
     names = draft_names(config.drafts)

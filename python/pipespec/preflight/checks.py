@@ -112,12 +112,7 @@ def check_exact(target: PreTrainedModel, *, captured: bool = False) -> None:
 
 
 def check_architecture(name: str, model: PreTrainedModel) -> None:
-    """Check that a model is a decoder with a language-model head, and that its layers can be rolled back row by row.
-
-    Raises:
-        TypeError: it is not.
-        ValueError: it has no layers.
-    """
+    """Raise ``TypeError`` for a model that is no decoder with a head, or whose layers cannot be rolled back row by row, ``ValueError`` for one without layers."""
     config, kind = model.config, type(model).__name__
     is_headless = getattr(model, "lm_head", None) is None and model.get_output_embeddings() is None
     decoder = getattr(model, model.base_model_prefix, None)

@@ -34,11 +34,9 @@ _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def check_runnable(models: Sequence[PreTrainedModel], *, target_is_placed: bool = False) -> None:
-    """Check that each model has its weights, and computes on devices, in a dtype and with layers that stages run. Quantised models do.
+    """Check that each model, drafts first, has its weights, and computes on devices, in a dtype and with layers that stages run. Quantised models do.
 
-    Args:
-        models: drafts first, target last.
-        target_is_placed: whether the driver itself moves the target's hidden states between devices.
+    ``target_is_placed``: whether the driver itself moves the target's hidden states between devices.
 
     Raises:
         ValueError: for a model that is not loaded, sharded in a way that stages do not run, spread over devices without hooks, on another kind of

@@ -29,11 +29,9 @@ _LOOKAHEAD = 4
 
 
 class ChainDrafter(Drafter):
-    """Drafts the greedy or coupled continuation of a chain of models.
+    """Drafts the greedy or coupled continuation of a chain of models, smallest first. The last one's text is drafted.
 
-    Args:
-        models: The chain, smallest first. The last one's text is drafted. All use the target's tokenizer, which
-            :class:`pipespec.spd.SpeculativePipeline` checks.
+    All use the target's tokenizer, which :class:`pipespec.spd.SpeculativePipeline` checks.
     """
 
     def __init__(self, models: Sequence[PreTrainedModel]) -> None:

@@ -120,17 +120,13 @@ class StageServer:
     def run(
         self, head: Head, positions: Sequence[int], fed: torch.Tensor, real: Sequence[int] | None = None
     ) -> tuple[torch.Tensor, Streams]:
-        """Run columns.
+        """Run columns, and return the output of the stage and the residual streams that the drafter reads.
 
         Args:
-            head: Of their message.
             positions: Of each row's first column. Cached positions from there on are dropped first. -1: the row has no columns; what it is fed is dropped
                 in its next step.
             fed: Tokens ``[B, q]`` for stage 0, else the output of the stage before.
             real: Of a chunk of the prompt: columns of each row that belong to it. None: each column may be rolled back to.
-
-        Returns:
-            The output of the stage, and the residual streams that the drafter reads.
         """
         held = [known if at < 0 else at for at, known in zip(positions, self._held, strict=True)]
         until = None if real is None else [at + n for at, n in zip(held, real, strict=True)]

@@ -44,8 +44,6 @@ def load_examples(
     for its ``.jsonl``, ``.json``, ``.parquet``, ``.txt`` and ``.md`` files. Text is cut into pieces of ``length`` tokens.
 
     Args:
-        paths: Files and folders.
-        tokenizer: Tokenizer of the target.
         length: Most tokens of an example.
         truncate: Cut longer conversations instead of leaving them out.
 

@@ -160,11 +160,8 @@ def loss_of(
 ) -> torch.Tensor:
     """KL(teacher || student) in nats per position, times ``temperature`` squared; 0 without a position.
 
-    Args:
-        student: Logits ``[N, Vd]`` over the draft vocabulary.
-        teacher: Logits ``[N, Vd]`` of the same tokens, renormalised by the restriction to them (SPD, section 4.3).
-        temperature: Divides both logits.
-        argmax_weight: Weight of the cross entropy with the teacher's argmax, which is added.
+    Both logits are ``[N, Vd]`` over the draft vocabulary, the teacher's renormalised by the restriction to it (SPD, section 4.3). ``argmax_weight``: weight of
+    the cross entropy with the teacher's argmax, which is added.
     """
     log_q = F.log_softmax(student.float() / temperature, dim=-1)
     log_p = F.log_softmax(teacher.float() / temperature, dim=-1)
