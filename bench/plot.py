@@ -2,6 +2,7 @@
 
     python -m bench.plot RESULTS                   figures and report.html of a run of ``pipespec bench`` or ``bench.run``
     python -m bench.plot training.json             the curves of ``pipespec spd train``, as training.svg beside it
+    python -m bench.plot bench/results/real.json   README's table of real models, as real.svg beside it
 
 Other benchmarks call :func:`bars` and :func:`chart`, which return SVG. The same input gives the same file.
 """
@@ -34,6 +35,9 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#888888", "#e69f00", "#5
 """Colours of curves, by Okabe and Ito: readers with any form of colour blindness tell them apart. The fifth is grey, for references."""
 OURS, OTHERS, LOSS = "#0072b2", "#c9c9c9", "#d55e00"
 """Colours of bars."""
+
+MODELS = {"q15": "Qwen2.5-Coder-1.5B-Instruct"}
+"""Names of the models in the files of ``bench.bench_real``."""
 
 MAX_CURVES = 8
 """Systems in one panel; more colours cannot be told apart."""
@@ -335,15 +339,33 @@ def training(history: Sequence[dict[str, Any]]) -> str:
     return chart("Training of the draft module", [p for p in panels if p.series])
 
 
+def real(record: dict[str, Any]) -> str:
+    """Tokens/s of the rows of README's table, from a file of ``bench.bench_real``."""
+    from bench.bench_real import readme_table
+
+    heads, _, *table = ([cell.strip() for cell in line.split("|")[1:-1]] for line in readme_table(record).splitlines())
+    rows = []
+    for i, kind in ((i, head.partition(":")[0]) for i, head in enumerate(heads) if head.endswith(": tokens/s")):
+        rows += [Bar("", None, "")] if rows else []  # a gap
+        for label, *cells in table:
+            text, colour = f"{cells[i - 1]}  ({cells[i]})", OURS if label.startswith("pipespec") else OTHERS
+            rows.append(Bar(f"{kind}: {label.replace('`', '')}", float(cells[i - 1]), text, colour))
+    target, machine = record["settings"]["target"], record["machine"]
+    note = f"{machine['cpu']}, {machine['threads']} threads, {machine['date'][:10]}, commit {machine['commit'][:10]}."
+    title = f"{MODELS.get(target, target)}: tokens/s (of pipespec's target alone in the same run)"
+    return bars(title, rows, note)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("bench.plot", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("results", type=Path, help="folder of a run, or training.json")
+    parser.add_argument("results", type=Path, help="folder of a run, training.json, or real.json")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the files go (default: beside the results)")
     args = parser.parse_args(arguments)
     if args.results.is_file():
-        history = json.loads(args.results.read_text(encoding="utf-8"))["history"]
-        files = [(args.out or args.results.parent) / "training.svg"]
-        files[0].write_text(training(history), encoding="utf-8")
+        record = json.loads(args.results.read_text(encoding="utf-8"))
+        picture = training(record["history"]) if "history" in record else real(record)
+        files = [(args.out or args.results.parent) / ("training.svg" if "history" in record else "real.svg")]
+        files[0].write_text(picture, encoding="utf-8")
     else:
         files = report(Run.load(ResultsFolder(args.results)), args.out or args.results)
     print(*files, sep="\n")

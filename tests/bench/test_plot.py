@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from bench import plot
+from bench import bench_real, plot
 from bench.plot import Bar, Panel, Series, bars, chart
 
 
@@ -46,3 +46,19 @@ def test_curves_of_a_training_run(tmp_path: Path) -> None:
     shown = texts((tmp_path / "training.svg").read_text())
     assert "loss: 0.6" in shown
     assert "agreement: 0.556" in shown
+
+
+def test_the_table_of_real_models_as_bars(tmp_path: Path) -> None:
+    file = Path(plot.__file__).parent / "results" / "real.json"
+    record = json.loads(file.read_text())
+    assert plot.main([str(file), "--out", str(tmp_path)]) == 0
+    shown = texts((tmp_path / "real.svg").read_text())
+    table = bench_real.readme_table(record).splitlines()[2:]
+    assert len(table) == len(bench_real.README_ROWS)
+    for line in table:
+        label, code, of_alone, chat, *_ = (cell.strip().replace("`", "") for cell in line.split("|")[1:-1])
+        assert f"code: {label} " in shown
+        assert f"chat: {label} " in shown
+        assert f"{code}  ({of_alone})" in shown
+        assert f"{chat}  (" in shown
+    assert record["machine"]["commit"][:10] in shown
