@@ -1,17 +1,14 @@
 """Published runs of PipeSpec (arXiv 2505.01572), as the authors logged them: what the files hold, and how they are read.
 
-FOLDER has one JSON file per run, as the authors' program writes it (BradMcDanel/pipespec, MIT licence), or with the fields that are read::
+FOLDER has one JSON file per run, as the authors' program writes it (BradMcDanel/pipespec, MIT licence). Fields that are read::
 
-    {"metadata": {"strategy": ..., "lookahead": L, "model_configs": [{"path": ...}, ...]},
-     "results": [{"metrics": {"total_time": s, "tokens_generated": n, "token_times": [...], "model_times": [[...], ...],
-                              "accepted_tokens": [[...], ...]}, "gpustats": [{"gpu_powers": [W, ...]}, ...]}]}
-
-    {"strategy": "greedy" | "chain" | "async-chain", "lookahead_recorded": L,
-     "models": [{"path": ".../Llama-3.1-8B-Instruct"}, ...],          smallest first, the target last
-     "samples": [{"total_time_s": s, "tokens": n,
-                  "token_times_ms": [...],                            greedy only
-                  "stage_step_ms": [[...], ...],                      else, per stage, every step
-                  "accepted_per_verification": [[...], ...]}]}        per verifying stage, tokens appended by each step
+    {"metadata": {"strategy": "greedy" | "chain" | "async-chain", "lookahead": L,
+                  "model_configs": [{"path": ".../Llama-3.1-8B-Instruct"}, ...]},   smallest first, the target last
+     "results": [{"metrics": {"total_time": s, "tokens_generated": n,
+                              "token_times": [...],                                 greedy only
+                              "model_times": [[...], ...],                          else, per stage, seconds of every step
+                              "accepted_tokens": [[...], ...]},                     per verifying stage, tokens appended by each step
+                  "gpustats": [{"gpu_powers": [W, ...]}, ...]}]}                    may be missing
 """
 
 from __future__ import annotations
@@ -68,12 +65,8 @@ class PublishedRun:
 
     def joules_per_token(self) -> float | None:
         """Energy of all GPUs of the machine per token; None where the power of a sample was not logged."""
-        powers = [s.watts for s in self.samples]
-        if any(w is None for w in powers):
-            return None
-        return sum(w * s.seconds for w, s in zip(powers, self.samples, strict=True) if w is not None) / sum(
-            s.tokens for s in self.samples
-        )
+        joules = [s.watts * s.seconds for s in self.samples if s.watts is not None]
+        return sum(joules) / sum(s.tokens for s in self.samples) if len(joules) == len(self.samples) else None
 
     def ms_per_token(self, count: int | None = None, keep: Sequence[int] | None = None) -> float:
         """Sum of times over sum of tokens: of all samples, of the first ``count``, or of those in ``keep``."""
@@ -93,10 +86,9 @@ def load(folder: Path | str) -> list[PublishedRun]:
     if not files:
         raise FileNotFoundError(f"{folder}: no published runs there (one .json file per run)")
     runs = [_read(file) for file in files]
-    order = list(_STRATEGIES.values())
+    kinds = list(_STRATEGIES.values())
     return sorted(
-        runs,
-        key=lambda run: (order.index(run.kind), len(run.models), [(len(m), m) for m in run.models], run.lookahead),
+        runs, key=lambda r: (kinds.index(r.kind), len(r.models), [(len(m), m) for m in r.models], r.lookahead)
     )
 
 
@@ -110,46 +102,17 @@ def _read(file: Path) -> PublishedRun:
 
 
 def _run(data: dict[str, Any]) -> PublishedRun:
-    if "metadata" in data:
-        data = _fields_read(data)
-    if data["strategy"] not in _STRATEGIES:
-        raise ValueError(f"unknown strategy {data['strategy']!r}")
-    models = tuple(_short_name(build(str, m["path"], "path")) for m in data["models"])
-    if not models or not data["samples"]:
+    about, results = data["metadata"], data["results"]
+    if about["strategy"] not in _STRATEGIES:
+        raise ValueError(f"unknown strategy {about['strategy']!r}")
+    models = tuple(_short_name(build(str, m["path"], "path")) for m in about["model_configs"])
+    if not models or not results:
         raise ValueError("no models" if not models else "no samples")
-    samples = tuple(_sample(i, s, len(models)) for i, s in enumerate(data["samples"]))
-    lookahead = build(int, data["lookahead_recorded"], "the lookahead")
+    samples = tuple(_sample(i, result, len(models)) for i, result in enumerate(results))
+    lookahead = build(int, about["lookahead"], "the lookahead")
     if not 0 <= lookahead <= LONGEST:
         raise ValueError(f"the lookahead {lookahead} is not between 0 and {LONGEST}")
-    return PublishedRun(_STRATEGIES[data["strategy"]], models, lookahead, samples)
-
-
-def _fields_read(data: dict[str, Any]) -> dict[str, Any]:
-    """The fields that are read, of a file as the authors' program writes it, which has seconds."""
-    about = data["metadata"]
-
-    def ms(times: Sequence[float]) -> list[float]:
-        return [1e3 * t for t in times]
-
-    def sample(result: dict[str, Any]) -> dict[str, Any]:
-        metrics = result["metrics"]
-        found = {"total_time_s": metrics["total_time"], "tokens": metrics["tokens_generated"]}
-        if "token_times" in metrics:
-            found["token_times_ms"] = ms(metrics["token_times"])
-        else:
-            found["stage_step_ms"] = [ms(times) for times in metrics["model_times"]]
-            found["accepted_per_verification"] = metrics["accepted_tokens"]
-        powers = [sum(entry["gpu_powers"]) for entry in result.get("gpustats") or ()]
-        if powers:
-            found["watts"] = float(np.mean(powers))
-        return found
-
-    return {
-        "strategy": about["strategy"],
-        "lookahead_recorded": about["lookahead"],
-        "models": about["model_configs"],
-        "samples": [sample(result) for result in data["results"]],
-    }
+    return PublishedRun(_STRATEGIES[about["strategy"]], models, lookahead, samples)
 
 
 def _short_name(path: str) -> str:
@@ -157,16 +120,17 @@ def _short_name(path: str) -> str:
     return size.group() if size else path.rpartition("/")[2]
 
 
-def _sample(index: int, data: dict[str, Any], stages: int) -> PublishedSample:
-    where = f"sample {index}: "
-    seconds, tokens = build(float, data["total_time_s"], "total_time_s"), build(int, data["tokens"], "tokens")
+def _sample(index: int, result: dict[str, Any], stages: int) -> PublishedSample:
+    where, data = f"sample {index}: ", result["metrics"]
+    seconds, tokens = build(float, data["total_time"], "total_time"), build(int, data["tokens_generated"], "tokens")
     if seconds <= 0 or tokens < 1:
         raise ValueError(f"{where}{tokens} tokens in {seconds} s")
-    logged = [data["token_times_ms"]] if "token_times_ms" in data else data["stage_step_ms"]
-    steps = tuple(np.asarray(s, dtype=float) / 1e3 for s in build(list[list[float]], logged, "the step times"))
-    counts = build(list[list[int]], data.get("accepted_per_verification", []), "accepted_per_verification")
+    logged = [data["token_times"]] if "token_times" in data else data["model_times"]
+    steps = tuple(np.asarray(s, dtype=float) for s in build(list[list[float]], logged, "the step times"))
+    counts = build(list[list[int]], data.get("accepted_tokens", []), "accepted_tokens")
     appended = tuple(np.asarray(a, dtype=int) for a in counts)
-    watts = build(float | None, data.get("watts"), "watts")
+    powers = [sum(entry["gpu_powers"]) for entry in result.get("gpustats") or ()]
+    watts = float(np.mean(powers)) if powers else None
     if len(steps) != stages or len(appended) != (0 if stages == 1 else stages - 1):
         raise ValueError(f"{where}the logs are not those of {stages} stages")
     for s in steps:

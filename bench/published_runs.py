@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.perf_model import Answers, SimulatedPolicy, Simulation, StageModel, simulate
+from bench.perf_model import Answers, Schedule, SimulatedPolicy, StageModel, simulate
 from bench.published_logs import LONGEST, PublishedRun, load
 from pipespec.process.table import aligned
 
@@ -31,7 +31,7 @@ _SEPARABLE = 1.5
 """Least time of a step over draft tokens, in one-token steps, for which the time of a single step shows which of both it is."""
 
 LOOKAHEADS = range(9)
-"""Lookahead values that :func:`compare` tries in order to find the one that a pipeline ran with."""
+"""Lookahead values that are tried in order to find the one that a pipeline ran with."""
 
 MIN_DRAFT_TOKENS = (0, 4, 6, 8, 10, 12, 14, 16, 20, 24)
 """Values of ``min_draft_tokens`` that :func:`predict_protocol` tries."""
@@ -228,34 +228,19 @@ def _found(
 # --- predictions ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """Milliseconds per token (sum over sum). ``histogram[n]``: share of the target's steps that appended n tokens."""
-
-    ms_per_token: float
-    histogram: np.ndarray
-
-
 def predict(
     evidence: ChainEvidence,
     run: PublishedRun,
-    schedule: str,
+    schedule: Schedule,
     *,
     lookahead: int = 0,
     policy: SimulatedPolicy | None = None,
     keep: Sequence[int] | None = None,
-    fills: int = _FILLS,
-) -> Prediction:
-    """Simulate the texts of ``run``.
+) -> tuple[float, np.ndarray]:
+    """Simulate the texts of ``run``, of which only the lengths are used, or those of the samples in ``keep``.
 
-    Args:
-        evidence: Of the chain, see :func:`gather`.
-        run: Only the lengths of its texts are used.
-        schedule: As for :func:`bench.perf_model.simulate`.
-        lookahead: Of the published schedules.
-        policy: Of ``asynchronous``.
-        keep: Indices of the samples. None: all.
-        fills: Simulations per text.
+    Returns:
+        Milliseconds per token (sum over sum), and by n the share of the target's steps that appended n tokens.
 
     Raises:
         ValueError: ``run`` and the evidence have different numbers of samples.
@@ -263,69 +248,18 @@ def predict(
     if len(run.samples) != len(evidence.start_s):
         raise ValueError(f"{run.name} has {len(run.samples)} samples, the lockstep runs {len(evidence.start_s)}")
     chosen = range(len(run.samples)) if keep is None else keep
-    seconds, histogram = [], np.zeros(LONGEST + 1)
+    seconds, histogram = 0.0, np.zeros(LONGEST + 1)
+    *drafts, target = evidence.stages
     for i in chosen:
-        *drafts, target = evidence.stages
         stages = [*drafts, StageModel(target.step_s, start_s=evidence.start_s[i])]
-        total = 0.0
-        for fill in range(fills):
-            result: Simulation = simulate(
-                schedule,  # type: ignore[arg-type]
-                stages,
-                evidence.answers(i, fill),
-                run.samples[i].tokens,
-                policy=policy,
-                lookahead=lookahead,
-                seed=fill,
-            )
-            total += result.seconds / fills
+        for fill in range(_FILLS):
+            answers, tokens = evidence.answers(i, fill), run.samples[i].tokens
+            result = simulate(schedule, stages, answers, tokens, policy=policy, lookahead=lookahead, seed=fill)
+            seconds += result.seconds / _FILLS
             counts = result.stages[-1].histogram
             histogram[: len(counts)] += counts
-        seconds.append(total)
     tokens = sum(run.samples[i].tokens for i in chosen)
-    return Prediction(1e3 * sum(seconds) / tokens, histogram / histogram.sum())
-
-
-@dataclass(frozen=True)
-class PipelineComparison:
-    """A pipeline's run and its prediction.
-
-    Attributes:
-        by_lookahead: ms/token and total variation distance (0 to 1) of the histograms of tokens per step.
-        lookahead: The value with the smallest distance: what the run used.
-        same_text: Measured and predicted ms/token over the texts that have the same length in all runs.
-    """
-
-    run: PublishedRun
-    measured: float
-    by_lookahead: dict[int, tuple[float, float]]
-    lookahead: int
-    predicted: Prediction
-    same_text: tuple[float, float]
-
-    @property
-    def error(self) -> float:
-        return self.predicted.ms_per_token / self.measured - 1.0
-
-
-def compare(evidence: ChainEvidence, run: PublishedRun) -> PipelineComparison:
-    """Predict a pipeline's run for each lookahead and find the one that it used."""
-    appended = np.concatenate([s.appended[-1] for s in run.samples])
-    share = np.bincount(np.minimum(appended, LONGEST), minlength=LONGEST + 1) / len(appended)
-    tried = {}
-    for lookahead in sorted({*LOOKAHEADS, run.lookahead}):
-        predicted = predict(evidence, run, "reference", lookahead=lookahead)
-        tried[lookahead] = (predicted, float(np.abs(predicted.histogram - share).sum() / 2))
-    best = min(tried, key=lambda k: tried[k][1])
-    same = predict(evidence, run, "reference", lookahead=best, keep=evidence.same_text)
-    return PipelineComparison(
-        run,
-        run.ms_per_token(),
-        {lookahead: (p.ms_per_token, distance) for lookahead, (p, distance) in tried.items()},
-        best,
-        tried[best][0],
-        (run.ms_per_token(keep=evidence.same_text), same.ms_per_token),
-    )
+    return 1e3 * seconds / tokens, histogram / histogram.sum()
 
 
 def predict_protocol(evidence: ChainEvidence, run: PublishedRun) -> dict[str, Any]:
@@ -338,7 +272,7 @@ def predict_protocol(evidence: ChainEvidence, run: PublishedRun) -> dict[str, An
 
     def ms(min_draft_tokens: int, meanwhile: bool) -> float:
         policy = SimulatedPolicy(lookahead=64, min_draft_tokens=min_draft_tokens, decode_meanwhile=meanwhile)
-        return predict(evidence, run, "asynchronous", policy=policy).ms_per_token
+        return predict(evidence, run, "asynchronous", policy=policy)[0]
 
     sleeping = {w: ms(w, False) for w in MIN_DRAFT_TOKENS}
     meanwhile = {w: ms(w, True) for w in MIN_DRAFT_TOKENS if w > 0}
@@ -357,28 +291,12 @@ def predict_protocol(evidence: ChainEvidence, run: PublishedRun) -> dict[str, An
 # --- the report ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TableRow:
-    """A line of the published table.
+def table(runs: Sequence[PublishedRun]) -> list[dict[str, Any]]:
+    """Re-derive the published table: every run whose target also has a plain run.
 
-    Attributes:
-        speedup: As published, over plain decoding of the target, on all samples of each run.
-        fair: On the samples that both runs have.
-        interval: Bootstrap 95 % interval of ``fair``.
-        joules_per_token: Of all GPUs of the machine; None where it was not logged.
+    ``speedup`` is as published, over plain decoding of the target, on all samples of each run; ``fair`` on the samples that both runs
+    have, with its bootstrap 95 % ``interval``.
     """
-
-    name: str
-    samples: int
-    ms_per_token: float
-    speedup: float
-    fair: float
-    interval: tuple[float, float]
-    joules_per_token: float | None = None
-
-
-def table(runs: Sequence[PublishedRun]) -> list[TableRow]:
-    """Re-derive the published table: every run whose target also has a plain run."""
     rows = []
     for run in runs:
         try:
@@ -386,39 +304,34 @@ def table(runs: Sequence[PublishedRun]) -> list[TableRow]:
         except ValueError:
             continue
         count = min(len(plain.samples), len(run.samples))
-        rng = np.random.default_rng(0)
-        draws = rng.integers(count, size=(2000, count))
-        ours_, theirs = (
+        draws = np.random.default_rng(0).integers(count, size=(2000, count))
+        ours, theirs = (
             np.array([s.seconds for s in r.samples[:count]])[draws].sum(axis=1)
             / np.array([s.tokens for s in r.samples[:count]])[draws].sum(axis=1)
             for r in (run, plain)
         )
-        low, high = np.percentile(theirs / ours_, [2.5, 97.5])
-        rows.append(
-            TableRow(
-                run.label,
-                len(run.samples),
-                run.ms_per_token(),
-                plain.ms_per_token() / run.ms_per_token(),
-                plain.ms_per_token(count) / run.ms_per_token(count),
-                (float(low), float(high)),
-                run.joules_per_token(),
-            )
-        )
+        row = {
+            "name": run.label,
+            "samples": len(run.samples),
+            "ms_per_token": run.ms_per_token(),
+            "speedup": plain.ms_per_token() / run.ms_per_token(),
+            "fair": plain.ms_per_token(count) / run.ms_per_token(count),
+            "interval": tuple(np.percentile(theirs / ours, [2.5, 97.5]).tolist()),
+            "joules_per_token": run.joules_per_token(),
+        }
+        rows.append(row)
     return rows
 
 
 def report(runs: Sequence[PublishedRun]) -> dict[str, Any]:
     """All figures as plain numbers: the table, the evidence, predictions and measurements, and the runs without a prediction."""
-    out: dict[str, Any] = {"table": [vars(row) for row in table(runs)], "lockstep": [], "pipelines": [], "failed": []}
+    out: dict[str, Any] = {"table": table(runs), "lockstep": [], "pipelines": [], "failed": []}
     for run in runs:
         if run.kind == "plain":
             continue
+        place, entry = ("lockstep", _lockstep_entry) if run.kind == "lockstep" else ("pipelines", _pipeline_entry)
         try:
-            if run.kind == "lockstep":
-                out["lockstep"].append(_lockstep_entry(runs, run))
-            else:
-                out["pipelines"].append(_pipeline_entry(runs, run))
+            out[place].append(entry(runs, run))
         except ValueError as error:
             out["failed"].append({"run": run.label, "reason": str(error)})
     return out
@@ -426,14 +339,23 @@ def report(runs: Sequence[PublishedRun]) -> dict[str, Any]:
 
 def _lockstep_entry(runs: Sequence[PublishedRun], run: PublishedRun) -> dict[str, Any]:
     evidence = gather(runs, run.models, but=run)
-    predicted = predict(evidence, run, "reference-lockstep", lookahead=run.lookahead).ms_per_token
+    predicted = predict(evidence, run, "reference-lockstep", lookahead=run.lookahead)[0]
     measured = run.ms_per_token()
     return {"run": run.label, "measured_ms": measured, "predicted_ms": predicted, "error": predicted / measured - 1}
 
 
 def _pipeline_entry(runs: Sequence[PublishedRun], run: PublishedRun) -> dict[str, Any]:
-    evidence = gather(runs, run.models)
-    compared = compare(evidence, run)
+    """A pipeline's run and its prediction. The lookahead that it used is the one whose histogram of tokens per step is the nearest."""
+    evidence, measured = gather(runs, run.models), run.ms_per_token()
+    appended = np.concatenate([s.appended[-1] for s in run.samples])
+    share = np.bincount(np.minimum(appended, LONGEST), minlength=LONGEST + 1) / len(appended)
+    tried = {}
+    for lookahead in sorted({*LOOKAHEADS, run.lookahead}):
+        ms, histogram = predict(evidence, run, "reference", lookahead=lookahead)
+        distance = float(np.abs(histogram - share).sum() / 2)  # total variation, 0 to 1
+        tried[lookahead] = {"predicted_ms": ms, "histogram_distance": distance}
+    used = min(tried, key=lambda k: tried[k]["histogram_distance"])
+    predicted, same = tried[used]["predicted_ms"], evidence.same_text
     return {
         "run": run.label,
         "step_ms": [[1e3 * t for t in stage.times()] for stage in evidence.stages],
@@ -441,19 +363,17 @@ def _pipeline_entry(runs: Sequence[PublishedRun], run: PublishedRun) -> dict[str
         "same_mistake": evidence.same_mistake,
         "start_ms": 1e3 * float(np.mean(evidence.start_s)),
         "lookahead_recorded": run.lookahead,
-        "lookahead_used": compared.lookahead,
-        "measured_ms": compared.measured,
-        "predicted_ms": compared.predicted.ms_per_token,
-        "error": compared.error,
+        "lookahead_used": used,
+        "measured_ms": measured,
+        "predicted_ms": predicted,
+        "error": predicted / measured - 1,
         "same_text": {
-            "samples": len(evidence.same_text),
-            "measured_ms": compared.same_text[0],
-            "predicted_ms": compared.same_text[1],
+            "samples": len(same),
+            "measured_ms": run.ms_per_token(keep=same),
+            "predicted_ms": predict(evidence, run, "reference", lookahead=used, keep=same)[0],
         },
-        "by_lookahead": {
-            str(k): {"predicted_ms": ms, "histogram_distance": d} for k, (ms, d) in compared.by_lookahead.items()
-        },
-        "reference_best": min((ms, k) for k, (ms, _) in compared.by_lookahead.items()),
+        "by_lookahead": {str(k): found for k, found in tried.items()},
+        "reference_best": min((found["predicted_ms"], k) for k, found in tried.items()),
         "ours": predict_protocol(evidence, run),
     }
 

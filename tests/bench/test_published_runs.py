@@ -50,22 +50,17 @@ def save(
 ) -> None:
     if lookahead is None:
         lookahead = LOOKAHEAD if strategy == "chain" else 0
-    data = {
+    about = {
         "strategy": strategy,
-        "lookahead_recorded": lookahead,
-        "models": [{"path": f"some/model-{m}-Instruct"} for m in models],
-        "samples": samples,
+        "lookahead": lookahead,
+        "model_configs": [{"path": f"some/model-{m}-Instruct"} for m in models],
     }
+    data = {"metadata": about, "results": [{"metrics": metrics} for metrics in samples]}
     (folder / f"{name}.json").write_text(json.dumps(data))
 
 
 def sample(seconds: float, tokens: int, steps: list[list[float]], appended: list[list[int]]) -> dict[str, Any]:
-    return {
-        "total_time_s": seconds,
-        "tokens": tokens,
-        "stage_step_ms": [[1e3 * t for t in stage] for stage in steps],
-        "accepted_per_verification": appended,
-    }
+    return {"total_time": seconds, "tokens_generated": tokens, "model_times": steps, "accepted_tokens": appended}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +73,7 @@ def truth() -> dict[str, np.ndarray]:
 def folder(tmp_path_factory, truth) -> Path:
     """Plain and lockstep runs, and pipelines of 1B, 8B and 70B. The pipelines ran with a lookahead that they do not record."""
     out = tmp_path_factory.mktemp("runs")
-    plain = [{"total_time_s": START + ONE * TOKENS, "tokens": TOKENS, "token_times_ms": [1e3 * ONE] * TOKENS}] * 3
+    plain = [{"total_time": START + ONE * TOKENS, "tokens_generated": TOKENS, "token_times": [ONE] * TOKENS}] * 3
     save(out, "greedy_70B", "greedy", ["70B"], plain)
     drafts = {"1B": StageModel(SMALL), "8B": StageModel([MIDDLE, MIDDLE_WIDE])}
     for names in (["1B"], ["8B"], ["1B", "8B"]):
@@ -124,15 +119,13 @@ def test_agreement_is_read_back_from_the_logs(folder, truth):
 
 
 def test_pipelines_are_predicted_and_their_lookahead_is_found(folder):
-    runs = published_runs.load(folder)
-    pipelines = [run for run in runs if run.kind == "pipeline"]
+    pipelines = published_runs.report(published_runs.load(folder))["pipelines"]
     assert len(pipelines) == 3
-    for run in pipelines:
-        assert run.lookahead == 0
-        compared = published_runs.compare(published_runs.gather(runs, run.models), run)
-        assert compared.lookahead == USED, run.name
-        assert abs(compared.error) < 0.04, run.name
-        distances = [d for _, d in compared.by_lookahead.values()]
+    for found in pipelines:
+        assert found["lookahead_recorded"] == 0
+        assert found["lookahead_used"] == USED, found["run"]
+        assert abs(found["error"]) < 0.04, found["run"]
+        distances = [tried["histogram_distance"] for tried in found["by_lookahead"].values()]
         assert sorted(distances)[1] > 1.5 * min(distances)
 
 
@@ -145,16 +138,17 @@ def test_lockstep_runs_are_reproduced(folder):
 
 
 def test_the_table_compares_equal_samples(folder):
-    rows = {row.name: row for row in published_runs.table(published_runs.load(folder))}
+    rows = {row["name"]: row for row in published_runs.table(published_runs.load(folder))}
     chains, kinds = ("1B/70B", "8B/70B", "1B/8B/70B"), {"lockstep": LOOKAHEAD, "pipeline": 0}
     assert set(rows) == {"plain 70B", *(f"{kind} {models} L={n}" for kind, n in kinds.items() for models in chains)}
-    assert rows["plain 70B"].speedup == rows["plain 70B"].fair == 1.0
+    assert rows["plain 70B"]["speedup"] == rows["plain 70B"]["fair"] == 1.0
     runs = {run.label: run for run in published_runs.load(folder)}
     for name, row in rows.items():
-        assert row.interval[0] <= row.fair <= row.interval[1]
+        low, high = row["interval"]
+        assert low <= row["fair"] <= high
         first = runs[name].samples[:3]
         ms = 1e3 * sum(s.seconds for s in first) / sum(s.tokens for s in first)
-        assert row.fair == pytest.approx(rows["plain 70B"].ms_per_token / ms)
+        assert row["fair"] == pytest.approx(rows["plain 70B"]["ms_per_token"] / ms)
 
 
 # --- the command ---------------------------------------------------------------------------------------------------
@@ -185,6 +179,11 @@ def copy_with(folder: Path, to: Path, change: Callable[[dict[str, Any]], object]
         (to / file.name).write_text(json.dumps(data))
 
 
+def metrics(data: dict[str, Any]) -> dict[str, Any]:
+    """Those of the second sample."""
+    return data["results"][1]["metrics"]
+
+
 def test_a_missing_folder(tmp_path, capsys):
     assert published_runs.main([str(tmp_path / "nowhere")]) == 2
     assert "no published runs there" in capsys.readouterr().err
@@ -193,20 +192,21 @@ def test_a_missing_folder(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda d: d.update(samples=[]), "no samples"),
-        (lambda d: d.update(models=[]), "no models"),
-        (lambda d: d.update(strategy="beam"), "unknown strategy"),
-        (lambda d: d.pop("samples"), "'samples' is missing"),
-        (lambda d: d["samples"][0].pop("tokens"), "'tokens' is missing"),
-        (lambda d: d["samples"][0].update(total_time_s=0.0), "sample 0"),
-        (lambda d: d["samples"][0].update(total_time_s=-1.0), "sample 0"),
-        (lambda d: d["samples"][0].update(tokens=0), "0 tokens"),
-        (lambda d: d["samples"][1]["stage_step_ms"][1].__setitem__(0, 0.0), "step times must be positive"),
-        (lambda d: d["samples"][1].update(stage_step_ms=[[], []]), "step times must be positive"),
-        (lambda d: d["samples"][1].update(stage_step_ms=[[1.0]]), "not those of 2 stages"),
-        (lambda d: d["samples"][1]["accepted_per_verification"][0].pop(), "steps of the target"),
-        (lambda d: d["samples"][1]["accepted_per_verification"][0].__setitem__(0, 0), "between one and 100 tokens"),
-        (lambda d: d.update(samples=7), "not a published run"),
+        (lambda d: d.update(results=[]), "no samples"),
+        (lambda d: d["metadata"].update(model_configs=[]), "no models"),
+        (lambda d: d["metadata"].update(strategy="beam"), "unknown strategy"),
+        (lambda d: d["metadata"].pop("lookahead"), "'lookahead' is missing"),
+        (lambda d: d.pop("results"), "'results' is missing"),
+        (lambda d: metrics(d).pop("tokens_generated"), "'tokens_generated' is missing"),
+        (lambda d: metrics(d).update(total_time=0.0), "sample 1"),
+        (lambda d: metrics(d).update(total_time=-1.0), "sample 1"),
+        (lambda d: metrics(d).update(tokens_generated=0), "0 tokens"),
+        (lambda d: metrics(d)["model_times"][1].__setitem__(0, 0.0), "step times must be positive"),
+        (lambda d: metrics(d).update(model_times=[[], []]), "step times must be positive"),
+        (lambda d: metrics(d).update(model_times=[[1.0]]), "not those of 2 stages"),
+        (lambda d: metrics(d)["accepted_tokens"][0].pop(), "steps of the target"),
+        (lambda d: metrics(d)["accepted_tokens"][0].__setitem__(0, 0), "between one and 100 tokens"),
+        (lambda d: d.update(results=7), "not a published run"),
     ],
 )
 def test_broken_files_are_refused(folder, tmp_path, capsys, change, says):
@@ -231,9 +231,9 @@ def test_more_broken_files(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda d: d["samples"][1]["accepted_per_verification"][0].__setitem__(0, 99), "more than its lookahead"),
-        (lambda d: d.update(samples=d["samples"][:2]), "different numbers of samples"),
-        (lambda d: [s.update(total_time_s=0.1) for s in d["samples"]], "longer than the whole"),
+        (lambda d: metrics(d)["accepted_tokens"][0].__setitem__(0, 99), "more than its lookahead"),
+        (lambda d: d.update(results=d["results"][:2]), "different numbers of samples"),
+        (lambda d: [s["metrics"].update(total_time=0.1) for s in d["results"]], "longer than the whole"),
     ],
 )
 def test_a_run_that_cannot_be_used(folder, tmp_path, capsys, change, says):
@@ -249,43 +249,18 @@ def test_a_run_that_cannot_be_used(folder, tmp_path, capsys, change, says):
     assert says in capsys.readouterr().out
 
 
-# --- the authors' own format, and a sweep of lookahead values --------------------------------------------------------
+# --- power, and a sweep of lookahead values --------------------------------------------------------------------------
 
 
-def test_the_authors_files_are_read(folder, tmp_path):
-    """They hold seconds, and the power of the GPUs."""
+def test_the_power_of_the_gpus_is_read(folder, tmp_path):
     for file in folder.glob("*.json"):
         data = json.loads(file.read_text())
-
-        def metrics(s):
-            found = {"total_time": s["total_time_s"], "tokens_generated": s["tokens"]}
-            if "token_times_ms" in s:
-                return found | {"token_times": [t / 1e3 for t in s["token_times_ms"]]}
-            steps = [[t / 1e3 for t in stage] for stage in s["stage_step_ms"]]
-            return found | {"model_times": steps, "accepted_tokens": s["accepted_per_verification"]}
-
-        power = [{"gpu_powers": [100.0, 50.0]}, {"gpu_powers": [200.0, 50.0]}]
-        raw = {
-            "metadata": {
-                "strategy": data["strategy"],
-                "lookahead": data["lookahead_recorded"],
-                "model_configs": data["models"],
-            },
-            "results": [{"metrics": metrics(s), "gpustats": power} for s in data["samples"]],
-        }
-        (tmp_path / file.name).write_text(json.dumps(raw))
-    runs, raw_runs = published_runs.load(folder), published_runs.load(tmp_path)
-    for run, raw_run in zip(runs, raw_runs, strict=True):
-        assert (run.name, run.lookahead) == (raw_run.name, raw_run.lookahead)
-        assert raw_run.ms_per_token() == pytest.approx(run.ms_per_token())
-        assert raw_run.joules_per_token() == pytest.approx(200.0 * run.ms_per_token() / 1e3)
-        assert run.joules_per_token() is None
-        for a, b in zip(run.samples, raw_run.samples, strict=True):
-            assert all(np.allclose(x, y) for x, y in zip(a.steps_s, b.steps_s, strict=True))
-            assert all(np.array_equal(x, y) for x, y in zip(a.appended, b.appended, strict=True))
-    (tmp_path / "chain_1B.json").write_text(json.dumps({"metadata": {"strategy": "chain"}, "results": []}))
-    with pytest.raises(ValueError, match=r"chain_1B.json: 'lookahead' is missing"):
-        published_runs.load(tmp_path)
+        for result in data["results"]:
+            result["gpustats"] = [{"gpu_powers": [100.0, 50.0]}, {"gpu_powers": [200.0, 50.0]}]
+        (tmp_path / file.name).write_text(json.dumps(data))
+    for run in published_runs.load(tmp_path):
+        assert run.joules_per_token() == pytest.approx(200.0 * run.ms_per_token() / 1e3)
+    assert {run.joules_per_token() for run in published_runs.load(folder)} == {None}
 
 
 @pytest.mark.parametrize("ratio", [1.02, 1.1, 3.0])
@@ -299,7 +274,7 @@ def test_a_sweep_of_lookahead_values(tmp_path, ratio):
         return (seconds * rng.uniform(0.97, 1.03, count)).tolist()
 
     plain = [
-        {"total_time_s": START + one * len(t), "tokens": len(t), "token_times_ms": noisy(1e3 * one, len(t))}
+        {"total_time": START + one * len(t), "tokens_generated": len(t), "token_times": noisy(one, len(t))}
         for t in texts
     ]
     save(tmp_path, "plain", "greedy", ["8B"], plain)
