@@ -55,13 +55,10 @@ def crossover_acceptance(c: float) -> float:
 # --- policies ------------------------------------------------------------------------------------------------------
 
 
-def best_min_draft_tokens(
-    a: float, draft: float, verify: float, plain: float, *, handshake: float = 0.0, most: int = 64
-) -> tuple[int, float]:
+def best_min_draft_tokens(a: float, draft: float, verify: float, plain: float, most: int = 64) -> tuple[int, float]:
     """The ``min_draft_tokens`` (0 to ``most``) with the highest :func:`two_stage` rate, and that rate."""
-    rates = [two_stage(a, draft, verify, plain, min_draft_tokens=w, handshake=handshake).rate for w in range(most + 1)]
-    w = max(range(len(rates)), key=rates.__getitem__)
-    return w, rates[w]
+    rates = [two_stage(a, draft, verify, plain, min_draft_tokens=w).rate for w in range(most + 1)]
+    return rates.index(max(rates)), max(rates)
 
 
 def break_even_acceptance(

@@ -2,10 +2,11 @@
 
 Symbols:
     a: Acceptance rate, the probability that a draft token equals the verifier's token.
-    g: Draft tokens in one verification.
+    g: Draft tokens in one verification. A fraction stands for a mean.
     c: Time of a verifier's one-token step divided by the time of a draft's one-token step.
+    draft, plain, verify: Times of a draft's and of a verifier's one-token step, and of a verifier's step with draft tokens, whatever their number.
 
-All times share one unit, and rates are tokens per that unit. "Published" means PipeSpec, arXiv 2505.01572, sections 3.2 and 3.3.
+In a chain, ``acceptance[i]`` is a between stages i and i + 1, and other lists have a number per verifying stage. All times share one unit, and rates are tokens per that unit. "Published" means PipeSpec, arXiv 2505.01572, sections 3.2 and 3.3.
 All functions raise ``ValueError`` for probabilities outside [0, 1] and for times that are not positive. The docs page ``theory.md`` has the
 derivations and the error of each form against the perf model. The formulas of SPD are in :mod:`pipespec.spd.law`.
 """
@@ -23,11 +24,7 @@ def accepted_run(a: float, g: float) -> float:
     """Expected tokens of one verification of ``g`` draft tokens, the verifier's own token included.
 
     S(g) = 1 + a + ... + a^g = (1 - a^(g+1)) / (1 - a), Leviathan et al., arXiv 2211.17192, equation 1. It assumes that acceptance
-    is independent between positions.
-
-    Args:
-        a: Acceptance rate.
-        g: Number of draft tokens. A fraction stands for a mean. S is concave in g, so the value is an upper bound for a g that varies.
+    is independent between positions. S is concave in g, so the value is an upper bound for a g that varies.
     """
     a = probability(a, "the acceptance rate")
     g = non_negative(g, "the number of drafts")
@@ -41,12 +38,6 @@ def lockstep_rate(a: float, g: int, draft: float, verify: float) -> float:
     """Tokens per unit of time of lockstep with two stages: S(g) / (g draft + verify).
 
     Leviathan et al., theorem 3.8, with separate costs of drafting and verifying.
-
-    Args:
-        a: Acceptance rate.
-        g: Draft tokens per round.
-        draft: Time of the draft's one-token step.
-        verify: Time of the verifier's step over ``g`` draft tokens.
     """
     return accepted_run(a, g) / (g * positive(draft, "draft") + positive(verify, "verify"))
 
@@ -88,11 +79,7 @@ def published_chain_speedup(acceptance: Sequence[float], ratios: Sequence[float]
     """Speed-up of K stages by the published recursion: g_k = c_k E[N(M_{k-1})] - 1, then E[N(M_k)] of the last pair.
 
     Published, section 3.3. The recursion ignores the rollbacks of middle stages and the variation of g. It is optimistic by up to
-    3 % in the chains of the docs page ``theory.md``.
-
-    Args:
-        acceptance: ``acceptance[i]`` is the acceptance rate between stages i and i + 1.
-        ratios: ``ratios[i]`` is c between stages i and i + 1.
+    3 % in the chains of the docs page ``theory.md``. ``ratios[i]`` is c between stages i and i + 1.
     """
     same_length("ratios", ratios, len(acceptance), "pair of neighbours")
     if not acceptance:
@@ -115,7 +102,6 @@ class TwoStage:
 
     tokens: float
     time: float
-    verifications: float
 
     @property
     def rate(self) -> float:
@@ -150,10 +136,6 @@ def two_stage(
     handshake = lag = 0 it equals the published form.
 
     Args:
-        a: Acceptance rate.
-        draft: Time of the draft's one-token step.
-        verify: Time of a verifier's step with draft tokens, whatever their number.
-        plain: Time of the verifier's one-token step.
         min_draft_tokens: Draft tokens that the verifier waits for after a rejection. 0: it decodes one token at once.
         handshake: Time after each step of the verifier in which both stages stand still.
         lag: Time from a correction until the draft has received it. It is draft/2 on average where a running step is not
@@ -174,22 +156,18 @@ def two_stage(
     if min_draft_tokens > b:  # further verifications wait for their draft tokens, too
         b, waited = float(min_draft_tokens), (min_draft_tokens + 1.0) * draft - verify
     if a == 1.0:  # no token is ever rejected
-        return TwoStage(b + 1.0, verify + waited + s, 1.0)
+        return TwoStage(b + 1.0, verify + waited + s)
     further = 1.0 - a ** (b + 1)
     if min_draft_tokens > 0:
         q = a ** (min_draft_tokens + 1) / further
         return TwoStage(
             accepted_run(a, min_draft_tokens) + q * accepted_run(a, b),
             s + lag + min_draft_tokens * draft + verify + q * (verify + waited + s),
-            1.0 + q,
         )
     b0 = max((plain - lag) / draft - 1.0, 0.0)
     q = a * a ** (b0 + 1) / further
-    return TwoStage(
-        1.0 + a * accepted_run(a, b0) + q * accepted_run(a, b),
-        s + plain + a * (verify + s) + q * (verify + s),
-        a + q,
-    )
+    tokens = 1.0 + a * accepted_run(a, b0) + q * accepted_run(a, b)
+    return TwoStage(tokens, s + plain + a * (verify + s) + q * (verify + s))
 
 
 def chain_rate(
@@ -199,20 +177,11 @@ def chain_rate(
     plain: Sequence[float],
     *,
     min_draft_tokens: Sequence[int] | None = None,
-    handshake: float = 0.0,
 ) -> float:
     """Tokens per unit of time of K stages: each pair by :func:`two_stage`, with the upstream part of the chain as its draft.
 
     The recursion is the published one (section 3.3) over the generalised pair. It is optimistic for the same reasons, by 5 to 12 % in
     the chains of the docs page ``theory.md`` that wait for draft tokens. The perf model is exact where that matters.
-
-    Args:
-        acceptance: ``acceptance[i]`` is the acceptance rate between stages i and i + 1.
-        draft: Time of a step of stage 0.
-        verify: ``verify[i]`` is the time of a step with draft tokens of stage i + 1.
-        plain: ``plain[i]`` is the time of a one-token step of stage i + 1.
-        min_draft_tokens: One number per verifying stage. None: 0 for all.
-        handshake: As for :func:`two_stage`.
     """
     pairs = len(acceptance)
     if pairs == 0:
@@ -222,5 +191,5 @@ def chain_rate(
         same_length(name, values, pairs, "verifying stage")
     rate = 1.0 / positive(draft, "draft")
     for a, v, p, w in zip(acceptance, verify, plain, minimum, strict=True):
-        rate = two_stage(a, min(1.0 / rate, v, p), v, p, min_draft_tokens=w, handshake=handshake).rate
+        rate = two_stage(a, min(1.0 / rate, v, p), v, p, min_draft_tokens=w).rate
     return rate

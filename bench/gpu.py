@@ -7,6 +7,7 @@ result). A call that cannot be captured is timed alone and marked. Times are med
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -130,6 +131,7 @@ def measure_one(make: Maker, shape: Shape, dtype: torch.dtype, copies: int, repe
     return {"us": us, "captured": captured, "bytes": moved, "gb_per_s": moved / us / 1e3, "rivals": rivals}
 
 
+@functools.cache
 def compiled(function: Callable[..., object]) -> Callable[..., object]:
     """``torch.compile`` of a function, compiled for each shape separately."""
     torch._dynamo.config.recompile_limit = 1000

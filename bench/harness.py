@@ -54,7 +54,7 @@ class Benchmark:
 
     Attributes:
         name: In the results.
-        make: Of a device and ``quick``: makes the cases.
+        make: Of a device, ``quick``, a shape, a dtype and a number of copies: a case.
         axes: Headings of a shape.
         shapes: Of a device and ``quick``: the shapes to measure.
         dtypes: Of a device and ``quick``: the dtypes to measure.
@@ -62,21 +62,23 @@ class Benchmark:
     """
 
     name: str
-    make: Callable[[str, bool], Maker]
+    make: Callable[[str, bool, Shape, torch.dtype, int], KernelCase]
     axes: tuple[str, str, str] = ("B", "Q", "V")
     shapes: Callable[[str, bool], list[Shape]] = logits_shapes
     dtypes: Callable[[str, bool], list[torch.dtype]] = logits_dtypes
     input_bytes: Callable[[Shape, torch.dtype], int] = logits_bytes
 
 
-def rivals(device: str, quick: bool, eager: Callable[..., object]) -> dict[str, Callable[..., object]]:
-    """Eager torch, and its compiled form where that is measured."""
+def rivals(
+    device: str, quick: bool, eager: Callable[..., object], arguments: Callable[[int], tuple[Any, ...]]
+) -> dict[str, Call]:
+    """Eager torch, and its compiled form where that is measured, on the arguments of a copy."""
     found = {"eager": eager}
     if device == "cuda" and not quick:
         from bench.gpu import compiled
 
         found["compile"] = compiled(eager)
-    return found
+    return {name: lambda i, rival=rival: rival(*arguments(i)) for name, rival in found.items()}  # type: ignore[misc]
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:

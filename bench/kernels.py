@@ -9,6 +9,7 @@ status 1: a shape failed.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +45,7 @@ def run(benchmarks: Sequence[Benchmark], options: argparse.Namespace) -> int:
     results: list[dict[str, Any]] = []
     for benchmark in benchmarks:
         print(f"\n{benchmark.name}")
-        make = benchmark.make(options.device, options.quick)
+        make = functools.partial(benchmark.make, options.device, options.quick)
         shapes = benchmark.shapes(options.device, options.quick)
         for dtype in benchmark.dtypes(options.device, options.quick):
             what = shapes, dtype, benchmark.input_bytes, make

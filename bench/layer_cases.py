@@ -94,34 +94,31 @@ def flexible(lengths: Tensor, width: int, keys: int) -> Callable[[Tensor, Tensor
     return attention
 
 
-def make_attention(device: str, quick: bool):
-    def case(shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
-        batch, width, keys = shape
-        q = normal((copies, batch, width, HEADS, DIM), dtype, device).transpose(2, 3)
-        k, v = (normal((copies, batch, KV_HEADS, keys, DIM), dtype, device) for _ in range(2))
-        lengths = torch.full((batch,), keys - width, dtype=torch.int32, device=device)
-        mask = visible(lengths, width, keys)
-        out = torch.empty_like(q[0])
+def make_attention(device: str, quick: bool, shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
+    batch, width, keys = shape
+    q = normal((copies, batch, width, HEADS, DIM), dtype, device).transpose(2, 3)
+    k, v = (normal((copies, batch, KV_HEADS, keys, DIM), dtype, device) for _ in range(2))
+    lengths = torch.full((batch,), keys - width, dtype=torch.int32, device=device)
+    mask = visible(lengths, width, keys)
+    out = torch.empty_like(q[0])
 
-        def ours(i: int, invariant: bool = False) -> Tensor:
-            return ops.verify_attention(q[i], k[i], v[i], lengths, invariant=invariant, out=out)
+    def ours(i: int, invariant: bool = False) -> Tensor:
+        return ops.verify_attention(q[i], k[i], v[i], lengths, invariant=invariant, out=out)
 
-        rivals: dict[str, Call] = {
-            "sdpa": lambda i: masked(q[i], k[i], v[i], mask),
-            "gqa": lambda i: grouped(q[i], k[i], v[i], mask),
-            "invariant": lambda i: ours(i, invariant=True),
-        }
-        if width == 1:
-            rivals["unmasked"] = lambda i: grouped(q[i], k[i], v[i], None)
-        if device == "cuda" and not quick:
-            flex = flexible(lengths, width, keys)
-            rivals["flex"] = lambda i: flex(q[i], k[i], v[i])
-        if batch * keys <= MAX_CHECKED:
-            tolerance = 1e-4 if dtype is torch.float32 else 2e-2
-            torch.testing.assert_close(ours(0), masked(q[0], k[0], v[0], mask), rtol=tolerance, atol=tolerance)
-        return KernelCase(attention_bytes(shape, dtype), ours, rivals)
-
-    return case
+    others: dict[str, Call] = {
+        "sdpa": lambda i: masked(q[i], k[i], v[i], mask),
+        "gqa": lambda i: grouped(q[i], k[i], v[i], mask),
+        "invariant": lambda i: ours(i, invariant=True),
+    }
+    if width == 1:
+        others["unmasked"] = lambda i: grouped(q[i], k[i], v[i], None)
+    if device == "cuda" and not quick:
+        flex = flexible(lengths, width, keys)
+        others["flex"] = lambda i: flex(q[i], k[i], v[i])
+    if batch * keys <= MAX_CHECKED:
+        tolerance = 1e-4 if dtype is torch.float32 else 2e-2
+        torch.testing.assert_close(ours(0), masked(q[0], k[0], v[0], mask), rtol=tolerance, atol=tolerance)
+    return KernelCase(attention_bytes(shape, dtype), ours, others)
 
 
 # ---- keys and values, and the rest of a layer
@@ -207,9 +204,13 @@ of a column that are read or written."""
 def check_operation(call: Operation) -> None:
     """Check that both give the same. In 16 bits, a number may be rounded to its neighbour."""
     mine = [x.clone() for x in call(True)]
-    for ours, theirs in zip(mine, call(False), strict=True):
-        tolerance = 1e-5 if theirs.dtype is torch.float32 else 2e-2
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    for ours, expected in zip(mine, theirs(call), strict=True):
+        tolerance = 1e-5 if expected.dtype is torch.float32 else 2e-2
+        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+
+
+def theirs(call: Operation) -> tuple[Tensor, ...]:
+    return call(False)
 
 
 def operation(op: str) -> Benchmark:
@@ -218,19 +219,11 @@ def operation(op: str) -> Benchmark:
     def bytes_moved(shape: Shape, dtype: torch.dtype) -> int:
         return shape[0] * shape[1] * numbers * dtype.itemsize
 
-    def make(device: str, quick: bool):
-        others = rivals(device, quick, lambda call: call(False))
-
-        def case(shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
-            calls = [make_call(shape, dtype, device) for _ in range(copies)]
-            check_operation(calls[0])
-            return KernelCase(
-                bytes_moved(shape, dtype),
-                lambda i: calls[i](True),
-                {name: lambda i, rival=rival: rival(calls[i]) for name, rival in others.items()},
-            )
-
-        return case
+    def make(device: str, quick: bool, shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
+        calls = [make_call(shape, dtype, device) for _ in range(copies)]
+        check_operation(calls[0])
+        others = rivals(device, quick, theirs, lambda i: (calls[i],))
+        return KernelCase(bytes_moved(shape, dtype), lambda i: calls[i](True), others)
 
     def shapes(device: str, quick: bool) -> list[Shape]:
         return [(b, q, size or 4 * q) for b, q in rows_and_widths(device, quick)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from bench.harness import Benchmark, KernelCase, Shape, normal
+from bench.harness import Benchmark, Call, KernelCase, Shape, normal
 from pipespec_kernels.formats import FORMATS, QuantizedMatrix, quantize
 from pipespec_kernels.packed import PackedMatrix, matmul_reference
 
@@ -33,22 +33,16 @@ def product(name: str) -> Benchmark:
     def bytes_moved(shape: Shape, dtype: torch.dtype) -> int:
         return shape[2] * form.row_bytes(shape[1])
 
-    def make(device: str, quick: bool):
-        def case(shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
-            columns, inputs, outputs = shape
-            x = normal((columns, inputs), dtype, "cpu")
-            few = quantize(normal((64, inputs), torch.float32, "cpu") * 0.05, name)
-            assert torch.equal(PackedMatrix(few).matmul(x), matmul_reference(x, few))
-            matrix = QuantizedMatrix(form, few.data.repeat(outputs // 64, 1), (outputs, inputs))
-            packed = [PackedMatrix(matrix) for _ in range(copies)]
-            low, bfloat16 = x.bfloat16(), [normal((outputs, inputs), torch.bfloat16, "cpu") for _ in range(RIVALS)]
-            return KernelCase(
-                bytes_moved(shape, dtype),
-                lambda i: packed[i].matmul(x),
-                {"bfloat16": lambda i: F.linear(low, bfloat16[i % RIVALS])},
-            )
-
-        return case
+    def make(device: str, quick: bool, shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
+        columns, inputs, outputs = shape
+        x = normal((columns, inputs), dtype, "cpu")
+        few = quantize(normal((64, inputs), torch.float32, "cpu") * 0.05, name)
+        assert torch.equal(PackedMatrix(few).matmul(x), matmul_reference(x, few))
+        matrix = QuantizedMatrix(form, few.data.repeat(outputs // 64, 1), (outputs, inputs))
+        packed = [PackedMatrix(matrix) for _ in range(copies)]
+        low, bfloat16 = x.bfloat16(), [normal((outputs, inputs), torch.bfloat16, "cpu") for _ in range(RIVALS)]
+        others: dict[str, Call] = {"bfloat16": lambda i: F.linear(low, bfloat16[i % RIVALS])}
+        return KernelCase(bytes_moved(shape, dtype), lambda i: packed[i].matmul(x), others)
 
     return Benchmark(f"product_{name}", make, ("Q", "in", "out"), shapes, dtypes, bytes_moved)
 

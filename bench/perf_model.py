@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -91,15 +91,7 @@ class SimulatedPolicy:
 
 @dataclass(frozen=True)
 class StageCounts:
-    """Counters of one stage.
-
-    Attributes:
-        steps: Forwards.
-        drafted: Draft tokens that it verified.
-        accepted: Draft tokens that it accepted.
-        rollbacks: Number of rollbacks.
-        histogram: int64, ``histogram[n]`` steps appended n tokens.
-    """
+    """One stage: forwards, draft tokens that it verified and accepted, rollbacks, and the steps by the tokens that they appended (int64)."""
 
     steps: int
     drafted: int
@@ -121,11 +113,6 @@ class Simulation:
         """Tokens per second."""
         return self.tokens / self.seconds
 
-    @property
-    def tokens_per_step(self) -> float:
-        """Tokens per step of the target."""
-        return self.tokens / self.stages[-1].steps
-
 
 @dataclass(frozen=True)
 class Answers:
@@ -140,7 +127,7 @@ class Answers:
     """
 
     acceptance: Sequence[float] = ()
-    table: np.ndarray | None = field(default=None)
+    table: np.ndarray | None = None
 
     @staticmethod
     def from_bits(*right: np.ndarray, same_mistake: np.ndarray | None = None) -> Answers:

@@ -6,6 +6,7 @@ an exponential race. Bytes are those of the logits once, unless a case says othe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -58,28 +59,17 @@ def _implementation(device: str, batch: int, width: int) -> tuple[Any, dict[str,
     return ops, {}, lambda x, noise: ops.argmax(x) if noise is None else ops.sample(x, noise)
 
 
-def select_maker(sampled: bool):
+def make_select(sampled: bool, device: str, quick: bool, shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
     """A choice in every column, greedy or coupled."""
-
-    def make(device: str, quick: bool):
-        others = rivals(device, quick, _choice(device, sampled))
-
-        def case(shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
-            batch, width, _ = shape
-            logits = normal((copies, *shape), dtype, device)
-            noise = _noise(batch, device)
-            choose = _implementation(device, batch, width)[2]
-            scale = noise.inv_temperature
-            calls = {name: lambda i, rival=rival: rival(logits[i], scale) for name, rival in others.items()}
-            drawn = noise if sampled else None
-            return KernelCase(logits_bytes(shape, dtype), lambda i: choose(logits[i], drawn), calls)
-
-        return case
-
-    return make
+    batch, width, _ = shape
+    logits, noise = normal((copies, *shape), dtype, device), _noise(batch, device)
+    choose, drawn = _implementation(device, batch, width)[2], noise if sampled else None
+    calls = rivals(device, quick, _choice(device, sampled), lambda i: (logits[i], noise.inv_temperature))
+    return KernelCase(logits_bytes(shape, dtype), lambda i: choose(logits[i], drawn), calls)
 
 
-def eager_verify(choose: Callable[[Tensor, Tensor], Tensor]):
+@functools.cache
+def eager_verify(choose: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     """Verification in plain torch, for rows of full width in which all tokens but the first are draft tokens."""
 
     def verify(logits: Tensor, tokens: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,44 +81,31 @@ def eager_verify(choose: Callable[[Tensor, Tensor], Tensor]):
     return verify
 
 
-def verify_maker(coupled: bool):
+def make_verify(coupled: bool, device: str, quick: bool, shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
     """Verification with all draft tokens right, so that every row is read."""
+    batch, width, _ = shape
+    logits, scale = normal((copies, *shape), dtype, device), torch.ones(batch, device=device)
+    noise = _noise(batch, device) if coupled else None
+    tokens = torch.zeros((copies, batch, width), dtype=torch.int64, device=device)
+    lengths = _full_rows(batch, width, device)
+    run, space, choose = _implementation(device, batch, width)
 
-    def make(device: str, quick: bool):
-        others = rivals(device, quick, eager_verify(_choice(device, coupled)))
+    def ours(i: int) -> Any:
+        return run.verify(logits[i], tokens[i], *lengths, noise=noise, **space)
 
-        def case(shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
-            batch, width, _ = shape
-            logits = normal((copies, *shape), dtype, device)
-            scale = torch.ones(batch, device=device)
-            noise = _noise(batch, device) if coupled else None
-            tokens = torch.zeros((copies, batch, width), dtype=torch.int64, device=device)
-            lengths = _full_rows(batch, width, device)
-            run, space, choose = _implementation(device, batch, width)
-
-            def ours(i: int) -> Any:
-                return run.verify(logits[i], tokens[i], *lengths, noise=noise, **space)
-
-            for i in range(copies):
-                tokens[i, :, 1:] = choose(logits[i], noise)[:, :-1]
-            assert ours(0)[1].tolist() == [width - 1] * batch
-            calls = {name: lambda i, rival=rival: rival(logits[i], tokens[i], scale) for name, rival in others.items()}
-            return KernelCase(logits_bytes(shape, dtype), ours, calls)
-
-        return case
-
-    return make
+    for i in range(copies):
+        tokens[i, :, 1:] = choose(logits[i], noise)[:, :-1]
+    assert ours(0)[1].tolist() == [width - 1] * batch
+    eager = eager_verify(_choice(device, coupled))
+    calls = rivals(device, quick, eager, lambda i: (logits[i], tokens[i], scale))
+    return KernelCase(logits_bytes(shape, dtype), ours, calls)
 
 
 def eager_rejection(logits: Tensor, draft: Tensor, tokens: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
     """Rejection sampling in plain torch, for rows of full width in which all tokens but the first are draft tokens."""
     p = torch.softmax(logits.float() * scale[:, None, None], -1)
     q = torch.softmax(draft.float() * scale[:, None, None], -1)
-    draft_tokens = tokens[:, 1:, None]
-    p_draft_token, q_draft_token = (
-        p[:, :-1].gather(-1, draft_tokens)[..., 0],
-        q[:, :-1].gather(-1, draft_tokens)[..., 0],
-    )
+    p_draft_token, q_draft_token = (x[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0] for x in (p, q))
     accepted = (torch.rand_like(p_draft_token) * q_draft_token < p_draft_token).int().cumprod(1).sum(1)
     here = accepted[:, None, None].expand(-1, 1, p.shape[-1])
     residual = (p.gather(1, here) - q.gather(1, here)).clamp(min=0)[:, 0]
@@ -156,41 +133,36 @@ def flashinfer_chain() -> Callable[..., object] | None:
     return chain
 
 
-def make_rejection(device: str, quick: bool):
+def make_rejection(device: str, quick: bool, shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
     """Rejection sampling with a drawn draft token in every column but the first.
 
     FlashInfer's ``chain_speculative_sampling`` is a rival where it is installed. Bytes: both models' rows of all draft tokens once, and the pair of
     rows that is drawn from, once more.
     """
-    others = rivals(device, quick, eager_rejection)
+    batch, width, vocab = shape
+    logits = normal((copies, *shape), dtype, device)
+    draft = normal((copies, *shape), dtype, device).add_(logits)
+    noise = _noise(batch, device)
+    # Draft tokens as the draft draws them, so that they are accepted as often as in a run.
+    drawing = _noise(batch, device, stream=DRAFT)
+    tokens = torch.zeros((copies, batch, width), dtype=torch.int64, device=device)
+    for i in range(copies):
+        tokens[i, :, 1:] = ops.sample(draft[i], drawing)[:, :-1]
+    lengths = _full_rows(batch, width, device)
+    run, space, _ = _implementation(device, batch, width)
+
+    def ours(i: int) -> object:
+        return run.rejection_sample(logits[i], tokens[i], *lengths, draft[i], noise, **space)
+
+    def arguments(i: int) -> tuple[Tensor, ...]:
+        return logits[i], draft[i], tokens[i], noise.inv_temperature
+
+    calls = rivals(device, quick, eager_rejection, arguments)
     chain = flashinfer_chain() if device == "cuda" else None
     if chain is not None:
-        others["flashinfer"] = chain
-
-    def case(shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
-        batch, width, vocab = shape
-        logits = normal((copies, *shape), dtype, device)
-        draft = normal((copies, *shape), dtype, device).add_(logits)
-        noise = _noise(batch, device)
-        # Draft tokens as the draft draws them, so that they are accepted as often as in a run.
-        drawing = _noise(batch, device, stream=DRAFT)
-        tokens = torch.zeros((copies, batch, width), dtype=torch.int64, device=device)
-        for i in range(copies):
-            tokens[i, :, 1:] = ops.sample(draft[i], drawing)[:, :-1]
-        lengths = _full_rows(batch, width, device)
-        run, space, _ = _implementation(device, batch, width)
-
-        def ours(i: int) -> object:
-            return run.rejection_sample(logits[i], tokens[i], *lengths, draft[i], noise, **space)
-
-        calls = {
-            name: lambda i, rival=rival: rival(logits[i], draft[i], tokens[i], noise.inv_temperature)
-            for name, rival in others.items()
-            if width > 1
-        }
-        return KernelCase(batch * (2 * (width - 1) + 2) * vocab * dtype.itemsize, ours, calls)
-
-    return case
+        calls["flashinfer"] = lambda i: chain(*arguments(i))
+    nbytes = batch * (2 * (width - 1) + 2) * vocab * dtype.itemsize
+    return KernelCase(nbytes, ours, calls if width > 1 else {})
 
 
 TOP_K, TOP_P, TOP_N = 50, 0.9, 5
@@ -205,29 +177,20 @@ def eager_cutoff(logits: Tensor, scale: Tensor) -> Tensor:
     return x.gather(-1, last)[..., 0]
 
 
-def make_cutoff(device: str, quick: bool):
+def make_cutoff(device: str, quick: bool, shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
     """The threshold of top-k and top-p together. What the search reads again comes from a cache and does not count."""
-    others = rivals(device, quick, eager_cutoff)
+    logits = normal((copies, *shape), dtype, device).mul_(3)
+    scale, out = torch.ones(shape[0], device=device), torch.empty(shape[:2], device=device)
+    cutoff, k, p = ops.cutoff, TOP_K, TOP_P
+    if device == "cuda":
+        from pipespec_kernels.triton import cutoff
 
-    def case(shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
-        batch = shape[0]
-        logits = normal((copies, *shape), dtype, device).mul_(3)
-        scale = torch.ones(batch, device=device)
-        out = torch.empty(shape[:2], device=device)
-        if device == "cuda":
-            from pipespec_kernels.triton import cutoff
-
-            k = torch.full((batch,), TOP_K, dtype=torch.int32, device=device)
-            p = torch.full((batch,), TOP_P, device=device)
-        else:
-            cutoff, k, p = ops.cutoff, TOP_K, TOP_P
-        return KernelCase(
-            logits_bytes(shape, dtype),
-            lambda i: cutoff(logits[i], inv_temperature=scale, top_k=k, top_p=p, out=out),
-            {name: lambda i, rival=rival: rival(logits[i], scale) for name, rival in others.items()},
-        )
-
-    return case
+        k, p = torch.full_like(scale, TOP_K, dtype=torch.int32), torch.full_like(scale, TOP_P)
+    return KernelCase(
+        logits_bytes(shape, dtype),
+        lambda i: cutoff(logits[i], inv_temperature=scale, top_k=k, top_p=p, out=out),
+        rivals(device, quick, eager_cutoff, lambda i: (logits[i], scale)),
+    )
 
 
 def eager_logprobs(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,29 +199,24 @@ def eager_logprobs(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return every.gather(-1, ids[..., None])[..., 0], top_ids, top
 
 
-def make_logprobs(device: str, quick: bool):
+def make_logprobs(device: str, quick: bool, shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
     """Log-probabilities of one token per column and of the likeliest ones."""
-    others = rivals(device, quick, eager_logprobs)
-
-    def case(shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
-        batch, width, vocab = shape
-        logits = normal((copies, *shape), dtype, device).mul_(3)
-        ids = torch.randint(vocab, (batch, width), device=device)
-        selected, lengths = ids.int(), _full_rows(batch, width, device)
-        return KernelCase(
-            logits_bytes(shape, dtype),
-            lambda i: ops.logprobs(logits[i], selected, *lengths, top_n=TOP_N),
-            {name: lambda i, rival=rival: rival(logits[i], ids) for name, rival in others.items()},
-        )
-
-    return case
+    batch, width, vocab = shape
+    logits = normal((copies, *shape), dtype, device).mul_(3)
+    ids = torch.randint(vocab, (batch, width), device=device)
+    selected, lengths = ids.int(), _full_rows(batch, width, device)
+    return KernelCase(
+        logits_bytes(shape, dtype),
+        lambda i: ops.logprobs(logits[i], selected, *lengths, top_n=TOP_N),
+        rivals(device, quick, eager_logprobs, lambda i: (logits[i], ids)),
+    )
 
 
 BENCHMARKS = [
-    Benchmark("argmax", select_maker(False)),
-    Benchmark("sample", select_maker(True)),
-    Benchmark("verify greedy", verify_maker(False)),
-    Benchmark("verify coupled", verify_maker(True)),
+    Benchmark("argmax", functools.partial(make_select, False)),
+    Benchmark("sample", functools.partial(make_select, True)),
+    Benchmark("verify greedy", functools.partial(make_verify, False)),
+    Benchmark("verify coupled", functools.partial(make_verify, True)),
     Benchmark("rejection_sample", make_rejection, input_bytes=lambda shape, dtype: 2 * logits_bytes(shape, dtype)),
     Benchmark("cutoff", make_cutoff),
     Benchmark("logprobs", make_logprobs),

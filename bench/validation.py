@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
 
@@ -25,11 +24,7 @@ def positive(value: float, name: str) -> float:
 
 def all_positive(values: Sequence[float] | np.ndarray, name: str) -> list[float]:
     """:func:`positive` of each value."""
-    found = np.asarray(values, dtype=np.float64)
-    wrong = ~(np.isfinite(found) & (found > 0))
-    if wrong.any():
-        positive(float(found[wrong][0]), name)
-    return cast(list[float], found.tolist())
+    return [positive(value, name) for value in np.asarray(values, dtype=np.float64).tolist()]
 
 
 def non_negative(value: float, name: str) -> float:
