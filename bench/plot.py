@@ -16,10 +16,9 @@ import json
 import math
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,16 +30,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#888888", "#e69f00", "#56b4e9", "#5b3c88", "#000000")
-"""Colours of curves, by Okabe and Ito: readers with any form of colour blindness tell them apart. The fifth is grey, for references."""
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5b3c88", "#000000")
+"""Colours of curves, by Okabe and Ito: readers with any form of colour blindness tell them apart."""
 OURS, OTHERS, LOSS = "#0072b2", "#c9c9c9", "#d55e00"
 """Colours of bars."""
 
 MODELS = {"q15": "Qwen2.5-Coder-1.5B-Instruct"}
 """Names of the models in the files of ``bench.bench_real``."""
 
-MAX_CURVES = 8
-"""Systems in one panel; more colours cannot be told apart."""
+MAX_CURVES = len(COLOURS)
+"""Systems in one panel."""
 
 
 def _figure(title: str, width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
@@ -103,16 +102,12 @@ def chart(title: str, panels: Sequence[Panel], note: str = "") -> str:
         for s in panel.series:
             line = "none" if s.marks and not s.joined else "--" if s.dashed else "-"
             style = {"ls": line, "marker": "o" if s.marks else "", "drawstyle": "steps-post" if s.steps else "default"}
-            ax.plot(s.x, s.y, ms=4, color=_colour(s.colour), label=s.name, **style)
+            ax.plot(s.x, s.y, ms=4, color=COLOURS[s.colour % len(COLOURS)], label=s.name, **style)
         ax.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label, ylim=(0.0, panel.y_high))
         ax.grid(axis="y", color="#dddddd")
         ax.spines[["top", "right"]].set_visible(False)
         ax.legend(loc="upper left", bbox_to_anchor=(0.0, -0.16), frameon=False)
     return svg(figure, note)
-
-
-def _colour(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]
 
 
 @dataclass(frozen=True)
@@ -208,7 +203,7 @@ def sweeps(run: Run, dataset: str) -> str:
         best = {name: sorted(dict(sorted(points)).items()) for name, points in groups.items()}
         varied = {name: points for name, points in best.items() if len(points) > 1}
         series = [
-            Series(name, *zip(*points, strict=True), i + (i > 3), marks=True, joined=True)  # type: ignore[misc]
+            Series(name, *zip(*points, strict=True), i, marks=True, joined=True)  # type: ignore[misc]
             for i, (name, points) in enumerate(list(varied.items())[:MAX_CURVES])
         ]
         if series:
@@ -220,13 +215,10 @@ def accepted(run: Run, dataset: str) -> str:
     """The share of the target's steps by accepted draft tokens."""
     series = []
     for system, texts in run.texts(dataset):
-        counts: Counter[int] = Counter()
-        for text in texts:
-            counts.update(dict(enumerate(text.stages[-1].histogram)))
-        if total := counts.total():
-            shares = [counts[j] / total for j in range(max(counts) + 1)]
-            at = len(series)
-            series.append(Series(system.label, range(len(shares)), shares, at + (at > 3), marks=True, joined=True))
+        counts = [sum(same) for same in zip_longest(*(text.stages[-1].histogram for text in texts), fillvalue=0)]
+        if any(counts):
+            shares = [count / sum(counts) for count in counts]
+            series.append(Series(system.label, range(len(shares)), shares, len(series), marks=True, joined=True))
     panel = Panel(series[:MAX_CURVES], "", "accepted draft tokens of a step", "share of the target's steps")
     return chart(f"Accepted draft tokens on {dataset}", [panel])
 
@@ -235,10 +227,9 @@ def over_time(run: Run, dataset: str) -> str:
     """Tokens of the first sample over time, and the distribution of the time per token."""
     growth, times = [], []
     for i, (system, texts) in enumerate(list(run.texts(dataset))[:MAX_CURVES]):
-        colour = i + (i > 3)
         if texts[0].commits:
             at, tokens = zip((0.0, 0), *texts[0].commits, strict=True)
-            growth.append(Series(system.label, at, tokens, colour, steps=True))
+            growth.append(Series(system.label, at, tokens, i, steps=True))
         gaps = sorted(
             1e3 * (b[0] - a[0]) / (b[1] - a[1])
             for text in texts
@@ -246,7 +237,7 @@ def over_time(run: Run, dataset: str) -> str:
             for _ in range(b[1] - a[1])
         )
         if gaps:
-            times.append(Series(system.label, gaps, [(j + 1) / len(gaps) for j in range(len(gaps))], colour))
+            times.append(Series(system.label, gaps, [(j + 1) / len(gaps) for j in range(len(gaps))], i))
     panels = [
         Panel(growth, "one text", "s", "new tokens"),
         Panel(times, "all texts", "ms per token, at most", "share of the tokens", 1.0),
@@ -254,7 +245,7 @@ def over_time(run: Run, dataset: str) -> str:
     return chart(f"Tokens over time on {dataset}", [p for p in panels if p.series])
 
 
-PHASES = ("prefill", "draft", "stages", "verify", "other")
+PHASES = ("draft", "stages", "verify", "other")
 
 
 def cycles(run: Run, dataset: str) -> str:
@@ -264,7 +255,7 @@ def cycles(run: Run, dataset: str) -> str:
         raise ValueError("no system has cycles")
     figure, (ax,) = _figure(f"SPD on {dataset}: parts of a cycle", 8.0, 1.2 + 0.3 * len(rows))
     left = [0.0] * len(rows)
-    for i, phase in enumerate(PHASES[1:]):
+    for i, phase in enumerate(PHASES):
         lengths = [
             1e3 * sum((t.phases or {}).get(phase, 0.0) for t in texts) / sum(t.cycles or 0 for t in texts)
             for _, texts in rows

@@ -24,6 +24,7 @@ from bench.plot import Panel, Series, chart
 from pipespec.spd import law
 
 _REPLICAS = 8
+ACCEPTANCE = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,9 @@ class Comparison:
     def noise(self) -> float:
         return self.standard_error / self.simulated
 
+    def cells(self, digits: int) -> tuple[str, str, str]:
+        return f"{self.formula:.3f}", f"{self.simulated:.3f}", f"{self.error:+.{digits}%}"
+
 
 def _compare(setting: dict[str, float], formula: float, rates: Iterable[float]) -> Comparison:
     values = np.fromiter(rates, float)
@@ -51,30 +55,19 @@ def _compare(setting: dict[str, float], formula: float, rates: Iterable[float]) 
 
 
 def _two_stage_rates(
-    a: float,
-    draft: float,
-    verify: float,
-    plain: float,
-    min_draft_tokens: int,
-    handshake: float,
-    ideal: bool,
-    tokens: int,
+    a: float, verify: float, plain: float, minimum: int, tokens: int, *, handshake: float = 0.0, ideal: bool = False
 ) -> Iterable[float]:
-    """Tokens per unit of time of the engine's protocol. ``ideal``: a corrected draft drops its step, as the formulas assume."""
+    """Tokens per step of the draft by the engine's protocol. ``ideal``: a corrected draft drops its step, as the formulas assume."""
     # It never binds: it counts the tokens under verification, and those that pile up behind them.
-    lookahead = 2 * int(verify / draft) + 8
-    policy = SimulatedPolicy(
-        lookahead=lookahead, width=2 * lookahead, min_draft_tokens=min_draft_tokens, patience=float("inf")
-    )
-    stages = [StageModel(draft), StageModel([plain, verify])]
+    lookahead = 2 * int(verify) + 8
+    policy = SimulatedPolicy(lookahead, minimum, patience=float("inf"), width=2 * lookahead)
+    stages = [StageModel(1.0), StageModel([plain, verify])]
     # Each setting has as many rejections as one with acceptance .8, because rejections dominate the noise.
     tokens = int(tokens * max(1.0, 0.2 / (1.0 - a)))
     # Different seeds per setting keep the errors of neighbours in a grid independent.
-    first = crc32(repr((a, draft, verify, plain, min_draft_tokens, handshake)).encode())
-    for seed in range(first, first + _REPLICAS):
-        yield simulate(
-            "asynchronous", stages, [a], tokens, policy=policy, handshake_s=handshake, preempt=ideal, seed=seed
-        ).rate
+    first = crc32(repr((a, 1.0, verify, plain, minimum, handshake)).encode())
+    given = {"policy": policy, "handshake_s": handshake, "preempt": ideal}
+    return (simulate("asynchronous", stages, [a], tokens, seed=first + i, **given).rate for i in range(_REPLICAS))
 
 
 def published_grid(tokens: int) -> list[Comparison]:
@@ -83,24 +76,25 @@ def published_grid(tokens: int) -> list[Comparison]:
         _compare(
             {"a": a, "c": c},
             closed_form.published_speedup(a, c),
-            (r * c for r in _two_stage_rates(a, 1.0, c, c, 0, 0.0, True, tokens)),
+            (r * c for r in _two_stage_rates(a, c, c, 0, tokens, ideal=True)),
         )
-        for a, c in product((0.3, 0.5, 0.7, 0.8, 0.9, 0.95), (2, 5, 10, 20))
+        for a, c in product(ACCEPTANCE, (2, 5, 10, 20))
     ]
 
 
-def generalised_grid(tokens: int, acceptance: Sequence[float] = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)) -> list[Comparison]:
+def generalised_grid(tokens: int, acceptance: Sequence[float] = ACCEPTANCE) -> list[Comparison]:
     """The generalised form with a draft that is corrected at once: whole ratios, verify/plain 1 to 3.5, minimum, handshake."""
     out = []
     for a, c, ratio, w, s in product(acceptance, (4, 10, 20), (1, 1.5, 3.5), (0, 1, 2, 4, 6), (0.0, 0.5)):
         if w <= c * ratio - 1:
             setting = {"a": a, "c": c, "ratio": ratio, "min_draft_tokens": w, "handshake": s}
             formula = closed_form.two_stage(a, 1.0, c * ratio, c, min_draft_tokens=w, handshake=s).rate
-            out.append(_compare(setting, formula, _two_stage_rates(a, 1.0, c * ratio, c, w, s, True, tokens)))
+            rates = _two_stage_rates(a, c * ratio, c, w, tokens, handshake=s, ideal=True)
+            out.append(_compare(setting, formula, rates))
     return out
 
 
-def protocol_grid(tokens: int, acceptance: Sequence[float] = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)) -> list[Comparison]:
+def protocol_grid(tokens: int, acceptance: Sequence[float] = ACCEPTANCE) -> list[Comparison]:
     """The generalised form with lag = draft/2 against the protocol of the engine: steps run to their end, ratios are not whole.
 
     Each value is a mean over four ratios around c. With a single ratio the draft and the verifier keep a fixed phase.
@@ -112,7 +106,7 @@ def protocol_grid(tokens: int, acceptance: Sequence[float] = (0.3, 0.5, 0.7, 0.8
         formulas, rates = [], []
         for p in (c + 0.13, c + 0.37, c + 0.61, c + 0.83):
             formulas.append(closed_form.two_stage(a, 1.0, p * ratio, p, min_draft_tokens=w, lag=0.5).rate * p)
-            rates.append([r * p for r in _two_stage_rates(a, 1.0, p * ratio, p, w, 0.0, False, tokens // 4)])
+            rates.append([r * p for r in _two_stage_rates(a, p * ratio, p, w, tokens // 4)])
         setting = {"a": a, "c": c, "ratio": ratio, "min_draft_tokens": w}
         out.append(_compare(setting, float(np.mean(formulas)), np.mean(rates, axis=0)))
     return out
@@ -126,18 +120,18 @@ def chain_grid(tokens: int) -> list[tuple[Comparison, Comparison]]:
     out = []
     stages = [StageModel(1.0), StageModel(5.0), StageModel(25.0)]
     for pair in ((0.5, 0.5), (0.6, 0.8), (0.8, 0.6), (0.8, 0.8), (0.9, 0.9)):
-        both = []
-        for minimum, formula in (
-            ((0, 0), closed_form.published_chain_speedup(pair, (5, 5))),
-            ((2, 4), 25 * closed_form.chain_rate(pair, 1.0, (5, 25), (5, 25), min_draft_tokens=(2, 4))),
-        ):
-            policy = SimulatedPolicy(lookahead=60, width=120, min_draft_tokens=minimum, patience=float("inf"))
-            rates = (
-                25 * simulate("asynchronous", stages, pair, tokens, policy=policy, preempt=True, seed=seed).rate
-                for seed in range(_REPLICAS)
+
+        def compared(minimum: tuple[int, int], formula: float, pair: tuple[float, float] = pair) -> Comparison:
+            policy = SimulatedPolicy(60, minimum, patience=float("inf"), width=120)
+            runs = (
+                simulate("asynchronous", stages, pair, tokens, policy=policy, preempt=True, seed=i)
+                for i in range(_REPLICAS)
             )
-            both.append(_compare({"a01": pair[0], "a12": pair[1]}, formula, rates))
-        out.append((both[0], both[1]))
+            return _compare({"a01": pair[0], "a12": pair[1]}, formula, (25 * run.rate for run in runs))
+
+        generalised = 25 * closed_form.chain_rate(pair, 1.0, (5, 25), (5, 25), min_draft_tokens=(2, 4))
+        published = closed_form.published_chain_speedup(pair, (5, 5))
+        out.append((compared((0, 0), published), compared((2, 4), generalised)))
     return out
 
 
@@ -149,7 +143,7 @@ def spd_grid(tokens: int) -> list[Comparison]:
             law.spd_tokens_per_cycle(a, n),
             (simulate_spd([1.0] * n, a, tokens, seed=seed).rate for seed in range(_REPLICAS)),
         )
-        for a, n in product((0.3, 0.5, 0.7, 0.8, 0.9, 0.95), (2, 4, 8, 16))
+        for a, n in product(ACCEPTANCE, (2, 4, 8, 16))
     ]
 
 
@@ -188,11 +182,11 @@ def error_tables(tokens: int) -> dict[str, str]:
         ),
         "published": markdown_table(
             ["a", "c", "formula", "simulated", "error"],
-            [[*(f"{v:g}" for v in r.setting.values()), *_compared(r, 2)] for r in published],
+            [[*(f"{v:g}" for v in r.setting.values()), *r.cells(2)] for r in published],
         ),
         "chains": markdown_table(
             ["a01", "a12", "published", "simulated", "error", "generalised", "simulated", "error"],
-            [[*(f"{v:g}" for v in p.setting.values()), *_compared(p, 1), *_compared(g, 1)] for p, g in chains],
+            [[*(f"{v:g}" for v in p.setting.values()), *p.cells(1), *g.cells(1)] for p, g in chains],
         ),
         "crossover": markdown_table(
             ["c", *map(str, crossover)],
@@ -209,26 +203,28 @@ def error_tables(tokens: int) -> dict[str, str]:
     }
 
 
-def _compared(row: Comparison, digits: int) -> tuple[str, str, str]:
-    return f"{row.formula:.3f}", f"{row.simulated:.3f}", f"{row.error:+.{digits}%}"
-
-
 def figures(tokens: int) -> dict[str, str]:
     """SVG by file name."""
-    grid, marks, c = np.linspace(0.3, 0.97, 68), (0.3, 0.5, 0.7, 0.8, 0.9, 0.95), 10.0
+    grid, c = np.linspace(0.3, 0.97, 68), 10.0
 
     def simulated(min_draft_tokens: int, a: float) -> float:
-        return float(np.mean([c * r for r in _two_stage_rates(a, 1.0, c, c, min_draft_tokens, 0.0, False, tokens)]))
+        return float(np.mean([c * r for r in _two_stage_rates(a, c, c, min_draft_tokens, tokens)]))
 
     def best(a: float) -> tuple[int, float]:
         return bounds.best_min_draft_tokens(a, 1.0, c, c, most=9)
 
     curves = [
         Series("published form", grid, [closed_form.published_speedup(a, c) for a in grid]),
-        Series("workers, no minimum (simulated)", marks, [simulated(0, a) for a in marks], marks=True),
+        Series("workers, no minimum (simulated)", ACCEPTANCE, [simulated(0, a) for a in ACCEPTANCE], marks=True),
         Series("best lockstep", grid, [bounds.best_lockstep(a, c)[1] for a in grid], 1, dashed=True),
         Series("generalised, best minimum", grid, [c * best(a)[1] for a in grid], 2),
-        Series("workers, that minimum (simulated)", marks, [simulated(best(a)[0], a) for a in marks], 2, marks=True),
+        Series(
+            "workers, that minimum (simulated)",
+            ACCEPTANCE,
+            [simulated(best(a)[0], a) for a in ACCEPTANCE],
+            2,
+            marks=True,
+        ),
     ]
     speedups = chart(
         "Two stages, draft ten times as fast, verification as cheap as a plain step",
