@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,25 +137,6 @@ class CompileCase:
     types: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class CompileReport:
-    name: str
-    arch: int
-    dtype: str
-    block: int
-    warps: int
-    registers: int
-    spilled: int
-    shared: int
-    instructions: int
-    loop_per_logit: float | None
-    all_per_logit: float | None
-    per_logit_budget: float | None
-    instruction_budget: int | None
-    tickets: int
-    failures: list[str]
-
-
 def cases() -> Iterator[CompileCase]:
     small = choose_config(5, VOCAB, MULTIPROCESSORS, busy=False)
     wide = choose_config(ROWS, VOCAB, MULTIPROCESSORS, busy=False)
@@ -215,17 +196,11 @@ def kv_cases() -> Iterator[CompileCase]:
 
     def attention(dtype: str, dim: int, invariant: bool, width: int, how: str = "") -> CompileCase:
         cut = tiling(width * 4, dim, BYTES[dtype], invariant)
-        constants = {
-            "DIM": dim,
-            "SPAN": cut.span,
-            "BLOCK_M": cut.block_m,
-            "BLOCK_N": cut.block_n,
-            "SPANS": cut.combined,
-        }
+        constants = {"DIM": dim, "SPAN": cut.span, "SPANS": cut.combined} | heads
+        constants |= {"BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "BLOCK_D": triton.next_power_of_2(dim)}
         constants |= {"DIRECT": how == "whole", "COMBINES": how in ("", "window, capped") and width * 4 <= ONE_LAUNCH}
         constants |= {"WINDOWED": "window" in how, "CAPPED": "capped" in how}
         name = ", ".join(filter(None, (f"attention, D={dim}, M={cut.block_m}", "invariant" if invariant else "", how)))
-        constants |= heads | {"BLOCK_D": triton.next_power_of_2(dim)}
         return CompileCase(
             name, attention_kernel, dtype, None, constants, None, cut.warps, cut.stages, fused=not cut.span
         )
@@ -270,14 +245,8 @@ def layer_cases() -> Iterator[CompileCase]:
         yield CompileCase(f"silu_mul, {name}", silu_mul_kernel, "bf16", None, constants, None, 4, 3, most, False)
 
     def rope(dtype: str, dim: int, rotary: int, most: int, norm: bool = False, positions: bool = False) -> CompileCase:
-        constants = {
-            "HAS_NEW": True,
-            "HAS_POSITIONS": positions,
-            "HAS_NORM": norm,
-            "ONE_PLUS": False,
-            "HEADS_Q": 32,
-            "HEADS": 8,
-        }
+        constants = {"HAS_NEW": True, "HAS_POSITIONS": positions, "HAS_NORM": norm, "ONE_PLUS": False}
+        constants |= {"HEADS_Q": 32, "HEADS": 8}
         constants |= {"DIM": dim, "ROTARY": rotary} | rope_tile(dim, rotary)
         name = f"rope_append, D={dim}{'' if rotary == dim else f', R={rotary}'}{', norms' if norm else ''}"
         return CompileCase(name, rope_append_kernel, dtype, None, constants, None, 4, 3, most, False)
@@ -300,7 +269,7 @@ def dependent_cases() -> Iterator[CompileCase]:
             yield replace(case, name=f"{case.name}, PDL", constants=case.constants | {"PDL": True})
 
 
-def compile_case(case: CompileCase, arch: int, tighten: float = 1.0) -> CompileReport:
+def compile_case(case: CompileCase, arch: int, tighten: float = 1.0) -> dict[str, Any]:
     constants = {"PDL": False} | case.constants | ({} if case.config is None else {"BLOCK": case.config.block})
     warps = case.warps if case.config is None else case.config.warps
     signature, attributes = {}, {}
@@ -330,7 +299,7 @@ def compile_case(case: CompileCase, arch: int, tighten: float = 1.0) -> CompileR
         "name": case.name,
         "arch": arch,
         "dtype": case.dtype,
-        "block": constants["BLOCK"] if "BLOCK" in constants else constants.get("BLOCK_N", constants.get("BLOCK_D")),
+        "block": next(constants[key] for key in ("BLOCK", "BLOCK_N", "BLOCK_D") if key in constants),
         "warps": warps,
         "registers": usage["REG"],
         "spilled": usage["LOCAL"] + usage["STACK"],
@@ -363,7 +332,7 @@ def compile_case(case: CompileCase, arch: int, tighten: float = 1.0) -> CompileR
         failures.append("a product and a sum were fused: not the host's bits")
     if case.per_logit is not None and loop_per_logit is not None and loop_per_logit > case.per_logit * tighten:
         failures.append(f"{loop_per_logit:.1f} instructions per logit, budget {case.per_logit * tighten:g}")
-    return CompileReport(**report, failures=failures)
+    return report | {"failures": failures}
 
 
 def ordering_faults(ptx: str) -> list[str]:
@@ -395,10 +364,6 @@ def dependency_faults(ptx: str, dependent: bool) -> list[str]:
         "the next launch is never let in": "griddepcontrol.launch_dependents;" not in "".join(behind),
     }
     return [fault for fault, found in rules.items() if found]
-
-
-def number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
 
 
 def disassemble(cubin: bytes) -> tuple[list[tuple[int, str]], dict[str, int]]:
@@ -446,6 +411,13 @@ def loaded_bytes(instruction: str) -> int:
     return 4
 
 
+LINE = (
+    "{name:42}{dtype:6}{arch:>4}{block:>7}{warps:>6}{registers:>6}{spilled:>7}{shared:>8}{instructions:>8}"
+    "{loop:>8}{budget:>8}{all:>7}"
+)
+"""A row of the table."""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compiles the Triton kernels ahead of time and holds them to budgets.")
     parser.add_argument("--arch", type=int, action="append", choices=ARCHS + SMALL_ARCHS, help="default: all")
@@ -459,9 +431,8 @@ def main() -> int:
         return 2
 
     print(f"triton {triton.__version__}; instructions per logit: of the loop (budget), and all at B=16 Q=5 V={VOCAB}")
-    print(
-        f"{'':42}{'':6}{'arch':>4}{'block':>7}{'warps':>6}{'regs':>6}{'spill':>7}{'shared':>8}{'instrs':>8}{'loop':>8}{'budget':>8}{'all':>7}"
-    )
+    heads = {"name": "", "dtype": "", "registers": "regs", "spilled": "spill", "instructions": "instrs"}
+    print(LINE.format_map({name: heads.get(name, name) for name in re.findall(r"\{(\w+)", LINE)}))
     reports = []
     for case in [*cases(), *dependent_cases()]:
         if not case.name.startswith(tuple(options.kernel)):
@@ -474,16 +445,12 @@ def main() -> int:
                 continue
             r = compile_case(case, arch, options.tighten)
             reports.append(r)
-            budget = "-" if r.per_logit_budget is None else f"{r.per_logit_budget * options.tighten:g}"
-            print(
-                f"{r.name:42}{r.dtype:6}{r.arch:4}{r.block:7}{r.warps:6}{r.registers:6}{r.spilled:7}{r.shared:8}{r.instructions:8}"
-                f"{number(r.loop_per_logit):>8}{budget:>8}{number(r.all_per_logit):>7}{'  FAILED: ' if r.failures else ''}{', '.join(r.failures)}",
-                flush=True,
-            )
-    save(
-        options.json, {"triton": triton.__version__, "spilled": SPILLED_BYTES, "reports": [asdict(r) for r in reports]}
-    )
-    return 1 if any(r.failures for r in reports) else 0
+            loop, every = ("-" if r[key] is None else f"{r[key]:.1f}" for key in ("loop_per_logit", "all_per_logit"))
+            budget = "-" if case.per_logit is None else f"{case.per_logit * options.tighten:g}"
+            failed = f"  FAILED: {', '.join(r['failures'])}" if r["failures"] else ""
+            print(LINE.format(**r | {"loop": loop, "budget": budget, "all": every}) + failed, flush=True)
+    save(options.json, {"triton": triton.__version__, "spilled": SPILLED_BYTES, "reports": reports})
+    return 1 if any(r["failures"] for r in reports) else 0
 
 
 if __name__ == "__main__":

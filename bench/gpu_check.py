@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -91,6 +92,9 @@ class Part:
         return "pytest" in self.command
 
 
+SMOKE = ("-m", "bench.gpu_smoke", "--json", "{file}")
+
+
 def _tests(name: str, marked: str, paths: Sequence[str], seconds: int, *, processes: int, **more: Any) -> Part:
     plugins: tuple[str, ...] = ()
     if find_spec("xdist") and processes > 1:
@@ -115,17 +119,13 @@ def _kernels(seconds: int, *options: str) -> Part:
     return Part("kernels", command, seconds, required=False, call="figures")
 
 
-def _smoke(seconds: int, *options: str) -> Part:
-    return Part("smoke", ("-m", "bench.gpu_smoke", "--json", "{file}", *options), seconds, call="")
-
-
 def parts_of(dry: bool) -> tuple[Part, ...]:
     """The parts, on the GPU or for a dry run."""
     if dry:
         sizes = ("--prompt-tokens", "8", "--new-tokens", "12", "--repeats", "1", "--threads", "1", "--dtype", "float32")
         few = ("tests/kernels/test_noise.py", "tests/kernels/test_argmax.py")
         return (
-            _smoke(300, "--dry-run"),
+            Part("smoke", (*SMOKE, "--dry-run"), 300, call=""),
             _tests("tests", "not gpu", few, 300, processes=2),
             _generations("1B -> 8B", ("tiny-small", "tiny-target"), ROWS, 120, *sizes, "--uncalibrated"),
             _generations("compiled", ("tiny-small",), ("static",), 120, *sizes, "--uncalibrated", "--seconds", "inf"),
@@ -136,7 +136,7 @@ def parts_of(dry: bool) -> tuple[Part, ...]:
     marked = "gpu and not sanitizer"
     processes = max(1, min(12, _cores() - 2))  # one core each for the launcher's threads and the check itself
     return (
-        _smoke(45),
+        Part("smoke", SMOKE, 45, call=""),
         _tests("tests", marked, (*BY_RISK, *GPU_TESTS), 180, processes=processes),
         _tests("device", "not gpu", DEVICE_TESTS, 200, processes=processes, variables=ON_DEVICE),
         _tests("memcheck", "gpu and sanitizer", GPU_TESTS[:1], 80, processes=1, required=False),
@@ -198,21 +198,14 @@ def results_of(part: Part, file: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
         text = file.read_text(encoding="utf-8")
         if not part.is_tests:
-            found: dict[str, Any] = json.loads(text)
-            return found
+            return dict(json.loads(text))
         # A process that was killed may have written half of the last line.
         cases = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        count = Counter(case["outcome"] for case in cases)
         failed = {case["test"]: case["message"] for case in cases if case["outcome"] == "failed"}
-        skipped = sum(case["outcome"] == "skipped" for case in cases)
-        slowest = sorted(cases, key=lambda case: -case["seconds"])[:3]
-        return {
-            "tests": {
-                "passed": sum(case["outcome"] == "passed" for case in cases),
-                "skipped": skipped,
-                "failed": failed,
-                "slowest": {case["test"]: round(case["seconds"], 1) for case in slowest},
-            }
-        }
+        slowest = {c["test"]: round(c["seconds"], 1) for c in sorted(cases, key=lambda c: -c["seconds"])[:3]}
+        found = {"passed": count["passed"], "skipped": count["skipped"], "failed": failed, "slowest": slowest}
+        return {"tests": found}
     return {}
 
 

@@ -143,9 +143,7 @@ class Answers:
         bits = [np.asarray(r, dtype=bool) for r in right]
         if len({b.shape for b in bits}) != 1 or bits[0].ndim != 1:
             raise ValueError(f"bool vectors of one length are needed, not of shapes {[b.shape for b in bits]}")
-        table = np.zeros((len(bits[0]), len(bits)), dtype=np.uint8)
-        for i, b in enumerate(bits):
-            table[:, i] = np.where(b, 0, i + 1)
+        table = np.stack([np.where(b, 0, i + 1) for i, b in enumerate(bits)], axis=1).astype(np.uint8)
         if same_mistake is not None:
             both = np.asarray(same_mistake, dtype=bool)
             for i in range(len(bits) - 1, 0, -1):
@@ -189,8 +187,8 @@ def simulate(
             with ``lookahead`` and ``handshake_s``.
         stages: The target last.
         answers: The tokens of the stages, or only acceptance rates.
-        tokens: New tokens.
-        policy: Settings of ``asynchronous``. None: the defaults.
+        tokens: How many.
+        policy: None: the defaults.
         seed: Of the random answers.
         lookahead: Minimum lookahead of the published schedules.
         handshake_s: Fixed cost of an acknowledgement.
@@ -202,13 +200,9 @@ def simulate(
         ValueError: A setting is out of range.
         RuntimeError: The chain waits without a deadline for draft tokens that cannot come.
     """
-    functions = {
-        "asynchronous": "simulate_asynchronous",
-        "reference": "simulate_reference_async",
-        "reference-lockstep": "simulate_reference_sync",
-    }
-    if schedule not in functions:
-        raise ValueError(f"schedule must be one of {', '.join(functions)}, not {schedule!r}")
+    names = {"asynchronous": "asynchronous", "reference": "reference_async", "reference-lockstep": "reference_sync"}
+    if schedule not in names:
+        raise ValueError(f"schedule must be one of {', '.join(names)}, not {schedule!r}")
     if not isinstance(answers, Answers):
         answers = Answers(acceptance=tuple(answers))
     answers.check(len(stages))
@@ -243,12 +237,9 @@ def simulate(
     setting.patience, setting.decode_meanwhile = policy.patience, policy.decode_meanwhile
     setting.preempt, setting.handshake_s = preempt, non_negative(handshake_s, "handshake_s")
     setting.lookahead = lookahead
-    result: dict[str, Any] = getattr(_native, functions[schedule])(setting)
-    counts = tuple(
-        StageCounts(**{**stage, "histogram": np.asarray(stage["histogram"], dtype=np.int64)})
-        for stage in result["stages"]
-    )
-    return Simulation(result["seconds"], result["tokens"], counts)
+    result: dict[str, Any] = getattr(_native, f"simulate_{names[schedule]}")(setting)
+    counts = [StageCounts(**s | {"histogram": np.asarray(s["histogram"], dtype=np.int64)}) for s in result["stages"]]
+    return Simulation(result["seconds"], result["tokens"], tuple(counts))
 
 
 @dataclass(frozen=True)

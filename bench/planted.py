@@ -151,22 +151,10 @@ _DIVISORS = ((1, 1), (2, 1), (4, 1), (4, 2), (8, 2), (8, 4), (16, 4), (16, 8), (
 def fitted(
     names: Sequence[str], memory_bytes: float, step_bytes: float, bytes_per_weight: int, least_layers: int = 2
 ) -> tuple[dict[str, Shape], tuple[int, int]]:
-    """The shapes ``names``, all divided by the same numbers until they fit.
+    """The shapes ``names`` (the target last) by name, and the numbers by which widths and layers of all were divided until they fit.
 
-    The ratio of the models' weights stays about the same.
-
-    Args:
-        names: Keys of :data:`SHAPES`, the target last.
-        memory_bytes: All weights together take at most this.
-        step_bytes: A step of the target reads at most this.
-        bytes_per_weight: 4 for float32, 2 for bfloat16.
-        least_layers: The target keeps at least this many.
-
-    Returns:
-        The shapes by name, and what widths and layers were divided by.
-
-    Raises:
-        ValueError: A shape does not exist, or no size fits.
+    All weights together take at most ``memory_bytes``, and a step of the target reads at most ``step_bytes``. The target keeps at least
+    ``least_layers``. The ratio of the models' weights stays about the same. Raises ``ValueError`` for unknown shapes, and if no size fits.
     """
     if unknown := [name for name in names if name not in SHAPES]:
         raise ValueError(f"no shape {', '.join(map(repr, unknown))}; there are {', '.join(SHAPES)}")
@@ -216,15 +204,9 @@ def bytes_per_step(model: Any) -> int:
 
 
 def _config(shape: Shape) -> LlamaConfig:
-    return LlamaConfig(
-        **asdict(shape),
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    rope = {"rope_type": "default", "rope_theta": 500000.0}
+    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    return LlamaConfig(**asdict(shape), **tokens, rms_norm_eps=1e-5, rope_parameters=rope, tie_word_embeddings=False)
 
 
 @torch.no_grad()
@@ -235,9 +217,8 @@ def _seeded(shape: Shape, cycle: Cycle, seed: int, device: torch.device, dtype: 
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(dtype)
     model = model.to_empty(device=device).eval()
-    model.model.rotary_emb = (
-        type(model.model.rotary_emb)(config=config).to(device).eval()
-    )  # the tables were on meta, too
+    # Its tables were on meta, too.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device).eval()
     generator = torch.Generator(device).manual_seed(seed)
     hidden, layers = shape.hidden_size, shape.num_hidden_layers
 
@@ -267,9 +248,8 @@ def _seeded(shape: Shape, cycle: Cycle, seed: int, device: torch.device, dtype: 
     before = order[(place - 1) % len(order)]
     mates_before = order[(place + len(order) // 2 - 1) % len(order)]
     weight = (1 - cycle.margin.to(device))[mates_before].to(dtype)
-    for rows in torch.arange(len(order), device=device).split(
-        1 << 14
-    ):  # a piece at a time: bounds what is held besides
+    # A piece at a time: bounds what is held besides.
+    for rows in torch.arange(len(order), device=device).split(1 << 14):
         both = embedding[before[rows]] + weight[rows, None] * embedding[mates_before[rows]]
         head[rows] = both * (SCALE / hidden)
     model.generation_config.eos_token_id = None
@@ -284,7 +264,7 @@ class PlantedFigures:
 
     ``agreement[i][j]``: share of positions of the target's text at which models i and j choose the same token; ``wander``: share of its
     tokens that are mates; ``flips``: share of positions at which the target, fed the text as a whole, chooses another token than step by
-    step, which is rounding; ``margin``: its median lead over the second-best logit; ``near_ties``: share of leads below two steps of bfloat16.
+    step, which is rounding; ``margin``: its median lead over the second-best logit.
     """
 
     positions: int
@@ -292,7 +272,6 @@ class PlantedFigures:
     wander: float
     flips: float
     margin: float
-    near_ties: float
 
 
 @dataclass(frozen=True)
@@ -328,11 +307,9 @@ def nested(agreement: float | Sequence[float], drafts: int) -> tuple[float, ...]
 
     Raises ``ValueError`` for a wrong number of them, for one outside of ``LEAST .. 1``, and where a larger draft would agree less.
     """
-    rates = (
-        tuple(1 - (1 - agreement) / 2**i for i in range(drafts))
-        if isinstance(agreement, (int, float))
-        else tuple(agreement)
-    )
+    if isinstance(agreement, (int, float)):
+        agreement = [1 - (1 - agreement) / 2**i for i in range(drafts)]
+    rates = tuple(agreement)
     if len(rates) != drafts:
         raise ValueError(f"agreement: one number, or one per draft ({drafts}), not {len(rates)}")
     if any(not LEAST <= rate <= 1 for rate in rates):
@@ -362,17 +339,14 @@ def measure(models: Sequence[LlamaForCausalLM], cycle: Cycle, prompts: torch.Ten
         logits = (model(t[None, :-1].to(model.device), logits_to_keep=new_tokens).logits[0] for t in texts)
         best = [row.float().topk(2) for row in logits]
         choices.append(torch.stack([b.indices[:, 0] for b in best]).cpu())
-    leading = torch.stack([b.values for b in best]).cpu()  # the target's
-    lead = leading[..., 0] - leading[..., 1]
-    step = 2.0 ** (leading[..., 0].abs().log2().floor() - 7)  # of bfloat16 at the best logit
+    leading = torch.stack([b.values for b in best])  # the target's
     followed = texts[:, prompts.shape[1] - 1 : -1]
     return PlantedFigures(
         positions=written.numel(),
         agreement=tuple(tuple(float((a == b).double().mean()) for b in choices) for a in choices),
         wander=float((written != cycle.next(followed)).double().mean()),
         flips=float((choices[-1] != written).double().mean()),
-        margin=float(lead.median()),
-        near_ties=float((lead < 2 * step).double().mean()),
+        margin=float((leading[..., 0] - leading[..., 1]).median()),
     )
 
 
@@ -455,6 +429,5 @@ def plant(
         weights.insert(0, k)
     progress("measuring the agreement")
     fresh = random_prompts(vocabulary, texts, prompt_tokens, seed + 2)
-    return PlantedChain(
-        tuple(names), tuple(models), cycle, rates, tuple(weights), measure(models, cycle, fresh, new_tokens)
-    )
+    measured = measure(models, cycle, fresh, new_tokens)
+    return PlantedChain(tuple(names), tuple(models), cycle, rates, tuple(weights), measured)

@@ -146,12 +146,8 @@ class ChainEvidence:
 def gather(runs: Sequence[PublishedRun], models: tuple[str, ...], but: PublishedRun | None = None) -> ChainEvidence:
     """Collect the evidence for a chain of ``models`` (two or three) from the lockstep and plain runs.
 
-    Of several lockstep runs of the same models the one with the largest lookahead counts, which verifies the most tokens at once.
-
-    Args:
-        runs: All runs.
-        models: Short names, the target last.
-        but: A run that the evidence shall not come from if there is another one: the one to be predicted.
+    Of several lockstep runs of the same models the one with the largest lookahead counts, which verifies the most tokens at once,
+    and not the run ``but``, which is to be predicted, if there is another one.
 
     Raises:
         ValueError: A run that is needed is missing, or the logs do not fit together.
@@ -456,9 +452,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "published_runs", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="logged runs of the published system, one .json file each"
-    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="logged runs, one .json file each")
     parser.add_argument("--json", action="store_true", help="the same figures as JSON")
     args = parser.parse_args(arguments)
     try:

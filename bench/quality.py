@@ -28,12 +28,6 @@ from pipespec.models.tokenizers import load_tokenizer
 _CHUNK = 64  # columns of a forward: the logits of more would take much memory
 
 
-def log_probabilities(model: PreTrainedModel, cache: RowCache, ids: torch.Tensor) -> torch.Tensor:
-    """Float32 ``[n, vocabulary]`` after each of the tokens ``ids [n]``."""
-    logits = forward(model, ids[None], cache, keep=len(ids))[0].float()
-    return torch.log_softmax(logits, -1)
-
-
 class Score:
     """What is known of one model so far."""
 
@@ -61,13 +55,7 @@ class Score:
 
 
 def measure(models: dict[str, PreTrainedModel], ids: torch.Tensor, window: int) -> dict[str, dict[str, Any]]:
-    """Score models on a text. The first is the reference.
-
-    Args:
-        models: By name.
-        ids: int64 ``[n]``.
-        window: Tokens of a window.
-    """
+    """Score models on a text in windows of ``window`` tokens. The first is the reference."""
     scores = {name: Score() for name in models}
     forms = {}
     with torch.inference_mode():
@@ -77,7 +65,7 @@ def measure(models: dict[str, PreTrainedModel], ids: torch.Tensor, window: int) 
                 fed, following = text[at : min(at + _CHUNK, len(text) - 1)], text[at + 1 : at + 1 + _CHUNK]
                 scored, reference = slice(max(0, window // 2 - at), None), None
                 for name, model in models.items():
-                    ours = log_probabilities(model, caches[name], fed)
+                    ours = forward(model, fed[None], caches[name], keep=len(fed))[0].float().log_softmax(-1)
                     reference = ours if reference is None else reference
                     scores[name].add(ours[scored], reference[scored], following[scored])
             forms = {name: described(model, caches[name]) for name, model in models.items()}
@@ -95,9 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--window", type=int, default=512, help="tokens that are read from an empty cache")
     parser.add_argument("--json", type=Path, help="where the numbers go")
     options = parser.parse_args(arguments)
-    ids = torch.tensor(load_tokenizer(options.model)(options.text.read_text(encoding="utf-8")).input_ids)[
-        : options.tokens
-    ]
+    text = options.text.read_text(encoding="utf-8")
+    ids = torch.tensor(load_tokenizer(options.model)(text).input_ids)[: options.tokens]
     if len(ids) < options.window // 2 + 2 or options.window < 3:
         parser.error(
             f"the text has {len(ids)} tokens: behind half a window of {options.window} nothing is left to score"
@@ -106,16 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     models = {"float32": original} | {name: quantized(original, name) for name in options.formats}
     models |= {file.name: load_model(file) for file in options.gguf}
     rows = measure(models, ids, options.window)
-    save(
-        options.json,
-        {
-            "benchmark": "quality",
-            "machine": provenance(),
-            "model": options.model.name,
-            "window": options.window,
-            "rows": rows,
-        },
-    )
+    about = {"benchmark": "quality", "machine": provenance(), "model": options.model.name, "window": options.window}
+    save(options.json, about | {"rows": rows})
     header = ("weights", "perplexity", "mean KL", "KL, 99 %", "same token")
     lines = [
         (name, f"{r['perplexity']:.4f}", f"{r['mean_kl']:.5f}", f"{r['kl_99']:.4f}", f"{r['same_token']:.4f}")

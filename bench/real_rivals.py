@@ -47,16 +47,9 @@ class LlamaServer:
 
     def __call__(self, ids: torch.Tensor, arguments: dict[str, Any]) -> tuple[list[int], float, float]:
         """Seconds to the first token are those of the call less the server's own time of decoding."""
-        body = {
-            "prompt": ids[0].tolist(),
-            "n_predict": arguments["max_new_tokens"],
-            "temperature": arguments.get("temperature", 0.0) if arguments["do_sample"] else 0.0,
-            "top_k": 0,
-            "top_p": 1.0,
-            "min_p": 0.0,
-            "cache_prompt": False,
-            "return_tokens": True,
-        }
+        temperature = arguments.get("temperature", 0.0) if arguments["do_sample"] else 0.0
+        body = {"prompt": ids[0].tolist(), "n_predict": arguments["max_new_tokens"], "temperature": temperature}
+        body |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "cache_prompt": False, "return_tokens": True}
         request = urllib.request.Request(
             f"{self.url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -111,10 +104,7 @@ class OpenVino:
         if draft is not None:
             options |= {"draft": str(draft), "per_call": {"num_assistant_tokens": 3}}
         if lookup:
-            options |= {
-                "prompt_lookup": True,
-                "per_call": {"num_assistant_tokens": lookup, "max_ngram_size": 3},
-            }
+            options |= {"prompt_lookup": True, "per_call": {"num_assistant_tokens": lookup, "max_ngram_size": 3}}
         command = [str(python), "-c", _WORKER, json.dumps([str(folder), options])]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
