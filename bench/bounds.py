@@ -42,14 +42,7 @@ def crossover_acceptance(c: float) -> float:
     each rejection. Waiting for a few draft tokens avoids it, see :func:`bench.closed_form.two_stage`.
     """
 
-    def lead(a: float) -> float:
-        return published_speedup(a, c) - best_lockstep(a, c)[1]
-
-    grid = [i / 400 for i in range(1, 400)]
-    behind = [a for a in grid if lead(a) < 0]
-    if not behind:
-        return 0.0
-    return _bisect(lead, behind[-1], min(behind[-1] + 1 / 400, 1.0 - 1e-9))
+    return _always_ahead(lambda a: published_speedup(a, c) - best_lockstep(a, c)[1])
 
 
 # --- policies ------------------------------------------------------------------------------------------------------
@@ -57,7 +50,7 @@ def crossover_acceptance(c: float) -> float:
 
 def best_min_draft_tokens(a: float, draft: float, verify: float, plain: float, most: int = 64) -> tuple[int, float]:
     """The ``min_draft_tokens`` (0 to ``most``) with the highest :func:`two_stage` rate, and that rate."""
-    rates = [two_stage(a, draft, verify, plain, min_draft_tokens=w).rate for w in range(most + 1)]
+    rates = [two_stage(a, draft, verify, plain, min_draft_tokens=w) for w in range(most + 1)]
     return rates.index(max(rates)), max(rates)
 
 
@@ -70,23 +63,19 @@ def break_even_acceptance(
     this rate is .73.
     """
 
-    def lead(a: float) -> float:
-        cycle = two_stage(a, draft, verify, plain, min_draft_tokens=min_draft_tokens, handshake=handshake)
-        return cycle.rate * plain - 1.0
+    options = {"min_draft_tokens": min_draft_tokens, "handshake": handshake}
+    if two_stage(1.0, draft, verify, plain, **options) * plain <= 1.0 + 1e-12:
+        return 1.0
+    return _always_ahead(lambda a: two_stage(a, draft, verify, plain, **options) * plain - 1.0 - 1e-12)
 
-    grid = [i / 400 for i in range(401)]
-    behind = [a for a in grid if lead(a) <= 1e-12]
+
+def _always_ahead(lead: Callable[[float], float]) -> float:
+    """The acceptance rate above which ``lead`` is positive; 0 where it always is."""
+    behind = [i / 400 for i in range(400) if lead(i / 400) <= 0]
     if not behind:
         return 0.0
-    return 1.0 if behind[-1] == 1.0 else _bisect(lead, behind[-1], behind[-1] + 1 / 400)
-
-
-def _bisect(f: Callable[[float], float], low: float, high: float) -> float:
-    """Where ``f`` changes its sign between ``low`` (not above 0) and ``high``."""
+    low, high = behind[-1], min(behind[-1] + 1 / 400, 1.0 - 1e-9)
     for _ in range(60):
         middle = (low + high) / 2
-        if f(middle) <= 0:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if lead(middle) <= 0 else (low, middle)
     return (low + high) / 2

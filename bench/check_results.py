@@ -62,16 +62,7 @@ def commit_of(results: Any) -> str | None:
 
 
 def state(root: Path, file: Path, sources: Sequence[str]) -> tuple[bool, str]:
-    """Compare one results file with the history of its sources.
-
-    Args:
-        root: Folder of the repository.
-        file: A JSON file of results.
-        sources: Files and folders relative to ``root``.
-
-    Returns:
-        Whether the file is current, and the reason in words.
-    """
+    """Whether a results file is current by the history of its ``sources`` in the repository ``root``, and the reason in words."""
     named = commit_of(json.loads(file.read_text(encoding="utf-8")))
     if named is None:
         return False, "names no commit"

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from bench.validation import non_negative, positive, probability, same_length
 
@@ -96,19 +95,6 @@ def published_chain_speedup(acceptance: Sequence[float], ratios: Sequence[float]
 # --- the generalised form ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TwoStage:
-    """One cycle of two stages, from a rejection to the next."""
-
-    tokens: float
-    time: float
-
-    @property
-    def rate(self) -> float:
-        """Tokens per unit of time."""
-        return self.tokens / self.time
-
-
 def two_stage(
     a: float,
     draft: float,
@@ -118,10 +104,10 @@ def two_stage(
     min_draft_tokens: int = 0,
     handshake: float = 0.0,
     lag: float = 0.0,
-) -> TwoStage:
-    """Model a draft that runs ahead of a verifier, with separate costs of a wide and of a one-token step.
+) -> float:
+    """Tokens per unit of time of a draft that runs ahead of a verifier, with separate costs of a wide and of a one-token step.
 
-    With b = verify/draft - 1 the draft tokens that pile up during a verification, w the minimum number of draft tokens, and q the
+    A cycle goes from a rejection to the next. With b = verify/draft - 1 the draft tokens that pile up during a verification, w the minimum number of draft tokens, and q the
     mean number of further verifications::
 
         w > 0:     q = a^(w+1) / (1 - a^(b+1))
@@ -156,18 +142,16 @@ def two_stage(
     if min_draft_tokens > b:  # further verifications wait for their draft tokens, too
         b, waited = float(min_draft_tokens), (min_draft_tokens + 1.0) * draft - verify
     if a == 1.0:  # no token is ever rejected
-        return TwoStage(b + 1.0, verify + waited + s)
+        return (b + 1.0) / (verify + waited + s)
     further = 1.0 - a ** (b + 1)
     if min_draft_tokens > 0:
         q = a ** (min_draft_tokens + 1) / further
-        return TwoStage(
-            accepted_run(a, min_draft_tokens) + q * accepted_run(a, b),
-            s + lag + min_draft_tokens * draft + verify + q * (verify + waited + s),
-        )
+        tokens = accepted_run(a, min_draft_tokens) + q * accepted_run(a, b)
+        return tokens / (s + lag + min_draft_tokens * draft + verify + q * (verify + waited + s))
     b0 = max((plain - lag) / draft - 1.0, 0.0)
     q = a * a ** (b0 + 1) / further
     tokens = 1.0 + a * accepted_run(a, b0) + q * accepted_run(a, b)
-    return TwoStage(tokens, s + plain + a * (verify + s) + q * (verify + s))
+    return tokens / (s + plain + a * (verify + s) + q * (verify + s))
 
 
 def chain_rate(
@@ -191,5 +175,5 @@ def chain_rate(
         same_length(name, values, pairs, "verifying stage")
     rate = 1.0 / positive(draft, "draft")
     for a, v, p, w in zip(acceptance, verify, plain, minimum, strict=True):
-        rate = two_stage(a, min(1.0 / rate, v, p), v, p, min_draft_tokens=w).rate
+        rate = two_stage(a, min(1.0 / rate, v, p), v, p, min_draft_tokens=w)
     return rate

@@ -307,8 +307,6 @@ def compile_case(case: CompileCase, arch: int, tighten: float = 1.0) -> dict[str
         "instructions": len(sass),
         "loop_per_logit": loop_per_logit,
         "all_per_logit": all_per_logit,
-        "per_logit_budget": case.per_logit,
-        "instruction_budget": case.instructions,
         "tickets": compiled.asm["ptx"].count(".acq_rel."),
     }
     failures = ordering_faults(compiled.asm["ptx"]) + dependency_faults(compiled.asm["ptx"], constants["PDL"])
@@ -403,12 +401,8 @@ def main_loop(sass: list[tuple[int, str]], itemsize: int) -> tuple[int, int] | N
 
 def loaded_bytes(instruction: str) -> int:
     load = re.match(r"(?:@!?U?P\d+\s+)?LDG(?:STS)?\.(\S+)", instruction)  # to registers, or past them to shared memory
-    if not load:
-        return 0
-    for width, size in (("256", 32), ("128", 16), ("64", 8), ("U16", 2), ("U8", 1)):
-        if width in load[1].split("."):
-            return size
-    return 4
+    bits = load and re.search(r"\b(256|128|64|U16|U8)\b", load[1])
+    return int(bits[1].lstrip("U")) // 8 if bits else 4 if load else 0
 
 
 LINE = (

@@ -12,6 +12,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from pipespec.bench.datasets import FORMATS, Conversation, Format, Record, turns_of
 from pipespec.process.records import parse_json
 
@@ -28,16 +30,9 @@ def _mt_bench(record: Record, number: int) -> Conversation:
     return Conversation(str(record["question_id"]), turns_of(record))
 
 
-def _cnn(record: Record, number: int) -> Conversation:
-    name = str(record.get("id") or number)
-    return Conversation(name, (f"Summarize the following article.\n\n{record['article']}\n\nSummary:",))
-
-
-def _xsum(record: Record, number: int) -> Conversation:
-    name = str(record.get("id") or number)
-    return Conversation(
-        name, (f"Summarize the following article in one sentence.\n\n{record['document']}\n\nSummary:",)
-    )
+def _summary(article: str, how: str, record: Record, number: int) -> Conversation:
+    prompt = f"Summarize the following article{how}.\n\n{record[article]}\n\nSummary:"
+    return Conversation(str(record.get("id") or number), (prompt,))
 
 
 def _mmlu(record: Record, number: int) -> Conversation:
@@ -56,8 +51,8 @@ FORMATS.update(
         "humaneval": Format(("task_id", "prompt"), _human_eval, 160),
         "mt-bench": Format(("question_id", "turns"), _mt_bench, 80),
         "gsm8k": Format(("question", "answer"), _gsm8k, 60),
-        "cnn-dailymail": Format(("article", "highlights"), _cnn, 900),
-        "xsum": Format(("document", "summary"), _xsum, 500),
+        "cnn-dailymail": Format(("article", "highlights"), partial(_summary, "article", ""), 900),
+        "xsum": Format(("document", "summary"), partial(_summary, "document", " in one sentence"), 500),
         "mmlu": Format(("question", "choices", "answer"), _mmlu, 120, ("question", "A", "B", "C", "D", "answer")),
     }
 )

@@ -77,6 +77,7 @@ class Part:
         seconds: Time limit.
         required: Whether the check fails without it.
         call: ``"tests"`` or ``"figures"``; empty: both begin with it.
+        variables: Environment variables of the process.
     """
 
     name: str
@@ -85,7 +86,6 @@ class Part:
     required: bool = True
     call: str = "tests"
     variables: tuple[tuple[str, str], ...] = ()
-    """Environment variables of the process."""
 
     @property
     def is_tests(self) -> bool:
@@ -134,7 +134,8 @@ def parts_of(dry: bool) -> tuple[Part, ...]:
     sizes = ("--prompt-tokens", "64", "--new-tokens", "256", "--repeats", "2", "--device", "cuda")
     tuning = ("--agreement", "0.8", "--settings", "3", "--tuning-tokens", "48")
     marked = "gpu and not sanitizer"
-    processes = max(1, min(12, _cores() - 2))  # one core each for the launcher's threads and the check itself
+    # One core each for the launcher's threads and the check itself.
+    processes = max(1, min(12, len(os.sched_getaffinity(0)) - 2))
     return (
         Part("smoke", SMOKE, 45, call=""),
         _tests("tests", marked, (*BY_RISK, *GPU_TESTS), 180, processes=processes),
@@ -148,10 +149,6 @@ def parts_of(dry: bool) -> tuple[Part, ...]:
         _tests("dependent", marked, GPU_TESTS, 150, processes=processes, required=False, variables=DEPENDENT),
         _generations("dependent, 8B", ("1B", "8B"), ROWS[:2], 80, *sizes, *tuning, required=False, variables=DEPENDENT),
     )
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def run(command: Sequence[str], log: Path, seconds: float, **variables: str) -> dict[str, Any]:
@@ -326,11 +323,9 @@ def main() -> int:
     if not set(options.parts or names) <= set(names):
         parser.error(f"--parts must be some of: {', '.join(names)}")
     if not options.dry_run:
-        import torch
+        from bench.gpu import refuse_without_gpu
 
-        if not torch.cuda.is_available():
-            print("bench.gpu_check: no GPU is visible to torch; nothing was run.", file=sys.stderr)
-            return 2
+        refuse_without_gpu("bench.gpu_check")
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     chosen = [

@@ -32,7 +32,7 @@ HIDDEN, INTERMEDIATE, EPS = 4096, 14336, 1e-5
 
 
 def dtypes(device: str, quick: bool) -> list[torch.dtype]:
-    return [torch.bfloat16] if device == "cuda" else [torch.float32]
+    return [torch.bfloat16 if device == "cuda" else torch.float32]
 
 
 def rows_and_widths(device: str, quick: bool) -> list[tuple[int, int]]:
@@ -150,20 +150,12 @@ def append_call(shape: Shape, dtype: torch.dtype, device: str) -> Operation:
 def norm_call(shape: Shape, dtype: torch.dtype, device: str) -> Operation:
     x, residual = (normal(shape, dtype, device) for _ in range(2))
     weight = normal(shape[-1:], dtype, device)
-
-    def call(ours: bool) -> tuple[Tensor, ...]:
-        return (ops if ours else reference).add_rms_norm(x, residual, weight, EPS)
-
-    return call
+    return lambda ours: (ops if ours else reference).add_rms_norm(x, residual, weight, EPS)
 
 
 def activation_call(shape: Shape, dtype: torch.dtype, device: str) -> Operation:
     gate_up = normal((*shape[:2], 2 * shape[2]), dtype, device)
-
-    def call(ours: bool) -> tuple[Tensor, ...]:
-        return ((ops if ours else reference).silu_mul(gate_up),)
-
-    return call
+    return lambda ours: ((ops if ours else reference).silu_mul(gate_up),)
 
 
 def rope_call(shape: Shape, dtype: torch.dtype, device: str) -> Operation:

@@ -4,7 +4,7 @@ The schedule ``asynchronous`` runs the protocol code of the engine. Only the dur
 device of its own. ``reference`` and ``reference-lockstep`` follow the description of the published system (arXiv 2505.01572).
 
 Not modelled: the duration of a plan, a commit or a publication (part of a measured step time), the growth of a step with the
-length of the text (give the mean), and end-of-sequence tokens (give the length instead).
+length of the text (give the mean), and end-of-sequence tokens (give the length instead). Settings out of range raise ``ValueError``.
 """
 
 from __future__ import annotations
@@ -36,11 +36,7 @@ class StageModel:
     start_s: float = 0.0
 
     def times(self) -> list[float]:
-        """Seconds by width.
-
-        Raises:
-            ValueError: A time is not positive, or there is none.
-        """
+        """Seconds by width."""
         values = [self.step_s] if isinstance(self.step_s, (int, float)) else self.step_s
         if not len(values):
             raise ValueError("a stage needs at least one step time")
@@ -67,11 +63,7 @@ class SimulatedPolicy:
     width: int = WIDTH
 
     def per_stage(self, stages: int) -> list[tuple[int, int, int]]:
-        """Lookahead, most draft tokens and minimum draft tokens of each stage.
-
-        Raises:
-            ValueError: The number of values does not fit ``stages``, or a value is out of range.
-        """
+        """Lookahead, most draft tokens and minimum draft tokens of each stage."""
         drafts = stages - 1
         lookahead = [self.lookahead] * drafts if isinstance(self.lookahead, int) else list(self.lookahead)
         same_length("lookahead", lookahead, drafts, "draft")
@@ -134,9 +126,6 @@ class Answers:
         """Make a table from one bool vector [positions] per draft, smallest first: whether the draft is right there.
 
         Two drafts that are both wrong choose the same token where ``same_mistake`` (bool [positions]) is true. Default: nowhere.
-
-        Raises:
-            ValueError: There is no vector, or their shapes differ.
         """
         if not right:
             raise ValueError("one bool vector per draft is needed, got none")
@@ -197,7 +186,6 @@ def simulate(
     ``preempt``, and ``handshake_s`` with ``asynchronous``, are idealisations for checks of closed forms, see csrc/runtime/perf_model.hpp.
 
     Raises:
-        ValueError: A setting is out of range.
         RuntimeError: The chain waits without a deadline for draft tokens that cannot come.
     """
     names = {"asynchronous": "asynchronous", "reference": "reference_async", "reference-lockstep": "reference_sync"}
@@ -276,9 +264,6 @@ def simulate_spd(
         cycle_s: Fixed cost of a cycle in seconds.
         shared: All parts are on one device, so that a cycle takes the sum of their times.
         seed: Of the random answers.
-
-    Raises:
-        ValueError: A setting is out of range.
     """
     stage_s = all_positive(stage_s, "the time of a stage")
     draft_s, cycle_s = non_negative(draft_s, "draft_s"), non_negative(cycle_s, "cycle_s")

@@ -250,20 +250,17 @@ PHASES = ("draft", "stages", "verify", "other")
 
 def cycles(run: Run, dataset: str) -> str:
     """SPD: the parts of a cycle."""
+    import pandas
+
     rows = [(s.label, texts) for s, texts in run.texts(dataset) if all(t.phases and t.cycles for t in texts)]
     if not rows:
         raise ValueError("no system has cycles")
     figure, (ax,) = _figure(f"SPD on {dataset}: parts of a cycle", 8.0, 1.2 + 0.3 * len(rows))
-    left = [0.0] * len(rows)
-    for i, phase in enumerate(PHASES):
-        lengths = [
-            1e3 * sum((t.phases or {}).get(phase, 0.0) for t in texts) / sum(t.cycles or 0 for t in texts)
-            for _, texts in rows
-        ]
-        ax.barh([label for label, _ in rows], lengths, left=left, color=COLOURS[i], label=phase)
-        left = [a + b for a, b in zip(left, lengths, strict=True)]
+    totals = pandas.DataFrame([pandas.DataFrame([t.phases for t in texts], columns=PHASES).sum() for _, texts in rows])
+    cycles = [sum(t.cycles or 0 for t in texts) / 1e3 for _, texts in rows]
+    parts = totals.div(cycles, axis="index").set_axis([label for label, _ in rows])
+    parts.plot.barh(stacked=True, width=0.8, ax=ax, color=COLOURS, xlabel="ms")
     ax.invert_yaxis()
-    ax.set_xlabel("ms")
     ax.legend(ncols=len(PHASES), loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
     return svg(figure)
 

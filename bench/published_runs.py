@@ -119,7 +119,6 @@ class ChainEvidence:
         same_text: Samples whose text has the same length in all runs.
     """
 
-    models: tuple[str, ...]
     stages: tuple[StageModel, ...]
     bits: tuple[list[np.ndarray], ...]
     rates: tuple[float, ...]
@@ -198,7 +197,7 @@ def _evidence(
         )
     rates = tuple(acceptance(b) for b in bits)
     same_mistake = _same_mistake(whole, bits, same) if len(drafts) == 2 else 0.0
-    return ChainEvidence(models, tuple(stages), bits, rates, same_mistake, tuple(start), tuple(same))
+    return ChainEvidence(tuple(stages), bits, rates, same_mistake, tuple(start), tuple(same))
 
 
 def _same_mistake(run: PublishedRun, bits: tuple[list[np.ndarray], ...], same: Sequence[int]) -> float:

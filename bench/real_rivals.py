@@ -92,11 +92,8 @@ for line in sys.stdin:
 class OpenVino:
     """One process with an OpenVINO GenAI pipeline; a call is a row, greedy only.
 
-    Args:
-        python: Interpreter of an environment with ``openvino_genai``.
-        folder: The exported model.
-        draft: Folder of an exported draft model.
-        lookup: Tokens per step that its prompt lookup proposes.
+    ``python`` is an interpreter with ``openvino_genai``; ``folder`` and ``draft`` are exported models; ``lookup`` is the number of tokens per
+    step that its prompt lookup proposes.
     """
 
     def __init__(self, python: Path, folder: Path, draft: Path | None = None, lookup: int = 0) -> None:

@@ -88,7 +88,7 @@ def generalised_grid(tokens: int, acceptance: Sequence[float] = ACCEPTANCE) -> l
     for a, c, ratio, w, s in product(acceptance, (4, 10, 20), (1, 1.5, 3.5), (0, 1, 2, 4, 6), (0.0, 0.5)):
         if w <= c * ratio - 1:
             setting = {"a": a, "c": c, "ratio": ratio, "min_draft_tokens": w, "handshake": s}
-            formula = closed_form.two_stage(a, 1.0, c * ratio, c, min_draft_tokens=w, handshake=s).rate
+            formula = closed_form.two_stage(a, 1.0, c * ratio, c, min_draft_tokens=w, handshake=s)
             rates = _two_stage_rates(a, c * ratio, c, w, tokens, handshake=s, ideal=True)
             out.append(_compare(setting, formula, rates))
     return out
@@ -105,7 +105,7 @@ def protocol_grid(tokens: int, acceptance: Sequence[float] = ACCEPTANCE) -> list
             continue
         formulas, rates = [], []
         for p in (c + 0.13, c + 0.37, c + 0.61, c + 0.83):
-            formulas.append(closed_form.two_stage(a, 1.0, p * ratio, p, min_draft_tokens=w, lag=0.5).rate * p)
+            formulas.append(closed_form.two_stage(a, 1.0, p * ratio, p, min_draft_tokens=w, lag=0.5) * p)
             rates.append([r * p for r in _two_stage_rates(a, p * ratio, p, w, tokens // 4)])
         setting = {"a": a, "c": c, "ratio": ratio, "min_draft_tokens": w}
         out.append(_compare(setting, float(np.mean(formulas)), np.mean(rates, axis=0)))
@@ -241,7 +241,7 @@ def figures(tokens: int) -> dict[str, str]:
         return float(np.mean([1 / run.rate for run in runs]))
 
     def form(w: int) -> float:
-        return 1 / closed_form.two_stage(a, draft, verify, plain, min_draft_tokens=w, lag=draft / 2).rate
+        return 1 / closed_form.two_stage(a, draft, verify, plain, min_draft_tokens=w, lag=draft / 2)
 
     curves = [
         Series("generalised form, lag d/2", at, [form(w) for w in at]),
