@@ -106,9 +106,9 @@ class Rig:
         for model in (self.target, *self.drafts):
             model.set()
 
-    def drafts_keep_up(self, which: int = 0):
-        """Around ``generate(which)``: the target waits for the drafts before each step."""
-        return drafts_keep_up(self.pipeline, [len(self.prompts[which]) + 60])
+    def drafts_keep_up(self, which: int = 0, new: int = 60):
+        """Around ``generate(which, new)``: the target waits for the drafts before each step."""
+        return drafts_keep_up(self.pipeline, [len(self.prompts[which]) + new])
 
     def await_ends_of_call(self) -> None:
         """Wait until all workers are idle. They end a call later than the target does."""
@@ -137,11 +137,11 @@ class Rig:
     def check_recovered(self):
         """The next call works with all stages and verifies draft tokens."""
         self.behave()
-        assert self.generate(1) == []
+        assert self.generate(1, new=2) == []
         assert len(self.pids) == 2
         assert all(map(alive, self.pids))
-        with self.drafts_keep_up(1):
-            assert self.generate(1) == []
+        with self.drafts_keep_up(1, new=20):
+            assert self.generate(1, new=20) == []
         _, middle, target = self.pipeline.report.stages
         assert target.accepted > 0
         assert middle.produced > 0

@@ -20,6 +20,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +76,17 @@ class Node(NamedTuple):
 
 
 def _tensors(*values: Any) -> list[torch.Tensor]:
-    return [value for value in tree_flatten(values)[0] if isinstance(value, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _tensors(*value)
+        elif isinstance(value, dict):
+            found += _tensors(*value.values())
+        elif is_dataclass(value):
+            found += (leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor))
+    return found
 
 
 class Part(NamedTuple):
@@ -102,10 +113,10 @@ def _name(function: Any) -> str:
 
 
 def _written(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The arguments that an operation of torch changes."""
-    found: list[torch.Tensor] = []
+    """The arguments that an operation of torch changes, or that one of ours may change."""
     if not isinstance(function, torch._ops.OpOverload):
-        return found
+        return _tensors(args, kwargs)
+    found: list[torch.Tensor] = []
     for i, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found += _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
@@ -121,6 +132,7 @@ class Recording(TorchDispatchMode):
         self.nodes: list[Node] = []
         self.selected: Ref | None = None
         self.constants: set[int] = set()
+        self._used: set[int] | None = None
         self.written: dict[int, torch.Tensor] = {}
         """What the storages held that the forward has changed."""
 
@@ -168,8 +180,10 @@ class Recording(TorchDispatchMode):
 
     def external(self, emulator: Emulator) -> set[int]:
         """The storages that the forward uses and that no capture has allocated."""
-        refs = tree_flatten([(node.args, node.kwargs) for node in self.nodes], is_leaf=_is_ref)[0]
-        return {ref.storage for ref in refs if isinstance(ref, Ref)} - emulator.owners.keys() - self.constants
+        if self._used is None:
+            refs = tree_flatten([(node.args, node.kwargs) for node in self.nodes], is_leaf=_is_ref)[0]
+            self._used = {ref.storage for ref in refs if isinstance(ref, Ref)}
+        return {key for key in self._used if key not in emulator.owners and key not in self.constants}
 
 
 class Eager(TorchDispatchMode):
@@ -210,6 +224,8 @@ class Emulator(FakeGpu):
         self.faults: list[str] = []
         self.replays = 0
         self._before: dict[Any, Clock] = {}
+        # Graphs whose memory is junk: filled, and not replayed since.
+        self._junk: set[Graph] = set()
         self._last: dict[int, list[tuple[int, int, Any, int]]] = {}
         self._host = Clock()
         self._guard = threading.RLock()
@@ -373,15 +389,18 @@ class Emulator(FakeGpu):
 
     def replay_whole(self, graph: Graph) -> None:
         """``CUDAGraph.replay()``: on the thread's current stream."""
-        with self._guard, torch.inference_mode():
+        with self._guard, torch.inference_mode(), _disable_current_modes():
             self._poison(graph)
             for recording in graph.__dict__["forwards"]:
                 self.replay(graph, recording, self.stream)
 
     def _poison(self, graph: Graph) -> None:
-        for key, owner in list(self.owners.items()):
-            if owner.pool is graph.pool:
+        of_pool = [(key, owner) for key, owner in self.owners.items() if owner.pool is graph.pool]
+        for key, owner in of_pool:
+            if owner not in self._junk:
                 _bytes_of(self.storages[key]).fill_(_JUNK)
+        self._junk |= {owner for _, owner in of_pool}
+        self._junk.discard(graph)
 
     def replay(self, graph: Graph, recording: Recording, stream: Any) -> Any:
         """Run a recorded forward again. Returns what it selects, if it is one."""
@@ -396,7 +415,7 @@ class Emulator(FakeGpu):
             if node.function in _UNINITIALISED:
                 continue
             args, kwargs = tree_map(self._opened, (node.args, node.kwargs), is_leaf=_is_ref)
-            with self.changes(args, kwargs) as changed:
+            with self.changes(_written(node.function, args, kwargs)) as changed:
                 outputs = tree_flatten(node.function(*args, **kwargs))[0]
             self._touch_all(stream, _parts(args, kwargs), self.differing(changed), f"{_name(node.function)} of a graph")
             for ref, value in zip(node.outputs, outputs, strict=True):
@@ -411,7 +430,7 @@ class Emulator(FakeGpu):
     def launch(self, captured: Any, given: Any) -> None:
         graph: Graph = captured._graph
         stream = "lane", captured.steps[-1].stage.index, id(captured.steps[-1].stage)
-        with self._guard, torch.inference_mode():
+        with self._guard, torch.inference_mode(), _disable_current_modes():
             self._poison(graph)
             forwards = graph.__dict__["forwards"]
             assert len(forwards) == len(captured.steps)

@@ -178,9 +178,9 @@ def test_cutoff(shape, dtype, layout, seed, kind, top_k, top_p, min_p, form, rag
 def test_rows_further_apart_than_32_bits_count(device: torch.device) -> None:
     if device.type != "cpu":
         pytest.skip("test_verify.py has such logits on a GPU")
-    n, one = torch.full((3,), 3, dtype=torch.int32), torch.ones(3)
-    for strides in ((2**30 + 64, 64), (64, 2**30 + 64)):
-        logits = far_apart((3, 3, 50), strides, torch.Generator().manual_seed(7))
+    for shape, strides in (((3, 2, 50), (2**30 + 64, 64)), ((1, 3, 50), (64, 2**30 + 64))):
+        n, one = torch.full(shape[:1], shape[1], dtype=torch.int32), torch.ones(shape[0])
+        logits = far_apart(shape, strides, torch.Generator().manual_seed(7))
         tokens = reference.argmax(logits).long().roll(1, 1)  # right draft tokens: every column is read
         noise = make_noise(logits, True, torch.Generator().manual_seed(8))
         same(ops.verify(logits, tokens, n, n - 1), reference.verify(logits, tokens, n, n - 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -25,6 +26,7 @@ from ..selection import (
     strided,
     undrawn_case,
 )
+from .conftest import some
 
 MODES = ["greedy", "coupled", "cutoff"]
 VOCABS = [1, 7, 1000, 1024, 4097]  # and 128256, below
@@ -320,21 +322,20 @@ def test_bad_temperatures_on_the_device_stay_in_their_row(scale: float, device: 
     assert every[1:].eq(-1).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tokens_that_no_distribution_gave(dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "config"), some([*itertools.product(DTYPES, [Config(16, 1, 3), Config(128, 1, 1)])], 0, 3), ids=str
+)
+def test_tokens_that_no_distribution_gave(dtype: torch.dtype, config: Config, device: torch.device) -> None:
     """In the same launch, whatever the division of the row, and with positions in int32."""
-    for config in (Config(16, 1, 3), Config(128, 1, 1)):
-        undrawn, logits, noise, counts = (
-            x.to(device) if isinstance(x, torch.Tensor) else x for x in undrawn_case(dtype)
-        )
-        noise = on_device(noise, device)
-        tokens = torch.zeros(6, 3, dtype=torch.int64, device=device)
-        counts = [count.to(device) for count in counts]
-        workspace = Workspace(6, 3, device)
-        got = verify(logits, tokens, *counts, noise=noise, undrawn=undrawn, workspace=workspace, config=config)
-        assert undrawn.tolist() == UNDRAWN
-        assert not workspace.words.any()
-        assert torch.equal(got[0], verify(logits, tokens, *counts, noise=noise, config=config)[0])
+    undrawn, logits, noise, counts = (x.to(device) if isinstance(x, torch.Tensor) else x for x in undrawn_case(dtype))
+    noise = on_device(noise, device)
+    tokens = torch.zeros(6, 3, dtype=torch.int64, device=device)
+    counts = [count.to(device) for count in counts]
+    workspace = Workspace(6, 3, device)
+    got = verify(logits, tokens, *counts, noise=noise, undrawn=undrawn, workspace=workspace, config=config)
+    assert undrawn.tolist() == UNDRAWN
+    assert not workspace.words.any()
+    assert torch.equal(got[0], verify(logits, tokens, *counts, noise=noise, config=config)[0])
 
 
 def test_ids_are_compared_whole(device: torch.device) -> None:
