@@ -126,11 +126,7 @@ def test_bytes_of_a_step(chain: PlantedChain) -> None:
 def test_rates() -> None:
     assert nested(0.6, 2) == (0.6, 0.8)
     assert nested((0.7, 0.9), 2) == (0.7, 0.9)
-    for rates, drafts, message in (
-        ((0.7,), 2, "one per draft"),
-        (0.3, 1, "between"),
-        ((0.9, 0.7), 2, "must not fall"),
-    ):
+    for rates, drafts, message in (((0.7,), 2, "one per draft"), (0.3, 1, "between"), ((0.9, 0.7), 2, "must not fall")):
         with pytest.raises(ValueError, match=message):
             nested(rates, drafts)
     with pytest.raises(ValueError, match="lower wander"):

@@ -21,14 +21,7 @@ from pipespec.bench import runner
 from pipespec.bench.config import BenchConfig, with_prompts
 from pipespec.bench.contenders import Contender, Family, GeneratedText, HFContender, Workload
 from pipespec.bench.machine import provenance
-from pipespec.bench.results import (
-    DatasetSettings,
-    ResultsFolder,
-    Sample,
-    Settings,
-    StepCounts,
-    SystemSettings,
-)
+from pipespec.bench.results import DatasetSettings, ResultsFolder, Sample, Settings, StepCounts, SystemSettings
 from pipespec.bench.runner import PreparedDataset, PreparedRun, Runner, prepare
 from pipespec.bench.summary import summarise
 from pipespec.bench.systems import KINDS, contender_of, systems_of

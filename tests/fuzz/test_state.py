@@ -75,10 +75,7 @@ def test_the_words_of_the_target_are_where_they_are_bound_here() -> None:
 
 @pytest.mark.parametrize("kind", [PrivateMemory, lambda: SharedMemory.create([1])], ids=["private", "shared"])
 @examples(25, 2000)
-@given(
-    header=st.fixed_dictionaries({}, optional=dict.fromkeys(HEADER.names, WORDS)),
-    consistent=st.booleans(),
-)
+@given(header=st.fixed_dictionaries({}, optional=dict.fromkeys(HEADER.names, WORDS)), consistent=st.booleans())
 # 2^30 rows of 2^31 tokens: the size in bytes passes 2^64 and comes out small.
 @example(header={"stages": 1, "rows": 2**30, "capacity": 2**31}, consistent=True)
 @example(header={"rows": 2**30, "capacity": 2**30}, consistent=True)

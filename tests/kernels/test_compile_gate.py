@@ -34,15 +34,8 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     record = json.loads((tmp_path / "gate.json").read_text())
     reports = record["reports"]
-    selection = (
-        "verify, greedy",
-        "verify, coupled, cutoff",
-        "rejection_sample, test",
-        "rejection_sample, choose",
-        "cutoff, scan",
-        "penalize",
-        "logprobs, cutoff",
-    )
+    selection = ("verify, greedy", "verify, coupled, cutoff", "rejection_sample, test", "rejection_sample, choose")
+    selection += ("cutoff, scan", "penalize", "logprobs, cutoff")
     storage = ("attention, D=128, M=32", "attention, D=128, M=16, invariant", "attention, combine, D=128", "kv_append")
     layers = ("add_rms_norm, H=4096", "silu_mul, silu", "rope_append, D=128")
     for kernel in selection + storage + layers:

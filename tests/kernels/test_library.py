@@ -23,16 +23,7 @@ from pipespec_kernels.noise import DRAFT, Noise, Streams
 from tests.trials import trials
 from tests.waiting import SECONDS
 
-from .selection import (
-    DTYPES,
-    LAYOUTS,
-    drafted_tokens,
-    make_logits,
-    ragged_counts,
-    simd,
-    simd_variants,
-    strided,
-)
+from .selection import DTYPES, LAYOUTS, drafted_tokens, make_logits, ragged_counts, simd, simd_variants, strided
 
 
 def int32(*values: int) -> torch.Tensor:

@@ -9,12 +9,7 @@ pytest.importorskip("triton")
 
 from tests.kernels import step_ops
 
-BUDGET = {
-    "greedy": (9, 8),
-    "sampled": (9, 8),
-    "top-k": (9, 10),
-    "all filters": (9, 10),
-}
+BUDGET = {"greedy": (9, 8), "sampled": (9, 8), "top-k": (9, 10), "all filters": (9, 10)}
 """Launches per layer and outside of the layers. A change that needs fewer lowers them."""
 
 

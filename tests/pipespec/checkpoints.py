@@ -10,6 +10,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, LlamaConfig
 
 from pipespec import trust
+from pipespec.preflight.devices import DeviceFacts
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
 
@@ -120,3 +121,11 @@ def packed(model, *, head=False, **settings):
     other.quantization_method = other.config.quantization_config.quant_method
     other.is_quantized = True
     return other
+
+
+def some_gpus(*free):
+    """Facts of the CPU and of GPUs with so many GiB free."""
+    return [
+        DeviceFacts("cpu", 64 * GIB, 60 * GIB),
+        *(DeviceFacts(f"cuda:{i}", 80 * GIB, n * GIB) for i, n in enumerate(free)),
+    ]

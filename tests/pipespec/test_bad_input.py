@@ -141,10 +141,7 @@ def test_damaged_tokenizers(model, tmp_path, content):
         ({"quantization_config": 3}, "broken holds no model"),
         ({"quantization_config": {}}, "broken holds no model.*quant_method"),
         ({"auto_map": 3}, "broken holds no model"),
-        (
-            {"model_type": "unheard_of"},
-            "(?s)broken holds no model.*unheard_of.*upgrade transformers",
-        ),
+        ({"model_type": "unheard_of"}, "(?s)broken holds no model.*unheard_of.*upgrade transformers"),
     ],
 )
 def test_configurations_that_no_model_has(model, tmp_path, change, match):

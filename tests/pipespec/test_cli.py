@@ -27,6 +27,7 @@ from pipespec.demo import family_path, load_family
 from pipespec.demo import run as demo_run
 from pipespec.observe.text import TextStream
 from tests.conftest import noisy, random_llama
+from tests.trials import trials
 from tests.waiting import SECONDS, until
 
 
@@ -120,13 +121,7 @@ def test_usage_errors(capsys, arguments, message):
 def test_doctor_says_that_all_works(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for expected in (
-        "native module",
-        "schedule workers",
-        "default schedule",
-        "bundled family",
-        "torch",
-    ):
+    for expected in ("native module", "schedule workers", "default schedule", "bundled family", "torch"):
         assert expected in out
 
 
@@ -209,10 +204,7 @@ def test_generate_warns_beyond_the_models_limit(family, capsys, length, what):
         (["--prompt", "x", "--target", "/nowhere/model"], "/nowhere/model"),
         (["--prompt", "x", "--target", "{family}"], "config.json"),
         (["--prompt", "x", "--target", "{family}/target", "--chat"], "chat template"),
-        (
-            ["--prompt", "x", "--lookahead", str(2**32)],
-            "lookahead must be 0 to 2147483647, not 4294967296",
-        ),
+        (["--prompt", "x", "--lookahead", str(2**32)], "lookahead must be 0 to 2147483647, not 4294967296"),
     ],
 )
 def test_generate_refuses_in_one_line(family, capsys, arguments, message):
@@ -461,7 +453,7 @@ def test_demo_fails_where_a_row_does_not_run(family, capsys, monkeypatch):
         ("--report 2>{full}", 2, True, ""),
         ("--stages 3 2>&-", 2, False, ""),
         ("--stages 3 2>{full}", 2, False, ""),
-    ],
+    ][: trials(ci=4, nightly=5)],
 )
 def test_streams_that_are_closed_or_full(family, full, redirected, status, text, message):
     command = (

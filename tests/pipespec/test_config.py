@@ -193,13 +193,7 @@ def test_the_schedule_in_place_of_one_that_cannot_be_captured(model, monkeypatch
 # ---- the table of schedules
 
 
-VALUES = {
-    "graphs": True,
-    "ngram": object(),
-    "head": object(),
-    "translation": object(),
-    "acceptance": "rejection",
-}
+VALUES = {"graphs": True, "ngram": object(), "head": object(), "translation": object(), "acceptance": "rejection"}
 
 
 @pytest.mark.parametrize("option", OPTIONS)

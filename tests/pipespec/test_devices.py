@@ -15,20 +15,12 @@ from pipespec.errors import DoesNotFit
 from pipespec.preflight.devices import DeviceFacts, device_facts, requested
 from pipespec.preflight.placement import arrange
 from tests.conftest import noisy, random_llama
-from tests.pipespec.checkpoints import GIB, PROMPT, folder_of, gpus, llama, save
+from tests.pipespec.checkpoints import GIB, PROMPT, folder_of, gpus, llama, save, some_gpus
 
 
 @pytest.fixture(scope="module")
 def model():
     return random_llama(3)
-
-
-def machine(*free):
-    """Facts of the CPU and of GPUs with so many GiB free."""
-    return [
-        DeviceFacts("cpu", 64 * GIB, 60 * GIB),
-        *(DeviceFacts(f"cuda:{i}", 80 * GIB, n * GIB) for i, n in enumerate(free)),
-    ]
 
 
 def test_the_automatic_choice(tmp_path):
@@ -39,18 +31,18 @@ def test_the_automatic_choice(tmp_path):
     def chosen(models, facts, **options):
         return arrange(models, device="auto", facts=facts, **options)
 
-    assert chosen([draft, target], machine(40, 79)) == ["cuda:1", "cuda:1"]
-    assert chosen([draft, target], machine(70, 79)) == ["cuda:0", "cuda:1"]
-    assert chosen([draft, draft, target], machine(70, 68, 79)) == ["cuda:1", "cuda:0", "cuda:2"]
-    assert chosen([draft, target], machine()) == ["cpu", "cpu"]
+    assert chosen([draft, target], some_gpus(40, 79)) == ["cuda:1", "cuda:1"]
+    assert chosen([draft, target], some_gpus(70, 79)) == ["cuda:0", "cuda:1"]
+    assert chosen([draft, draft, target], some_gpus(70, 68, 79)) == ["cuda:1", "cuda:0", "cuda:2"]
+    assert chosen([draft, target], some_gpus()) == ["cpu", "cpu"]
     # What a draft needs must be free beside the target.
-    assert chosen([draft, target], machine(20)) == ["cuda:0", "cuda:0"]
+    assert chosen([draft, target], some_gpus(20)) == ["cuda:0", "cuda:0"]
     with pytest.raises(DoesNotFit, match=r"the stages need(.|\n)*draft 0(.|\n)*target") as caught:
-        chosen([draft, target], machine(17))
+        chosen([draft, target], some_gpus(17))
     assert "17.00 free of 80.00" in str(caught.value)
     # One stage of several, and a loaded model, which stays.
-    assert arrange([draft, target], device=["cpu", "auto"], facts=machine(40, 79)) == ["cpu", "cuda:1"]
-    assert chosen([draft, random_llama(1)], machine(40, 79)) == ["cuda:1", None]
+    assert arrange([draft, target], device=["cpu", "auto"], facts=some_gpus(40, 79)) == ["cpu", "cuda:1"]
+    assert chosen([draft, random_llama(1)], some_gpus(40, 79)) == ["cuda:1", None]
 
 
 def test_what_device_may_be(monkeypatch):

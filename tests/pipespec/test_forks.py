@@ -32,7 +32,7 @@ from tests.trials import trials
 from tests.waiting import SECONDS, drafts_keep_up, until
 
 PROMPTS = random_prompts(3, seed=21, shortest=4)
-NEW = 24
+NEW = 12
 
 SCHEDULES = [
     ("plain", {}),
@@ -93,7 +93,7 @@ def generates(pipe: Pipeline, texts, times: int) -> None:
 @pytest.mark.parametrize(("schedule", "options"), SCHEDULES, ids=lambda v: v if isinstance(v, str) else "".join(v))
 def test_parent_and_children_at_once(models, schedule, options):
     target, draft, texts = models
-    times = trials(6, 60)
+    times = trials(3, 60)
     with make(target, draft, schedule, **options) as pipe:
         generates(pipe, texts, 1)
         children = [Child(lambda: generates(pipe, texts, times)) for _ in range(trials(ci=1, nightly=2))]
@@ -228,7 +228,7 @@ def test_a_server_that_forks(models, schedule):
         assert target.generate(PROMPTS[0][None], max_new_tokens=NEW, do_sample=False).numpy().tobytes() == answers[0]
         with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
             children = [Child(serve) for _ in range(4)]
-            asked = [i % end for i in range(trials(ci=40, nightly=1000))]
+            asked = [i % end for i in range(trials(ci=16, nightly=1000))]
             with ThreadPoolExecutor(8) as clients:
                 wrong = sum(
                     answer != answers[which] for which, answer in zip(asked, clients.map(ask, asked), strict=True)
@@ -251,8 +251,17 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["before a call", "inside of a call"])
-@pytest.mark.parametrize("schedule", ["lockstep", "workers", "spd"])
+THREADED = [
+    ("lockstep", False),
+    ("lockstep", True),
+    ("workers", False),
+    ("spd", True),
+    ("workers", True),
+    ("spd", False),
+]
+
+
+@pytest.mark.parametrize(("schedule", "inside"), THREADED[: trials(ci=4, nightly=6)])
 def test_a_fork_of_a_process_that_computes_with_threads(two_threads, schedule, inside):
     """Products and elementwise operations are large enough for torch to share them between threads."""
     target = random_llama(17, hidden=512)

@@ -434,9 +434,7 @@ def a_prompt_at_the_length_of_the_capture(patch, gpu):
 def prompt_graphs_of_old_weights(patch, gpu):
     replace = buffers.StaticBuffers._replace
     patch.setattr(
-        buffers.StaticBuffers,
-        "_replace",
-        lambda own, **new: replace(own, **new | {"prompt_graphs": own.prompt_graphs}),
+        buffers.StaticBuffers, "_replace", lambda own, **new: replace(own, **new | {"prompt_graphs": own.prompt_graphs})
     )
     session = yield "prompt"
     norm = session.target.model.norm

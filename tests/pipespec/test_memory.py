@@ -299,11 +299,7 @@ def shape(cache: RowCache) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("options", "last"),
-    [
-        ({"schedule": "streams"}, 96),
-        ({"graphs": True}, 96),
-        ({"schedule": "lockstep"}, 4 + 20 + WIDTH),
-    ],
+    [({"schedule": "streams"}, 96), ({"graphs": True}, 96), ({"schedule": "lockstep"}, 4 + 20 + WIDTH)],
     ids=str,
 )
 def test_unused_caches_are_released(model, monkeypatch, options, last):
@@ -396,10 +392,7 @@ def test_a_copy_takes_memory_on_the_targets_device(model, monkeypatch):
     models = {"draft 0": on_gpu(noisy(model, 0.1), "cuda:1"), "target": on_gpu(model, "cuda:0")}
     need = estimate([StageFacts.of_model("target", model)], 2, 128, longest=4).needs[0]
     copy_of_it = 2 * 100 * RowCache.bytes_for(model.config, 1, 1, torch.float32)
-    for free, fits in (
-        (need.sum + copy_of_it, True),
-        (need.sum + copy_of_it - 1, False),
-    ):
+    for free, fits in ((need.sum + copy_of_it, True), (need.sum + copy_of_it - 1, False)):
         facts = [DeviceFacts("cuda:0", GIB, free), DeviceFacts("cuda:1", GIB, need.sum)]
         monkeypatch.setattr("pipespec.preflight.memory.device_facts", lambda names, facts=facts: facts)
         with contextlib.nullcontext() if fits else pytest.raises(DoesNotFit, match="its copy  cuda:0"):

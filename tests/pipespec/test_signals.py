@@ -117,11 +117,7 @@ def test_an_error_of_the_callers_while_it_talks_to_a_worker(models, waits_in, ki
 
 @pytest.mark.parametrize(
     "call",
-    [
-        lambda: env._lines("/proc/self/stat"),
-        lambda: env._field("/proc/self/stat", "x"),
-        lambda: env._group_memory(),
-    ],
+    [lambda: env._lines("/proc/self/stat"), lambda: env._field("/proc/self/stat", "x"), lambda: env._group_memory()],
     ids=["lines", "field", "group_memory"],
 )
 def test_an_error_of_the_callers_while_the_system_is_asked(monkeypatch, call):

@@ -19,14 +19,14 @@ from pipespec.engine.forward import forward
 from pipespec.errors import DoesNotFit, NotCapturable
 from pipespec.models import loading
 from pipespec.models.devices import LayerDevices, offloaded_modules
-from pipespec.preflight.devices import DeviceFacts, requested
+from pipespec.preflight.devices import requested
 from pipespec.preflight.memory import StageFacts, estimate
 from pipespec.preflight.placement import arrange
 from pipespec.preflight.support import check_streams
 from pipespec.schedules.ranks import membership
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.chains_of_ranks import in_process
-from tests.pipespec.checkpoints import GIB, PROMPT, folder_of, gpus, llama, save
+from tests.pipespec.checkpoints import GIB, PROMPT, folder_of, gpus, llama, save, some_gpus
 from tests.trials import trials
 
 LAYERS = 3
@@ -258,13 +258,6 @@ def test_devices_of_one_stage(monkeypatch):
             requested({"target": wrong}, 1)
     with pytest.raises(ValueError, match="'auto' is not a device"):
         requested({"target": ["auto", "cuda:1"]}, 1)
-
-
-def some_gpus(*free):
-    return [
-        DeviceFacts("cpu", 64 * GIB, 60 * GIB),
-        *(DeviceFacts(f"cuda:{i}", 80 * GIB, n * GIB) for i, n in enumerate(free)),
-    ]
 
 
 def layers_on(device_map):

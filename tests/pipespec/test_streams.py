@@ -766,9 +766,7 @@ def run_again(selected: str, prefix: tuple[str, ...] = (), **environment: str) -
 def test_captured_one_launch_at_a_time() -> None:
     """No kernel waits for another one: with one queue, and launches that block, every call ends."""
     ran = run_again(
-        "text_is_the_targets and cuda and (gb or lockstep-g)",
-        CUDA_LAUNCH_BLOCKING="1",
-        CUDA_DEVICE_MAX_CONNECTIONS="1",
+        "text_is_the_targets and cuda and (gb or lockstep-g)", CUDA_LAUNCH_BLOCKING="1", CUDA_DEVICE_MAX_CONNECTIONS="1"
     )
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
 

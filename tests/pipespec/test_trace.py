@@ -302,9 +302,6 @@ def test_the_summary_says_what_can_be_counted_by_hand() -> None:
     for steps in slow.values():
         for field in ("launched_ns", "start_ns", "end_ns"):
             steps[field] *= 1000
-    assert summary(slow).splitlines()[4:] == [
-        "draft 0   1: 4.00 (2)",
-        "target    1: 4.00 (1)   3-4: 6.00 (2)",
-    ]
+    assert summary(slow).splitlines()[4:] == ["draft 0   1: 4.00 (2)", "target    1: 4.00 (1)   3-4: 6.00 (2)"]
     with pytest.raises(ValueError, match="trace is empty"):
         summary({"target": RUN["target"][:0]})

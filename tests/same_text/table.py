@@ -18,6 +18,7 @@ from tests.conftest import DEVICE, always_right, always_wrong, left_pad, noisy, 
 from tests.pipespec.vocabularies import byte_level, sentencepiece
 from tests.support.grammars import END, Classes
 from tests.support.streamers import Recorder
+from tests.trials import trials
 
 TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=sentencepiece())
 VOCABULARY, NEW, SEED, TOP = len(TOKENIZER), 14, 5, 4
@@ -296,8 +297,13 @@ WAYS["spd"] = Way(SPD, door="spd")
 
 
 def calls_of(way: Way, chain: Chain) -> list[str]:
-    """Every call once per way with fixed steps, and the calls that are not special in all others."""
+    """Every call once per way with fixed steps, and calls that are not special in all others: each way and each chain meets all of them, at night each pair."""
     if chain.calls is not None:
         return list(chain.calls)
     is_whole = way.fixed and way.door in ("generate", "spd") and chain in (CHAINS["alone"], CHAINS["two"])
-    return [name for name, call in CALLS.items() if is_whole or not call.is_special]
+    if is_whole:
+        return list(CALLS)
+    first, *rest = (name for name, call in CALLS.items() if not call.is_special)
+    at = [*WAYS.values()].index(way) + [*CHAINS.values()].index(chain)
+    few = 2 if way.door in ("generate", "spd") else len(rest)
+    return [first, *(rest[(at + k) % len(rest)] for k in range(trials(ci=few, nightly=len(rest))))]

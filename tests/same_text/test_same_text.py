@@ -23,6 +23,7 @@ from tests.pipespec.chains_of_ranks import in_process
 from tests.same_text.table import CALLS, CHAINS, NEW, TOP, VOCABULARY, WAYS, WORD, Call, Chain, Way, calls_of
 from tests.support.reference import transformers_text
 from tests.support.streamers import failing
+from tests.trials import trials
 from tests.waiting import drafts_keep_up
 
 PENALISES_PADDING = "Tensor" not in inspect.getsource(RepetitionPenaltyLogitsProcessor.__init__)
@@ -173,12 +174,14 @@ def test_same_text(opened: Opened, expected: Expected, name: str) -> None:
     check_report(opened, name, leaves)
 
 
-@pytest.mark.parametrize("at", [1, 7])
+INTERRUPTED = [pipeline for pipeline in PIPELINES if pipeline[1] in ("alone", "two", "index", "index and one")]
+
+
 @pytest.mark.parametrize(
-    "opened",
-    [pipeline for pipeline in PIPELINES if pipeline[1] in ("alone", "two", "index", "index and one")],
-    ids="-".join,
-    indirect=True,
+    ("opened", "at"),
+    [(pipeline, (1, 7)[(i + k) % 2]) for i, pipeline in enumerate(INTERRUPTED) for k in range(trials(ci=1, nightly=2))],
+    ids=lambda part: "-".join(part) if isinstance(part, tuple) else str(part),
+    indirect=["opened"],
 )
 def test_a_call_after_an_interrupted_one(opened: Opened, expected: Expected, at: int) -> None:
     """What was committed is at hand, and the next call is complete."""

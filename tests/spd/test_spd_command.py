@@ -75,13 +75,7 @@ def test_what_does_not_fit_is_refused_in_one_line(capsys, arguments, message):
     assert captured.out == ""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "given"),
-    [
-        ((), {}),
-        (("--timeout", "60"), {"timeout_s": 60.0}),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "given"), [((), {}), (("--timeout", "60"), {"timeout_s": 60.0})])
 def test_options_of_ranks(capsys, monkeypatch, arguments, given):
     def made(target, drafter, **options):
         assert {k: v for k, v in options.items() if k == "timeout_s"} == given

@@ -13,10 +13,7 @@ from pipespec.spd import SpeculativePipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.spd.test_ranks import environment
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 

@@ -157,11 +157,7 @@ def test_rope_append(device, dims, dtype, layout, heads, norms, positions, float
         # The rotation mixes the norm's rounding differences.
         mixed = 8 * STEP[dtype]
         close(got, expected, near_zero=mixed)
-        close(
-            there["k_cache"],
-            case["k_cache"],
-            near_zero=mixed,
-        )
+        close(there["k_cache"], case["k_cache"], near_zero=mixed)
         for row, (n, count) in enumerate(zip(case["lengths"].tolist(), case["n_new"].tolist(), strict=True)):
             assert torch.equal(there["k_cache"][row, :, :n], before[row, :, :n])
             assert torch.equal(there["k_cache"][row, :, n + count :], before[row, :, n + count :])

@@ -27,27 +27,13 @@ from ..selection import (
     ragged_counts,
     strided,
 )
+from .test_verify import make_noise, on_device
 
 
-def moved(noise: Noise, device: torch.device) -> Noise:
-    cutoff = None if noise.cutoff is None else noise.cutoff.to(device)
-    tensors = (noise.seeds, noise.positions, noise.inv_temperature)
-    return Noise(*(t.to(device) for t in tensors), cutoff, noise.stream)
-
-
-def make_noise(logits: torch.Tensor, filtered: bool, generator: torch.Generator) -> Noise:
-    batch, width, _ = logits.shape
-    cutoff = None
-    if filtered:
-        cutoff = torch.where(logits.isfinite(), logits.float(), 0.0).amax(-1) - 2
-        cutoff[torch.rand((batch, width), generator=generator) < 0.3] = -math.inf
-    return Noise(
-        torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator),
-        torch.randint(0, 2**40, (batch,), generator=generator),
-        torch.rand(batch, generator=generator) * 2 + 0.25,
-        cutoff,
-        DRAFT if filtered else 0,
-    )
+def noise_of(logits: torch.Tensor, filtered: bool, generator: torch.Generator) -> Noise:
+    noise = make_noise("cutoff" if filtered else "coupled", logits, generator, DRAFT if filtered else 0)
+    assert noise is not None
+    return noise
 
 
 def same(got: Any, expected: Any) -> None:
@@ -88,8 +74,8 @@ def placed(
 def test_argmax_and_sample(shape, dtype, layout, seed, kind, filtered, on_host, device) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits, there = placed(make_logits(kind, shape, dtype, generator), layout, device)
-    noise = make_noise(logits, filtered, generator)
-    got = ops.argmax(there), ops.sample(there, noise if on_host else moved(noise, device))
+    noise = noise_of(logits, filtered, generator)
+    got = ops.argmax(there), ops.sample(there, noise if on_host else on_device(noise, device))
     assert {t.device for t in got} == {device}
     same(got, (reference.argmax(logits), reference.sample(logits, noise)))
 
@@ -99,7 +85,7 @@ def test_argmax_and_sample(shape, dtype, layout, seed, kind, filtered, on_host, 
 def test_verify(shape, dtype, layout, seed, kind, sampled, on_host, device) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits, there = placed(make_logits(kind, shape, dtype, generator), layout, device)
-    noise = make_noise(logits, True, generator) if sampled else None
+    noise = noise_of(logits, True, generator) if sampled else None
     tokens = drafted_tokens(logits, 0.8, generator, torch.int64)
     query_lens, num_draft_tokens = ragged_counts(shape[0], shape[1], generator)
     counts = (
@@ -108,7 +94,7 @@ def test_verify(shape, dtype, layout, seed, kind, sampled, on_host, device) -> N
         else (query_lens.to(device), num_draft_tokens.to(device))
     )
     got = ops.verify(
-        there, tokens.to(device), *counts, noise=noise if on_host or noise is None else moved(noise, device)
+        there, tokens.to(device), *counts, noise=noise if on_host or noise is None else on_device(noise, device)
     )
     # The results are where the counts are.
     assert {t.device.type for t in got} == {"cpu" if on_host else device.type}
@@ -121,15 +107,12 @@ def test_rejection_sample(shape, dtype, layout, seed, certain, filtered, on_host
     generator = torch.Generator().manual_seed(seed)
     logits, there = placed(make_logits("normal", shape, dtype, generator), layout, device)
     draft = (logits.float() + torch.randn(shape, generator=generator)).to(DTYPES[seed % 3])
-    noise = make_noise(logits, filtered, generator)
+    noise = noise_of(logits, filtered, generator)
     tokens = drafted_tokens(draft, 0.8, generator, torch.int64)
     query_lens, num_draft_tokens = ragged_counts(shape[0], shape[1], generator)
     options = {"streams": Streams(5, 6, 7)}
     if filtered and not certain:
-        options |= {
-            "draft_inv_temperature": noise.inv_temperature * 0.75,
-            "draft_cutoff": draft.float().amax(-1) - 3,
-        }  # type: ignore[dict-item]
+        options |= {"draft_inv_temperature": noise.inv_temperature * 0.75, "draft_cutoff": draft.float().amax(-1) - 3}  # type: ignore[dict-item]
     counts = (
         (query_lens.numpy(), num_draft_tokens.numpy())
         if on_host
@@ -140,7 +123,7 @@ def test_rejection_sample(shape, dtype, layout, seed, certain, filtered, on_host
         tokens.to(device),
         *counts,
         None if certain else draft.to(device),
-        noise if on_host else moved(noise, device),
+        noise if on_host else on_device(noise, device),
         **options,  # type: ignore[arg-type]
     )
     assert {t.device.type for t in got} == {"cpu" if on_host else device.type}
@@ -182,7 +165,7 @@ def test_rows_further_apart_than_32_bits_count(device: torch.device) -> None:
         n, one = torch.full(shape[:1], shape[1], dtype=torch.int32), torch.ones(shape[0])
         logits = far_apart(shape, strides, torch.Generator().manual_seed(7))
         tokens = reference.argmax(logits).long().roll(1, 1)  # right draft tokens: every column is read
-        noise = make_noise(logits, True, torch.Generator().manual_seed(8))
+        noise = noise_of(logits, True, torch.Generator().manual_seed(8))
         same(ops.verify(logits, tokens, n, n - 1), reference.verify(logits, tokens, n, n - 1))
         same([ops.sample(logits, noise)], [reference.sample(logits, noise)])
         same([ops.cutoff(logits, top_k=3)], [reference.cutoff(logits, one, n.long(), one, one * 0)])
