@@ -203,7 +203,7 @@ def test_a_fork_inside_of_a_call(models, schedule, put):
 
 @pytest.mark.parametrize("schedule", ["lockstep", "workers"])
 def test_a_server_that_forks(models, schedule):
-    """As a web server that loads before it forks: the parent attaches and generates, four children accept requests from one socket."""
+    """As a web server that loads before it forks: the parent attaches and generates, and its children accept requests from one socket."""
     target, draft, texts = models
     answers = [text.numpy().tobytes() for text in texts]
     end = len(answers)
@@ -227,7 +227,7 @@ def test_a_server_that_forks(models, schedule):
     try:
         assert target.generate(PROMPTS[0][None], max_new_tokens=NEW, do_sample=False).numpy().tobytes() == answers[0]
         with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
-            children = [Child(serve) for _ in range(4)]
+            children = [Child(serve) for _ in range(trials(ci=2, nightly=4))]
             asked = [i % end for i in range(trials(ci=16, nightly=1000))]
             with ThreadPoolExecutor(8) as clients:
                 wrong = sum(

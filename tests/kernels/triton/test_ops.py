@@ -168,7 +168,7 @@ def test_rows_further_apart_than_32_bits_count(device: torch.device) -> None:
         noise = noise_of(logits, True, torch.Generator().manual_seed(8))
         same(ops.verify(logits, tokens, n, n - 1), reference.verify(logits, tokens, n, n - 1))
         same([ops.sample(logits, noise)], [reference.sample(logits, noise)])
-        same([ops.cutoff(logits, top_k=3)], [reference.cutoff(logits, one, n.long(), one, one * 0)])
+        same([ops.cutoff(logits, top_k=3)], [reference.cutoff(logits, one, one.long() * 3, one, one * 0)])
         same(
             ops.rejection_sample(logits, tokens, n, n - 1, logits, noise),
             reference.rejection_sample(logits, tokens, n, n - 1, logits, noise),
