@@ -21,8 +21,8 @@ PYTHON = ("python/pipespec", "pipespec_kernels", "bench", "tools")
 FOLDERS = {
     "csrc": 12_500,
     "pipespec_kernels": 8_470,
-    "python/pipespec": 32_910,
-    "bench": 8_560,
+    "python/pipespec": 32_530,
+    "bench": 8_170,
     "tools": 1_460,
     "tests": 55_050,
 }
@@ -67,7 +67,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 76, 14_250
+MODULES, LINES = 76, 14_130
 """Most modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 
