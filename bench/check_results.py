@@ -34,6 +34,7 @@ _GENERATE = (
 SOURCES: dict[str, tuple[str, ...]] = {
     "controller.json": ("python/pipespec/engine/controller.py", "bench/controller_replay.py"),
     "exact.json": (*_ENGINE, "bench/exact.py"),
+    "exact_long.json": (*_ENGINE, "bench/exact.py"),
     "generate_cpu.json": (*_GENERATE, "python/pipespec/demo"),
     "head.json": (*_ENGINE, "python/pipespec/drafts", "bench/bench_real.py"),
     "gpu_h200.json": (*(place for place in _GENERATE if place[0] != ":"), "bench/planted.py"),
@@ -45,8 +46,8 @@ SOURCES: dict[str, tuple[str, ...]] = {
 }
 """By results file: the files and folders whose changes outdate it, as pathspecs of git. Those of GPUs outdate no figure of a CPU."""
 
-MAY_BE_OLDER = {"gpu_h200.json", "head.json", "spd_real.json"}
-"""Files of hardware that is not at hand, and of hours of training: an older one is named, and is no failure."""
+MAY_BE_OLDER = {"exact_long.json", "gpu_h200.json", "head.json", "spd_real.json"}
+"""Files of hardware that is not at hand, of hours of training, and of an hour of texts: an older one is named, and is no failure."""
 
 
 def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

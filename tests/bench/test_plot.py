@@ -53,6 +53,7 @@ def test_the_table_of_real_models_as_bars(tmp_path: Path) -> None:
     record = json.loads(file.read_text())
     assert plot.main([str(file), "--out", str(tmp_path)]) == 0
     shown = texts((tmp_path / "real.svg").read_text())
+    assert shown == texts(file.with_suffix(".svg").read_text()), "draw the committed picture again"
     table = bench_real.readme_table(record).splitlines()[2:]
     assert len(table) == len(bench_real.README_ROWS)
     for line in table:

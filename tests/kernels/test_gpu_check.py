@@ -254,6 +254,14 @@ def test_a_tree_without_git(tmp_path: Path) -> None:
     assert sorted(path.name for path in out.iterdir()) == ["gpu_check.json", "gpu_check.log"]
 
 
+def test_the_check_itself_imports_nothing_of_the_tree() -> None:
+    """It builds the modules first, and sets the path of what it runs."""
+    tree = ast.parse((ROOT / "bench" / "gpu_check.py").read_text(encoding="utf-8"))
+    froms = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    names = froms | {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert not {name.partition(".")[0] for name in names} & {"bench", "pipespec", "pipespec_kernels"}
+
+
 AVAILABLE = {"torch", "triton", "transformers", "numpy", "pytest", "hypothesis", "psutil", "safetensors", "tokenizers"}
 """Packages that a machine needs for the check. The documentation names them."""
 

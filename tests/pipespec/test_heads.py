@@ -503,8 +503,6 @@ def test_captured_rounds_of_a_head_are_for_gpus(target, folder, monkeypatch) -> 
     if head.device.type == "cpu":
         with pytest.raises(ValueError, match="all models are on the CPU"):
             Pipeline(target, folder, graphs=True)
-    else:
-        Pipeline(target, folder, graphs=True).close()
 
 
 def test_drafts_that_exclude_a_head(target, folder) -> None:

@@ -58,8 +58,8 @@ CASES = [
     ),
     "3:2:ngram:bfloat16",
 ]
-PHASES = ["connect:kill:1", "load:interrupt:1", "prefill:raise:1", "cycle:raise:2", "end:kill:1", "second:kill:0"]
-PHASES += ["load:kill:0", "prefill:kill:2", "cycle:interrupt:1", "end:raise:0"][: trials(ci=0, nightly=4)]
+PHASES = ["connect:kill:1", "load:interrupt:1", "prefill:raise:1", "cycle:interrupt:1", "end:kill:1", "second:kill:0"]
+PHASES += ["load:kill:0", "prefill:kill:2", "cycle:raise:2", "end:raise:0"][: trials(ci=0, nightly=4)]
 KILLS = trials(ci=2, nightly=50)
 MISSING = "model.layers.2.mlp.up_proj.weight"
 

@@ -85,6 +85,7 @@ def decode(
     """Run a call whose arguments transformers has prepared in the loop of ``model``.
 
     Args:
+        input_ids: ``[B, S]``, as all arguments that transformers prepares.
         cause: why the call is left to it.
         on_failure: gets the text so far if the call fails.
         **model_kwargs: for the forward.

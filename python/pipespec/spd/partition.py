@@ -359,7 +359,7 @@ class Verifier:
 def seconds_of(
     layers: Iterable[nn.Module], first: int, config: Any, rotary: nn.Module, repeats: int = 7
 ) -> list[float]:
-    """Measure the seconds of consecutive layers, from number ``first`` on: of one new token of one row after others, the median of ``repeats``."""
+    """Measure the seconds of consecutive layers, from number ``first`` on: of one new token of one row after 64 others, the median of ``repeats``."""
     context = 64
     hidden = torch.randn((1, context, config.hidden_size), generator=torch.Generator().manual_seed(0), device="cpu")
     out = []

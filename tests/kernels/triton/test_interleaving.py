@@ -138,7 +138,7 @@ FAULTS = [
     (Attention, "== sharing - 1", "== sharing - 2", 0),
     (Attention, "tl.store(ticket, 0)", "pass", 0),
 ]
-"""The last one: the first order that shows it."""
+"""The last one: an order from which on one shows it soon."""
 
 
 @pytest.mark.parametrize(("kind", "right", "wrong", "begin"), [*FAULTS, *CONTROL])
