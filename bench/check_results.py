@@ -40,6 +40,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "gpu_h200.json": (*(place for place in _GENERATE if place[0] != ":"), "bench/planted.py"),
     "price.json": _KERNELS,
     "prompt.json": (*_ENGINE, "bench/bench_prompt.py"),
+    "quality.json": ("csrc/cpu/formats", "python/pipespec/models/quantizing.py", "bench/quality.py"),
     "real.json": (*_ENGINE, "bench/bench_real.py"),
     "spd.json": (*_KERNELS, "python/pipespec/engine", "python/pipespec/spd", "bench/bench_spd.py"),
     "spd_real.json": ("python/pipespec/spd", "bench/bench_spd_real.py", "bench/recipes"),
