@@ -108,6 +108,8 @@ def main() -> None:
         "draft head": more.head,
         "quantised": more.quantised,
     }
+    if not set(options.only or ()) <= parts.keys():
+        parser.error(f"--only must be some of: {', '.join(parts)}")
     for name in options.only or parts:
         part = parts[name]
         try:

@@ -246,15 +246,11 @@ class FakeGpu:
         self.graph.recorded = stage, body, inputs, torch.full_like(inputs[0], -1)
         return self.graph.recorded[-1]
 
-    def record_read(self, stage, read, inputs):
-        """The forward over a part of a prompt within a capture."""
-        self.graph.recorded = stage, read, inputs, None
-
     def replay_whole(self, graph):
         """``CUDAGraph.replay()``: the recorded forward runs again, on the tensors that it had."""
         stage, body, inputs, selected = graph.recorded
         found = body(stage, *inputs)
-        if selected is not None:
+        if found is not None:
             selected.copy_(found)
 
     def launch(self, captured, given):
@@ -294,19 +290,15 @@ class FakeGpu:
 
         body, read, make_launcher = GraphedStage.body, GraphedStage.read, capturing.CaptureContext.launcher
 
-        def watched(stage, *inputs):
+        def watched(stage, *inputs, function=body):
             seen.multiply()
             seen.fails(stage)
-            return seen.record(stage, body, inputs) if seen.capturing else body(stage, *inputs)
+            return seen.record(stage, function, inputs) if seen.capturing else function(stage, *inputs)
 
         def watched_read(stage, *inputs):
-            seen.multiply()
-            seen.fails(stage)
-            if not seen.capturing:
-                return read(stage, *inputs)
-            seen.captured -= 1
-            seen.prompts += 1
-            return seen.record_read(stage, read, inputs)
+            seen.captured -= seen.capturing
+            seen.prompts += seen.capturing
+            watched(stage, *inputs, function=read)
 
         def launcher(context, own):
             make_launcher(context, own)

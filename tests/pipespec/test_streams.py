@@ -774,7 +774,7 @@ def test_captured_one_launch_at_a_time() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("how", ["plain", "lockstep", "streams"])
 def test_prompts_of_many_lengths(model, how, device) -> None:
-    """On a GPU short ones are read by graphs, with padding, some of them in several pieces, and behind what a cache holds."""
+    """On a GPU short ones are read by graphs, with padding, some of them in several pieces."""
     target = copy.deepcopy(model).to(device)
     drafts = [] if how == "plain" else [draft.to(device) for draft in drafts_of(model, "g")]
     used: set[int] = set()

@@ -351,18 +351,14 @@ class Emulator(FakeGpu):
 
     # ---- captures and replays
 
-    def record(self, stage: Any, body: Callable[..., torch.Tensor], inputs: Any) -> torch.Tensor:
+    def record(self, stage: Any, body: Callable[..., torch.Tensor | None], inputs: Any) -> torch.Tensor | None:
         graph = self.graph
         assert graph is not None
         with _disable_current_modes(), self._recorded_in(graph) as recording:
             selected = body(stage, *inputs)
-        recording.selected = self.ref(selected, graph, new=False)
+        recording.selected = None if selected is None else self.ref(selected, graph, new=False)
         graph.__dict__.setdefault("forwards", []).append(recording)
         return selected
-
-    def record_read(self, stage: Any, read: Callable[..., None], inputs: Any) -> None:
-        # The capture records it as a whole.
-        read(stage, *inputs)
 
     @contextmanager
     def _recorded_in(self, graph: Graph) -> Iterator[Recording]:
