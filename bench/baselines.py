@@ -185,8 +185,7 @@ class PublishedContender(Contender):
         lookahead = self.settings[0]
         if self.schedule == "asynchronous":
             models = [*private_copies(drafts), workload.family.target]
-            most = workload.longest + workload.new_tokens + 256
-            self.chain = Asynchronous(models, lookahead, most, self._draft_threads(workload.threads))
+            self.chain = Asynchronous(models, lookahead, self._draft_threads(workload.threads))
         else:
             self.chain = Lockstep([*drafts, workload.family.target], lookahead)
         super().start(workload)

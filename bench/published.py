@@ -13,7 +13,7 @@ their own:
 :class:`Asynchronous`: one process per stage; the caller's runs the target. After *every* step a stage requests a comparison from its upstream stage
 and sleeps until the answer, which comes after the upstream stage's running forward. Corrections move stage by stage, and stage 0 drafts without
 bound. Differences from the original: a rolled-back cache is fed all the tokens that it lacks (the original feeds only the last one, so it drafts for
-another text); stages sleep on semaphores instead of polling; every wait ends when the text is complete or a stage fails; every token is
+another text); stages sleep on pipes instead of polling; every wait ends when the text is complete or a stage fails; every token is
 checked for the end of the text.
 
 :class:`Lockstep`: the stages take turns in the caller's process. The smallest draft decodes L - 1 tokens, each middle stage verifies once and then
@@ -22,11 +22,11 @@ decodes until it is L - 1 tokens ahead, the target verifies, and all others roll
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -153,189 +153,120 @@ class StageFailed(RuntimeError):
     """A stage of :class:`Asynchronous` failed or died."""
 
 
-class _Board:
-    """Shared memory of the stages: texts, requests and answers, under one lock. Every change wakes all sleeping stages.
-
-    ``REQUESTS[i]`` counts requests of stage i + 1 to stage i, ``ANSWERS[i]`` the answers; ``CALL`` counts calls, ``DONE`` complete ones.
-    """
-
-    def __init__(self, stages: int, capacity: int, context: Any) -> None:
-        self.stages, self.capacity = stages, capacity
-        self.lock = context.Lock()
-        # One semaphore per stage: a condition would wait without an end for a sleeping process that was killed.
-        self.bells = [context.Semaphore(0) for _ in range(stages)]
-        self.words = context.RawArray(ctypes.c_int64, 7 + 6 * stages)
-        # The prompt lies behind the texts of the stages.
-        self.texts = context.RawArray(ctypes.c_int64, capacity * (stages + 1))
-
-    CALL, DONE, CLOSING, FAILED, PROMPT, MOST, LOOKAHEAD = range(7)
-
-    def notify(self) -> None:
-        """Wake all sleeping stages."""
-        for bell in self.bells:
-            bell.release()
-
-    def sleep(self, stage: int, seconds: float) -> bool:
-        """Release the lock and sleep until a notification, or one that came before; False after ``seconds``. Called under the lock."""
-        self.lock.release()
-        rung: bool = self.bells[stage].acquire(timeout=seconds)
-        while rung and self.bells[stage].acquire(block=False):
-            pass
-        self.lock.acquire()
-        return rung
-
-    def _word(self, kind: int, stage: int) -> int:
-        return 7 + kind * self.stages + stage
-
-    def get(self, kind: int, stage: int) -> int:
-        return self.words[self._word(kind, stage)]
-
-    def add(self, kind: int, stage: int) -> None:
-        self.words[self._word(kind, stage)] += 1
-        self.notify()
-
-    REQUESTS, ANSWERS, LENGTHS, IDLE, STEPS, ACCEPTED = range(6)
-
-    def publish(self, stage: int, text: Sequence[int]) -> None:
-        begin = stage * self.capacity
-        self.texts[begin : begin + len(text)] = text
-        self.words[self._word(self.LENGTHS, stage)] = len(text)
-        self.notify()
-
-    def read(self, stage: int) -> list[int]:
-        begin = stage * self.capacity
-        return self.texts[begin : begin + self.get(self.LENGTHS, stage)]
-
-    def put(self, kind: int, stage: int, value: int) -> None:
-        self.words[self._word(kind, stage)] = value
-
-
 class _Over(Exception):
     """The call has ended."""
 
 
-class _Player:
-    """A stage of the asynchronous chain.
+OVER, CLOSE = "over", "close"
+"""Messages to the upstream stage: the call has ended; the process shall end."""
 
-    ``check`` is called from time to time by a sleeping stage; it raises where no other stage can answer any more.
+
+class _Player:
+    """A stage of the asynchronous chain, with pipes to its neighbours (None where there is none).
+
+    Upstream go a call (:meth:`play`'s arguments), requests (the own text), ``OVER`` and ``CLOSE``. Downstream go pieces of the own text (whether they answer
+    a request, their position, their tokens), and at the end of a call the counts. A neighbour that dies closes its pipe, so no wait is without end.
     """
 
-    def __init__(self, board: _Board, index: int, model: PreTrainedModel, check: Callable[[], None]) -> None:
-        self.board, self.index, self.text = board, index, BaselineStage(model)
-        self.last = index == board.stages - 1
-        self.check = check
+    def __init__(self, model: PreTrainedModel, up: Connection | None, down: Connection | None) -> None:
+        self.text, self.up, self.down = BaselineStage(model), up, down
 
-    @contextmanager
-    def _until(self, condition: Callable[[], bool]) -> Iterator[None]:
-        """Hold the lock once ``condition`` is true. Raises ``_Over`` if the call ends before."""
-        board = self.board
-        with board.lock:
-            while not (self._over() or condition()):
-                if not board.sleep(self.index, 0.5):
-                    self.check()
-            if self._over():
-                raise _Over
-            yield
+    def play(
+        self,
+        prompt: list[int],
+        limit: int,
+        lookahead: int,
+        is_complete: Callable[[list[int]], bool] = lambda text: False,
+    ) -> list[tuple[int, int, int]]:
+        """Run a call until the text ``is_complete``, or until the downstream stage ends it.
 
-    def _over(self) -> bool:
-        words = self.board.words
-        return bool(words[_Board.DONE] >= words[_Board.CALL] or words[_Board.CLOSING] or words[_Board.FAILED])
-
-    def play(self, eos: Sequence[int] = ()) -> list[int]:
-        """Run the current call; returns the tokens of the target, and an empty list for drafts."""
-        board, i = self.board, self.index
-        with board.lock:
-            begin = board.stages * board.capacity
-            prompt = board.texts[begin : begin + board.words[_Board.PROMPT]]
-            most, lookahead = board.words[_Board.MOST], board.words[_Board.LOOKAHEAD]
-        # The downstream stages cannot use more tokens.
-        limit = most + (board.stages - i) * (lookahead + 2)
+        Returns:
+            Steps, drafted and accepted of each stage up to this one.
+        """
+        if self.up is not None:
+            # The downstream stages cannot use more tokens.
+            self.up.send((prompt, limit + lookahead + 2, lookahead))
+        self._upstream: list[int] = []
+        self._request: list[int] | None = None
+        self._counts: list[tuple[int, int, int]] | None = None
+        self._is_answered = False
+        text = self.text
         try:
-            self.text.begin(prompt)
-            self._publish()
-            while True:
-                if self.last and (end := end_of(self.text.out, most, eos)) is not None:
-                    with board.lock:
-                        board.words[_Board.DONE] = board.words[_Board.CALL]
-                        board.notify()
-                    return self.text.out[:end]
-                self._turn(lookahead, limit)
+            text.begin(prompt)
+            self._publish(0)
+            while not is_complete(text.out):
+                self._turn(limit, lookahead)
         except _Over:
-            return []
-        finally:
-            with board.lock:
-                board.put(_Board.STEPS, i, self.text.steps)
-                board.put(_Board.ACCEPTED, i, self.text.accepted)
-
-    def _has_request(self) -> bool:
-        board, i = self.board, self.index
-        return not self.last and board.get(_Board.REQUESTS, i) > board.get(_Board.ANSWERS, i)
-
-    def _turn(self, lookahead: int, limit: int) -> None:
-        board, i, out = self.board, self.index, self.text.out
-        first = i == 0
-
-        def ready() -> bool:
-            return len(out) < limit and (first or board.get(_Board.LENGTHS, i - 1) - len(out) >= lookahead - 1)
-
-        with self._until(lambda: self._has_request() or ready()):
-            requested = self._has_request()
-            seen = board.read(i + 1) if requested else [] if first else board.read(i - 1)
-        if requested:
-            self.text.roll_back(seen)
-            self._publish(answer=True)
-        elif first:
-            self.text.step()
-            self._publish()
-        else:
-            self.text.choose(seen, limit - len(out))
-            self._publish()
-        if not first:
-            self._request()
-
-    def _publish(self, answer: bool = False) -> None:
-        with self._until(lambda: True):
-            self.board.publish(self.index, self.text.out)
-            if answer:
-                self.board.add(_Board.ANSWERS, self.index)
-
-    def _request(self) -> None:
-        """Request a comparison from the upstream stage and wait for the answer."""
-        board, upstream = self.board, self.index - 1
-        with self._until(lambda: True):
-            board.add(_Board.REQUESTS, upstream)
-        with self._until(lambda: board.get(_Board.ANSWERS, upstream) == board.get(_Board.REQUESTS, upstream)):
             pass
+        counts = []
+        if self.up is not None:
+            self.up.send(OVER)
+            self._receive_until(lambda: self._counts is not None)
+            counts += self._counts or ()
+        counts.append((text.steps, text.drafted, text.accepted))
+        if self.down is not None:
+            self.down.send(counts)
+        return counts
+
+    def _turn(self, limit: int, lookahead: int) -> None:
+        """Answer a request, or take a step; then request a comparison from the upstream stage and wait for the answer."""
+        own = len(self.text.out)
+
+        def can_step() -> bool:
+            return own < limit and (self.up is None or len(self._upstream) - own >= lookahead - 1)
+
+        self._receive_until(lambda: self._request is not None or can_step())
+        if self._request is not None:
+            self.text.roll_back(self._request)
+            self._request = None
+            self._publish(0, answers=True)
+        else:
+            self.text.choose(self._upstream, limit - own)
+            self._publish(own)
+        if self.up is not None:
+            self._is_answered = False
+            self.up.send(self.text.out)
+            self._receive_until(lambda: self._is_answered)
+
+    def _publish(self, begin: int, answers: bool = False) -> None:
+        """Send the own text from ``begin`` on."""
+        if self.down is not None:
+            self.down.send((answers, begin, self.text.out[begin:]))
+
+    def _receive_until(self, condition: Callable[[], bool]) -> None:
+        """Take the messages that are there, and further ones until ``condition`` is true. Raises ``_Over`` if the call ends before."""
+        sides = [side for side in (self.up, self.down) if side is not None]
+        while (found := wait(sides, 0)) or not condition():
+            for side in found or wait(sides):
+                assert isinstance(side, Connection)
+                self._take(side.recv(), side is self.up)
+
+    def _take(self, message: Any, is_from_upstream: bool) -> None:
+        if message == CLOSE:
+            raise EOFError
+        if message == OVER:
+            raise _Over
+        if not is_from_upstream:
+            self._request = message
+        elif isinstance(message, list):
+            self._counts = message
+        else:
+            answers, begin, tokens = message
+            self._upstream[begin:] = tokens
+            self._is_answered = self._is_answered or answers
 
 
-def _orphaned() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():
-        raise SystemExit
-
-
-def serve(board: _Board, index: int, model: PreTrainedModel, threads: int | None) -> None:
+def serve(model: PreTrainedModel, up: Connection | None, down: Connection, threads: int | None) -> None:
     """Main function of a draft's process (or thread)."""
     if threads is not None:
         torch.set_num_threads(threads)
-    player, call = _Player(board, index, model, _orphaned), 0
-    try:
-        while True:
-            with board.lock:
-                board.put(_Board.IDLE, index, 1)
-                board.notify()
-                while not (board.words[_Board.CALL] > call or board.words[_Board.CLOSING]):
-                    if not board.sleep(index, 1.0):
-                        _orphaned()
-                if board.words[_Board.CLOSING]:
-                    return
-                call = board.words[_Board.CALL]
-            player.play()
-    except Exception:
-        with board.lock:
-            board.words[_Board.FAILED] = 1 + index
-            board.notify()
-        raise
+    player = _Player(model, up, down)
+    with suppress(EOFError, ConnectionError):  # also where a neighbour has died
+        while (call := down.recv()) != CLOSE:
+            player.play(*call)
+    if up is not None:
+        with suppress(ConnectionError):
+            up.send(CLOSE)
 
 
 class Asynchronous:
@@ -344,7 +275,6 @@ class Asynchronous:
     Args:
         models: The target last.
         lookahead: Minimum lookahead.
-        most_tokens: Capacity for the prompt, and for a text with the tokens drafted beyond it.
         threads: CPU threads of each draft process; None: torch's default.
         start: Makes the process of a draft; tests use threads.
     """
@@ -353,63 +283,36 @@ class Asynchronous:
         self,
         models: Sequence[PreTrainedModel],
         lookahead: int,
-        most_tokens: int = 8192,
         threads: int | None = None,
         start: Callable[..., Any] | None = None,
     ) -> None:
         if lookahead < 0:
             raise ValueError(f"lookahead must not be negative, not {lookahead}")
-        self.models, self.lookahead = list(models), lookahead
+        self.lookahead = lookahead
         context = multiprocessing.get_context("spawn")
-        self._board = _Board(len(models), most_tokens, context)
         start = start or (lambda *arguments: context.Process(target=serve, args=arguments, daemon=True))
-        self._drafts = [start(self._board, i, model, threads) for i, model in enumerate(self.models[:-1])]
-        for draft in self._drafts:
-            draft.start()
-        self._player = _Player(self._board, len(models) - 1, self.models[-1], self._check)
-        try:
-            self._wait(self._all_idle)
-        except BaseException:
-            self.close()
-            raise
-
-    def _all_idle(self) -> bool:
-        return all(self._board.get(_Board.IDLE, i) for i in range(len(self._drafts)))
-
-    def _wait(self, condition: Callable[[], bool]) -> None:
-        """Sleep until ``condition`` is true; raises ``StageFailed`` if a draft fails."""
-        with self._board.lock:
-            while not condition():
-                self._check()
-                self._board.sleep(self._board.stages - 1, 0.2)
-
-    def _check(self) -> None:
-        dead = [i for i, draft in enumerate(self._drafts) if not draft.is_alive()]
-        failed = self._board.words[_Board.FAILED]
-        if dead or failed:
-            raise StageFailed(f"stage {failed - 1 if failed else dead[0]} failed; its own output says why")
+        self._drafts, up = list[Any](), None
+        for model in models[:-1]:
+            next_up, down = context.Pipe()
+            self._drafts.append(start(model, up, down, threads))
+            self._drafts[-1].start()  # a process that has started keeps no copy of its pipes here
+            up = next_up
+        self._player = _Player(models[-1], up, None)
+        self._counts: list[tuple[int, int, int]] = []
 
     def generate(self, prompt: Sequence[int], most: int, eos: Sequence[int] = ()) -> list[int]:
-        board = self._board
-        if max(len(prompt), most + len(self.models) * (self.lookahead + 2) + WIDEST) > board.capacity:
-            raise ValueError(
-                f"{len(prompt)} tokens of prompt and {most} new ones do not fit a capacity of {board.capacity}"
-            )
-        self._wait(self._all_idle)
-        with board.lock:
-            self._check()
-            begin = board.stages * board.capacity
-            board.texts[begin : begin + len(prompt)] = list(prompt)
-            board.words[_Board.PROMPT], board.words[_Board.MOST] = len(prompt), most
-            board.words[_Board.LOOKAHEAD] = self.lookahead
-            for stage in range(board.stages):
-                for kind in (_Board.REQUESTS, _Board.ANSWERS, _Board.LENGTHS, _Board.IDLE):
-                    board.put(kind, stage, 0)
-            board.words[_Board.CALL] += 1
-            board.notify()
-        out = self._player.play(eos)
-        self._wait(self._all_idle)  # otherwise a draft could confuse the next call with this one
-        return out
+        def is_complete(text: list[int]) -> bool:
+            return end_of(text, most, eos) is not None
+
+        limit = most + self.lookahead + 2
+        try:
+            self._counts = self._player.play(list(prompt), limit, self.lookahead, is_complete)
+        except (EOFError, ConnectionError) as error:
+            self.close()
+            failed = next((i for i, draft in enumerate(self._drafts) if draft.exitcode), 0)
+            raise StageFailed(f"stage {failed} failed; its own output says why") from error
+        text = self._player.text.out
+        return text[: end_of(text, most, eos)]
 
     @property
     def target(self) -> BaselineStage:
@@ -417,17 +320,15 @@ class Asynchronous:
         return self._player.text
 
     def counts(self) -> list[tuple[int, int, int]]:
-        """Per stage: steps, drafted (the target's only), accepted."""
-        board = self._board
-        drafted = [0] * (board.stages - 1) + [self._player.text.drafted]
-        return [(board.get(_Board.STEPS, i), drafted[i], board.get(_Board.ACCEPTED, i)) for i in range(board.stages)]
+        """Per stage: steps, drafted, accepted."""
+        return self._counts
 
     def close(self) -> None:
-        with self._board.lock:
-            self._board.words[_Board.CLOSING] = 1
-            self._board.notify()
+        if self._player.up is not None:
+            with suppress(ConnectionError):
+                self._player.up.send(CLOSE)
         deadline = time.monotonic() + 10
-        for draft in self._drafts:
+        for draft in reversed(self._drafts):
             draft.join(max(0.0, deadline - time.monotonic()))
             if draft.is_alive() and hasattr(draft, "kill"):
                 draft.kill()

@@ -90,7 +90,7 @@ def test_asynchronous_writes_the_targets_text(
     target: LlamaForCausalLM, expected: list[list[int]], lookahead: int
 ) -> None:
     for models in chains(target):
-        with closing(Asynchronous(models, lookahead, 512, start=thread)) as chain:
+        with closing(Asynchronous(models, lookahead, start=thread)) as chain:
             for prompt, text in zip(PROMPTS, expected, strict=True):
                 assert chain.generate(prompt, NEW) == text
             counts = chain.counts()
@@ -101,7 +101,7 @@ def test_asynchronous_writes_the_targets_text(
 
 
 def test_asynchronous_in_processes(target: LlamaForCausalLM, expected: list[list[int]]) -> None:
-    with closing(Asynchronous([noisy(target, 0.05), target], 3, 512, threads=1)) as chain:
+    with closing(Asynchronous([noisy(target, 0.05), target], 3, threads=1)) as chain:
         for prompt, text in zip(PROMPTS, expected, strict=True):
             assert chain.generate(prompt, NEW) == text
         chain._drafts[0].kill()
@@ -118,7 +118,7 @@ def test_the_end(target: LlamaForCausalLM, expected: list[list[int]]) -> None:
     assert end_of([5, 7, 9], 2, (9,)) == 2
     prompt, text = PROMPTS[0], expected[0]
     lockstep = Lockstep([noisy(target, 0.05), target], 4)
-    with closing(Asynchronous([noisy(target, 0.05), target], 2, 512, start=thread)) as chain:
+    with closing(Asynchronous([noisy(target, 0.05), target], 2, start=thread)) as chain:
         generators: list[Callable[..., list[int]]] = [lockstep.generate, chain.generate]
         for generate in generators:
             for token in dict.fromkeys(text[:6]):
@@ -164,6 +164,3 @@ def test_refusals(target: LlamaForCausalLM) -> None:
         Lockstep([target], 0)
     with pytest.raises(ValueError, match="negative"):
         Asynchronous([target], -1)
-    with closing(Asynchronous([always_right(target), target], 0, 128, start=thread)) as chain:
-        with pytest.raises(ValueError, match="do not fit"):
-            chain.generate(PROMPTS[0], 100)
