@@ -127,16 +127,16 @@ def test_a_model_is_no_head(tmp_path) -> None:
         ({"vocab_size": 99}, "a vocabulary of 99 tokens, the target has 320"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 8]}}, r"\[2, 4, 8\].*the target's 8 layers"),
         ({"model_type": "gemma"}, "its layers are those of 'gemma'"),
-        ({"intermediate_size": 40}, r"layers.0.mlp.* is .*and by its config.json it must be"),
-        ({"norm_before_fc": True}, "its weights lack input_norm.weight"),
-        ({"draft_vocab_size": 60}, "lm_head.weight is"),
+        ({"intermediate_size": 40}, r"size mismatch for layers\.0\.mlp"),
+        ({"norm_before_fc": True}, r"Missing key.*input_norm\.weight"),
+        ({"draft_vocab_size": 60}, r"size mismatch for lm_head\.weight"),
         ({"speculators_model_type": "dflash"}, "a draft of the kind 'dflash'"),
         ({"num_hidden_layers": "one"}, "describes no EAGLE-3 head"),
     ],
 )  # fmt: skip
 def test_heads_that_do_not_fit_are_refused(changes, message, target, tmp_path) -> None:
     path = heads.write_original(tmp_path, heads.make_weights(), **changes)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
         Pipeline(target, path)
 
 
@@ -154,14 +154,14 @@ def test_another_target_is_refused_before_its_weights_are_read(tmp_path, folder)
         (lambda w: w.pop("d2t") is None or w.pop("t2d"), "drafts 200 of 320 tokens and has no d2t"),
         (lambda w: w["d2t"].add_(200), "d2t does not give 200 different tokens of 320"),
         (lambda w: w["t2d"].logical_not_(), "d2t and t2d name different tokens"),
-        (lambda w: w.pop("fc.weight"), "its weights lack fc.weight"),
-        (lambda w: w.update(more=torch.zeros(1)), "weights that no EAGLE-3 head has: more"),
+        (lambda w: w.pop("fc.weight"), r"Missing key.*fc\.weight"),
+        (lambda w: w.update(more=torch.zeros(1)), r"Unexpected key.*more"),
     ],
 )  # fmt: skip
 def test_damaged_weights_are_refused(change, message, target, tmp_path) -> None:
     weights = heads.make_weights()
     change(weights)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
         Pipeline(target, heads.write_original(tmp_path, weights))
 
 

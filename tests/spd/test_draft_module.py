@@ -341,10 +341,10 @@ def test_damaged_files(saved: Path) -> None:
     file = saved / WEIGHTS_FILE
     weights = load_file(file)
     save_file({k: v for k, v in weights.items() if k != "head.weight"}, file)
-    with pytest.raises(ValueError, match=r"does not fit.*head\.weight"):
+    with pytest.raises(ValueError, match=r"(?s)does not fit.*head\.weight"):
         DraftModule.load(saved)
     save_file(weights | {"head.weight": torch.zeros(3, 3)}, file)
-    with pytest.raises(ValueError, match=r"does not fit.*head\.weight"):
+    with pytest.raises(ValueError, match=r"(?s)does not fit.*head\.weight"):
         DraftModule.load(saved)
     for damaged, text, message in (
         (file, "x" * 40, "damaged"),
@@ -367,7 +367,6 @@ def test_configs_from_which_no_module_can_be_made(saved: Path) -> None:
         ("stages", "x"),
         ("anchors", "x"),
         ("anchors", [1, 2]),
-        ("types", [2**70, 0, 0]),
         ("vocabulary", ["x"]),
         ("target", [[]]),
         ("target", good["target"] | {"rms_norm_eps": "x"}),
@@ -391,9 +390,7 @@ def test_contradictory_configs(big: LlamaForCausalLM) -> None:
         ({"stages": ((0, 2), (3, 4))}, "consecutive"),
         ({"stages": ()}, "consecutive"),
         ({"anchors": (1, 2)}, "ascend from 0"),
-        ({"anchors": (0, 5), "types": (0, 0, 0)}, "anchor 5 does not exist"),
-        ({"types": (0, 1)}, "2 types for the 3 depths"),
-        ({"types": (1, 1, 2)}, "type 1 at depth 0"),
+        ({"anchors": (0, 5)}, "anchor 5 does not exist"),
         ({"layers": 0}, "of 0 layers"),
         ({"vocabulary": (3, 3)}, "ascending"),
         ({"vocabulary": (3, 320)}, "id 320 .* outside of the target's 320"),

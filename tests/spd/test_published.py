@@ -67,7 +67,6 @@ def contents(name: str) -> dict[str, Any]:
         "draft_token_ids": IDS,
         "num_stages": 4,
         "num_spec_layers": BLOCKS,
-        "num_aggr_types": len(ANCHORS),
         "aggr_feature_bound": ANCHORS,
         "trained_with_use_deepest": True,
         "base_model_path": "/somewhere/else",
@@ -171,24 +170,26 @@ REFUSED = {
     "width": (change(hidden_size=64), "a target with 64 hidden units; this one has 32"),
     "tokens": (change(vocab_size=98), "a target with 98 tokens; this one has 97"),
     "rows": (change(trained_with_use_deepest=False), "trained without use_deepest"),
-    "stages": (change(num_stages=3), "3 stages of equal size, which the target's 4 layers cannot be cut into"),
+    "stages": (change(num_stages=3), "have 3 layers together, the model has 4"),
     "uneven stages": (change(stage_layers="1;1;1;2"), "have 5 layers together, the model has 4"),
     "fewer stages": (change(stage_layers=[2, 2]), "its config has 4 stages, and layers of 2"),
-    "types": (change(num_aggr_types=3), "4 anchors and 3 types"),
-    "anchors": (change(aggr_feature_bound=[0, 1, 2, 9]), "residual stream 9 of a target that has 4 layers"),
+    "anchors": (change(aggr_feature_bound=[0, 1, 2, 9]), "anchor 9 does not exist: the target has 4 layers"),
     "vocabulary": (change(draft_token_ids=None), "drafts 49 of 97 tokens and does not say which"),
     "other vocabulary": (change(draft_token_ids=[1, 2]), "has 2 different tokens, the module 49"),
     "missing": (
         without("spec_layers.1.self_attn.q_norm.weight"),
-        "lacks tensors: spec_layers.1.self_attn.q_norm.weight",
+        r"Missing key.*layers\.1\.self_attn\.q_norm\.weight",
     ),
-    "projection": (without("aggr_projs.2.weight"), "lacks tensors: aggr_projs.2.weight"),
-    "unknown": (with_tensor("stage_gate.weight", 2), "tensors that format version 11 does not: stage_gate.weight"),
+    "projection": (without("aggr_projs.2.weight"), r"Missing key.*projections\.2\.weight"),
+    "unknown": (with_tensor("stage_gate.weight", 2), r"Unexpected key.*stage_gate\.weight"),
     "more": (
         with_tensor("spec_layers.0.self_attn.q_proj.bias", 32),
-        "no place for: spec_layers.0.self_attn.q_proj.bias",
+        r"Unexpected key.*layers\.0\.self_attn\.q_proj\.bias",
     ),
-    "shape": (with_tensor("lm_head.weight", 49, 31), r"lm_head.weight has shape \[49, 31\].*\[49, 32\]"),
+    "shape": (
+        with_tensor("lm_head.weight", 49, 31),
+        r"head\.weight: copying a param with shape torch\.Size\(\[49, 31\]\).*\[49, 32\]",
+    ),
 }
 
 
@@ -197,7 +198,7 @@ def test_what_does_not_fit(case, tmp_path):
     damage, message = REFUSED[case]
     record = contents("llama")
     damage(record)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
         import_module(written(tmp_path, record), model_of("llama"))
 
 

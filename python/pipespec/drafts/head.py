@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
@@ -28,7 +27,7 @@ from pipespec.models import families
 from pipespec.models.derived import INT8
 from pipespec.models.devices import input_device
 from pipespec.models.families import NotReadable
-from pipespec.models.loading import DAMAGE
+from pipespec.models.loading import DAMAGE, fill, open_stored
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import compute_dtype, embedding_size, text_config, weight_bytes
 from pipespec.models.quantizing import check_place, put_in_blocks, rest_in_float32
@@ -272,7 +271,9 @@ class DraftHead(nn.Module):
         weights = _weights(folder)
         mapping = {name: weights.pop(name, None) for name in ("d2t", "t2d")}
         head = cls(config, has_embedding="embed_tokens.weight" in weights)
-        head.fill(weights)
+        named = {name.replace("midlayer.", "layers.0.", 1): value for name, value in weights.items()}
+        named = {name: x for name, x in named.items() if name not in _UNUSED and not name.endswith("inv_freq")}
+        fill(head, named, f"{config.where}: its weights are not those of its {CONFIG}")
         head.map_vocabulary(**mapping)
         if dtype == "auto":
             dtype = min(weights["fc.weight"].dtype, compute_dtype(target), key=lambda each: each.itemsize)
@@ -292,24 +293,6 @@ class DraftHead(nn.Module):
         if embedding_size(target) < self.config.block.vocab_size:
             raise ValueError(f"{self.config.where} has no embedding of its own, and the target's has fewer tokens")
         self._borrowed = [target.get_input_embeddings()]
-
-    def fill(self, weights: dict[str, torch.Tensor]) -> None:
-        """Take over stored weights, of both formats. ``ValueError`` names what lacks, is unknown, or has another shape."""
-        where, own = self.config.where, self.state_dict()
-        named = {name.replace("midlayer.", "layers.0.", 1): value for name, value in weights.items()}
-        named = {name: x for name, x in named.items() if name not in _UNUSED and not name.endswith("inv_freq")}
-        if lacking := sorted(own.keys() - named.keys()):
-            raise ValueError(f"{where}: its weights lack {', '.join(lacking[:3])} ({len(lacking)} in all)")
-        if unknown := sorted(named.keys() - own.keys()):
-            raise ValueError(
-                f"{where}: weights that no EAGLE-3 head has: {', '.join(unknown[:3])} ({len(unknown)} in all)"
-            )
-        for name, value in named.items():
-            if value.shape != own[name].shape:
-                raise ValueError(
-                    f"{where}: {name} is {list(value.shape)}, and by its {CONFIG} it must be {list(own[name].shape)}"
-                )
-        self.load_state_dict(named)
 
     def map_vocabulary(self, d2t: torch.Tensor | None, t2d: torch.Tensor | None) -> None:
         """Set the target's ids of the draft vocabulary.
@@ -475,8 +458,5 @@ def _weights(folder: str | Path) -> dict[str, torch.Tensor]:
                 else ""
             )
         )
-    try:
-        with safe_open(file, "pt") as tensors:
-            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118  it is not a mapping
-    except SafetensorError as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
+    with open_stored(file) as tensors:
+        return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118  it is not a mapping

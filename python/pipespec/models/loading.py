@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import cached_file
 
@@ -98,6 +98,24 @@ def stored_tensors(path: str | Path) -> list[tuple[str, int]]:
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: the headers of its safetensors cannot be read: {error}") from error
     return found
+
+
+@contextmanager
+def open_stored(file: str | Path) -> Iterator[Any]:
+    """The open safetensors of a file. Raises ``ValueError`` for a damaged one."""
+    try:
+        with safe_open(file, "pt") as stored:
+            yield stored
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+
+
+def fill(module: torch.nn.Module, tensors: dict[str, torch.Tensor], where: str, assign: bool = False) -> None:
+    """Load all tensors of a module. ``ValueError`` names what lacks, is unknown, or has another shape. ``assign``: see ``load_state_dict``."""
+    try:
+        module.load_state_dict(tensors, assign=assign)
+    except RuntimeError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def load_model(

@@ -8,23 +8,23 @@ the next token. Anchors have HF indices: 0 is the output of the embedding, k >= 
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from pipespec.models.layout import FULL, GATED_DELTA, CacheLayout
-from pipespec.models.loading import load_config
+from pipespec.models.loading import fill, load_config, open_stored
 from pipespec.models.properties import text_config
 from pipespec.process.records import build, parse_json
 
@@ -70,7 +70,6 @@ class DraftModuleConfig:
     Args:
         stages: Layer ranges of the target's stages.
         anchors: HF indices that the module reads, ascending from 0.
-        types: Type of each depth 0 to n.
         layers: Number of blocks.
         vocabulary: Token ids of the draft vocabulary, ascending. None: all of the target's.
         target: Decoder configuration of the target, from which the blocks are built.
@@ -84,7 +83,6 @@ class DraftModuleConfig:
 
     stages: LayerRanges
     anchors: tuple[int, ...]
-    types: tuple[int, ...]
     layers: int
     vocabulary: tuple[int, ...] | None
     target: dict[str, Any]
@@ -110,13 +108,6 @@ class DraftModuleConfig:
             raise ValueError(f"anchors must ascend from 0, at least two of them, not {list(self.anchors)}")
         if self.anchors[-1] > depth:
             raise ValueError(f"anchor {self.anchors[-1]} does not exist: the target has {depth} layers")
-        if len(self.types) != len(self.stages) + 1:
-            raise ValueError(
-                f"{len(self.types)} types for the {len(self.stages) + 1} depths of {len(self.stages)} stages"
-            )
-        for at, (kind, most) in enumerate(zip(self.types, types_for(self.stages, self.anchors), strict=True)):
-            if not 0 <= kind <= most:
-                raise ValueError(f"type {kind} at depth {at} needs anchors that only later stages compute")
         if not 1 <= self.layers <= depth:
             raise ValueError(f"a draft module of {self.layers} layers: at least 1, at most the target's {depth}")
         ids = self.vocabulary
@@ -140,19 +131,20 @@ class DraftModuleConfig:
         types: int | None = None,
         anchors: Sequence[int] | None = None,
     ) -> DraftModuleConfig:
-        """The configuration for a target and its stages. Without ``anchors`` by the rule of :func:`anchors_for`; types by :func:`types_for`."""
-        found = anchors_for(stages, types) if anchors is None else tuple(anchors)
-        if not found or found[0] != 0:
-            raise ValueError(f"anchors must ascend from 0, the embedding, not {list(found)}")
+        """The configuration for a target and its stages. Without ``anchors`` by the rule of :func:`anchors_for`."""
         return cls(
             stages=stages,
-            anchors=found,
-            types=types_for(stages, found),
+            anchors=anchors_for(stages, types) if anchors is None else tuple(anchors),
             layers=layers,
             vocabulary=None if vocabulary is None else tuple(sorted(set(vocabulary))),
             target=json.loads(json.dumps(described(target.config), default=str)),
             digest=target_digest(target),
         )
+
+    @functools.cached_property
+    def types(self) -> tuple[int, ...]:
+        """Type of each depth 0 to n."""
+        return types_for(self.stages, self.anchors)
 
     @property
     def n(self) -> int:
@@ -169,17 +161,16 @@ class DraftModuleConfig:
         return len(self.vocabulary) if self.vocabulary is not None else int(self.target["vocab_size"])
 
     def to_json(self) -> dict[str, Any]:
-        record = asdict(self)
-        if self.blocks is None:
-            del record["blocks"]
-        return record
+        record = asdict(self) | {"types": self.types}
+        return record if self.blocks is not None else {k: v for k, v in record.items() if k != "blocks"}
 
     @classmethod
     def from_json(cls, record: Any, where: str = "the draft module's config") -> DraftModuleConfig:
         """The inverse of :meth:`to_json`. Raises ValueError for missing, unknown or contradictory entries."""
         try:
-            return cast(DraftModuleConfig, build(cls, record))
-        except (TypeError, ValueError, KeyError) as error:
+            # Their types follow from the other entries.
+            return cast(DraftModuleConfig, build(cls, {k: v for k, v in record.items() if k != "types"}))
+        except (AttributeError, TypeError, ValueError, KeyError) as error:
             raise ValueError(f"{where} is no draft module's config: {error}") from error
 
     @classmethod
@@ -249,7 +240,7 @@ def target_digest(target: PreTrainedModel | str | Path) -> str:
     tied = bool(config.tie_word_embeddings)
     record = {name: getattr(config, name, None) for name in _DIGESTED}
     state = hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode())
-    found = _parameters_of_files(folder) if folder is not None else _parameters_of(target)
+    found = _samples_in(folder) if folder is not None else _samples_of(target)
     samples = {name: (shape, values) for name, shape, values in found if not (tied and name == "lm_head.weight")}
     for name in sorted(samples):
         shape, values = samples[name]
@@ -266,35 +257,30 @@ def _grid(size: int, points: int) -> list[int]:
     return np.linspace(0, size - 1, min(size, points)).round().astype(int).tolist()
 
 
-def _parameters_of(model: Any) -> Iterator[tuple[str, list[int], torch.Tensor]]:
+def _sample(name: str, values: Any, shape: Sequence[int]) -> tuple[str, list[int], torch.Tensor]:
+    """Name, shape and samples of a tensor, or of a slice of a file."""
+    rows = [values[i : i + 1] for i in _grid(shape[0], _DIGEST_ROWS)] if len(shape) > 1 else [values[:]]
+    return name, list(shape), torch.stack([row.reshape(-1)[_grid(row.numel(), _DIGEST_COLUMNS)] for row in rows])
+
+
+def _samples_of(model: Any) -> Iterator[tuple[str, list[int], torch.Tensor]]:
     for name, p in model.named_parameters():
-        if not name.endswith(_COUNTED):
-            continue
-        if p.is_meta:
-            raise ValueError(f"the target's {name} is not loaded: a digest needs its values")
-        rows = [p[i] for i in _grid(p.shape[0], _DIGEST_ROWS)] if p.dim() > 1 else [p]
-        yield name, list(p.shape), torch.stack([row.reshape(-1)[_grid(row.numel(), _DIGEST_COLUMNS)] for row in rows])
+        if name.endswith(_COUNTED):
+            yield _sample(name, p, p.shape)
 
 
-def _parameters_of_files(folder: Path) -> Iterator[tuple[str, list[int], torch.Tensor]]:
+def _samples_in(folder: Path) -> Iterator[tuple[str, list[int], torch.Tensor]]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no safetensors weights")
     for file in files:
-        try:
-            with safe_open(file, "pt") as tensors:
-                for stored in tensors.keys():  # noqa: SIM118  it is not a mapping
-                    # A decoder that is stored as a part of a model for images and text.
-                    name = stored.replace("model.language_model.", "model.", 1)
-                    if not name.endswith(_COUNTED) or name.startswith(("model.visual.", "mtp.")):
-                        continue
-                    part = tensors.get_slice(stored)
-                    shape = part.get_shape()
-                    rows = [part[i : i + 1] for i in _grid(shape[0], _DIGEST_ROWS)] if len(shape) > 1 else [part[:]]
-                    picked = [row.reshape(-1)[_grid(row.numel(), _DIGEST_COLUMNS)] for row in rows]
-                    yield name, shape, torch.stack(picked)
-        except SafetensorError as error:
-            raise ValueError(f"{file} is damaged: {error}") from error
+        with open_stored(file) as tensors:
+            for stored in tensors.keys():  # noqa: SIM118  it is not a mapping
+                # A decoder that is stored as a part of a model for images and text.
+                name = stored.replace("model.language_model.", "model.", 1)
+                if name.endswith(_COUNTED) and not name.startswith(("model.visual.", "mtp.")):
+                    values = tensors.get_slice(stored)
+                    yield _sample(name, values, values.get_shape())
 
 
 # ---- the module
@@ -393,37 +379,23 @@ class DraftModule(nn.Module):
         file = Path(folder) / WEIGHTS_FILE
         if not file.is_file():
             raise FileNotFoundError(f"{folder} holds no draft module's weights: there is no {WEIGHTS_FILE} in it")
+        with open_stored(file) as tensors:
+            weights = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+        where = f"{file} does not fit its {CONFIG_FILE}"
+        if config.layers + len(config.anchors) > len(weights):  # a damaged config may state any number
+            raise ValueError(
+                f"{where}: {len(weights)} weights for {config.layers} blocks and {len(config.anchors)} anchors"
+            )
         try:
-            with safe_open(file, "pt") as tensors:
-                shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
-                _check_shapes(shapes, config, Path(folder))
-                module = _built(config, Path(folder))
-                module.load_state_dict({name: tensors.get_tensor(name) for name in shapes})
-        except SafetensorError as error:
-            raise ValueError(f"{file} is damaged: {error}") from error
+            with torch.device("meta"):  # nor is there memory for any size
+                module = cls(config)
+            module.rotary_emb = type(module.rotary_emb)(module.block_config)
+        except Exception as error:  # transformers' constructors raise errors of many types for bad values
+            raise ValueError(
+                f"{Path(folder) / CONFIG_FILE} is damaged: no module can be built from it ({type(error).__name__}: {error})"
+            ) from error
+        fill(module, weights, where, assign=True)
         return module.to(device=device, dtype=dtype).eval()
-
-
-def _built(config: DraftModuleConfig, folder: Path) -> DraftModule:
-    try:
-        return DraftModule(config)
-    except Exception as error:  # transformers' constructors raise errors of many types for bad values
-        raise ValueError(
-            f"{folder / CONFIG_FILE} is damaged: no module can be built from it ({type(error).__name__}: {error})"
-        ) from error
-
-
-def _check_shapes(shapes: Mapping[str, list[int]], config: DraftModuleConfig, folder: Path) -> None:
-    """Compare stored shapes with those of the module of ``config``, without memory for it: damaged files may state any size."""
-    where = f"{folder / WEIGHTS_FILE} does not fit its {CONFIG_FILE}"
-    if config.layers + len(config.anchors) > len(shapes):
-        raise ValueError(f"{where}: {len(shapes)} weights for {config.layers} blocks and {len(config.anchors)} anchors")
-    with torch.device("meta"):
-        expected = _built(config, folder).state_dict()
-    wrong = sorted(set(shapes).symmetric_difference(expected))
-    wrong = wrong or [name for name in shapes if shapes[name] != list(expected[name].shape)]
-    if wrong:
-        raise ValueError(f"{where}: {', '.join(wrong[:3])} ({len(wrong)} in all)")
 
 
 def _block_config(config: DraftModuleConfig) -> Any:

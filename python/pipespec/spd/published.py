@@ -7,7 +7,6 @@ partial RoPE, too, as the dense layers of GLM-4-MoE, whose parameters have the s
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,27 +14,23 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from pipespec.models.loading import fill
 from pipespec.models.properties import text_config
 from pipespec.process.records import parse_json
-from pipespec.spd.draft_module import DraftModule, DraftModuleConfig, described, target_digest, types_for
+from pipespec.spd.draft_module import DraftModule, DraftModuleConfig, described, target_digest
 from pipespec.spd.partition import Partition, check_target
 
 FORMAT = 11
 """Version of the published files that is read."""
 
-NAMES = (
-    (r"aggr_projs\.(\d+)\.weight", r"projections.\1.weight"),
-    (r"spec_layers\.(\d+)\.(.+)", r"layers.\1.\2"),
-    (r"lm_head\.weight", r"head.weight"),
-)
-"""Published names of tensors, and those of :class:`DraftModule`."""
+_NAMES = {"aggr_projs": "projections", "spec_layers": "layers", "lm_head": "head"}
+"""Published names of the parts, and those of :class:`DraftModule`."""
 
-_BUFFERS = r"rotary_emb\..+"
+_BUFFERS = "rotary_emb."
 """Tensors that follow from the configuration of the target."""
 
 _ENTRIES = (
-    "hidden_size", "vocab_size", "draft_vocab_size", "num_stages", "num_spec_layers", "num_aggr_types", "aggr_feature_bound",
-    "trained_with_use_deepest",
+    "hidden_size", "vocab_size", "draft_vocab_size", "num_stages", "num_spec_layers", "aggr_feature_bound", "trained_with_use_deepest",
 )  # fmt: skip
 
 
@@ -112,18 +107,11 @@ def _converted(
             "the module was trained without use_deepest: it expects shallow rows of tokens that have left a partly filled pipeline, which "
             "the drafter here does not make"
         )
-    layers, anchors = own.num_hidden_layers, config["aggr_feature_bound"]
-    stages = _stages(config, layers)
-    if len(anchors) != config["num_aggr_types"]:
-        raise ValueError(f"its config has {len(anchors)} anchors and {config['num_aggr_types']} types of rows")
-    if anchors[-1] > layers:
-        raise ValueError(f"the module reads residual stream {anchors[-1]} of a target that has {layers} layers")
-    tensors = _renamed(state)
+    tensors = {_renamed(name): x.float() for name, x in state.items() if not name.startswith(_BUFFERS)}
     count = int(config["num_spec_layers"])
     module_config = DraftModuleConfig(
-        stages=stages,
-        anchors=tuple(map(int, anchors)),
-        types=types_for(stages, anchors),
+        stages=_stages(config, own.num_hidden_layers),
+        anchors=tuple(map(int, config["aggr_feature_bound"])),
         layers=count,
         vocabulary=_vocabulary(config, given),
         target=described(own),
@@ -132,8 +120,7 @@ def _converted(
     )
     module = DraftModule(module_config)
     tensors["norm.weight"] = _norm_weight(target, module)
-    _check(tensors, module.state_dict())
-    module.load_state_dict(tensors)
+    fill(module, tensors, "under the names of pipespec")
     _check_rope(target, module)
     return module.eval()
 
@@ -141,10 +128,6 @@ def _converted(
 def _stages(config: Mapping[str, Any], layers: int) -> tuple[tuple[int, int], ...]:
     n, counts = int(config["num_stages"]), config.get("stage_layers")
     if counts is None:
-        if layers % n:
-            raise ValueError(
-                f"the module is for {n} stages of equal size, which the target's {layers} layers cannot be cut into"
-            )
         counts = [layers // n] * n
     elif isinstance(counts, str):
         counts = [int(part) for part in counts.split(";") if part.strip()]
@@ -173,19 +156,9 @@ def _vocabulary(config: Mapping[str, Any], given: Sequence[int] | None) -> tuple
     return tuple(ids)
 
 
-def _renamed(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    tensors, unknown = {}, []
-    for name, tensor in state.items():
-        for theirs, ours in NAMES:
-            if re.fullmatch(theirs, name):
-                tensors[re.sub(theirs, ours, name)] = tensor.float()
-                break
-        else:
-            if not re.fullmatch(_BUFFERS, name):
-                unknown.append(name)
-    if unknown:
-        raise ValueError(f"it has tensors that format version {FORMAT} does not: {_some(unknown)}")
-    return tensors
+def _renamed(name: str) -> str:
+    part, dot, rest = name.partition(".")
+    return _NAMES.get(part, part) + dot + rest
 
 
 def _blocks(own: Any, layers: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -219,32 +192,6 @@ def _norm_weight(target: PreTrainedModel, module: DraftModule) -> torch.Tensor:
         scaled: torch.Tensor = norm(ones)[0].float().cpu()
     eps = float(module.config.target["rms_norm_eps"])
     return (scaled * (1 + eps) ** 0.5).clone()
-
-
-def _check(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    missing = [name for name in expected if name not in tensors]
-    if missing:
-        raise ValueError(f"it lacks tensors: {_some([_published(name) for name in missing])}")
-    unknown = [name for name in tensors if name not in expected]
-    if unknown:
-        raise ValueError(
-            f"it has tensors that its config leaves no place for: {_some([_published(name) for name in unknown])}"
-        )
-    for name, tensor in tensors.items():
-        if tensor.shape != expected[name].shape:
-            raise ValueError(
-                f"{_published(name)} has shape {list(tensor.shape)}, and a module for this target {list(expected[name].shape)}"
-            )
-
-
-def _published(name: str) -> str:
-    """The published name of a tensor of :class:`DraftModule`."""
-    head, _, rest = name.partition(".")
-    return {"projections": "aggr_projs.", "layers": "spec_layers.", "head": "lm_head."}.get(head, f"{head}.") + rest
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" ({len(names)} in all)" if len(names) > 3 else "")
 
 
 def _check_rope(target: PreTrainedModel, module: DraftModule) -> None:
