@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from bench.harness import save
 from pipespec.bench.machine import provenance
@@ -61,50 +60,6 @@ def own_prompts() -> list[str]:
     return [found[i] for i in order]
 
 
-class Writer:
-    """Batched decoding of a LLaMA with a cache of fixed size, which keeps the residual streams that were asked for."""
-
-    def __init__(self, model: PreTrainedModel, rows: int, length: int, kept: list[int]) -> None:
-        config = model.config
-        self.model, self.body, self.kept = model, model.base_model, kept
-        self.size, self.shared = config.head_dim, config.num_attention_heads // config.num_key_value_heads
-        self.cache = torch.zeros(config.num_hidden_layers, 2, rows, config.num_key_value_heads, length, config.head_dim)
-        self.states = torch.zeros(rows, length, len(kept) + 1, config.hidden_size, dtype=torch.float16)
-
-    def forward(self, ids: torch.Tensor, at: int, pad: torch.Tensor) -> torch.Tensor:
-        """The next logits ``[rows, V]`` of ``ids [rows, S]`` at the columns from ``at`` on; ``pad [rows]`` columns on the left are empty."""
-        rows, count = ids.shape
-        columns = torch.arange(at, at + count)
-        x = self.body.embed_tokens(ids)
-        cos, sin = self.body.rotary_emb(x, (columns - pad[:, None]).clamp_min(0))
-        every = torch.arange(at + count)
-        hidden = (every > columns[:, None]) | (every < pad[:, None, None])
-        bias = torch.zeros(hidden.shape).masked_fill(hidden, -1e30).repeat(1, self.shared, 1)[:, None]
-        found = []
-        for number, layer in enumerate(self.body.layers):
-            if number in self.kept:
-                found.append(x)
-            attention, normed = layer.self_attn, layer.input_layernorm(x)
-            query, key, value = (
-                p(normed).view(rows, count, -1, self.size).transpose(1, 2)
-                for p in (attention.q_proj, attention.k_proj, attention.v_proj)
-            )
-            query, key = apply_rotary_pos_emb(query, key, cos, sin)
-            keys, values = self.cache[number]
-            keys[:, :, at : at + count], values[:, :, at : at + count] = key, value
-            query = query.reshape(rows, key.shape[1], self.shared * count, self.size)
-            weights = query @ keys[:, :, : at + count].transpose(2, 3) * attention.scaling + bias
-            mixed = torch.softmax(weights, -1) @ values[:, :, : at + count]
-            mixed = mixed.reshape(rows, -1, count, self.size).transpose(1, 2).reshape(rows, count, -1)
-            x = x + attention.o_proj(mixed)
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        last = self.body.norm(x)
-        self.states[:, at : at + count] = torch.stack([*found, last], 2).half()
-        logits: torch.Tensor = self.model.get_output_embeddings()(last[:, -1])
-        return logits
-
-
-@torch.inference_mode()
 def write_text(
     model: PreTrainedModel, tok: Any, texts: list[str], length: int, greedy: bool, kept: list[int]
 ) -> Iterator[Any]:
@@ -115,21 +70,16 @@ def write_text(
     ]
     tok.padding_side = "left"
     inputs = tok(asked, return_tensors="pt", padding=True, add_special_tokens=False)
-    ids, pads = inputs["input_ids"], (inputs["attention_mask"] == 0).sum(1)
-    begin, end = ids.shape[1], torch.tensor(list(end_tokens(model)), dtype=torch.int64)
-    writer = Writer(model, len(texts), begin + length, kept)
-    alive = torch.ones(len(texts), dtype=torch.bool)
-    new = ids
-    while ids.shape[1] < begin + length and alive.any():
-        logits = writer.forward(new, ids.shape[1] - new.shape[1], pads)
-        chosen = logits.argmax(-1) if greedy else torch.multinomial(torch.softmax(logits / 0.8, -1), 1)[:, 0]
-        new = torch.where(alive, chosen, 0)[:, None]
-        ids = torch.cat([ids, new], 1)
-        alive &= ~torch.isin(chosen, end)
-    for row, pad in enumerate(pads.tolist()):
-        ends = torch.isin(ids[row, begin:], end).nonzero()
-        stop = begin + int(ends[0, 0]) + 1 if len(ends) else ids.shape[1]
-        yield ids[row, pad:stop].numpy(), begin - pad, writer.states[row, pad : stop - 1].numpy()
+    sampling = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0}
+    out = model.generate(
+        **inputs, **sampling, max_new_tokens=length, output_hidden_states=True, return_dict_in_generate=True
+    )
+    states = torch.stack([torch.cat([step[k] for step in out.hidden_states], 1) for k in (*kept, -1)], 2).half()
+    begin, end = inputs["input_ids"].shape[1], torch.tensor(list(end_tokens(model)), dtype=torch.int64)
+    for row, pad in enumerate((inputs["attention_mask"] == 0).sum(1).tolist()):
+        ends = torch.isin(out.sequences[row, begin:], end).nonzero()
+        stop = begin + int(ends[0, 0]) + 1 if len(ends) else out.sequences.shape[1]
+        yield out.sequences[row, pad:stop].numpy(), begin - pad, states[row, pad : stop - 1].numpy()
 
 
 def text(args: argparse.Namespace) -> None:
