@@ -1,4 +1,4 @@
-"""Analytical model of speculative pipelines: the published formulas of PipeSpec, and a generalised two-stage form.
+"""Analytical model of speculative pipelines: the published formulas of PipeSpec, a generalised two-stage form, lockstep, and bounds.
 
 Symbols:
     a: Acceptance rate, the probability that a draft token equals the verifier's token.
@@ -7,16 +7,14 @@ Symbols:
     draft, plain, verify: Times of a draft's and of a verifier's one-token step, and of a verifier's step with draft tokens, whatever their number.
 
 In a chain, ``acceptance[i]`` is a between stages i and i + 1, and other lists have a number per verifying stage. All times share one unit, and rates are tokens per that unit. "Published" means PipeSpec, arXiv 2505.01572, sections 3.2 and 3.3.
-All functions raise ``ValueError`` for probabilities outside [0, 1] and for times that are not positive. The docs page ``theory.md`` has the
-derivations and the error of each form against the perf model. The formulas of SPD are in :mod:`pipespec.spd.law`.
+Probabilities must lie in [0, 1], and times be positive. The docs page ``theory.md`` has the derivations and the error of each form against the perf
+model. The formulas of SPD are in :mod:`pipespec.spd.law`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-
-from bench.validation import non_negative, positive, probability, same_length
+from collections.abc import Callable, Sequence
 
 
 def accepted_run(a: float, g: float) -> float:
@@ -25,8 +23,6 @@ def accepted_run(a: float, g: float) -> float:
     S(g) = 1 + a + ... + a^g = (1 - a^(g+1)) / (1 - a), Leviathan et al., arXiv 2211.17192, equation 1. It assumes that acceptance
     is independent between positions. S is concave in g, so the value is an upper bound for a g that varies.
     """
-    a = probability(a, "the acceptance rate")
-    g = non_negative(g, "the number of drafts")
     if a == 1.0:
         return g + 1.0
     # expm1 and log1p stay exact where a is close to 1.
@@ -38,7 +34,7 @@ def lockstep_rate(a: float, g: int, draft: float, verify: float) -> float:
 
     Leviathan et al., theorem 3.8, with separate costs of drafting and verifying.
     """
-    return accepted_run(a, g) / (g * positive(draft, "draft") + positive(verify, "verify"))
+    return accepted_run(a, g) / (g * draft + verify)
 
 
 # --- PipeSpec as published -----------------------------------------------------------------------------------------
@@ -51,8 +47,6 @@ def verify_probability(a: float, g: float) -> float:
     verification when all g draft tokens and the bonus token agree, and it follows a one-token step when that token agrees.
     Limits: 0 at a = 0 and 1 at a = 1.
     """
-    a = probability(a, "the acceptance rate")
-    g = non_negative(g, "the number of drafts")
     return a / (1.0 - a ** (g + 1) + a)
 
 
@@ -69,8 +63,6 @@ def tokens_per_step(a: float, g: float) -> float:
 
 def published_speedup(a: float, c: float) -> float:
     """Speed-up of a two-stage chain over plain decoding: the published form at its fixed point g = c - 1."""
-    if positive(c, "the ratio of step times") < 1.0:
-        raise ValueError(f"the draft must not be slower than the verifier: ratio {c} is below 1")
     return tokens_per_step(a, c - 1.0)
 
 
@@ -80,15 +72,9 @@ def published_chain_speedup(acceptance: Sequence[float], ratios: Sequence[float]
     Published, section 3.3. The recursion ignores the rollbacks of middle stages and the variation of g. It is optimistic by up to
     3 % in the chains of the docs page ``theory.md``. ``ratios[i]`` is c between stages i and i + 1.
     """
-    same_length("ratios", ratios, len(acceptance), "pair of neighbours")
-    if not acceptance:
-        raise ValueError("a chain needs at least one pair of stages")
     tokens = 1.0
     for a, c in zip(acceptance, ratios, strict=True):
-        gamma = positive(c, "the ratio of step times") * tokens - 1.0
-        if gamma < 0:
-            raise ValueError(f"a draft must not be slower than its verifier: it makes {gamma + 1:.3g} tokens per step")
-        tokens = tokens_per_step(a, gamma)
+        tokens = tokens_per_step(a, c * tokens - 1.0)
     return tokens
 
 
@@ -126,18 +112,8 @@ def two_stage(
         handshake: Time after each step of the verifier in which both stages stand still.
         lag: Time from a correction until the draft has received it. It is draft/2 on average where a running step is not
             interrupted, as in the engine.
-
-    Raises:
-        ValueError: The draft's step is longer than the verifier's steps, so that no draft tokens pile up.
     """
-    a = probability(a, "the acceptance rate")
-    draft, verify, plain = positive(draft, "draft"), positive(verify, "verify"), positive(plain, "plain")
-    s, lag = non_negative(handshake, "handshake"), non_negative(lag, "lag")
-    if min_draft_tokens < 0:
-        raise ValueError(f"min_draft_tokens must not be negative, not {min_draft_tokens}")
-    if draft > min(verify, plain):
-        raise ValueError(f"a draft step of {draft:g} is longer than the verifier's own ({min(verify, plain):g})")
-    b = verify / draft - 1.0
+    s, b = handshake, verify / draft - 1.0
     waited = 0.0
     if min_draft_tokens > b:  # further verifications wait for their draft tokens, too
         b, waited = float(min_draft_tokens), (min_draft_tokens + 1.0) * draft - verify
@@ -167,13 +143,73 @@ def chain_rate(
     The recursion is the published one (section 3.3) over the generalised pair. It is optimistic for the same reasons, by 5 to 12 % in
     the chains of the docs page ``theory.md`` that wait for draft tokens. The perf model is exact where that matters.
     """
-    pairs = len(acceptance)
-    if pairs == 0:
-        raise ValueError("a chain needs at least one pair of stages")
-    minimum = [0] * pairs if min_draft_tokens is None else min_draft_tokens
-    for name, values in (("verify", verify), ("plain", plain), ("min_draft_tokens", minimum)):
-        same_length(name, values, pairs, "verifying stage")
-    rate = 1.0 / positive(draft, "draft")
+    minimum = [0] * len(acceptance) if min_draft_tokens is None else min_draft_tokens
+    rate = 1.0 / draft
     for a, v, p, w in zip(acceptance, verify, plain, minimum, strict=True):
         rate = two_stage(a, min(1.0 / rate, v, p), v, p, min_draft_tokens=w)
     return rate
+
+
+# --- lockstep ------------------------------------------------------------------------------------------------------
+
+
+def lockstep_speedup(a: float, g: int, c: float) -> float:
+    """Speed-up of lockstep over plain decoding: (1 - a^(g+1)) / ((1 - a) (g/c + 1)).
+
+    Leviathan et al., arXiv 2211.17192, theorem 3.8. It assumes that a verification takes as long as a plain step.
+    """
+    return lockstep_rate(a, g, 1.0 / c, 1.0)
+
+
+def best_lockstep(a: float, c: float) -> tuple[int, float]:
+    """Number of draft tokens, at least one, with the largest lockstep speed-up, and that speed-up, for ``a`` below 1."""
+    g, best = 1, lockstep_speedup(a, 1, c)
+    while (more := lockstep_speedup(a, g + 1, c)) > best:  # unimodal: a concave over a linear function
+        g, best = g + 1, more
+    return g, best
+
+
+def crossover_acceptance(c: float) -> float:
+    """Acceptance rate a*(c) below which the best lockstep beats the published asynchronous form; 0 where it never does.
+
+    The claim of arXiv 2505.01572 that asynchronous decoding is always faster holds for c <= 5 only. The loss is the plain step after
+    each rejection. Waiting for a few draft tokens avoids it, see :func:`two_stage`.
+    """
+
+    return _always_ahead(lambda a: published_speedup(a, c) - best_lockstep(a, c)[1])
+
+
+# --- bounds ------------------------------------------------------------------------------------------------------
+
+
+def best_min_draft_tokens(a: float, draft: float, verify: float, plain: float, most: int = 64) -> tuple[int, float]:
+    """The ``min_draft_tokens`` (0 to ``most``) with the highest :func:`two_stage` rate, and that rate."""
+    rates = [two_stage(a, draft, verify, plain, min_draft_tokens=w) for w in range(most + 1)]
+    return rates.index(max(rates)), max(rates)
+
+
+def break_even_acceptance(
+    draft: float, verify: float, plain: float, *, min_draft_tokens: int = 0, handshake: float = 0.0
+) -> float:
+    """Acceptance rate above which :func:`two_stage` beats plain decoding; 1.0 where no rate does.
+
+    Theorem 1 of arXiv 2505.01572, E[N(M)] > 1, is true of tokens per step and not of throughput. With verify = 3.5 plain and c = 10
+    this rate is .73.
+    """
+
+    options = {"min_draft_tokens": min_draft_tokens, "handshake": handshake}
+    if two_stage(1.0, draft, verify, plain, **options) * plain <= 1.0 + 1e-12:
+        return 1.0
+    return _always_ahead(lambda a: two_stage(a, draft, verify, plain, **options) * plain - 1.0 - 1e-12)
+
+
+def _always_ahead(lead: Callable[[float], float]) -> float:
+    """The acceptance rate above which ``lead`` is positive; 0 where it always is."""
+    behind = [i / 400 for i in range(400) if lead(i / 400) <= 0]
+    if not behind:
+        return 0.0
+    low, high = behind[-1], min(behind[-1] + 1 / 400, 1.0 - 1e-9)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if lead(middle) <= 0 else (low, middle)
+    return (low + high) / 2

@@ -4,21 +4,18 @@ The schedule ``asynchronous`` runs the protocol code of the engine. Only the dur
 device of its own. ``reference`` and ``reference-lockstep`` follow the description of the published system (arXiv 2505.01572).
 
 Not modelled: the duration of a plan, a commit or a publication (part of a measured step time), the growth of a step with the
-length of the text (give the mean), and end-of-sequence tokens (give the length instead). Settings out of range raise ``ValueError``.
+length of the text (give the mean), and end-of-sequence tokens (give the length instead). The native model checks no setting.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from bench.validation import all_positive, non_negative, probability, same_length
 from pipespec.config import WIDTH
-from pipespec_kernels.state import MAX_STAGES
 
 Schedule = Literal["asynchronous", "reference", "reference-lockstep"]
 
@@ -37,10 +34,7 @@ class StageModel:
 
     def times(self) -> list[float]:
         """Seconds by width."""
-        values = [self.step_s] if isinstance(self.step_s, (int, float)) else self.step_s
-        if not len(values):
-            raise ValueError("a stage needs at least one step time")
-        return all_positive(values, "a step time")
+        return list(map(float, [self.step_s] if isinstance(self.step_s, (int, float)) else self.step_s))
 
 
 @dataclass(frozen=True)
@@ -66,16 +60,10 @@ class SimulatedPolicy:
         """Lookahead, most draft tokens and minimum draft tokens of each stage."""
         drafts = stages - 1
         lookahead = [self.lookahead] * drafts if isinstance(self.lookahead, int) else list(self.lookahead)
-        same_length("lookahead", lookahead, drafts, "draft")
-        if any(w < 1 for w in lookahead):
-            raise ValueError(f"a lookahead must be at least 1, not {min(lookahead)}")
         if isinstance(self.min_draft_tokens, int):
             minimum = ([0] * drafts + [self.min_draft_tokens])[-drafts:] if drafts else []
         else:
             minimum = list(self.min_draft_tokens)
-        same_length("min_draft_tokens", minimum, drafts, "verifying stage")
-        if any(w < 0 for w in minimum):
-            raise ValueError(f"min_draft_tokens must not be negative, not {min(minimum)}")
         # As in the drivers, half of a step's columns are left for the stage's own tokens.
         draft_tokens = [min(w, self.width // 2) for w in lookahead]
         return list(zip([*lookahead, 0], [0, *draft_tokens], [0, *minimum], strict=True))
@@ -127,11 +115,7 @@ class Answers:
 
         Two drafts that are both wrong choose the same token where ``same_mistake`` (bool [positions]) is true. Default: nowhere.
         """
-        if not right:
-            raise ValueError("one bool vector per draft is needed, got none")
         bits = [np.asarray(r, dtype=bool) for r in right]
-        if len({b.shape for b in bits}) != 1 or bits[0].ndim != 1:
-            raise ValueError(f"bool vectors of one length are needed, not of shapes {[b.shape for b in bits]}")
         table = np.stack([np.where(b, 0, i + 1) for i, b in enumerate(bits)], axis=1).astype(np.uint8)
         if same_mistake is not None:
             both = np.asarray(same_mistake, dtype=bool)
@@ -139,22 +123,6 @@ class Answers:
                 met = both & ~bits[i] & ~bits[i - 1]
                 table[met, i - 1] = table[met, i]
         return Answers(table=table)
-
-    def check(self, stages: int) -> None:
-        """Raise ``ValueError`` unless this describes a chain of ``stages`` stages."""
-        if self.table is not None:
-            if self.acceptance:
-                raise ValueError("give either acceptance rates or a table of answers")
-            if self.table.ndim != 2 or self.table.shape[1] != stages - 1 or self.table.dtype != np.uint8:
-                raise ValueError(
-                    f"the table of answers must be uint8 [positions, {stages - 1}], not {self.table.dtype} {self.table.shape}"
-                )
-            if len(self.table) == 0:
-                raise ValueError("the table of answers is empty")
-            return
-        same_length("acceptance", self.acceptance, stages - 1, "pair of neighbours")
-        for a in self.acceptance:
-            probability(a, "an acceptance rate")
 
 
 def simulate(
@@ -189,31 +157,16 @@ def simulate(
         RuntimeError: The chain waits without a deadline for draft tokens that cannot come.
     """
     names = {"asynchronous": "asynchronous", "reference": "reference_async", "reference-lockstep": "reference_sync"}
-    if schedule not in names:
-        raise ValueError(f"schedule must be one of {', '.join(names)}, not {schedule!r}")
     if not isinstance(answers, Answers):
         answers = Answers(acceptance=tuple(answers))
-    answers.check(len(stages))
     policy = policy or SimulatedPolicy()
-    if math.isnan(policy.patience) or policy.patience < 0:
-        raise ValueError(f"patience must not be negative, not {policy.patience}")
-    # The native module checks nothing.
-    if not 1 <= tokens < 2**28 or not 2 <= policy.width <= 4096:
-        raise ValueError(f"tokens must be 1 to 2^28 - 1 and width 2 to 4096, not {tokens} and {policy.width}")
-    if not 0 <= lookahead < 2**31 or not 0 <= seed < 2**64:
-        raise ValueError("lookahead and seed must not be negative")
-    least = 1 if schedule == "asynchronous" else 2
-    if not least <= len(stages) <= MAX_STAGES:
-        raise ValueError(f"{schedule} has {least} to {MAX_STAGES} stages, not {len(stages)}")
-
     from pipespec_kernels import _native
 
     setting = _native.SimSetting()
     built = []
     for stage, (ahead, draft_tokens, minimum) in zip(stages, policy.per_stage(len(stages)), strict=True):
         out = _native.SimStage()
-        out.step_s = stage.times()
-        out.start_s = non_negative(stage.start_s, "start_s")
+        out.step_s, out.start_s = stage.times(), stage.start_s
         out.lookahead, out.max_draft_tokens, out.min_draft_tokens = ahead, draft_tokens, minimum
         built.append(out)
     setting.stages = built
@@ -223,7 +176,7 @@ def simulate(
         setting.set_acceptance([float(a) for a in answers.acceptance])
     setting.tokens, setting.width, setting.seed = tokens, policy.width, seed
     setting.patience, setting.decode_meanwhile = policy.patience, policy.decode_meanwhile
-    setting.preempt, setting.handshake_s = preempt, non_negative(handshake_s, "handshake_s")
+    setting.preempt, setting.handshake_s = preempt, handshake_s
     setting.lookahead = lookahead
     result: dict[str, Any] = getattr(_native, f"simulate_{names[schedule]}")(setting)
     counts = [StageCounts(**s | {"histogram": np.asarray(s["histogram"], dtype=np.int64)}) for s in result["stages"]]
@@ -265,16 +218,10 @@ def simulate_spd(
         shared: All parts are on one device, so that a cycle takes the sum of their times.
         seed: Of the random answers.
     """
-    stage_s = all_positive(stage_s, "the time of a stage")
-    draft_s, cycle_s = non_negative(draft_s, "draft_s"), non_negative(cycle_s, "cycle_s")
-    if tokens < 1 or not stage_s:
-        raise ValueError(f"tokens and stages must be positive numbers, not {tokens} and {len(stage_s)}")
     if isinstance(answers, np.ndarray):
-        if answers.ndim != 1 or len(answers) == 0:
-            raise ValueError(f"one bit per position is needed, not an array of shape {answers.shape}")
         right = np.resize(answers.astype(bool), tokens)
     else:
-        right = np.random.default_rng(seed).random(tokens) < probability(answers, "the acceptance rate")
+        right = np.random.default_rng(seed).random(tokens) < answers
     filled = range(1, len(stage_s) + 1)
     cycles = [cycle_s + (draft_s + sum(stage_s[:f]) if shared else max(draft_s, *stage_s[:f])) for f in filled]
     # A token leaves the pipe in each cycle that finds all stages filled. The others fill it, at first and after each wrong draft token.

@@ -17,7 +17,7 @@ from zlib import crc32
 
 import numpy as np
 
-from bench import bounds, closed_form, published_runs
+from bench import closed_form, published_runs
 from bench.harness import markdown_table, replace_table
 from bench.perf_model import SimulatedPolicy, StageModel, simulate, simulate_spd
 from bench.plot import Panel, Series, chart
@@ -190,13 +190,13 @@ def error_tables(tokens: int) -> dict[str, str]:
         ),
         "crossover": markdown_table(
             ["c", *map(str, crossover)],
-            [["a*(c)", *(f"{bounds.crossover_acceptance(c):.2f}" if c > 5 else "none" for c in crossover)]],
+            [["a*(c)", *(f"{closed_form.crossover_acceptance(c):.2f}" if c > 5 else "none" for c in crossover)]],
         ),
         "break-even": markdown_table(
             ["verify / plain", *(f"{r:g}" for r in ratios)],
             [
                 [f"min_draft_tokens {w}"]
-                + [f"{bounds.break_even_acceptance(1, 10 * r, 10, min_draft_tokens=w):.2f}" for r in ratios]
+                + [f"{closed_form.break_even_acceptance(1, 10 * r, 10, min_draft_tokens=w):.2f}" for r in ratios]
                 for w in (0, 4)
             ],
         ),
@@ -211,12 +211,12 @@ def figures(tokens: int) -> dict[str, str]:
         return float(np.mean([c * r for r in _two_stage_rates(a, c, c, min_draft_tokens, tokens)]))
 
     def best(a: float) -> tuple[int, float]:
-        return bounds.best_min_draft_tokens(a, 1.0, c, c, most=9)
+        return closed_form.best_min_draft_tokens(a, 1.0, c, c, most=9)
 
     curves = [
         Series("published form", grid, [closed_form.published_speedup(a, c) for a in grid]),
         Series("workers, no minimum (simulated)", ACCEPTANCE, [simulated(0, a) for a in ACCEPTANCE], marks=True),
-        Series("best lockstep", grid, [bounds.best_lockstep(a, c)[1] for a in grid], 1, dashed=True),
+        Series("best lockstep", grid, [closed_form.best_lockstep(a, c)[1] for a in grid], 1, dashed=True),
         Series("generalised, best minimum", grid, [c * best(a)[1] for a in grid], 2),
         Series(
             "workers, that minimum (simulated)",

@@ -7,7 +7,7 @@
 // published system (arXiv 2505.01572), for comparison. Each stage has a device of its own, and
 // there is one row.
 //
-// The caller checks the setting (bench/perf_model.py). Every function gives the same result for the
+// No setting is checked (bench/perf_model.py makes them). Every function gives the same result for the
 // same seed on every machine with IEEE doubles.
 #pragma once
 
