@@ -80,6 +80,24 @@ TEST(any_timing_gives_the_plain_text) {
   threads_are(before);
 }
 
+namespace {
+
+// The three steps of a draft without widths, before the target's forward as in a captured round.
+void ride(const Block& block, std::vector<fake::Cache>& caches) {
+  for (u32 i = 0; i < 3; ++i)
+    for (u32 row = 0; row < caches.size(); ++row) {
+      Tokens fed(2), selected(2);
+      const Step step = plan(block, 0, row, {3, 0, 0, 2}, fed.data());
+      if (step.query_len == 0) continue;
+      caches[row].feed(fed.data(), step.kv, step.query_len, 2);
+      caches[row].select(fed.data(), step.kv, step.action == Action::kStep ? step.query_len : 0, 0,
+                         selected.data(), 2);
+      commit(block, 0, row, step, fed.data(), selected.data());
+    }
+}
+
+}  // namespace
+
 // A stage without widths: the target's forward includes the draft's steps, as a captured round
 // does. The draft has no thread and is never launched, and its draft tokens are verified as usual.
 TEST(a_stage_without_widths_rides_in_anothers_steps) {
@@ -97,17 +115,7 @@ TEST(a_stage_without_widths_rides_in_anothers_steps) {
           CHECK_EQ(stage, 1u);
           // The launcher's, the target's.
           CHECK(check::eventually([&] { return threads_of_this_process() <= threads + 2 + 1; }));
-          for (u32 i = 0; i < 3; ++i)
-            for (u32 row = 0; row < 2; ++row) {
-              Tokens fed(2), selected(2);
-              const Step step = plan(whole->block(), 0, row, {3, 0, 0, 2}, fed.data());
-              if (step.query_len == 0) continue;
-              cache[row].feed(fed.data(), step.kv, step.query_len, 2);
-              cache[row].select(fed.data(), step.kv,
-                                step.action == Action::kStep ? step.query_len : 0, 0,
-                                selected.data(), 2);
-              commit(whole->block(), 0, row, step, fed.data(), selected.data());
-            }
+          ride(whole->block(), cache);
         },
         1);
     whole = &chain;
@@ -489,18 +497,8 @@ TEST(a_target_alone_launches_ahead) {
     const Chain* whole = nullptr;
     std::vector<fake::Cache> caches(task.prompts.size(), fake::Cache(task.models[0]));
     for (u32 r = 0; r < task.prompts.size(); ++r) caches[r].prefill(task.prompts[r]);
-    // The steps of a draft without widths, before the target's forward as in a captured round.
     const Hook hook = [&](u32, u32) {
-      for (u32 i = 0; i < 3 * riding; ++i)
-        for (u32 row = 0; row < task.prompts.size(); ++row) {
-          Tokens fed(2), selected(2);
-          const Step step = plan(whole->block(), 0, row, {3, 0, 0, 2}, fed.data());
-          if (step.query_len == 0) continue;
-          caches[row].feed(fed.data(), step.kv, step.query_len, 2);
-          caches[row].select(fed.data(), step.kv, step.action == Action::kStep ? step.query_len : 0,
-                             0, selected.data(), 2);
-          commit(whole->block(), 0, row, step, fed.data(), selected.data());
-        }
+      if (riding > 0) ride(whole->block(), caches);
     };
     Chain chain(task, {1 + 3 * riding}, random.chance(0.5), hook, riding);
     whole = &chain;

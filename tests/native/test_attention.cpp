@@ -1,5 +1,6 @@
 // Attention over storage on the host, against sums in double precision. Run under AddressSanitizer,
-// too: all memory is exactly as large as its strides need.
+// too: all memory is exactly as large as its strides need. Threads and refused numbers are in
+// tests/kernels/test_attention.py.
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -154,63 +155,6 @@ TEST(numbers_are_those_of_double_precision) {
       }
     }
   });
-}
-
-TEST(threads_and_their_number_change_no_bit) {
-  with_each_variant([](const std::string&) {
-    for (uint32_t seed = 0; seed < check::trials(4, 40); ++seed) {
-      // Enough keys and values that the threads are used.
-      std::vector<Case> cases;
-      for (int i = 0; i < 3; ++i) cases.emplace_back(seed);
-      for (int i = 0; i < 3; ++i) {
-        Case& c = cases[size_t(i)];
-        const int64_t capacity = 4096;
-        c.capacity = capacity;
-        c.keys = Block(c.rows, c.kv_heads, capacity, c.dim, true, c.halves, 0.25f);
-        c.values = Block(c.rows, c.kv_heads, capacity, c.dim, false, c.halves, 0.5f);
-        for (int64_t row = 0; row < c.rows; ++row) {
-          c.lengths[size_t(row)] = int32_t(capacity - c.counts[size_t(row)]);
-          for (int64_t t = 0; t < capacity; ++t)
-            c.keys.set(row, 0, t, 0, float(t % 17)), c.values.set(row, 0, t, 0, float(t % 13));
-        }
-        CHECK_EQ(c.run(i + 1), -1);
-      }
-      CHECK(cases[0].out.narrow == cases[1].out.narrow);
-      CHECK(cases[0].out.narrow == cases[2].out.narrow);
-      const size_t bytes = cases[0].out.wide.size() * sizeof(float);
-      CHECK(std::memcmp(cases[0].out.data(), cases[1].out.data(), bytes) == 0 || cases[0].halves);
-      CHECK(std::memcmp(cases[0].out.data(), cases[2].out.data(), bytes) == 0 || cases[0].halves);
-    }
-  });
-}
-
-TEST(a_row_outside_of_the_storage_is_returned_and_nothing_written) {
-  for (uint32_t seed = 0; seed < 40; ++seed) {
-    Case c(seed);
-    const size_t row = size_t(c.draw(c.rows));
-    switch (seed % 5) {
-      case 0:
-        c.lengths[row] = -1;
-        break;
-      case 1:
-        c.counts[row] = c.columns + 1;
-        break;
-      case 2:
-        c.counts[row] = -1;
-        break;
-      case 3:
-        c.lengths[row] = int32_t(c.capacity - c.counts[row] + 1);
-        break;
-      default:
-        c.counts[row] = std::numeric_limits<int64_t>::max();
-        break;
-    }
-    CHECK_EQ(c.run(2), int64_t(row));
-    for (float x : c.out.wide)
-      if (!CHECK(std::isnan(x))) return;
-    for (uint16_t x : c.out.narrow)
-      if (!CHECK_EQ(x, bfloat16_of(kNaN))) return;
-  }
 }
 
 }  // namespace

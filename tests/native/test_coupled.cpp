@@ -3,18 +3,15 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "check.hpp"
-#include "cpu/cutoff.hpp"
 #include "cpu/select.hpp"
 #include "protocol/gumbel.hpp"
 #include "protocol/philox.hpp"
@@ -196,74 +193,6 @@ TEST(sample_agrees_with_the_definition_and_reads_nothing_else) {
   }
   munmap(p, usable + 2 * page);
   set_simd(before);
-}
-
-TEST(verify_with_noise_walks_over_the_samples) {
-  std::mt19937_64 rng(3);
-  std::normal_distribution<float> normal;
-  const int64_t batch = 4, width = 5, vocab = 20011;
-  std::vector<float> logits(size_t(batch * width * vocab));
-  for (float& x : logits) x = normal(rng) * 4;
-  const Logits view{logits.data(), DType::kFloat32, batch, width, vocab, width * vocab, vocab};
-  std::vector<uint64_t> seeds(4, 99);
-  std::vector<int64_t> positions{0, 7, 7, 1 << 20};
-  std::vector<float> scales{1, 0.5f, 2, 1}, cutoffs(size_t(batch * width), -1.0f);
-  const Noise noise{seeds.data(), positions.data(), scales.data(), cutoffs.data(), kTargetStream};
-  std::vector<int32_t> drawn(size_t(batch * width), -7);
-  sample(view, noise, drawn.data(), 1);
-  std::vector<int32_t> tokens(size_t(batch * width), -1);
-  for (size_t i = 1; i < tokens.size(); ++i) tokens[i] = drawn[i - 1];
-  tokens[3] ^= 1;  // row 0 accepts two of four draft tokens
-  const std::vector<int32_t> query_lens{5, 0, 3, 5}, num_draft_tokens{4, 0, 1, 0};
-  std::vector<std::thread> callers;
-  for (int threads : {1, 2, 4}) {
-    callers.emplace_back([&, threads] {
-      std::vector<int32_t> selected(size_t(batch * width), -7), accepted(size_t(batch), -7);
-      verify(view, {tokens.data(), 4, width, 1}, query_lens.data(), num_draft_tokens.data(),
-             selected.data(), accepted.data(), threads, &noise);
-      CHECK_EQ(accepted, (std::vector<int32_t>{2, 0, 1, 0}));
-      CHECK_EQ(selected, (std::vector<int32_t>{drawn[0],  drawn[1],  drawn[2], -1, -1,  //
-                                               -1,        -1,        -1,       -1, -1,  //
-                                               drawn[11], drawn[12], -1,       -1, -1,  //
-                                               drawn[19], -1,        -1,       -1, -1}));
-    });
-  }
-  for (std::thread& caller : callers) caller.join();
-
-  scales[3] = 0;
-  std::vector<int32_t> selected(size_t(batch * width), -7), accepted(size_t(batch), -7);
-  CHECK_THROWS(verify(view, {tokens.data(), 4, width, 1}, query_lens.data(),
-                      num_draft_tokens.data(), selected.data(), accepted.data(), 1, &noise));
-  CHECK_THROWS(sample(view, noise, selected.data(), 1));
-  CHECK_EQ(selected, std::vector<int32_t>(size_t(batch * width), -7));
-}
-
-TEST(cutoff_is_the_same_by_any_threads) {
-  std::mt19937_64 rng(4);
-  std::normal_distribution<float> normal;
-  const int64_t batch = 6, width = 3, vocab = 5003;
-  std::vector<float> logits(size_t(batch * width * vocab));
-  for (float& x : logits) x = normal(rng) * 3;
-  const Logits view{logits.data(), DType::kFloat32, batch, width, vocab, width * vocab, vocab};
-  const std::vector<float> scales(6, 1.0f);
-  const std::vector<int64_t> top_k{0, 1, 5, 4000, 20, 0};
-  const std::vector<double> top_p{0.9, 1, 0.5, 0.9, 1, 1}, min_p{0, 0, 0, 0.01, 0, 0.1};
-  const Filters filters{scales.data(), top_k.data(), top_p.data(), min_p.data()};
-  const auto run = [&](int threads) {
-    std::vector<float> out(size_t(batch * width), -7.0f);
-    cutoff(view, filters, nullptr, nullptr, out.data(), threads);
-    return out;
-  };
-  const std::vector<float> once = run(1);
-  for (int threads : {2, 3, 64}) CHECK_EQ(run(threads), once);
-  for (int64_t q = 0; q < width; ++q) {
-    const float* const row = &logits[size_t((width + q) * vocab)];
-    CHECK_EQ(once[size_t(width + q)], *std::max_element(row, row + vocab));
-    int above = 0;
-    for (int64_t i = 0; i < vocab; ++i)
-      above += logits[size_t((4 * width + q) * vocab + i)] >= once[size_t(4 * width + q)];
-    CHECK_EQ(above, 20);
-  }
 }
 
 TEST_MAIN()

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <cstring>
 #include <random>
-#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -257,74 +256,6 @@ TEST(forwards_with_blocks_of_weights_give_the_same_bits) {
   }
 }
 
-// More columns than go through the layers at once, some of them dropped before the logits.
-TEST(taps_are_what_the_layers_read) {
-  const Model model(32);
-  const Decoder decoder(kShape, model.layers, model.ends, 2);
-  const int64_t rows = 2, columns = 300, h = kShape.hidden, keep = 3;
-  const int64_t head = columns * kShape.head_dim, row = kShape.kv_heads * head;
-  std::vector<float> keys(size_t(kLayers * rows * row)), values = keys;
-  const KeysValues cache{keys.data(),
-                         values.data(),
-                         DType::kFloat32,
-                         {rows * row, row, head, kShape.head_dim},
-                         {rows * row, row, head, kShape.head_dim}};
-  const std::vector<float> table(size_t(columns * kShape.rotary_dim), 0.6f);
-  const std::vector<int64_t> lengths(rows, 0), begin{0, columns * 3 * h};
-  const std::vector<int32_t> tokens(size_t(rows * columns), 3);
-  const Columns fed{rows, columns, lengths.data(), table.data(), table.data()};
-  std::vector<float> hidden(size_t(rows * columns * h)), got(size_t(rows * columns * 3 * h));
-  std::vector<float> logits(size_t(rows * keep * kShape.vocabulary)), plain = logits;
-  decoder.step({tokens.data(), 4, columns, 1}, cache, fed, keep, plain.data(), DType::kFloat32, 1);
-  decoder.step({tokens.data(), 4, columns, 1}, cache, fed, keep, logits.data(), DType::kFloat32, 2,
-               {{0, 1, 2}, got.data(), DType::kFloat32, begin.data(), 3 * h});
-  CHECK(logits == plain);
-  decoder.embed({tokens.data(), 4, columns, 1}, rows, columns, hidden.data());
-  for (int64_t layer = 0; layer <= kLayers; ++layer) {
-    bool same = true;
-    for (int64_t m = 0; m < rows * columns; ++m)
-      same = same && std::memcmp(&got[size_t((m * 3 + layer) * h)], &hidden[size_t(m * h)],
-                                 size_t(h) * 4) == 0;
-    CHECK(same);
-    if (layer < kLayers)
-      decoder.run_layers(hidden.data(), nullptr, cache, fed, layer, layer + 1, 1);
-  }
-}
-
-TEST(layers_with_side_inputs_give_the_same_bits) {
-  for (int bits : {16, 32}) {
-    Model model(bits);
-    const int64_t q = kShape.heads * kShape.head_dim, kv = kShape.kv_heads * kShape.head_dim,
-                  h = kShape.hidden, columns = kCapacity;
-    LayerWeights& first = model.layers[0];
-    first.side_norm = model.random(h, bits), first.adds_to_norm = bits == 16;
-    first.q = model.random(q * 2 * h, bits), first.k = model.random(kv * 2 * h, bits);
-    first.v = model.random(kv * 2 * h, bits);
-    const Decoder decoder(kShape, model.layers, {}, 2);
-    const std::vector<float> table(size_t(columns * kShape.rotary_dim), 0.6f);
-    std::vector<float> states(size_t(columns * h)), side = states;
-    for (size_t i = 0; i < states.size(); ++i)
-      states[i] = std::sin(float(i)), side[i] = std::cos(float(i));
-    const auto run = [&](int64_t width, int threads) {
-      const int64_t head = columns * kShape.head_dim, layer = kShape.kv_heads * head;
-      std::vector<float> keys(size_t(kLayers * layer)), values = keys, hidden = states;
-      const KeysValues cache{keys.data(),
-                             values.data(),
-                             DType::kFloat32,
-                             {layer, layer, head, kShape.head_dim},
-                             {layer, layer, head, kShape.head_dim}};
-      for (int64_t at = 0; at < columns; at += width)
-        decoder.run_layers(hidden.data() + at * h, side.data() + at * h, cache,
-                           {1, std::min(width, columns - at), &at, table.data(), table.data()}, 0,
-                           kLayers, threads);
-      return hidden;
-    };
-    const std::vector<float> expected = run(1, 1);
-    CHECK(std::isfinite(expected.back()));
-    for (int64_t width : {2, 7, 24}) CHECK(run(width, int(width % 3 + 1)) == expected);
-  }
-}
-
 TEST(several_callers_share_a_decoder) {
   const Model model(16);
   const Decoder decoder(kShape, model.layers, model.ends, 2);
@@ -338,23 +269,6 @@ TEST(several_callers_share_a_decoder) {
     });
   }
   for (std::thread& t : callers) t.join();
-}
-
-TEST(refuses_tokens_before_it_writes) {
-  const Model model(32);
-  const Decoder decoder(kShape, model.layers, model.ends, 2);
-  for (int64_t id : {int64_t{-1}, kShape.vocabulary, int64_t{1} << 40}) {
-    const int64_t tokens[] = {0, id};
-    std::vector<float> hidden(2 * size_t(kShape.hidden), -7.0f);
-    bool thrown = false;
-    try {
-      decoder.embed({tokens, 8, 2, 1}, 1, 2, hidden.data());
-    } catch (const std::invalid_argument&) {
-      thrown = true;
-    }
-    CHECK(thrown);
-    CHECK_EQ(hidden[0], -7.0f);
-  }
 }
 
 // Units that wait for each other need two threads. A helper that has waited for long between two

@@ -1,6 +1,6 @@
 // Litmus tests: each memory order that the protocol rests on, with every outcome that C++ and PTX
 // allow (weak_memory.hpp). They run the protocol's own headers. Each test also takes orders away
-// and says which ones it needs. test_threads.cpp has the same numbers with threads.
+// and says which ones it needs. test_threads.cpp has L1, L3, L7 and L8 with threads.
 #define pipespec pipespec_weak  // keeps these inline functions apart from the core's
 #define PIPESPEC_MEMORY "../tests/native/weak_memory.hpp"
 #include "check.hpp"

@@ -1,4 +1,5 @@
-// plan() and commit() in one thread: every rule by itself, then thousands of random schedules.
+// plan() and commit() in one thread: the traps by themselves, then thousands of random schedules.
+// That each plan feeds what the rules say is in tests/kernels/test_state_histories.py.
 // Stages run in any order, also between the plan and the commit of another stage. In every order
 // the target's text is that of plain decoding, and every cache holds its stage's sequence.
 #include <cstdio>
@@ -208,16 +209,6 @@ class Chain {
 };
 
 Model right() { return {nullptr}; }
-Model says_eos() {
-  Model model = right();
-  model.says_eos = true;
-  return model;
-}
-Model wrong_at(u32 position) {
-  Model model = right();
-  model.wrong_at = position;
-  return model;
-}
 
 const Tokens kPrompt{5, 6, 7, 8};
 constexpr u32 kStart = 4;
@@ -286,32 +277,6 @@ Model random_model(Random& random, u32 limit) {
 
 // --- plan: what is fed -------------------------------------------------------------------------
 
-TEST(first_step_feeds_the_last_prompt_token) {
-  for (u32 stages : {1u, 2u, 5u}) {
-    Chain chain(kTruth, std::vector<Model>(stages, right()), kPrompt, 20);
-    for (u32 s = 0; s < stages; ++s) {
-      const Step step = chain.plan(s, policy());
-      CHECK_EQ(step.action, Action::kStep);
-      CHECK_EQ(step.kv, kStart - 1);
-      CHECK_EQ(step.query_len, 1u);
-      CHECK_EQ(chain.fed(s)[0], kPrompt.back());
-    }
-    for (u32 s = 0; s < stages; ++s) CHECK_EQ(chain.commit(s), 1u);
-    CHECK_EQ(chain.length(stages - 1), kStart + 1);
-    CHECK_EQ(chain.kv(stages - 1), kStart);
-    chain.finish();
-    chain.check_text();
-  }
-}
-
-TEST(a_prompt_of_one_token) {
-  Chain chain(kTruth, {right(), right()}, {9}, 12);
-  for (int i = 0; i < 4; ++i) chain.step(0, policy());
-  chain.finish();
-  chain.check_text();
-  CHECK_EQ(chain.text().size(), 12u);
-}
-
 TEST(planning_twice_changes_nothing) {
   Chain chain(kTruth, {right(), right(), right()}, kPrompt, 40);
   for (int i = 0; i < 5; ++i) chain.step(0, policy());
@@ -322,210 +287,6 @@ TEST(planning_twice_changes_nothing) {
     const Step two = chain.plan(s, policy());
     CHECK(one.action == two.action && one.kv == two.kv && one.query_len == two.query_len);
     CHECK_EQ(pack(chain.sequence(s).word()), pack(word));
-  }
-}
-
-TEST(draft_tokens_are_limited_by_each_of_the_numbers) {
-  const auto draft_tokens = [](StepPolicy p, u32 limit) {
-    Chain chain(kTruth, {right(), right()}, kPrompt, limit);
-    for (int i = 0; i < 10; ++i) chain.step(0, policy(10));
-    const Step step = chain.plan(1, p);
-    return step.num_draft_tokens;
-  };
-  CHECK_EQ(draft_tokens(policy(), 40), 10u);            // all there are
-  CHECK_EQ(draft_tokens(policy(0), 40), 10u);           // the target has no stage to run ahead of
-  CHECK_EQ(draft_tokens(policy(8, 4), 40), 4u);         // max_draft_tokens
-  CHECK_EQ(draft_tokens(policy(8, 0), 40), 0u);         // none wanted: plain decoding
-  CHECK_EQ(draft_tokens(policy(8, 16, 0, 4), 40), 3u);  // width, less the token of our own
-  CHECK_EQ(draft_tokens(policy(8, 16, 0, 2), 40), 1u);
-  CHECK_EQ(draft_tokens(policy(), kStart + 10), 9u);  // the last place is for our own token
-  CHECK_EQ(draft_tokens(policy(), kStart + 1), 0u);
-  // A middle stage keeps within its own lookahead.
-  for (u32 lookahead : {1u, 2u, 5u}) {
-    Chain chain(kTruth, {right(), right(), right()}, kPrompt, 40);
-    for (int i = 0; i < 10; ++i) chain.step(0, policy(10));
-    CHECK_EQ(chain.plan(1, policy(lookahead)).num_draft_tokens, lookahead - 1);
-    chain.commit(1);
-    CHECK_EQ(chain.length(1), kStart + lookahead);
-    CHECK_EQ(chain.plan(1, policy(lookahead)).action, Action::kIdle);
-  }
-}
-
-TEST(draft_tokens_of_another_text_are_not_taken) {
-  Chain chain(kTruth, {wrong_at(kStart), right(), right()}, kPrompt, 40);
-  for (int i = 0; i < 4; ++i) chain.step(0, policy());
-  chain.step(1, policy(8, 0));  // decodes its own first token: another one than stage 0's
-  const Step step = chain.plan(1, policy());
-  CHECK_EQ(step.action, Action::kStep);
-  CHECK_EQ(step.num_draft_tokens, 0u);
-  chain.commit(1);
-  chain.step(2, policy(8, 0));
-  CHECK_EQ(chain.plan(2, policy()).num_draft_tokens, 1u);  // but stage 1's are
-}
-
-TEST(catching_up_in_pieces_when_the_width_is_small) {
-  for (u32 width : {2u, 3u, 5u, 7u}) {
-    Chain chain(kTruth, {right(), right()}, kPrompt, 40);
-    for (int i = 0; i < 20; ++i) chain.step(1, policy());
-    u32 expected_kv = kStart - 1;
-    for (;;) {
-      const Step step = chain.plan(0, policy(8, 8, 0, width));
-      CHECK_EQ(step.kv, expected_kv);
-      const u32 known = kStart + 20 - expected_kv;
-      CHECK_EQ(step.query_len, std::min(width, known));
-      CHECK_EQ(step.action, known > width ? Action::kCatchUp : Action::kStep);
-      CHECK_EQ(chain.commit(0), known > width ? 0u : 1u);
-      if (known <= width) break;
-      expected_kv += width;
-      CHECK_EQ(chain.kv(0), expected_kv);
-    }
-    CHECK_EQ(chain.length(0), kStart + 21);
-    CHECK_EQ(chain.counters(0).steps, 1u);
-    CHECK_EQ(chain.counters(0).adopted, 20u);
-    CHECK_EQ(chain.counters(0).fed, 21u);
-  }
-}
-
-TEST(a_correction_in_the_middle_of_a_catch_up) {
-  // Stage 0 catches up with tokens that it adopted from stage 1, and the target then refuses them.
-  Chain chain(kTruth, {right(), wrong_at(kStart + 1), right()}, kPrompt, 60);
-  for (int i = 0; i < 9; ++i) chain.step(1, policy(20));
-  CHECK_EQ(chain.step(0, policy(20, 8, 0, 3)), Action::kCatchUp);
-  const Step step = chain.plan(0, policy(20, 8, 0, 3));
-  CHECK_EQ(step.action, Action::kCatchUp);
-  for (int i = 0; i < 5; ++i) chain.step(2, policy(8, 0));
-  chain.commit(0);  // the step in flight still commits
-  CHECK_EQ(chain.kv(0), kStart + 5);
-  chain.plan(0, policy(20, 8, 0, 8));
-  CHECK_EQ(chain.kv(0), kStart + 1);  // back to the difference
-  CHECK_EQ(chain.length(0), kStart + 5);
-  chain.commit(0);
-  chain.finish();
-  chain.check_text();
-}
-
-// --- corrections -------------------------------------------------------------------------------
-
-TEST(rollback_with_the_difference_at_every_index) {
-  constexpr u32 kAhead = 8;
-  for (u32 differs = 0; differs < kAhead; ++differs) {
-    for (u32 planned : {0u, 1u}) {  // 1: the correction arrives while a draft step is under way
-      Chain chain(kTruth, {wrong_at(kStart + differs), right()}, kPrompt, 60);
-      for (u32 i = 0; i < kAhead; ++i) chain.step(0, policy(kAhead + 1));
-      if (planned) chain.plan(0, policy(kAhead + 1));
-      CHECK_EQ(chain.plan(1, policy()).num_draft_tokens, kAhead);
-      CHECK_EQ(chain.commit(1), differs + 1);
-      CHECK_EQ(chain.kv(1), kStart + differs);
-      if (planned) chain.commit(0);
-
-      const Step step = chain.plan(0, policy(kAhead));
-      CHECK_EQ(step.action, Action::kStep);
-      CHECK_EQ(step.kv, kStart + differs);  // what is fed: the correction, no more and no less
-      CHECK_EQ(step.query_len, 1u);
-      CHECK_EQ(chain.fed(0)[0], chain.text()[kStart + differs]);
-      CHECK_EQ(chain.length(0), kStart + differs + 1);
-      CHECK_EQ(chain.sequence(0).word().epoch, 1u);
-      CHECK_EQ(chain.counters(0).rollbacks, 1u);
-      CHECK_EQ(chain.counters(0).truncated, kAhead + planned - differs);
-      CHECK_EQ(chain.counters(0).adopted, 1u);
-      CHECK_EQ(chain.counters(1).accepted, differs);
-      CHECK_EQ(chain.counters(1).drafted, kAhead);
-      CHECK_EQ(chain.counters(1).histogram[differs], 1u);
-      chain.commit(0);
-      chain.finish();
-      chain.check_text();
-    }
-  }
-}
-
-TEST(a_bonus_token_is_adopted) {
-  Chain chain(kTruth, {right(), right()}, kPrompt, 60);
-  for (int i = 0; i < 5; ++i) chain.step(0, policy(5));
-  CHECK_EQ(chain.plan(0, policy(5)).action, Action::kIdle);
-  CHECK_EQ(chain.step(1, policy()), Action::kStep);
-  CHECK_EQ(chain.length(1), kStart + 6);  // five draft tokens and the bonus
-  const Step step = chain.plan(0, policy(5));
-  CHECK_EQ(chain.length(0), kStart + 6);
-  CHECK_EQ(chain.sequence(0).word().epoch, 0u);  // nothing was rolled back
-  CHECK_EQ(step.kv, kStart + 4);                 // its own last token and the bonus
-  CHECK_EQ(step.query_len, 2u);
-  CHECK_EQ(chain.counters(0).adopted, 1u);
-}
-
-TEST(a_draft_keeps_what_it_has_beyond_an_agreeing_target) {
-  Chain chain(kTruth, {right(), right()}, kPrompt, 60);
-  for (int i = 0; i < 6; ++i) chain.step(0, policy());
-  chain.step(1, policy(8, 2));  // 2 draft tokens and its own, which is the draft's next one
-  const Step step = chain.plan(0, policy());
-  CHECK_EQ(chain.length(0), kStart + 6);
-  CHECK_EQ(step.query_len, 1u);
-  CHECK_EQ(chain.sequence(0).committed(), kStart + 3);
-}
-
-TEST(every_stage_follows_the_target_directly) {
-  // All drafts wrong in the same place; the middle ones take no step between.
-  const u32 differs = kStart + 2;
-  Chain chain(kTruth, {wrong_at(differs), wrong_at(differs), wrong_at(differs), right()}, kPrompt,
-              60);
-  for (int i = 0; i < 9; ++i) chain.step(0, policy(20));
-  for (u32 s = 1; s < 3; ++s) chain.step(s, policy(20));
-  chain.step(3, policy());
-  CHECK_EQ(chain.length(3), differs + 1);
-  chain.plan(0, policy(20));
-  CHECK_EQ(chain.length(0), differs + 1);  // although stages 1 and 2 still have other tokens
-  CHECK_EQ(chain.tokens(0), chain.tokens(3));
-}
-
-TEST(a_neighbour_on_a_refuted_text_is_ignored) {
-  const u32 differs = kStart + 1;
-  Chain chain(kTruth, {right(), wrong_at(differs), right()}, kPrompt, 60);
-  for (int i = 0; i < 6; ++i) chain.step(1, policy(20, 0));
-  for (int i = 0; i < 3; ++i) chain.step(2, policy(8, 0));
-  chain.plan(0, policy(20));  // sees the target's three tokens and stage 1's six
-  CHECK_EQ(chain.length(0), kStart + 3);
-  CHECK_EQ(chain.tokens(0), chain.tokens(2));
-  chain.commit(0);
-  chain.plan(1, policy(20));  // stage 1 adopts the correction
-  chain.commit(1);
-  CHECK_EQ(chain.sequence(1).word().epoch, 1u);
-  chain.plan(0, policy(20));
-  CHECK_EQ(chain.tokens(0), chain.tokens(1));    // stage 0 follows stage 1 again
-  CHECK_EQ(chain.sequence(0).word().epoch, 0u);  // and stage 0 never left the right text
-}
-
-TEST(past_the_target_a_stage_follows_its_neighbour) {
-  const u32 differs = kStart + 3;
-  Chain chain(kTruth, {wrong_at(differs), right(), right()}, kPrompt, 60);
-  for (int i = 0; i < 6; ++i) chain.step(0, policy(20));
-  chain.step(1, policy(20));
-  CHECK_EQ(chain.length(1), differs + 1);
-  const Step step = chain.plan(0, policy(20));
-  CHECK_EQ(chain.tokens(0), chain.tokens(1));
-  CHECK_EQ(step.kv, differs);
-  CHECK_EQ(step.query_len, 1u);
-  CHECK_EQ(chain.sequence(0).committed(), kStart);
-}
-
-// The trap: stage 0 compared itself with stage 1 up to some position; stage 2 then corrects stage 1
-// before that position. A stage that compares only new positions never finds the difference.
-TEST(stale_agreement_a_rewritten_neighbour_is_compared_again) {
-  for (u32 stages : {4u, 5u}) {
-    std::vector<Model> models(stages, right());
-    models[0] = models[1] = wrong_at(kStart + 2);
-    Chain chain(kTruth, models, kPrompt, 90);
-    for (int i = 0; i < 6; ++i) chain.step(1, policy(20, 0));
-    for (int i = 0; i < 6; ++i) chain.step(0, policy(20));
-    CHECK_EQ(chain.step(2, policy(20)), Action::kStep);  // refuses the third token
-    CHECK_EQ(chain.length(2), kStart + 3);
-    for (int i = 0; i < 9; ++i)
-      chain.step(1, policy(20, 0));  // adopts the correction and is as
-                                     // far as before
-    CHECK(chain.length(1) >= kStart + 8);
-    chain.plan(0, policy(20));
-    CHECK_EQ(chain.tokens(0), chain.tokens(1));
-    chain.commit(0);
-    // So stage 1 finds draft tokens again.
-    CHECK(chain.plan(1, policy(20)).num_draft_tokens > 0);
   }
 }
 
@@ -578,82 +339,6 @@ TEST(eos_at_every_place) {
   }
 }
 
-TEST(eos_among_draft_tokens_ends_the_commit) {
-  for (u32 at : {0u, 1u, 4u}) {
-    Truth truth{.seed = 3, .eos = {2}};
-    truth.script = kPrompt;
-    for (u32 i = 0; i < 5; ++i) truth.script.push_back(i == at ? 2 : 20 + static_cast<int>(i));
-    // A draft that does not stop at EOS: its own text continues.
-    Chain chain(truth, {right(), right()}, kPrompt, 30);
-    chain.block().header().n_eos = 0;
-    for (int i = 0; i < 5; ++i) chain.step(0, policy());
-    CHECK_EQ(chain.length(0), kStart + 5);
-    chain.block().header().n_eos = 1;
-    CHECK_EQ(chain.plan(1, policy()).num_draft_tokens, 5u);
-    CHECK_EQ(chain.commit(1), at + 1);
-    CHECK_EQ(chain.plan(1, policy()).action, Action::kFinished);
-    chain.check_text();
-    // Nothing differs, so the draft rolls nothing back: tokens past the end do no harm.
-    chain.plan(0, policy());
-    CHECK_EQ(chain.length(0), kStart + 5);
-  }
-}
-
-TEST(a_draft_that_ends_early_rests_and_goes_on_when_corrected) {
-  Chain chain(kTruth, {says_eos(), right()}, kPrompt, 30);
-  CHECK_EQ(chain.step(0, policy()), Action::kStep);
-  CHECK_EQ(chain.plan(0, policy()).action, Action::kIdle);
-  CHECK_EQ(chain.step(1, policy(8, 8, 5)), Action::kStep);  // nothing more can come: no waiting
-  CHECK_EQ(chain.length(1), kStart + 1);
-  CHECK_EQ(chain.step(0, policy()), Action::kStep);
-  CHECK_EQ(chain.length(0), kStart + 2);
-  chain.finish();
-  chain.check_text();
-}
-
-TEST(every_limit_against_every_lookahead) {
-  for (u32 more = 1; more <= 13; ++more) {
-    for (u32 lookahead = 1; lookahead <= 7; ++lookahead) {
-      Chain chain(kTruth, {right(), right(), right()}, kPrompt, kStart + more);
-      for (int i = 0; i < 200 && !chain.finished(); ++i) {
-        for (u32 s = 0; s < 3; ++s) chain.step(s, policy(lookahead, lookahead, 0, 16));
-      }
-      CHECK(chain.finished());
-      CHECK_EQ(chain.length(2), kStart + more);
-      chain.check_text();
-      for (u32 s = 0; s < 2; ++s) CHECK(chain.length(s) <= kStart + more);
-      if (!CHECK(chain.good())) return;
-    }
-  }
-}
-
-TEST(a_limit_at_the_start_is_finished_at_once) {
-  Chain chain(kTruth, {right(), right()}, kPrompt, kStart);
-  CHECK_EQ(chain.plan(1, policy()).action, Action::kFinished);
-  CHECK_EQ(chain.plan(0, policy()).action, Action::kIdle);
-}
-
-TEST(ending_a_row_while_it_runs) {
-  for (u32 seed = 0; seed < trials(75, 300); ++seed) {
-    Random random{seed};
-    Chain chain(kTruth, {right(), {nullptr, 0.8, 2}, right()}, kPrompt, 60);
-    for (u32 i = random.below(30); i > 0; --i) {
-      const u32 s = random.below(3);
-      chain.pending(s) ? chain.commit(s) : chain.plan(s, policy()).query_len;
-    }
-    const u32 length = chain.length(2);
-    end_row(chain.block(), 0);
-    for (int i = 0; i < 10; ++i) {
-      for (u32 s = 0; s < 3; ++s) {
-        chain.pending(s) ? chain.commit(s) : chain.plan(s, policy()).query_len;
-      }
-    }
-    CHECK(chain.finished());
-    CHECK_EQ(chain.length(2), length);
-    if (!CHECK(chain.good())) return;
-  }
-}
-
 TEST(a_limit_that_is_lowered_during_a_step_holds) {
   for (u32 left : {0u, 1u, 3u, 6u, 9u}) {
     Chain chain(kTruth, {right(), right(), right()}, kPrompt, 60);
@@ -688,76 +373,11 @@ TEST(a_neighbour_of_any_length_fills_no_ring) {
 
 // --- back-pressure and waiting -----------------------------------------------------------------
 
-TEST(a_slow_target_stalls_the_drafts) {
-  Chain chain(kTruth, {right(), right(), right()}, kPrompt, 90);
-  for (int i = 0; i < 50; ++i) {
-    chain.step(0, policy(4));
-    chain.step(1, policy(6));
-    CHECK(chain.length(1) <= kStart + 6);
-    CHECK(chain.length(0) <= kStart + 6 + 4);
-  }
-  CHECK_EQ(chain.length(1), kStart + 6);
-  CHECK_EQ(chain.length(0), kStart + 10);
-  CHECK_EQ(chain.plan(0, policy(4)).action, Action::kIdle);
-  CHECK_EQ(chain.plan(0, policy(0)).action, Action::kIdle);
-  CHECK_EQ(chain.counters(0).produced + chain.counters(0).adopted, 10u);
-}
-
-TEST(a_lookahead_beyond_the_limit) {
-  Chain chain(kTruth, {right(), right()}, kPrompt, 40);
-  for (int i = 0; i < 60; ++i) chain.step(0, policy(kEverything, kEverything, 0, 64));
-  CHECK_EQ(chain.length(0), 40u);  // up to the limit, not past it
-  CHECK_EQ(chain.step(1, policy(kEverything, kEverything, kEverything, 64)), Action::kStep);
-  CHECK_EQ(chain.length(1), 40u);
-}
-
-TEST(a_draft_with_lookahead_0_rests) {
-  Chain chain(kTruth, {right(), right()}, kPrompt, 40);
-  for (int i = 0; i < 5; ++i) {
-    CHECK_EQ(chain.step(0, policy(0)), Action::kIdle);
-    chain.step(1, policy());
-  }
-  chain.finish();
-  chain.check_text();
-}
-
-TEST(waiting_for_draft_tokens) {
-  Chain chain(kTruth, {right(), right()}, kPrompt, kStart + 12);
-  CHECK_EQ(chain.plan(1, policy(8, 8, 3)).action, Action::kWait);
-  chain.step(0, policy());
-  chain.step(0, policy());
-  CHECK_EQ(chain.plan(1, policy(8, 8, 3)).action, Action::kWait);
-  CHECK_EQ(chain.plan(1, policy(8, 8, 2)).action, Action::kStep);
-  chain.step(0, policy());
-  CHECK_EQ(chain.step(1, policy(8, 8, 3)), Action::kStep);
-  CHECK_EQ(chain.length(1), kStart + 4);
-  // Never waits for more than it can use.
-  for (int i = 0; i < 3; ++i) chain.step(0, policy());
-  CHECK_EQ(chain.plan(1, policy(8, 2, 3)).num_draft_tokens, 2u);
-  CHECK_EQ(chain.plan(1, policy(8, 8, 3, 3)).num_draft_tokens, 2u);
-  // After the deadline: without min_draft_tokens it takes the available ones.
-  CHECK_EQ(chain.plan(1, policy(8, 8, 7)).action, Action::kWait);
-  CHECK_EQ(chain.plan(1, policy(8, 8, 0)).action, Action::kStep);
-}
-
 TEST(a_prompt_that_ends_in_eos_does_not_end_the_waiting) {
   Chain chain(kTruth, {right(), right()}, {5, 2}, 40);
   CHECK_EQ(chain.plan(1, policy(8, 8, 1)).action, Action::kWait);
   chain.step(0, policy());
   CHECK_EQ(chain.plan(1, policy(8, 8, 1)).num_draft_tokens, 1u);
-}
-
-TEST(no_stage_waits_for_a_dead_one) {
-  Chain chain(kTruth, {right(), right()}, kPrompt, 40);
-  chain.step(0, policy());
-  CHECK_EQ(chain.plan(1, policy(8, 8, 4)).action, Action::kWait);
-  chain.block().control(0).alive = 0;
-  CHECK_EQ(chain.plan(1, policy(8, 8, 4)).num_draft_tokens, 1u);  // the draft tokens that it
-                                                                  // published are still usable
-  chain.commit(1);
-  CHECK_EQ(chain.step(1, policy(8, 8, 4)), Action::kStep);
-  chain.finish(policy(8, 8, 4));
-  chain.check_text();
 }
 
 // With a lookahead of at least min_draft_tokens, every wait ends without a deadline.

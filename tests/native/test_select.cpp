@@ -254,31 +254,6 @@ TEST(the_first_nan_wins_whatever_its_sign_and_payload) {
   set_simd(before);
 }
 
-TEST(long_rows_are_split_and_short_rows_grouped) {
-  Rng rng(2);
-  for (DType dtype : kDTypes) {
-    for (const auto& [batch, width, vocab] :
-         {std::tuple<int, int, int>{1, 1, 300001}, {3, 2, 70001}, {40, 9, 2049}}) {
-      const int64_t size = item_bytes(dtype);
-      std::vector<unsigned char> data(size_t(batch * width) * size_t(vocab * size));
-      for (const Kind kind : {Kind::kNormal, Kind::kFewValues, Kind::kNans, Kind::kAllMinusInf}) {
-        fill(dtype, data.data(), int64_t(batch) * width * vocab, kind, rng);
-        std::vector<int32_t> expected;
-        for (int64_t i = 0; i < batch * width; ++i) {
-          expected.push_back(oracle(dtype, &data[size_t(i * vocab * size)], vocab));
-        }
-        for (int threads : {1, 2, 3, 9}) {
-          std::vector<int32_t> selected(size_t(batch * width), -7);
-          argmax({data.data(), dtype, batch, width, vocab, int64_t(width) * vocab, vocab},
-                 selected.data(), threads);
-          if (!CHECK_EQ(selected, expected)) return;
-        }
-      }
-    }
-  }
-  CHECK(pool_threads() >= 2);
-}
-
 TEST(verify_reads_nothing_behind_the_first_mismatch) {
   const std::string before = simd();
   for (const std::string& name : simd_variants()) {
@@ -357,36 +332,6 @@ TEST(offsets_beyond_32_bits) {
   argmax({data + 2 * stride, DType::kBFloat16, 1, 3, 100, 0, -stride}, selected.data(), 1);
   CHECK_EQ(selected, (std::vector<int32_t>{3, 2, 1}));
   munmap(p, bytes);
-}
-
-TEST(errors_come_before_anything_is_written) {
-  const std::vector<float> logits(2 * 3 * 4, 0.0f);
-  const std::vector<int32_t> tokens(2 * 3, 0);
-  const Logits good{logits.data(), DType::kFloat32, 2, 3, 4, 12, 4};
-  const Tokens fed{tokens.data(), 4, 3, 1};
-  std::vector<int32_t> selected(6, -7), accepted(2, -7);
-  const auto refuses = [&](const Logits& l, const Tokens& t, std::vector<int32_t> query_lens,
-                           std::vector<int32_t> num_draft_tokens, int threads = 1) {
-    CHECK_THROWS(verify(l, t, query_lens.data(), num_draft_tokens.data(), selected.data(),
-                        accepted.data(), threads));
-    CHECK_EQ(selected, std::vector<int32_t>(6, -7));
-    CHECK_EQ(accepted, std::vector<int32_t>(2, -7));
-  };
-  refuses(good, fed, {1, 4}, {0, 0});
-  refuses(good, fed, {1, -1}, {0, 0});
-  refuses(good, fed, {1, 2}, {0, -1});
-  refuses(good, fed, {1, 2}, {0, 2});
-  refuses(good, fed, {1, 1}, {0, 0}, 0);
-  refuses(good, {tokens.data(), 2, 3, 1}, {1, 1}, {0, 0});
-  Logits bad = good;
-  bad.vocab = 0;
-  refuses(bad, fed, {1, 1}, {0, 0});
-  bad.vocab = int64_t{1} << 31;
-  refuses(bad, fed, {1, 1}, {0, 0});
-  bad = good;
-  bad.dtype = DType(3);
-  refuses(bad, fed, {1, 1}, {0, 0});
-  CHECK_THROWS(set_simd("avx1024"));
 }
 
 TEST(many_callers_share_one_pool) {
