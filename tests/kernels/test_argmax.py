@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -60,49 +59,6 @@ def test_equals_a_look_at_every_element(shape, dtype, kind, layout, variant, see
         assert torch.equal(got, reference.argmax(logits))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_lowest_id_wins_ties(dtype: torch.dtype, variant: str) -> None:
-    with simd(variant):
-        for first, second in [(0, 1), (5, 6), (0, 9999), (31, 32), (4095, 4096), (4096, 8200), (9998, 9999)]:
-            logits = torch.zeros(1, 1, 10000, dtype=dtype)
-            logits[..., [first, second]] = 3.0
-            assert ops.argmax(logits).item() == first
-            assert ops.argmax(-3 + logits).item() == first  # the tie at zero, the rest negative
-            assert ops.argmax(-4 + logits).item() == first  # all negative
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_first_nan_wins(dtype: torch.dtype, variant: str) -> None:
-    with simd(variant):
-        for first in (0, 3, 64, 5000, 9998):
-            for sign in (1.0, -1.0):
-                logits = torch.full((1, 1, 10000), math.inf, dtype=dtype)
-                logits[..., first] = math.copysign(math.nan, sign)
-                logits[..., -1] = math.copysign(math.nan, -sign)
-                assert ops.argmax(logits).item() == first
-
-
-def test_zeros_of_either_sign_are_equal_and_minus_inf_is_a_value() -> None:
-    for dtype in DTYPES:
-        rows = torch.full((3, 1, 5000), -1.0, dtype=dtype)
-        rows[0, 0, [100, 4500]] = torch.tensor([-0.0, 0.0], dtype=dtype)
-        rows[1, 0, [100, 4500]] = torch.tensor([0.0, -0.0], dtype=dtype)
-        rows[2] = -math.inf
-        assert ops.argmax(rows).flatten().tolist() == [100, 100, 0]
-
-
-def test_a_batch_is_its_rows() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = make_logits("few values", (16, 3, 20011), torch.bfloat16, generator)
-    order = torch.randperm(16, generator=generator)
-    together = ops.argmax(logits, threads=2)
-    assert torch.equal(ops.argmax(logits[order], threads=2), together[order])
-    assert torch.equal(torch.cat([ops.argmax(row[None], threads=1) for row in logits]), together)
-    assert torch.equal(ops.argmax(logits.narrow(0, 0, 1).expand(4, 3, 20011)), together[:1].expand(4, 3))
-
-
 def test_out_and_float64_and_grad() -> None:
     logits = torch.randn(2, 3, 50, requires_grad=True)
     out = torch.empty(2, 3, dtype=torch.int32)
@@ -115,15 +71,6 @@ def test_out_and_float64_and_grad() -> None:
 def test_other_devices_are_checked_alike() -> None:
     with pytest.raises(ValueError, match="contiguous along the vocabulary"):
         ops.argmax(torch.empty(2, 3, 4, device="meta").transpose(1, 2))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_cuda() -> None:
-    logits = make_logits("few values", (3, 2, 4097), torch.bfloat16, torch.Generator().manual_seed(0))
-    got = ops.argmax(logits.cuda())
-    assert got.is_cuda
-    assert torch.equal(got.cpu(), ops.argmax(logits))
 
 
 @pytest.mark.parametrize(
@@ -139,20 +86,6 @@ def test_cuda() -> None:
 def test_bad_logits(logits, error, message) -> None:
     with pytest.raises(error, match=message):
         ops.argmax(logits)
-
-
-@pytest.mark.parametrize(
-    ("out", "error"),
-    [
-        (torch.zeros(1, 2), TypeError),
-        (torch.zeros(2, 1, dtype=torch.int32), ValueError),
-        (torch.zeros(1, 4, dtype=torch.int32)[:, ::2], ValueError),
-        ([0, 0], TypeError),
-    ],
-)
-def test_bad_out(out, error) -> None:
-    with pytest.raises(error, match="out must be"):
-        ops.argmax(torch.zeros(1, 2, 3), out=out)
 
 
 def test_bad_threads() -> None:
@@ -201,27 +134,6 @@ def test_unknown_variant_is_an_error() -> None:
     assert "ValueError" in done.stderr
     assert "avx1024" in done.stderr
     assert "portable" in done.stderr
-
-
-def test_a_forked_child_works_and_ends() -> None:
-    program = """
-import os, signal
-assert argmax(2) == 123456
-assert _native.pool_threads() == 1
-child = os.fork()
-if child == 0:
-    signal.alarm(60)
-    assert _native.pool_threads() == 0
-    assert argmax(2) == 123456
-    assert _native.pool_threads() == 1
-    raise SystemExit(7)  # through the interpreter's whole exit
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-assert argmax(3) == 123456
-print("fine")
-"""
-    done = run(program)
-    assert done.stdout == "fine\n", done.stderr
-    assert done.returncode == 0
 
 
 def test_small_work_starts_no_thread() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -147,41 +146,3 @@ def test_no_contender_finds_its_inputs_in_a_cache(size: int) -> None:
     assert copies == {100: 64, 5000: 2}[size]
     assert len(used) == 1 + 3 * result["repeats"]
     assert all(len(set(used[i : i + copies])) == copies for i in range(1, len(used) - copies))
-
-
-DEVICE = types.SimpleNamespace(L2_cache_size=50 << 20, total_memory=40 << 30)
-
-
-def test_a_table_on_a_gpu_survives_what_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Runs without a GPU: all calls that need one are replaced."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: DEVICE)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(gpu, "time_call", lambda call, copies, repeats: (call(0), True))
-
-    def make(shape: tuple[int, int, int], dtype: torch.dtype, copies: int) -> KernelCase:
-        if shape[0] == 2:
-            raise torch.OutOfMemoryError("no memory\nfor this")
-
-        def broken(i: int) -> object:
-            raise RuntimeError("a rival that does not run")
-
-        return KernelCase(1000, lambda i: 2.0, {"eager": lambda i: 8.0, "other": broken})
-
-    shapes = [(1, 1, 100), (2, 1, 100), (3, 1, 100), (4, 1, 100)]
-    too_large = {4: 6 << 30}
-    sizes = lambda s, _: too_large.get(s[0], 200)  # noqa: E731
-    results = list(gpu.measure(shapes, torch.bfloat16, sizes, make, 5, 1.0, ("B", "Q", "S")))
-    assert [r["shape"][0] for r in results] == [1, 2, 3]
-    assert results[1]["error"].startswith("OutOfMemoryError: no memory")
-    for r in (results[0], results[2]):
-        assert (r["us"], r["gb_per_s"], r["fraction_of_copy"]) == (2.0, 0.5, 0.5)
-        assert r["rivals"]["eager"]["times_ours"] == 4.0
-        assert "does not run" in r["rivals"]["other"]["error"]
-    out = capsys.readouterr().out
-    assert "FAILED: OutOfMemoryError: no memory" in out
-    assert "   B   Q       S " in out
-    assert "eager 4.0" in out
-    assert "other failed" in out

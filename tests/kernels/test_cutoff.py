@@ -180,13 +180,9 @@ def test_sampling_with_a_cutoff_draws_nothing_else() -> None:
     [
         ({"top_k": -1}, ValueError, "row 0"),
         ({"top_k": 1.5}, TypeError, "integer"),
-        ({"top_k": torch.tensor([1.0, 2.0])}, TypeError, "integers"),
-        ({"top_k": "many"}, TypeError, "top_k must be"),
         ({"top_p": torch.tensor([0.5, 1.5])}, ValueError, "row 1"),
-        ({"top_p": math.nan}, ValueError, "row 0"),
         ({"top_p": torch.tensor([0.5])}, ValueError, r"top_p must be a number or \[2\]"),
         ({"min_p": -0.1}, ValueError, "row 0"),
-        ({"inv_temperature": 0.0}, ValueError, "row 0"),
         ({"inv_temperature": math.inf}, ValueError, "row 0"),
         ({"query_lens": torch.tensor([1, 1], dtype=torch.int32)}, ValueError, "together"),
         ({"out": torch.zeros(2, 3, dtype=torch.int32)}, TypeError, "out must be a float32"),

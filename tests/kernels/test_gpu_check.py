@@ -147,19 +147,6 @@ def test_results_of_tests(run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     assert any("1 + 1" in line for line in tests["failed"]["test_some.py::test_bad"])
 
 
-def test_results_of_tests_that_are_killed(run, tmp_path: Path) -> None:
-    """Those that had ended stay."""
-    file = tmp_path / "test_some.py"
-    file.write_text("import os\ndef test_good(): pass\ndef test_crash(): os.abort()\n")
-    part = gpu_check._tests("tests", "not gpu", [str(file)], 600, processes=1)
-    alone = ("--noconftest", "-c", os.devnull, "--rootdir", str(tmp_path))
-    passed, written = run(Part("tests", (*part.command, *alone), 600))
-    found = written["parts"]["tests"]
-    assert not passed
-    assert found["status"] == -signal.SIGABRT
-    assert (found["tests"]["passed"], found["tests"]["failed"]) == (1, {})
-
-
 def test_graphs_of_modules_fail_a_figure(run, capsys: pytest.CaptureFixture[str]) -> None:
     """The warning of the driver is looked for in the output: the fused form is what was predicted."""
     warns = f"print({f'SpeedWarning: the graphs of target {gpu_check.BY_MODULES}, with some 40 launches'!r})\n"
@@ -169,15 +156,6 @@ def test_graphs_of_modules_fail_a_figure(run, capsys: pytest.CaptureFixture[str]
     assert [name for name, part in written["parts"].items() if part["passed"]] == ["tests"]
     assert gpu_check.BY_MODULES in capsys.readouterr().out
     assert gpu_check.BY_MODULES in inspect.getsource(why_by_modules)
-
-
-def test_checks_of_the_smoke(run, capsys: pytest.CaptureFixture[str]) -> None:
-    bad = {"checks": {"plain": {"passed": True}, "streams": {"passed": False, "error": "AssertionError: another text"}}}
-    good = {"checks": {"plain": {"passed": True}}}
-    passed, written = run(script("bad", dumps(bad) + "raise SystemExit(1)"), script("good", dumps(good)))
-    assert not passed
-    assert [part["passed"] for part in written["parts"].values()] == [False, True]
-    assert "another text" in capsys.readouterr().out
 
 
 def test_the_smoke_checks_each_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import torch
 from transformers import GenerationMixin
 
 from pipespec_kernels import ops, reference
-from pipespec_kernels.noise import Noise
 from tests.trials import trials
 
 from .logprobs import case, check_close, oracle
@@ -39,30 +38,6 @@ def test_as_transition_scores_of_transformers() -> None:
     model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=30)))
     theirs = GenerationMixin.compute_transition_scores(model, tokens.long(), (scores[:, 0],), normalize_logits=True)
     torch.testing.assert_close(ops.logprobs(scores, tokens, one, one * 0)[0], theirs)
-
-
-def test_probabilities_of_draws() -> None:
-    """Relative frequencies of draws with a temperature and a cutoff are the probabilities."""
-    draws = trials(ci=20_000, nightly=400_000)
-    logits, bar = torch.randn(1, 1, 12, generator=torch.Generator().manual_seed(5)), torch.tensor([[-0.2]])
-    scale = torch.tensor([1.4])
-    noise = Noise(
-        torch.arange(draws),
-        torch.full((draws,), 9),
-        scale.expand(draws).contiguous(),
-        bar.expand(draws, 1).contiguous(),
-    )
-    drawn = ops.sample(logits.expand(draws, -1, -1), noise)[:, 0]
-    one = torch.ones(1, dtype=torch.int32)
-    _, ids, top = ops.logprobs(logits, one[None], one, one * 0, inv_temperature=scale, cutoff=bar, top_n=12)
-    kept = ids[0, 0] >= 0
-    p = torch.zeros(12).index_copy_(0, ids[0, 0][kept].long(), top[0, 0][kept].exp()).double()
-    counts = torch.bincount(drawn.long(), minlength=12).double()
-    assert not counts[p == 0].any()
-    inside = p > 0
-    statistic = float(((counts - draws * p)[inside] ** 2 / (draws * p[inside])).sum())
-    freedom = int(inside.sum()) - 1
-    assert statistic < freedom + 10 * (2 * freedom) ** 0.5
 
 
 @pytest.mark.parametrize(

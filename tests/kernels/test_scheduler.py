@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 
 import pipespec_kernels
 from pipespec_kernels import env
-from pipespec_kernels.scheduler import HostLauncher, Rectangle, Scheduler, TargetFailed
+from pipespec_kernels.scheduler import HostLauncher, Rectangle, Scheduler
 from pipespec_kernels.state import StateBlock
 from tests.waiting import until
 
@@ -132,74 +131,6 @@ def test_no_trace_by_default() -> None:
         scheduler.trace(1)
 
 
-def test_a_draft_that_fails_leaves_the_others_running(no_thread_is_left: None) -> None:
-    failed = threading.Event()
-
-    def fail(step: int) -> None:
-        failed.set()
-        raise ZeroDivisionError("tired")
-
-    def after_the_failure(step: int) -> None:
-        # Otherwise the target can complete the text before the draft's first step.
-        until(failed.is_set, "the draft has failed")
-
-    block = block_for(PROMPTS, LIMITS, 3)
-    models = [Model(PROMPTS), Model(PROMPTS, before=fail), Model(PROMPTS, before=after_the_failure)]
-    scheduler = Scheduler(HostLauncher(block, models, [1, 4]), lookahead=(3, 3))
-    scheduler.run()
-    assert [text_of(block, row) for row in range(2)] == [plain(*row) for row in zip(PROMPTS, LIMITS, strict=True)]
-    ((stage, cause),) = scheduler.failures
-    assert stage == 1
-    assert cause.startswith("ZeroDivisionError: tired")
-    assert [block.is_alive(s) for s in range(3)] == [True, False, True]
-
-
-def test_a_target_that_fails_ends_the_text(no_thread_is_left: None) -> None:
-    def fail(step: int) -> None:
-        if step == 5:
-            raise MemoryError("no room")
-
-    block = block_for(PROMPTS, LIMITS, 2)
-    models = [Model(PROMPTS), Model(PROMPTS, before=fail)]
-    scheduler = Scheduler(HostLauncher(block, models, [1, 4]), lookahead=(3,))
-    with pytest.raises(TargetFailed, match=r"the target \(stage 1\) failed: MemoryError: no room"):
-        scheduler.run()
-    for row, limit in enumerate(LIMITS):
-        text = text_of(block, row)
-        assert text == plain(PROMPTS[row], limit)[: len(text)]
-
-
-def test_steering_and_ending_rows_while_it_runs() -> None:
-    limits = [400, 400]
-    block = block_for(PROMPTS, limits, 3)
-
-    def after_the_caller(step: int) -> None:
-        # Otherwise the text can be complete before the caller has seen nine steps.
-        until(lambda: seen >= min(step - 1, 9), "the caller has seen the step before")
-
-    models = [Model(PROMPTS, 5), Model(PROMPTS, 9), Model(PROMPTS, before=after_the_caller)]
-    scheduler = Scheduler(HostLauncher(block, models, [1, 4, 8], shadowed=True), lookahead=(3, 3))
-    commits = seen = 0
-
-    def on_commit() -> None:
-        nonlocal commits, seen
-        commits += 1
-        scheduler.steer((commits % 4, commits % 7))
-        if commits == 5:
-            scheduler.end_row(0)
-        if commits == 9:
-            scheduler.end_row(1)
-        seen = commits
-
-    scheduler.run(on_commit)
-    for row in range(2):
-        text = text_of(block, row)
-        assert len(text) < 400
-        assert text == plain(PROMPTS[row], 400)[: len(text)]
-    with pytest.raises(ValueError, match="needs 2 lookahead"):
-        scheduler.steer((1,))
-
-
 def test_ctrl_c_stops_the_stages(no_thread_is_left: None) -> None:
     def interrupt(step: int) -> None:
         if step == 5:
@@ -279,34 +210,6 @@ def test_an_exception_of_the_caller_stops_the_stages(no_thread_is_left: None) ->
     assert block.length(1, 0) < 400
     assert models[1].steps <= 5
     models[1].before = None  # a reference to the scheduler would keep its threads alive
-
-
-def test_a_request_from_another_thread_stops_it() -> None:
-    def stop(step: int) -> None:
-        if step == 7:
-            scheduler.request_stop()
-
-    block = block_for(PROMPTS, LIMITS, 2)
-    models = [Model(PROMPTS), Model(PROMPTS, before=stop)]
-    scheduler = Scheduler(HostLauncher(block, models, [1]), lookahead=(3,))
-    scheduler.run()
-    assert models[1].steps == 7
-    text = text_of(block, 0)
-    assert text == plain(PROMPTS[0], len(text))
-
-
-def test_a_stage_without_widths_is_left_to_others() -> None:
-    block = block_for(PROMPTS, LIMITS, 2)
-    models = [Model(PROMPTS), Model(PROMPTS)]
-    launcher = HostLauncher(block, models, [[], [1, 4]])
-    scheduler = Scheduler(launcher, lookahead=(3,), trace=10)
-    scheduler.run()
-    assert [text_of(block, row) for row in range(2)] == [plain(*row) for row in zip(PROMPTS, LIMITS, strict=True)]
-    assert models[0].steps == len(scheduler.trace(0)) == 0
-    with pytest.raises(ValueError, match="the target needs widths"):
-        HostLauncher(block, models, [[1], []])
-    with pytest.raises(ValueError, match="widths of 1"):
-        HostLauncher(block, models, [[1]])
 
 
 def test_bad_settings_are_refused() -> None:

@@ -95,26 +95,6 @@ def test_one_by_hand() -> None:
     assert (selected.tolist(), accepted.tolist()) == ([[1, -1, -1, -1]], [0])
 
 
-@pytest.mark.parametrize("vocab", [50, 100003])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_batch_is_its_rows(vocab: int, threads: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = make_logits("few values", (8, 5, vocab), torch.float16, generator)
-    tokens = drafted_tokens(logits, 0.7, generator, torch.int64)
-    query_lens, num_draft_tokens = ragged_counts(8, 5, generator)
-    selected, accepted = ops.verify(logits, tokens, query_lens, num_draft_tokens, threads=threads)
-    order = torch.randperm(8, generator=generator)
-    again = ops.verify(logits[order], tokens[order], query_lens[order], num_draft_tokens[order], threads=threads)
-    assert torch.equal(again[0], selected[order])
-    assert torch.equal(again[1], accepted[order])
-    for r in range(8):
-        one = ops.verify(
-            logits[r : r + 1], tokens[r : r + 1], query_lens[r : r + 1], num_draft_tokens[r : r + 1], threads=1
-        )
-        assert torch.equal(one[0][0], selected[r])
-        assert torch.equal(one[1][0], accepted[r])
-
-
 def test_ids_are_compared_whole() -> None:
     logits = torch.zeros(1, 2, 4)
     tokens = torch.tensor([[0, 1 << 32]])  # its low half is the id 0 that would be selected
@@ -155,18 +135,6 @@ def test_numpy_counts_strided_counts_out_and_float64() -> None:
     assert ops.verify(logits, tokens, query_lens, num_draft_tokens, out=out)[0] is out[0]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_cuda() -> None:
-    logits, tokens, query_lens, num_draft_tokens = case(1000, torch.bfloat16)
-    expected = ops.verify(logits, tokens, query_lens, num_draft_tokens)
-    got = ops.verify(logits.cuda(), tokens.cuda(), query_lens, num_draft_tokens)
-    assert torch.equal(got[0], expected[0])
-    assert torch.equal(got[1], expected[1])
-    with pytest.raises(ValueError, match="tokens are on"):
-        ops.verify(logits.cuda(), tokens, query_lens, num_draft_tokens)
-
-
 GOOD = {
     "logits": torch.zeros(2, 3, 4),
     "tokens": torch.zeros(2, 3, dtype=torch.int64),
@@ -178,21 +146,13 @@ GOOD = {
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"logits": torch.zeros(2, 3)}, ValueError, "logits must be"),
         ({"logits": torch.zeros(2, 3, 4, dtype=torch.int32)}, TypeError, "int32"),
         ({"logits": torch.zeros(2, 4, 3).transpose(1, 2)}, ValueError, "contiguous along the vocabulary"),
-        ({"tokens": [[0] * 3] * 2}, TypeError, "tokens must be a tensor"),
         ({"tokens": torch.zeros(2, 3)}, TypeError, "tokens must be int64"),
-        ({"tokens": torch.zeros(3, 2, dtype=torch.int64)}, ValueError, "tokens are"),
         ({"tokens": torch.zeros(2, 3, dtype=torch.int64, device="meta")}, ValueError, "tokens are on meta"),
-        ({"query_lens": [3, 2]}, TypeError, "query_lens must be"),
         ({"query_lens": torch.tensor([3, 2])}, TypeError, "query_lens must be int32"),
-        ({"query_lens": int32(3, 2, 1)}, ValueError, "one count per row"),
-        ({"num_draft_tokens": np.zeros(2)}, TypeError, "num_draft_tokens must be int32"),
         ({"num_draft_tokens": int32(1, 0).to("meta")}, ValueError, "on the CPU"),
         ({"query_lens": int32(4, 2)}, ValueError, "row 0.*query_lens=4"),
-        ({"query_lens": int32(3, -1)}, ValueError, "row 1.*query_lens=-1"),
-        ({"num_draft_tokens": int32(-1, 0)}, ValueError, "row 0.*num_draft_tokens=-1"),
         ({"num_draft_tokens": int32(2, 2)}, ValueError, "row 1.*num_draft_tokens=2"),
     ],
 )

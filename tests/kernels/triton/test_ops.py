@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -190,97 +188,6 @@ def test_counts_on_the_device_are_not_read_by_the_host(device: torch.device) -> 
     if device.type != "cpu":
         _, accepted = ops.verify(logits, tokens, query_lens.to(device), num_draft_tokens.to(device))
         assert accepted.tolist() == [1, -1, 0]
-
-
-def test_bad_arguments_touch_nothing(device: torch.device) -> None:
-    good: dict[str, Any] = {
-        "logits": torch.zeros(2, 3, 4, device=device),
-        "tokens": torch.zeros(2, 3, dtype=torch.int64, device=device),
-        "query_lens": np.array([3, 2], np.int32),
-        "num_draft_tokens": np.array([2, 0], np.int32),
-        "noise": Noise(torch.tensor([1, 2]), np.array([3, 4]), torch.tensor([1.0, 2.0])),
-    }
-    bad_scale = Noise(torch.tensor([1, 2]), np.array([3, 4]), torch.tensor([1.0, -2.0]))
-    out = torch.full((2, 3), -7, dtype=torch.int32), torch.full((2,), -7, dtype=torch.int32)
-    cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
-        (TypeError, "int32", {"logits": good["logits"].int()}),
-        (ValueError, "contiguous along", {"logits": torch.zeros(2, 4, 3, device=device).transpose(1, 2)}),
-        (ValueError, "tokens are on meta", {"tokens": good["tokens"].to("meta")}),
-        (ValueError, "must be on", {"query_lens": torch.zeros(2, dtype=torch.int32, device="meta")}),
-        (TypeError, "num_draft_tokens must be int32", {"num_draft_tokens": np.array([2, 0])}),
-        (ValueError, "row 1: need", {"num_draft_tokens": np.array([2, 2], np.int32)}),
-        (ValueError, "row 0: need", {"query_lens": np.array([-1, 2], np.int32)}),
-        (ValueError, "row 1: inv_temperature must be finite", {"noise": bad_scale}),
-    ]
-    for error, message, change in cases:
-        with pytest.raises(error, match=message):
-            ops.verify(**(good | change), out=out)
-        assert all((t == -7).all() for t in out)
-    bars = torch.full((2, 3), -7.0, device=device)
-    for error, message, change in (
-        (ValueError, "row 0: top_p 1.5", {"top_p": 1.5}),
-        (ValueError, "row 1: top_k -1", {"top_k": torch.tensor([1, -1])}),
-        (ValueError, "row 0: inv_temperature inf", {"inv_temperature": math.inf}),
-        (ValueError, "row 0: min_p nan", {"min_p": math.nan}),
-        (ValueError, "go together", {"query_lens": good["query_lens"]}),
-    ):
-        with pytest.raises(error, match=message):
-            ops.cutoff(**({"logits": good["logits"], "top_k": 1, "out": bars} | change))
-        assert bars.eq(-7).all()
-    ops.verify(**good, out=out)
-    assert out[1].tolist() != [-7, -7]
-
-
-def test_storage_and_attention(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(0)
-    k_cache, v_cache, new = (torch.randn((3, 2, n, 16), generator=generator) for n in (11, 11, 4))
-    q = torch.randn((3, 4, 4, 16), generator=generator)
-    lengths, counts = torch.tensor([5, 0, 7]), torch.tensor([4, 2, 0])
-    arguments = (q, new, k_cache, v_cache, lengths, counts)
-
-    def steps(where: Any, arguments: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-        q, new, k_cache, v_cache, lengths, counts = arguments
-        where.kv_append(new, new.flip(2), k_cache, v_cache, lengths, counts)
-        said = where.verify_attention(q, k_cache, v_cache, lengths, counts)
-        return [k_cache, v_cache, lengths, said]
-
-    expected = steps(reference, tuple(a.clone() for a in arguments))
-    for name in ("kv_append", "verify_attention"):
-        monkeypatch.setattr(reference, name, None)
-    got = steps(ops, tuple(a.to(device, copy=True) for a in arguments))
-    same(got[:3], expected[:3])
-    torch.testing.assert_close(got[3].cpu().double(), expected[3], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("greedy", [True, False])
-def test_the_engines_sampler(greedy: bool, device: torch.device) -> None:
-    """The sampler's counts are on the host, on whatever device the logits are."""
-    from pipespec.engine.sampler import Sampler
-    from pipespec.engine.sampling import SamplingParams
-
-    generator = torch.Generator().manual_seed(2)
-    logits = make_logits("normal", (3, 4, 60), torch.float32, generator) * 3
-    fed = drafted_tokens(logits, 0.8, generator, torch.int64)
-    query_lens, num_draft_tokens, positions = (
-        np.array([4, 0, 2], np.int32),
-        np.array([3, 0, 1], np.int32),
-        np.array([7, 8, 9]),
-    )
-    seeds = (5, 2**63 + 1, 6)
-    params = SamplingParams() if greedy else SamplingParams(seeds=seeds, temperature=0.7, top_k=20, top_p=0.9)
-    selected = Sampler(params, np.zeros((3, 64), np.int32))(
-        logits.to(device), fed.to(device), query_lens, num_draft_tokens, positions
-    )
-    counts = torch.from_numpy(query_lens), torch.from_numpy(num_draft_tokens)
-    noise = None
-    if not greedy:
-        n = torch.ones(3, dtype=torch.float64)
-        scale = (n / 0.7).float()
-        bars = reference.cutoff(logits, scale, n.long() * 20, n * 0.9, n * 0, *counts)
-        keys = torch.from_numpy(np.array(seeds, np.uint64).view(np.int64))
-        noise = Noise(keys, torch.from_numpy(positions), scale, bars)
-    same([selected], reference.verify(logits, fed, *counts, noise)[:1])
-    assert selected.device.type == "cpu"
 
 
 def test_float64_goes_to_the_reference(device: torch.device) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipespec_kernels import reference
-from pipespec_kernels.noise import DRAFT, Noise
+from pipespec_kernels.noise import Noise
 from pipespec_kernels.triton import Config, RowState, Workspace, select, verify
 from tests.trials import trials
 
@@ -49,13 +49,6 @@ def make_noise(mode: str, logits: torch.Tensor, generator: torch.Generator, stre
         cutoff=cutoff,
         stream=stream,
     )
-
-
-def rows_of(noise: Noise | None, rows: torch.Tensor) -> Noise | None:
-    if noise is None:
-        return None
-    cutoff = None if noise.cutoff is None else noise.cutoff[rows]
-    return Noise(noise.seeds[rows], noise.positions[rows], noise.inv_temperature[rows], cutoff, noise.stream)
 
 
 def on_device(noise: Noise | None, device: torch.device) -> Noise | None:
@@ -185,53 +178,6 @@ def test_ties_zeros_and_nans(device: torch.device) -> None:
         assert selected[:, 0].tolist() == [choice for _, choice in rows]
 
 
-@pytest.mark.parametrize("mode", ["greedy", "coupled"])
-def test_a_batch_is_its_rows(mode: str, device: torch.device) -> None:
-    generator = torch.Generator().manual_seed(2)
-    logits = make_logits("normal", (5, 4, 300), torch.bfloat16, generator)
-    noise = make_noise(mode, logits, generator)
-    tokens = draft_tokens_for(logits, noise, 0.8, generator)
-    query_lens, num_draft_tokens = ragged_counts(5, 4, generator)
-    selected, accepted = check_equal(logits, tokens, query_lens, num_draft_tokens, noise, device)
-    order = torch.tensor([3, 1, 4, 0, 2])
-    again = check_equal(
-        logits[order], tokens[order], query_lens[order], num_draft_tokens[order], rows_of(noise, order), device
-    )
-    assert torch.equal(again[0].cpu(), selected.cpu()[order])
-    assert torch.equal(again[1].cpu(), accepted.cpu()[order])
-
-
-def test_position_not_column_decides(device: torch.device) -> None:
-    """The draw at a position is the same whether tokens are fed one by one or all at once."""
-    generator = torch.Generator().manual_seed(3)
-    logits = make_logits("normal", (1, 4, 500), torch.float32, generator)
-    noise = make_noise("coupled", logits, generator)
-    assert noise is not None
-    alone = []
-    for q in range(4):
-        shifted = Noise(noise.seeds, noise.positions + q, noise.inv_temperature)
-        one = torch.ones(1, dtype=torch.int32)
-        selected, _ = check_equal(logits[:, q : q + 1], torch.zeros(1, 1).long(), one, one * 0, shifted, device)
-        alone.append(selected[0, 0].item())
-    assert len(set(alone)) > 1
-    draft_tokens = torch.tensor([[9, *alone[:3]]])
-    selected, accepted = check_equal(
-        logits, draft_tokens, torch.tensor([4]).int(), torch.tensor([3]).int(), noise, device
-    )
-    assert (selected[0].tolist(), accepted.tolist()) == (alone, [3])
-
-
-def test_streams_are_different_noise(device: torch.device) -> None:
-    generator = torch.Generator().manual_seed(4)
-    logits = torch.zeros(8, 1, 1000)
-    one = torch.ones(8, dtype=torch.int32)
-    chosen = []
-    for stream in (0, DRAFT):
-        noise = make_noise("coupled", logits, generator.manual_seed(4), stream)
-        chosen.append(check_equal(logits, torch.zeros(8, 1).long(), one, one * 0, noise, device)[0].tolist())
-    assert all(a != b for a, b in zip(*chosen, strict=True))
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_state_and_replay(dtype: torch.dtype, device: torch.device) -> None:
     """Many launches with one work space, on new inputs in the same memory, like the replay of a graph."""
@@ -336,12 +282,6 @@ def test_tokens_that_no_distribution_gave(dtype: torch.dtype, config: Config, de
     assert undrawn.tolist() == UNDRAWN
     assert not workspace.words.any()
     assert torch.equal(got[0], verify(logits, tokens, *counts, noise=noise, config=config)[0])
-
-
-def test_ids_are_compared_whole(device: torch.device) -> None:
-    tokens = torch.tensor([[0, 1 << 32]], device=device)  # its low half is the id 0 that is selected
-    n = torch.tensor([2], dtype=torch.int32, device=device)
-    assert verify(torch.zeros(1, 2, 4, device=device), tokens, n, n - 1)[1].item() == 0
 
 
 @pytest.mark.parametrize(
