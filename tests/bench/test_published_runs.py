@@ -215,19 +215,6 @@ def test_broken_files_are_refused(folder, tmp_path, capsys, change, says):
     assert says in capsys.readouterr().err
 
 
-def test_more_broken_files(folder, tmp_path, capsys):
-    (tmp_path / "run.json").write_text("{")
-    assert published_runs.main([str(tmp_path)]) == 2
-    assert "run.json: it is not a published run" in capsys.readouterr().err
-    (tmp_path / "run.json").write_text((folder / "chain_8B.json").read_text())
-    assert published_runs.main([str(tmp_path)]) == 0
-    assert "'plain 70B' is needed" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="no position"):
-        published_runs.acceptance([])
-    with pytest.raises(ValueError, match="no position"):
-        published_runs.acceptance([np.array([-1, -1])])
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [

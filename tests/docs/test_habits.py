@@ -67,23 +67,3 @@ def test_citation_and_changelog_have_the_version() -> None:
     }
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert re.search(rf"^## \[(Unreleased|{re.escape(__version__)})\]", changelog, re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.stem
-)
-def test_issue_templates_are_forms(path: Path) -> None:
-    form = yaml.safe_load(path.read_text())
-    if path.stem == "config":
-        assert set(form) <= {"blank_issues_enabled", "contact_links"}
-        return
-    assert {"name", "description", "body"} <= set(form)
-    identifiers = [part["id"] for part in form["body"] if part["type"] != "markdown"]
-    assert len(identifiers) == len(set(identifiers))
-
-
-def test_docstrings_have_one_style() -> None:
-    for folder in ("python", "pipespec_kernels", "bench", "tools"):
-        for path in (ROOT / folder).rglob("*.py"):
-            underlined = re.findall(r"^ +\w+\n +-{4,}$", path.read_text(), re.MULTILINE)
-            assert not underlined, f"{path}: sections of docstrings are Google's (Args:), not underlined"

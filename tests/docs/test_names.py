@@ -66,14 +66,6 @@ def test_what_a_document_names_exists(path: Path) -> None:
     assert _missing(path.read_text()) == []
 
 
-def test_what_does_not_exist_is_found() -> None:
-    text = (
-        "`bench/nothing.py` `engine/nothing.py` `pipespec.nothing` `pipespec.Pipeline.nothing` python -m bench.nothing"
-    )
-    assert len(_missing(text)) == 5
-    assert _missing("`bench/theory.py` `engine/stage.py` `pipespec.Pipeline.generate` python -m bench.theory") == []
-
-
 _OLD_WORDS = re.compile(
     r"\b(n_fed|n_hint|hints?|verify_ratio|Selector|obituary|judges?|anew|mended|nobody|whoever|everybody|somebody|hand-shakes?)\b"
 )

@@ -101,26 +101,6 @@ def check_refusal(error: Exception, name: str, given_: dict[str, Any], target: A
     )
 
 
-def test_a_normalization_of_infinite_scores(pipeline, target) -> None:
-    """All of them become NaN, and the first token wins, even one that is suppressed."""
-    given_ = {
-        "exponential_decay_length_penalty": (1, 2.0),
-        "eos_token_id": 1,
-        "suppress_tokens": [0],
-        "forced_eos_token_id": 2,
-    }
-    given_ |= {
-        "do_sample": False,
-        "pad_token_id": 0,
-        "renormalize_logits": True,
-        "remove_invalid_values": True,
-        "max_new_tokens": 4,
-    }
-    wanted = target.generate(PROMPT, **given_)
-    assert wanted[0, -1] == 0
-    assert same(call(pipeline, given_), wanted)
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [

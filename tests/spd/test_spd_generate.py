@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
 import warnings
-import weakref
 
 import pytest
 import torch
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LogitsProcessor
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from pipespec import Pipeline
-from pipespec.api import prepare
 from pipespec.schedules.base import StageFailure
 from pipespec.spd import Drafter, SpeculativePipeline
 from pipespec.spd import partition as runtime
 from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
-from pipespec.spd.law import spd_accepted_length, spd_tokens_per_cycle
 from pipespec.spd.ngram import NgramDrafter
 from tests.conftest import DEVICE, VOCABULARY, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
-from tests.pipespec.test_conformance import word_tokenizer
 from tests.spd.drafters import Blind, Failing, Known
 from tests.trials import trials
 
@@ -131,18 +126,6 @@ def pipeline_counts(stages) -> list[int]:
     return stages if isinstance(stages, list) else [stages]
 
 
-@pytest.mark.parametrize("n", [2, 3, LAYERS])
-@pytest.mark.parametrize("length", [1, 2, 3])
-def test_short_prompts(model, good, n, length):
-    ids = random_prompts(3, seed=length, shortest=length, longest=length)
-    ids = torch.stack(ids)
-    wanted = greedy(model, ids)
-    known = Known(VOCABULARY)
-    known.learn(list(ids), wanted)
-    for drafter in (good, known, Blind(VOCABULARY)):
-        assert torch.equal(greedy(SpeculativePipeline(model, drafter, stages=n), ids), wanted)
-
-
 @pytest.mark.parametrize("n", [2, 4])
 def test_limits_and_ends(model, good, n):
     """max_new_tokens on every boundary; an end at every place, the first token and a list of ids included."""
@@ -189,22 +172,6 @@ def test_a_chain_that_runs_past_an_end(model, setting):
 # ---- the rest of the contract
 
 
-@pytest.mark.parametrize("n", [1, 3, LAYERS])
-def test_stop_strings(model, n):
-    """A stop string over two tokens, at every place: the text ends with it, although more tokens are in flight."""
-    tokenizer = word_tokenizer()
-    text, known = new_tokens(model, NEW), Known(VOCABULARY)
-    known.learn(list(PROMPT), greedy(model))
-    pipeline = SpeculativePipeline(model, known, stages=n)
-    for place in range(1, NEW):
-        pair = text[place - 1 : place + 1]
-        stop = "".join(tokenizer.convert_ids_to_tokens(pair))
-        first = next(i for i in range(1, NEW) if text[i - 1 : i + 1] == pair)
-        got = greedy(pipeline, stop_strings=[stop, "none"], tokenizer=tokenizer)
-        assert got[0, PROMPT.shape[1] :].tolist() == text[: first + 1]
-        assert pipeline.report.tokens == first + 1
-
-
 @pytest.mark.parametrize("drafter", ["ngram", "observer"])
 @pytest.mark.parametrize("begin", ["ours", "dynamic"])
 def test_caches_go_on(model, drafter, begin):
@@ -230,50 +197,10 @@ def test_caches_go_on(model, drafter, begin):
         torch.testing.assert_close(mine.values[:, :, :n], theirs.values)
 
 
-def test_a_failed_call_leaves_the_caller_s_cache(model):
-    pipeline = SpeculativePipeline(model, "ngram", stages=2)
-    one = greedy(pipeline, return_dict_in_generate=True)
-    cache = one.past_key_values
-    held, text = cache.lengths, [t.tolist() for t in cache.text]
-    before = [(k.clone(), v.clone()) for k, v in cache.states()]
-
-    class Breaks(LogitsProcessor):
-        def __call__(self, ids, scores):
-            raise ArithmeticError("made to fail")
-
-    ids = torch.cat([one.sequences, PROMPT], 1)
-    with pytest.raises(ArithmeticError):
-        greedy(pipeline, ids, past_key_values=cache, logits_processor=[Breaks()])
-    assert cache.lengths == held
-    assert [t.tolist() for t in cache.text] == text
-    for (k, v), (k0, v0) in zip(cache.states(), before, strict=True):
-        assert torch.equal(k, k0)
-        assert torch.equal(v, v0)
-    assert torch.equal(greedy(pipeline, ids, past_key_values=cache), greedy(model, ids))
-
-
 def test_custom_generate(model, good):
     pipeline = SpeculativePipeline(model, good, stages=3)
     assert torch.equal(greedy(model, custom_generate=pipeline), greedy(model))
     assert pipeline.report.cycles > 0
-
-
-def test_nothing_of_a_call_waits_for_the_garbage_collector(model, good, monkeypatch):
-    made, real = [], prepare.PreparedCall.__init__
-
-    def watched(self, *args, **kwargs):
-        made.append(weakref.ref(self))
-        real(self, *args, **kwargs)
-
-    monkeypatch.setattr(prepare.PreparedCall, "__init__", watched)
-    pipeline = SpeculativePipeline(model, good, stages=3)
-    gc.collect()
-    gc.disable()
-    try:
-        greedy(pipeline)
-        assert [ref() for ref in made] == [None]
-    finally:
-        gc.enable()
 
 
 def test_caches_grow_with_the_text(model, good, monkeypatch):
@@ -478,21 +405,6 @@ def test_an_oracle(model, n):
     if n > 1:
         assert report.predicted_accepted_length == n
         assert report.accepted == report.checked == 39
-
-
-def test_drafts_of_a_given_rate(model):
-    """The law holds for all rows of a batch together, and for a real text, within the errors of the acceptance and of few fillings."""
-    ids, n, a = torch.cat(random_prompts(4, seed=3, shortest=5, longest=5)).view(4, 5), 3, 0.8
-    known = Known(VOCABULARY, a)
-    known.learn(list(ids), greedy(model, ids, 150))
-    pipeline = SpeculativePipeline(model, known, stages=n)
-    greedy(pipeline, ids, 150)
-    report = pipeline.report
-    error = (a * (1 - a) / report.checked) ** 0.5
-    assert abs(report.acceptance_rate - a) < 4 * error
-    assert report.predicted_accepted_length == spd_accepted_length(report.acceptance_rate, n)
-    cycles = (report.verified - 4) / spd_tokens_per_cycle(report.acceptance_rate, n)
-    assert abs(report.cycles - cycles) <= (n - 1) * 4 * 2
 
 
 def test_the_report(model, good):

@@ -9,7 +9,6 @@ import multiprocessing as mp
 import os
 import re
 import signal
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,17 +107,6 @@ def test_counts_are_those_of_decoding(n: int) -> None:
             right = draw.random((n, length)) < often
             for first in (0, length // 2):
                 assert replay(right, first) == decoded(right, first)
-
-
-def test_law_of_acceptance() -> None:
-    """Equivalent accepted length n / (n - (n - 1) a), up to the cycles of the last, unfinished run."""
-    n, often = 4, 0.7
-    counts = replay(np.random.default_rng(0).random((n, 40_000)) < often, 0)
-    assert counts.rate == pytest.approx(often, abs=0.01)
-    assert counts.length(n) == pytest.approx(n / (n - (n - 1) * counts.rate), rel=1e-3)
-    always = replay(np.ones((n, 400), dtype=bool), 0)
-    assert (always.cycles, always.tokens, always.rate) == (400 + n - 1, 400, 1.0)
-    assert Acceptance(0, 0, 0, 0).rate == 0.0
 
 
 @torch.inference_mode()
@@ -416,17 +404,6 @@ def test_a_loss_that_is_not_finite(six: LlamaForCausalLM, tmp_path: Path) -> Non
         module.head.weight[3] = torch.nan
     with pytest.raises(RuntimeError, match="the loss is nan at step 0"):
         training.train(six, module, lines, QUICK, tmp_path)
-
-
-def test_fills_are_drawn_by_step() -> None:
-    settings = replace(QUICK, full=0.5)
-    fills = [students.fill_of(step, 4, settings) for step in range(2000)]
-    assert fills[700:710] == [students.fill_of(step, 4, settings) for step in range(700, 710)]
-    counts = Counter(fills)
-    assert set(counts) == {1, 2, 3, 4}
-    assert counts[4] == pytest.approx(1000, abs=120)
-    assert all(counts[f] == pytest.approx(333, abs=80) for f in (1, 2, 3))
-    assert {students.fill_of(step, 1, settings) for step in range(20)} == {1}
 
 
 @pytest.mark.parametrize(
