@@ -210,3 +210,9 @@ def real_family() -> Path:
 @pytest.fixture(scope="session")
 def target() -> LlamaForCausalLM:
     return random_llama(0)
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    """Of all tests of a module, which leave it as it was."""
+    return random_llama(3)

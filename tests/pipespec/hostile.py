@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 import types
@@ -681,5 +680,3 @@ AROUND: dict[str, Callable[[], Any]] = {
     "function mode": _Scaling,
 }
 """What a call runs in."""
-
-copy_of = copy.deepcopy

@@ -206,16 +206,6 @@ def test_truncate_reset_and_lengths_run_no_torch_operation(model, ids):
     assert not cache.ragged
 
 
-def test_truncate_accepts_arrays_and_tensors():
-    cache = RowCache(make_model().config, 2, 16, dtype=torch.float32, device="cpu")
-    cache._set([9, 9])
-    cache.truncate(np.array([8, 7], dtype=np.int32))
-    assert cache.lengths == (8, 7)
-    cache.truncate(torch.tensor([6, 5]))
-    assert cache.lengths == (6, 5)
-    assert all(type(n) is int for n in cache.lengths)
-
-
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [([5, 4], "row 1 holds 3"), ([-1, 3], "row 0 .* cannot be truncated to -1"), ([3], "1 lengths .* 2 rows")],
@@ -286,18 +276,6 @@ def test_mask_and_positions_by_definition(lengths, q):
     assert mask is not None
     assert mask.dtype == torch.float32
     assert torch.equal(mask, torch.zeros(expected.shape).masked_fill(~expected, -torch.inf))
-
-
-def test_bool_mask_is_honoured_by_sdpa(ids):
-    model = make_model()
-    results = []
-    for dtype in (torch.bool, None):
-        cache = RowCache.for_model(model, 2, 32)
-        call(model, ids[:2, :9], cache)
-        cache.truncate([3, 8])
-        options = {"attention_mask": cache.mask(4, dtype), "position_ids": cache.positions(4)}
-        results.append(model(ids[:2, 9:13], past_key_values=cache, **options).logits)
-    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize(
@@ -438,25 +416,6 @@ def test_changing_the_number_of_rows(ids, how):
             ours.batch_select_indices(torch.tensor(bad, dtype=torch.long))
 
 
-def test_a_cache_looks_like_a_dynamic_cache(ids):
-    model = make_model()
-    ours = RowCache(model.config, 2, 12, dtype=torch.float64, device="cpu")
-    theirs = DynamicCache()
-    with torch.no_grad():
-        for cache in (ours, theirs):
-            model(ids[:2, :7], past_key_values=cache)
-            cache.crop(-2)
-    assert ours.get_seq_length() == theirs.get_seq_length() == 5
-    for mine, its in zip(ours.layers, theirs.layers, strict=True):
-        assert mine.keys.shape == its.keys.shape
-        torch.testing.assert_close(mine.keys, its.keys)
-        torch.testing.assert_close(mine.values, its.values)
-    for mine, its in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine[0], its[0])
-        torch.testing.assert_close(mine[1], its[1])
-        assert mine[2] is its[2] is None
-
-
 # ---- the object
 
 
@@ -478,18 +437,6 @@ def test_storage_and_its_properties():
     assert not cache.fits(2, 11)
     assert not cache.fits(1, 10)
     assert "lengths=[0, 0]" in repr(cache)
-
-
-def test_update_returns_views_of_the_used_prefix(ids):
-    cache = RowCache(make_model(kv_heads=2).config, 2, 10, dtype=torch.float64, device="cpu")
-    states = torch.randn(2, 2, 3, 8, dtype=torch.float64)
-    for layer in range(3):
-        keys, values = cache.update(states, states + 1, layer)
-        assert keys.shape == values.shape == (2, 2, 3, 8)
-        assert keys.data_ptr() == cache._stores[0][layer].data_ptr()
-        assert values.data_ptr() == cache._stores[0][3 + layer].data_ptr()
-        assert torch.equal(keys, states)
-        assert torch.equal(values, states + 1)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda cache: pickle.loads(pickle.dumps(cache))])

@@ -76,11 +76,6 @@ DROP = object()
 
 
 @pytest.fixture(scope="module")
-def model():
-    return random_llama(3)
-
-
-@pytest.fixture(scope="module")
 def pipe(model):
     return Pipeline(model, noisy(model, 0.02), lookahead=4, schedule="lockstep")
 

@@ -200,15 +200,6 @@ def model():
     return random_llama(7)
 
 
-def repetitive(model, rows: int, seed: int) -> list[torch.Tensor]:
-    """Prompts that hold the text which the model is going to write, so that n-grams are accepted."""
-    texts = [
-        model.generate(prompt[None], max_new_tokens=NEW, do_sample=False, eos_token_id=None)[0]
-        for prompt in random_prompts(rows, seed=seed, shortest=3)
-    ]
-    return [torch.cat([text, text[: len(text) // 3]]) for text in texts]
-
-
 class Careless(Controller):
     """Chooses at random."""
 

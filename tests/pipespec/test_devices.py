@@ -18,11 +18,6 @@ from tests.conftest import noisy, random_llama
 from tests.pipespec.checkpoints import GIB, PROMPT, folder_of, gpus, llama, save, some_gpus
 
 
-@pytest.fixture(scope="module")
-def model():
-    return random_llama(3)
-
-
 def test_the_automatic_choice(tmp_path):
     """The target goes where most memory is free, then the drafts, the last one first, where most is left."""
     draft = folder_of(llama("1B"), tmp_path / "draft", dtype="bfloat16")

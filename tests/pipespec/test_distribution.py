@@ -16,8 +16,6 @@ import torch
 
 from pipespec import Pipeline
 from pipespec.engine.cached_text import CachedText
-from pipespec.engine.sampler import Sampler
-from pipespec.engine.sampling import SamplingParams
 from tests.conftest import always_wrong, noisy, random_llama
 from tests.trials import trials
 
@@ -32,9 +30,6 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float | None = None
-
-
-DRAWS = trials(ci=50_000, nightly=200_000)
 
 
 def chi_square(counts: np.ndarray, p: np.ndarray) -> tuple[float, float]:
@@ -54,31 +49,6 @@ def check_fits(counts: np.ndarray, p: np.ndarray, what: str) -> None:
     assert statistic < threshold, f"{what}: chi-square {statistic:.0f}, threshold {threshold:.0f}"
 
 
-def test_the_statistic():
-    """It accepts matching counts and rejects a bias of one part in twenty."""
-    generator = np.random.default_rng(0)
-    p = generator.dirichlet(np.ones(IDS))
-    check_fits(generator.multinomial(200_000, p), p, "right")
-    wrong = p.copy()
-    wrong[np.argsort(p)[-2:]] *= (0.95, 1.05)
-    with pytest.raises(AssertionError, match="chi-square"):
-        check_fits(generator.multinomial(200_000, wrong / wrong.sum()), p, "wrong")
-    with pytest.raises(AssertionError, match="cannot be drawn"):
-        check_fits(np.ones(4), np.array([0.5, 0.5, 0.0, 0.0]), "outside")
-
-
-# ---- the selection alone
-
-RARE = -12.0  # of 200 000 draws about one
-
-
-def logits_of(columns: int) -> torch.Tensor:
-    """``[columns, IDS]``: a distribution with many likely tokens per column, and one token that is almost never drawn."""
-    x = 0.9 * torch.randn(columns, IDS, generator=torch.Generator().manual_seed(5))
-    x[:, 3] = RARE
-    return x
-
-
 def filtered(logits: torch.Tensor, sampling: Sampling) -> np.ndarray:
     """The exact distribution, float64 (without a penalty: there is no text)."""
     y = logits.double() / sampling.temperature
@@ -90,87 +60,6 @@ def filtered(logits: torch.Tensor, sampling: Sampling) -> np.ndarray:
     if sampling.min_p:
         y[y < y.max() + math.log(sampling.min_p)] = -torch.inf
     return y.softmax(-1).numpy()
-
-
-def walk(sampling: Sampling, draws: int, *, batch: int = 500, columns: int = 4, keys: str = "seeds"):
-    """Verify coupled draft tokens of a draft that prefers the target's least likely tokens, except the one that is almost never drawn.
-
-    Returns the counts of the target's draws per column that it reached, and of the pairs drawn in columns 0 and 1. ``keys``: whether the draws differ
-    by their seeds or by their positions.
-    """
-    logits = logits_of(columns)
-    perverse = (-logits).masked_fill(logits == RARE, RARE)
-    single = np.zeros((columns, IDS))
-    pairs = np.zeros((IDS, IDS))
-    reached = accepted = 0
-    fields = {name: value for name, value in vars(sampling).items() if value}
-    text = np.zeros((batch, 4), dtype=np.int32)
-    query_lens = np.full(batch, columns, dtype=np.int32)
-    for call in range(draws // batch):
-        if keys == "seeds":
-            seeds = tuple(range(call * batch, (call + 1) * batch))
-            positions = np.full(batch, 7, dtype=np.int64)
-        else:
-            seeds = (99,) * batch
-            positions = (call * batch + np.arange(batch, dtype=np.int64)) * columns
-        select = Sampler(SamplingParams(seeds=seeds, **fields), text)
-        block, opposite = logits.expand(batch, -1, -1), perverse.expand(batch, -1, -1)
-        # The draft's tokens: its own choice in each column, which the target gets as draft tokens one column later.
-        fed = torch.zeros((batch, columns), dtype=torch.int64)
-        for column in range(columns - 1):
-            own = select(
-                opposite[:, column : column + 1], fed[:, :1], query_lens * 0 + 1, query_lens * 0, positions + column
-            )
-            fed[:, column + 1] = own[:, 0]
-        chosen = select(block, fed, query_lens, query_lens - 1, positions).numpy()
-        for column in range(columns):
-            there = chosen[:, column][chosen[:, column] >= 0]
-            single[column] += np.bincount(there, minlength=IDS)
-        reached += int((chosen >= 0).sum())
-        accepted += int((chosen[:, 1:] >= 0).sum())
-        # Pairs need every draw, not only those behind an accepted draft token.
-        free = select(block, fed, query_lens * 0 + 1, query_lens * 0, positions).numpy()[:, 0]
-        second = select(block[:, 1:2], fed[:, :1], query_lens * 0 + 1, query_lens * 0, positions + 1).numpy()[:, 0]
-        np.add.at(pairs, (free, second), 1)
-    return logits, single, pairs, accepted / max(1, reached - single[-1].sum())
-
-
-def check_selection(sampling: Sampling, draws: int = DRAWS, **kwargs) -> None:
-    logits, single, pairs, _ = walk(sampling, draws, **kwargs)
-    exact = [filtered(row, sampling) for row in logits]
-    assert single[0].sum() == draws
-    for column, (counts, p) in enumerate(zip(single, exact, strict=True)):
-        if counts.sum() > 200:
-            check_fits(counts, p, f"column {column} of {sampling}")
-    check_fits(pairs.ravel(), np.outer(exact[0], exact[1]).ravel(), f"two positions of {sampling}")
-
-
-@pytest.mark.parametrize(
-    ("sampling", "keys", "draws"),
-    [
-        (Sampling(), "seeds", DRAWS),
-        (Sampling(), "positions", DRAWS),
-        (Sampling(temperature=0.6), "seeds", DRAWS),
-        (Sampling(temperature=1.7, top_k=9), "positions", DRAWS // 10),
-        (Sampling(min_p=0.1), "seeds", DRAWS),
-        # Fewer: a top-p row costs a hundred microseconds, however narrow the vocabulary.
-        (Sampling(top_p=0.85), "seeds", DRAWS // 50),
-        (Sampling(temperature=1.3, top_k=12, top_p=0.95, min_p=0.03), "positions", DRAWS // 50),
-    ],
-    ids=str,
-)
-def test_adversarial_draft_tokens(sampling, keys, draws):
-    check_selection(sampling, draws, keys=keys)
-
-
-def test_the_draft_tokens_are_adversarial():
-    """Most are rejected and some accepted, so both branches of the walk draw tokens."""
-    _, single, _, rate = walk(Sampling(), 20_000)
-    assert 0.01 < rate < 0.4
-    assert single[1].sum() > 100
-
-
-# ---- end to end
 
 
 NARROW = random_llama(31, vocabulary=IDS, hidden=32)

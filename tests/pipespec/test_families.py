@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
-from transformers.generation import LogitsProcessor
 
 from pipespec import Pipeline
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward, native_unsupported_reason
-from pipespec.engine.sampling import row_seeds
 from pipespec.errors import NotCapturable
 from pipespec.models import families
 from pipespec.models.layout import CacheLayout
@@ -24,10 +22,9 @@ from pipespec.preflight.checks import check_architecture
 from pipespec.preflight.support import check_streams
 from pipespec.spd import SpeculativePipeline
 from pipespec.spd.partition import check_target
-from pipespec_kernels import reference
-from pipespec_kernels.noise import TARGET
 from tests.conftest import left_pad, noisy
 from tests.pipespec.tiny_models import LACKING, LAYERS, SIZES, TINY_MODELS, VOCABULARY, WINDOW, make, model_of
+from tests.support.reference import Noise
 from tests.trials import PROFILE
 from tests.waiting import drafts_keep_up
 
@@ -44,24 +41,10 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
     return left_pad([torch.randint(2, VOCABULARY, (n,), generator=generator) for n in (10, 3)])
 
 
-class Noise(LogitsProcessor):
-    """Coupled sampling as a processor: greedy ``generate()`` then draws what the seeds draw here."""
-
-    def __init__(self, mask: torch.Tensor) -> None:
-        self.keys, self.padding = row_seeds(SEED, len(mask)), (mask == 0).sum(1).tolist()
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        ids, length = torch.arange(scores.shape[1]), input_ids.shape[1]
-        drawn = [
-            reference.philox_draw(k, length - n, TARGET, ids) for k, n in zip(self.keys, self.padding, strict=True)
-        ]
-        return scores + reference.gumbel(torch.stack(drawn))
-
-
 @functools.cache
 def wanted(name: str, is_sampled: bool) -> torch.Tensor:
     ids, mask = prompts()
-    processors = [Noise(mask)] if is_sampled else []
+    processors = [Noise(SEED, mask)] if is_sampled else []
     return model_of(name).generate(
         ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, logits_processor=processors
     )
@@ -183,23 +166,6 @@ def test_rollback_at_every_depth(name, native):
                     store[:, row, :, n:] = 0
             next_tokens = torch.stack([text[row, n : n + 3] for row, n in enumerate(lengths)])
             assert torch.equal(fed(cache, next_tokens), fed(never, next_tokens))
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize(
-    "name", ["mistral, window", "gemma2, mixed, caps", "gpt_oss, mixed, sinks", "deepseek_v2, latents"]
-)
-def test_ragged_rows(name):
-    """Rows of different lengths, fed several columns: as each row alone, in one piece."""
-    model = model_of(name)
-    text = torch.randint(2, VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(1))
-    whole = model(text).logits
-    cache = RowCache.for_model(model, 2, 64)
-    forward(model, text[:, :12], cache, keep=0, native=False)
-    cache.truncate([12, 4])
-    got = forward(model, torch.stack([text[0, 12:17], text[1, 4:9]]), cache, keep=5, native=False)
-    torch.testing.assert_close(got, torch.stack([whole[0, 12:17], whole[1, 4:9]]), rtol=1e-3, atol=1e-4)
-    assert cache.nbytes == RowCache.bytes_for(model.config, 2, 64, torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,7 @@
 """Calls of a model without the native form: they give the bits of the model itself. Also properties of transformers that the forms need."""
 
 import functools
-import gc
 import itertools
-import weakref
 
 import pytest
 import torch
@@ -11,10 +9,8 @@ from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from pipespec.engine import forward as forward_module
-from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
 from pipespec.engine.sections import ModelSection, open_sections
-from pipespec.models import compat
 from pipespec.models.parts import ModelParts
 
 forward = functools.partial(forward_module.forward, native=False)
@@ -189,27 +185,6 @@ def adapt(model):
 CHANGES = (replace_weight, change_in_place, change_dtype, use_eager, hook, pre_hook, patch_forward, adapt)
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_changed_model_is_noticed_when_the_next_sequence_begins(change, ids):
-    model = make_model()
-    first = forward(model, ids[:1, :9], RowCache.for_model(model, 1, 32), keep=9)
-    change(model)
-    got = forward(model, ids[:1, :9], RowCache.for_model(model, 1, 32), keep=9)
-    with torch.no_grad():
-        assert torch.equal(got, model(ids[:1, :9]).logits)
-    if change not in (use_eager, pre_hook, patch_forward, change_dtype):
-        assert not torch.allclose(got, first)
-
-
-def test_models_are_not_kept_alive(ids):
-    model = make_model()
-    forward(model, ids[:1, :9], RowCache.for_model(model, 1, 32), keep=1)
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
-
-
 def test_autocast_is_honoured(ids):
     model = make_model()
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -278,25 +253,3 @@ def test_changed_parts_are_noticed_when_the_next_sequence_begins(change, ids):
     with torch.no_grad():
         # pre_hook is on the whole model, not on a part, so it changes nothing here.
         assert torch.equal(head.logits(hidden), model(ids[:1, :9]).logits)
-
-
-def test_autocast_is_honoured_by_parts(ids):
-    model = make_model()
-    *spans, head = sections(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden = spans[0].embed(ids[:2, :9])
-        for span in spans:
-            hidden, _ = span.run_layers(
-                hidden, RowCache(span.parts.cache_config(), 2, 16, dtype=model.dtype, device="cpu")
-            )
-        assert head.logits(hidden).dtype == torch.bfloat16
-
-
-def test_query_length():
-    assert compat.query_length(7) == 7
-    assert compat.query_length(torch.arange(5)) == 5
-
-
-def test_mask_kind():
-    assert mask_kind(make_model().config) is MaskKind.SDPA
-    assert mask_kind(make_model(attention="eager").config) is MaskKind.EAGER

@@ -15,7 +15,6 @@ import torch
 import pipespec_kernels
 from pipespec import Pipeline, trust
 from pipespec.engine.cache import RowCache
-from pipespec.engine.forward import release
 from pipespec.schedules.graphs import buffers, stage
 from pipespec.schedules.graphs import capture as capturing
 from pipespec.schedules.graphs import driver as driving
@@ -338,70 +337,12 @@ def uninitialised_memory(patch, gpu):
     yield "greedy"
 
 
-def moved(patch, kind, method, name):
-    """Each call finds a tensor at a new address, which the graphs of the calls before do not know."""
-    real = getattr(kind, method)
-
-    def moving(held, *arguments):
-        setattr(held, name, getattr(held, name).clone())
-        real(held, *arguments)
-
-    patch.setattr(kind, method, moving)
-
-
-@fault("another text|memory that has been freed")
-def a_temperature_at_a_new_address(patch, gpu):
-    moved(patch, buffers.StaticSampler, "set", "_inverse_temperature")
-    yield "sampled"
-    yield "warm"
-
-
-@fault("another text|memory that has been freed")
-def a_text_of_penalties_at_a_new_address(patch, gpu):
-    moved(patch, buffers.StaticPenalties, "set", "_history")
-    yield "penalties"
-    yield "penalties"
-
-
-@fault("another text|memory that has been freed", "plain")
-def a_record_at_a_new_address(patch, gpu):
-    moved(patch, buffers.StaticRecord, "start", "_starts")
-    yield "logits"
-    yield "logits"
-
-
 @fault("memory that has been freed", "head")
 def hidden_states_at_a_new_address(patch, gpu):
     session = yield "greedy"
     features = session.pipe._driver.target.buffers.cache.features
-    features._stored = features._stored.clone()
+    patch.setattr(features, "_stored", features._stored.clone())
     yield "greedy"
-
-
-@fault("memory that has been freed", "head")
-def a_text_of_a_head_at_a_new_address(patch, gpu):
-    session = yield "greedy"
-    own = session.pipe._driver.stages[0].own
-    own.tokens = own.tokens.clone()
-    yield "greedy"
-
-
-@fault("not permitted when stream is capturing", "head")
-def slots_that_the_host_counts(patch, gpu):
-    score = GraphedHead._score_columns
-    most = lambda kv: max(10**6, int(kv.max()))  # noqa: E731
-    patch.setattr(
-        GraphedHead, "_score_columns", lambda head, tokens, kv, n: score(head, tokens, kv.clamp(max=most(kv)), n)
-    )
-    yield "greedy"
-
-
-@fault("another text")
-def a_key_without_kinds(patch, gpu):
-    of = buffers.GraphKey.of
-    patch.setattr(buffers.GraphKey, "of", lambda *arguments: of(*arguments)._replace(kinds=()))
-    yield "greedy"
-    yield "sampled"
 
 
 @fault("another text|memory that has been freed")
@@ -410,14 +351,6 @@ def graphs_of_old_weights(patch, gpu):
     session = yield "greedy"
     norm = session.target.model.norm
     norm.weight = torch.nn.Parameter(norm.weight * -1)
-    yield "greedy"
-
-
-@fault("another text|memory that has been freed", "plain")
-def graphs_of_an_old_form(patch, gpu):
-    patch.setattr(stage, "hash", lambda what: 0, raising=False)
-    session = yield "greedy"
-    release(session.target)
     yield "greedy"
 
 
@@ -460,22 +393,6 @@ def prompt_graphs_of_old_weights(patch, gpu):
 def no_wait_for_the_prefill(patch, gpu):
     patch.setattr(driving, "wait_for_prefill", lambda models: None)
     yield "greedy"
-
-
-@fault("is not ordered behind")
-def a_capture_that_does_not_wait(patch, gpu):
-    patch.setattr(torch.cuda.Stream, "wait_stream", lambda stream, other: None)
-    yield "sampled"
-    yield "filtered"
-
-
-@fault("is not ordered behind")
-def a_warm_up_that_nothing_waits_for(patch, gpu):
-    completed = gpu.completed
-    waited = lambda stream: isinstance(stream, tuple) or stream is gpu.stream  # noqa: E731
-    patch.setattr(gpu, "completed", lambda stream: completed(stream) if waited(stream) else None)
-    yield "greedy"
-    yield "sampled"
 
 
 @fault("not permitted when stream is capturing")

@@ -12,8 +12,6 @@ import gc
 import itertools
 import signal
 import sys
-import threading
-import time
 import warnings
 import weakref
 
@@ -572,32 +570,6 @@ def test_a_capture_that_another_thread_has_ended(model, gpu, how):
         check(pipe)
         assert pipe.report.schedule == how["schedule"]
     assert next(times, None) is None
-
-
-def test_two_pipelines_in_two_threads(gpu):
-    """One captures while the other begins its capture, which synchronises the device: they take turns."""
-    models = [random_llama(seed) for seed in (7, 8)]
-    for one in models:
-        alone(one, 1, 20)
-    both, errors = threading.Barrier(2), []
-    gpu.fails = lambda stage: time.sleep(0.02 * gpu.capturing)
-
-    def run(one):
-        try:
-            both.wait()
-            with chain(one, schedule="streams") as pipe:
-                check(pipe)
-                assert pipe.report.schedule == "streams"
-        except BaseException as error:
-            errors.append(error)
-
-    with warnings.catch_warnings(action="error"):
-        threads = [threading.Thread(target=run, args=(one,)) for one in models]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert errors == []
 
 
 @pytest.mark.parametrize("how", HOW, ids=IDS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from pipespec import Pipeline, attach, detach
+from pipespec import Pipeline
 from pipespec.config import WIDTH, SpeculationConfig
 from pipespec.drafts.head import DraftHead, HeadConfig, is_head
 from pipespec.drafts.stage import HeadStage
@@ -424,17 +424,6 @@ def test_a_long_prompt_of_a_bfloat16_target(folder) -> None:
         how = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": False}
         assert torch.equal(pipe.generate(ids, **how), plain.generate(ids, **how))
         assert pipe.report.stages[-1].drafted > 0
-
-
-def test_attach(folder) -> None:
-    target = heads.make_target(seed=2)
-    prompt = torch.tensor([[5, 6, 7, 8]], device=DEVICE)
-    expected = target.generate(prompt, max_new_tokens=12, do_sample=False)
-    attach(target, folder, lookahead=2)
-    try:
-        assert torch.equal(target.generate(prompt, max_new_tokens=12, do_sample=False), expected)
-    finally:
-        detach(target)
 
 
 @ON_CPU

@@ -23,11 +23,6 @@ NEW = 12
 
 
 @pytest.fixture(scope="module")
-def model():
-    return random_llama(3)
-
-
-@pytest.fixture(scope="module")
 def pipes(model):
     with Pipeline(model, noisy(model, 0.02), schedule="workers") as workers:
         yield {"lockstep": Pipeline(model, noisy(model, 0.02), lookahead=3, schedule="lockstep"), "workers": workers}
@@ -76,25 +71,6 @@ def untouched(cache, before) -> bool:
 
 
 # ---- continuing the cache of an earlier call
-
-
-@pytest.mark.parametrize("schedule", ["lockstep", "workers"])
-def test_a_chat_of_five_turns(pipes, model, prefilled, schedule):
-    """All calls use the cache that the first one returned, and feed only new tokens."""
-    pipe, text, cache, capacities = pipes[schedule], prompt(1), None, []
-    for turn in range(5):
-        prefilled.clear()
-        missing = text.shape[1] - 1 - (cache.get_seq_length() if cache is not None else 0)
-        out = pipe.generate(text, max_new_tokens=NEW, past_key_values=cache, return_dict_in_generate=True)
-        assert torch.equal(out.sequences, plain(model, text, max_new_tokens=NEW))
-        assert sum(prefilled) == missing
-        assert missing == (7 if turn == 0 else 5)
-        assert cache is None or out.past_key_values is cache
-        cache = out.past_key_values
-        assert cache.lengths == (out.sequences.shape[1] - 1,)
-        capacities.append(cache.capacity)
-        text = torch.cat([out.sequences, prompt(10 + turn, 5)], dim=1)
-    assert capacities == sorted(set(capacities))  # it grew with the text
 
 
 @pytest.mark.parametrize("schedule", ["lockstep", "workers"])
@@ -164,38 +140,6 @@ def test_one_cache_for_several_continuations(pipe, model, prefilled):
 
 
 # ---- caches of transformers
-
-
-def test_an_empty_dynamic_cache_grows_in_place(pipe, model):
-    cache, theirs, text = DynamicCache(), DynamicCache(), prompt(11)
-    out = pipe.generate(text, max_new_tokens=NEW, past_key_values=cache, return_dict_in_generate=True)
-    wanted = plain(model, text, max_new_tokens=NEW, past_key_values=theirs)
-    assert torch.equal(out.sequences, wanted)
-    assert out.past_key_values is cache
-    assert cache.get_seq_length() == theirs.get_seq_length() == text.shape[1] + NEW - 1
-    for ours, layer in zip(cache.layers, theirs.layers, strict=True):
-        torch.testing.assert_close(ours.keys, layer.keys, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(ours.values, layer.values, rtol=1e-4, atol=1e-4)
-    # transformers continues it, and then the pipeline again.
-    for generate in (model.generate, pipe.generate, model.generate):
-        text = torch.cat([wanted, prompt(12, 4)], dim=1)
-        out = generate(text, max_new_tokens=NEW, past_key_values=cache, do_sample=False)
-        wanted = plain(model, text, max_new_tokens=NEW)
-        assert torch.equal(out, wanted)
-        assert cache.get_seq_length() == out.shape[1] - 1
-
-
-def test_a_dynamic_cache_that_transformers_filled(pipe, model, prefilled):
-    text = prompt(13, 30)
-    for filled in (1, 20, 29):
-        cache = DynamicCache()
-        with torch.no_grad():
-            model(text[:, :filled], past_key_values=cache)
-        prefilled.clear()
-        out = pipe.generate(text, max_new_tokens=NEW, past_key_values=cache)
-        assert torch.equal(out, plain(model, text, max_new_tokens=NEW))
-        assert sum(prefilled) == 29 - filled
-        assert cache.get_seq_length() == out.shape[1] - 1
 
 
 def test_transformers_goes_on_with_a_cache_of_ours(pipe, model):
@@ -482,45 +426,6 @@ def test_prefill_chunk_size(pipes, model, prefilled, chunk):
         assert max(prefilled) == min(chunk, longest)
 
 
-def test_token_ids_of_other_types(pipe, model):
-    text = prompt(27)
-    wanted = plain(model, text, max_new_tokens=NEW)
-    for ids in (text.int(), text.tolist(), text[0].tolist(), (tuple(text[0].tolist()),)):
-        out = pipe.generate(ids, max_new_tokens=NEW)
-        assert out.dtype == torch.long
-        assert torch.equal(out, wanted)
-
-
-def test_configurations_and_what_the_model_has(model):
-    """The call's keywords, its configuration, the model's own, in this order, for every kind of argument."""
-    target = copy.deepcopy(model)
-    text = prompt(28)
-    words = plain(target, text, max_new_tokens=NEW)[0, 8:].tolist()
-    own = target.generation_config
-    own.max_new_tokens, own.suppress_tokens, own.return_dict_in_generate, own.output_scores = (
-        NEW,
-        [words[0]],
-        True,
-        True,
-    )
-    pipe = Pipeline(target, noisy(target, 0.02), schedule="lockstep")
-    given = GenerationConfig(suppress_tokens=[words[1]], do_sample=False, max_new_tokens=7)
-    for kwargs in (
-        {},
-        {"suppress_tokens": [words[2]]},
-        {"suppress_tokens": None},
-        {"generation_config": given},
-        {"generation_config": given, "max_new_tokens": 5},
-        {"generation_config": given, "suppress_tokens": [words[2]]},
-    ):
-        got, wanted = pipe.generate(text, **kwargs), target.generate(text, **{"do_sample": False} | kwargs)
-        if isinstance(wanted, torch.Tensor):  # a configuration given replaces the model's False
-            assert torch.equal(got, wanted)
-            continue
-        assert torch.equal(got.sequences, wanted.sequences)
-        torch.testing.assert_close(got.scores, wanted.scores, rtol=1e-4, atol=1e-4)
-
-
 # ---- what comes back
 
 
@@ -623,42 +528,6 @@ def test_custom_generate_and_what_transformers_would_drop(pipe, model):
 def test_custom_generate_of_another_model(pipe, model):
     with pytest.raises(ValueError, match="custom_generate: this pipeline generates the text of its own target"):
         copy.deepcopy(model).generate(prompt(39), max_new_tokens=3, do_sample=False, custom_generate=pipe)
-
-
-def test_custom_generate_with_a_seed(pipe, model):
-    sampled = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0}
-    wanted = pipe.generate(prompt(40), seed=7, **sampled)
-    for _ in range(2):
-        assert torch.equal(model.generate(prompt(40), custom_generate=pipe, seed=7, **sampled), wanted)
-    assert not torch.equal(model.generate(prompt(40), custom_generate=pipe, seed=8, **sampled), wanted)
-
-
-def test_custom_generate_refuses_by_name_too(pipe, model):
-    for name, value in {"num_beams": 2, "penalty_alpha": 0.5, "guidance_scale": 1.5}.items():
-        with pytest.raises(NotImplementedError, match=name):
-            model.generate(prompt(41), max_new_tokens=3, do_sample=False, custom_generate=pipe, **{name: value})
-    position_ids = torch.arange(8)[None] + 3
-    with pytest.raises(NotImplementedError, match="position_ids"):
-        model.generate(prompt(41), max_new_tokens=3, do_sample=False, custom_generate=pipe, position_ids=position_ids)
-
-
-@pytest.mark.parametrize("kind", [DynamicCache, None])
-def test_custom_generate_with_a_cache(pipe, model, prefilled, kind):
-    cache = kind() if kind is not None else RowCache.for_model(model, 1, 64)
-    text = prompt(42)
-    kwargs = {"max_new_tokens": NEW, "do_sample": False, "custom_generate": pipe}
-    for turn in range(3):
-        prefilled.clear()
-        missing = text.shape[1] - 1 - cache.get_seq_length()
-        out = model.generate(text, past_key_values=cache, **kwargs)
-        assert torch.equal(out, plain(model, text, max_new_tokens=NEW))
-        assert cache.get_seq_length() == out.shape[1] - 1
-        assert sum(prefilled) == missing
-        text = torch.cat([out, prompt(43 + turn, 4)], dim=1)
-    # Without a cache, each call begins with an empty one, and returns it on request.
-    out = model.generate(text, return_dict_in_generate=True, **kwargs)
-    assert out.past_key_values is not cache
-    assert out.past_key_values.get_seq_length() == out.sequences.shape[1] - 1
 
 
 def test_what_is_lost_is_found(model):

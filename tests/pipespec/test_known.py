@@ -68,19 +68,6 @@ def test_a_known_model_is_looked_at_once(model, monkeypatch):
         known.why_unknown(model)
 
 
-NOT_SEEN = {
-    "eager",
-    "tied head",
-    "more tokens",
-    "fewer layers",
-    "static cache",
-    "hybrid cache",
-    "window",
-    "repetition penalty",
-    "ends",
-}
-"""Changes of :data:`hostile.CHANGES` after which a model is still known, beside those of weights and numbers."""
-
 CODE = [name for name in hostile.CHANGES if name.startswith(("class", "forward", "apply", "rotate", "F.", "torch", "attention", "hook", "pre-", "global", "wrapped", "own", "get_interface", "another registry", "another torch", "RoPE", "property"))]  # fmt: skip
 
 

@@ -18,11 +18,6 @@ from tests.conftest import noisy, random_llama
 from tests.pipespec.checkpoints import save
 
 
-@pytest.fixture(scope="module")
-def model():
-    return random_llama(3)
-
-
 @pytest.mark.parametrize(
     "error",
     [

@@ -30,11 +30,6 @@ from tests.conftest import noisy, random_llama
 from tests.pipespec.checkpoints import GIB, PROMPT, folder_of, llama, on_gpu, save
 
 
-@pytest.fixture(scope="module")
-def model():
-    return random_llama(3)
-
-
 def tensor_bytes(model) -> int:
     """Bytes of all storages; tensors that share one count once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in model.state_dict().values()}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ import pipespec
 from pipespec import NgramDraft, Pipeline
 from pipespec.registry import default_schedule
 from tests.conftest import VOCABULARY, always_wrong, noisy, random_llama, random_prompts
-from tests.pipespec.test_forks import Child
 from tests.support.processes import kill_worker
 from tests.waiting import drafts_keep_up
 
@@ -203,34 +200,6 @@ def test_a_worker_that_dies_takes_the_index_with_it(model, repetitive):
         assert pipe.report.stages[0].steps > 0
 
 
-def test_a_text_in_turns(model, repetitive):
-    """A caller's cache continues; the index starts with the whole text."""
-    prompt = repetitive[0]
-    with Pipeline(model, "ngram", lookahead=8) as pipe:
-        first = pipe.generate(prompt[None], max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
-        more = torch.cat([first.sequences, prompt[None, :7]], 1)
-        wanted = model.generate(more, max_new_tokens=NEW, do_sample=False)
-        got = pipe.generate(more, past_key_values=first.past_key_values, max_new_tokens=NEW, do_sample=False)
-        assert torch.equal(wanted, got)
-        stage = pipe.report.stages[-1]
-        assert (stage.steps, stage.drafted, stage.accepted) == verified(got[0].tolist(), more.shape[1], NgramDraft(), 8)
-
-
-def test_a_fork(model, repetitive):
-    prompt = repetitive[0]
-    wanted = model.generate(prompt[None], max_new_tokens=NEW, do_sample=False)
-    with Pipeline(model, ["ngram", noisy(model, 0.05)], schedule="lockstep", lookahead=4) as pipe:
-        pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False)
-
-        def body() -> None:
-            assert torch.equal(wanted, pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False))
-            assert pipe.report.stages[0].steps > 0
-
-        child = Child(body)
-        assert torch.equal(wanted, pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False))
-        child.check()
-
-
 def test_defaults(model):
     draft = noisy(model, 0.05)
     with Pipeline(model, ["ngram", draft], schedule="lockstep") as pipe:
@@ -305,8 +274,3 @@ def test_the_command(capfd):
         texts.append(out)
     assert texts[0] == texts[1]
     assert "\nngram " in err
-
-
-def test_the_name_is_imported_when_it_is_used():
-    code = "import sys, pipespec; assert 'torch' not in sys.modules; assert pipespec.NgramDraft().min_match == 2"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,7 +12,7 @@ from pipespec import Pipeline, attach
 from pipespec.engine.cache import RowCache
 from pipespec.schedules.base import SpeedWarning
 from pipespec.spd import SpeculativePipeline
-from tests.conftest import left_pad, noisy, random_llama, random_prompts
+from tests.conftest import left_pad, noisy, random_prompts
 from tests.pipespec.faulty import Faulty
 
 NEW = 12
@@ -31,11 +31,6 @@ MASKS = {
     "triangle": [[0, 0, 1], [0, 1, 1], [1, 1, 1]],
     "holes on the left": [[0, 0, 1, 0, 1, 1], [1, 0, 0, 1, 1, 1]],
 }
-
-
-@pytest.fixture(scope="module")
-def model():
-    return random_llama(3)
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LogitsProcessor, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
-from pipespec import Pipeline, SpeedWarning
-from tests.conftest import always_right, left_pad, noisy, random_llama
+from pipespec import Pipeline
+from tests.conftest import left_pad, noisy, random_llama
 
 VOCABULARY, EOS, NEW = 40, 3, 18
 
@@ -106,39 +106,6 @@ def test_built_in(alone, chain, case, do_sample):
 
 
 @pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
-def test_forced_bos_token(alone, chain, do_sample):
-    """It applies when the text has one token."""
-    for token in (4, 33):
-        text = compared(alone, chain, torch.tensor([[9], [8]]), None, do_sample=do_sample, forced_bos_token_id=token)
-        assert text[:, 0].tolist() == [token, token]
-    assert chain.report.stages[-1].accepted > 0
-
-
-@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
-def test_remove_invalid_values(target, do_sample):
-    """A model whose logits hold a NaN repeats that token, unless the NaN is removed."""
-    broken = copy.deepcopy(target)
-    with torch.no_grad():
-        broken.lm_head.weight[12] = torch.nan
-    alone, chain = Pipeline(broken), Pipeline(broken, [noisy(broken, 0.02)], lookahead=4, schedule="lockstep")
-    ids, mask = left_pad(prompts(3))
-    text = compared(alone, chain, ids, mask, do_sample=do_sample, remove_invalid_values=True)
-    assert (text != 12).any()
-    if not do_sample:
-        assert (compared(alone, chain, ids, mask, do_sample=False) == 12).all()
-
-
-@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
-def test_renormalize_logits(alone, chain, do_sample):
-    """It changes the scores and no choice."""
-    ids, mask = left_pad(prompts(3))
-    for more in ({}, {"temperature": 0.7, "top_k": 9} if do_sample else {}, {"suppress_tokens": [5, 6]}):
-        kwargs = {"do_sample": do_sample} | more
-        plain = compared(alone, chain, ids, mask, **kwargs)
-        assert torch.equal(compared(alone, chain, ids, mask, renormalize_logits=True, **kwargs), plain)
-
-
-@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
 def test_returned_sequences_of_processors_that_know_rows(alone, chain, do_sample):
     """With num_return_sequences a row's index is not its prompt's."""
     ids, mask = left_pad(prompts(3, seed=5))
@@ -163,59 +130,12 @@ def test_returned_sequences_of_processors_that_know_rows(alone, chain, do_sample
             assert torch.equal(got, wanted)
 
 
-# ---- prefix_allowed_tokens_fn
-
-
-@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
-def test_prefix_allowed_tokens_fn(alone, chain, do_sample):
-    ids, mask = left_pad(prompts(3, seed=6))
-
-    def allowed(row, text):
-        assert text.ndim == 1
-        assert torch.equal(text[: ids.shape[1]], ids[row])  # padding included, as in transformers
-        return [t for t in range(4, VOCABULARY) if t % 3 == row and t != int(text[-1])]
-
-    text = compared(alone, chain, ids, mask, do_sample=do_sample, prefix_allowed_tokens_fn=allowed)
-    for row in range(3):
-        assert all(t % 3 == row for t in text[row].tolist())
-        assert len(set(text[row].tolist())) > 1
-
-
-def test_a_grammar_that_allows_one_token_only(alone, chain):
-    ids, mask = left_pad(prompts(2, seed=7))
-    start = ids.shape[1]
-    for do_sample in (True, False):
-        text = compared(
-            alone,
-            chain,
-            ids,
-            mask,
-            do_sample=do_sample,
-            prefix_allowed_tokens_fn=lambda row, t: [4 + (len(t) - start) % 30 + row],
-        )
-        assert text.tolist() == [[4 + i % 30 + row for i in range(NEW)] for row in range(2)]
-
-
 # ---- a user's own
 
 
 class InPlace(LogitsProcessor):
     def __call__(self, input_ids, scores):
         scores[:, ::2] = -torch.inf
-        return scores
-
-
-class Counting(LogitsProcessor):
-    """Stores its calls."""
-
-    def __init__(self):
-        self.prefixes: list[list[int]] = []
-
-    def __call__(self, input_ids, scores):
-        assert input_ids.dtype == torch.long
-        assert scores.dtype == torch.float32
-        assert scores.shape == (1, VOCABULARY)
-        self.prefixes += input_ids.tolist()
         return scores
 
 
@@ -237,62 +157,3 @@ def test_a_processor_that_changes_scores_in_place(alone, chain, do_sample):
             repetition_penalty=1.4,
             temperature=0.8 if do_sample else None,
         )
-
-
-@pytest.fixture(scope="module", params=["lockstep", "workers"])
-def long_blocks(request, target):
-    drafts = [noisy(target, 0.02), always_right(target)]
-    with Pipeline(target, drafts, schedule=request.param, lookahead=[3, 8]) as pipeline:
-        yield pipeline
-
-
-@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
-def test_one_call_per_token(long_blocks, do_sample):
-    """Exact prefixes, each once and in order, whatever was drafted, accepted and rolled back, and none behind the end."""
-    kwargs = {"max_new_tokens": NEW, "pad_token_id": 0, "top_k": 0, "do_sample": do_sample}
-    for ids in prompts(4, seed=10):
-        for more in ({}, {"temperature": 1.6} if do_sample else {}, {"eos_token_id": list(range(3, 12))}):
-            seen = Counting()
-            out = long_blocks.generate(ids[None], logits_processor=[seen], seed=4, **kwargs, **more)[0].tolist()
-            assert seen.prefixes == [out[:n] for n in range(len(ids), len(out))]
-            # Under workers, the number of draft tokens depends on timing.
-            if not more and long_blocks.schedule == "lockstep":
-                assert long_blocks.report.stages[-1].accepted > 0
-
-
-def test_a_batch_is_decoded_in_step(chain):
-    """A processor of the caller's may know the batch: it gets all rows at once, as in transformers."""
-    ids, mask = left_pad(prompts(3, seed=10))
-    shapes = []
-
-    def note(input_ids, scores):
-        shapes.append((tuple(input_ids.shape), tuple(scores.shape)))
-        return scores.roll(len(shapes), -1)
-
-    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    wanted = chain.target.generate(ids, logits_processor=[note], **options)
-    expected, shapes = shapes, []
-    with pytest.warns(SpeedWarning, match="note may depend on the whole batch of 3 rows"):
-        assert torch.equal(chain.generate(ids, logits_processor=[note], **options), wanted)
-    assert shapes == expected
-    assert shapes[0][0] == tuple(ids.shape)
-    assert chain.report.schedule == "transformers"
-
-
-def test_a_processor_that_raises(alone, chain):
-    class Refuses(LogitsProcessor):
-        def __call__(self, input_ids, scores):
-            if input_ids.shape[1] >= 9:
-                raise LookupError("not that far")
-            return scores
-
-    ids = prompts(1, seed=11, longest=3)[0][None]
-    whole = compared(alone, chain, ids, None, do_sample=True)
-    with pytest.raises(LookupError, match="not that far") as caught:
-        chain.generate(ids, do_sample=True, seed=17, top_k=0, max_new_tokens=NEW, logits_processor=[Refuses()])
-    assert any("partial" in note for note in caught.value.__notes__)
-    assert torch.equal(caught.value.partial, chain.partial)
-    partial = chain.partial[0, ids.shape[1] :].tolist()
-    assert 0 < len(partial) <= 9 - ids.shape[1]
-    assert partial == whole[0, : len(partial)].tolist()
-    compared(alone, chain, ids, None, do_sample=True)

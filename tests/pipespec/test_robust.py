@@ -46,8 +46,10 @@ def greedy(model, ids=PROMPT, new: int = 20, **kwargs) -> torch.Tensor:
 # ---- memory
 
 
-def test_nothing_of_a_call_waits_for_the_garbage_collector(chain, monkeypatch):
-    made = []
+@pytest.mark.parametrize("how", ["lockstep", "spd"])
+def test_nothing_of_a_call_waits_for_the_garbage_collector(model, monkeypatch, how):
+    draft, made = noisy(model, 0.02), []
+    pipe = SpeculativePipeline(model, draft, stages=2) if how == "spd" else Pipeline(model, draft, schedule=how)
     real = prepare.PreparedCall.__init__
 
     def watched(self, *args, **kwargs):
@@ -58,8 +60,8 @@ def test_nothing_of_a_call_waits_for_the_garbage_collector(chain, monkeypatch):
     gc.collect()
     gc.disable()
     try:
-        chain.generate(PROMPT, max_new_tokens=5)
-        chain.generate(PROMPT, max_new_tokens=5, return_dict_in_generate=True, output_logits=True)
+        pipe.generate(PROMPT, max_new_tokens=5)
+        pipe.generate(PROMPT, max_new_tokens=5, return_dict_in_generate=True, output_logits=True)
         assert [ref() for ref in made] == [None, None]
     finally:
         gc.enable()

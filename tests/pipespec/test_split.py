@@ -228,23 +228,6 @@ def test_storages_apart_hold_what_one_storage_holds(model, attention):
         other_apart.copy_from(whole, [1, 1, 1])
 
 
-def test_truncation_touches_no_storage(model):
-    """O(1) per device: numbers on the host. Where attention reads lengths on the devices, each device gets one copy."""
-    _, apart = caches(model, 2)
-    forward(model, torch.ones((2, 4), dtype=torch.long), apart, keep=0, native=False)
-    before = [(store.data_ptr(), store._version) for store in apart._stores]
-    apart.truncate([1, 3])
-    assert [(store.data_ptr(), store._version) for store in apart._stores] == before
-    apart.sync()
-    assert len(apart._lengths_on) == 2
-    assert [n.tolist() for n in apart._lengths_on.values()] == [[1, 3], [1, 3]]
-    assert all(s.lengths is apart._lengths_on[s.device] for s in apart._storages)
-    model = copy.deepcopy(model)
-    model.set_attn_implementation("pipespec")
-    with pytest.raises(ValueError, match="a static RowCache lies on one device, not on"):
-        RowCache(model.config, 1, 8, dtype=torch.float32, device=NEAR, static=True, layer_devices=[NEAR, FAR, NEAR])
-
-
 # ---- which layer where
 
 

@@ -14,16 +14,11 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from transformers.generation import MaxTimeCriteria
 
 from pipespec import Pipeline
-from tests.conftest import always_right, left_pad, noisy, random_llama, random_prompts
+from tests.conftest import always_right, left_pad, noisy, random_prompts
 from tests.trials import trials
 
 NEW = 40
 SCHEDULES = ["lockstep", "workers"]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return random_llama(3)
 
 
 @pytest.fixture(scope="module", params=SCHEDULES)
@@ -93,21 +88,6 @@ def test_at_every_place_of_a_block(chain, answer):
         assert chain.report.stages[-1].accepted > 12
 
 
-def test_where_assisted_decoding_overshoots(chain):
-    """Six tokens, not 34: by length, by a token, and by the last two tokens."""
-    text = chain.target.generate(PROMPT, do_sample=False, max_new_tokens=NEW)[0]
-    sixth = PROMPT.shape[1] + 6
-    token, pair = int(text[sixth - 1]), text[sixth - 2 : sixth].tolist()
-    for stops in (
-        lambda ids: ids.shape[1] >= sixth,
-        lambda ids: ids.shape[1] > PROMPT.shape[1] and int(ids[0, -1]) == token,
-        lambda ids: ids.shape[1] >= sixth and ids[0, -2:].tolist() == pair,
-        lambda ids: ids.shape[1] == sixth,  # true at one length only, which a check at block ends would miss
-    ):
-        assert same(chain, PROMPT, max_new_tokens=NEW, criteria=lambda s=stops: [At(s)]).shape[1] <= sixth
-        check_cut(chain, PROMPT, max_new_tokens=NEW, stopping_criteria=[At(stops)])
-
-
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_one_row_of_a_batch(chain, row):
     """The row ends there and is padded, and the others continue."""
@@ -168,24 +148,6 @@ def test_together_with_ends_of_text(chain):
             )
             assert out.shape[1] == start + min(new, place + 1)
     check_cut(chain, PROMPT, max_new_tokens=NEW, eos_token_id=text[first_uses[5]])
-
-
-@pytest.mark.parametrize("at", [1, 7, 13])
-def test_a_criterion_that_raises(chain, at):
-    end = PROMPT.shape[1] + at
-
-    def stops(ids):
-        if ids.shape[1] == end:
-            raise LookupError("cannot say")
-        return False
-
-    wanted = same(chain, PROMPT, max_new_tokens=NEW)
-    with pytest.raises(LookupError, match="cannot say"):
-        chain.generate(PROMPT, max_new_tokens=NEW, stopping_criteria=[At(stops)])
-    assert chain.partial.shape[1] <= end
-    assert torch.equal(chain.partial, wanted[:, : chain.partial.shape[1]])
-    same(chain, PROMPT, max_new_tokens=NEW)
-    assert chain.partial is None
 
 
 # ---- the clock

@@ -148,28 +148,6 @@ def test_nothing_is_shown_behind_a_stop(model):
         assert recorder.ends == 1
 
 
-def test_stop_strings_and_a_streamer(capsys):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from pipespec.demo import family_path
-
-    path = family_path("target")
-    target = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    ids = torch.tensor([tokenizer("def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n").input_ids])
-    whole = tokenizer.decode(target.generate(ids, do_sample=False, max_new_tokens=24)[0, ids.shape[1] :])
-    pipeline = Pipeline(target, always_right(target), lookahead=10, schedule="lockstep")
-    stop = whole[len(whole) // 3 :][:3]
-    kwargs = {"max_new_tokens": 24, "stop_strings": [stop], "tokenizer": tokenizer, "do_sample": False}
-    out = pipeline.generate(ids, streamer=TextStreamer(tokenizer, skip_prompt=True), **kwargs)
-    shown = capsys.readouterr().out
-    target.generate(ids, streamer=TextStreamer(tokenizer, skip_prompt=True), **kwargs)
-    assert shown == capsys.readouterr().out
-    assert shown.rstrip("\n") == tokenizer.decode(out[0, ids.shape[1] :]).rstrip("\n")
-    assert stop in shown
-    assert len(shown) < len(whole)
-
-
 # ---- interruptions
 
 

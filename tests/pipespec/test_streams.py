@@ -20,7 +20,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 import warnings
 import weakref
 from dataclasses import replace
@@ -35,11 +34,9 @@ from pipespec.config import SpeculationConfig
 from pipespec.engine.cache import RowCache
 from pipespec.engine.cached_text import CachedText
 from pipespec.engine.forward import forward
-from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.stage import Stage
 from pipespec.errors import NotCapturable
 from pipespec.schedules.base import SpeedWarning, StageFailure
-from pipespec.schedules.graphs.buffers import SamplingKind
 from pipespec.schedules.graphs.driver import GraphedDriver
 from pipespec.schedules.graphs.rounds import RoundsDriver, round_steps
 from pipespec.schedules.graphs.tracker import ModuleTracker
@@ -54,13 +51,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 NEW = 24
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
 SAMPLED = {"max_new_tokens": NEW, "do_sample": True, "pad_token_id": 0, "top_k": 0}
-WAYS = {
-    "greedy": GREEDY,
-    "temperature": SAMPLED | {"temperature": 0.7},
-    "top-k": SAMPLED | {"top_k": 20},
-    "top-p": SAMPLED | {"top_p": 0.9, "temperature": 1.3},
-    "all cuts": SAMPLED | {"top_k": 50, "top_p": 0.95, "min_p": 0.02},
-}
 
 
 @pytest.fixture(scope="module")
@@ -120,45 +110,6 @@ def paced(pipe, how: str, ids, mask=None):
     return drafts_keep_up(pipe, (starts + NEW).tolist()) if how == "streams" else contextlib.nullcontext()
 
 
-CHAINS = [
-    ("plain", ""),
-    *itertools.product(("streams",), ("r", "w", "gb", "wr")),
-    *itertools.product(("lockstep",), ("g", "wr", "bg")),
-]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("how", "kinds"), CHAINS, ids=["-".join(c) for c in CHAINS])
-def test_the_text_is_the_targets(model, expected, how, kinds, device):
-    """One row and several of different lengths, greedy and sampled. The last call is like the first and reuses its buffers."""
-    with make(model, drafts_of(model, kinds), how, device, **({"lookahead": 4} if kinds else {})) as pipe:
-        for rows, options in ((3, WAYS["greedy"]), (1, WAYS["greedy"]), (3, WAYS["all cuts"]), (3, WAYS["greedy"])):
-            ids, mask = batch(rows)
-            wanted = expected(ids, options, mask)
-            given = {"attention_mask": mask.to(device), **options, **seeded(options, rows)}
-            assert torch.equal(pipe.generate(ids.to(device), **given).cpu(), wanted)
-            assert pipe.report.schedule == how
-            # A draft that is always wrong may have drafted enough for the note about tokenizers.
-            assert all(note.startswith("hardly any draft token") for note in pipe.report.decisions or ())
-            if how == "lockstep":
-                assert pipe.report.stages[-1].accepted > 0
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("how", ["streams", "lockstep"])
-def test_every_way_of_choosing(model, expected, how, way, device):
-    """Sampling on the device uses the seeds, filters and positions of sampling on the host."""
-    ids, mask = batch(2, seed=4)
-    wanted = expected(ids, WAYS[way], mask)
-    with make(model, drafts_of(model, "g"), how, device) as pipe:
-        given = {"attention_mask": mask.to(device), **WAYS[way], **seeded(WAYS[way], 2)}
-        assert torch.equal(pipe.generate(ids.to(device), **given).cpu(), wanted)
-        other = SAMPLED | {"temperature": 0.4}  # another kind of sampling, other numbers, and back
-        pipe.generate(ids.to(device), attention_mask=mask.to(device), seed=3, **other)
-        assert torch.equal(pipe.generate(ids.to(device), **given).cpu(), wanted)
-
-
 def test_under_the_same_attention_plain_decoding_is_the_same_bit_for_bit(model):
     """The target runs the attention ``"pipespec"`` on both sides, so no difference in rounding is left."""
     twin = copy.deepcopy(model)
@@ -168,20 +119,6 @@ def test_under_the_same_attention_plain_decoding_is_the_same_bit_for_bit(model):
     for how, drafts in (("plain", ""), ("lockstep", "g"), ("streams", "g")):
         with make(copy.deepcopy(twin), drafts_of(model, drafts), how) as pipe:
             assert torch.equal(pipe.generate(ids, attention_mask=mask, **GREEDY), wanted)
-
-
-@pytest.mark.parametrize("how", ["streams", "lockstep"])
-def test_an_end_of_text_at_every_place(model, expected, how):
-    """``generate()`` ends a single row with the first end-of-text token."""
-    ids, _ = batch(1, seed=3)
-    whole = expected(ids, GREEDY)
-    text = whole[0, ids.shape[1] :].tolist()
-    with make(model, drafts_of(model, "g"), how, lookahead=3) as pipe:
-        for token in dict.fromkeys(text):
-            new = text.index(token) + 1
-            got = pipe.generate(ids, **GREEDY | {"eos_token_id": token})
-            assert torch.equal(got, whole[:, : ids.shape[1] + new])
-            assert pipe.report.tokens == new
 
 
 def margin_where_they_part(target, wanted: torch.Tensor, got: torch.Tensor) -> float:
@@ -524,15 +461,6 @@ def test_inference_mode_of_some_calls(model, how):
         assert all(torch.equal(text, texts[0]) for text in texts)
 
 
-def test_kinds_of_sampling():
-    assert SamplingKind.of(SamplingParams()) == SamplingKind()
-    assert SamplingKind.of(SamplingParams(seeds=(1,), temperature=0.3)) == SamplingKind(sampled=True)
-    assert SamplingKind.of(SamplingParams(seeds=(1,), top_k=3, min_p=0.1)) == SamplingKind(True, top_k=True, min_p=True)
-    assert SamplingKind.of(SamplingParams(seeds=(2,), top_k=9, min_p=0.2)) == SamplingKind.of(
-        SamplingParams(seeds=(1,), top_k=3, min_p=0.1)
-    )
-
-
 # ---- rounds
 
 
@@ -745,16 +673,13 @@ def test_the_module_that_was_running_is_named(model):
 # ---- on a GPU
 
 
-SELF = "tests/pipespec/test_streams.py"
-
-
-def run_again(selected: str, prefix: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess:
-    """Run some GPU tests of this file in another process."""
-    command = [*prefix, sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "gpu", SELF]
+def same_text(selected: str, prefix: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess:
+    """Run some cells of the matrix of texts on the GPU, in another process."""
+    command = [*prefix, sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/same_text"]
     return subprocess.run(
         [*command, "-k", selected],
         cwd=Path(__file__).parents[2],
-        env=os.environ | environment,
+        env=os.environ | {"PIPESPEC_TEST_DEVICE": "cuda"} | environment,
         capture_output=True,
         text=True,
         timeout=600,
@@ -765,9 +690,7 @@ def run_again(selected: str, prefix: tuple[str, ...] = (), **environment: str) -
 @GPU[1]
 def test_captured_one_launch_at_a_time() -> None:
     """No kernel waits for another one: with one queue, and launches that block, every call ends."""
-    ran = run_again(
-        "text_is_the_targets and cuda and (gb or lockstep-g)", CUDA_LAUNCH_BLOCKING="1", CUDA_DEVICE_MAX_CONNECTIONS="1"
-    )
+    ran = same_text("captured-two-greedy", CUDA_LAUNCH_BLOCKING="1", CUDA_DEVICE_MAX_CONNECTIONS="1")
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
 
 
@@ -815,8 +738,8 @@ def sanitizer() -> str | None:
 def test_captured_under_memcheck() -> None:
     tool = sanitizer()
     assert tool is not None
-    ran = run_again(
-        "every_way_of_choosing and streams-all and cuda",
+    ran = same_text(
+        "streams and captured-two-sampled and not rows and not without",
         (tool, "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "9"),
     )
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
@@ -835,16 +758,6 @@ SYNCHRONISES = {
 def synchronisations(events) -> int:
     """How many of a profile's calls let a launching thread wait."""
     return sum(event.name in SYNCHRONISES for event in events)
-
-
-def test_the_waiters_calls_are_no_synchronisations():
-    """What CUPTI records of a call with 40 steps and one with 160."""
-
-    def recorded(steps: int) -> list:
-        names = ["cudaStreamSynchronize"] * 3 + ["cudaGraphLaunch", "cudaEventSynchronize", "cudaEventRecord"] * steps
-        return [types.SimpleNamespace(name=name) for name in names]
-
-    assert synchronisations(recorded(40)) == synchronisations(recorded(160)) == 3
 
 
 @pytest.mark.gpu
@@ -884,26 +797,3 @@ def test_cleared_workspaces(model, how) -> None:
         others = [torch.full((1 << 20,), 7, dtype=torch.int64, device="cuda") for _ in range(64)]
         assert torch.equal(pipe.generate(ids, **GREEDY), wanted)
         assert all(bool((memory == 7).all()) for memory in others)
-
-
-@pytest.mark.gpu
-@GPU[1]
-@pytest.mark.parametrize("how", ["plain", "lockstep", "streams"])
-def test_how_many_texts_are_the_same_in_bfloat16(how, capsys) -> None:
-    """Not all are, as steps of different widths round differently. Where two texts part, the two logits lie within that rounding."""
-    target = random_llama(11, layers=4, hidden=256, dtype=torch.bfloat16).cuda()
-    drafts = [] if how == "plain" else [noisy(target.cpu(), 0.05).cuda()]
-    target = target.cuda()
-    prompts = random_prompts(16, seed=12, shortest=8)
-    wanted = [target.generate(p[None].cuda(), **GREEDY | {"max_new_tokens": 64})[0].cpu() for p in prompts]
-    same, margins = 0, []
-    with make(target, drafts, how) as pipe:
-        for prompt, text in zip(prompts, wanted, strict=True):
-            got = pipe.generate(prompt[None].cuda(), **GREEDY | {"max_new_tokens": 64})[0].cpu()
-            same += torch.equal(got, text)
-            margins.append(margin_where_they_part(target, text, got))
-    with capsys.disabled():
-        print(
-            f"\nbfloat16, {how}: {same} of {len(prompts)} texts as generate()'s, relative margins where they part: {margins}"
-        )
-    assert all(margin < 0.02 for margin in margins)  # a few of bfloat16's 2**-8

@@ -23,12 +23,6 @@ from pipespec.spd import SpeculativePipeline
 from tests.conftest import always_right, noisy, random_llama
 from tests.pipespec.checkpoints import PROMPT, Packed, on_gpu, packed, replaced, save
 
-
-@pytest.fixture(scope="module")
-def model():
-    return random_llama(3)
-
-
 # ---- split, offloaded, sharded
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import Cache, DynamicCache, StaticCache, TextStreamer, WatermarkingConfig
+from transformers import Cache, DynamicCache, StaticCache, TextStreamer
 from transformers.generation import GenerateBeamDecoderOnlyOutput
 from transformers.utils import ModelOutput
 
@@ -234,20 +234,9 @@ BEHAVIOURS: dict[str, Behaviour] = {
     "hidden states without a cache": Behaviour(call(ROW, DICT, output_hidden_states=True, use_cache=False), 0, ("output_hidden_states",)),
     "attentions without a cache": Behaviour(call(ROW, DICT, output_attentions=True, use_cache=False), 0, ("output_attentions",)),
     "guidance with a negative prompt": Behaviour(call(ROW, guidance_scale=1.5, negative_prompt_ids=ONE[:, :3]), 0, ("negative_prompt_ids",)),
-    "a time limit": Behaviour(lambda model, generate: [generate(**ROW, max_time=limit) for limit in (1e3, 1e-9)], 2),
-    "biased, forbidden and repeated tokens": Behaviour(
-        call(LEFT, sequence_bias=[[[5], -10.0], [[6, 7], 4.0]], bad_words_ids=[[8], [9, 10]], no_repeat_ngram_size=2, encoder_no_repeat_ngram_size=3), 1
-    ),
-    "forced and suppressed tokens": Behaviour(
-        call(ROW, forced_bos_token_id=5, forced_eos_token_id=6, suppress_tokens=[7, 8], begin_suppress_tokens=[9]), 1
-    ),
-    "allowed tokens": Behaviour(call(ROW, prefix_allowed_tokens_fn=lambda row, ids: list(range(5, 40))), 1),
     "allowed tokens per row": Behaviour(
         call(LEFT, prefix_allowed_tokens_fn=lambda row, ids: list(range(5 + 20 * row, 60))), 0, ("logits_processor",)
     ),
-    "a watermark": Behaviour(call(ROW, watermarking_config=WatermarkingConfig(bias=3.0)), 1),
-    "the end gets likelier": Behaviour(call(LEFT, exponential_decay_length_penalty=(2, 1.5), eos_token_id=ENDS), 1),
-    "the prompt in chunks": Behaviour(call(LEFT, prefill_chunk_size=2), 1),
     "a prompt of one token": Behaviour(call(GREEDY, input_ids=ONE[:, :1]), 1),
     "no prompt": Behaviour(call(GREEDY, bos_token_id=1), 1),
     # sampling

@@ -167,28 +167,6 @@ def test_the_targets_tokenizer_is_not_translated(target, tokenizer, tmp_path):
         assert pipe.config.translation is None
 
 
-def test_the_command(folder, capfd):
-    from pipespec.cli.main import main
-
-    options = [
-        "--prompt",
-        PROMPTS[0],
-        "--max-new-tokens",
-        "16",
-        "--dtype",
-        "float32",
-        "--target",
-        str(family_path("target")),
-    ]
-    texts = []
-    for more in (["--schedule", "plain"], ["--draft", str(folder), "--schedule", "lockstep", "--report"]):
-        assert main(["generate", *options, *more]) == 0
-        out, err = capfd.readouterr()
-        texts.append(out)
-    assert texts[0] == texts[1]
-    assert "draft 0 has another tokenizer" in err
-
-
 def test_a_report_hints_at_another_tokenizer():
     """Two models of one vocabulary size, without any tokenizer, that never agree."""
     model = random_llama(1)

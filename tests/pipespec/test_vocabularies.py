@@ -16,11 +16,6 @@ REAL = 200  # tokens of the tokenizer. The random target also generates ids of t
 NEW = 20
 
 
-@pytest.fixture(scope="module")
-def model():
-    return random_llama(3)
-
-
 def padded(model, vocabulary: int, bias: float = 0.0) -> LlamaForCausalLM:
     """The same model with an embedding of another size. ``bias`` makes it prefer the rows that were added."""
     other = random_llama(7, vocabulary=vocabulary)
