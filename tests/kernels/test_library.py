@@ -351,12 +351,8 @@ def test_rejection_sample_checks_its_arguments() -> None:
         (ValueError, "draft_logits are", {"draft_logits": draft[:, :2]}),
         (ValueError, "draft_logits must be contiguous", {"draft_logits": torch.zeros(4, 37, 3).transpose(1, 2)}),
         (TypeError, "draft_logits must be float32", {"draft_logits": draft.long()}),
-        (TypeError, "noise must be a Noise", {"noise": None}),
         (ValueError, "streams must be three different", {"streams": Streams(1, 2, 1)}),
-        (ValueError, "streams must be three different", {"streams": Streams(1, 2, 2**32)}),
-        (TypeError, "streams must be Streams of three integers", {"streams": (1, 2)}),
         (TypeError, "streams must be Streams of three integers", {"streams": (1.5, 2, 3)}),
-        (TypeError, "draft_inv_temperature must be float32", {"draft_inv_temperature": torch.ones(4).double()}),
         (ValueError, "row 2: draft_inv_temperature must be finite", {"draft_inv_temperature": nan}),
         (ValueError, "draft_cutoff must be", {"draft_cutoff": flat[:2]}),
         (
@@ -364,9 +360,7 @@ def test_rejection_sample_checks_its_arguments() -> None:
             "row 0: num_draft_tokens must be smaller than query_lens",
             {"num_draft_tokens": int32(3, 0, 0, 0)},
         ),
-        (ValueError, "row 3: counts are negative", {"num_draft_tokens": int32(0, 0, 0, -1)}),
         (ValueError, "threads must be at least 1", {"threads": 0}),
-        (ValueError, "tokens are on meta", {"tokens": c["tokens"].to("meta")}),
         (ValueError, r"out\[1\] must be contiguous", {"out": (out[0], out[1][:2])}),
     ):
         with pytest.raises(error, match=message):
