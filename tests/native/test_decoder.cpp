@@ -13,7 +13,6 @@
 
 #include "check.hpp"
 #include "cpu/decoder.hpp"
-#include "cpu/formats/formats.hpp"
 #include "cpu/kernels.hpp"
 #include "cpu/pool.hpp"
 #include "simd_variants.hpp"
@@ -183,75 +182,6 @@ TEST(forwards_of_all_shapes_give_the_same_bits) {
           }
       }
     }
-    set_simd(before);
-  }
-}
-
-// Each matrix in a format of its own, in rows that the blocks fill.
-TEST(forwards_with_blocks_of_weights_give_the_same_bits) {
-  const DecoderShape shape{64, 96, 6, 2, 32, 50, 32, 1e-6f, 0.25f, Activation::kSilu, 0.0f};
-  const int64_t columns = 20, q = shape.heads * shape.head_dim,
-                kv = shape.kv_heads * shape.head_dim;
-  std::mt19937 rng(3);
-  std::vector<std::vector<unsigned char>> held;
-  const auto blocks = [&](Format format, int64_t outputs, int64_t inputs) {
-    const FormatTraits& t = traits(format);
-    std::vector<unsigned char> data(size_t(outputs * t.row_bytes(inputs)));
-    for (size_t i = 0; i < data.size(); ++i) {
-      data[i] = static_cast<unsigned char>(rng());
-      const size_t at = i % size_t(t.block_bytes);  // scales and minima of less than 0.03
-      if (at == 1 || (at == 3 && t.block_bytes % 4 == 0)) data[i] = (data[i] & 0x83) | 0x20;
-    }
-    held.push_back(std::move(data));
-    return Weights{held.back().data(), DType::kFloat32, nullptr, format};
-  };
-  const std::vector<float> ones(size_t(shape.hidden), 1.0f);
-  const std::vector<float> o(size_t(shape.hidden * q), 0.01f);
-  LayerWeights l;
-  l.input_norm = l.post_norm = {ones.data(), DType::kFloat32, nullptr, {}};
-  l.q = blocks(Format::kQ4_0, q, shape.hidden), l.k = blocks(Format::kQ8_0, kv, shape.hidden);
-  l.v = blocks(Format::kQ5_1, kv, shape.hidden), l.o = {o.data(), DType::kFloat32, nullptr, {}};
-  l.gate = blocks(Format::kQ4_1, shape.intermediate, shape.hidden);
-  l.up = blocks(Format::kQ5_0, shape.intermediate, shape.hidden);
-  l.down = blocks(Format::kQ8_0, shape.hidden, shape.intermediate);
-  EndWeights ends;
-  ends.head = ends.embedding = blocks(Format::kQ8_0, shape.vocabulary, shape.hidden);
-  ends.norm = l.input_norm;
-  for (const std::string& name : simd_variants()) {
-    const std::string before = set_simd(name);
-    const Decoder decoder(shape, {l}, ends, 2);
-    const auto run = [&](int64_t width, int threads) {
-      std::vector<float> keys(size_t(shape.kv_heads * columns * shape.head_dim), NAN),
-          values = keys;
-      const int64_t row = shape.kv_heads * columns * shape.head_dim,
-                    head = columns * shape.head_dim;
-      const KeysValues cache{keys.data(),
-                             values.data(),
-                             DType::kFloat32,
-                             {row, row, head, shape.head_dim},
-                             {row, row, head, shape.head_dim}};
-      const std::vector<float> table(size_t(columns * shape.rotary_dim), 0.6f);
-      std::vector<int32_t> tokens;
-      for (int64_t i = 0; i < columns; ++i) tokens.push_back(int32_t(i * 7 % shape.vocabulary));
-      std::vector<float> all;
-      for (int64_t at = 0; at < columns; at += width) {
-        const int64_t fed = std::min(width, columns - at);
-        std::vector<float> out(size_t(fed * shape.vocabulary));
-        decoder.step({tokens.data() + at, 4, columns, 1}, cache,
-                     {1, fed, &at, table.data(), table.data()}, fed, out.data(), DType::kFloat32,
-                     threads);
-        all.insert(all.end(), out.begin(), out.end());
-      }
-      return all;
-    };
-    const std::vector<float> expected = run(1, 1);
-    for (float x : expected)
-      if (!CHECK(std::isfinite(x))) return;
-    for (int64_t width : {1, 3, 20})
-      for (int threads : {1, 2, 3}) {
-        const std::vector<float> got = run(width, threads);
-        if (!CHECK(std::memcmp(got.data(), expected.data(), got.size() * 4) == 0)) return;
-      }
     set_simd(before);
   }
 }

@@ -273,38 +273,6 @@ TEST(ring_and_park_at_the_same_instant) {
   publisher.join();
 }
 
-// Many threads ring at once; one sleeper must see every ring.
-TEST(several_publishers_wake_one_sleeper) {
-  constexpr u32 kPublishers = 3;
-  const u32 each = trials(5000, 20'000);
-  fake::BlockMemory memory(kPublishers + 1, 1, 2);
-  std::vector<std::thread> publishers;
-  for (u32 s = 0; s < kPublishers; ++s) {
-    publishers.emplace_back([&, s] {
-      Bells bells(memory.block(), s);
-      OwnSequence own(memory.block(), s, 0);
-      Random random{s};
-      for (u32 i = 0; i < each; ++i) {
-        own.append(0);
-        own.publish();
-        bells.ring();
-        if (random.below(8) == 0) dawdle(random);
-      }
-    });
-  }
-  Bells bells(memory.block(), kPublishers);
-  for (;;) {
-    bells.note();
-    u32 sum = 0;
-    for (u32 s = 0; s < kPublishers; ++s) sum += Sequence(memory.block(), s, 0).word().length;
-    if (sum == kPublishers * each) break;
-    const std::int64_t asleep = now_ns();
-    bells.park(kForever);
-    if (!CHECK(now_ns() - asleep < kForever / 2)) break;
-  }
-  for (std::thread& publisher : publishers) publisher.join();
-}
-
 TEST(parking_ends_with_the_time_and_with_what_rang_before) {
   fake::BlockMemory memory(2, 1, 2);
   Bells own(memory.block(), 0), other(memory.block(), 1);
@@ -367,44 +335,6 @@ TEST(ports_wake_each_other) {
   first.plan(0, 8, 0);
   middle.plan(0, 8, 0);  // nothing new
   CHECK(!first.park(1000));
-}
-
-// A draft with lookahead 1 and a target that waits for one draft token take turns. Only the other's
-// bell wakes each of them.
-TEST(ports_take_turns) {
-  const u32 limit = trials(2000, 8000);
-  fake::BlockMemory memory(2, 1, fake::power_of_two(limit));
-  const Block& block = memory.block();
-  reset(block, {1}, {limit}, {9}, {});
-  start(block, 1);
-  const auto run = [&](u32 stage) {
-    StagePort port(memory.block(), stage, 4);
-    Random random{stage};
-    while (port.generation() == 1) {
-      const Action action = port.plan(1, 1, stage);
-      if (action == Action::kFinished) return;
-      if (action == Action::kStep) {
-        Tokens selected(port.columns());  // the next token is its position
-        const auto first =
-            static_cast<u32>(port.kv()[0] + port.query_lens()[0] - port.num_draft_tokens()[0]);
-        for (u32 j = 0; j < selected.size(); ++j) selected[j] = static_cast<int>(first + j);
-        if (random.below(16) == 0) dawdle(random);
-        port.commit(selected.data(), port.columns());
-        continue;
-      }
-      const std::int64_t asleep = now_ns();
-      port.park(kForever);
-      if (!CHECK(now_ns() - asleep < kForever / 2)) return;
-    }
-  };
-  std::thread draft([&] { run(0); });
-  run(1);
-  start(block, 0);
-  draft.join();
-  CHECK_EQ(Sequence(block, 1, 0).word().length, limit);
-  const Counters& counters = block.priv(1, 0).counters;
-  CHECK_EQ(counters.accepted, counters.drafted);
-  CHECK(counters.steps <= limit / 2 + 1);
 }
 
 // The caller opens and closes a draft's lookahead at any moment; 0 is a sleep that only the caller
@@ -650,83 +580,6 @@ TEST(drafts_die_at_any_moment_and_the_next_text_starts_clean) {
     if (!run_threads(memory, task, seed + 1, seed, deaths)) {
       std::fprintf(stderr, "  seed %u\n", seed);
       return;
-    }
-  }
-}
-
-// The threads stay while the caller starts and stops one text after the other on the same block.
-TEST(threads_that_stay_from_text_to_text) {
-  constexpr u32 kStages = 3, kRows = 2;
-  const u32 texts = trials(15, 60);
-  fake::BlockMemory memory(kStages, kRows, 128);
-  const Block& block = memory.block();
-  std::atomic<u32> posted{0}, idle{0};  // in place of a driver's messages
-  const Task* work = nullptr;
-  std::vector<std::thread> threads;
-  for (u32 s = 0; s + 1 < kStages; ++s) {
-    threads.emplace_back([&, s] {
-      for (u32 generation = 1; generation <= texts; ++generation) {
-        while (posted.load() != generation) std::this_thread::yield();
-        const Task* task = work;
-        Worker(memory.base(), s, task->widths[s], task->models[s], task->prompts)
-            .run(generation, generation);
-        idle.fetch_add(1);
-      }
-    });
-  }
-  for (u32 generation = 1; generation <= texts; ++generation) {
-    Random random{generation};
-    const Task task(kStages, kRows, random, 120);
-    task.reset(block);
-    work = &task;
-    start(block, generation);
-    posted = generation;  // a worker may come too late and find the text complete
-    Worker target(memory.base(), kStages - 1, 8, task.models.back(), task.prompts);
-    target.run(generation, generation);
-    start(block, 0);
-    while (idle.load() < generation * (kStages - 1)) std::this_thread::yield();
-    task.check_text(block);
-  }
-  for (std::thread& thread : threads) thread.join();
-}
-
-// Rows that the caller ends while all stages run.
-TEST(rows_are_ended_from_outside) {
-  for (u32 seed = 0; seed < trials(15, 60); ++seed) {
-    Random random{seed + 5000};
-    Task task(3, 2, random, 2000);
-    task.truth.eos_rate = 0;
-    task.limits = {2000, 2000};
-    fake::BlockMemory memory(3, 2, 2048);
-    const Block& block = memory.block();
-    task.reset(block);
-    start(block, 1);
-    std::vector<std::thread> threads;
-    for (u32 s = 0; s < 3; ++s) {
-      threads.emplace_back([&, s] {
-        Worker(memory.base(), s, task.widths[s], task.models[s], task.prompts).run(1, seed);
-      });
-    }
-    u32 stood[2];
-    for (const u32 r : {0u, 1u}) {
-      usleep(random.below(r == 0 ? 3000 : 1000));
-      end_row(block, r);
-      stood[r] = Sequence(block, 2, r).word().length;
-    }
-    threads.back().join();
-    start(block, 0);
-    for (u32 s = 0; s < 2; ++s) threads[s].join();
-    for (u32 r = 0; r < 2; ++r) {
-      const Tokens text = fake::plain(task.models.back(), task.prompts[r], 2000);
-      const u32 length = Sequence(block, 2, r).word().length;
-      const auto begin = static_cast<u32>(task.prompts[r].size()) - 1;
-      // A step in flight may still append its tokens, or the first of them: nine draft tokens and
-      // one more.
-      CHECK(length >= block.span(r).limit && length <= stood[r] + 10);
-      if (!CHECK_EQ(tokens(block, 2, r, begin, length),
-                    Tokens(text.begin() + begin, text.begin() + length))) {
-        return;
-      }
     }
   }
 }
