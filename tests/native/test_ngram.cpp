@@ -1,5 +1,5 @@
 // The n-gram index against a plain search, over random texts with appends, truncations and
-// rewrites; and stage 0 of a chain over it.
+// rewrites; and the index as the last draft of a chain.
 #include <cstdint>
 #include <memory>
 #include <random>
@@ -74,72 +74,6 @@ TEST(an_index_finds_what_a_search_finds) {
     }
   }
   CHECK(found > 100 && none > 100 && from_corpus > 20);
-}
-
-// A target with a given text, behind an n-gram index, in a batch of prompts of different lengths.
-TEST(a_target_gets_its_own_text_and_accepts_draft_tokens) {
-  constexpr std::uint32_t kLookahead = 4, kWidth = 8;
-  std::mt19937 random(2);
-  std::uint64_t accepted = 0, rejected = 0, rollbacks = 0, silent = 0;
-  for (std::uint32_t trial = 0; trial < check::trials(60, 1000); ++trial) {
-    const std::uint32_t rows = 1 + trial % 3, least = 1 + trial % 2;
-    std::vector<Text> texts;
-    std::vector<std::uint32_t> starts, limits;
-    std::vector<std::int32_t> last;
-    for (std::uint32_t row = 0; row < rows; ++row) {
-      // Phrases that repeat with changes, or tokens that are all different.
-      Text text;
-      if ((trial + row) % 4 == 0) {
-        for (std::int32_t i = 0; i < 120; ++i) text.push_back(i);
-        ++silent;
-      } else {
-        const Text phrase = draw(random, 5 + random() % 20, 50);
-        while (text.size() < 120) {
-          text.insert(text.end(), phrase.begin(), phrase.end());
-          text.back() = static_cast<std::int32_t>(random() % 50);
-        }
-      }
-      starts.push_back(1 + random() % 40);
-      limits.push_back(starts.back() + 20 + random() % 50);
-      last.push_back(text[starts.back() - 1]);
-      texts.push_back(text);
-    }
-    std::vector<std::uint64_t> memory(Block::bytes(2, rows, 128) / 8 + kLine / 8 + 1);
-    void* base = reinterpret_cast<void*>(
-        (reinterpret_cast<std::uintptr_t>(memory.data()) + kLine - 1) / kLine * kLine);
-    const Block block = Block::create(base, 2, rows, 128);
-    reset(block, starts, limits, last, {});
-    NgramStage draft(block, 0, kWidth, NgramIndex(least, 4), nullptr);
-    StagePort target(block, 1, kWidth);
-    for (std::uint32_t row = 0; row < rows; ++row)
-      draft.prefill(row, texts[row].data(), starts[row] - 1);
-    std::vector<std::int32_t> selected(rows * kWidth);
-    for (;;) {
-      draft.fill(kLookahead);
-      const Action action = target.plan(0, kLookahead, 0);
-      if (action == Action::kFinished) break;
-      if (!CHECK(action == Action::kStep)) return;
-      for (std::uint32_t row = 0; row < rows; ++row) {
-        const auto begin = target.kv()[row];
-        for (std::int32_t i = 0; i < target.query_lens()[row]; ++i)
-          selected[row * kWidth + i] = texts[row][begin + i + 1];
-      }
-      target.commit(selected.data(), kWidth);
-    }
-    for (std::uint32_t row = 0; row < rows; ++row) {
-      const Text got = tokens(block, 1, row, starts[row], limits[row]);
-      CHECK(got == Text(texts[row].begin() + starts[row], texts[row].begin() + limits[row]));
-      const Counters& counts = block.priv(1, row).counters;
-      if ((trial + row) % 4 == 0) {
-        CHECK_EQ(counts.drafted, 0u);
-        CHECK_EQ(block.priv(0, row).counters.produced, 0u);
-      }
-      accepted += counts.accepted;
-      rejected += counts.drafted - counts.accepted;
-      rollbacks += block.priv(0, row).counters.rollbacks;
-    }
-  }
-  CHECK(accepted > 500 && rejected > 50 && rollbacks > 20 && silent > 10);
 }
 
 // The index as the last draft: in each round its own tokens, those of the stage upstream, or none.
