@@ -46,8 +46,6 @@ LONGER = {
     "pipespec_kernels/penalties.py:penalize": 70,
     # The state of one machine, which its methods share.
     "pipespec_kernels/decoder.py:__init__": 80,
-    "python/pipespec/engine/cached_text.py:CachedText": 350,
-    "python/pipespec/engine/cache.py:RowCache": 370,
     "python/pipespec/spd/ranks.py:__init__": 70,
     # One case or one row of a report, from its inputs to its numbers.
     "bench/bench_real.py:measure": 90,

@@ -217,7 +217,8 @@ def test_ragged_rows_equal_rows_run_alone(models, calls) -> None:
             tokens = torch.from_numpy(rng.integers(3, VOCABULARY, (rows, q)))
             for r in range(rows):
                 tokens[r, : real[r]] = text[r, have[r] : have[r] + real[r]]
-                cache._stores[0][:, r, :, have[r] :] = torch.nan
+                for store in cache._stores:
+                    store[:, r, :, have[r] :] = torch.nan
             if step % 2:
                 logits = forward(model, tokens, cache, keep=q)
             else:
@@ -262,16 +263,15 @@ def test_lengths_that_the_device_writes(model) -> None:
         assert c.device_lengths.tolist() == [8, 8]
     expected.truncate([5, 7])
     cache.device_lengths.copy_(torch.tensor([5, 7]))
-    cache.read_lengths()
+    cache.set_lengths(cache.device_lengths.tolist())
     assert cache.lengths == (5, 7)
     assert cache.ragged
     positions = cache.positions(3)
     assert positions.tolist() == [[5, 6, 7], [7, 8, 9]]
     assert positions.dtype == torch.int64
     assert torch.equal(forward(model, ids[:, 8:11], cache, keep=3), forward(model, ids[:, 8:11], expected, keep=3))
-    cache.device_lengths.fill_(41)
-    with pytest.raises(RuntimeError, match=r"\[41, 41\]: each must be 0 .. 40"):
-        cache.read_lengths()
+    with pytest.raises(ValueError, match=r"lengths \[41, 41\] for 2 rows of a capacity of 40"):
+        cache.set_lengths([41, 41])
     assert cache.lengths == (8, 10)
 
 

@@ -244,13 +244,13 @@ def test_crop_of_uneven_rows_removes_as_many_from_each():
 # ---- mask and positions
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("lengths", "q"), [([5], 3), ([63], 3), ([7, 7], 65), ([4, 9], 5)], ids=str)
 def test_masks_on_a_gpu_begin_at_multiples_of_16_bytes(lengths, q, dtype):
     """The address of a view that begins at an odd key let torch's memory-efficient attention fault. ``meta`` is any device but the CPU."""
     cache = RowCache(make_model().config, len(lengths), 112, dtype=dtype, device="meta")
     cache._set(list(lengths))
-    mask = cache.mask(q, dtype)
+    mask = cache.mask(q)
     assert mask.shape == (len(lengths), 1, q, max(lengths) + q)
     assert mask.storage_offset() * mask.element_size() % 16 == 0
     assert all(stride * mask.element_size() % 16 == 0 for stride in mask.stride()[:-1])
@@ -271,7 +271,6 @@ def test_mask_and_positions_by_definition(lengths, q):
         assert expected.all()
         return
     assert expected.any(-1).all()  # every column sees something: itself
-    assert torch.equal(cache.mask(q, torch.bool), expected)
     mask = cache.mask(q)
     assert mask is not None
     assert mask.dtype == torch.float32
@@ -284,7 +283,7 @@ def test_mask_and_positions_by_definition(lengths, q):
         lambda cache: {},
         lambda cache: {"attention_mask": torch.ones(2, 11, dtype=torch.long)},
         lambda cache: {"position_ids": cache.positions(2)},
-        lambda cache: {"attention_mask": cache.mask(2, torch.bool)},
+        lambda cache: {"attention_mask": cache.mask(2)},
         lambda cache: {"attention_mask": torch.zeros(2, 1, 2, 11), "position_ids": cache.positions(2)},
     ],
     ids=["nothing", "2-D mask", "positions only", "mask only", "a mask of another origin"],
@@ -401,7 +400,7 @@ def test_changing_the_number_of_rows(ids, how):
                 cache.batch_repeat_interleave(3)
             else:
                 cache.batch_select_indices(torch.tensor(order))
-        assert (ours.rows, ours.batch_size, ours.lengths) == (len(order), len(order), (5,) * len(order))
+        assert (ours.rows, ours.lengths) == (len(order), (5,) * len(order))
         for mine, its in zip(ours, theirs, strict=True):
             torch.testing.assert_close(mine[0], its[0])
             torch.testing.assert_close(mine[1], its[1])
@@ -427,11 +426,11 @@ def test_storage_and_its_properties():
     assert (cache.rows, cache.capacity, len(cache)) == (2, 10, 3)
     assert cache.nbytes == 2 * 3 * 2 * 2 * 10 * 8 * 2
     assert cache.layers[0].keys.shape == (2, 2, 0, 8)
-    assert cache.get_max_length() == cache.get_max_cache_shape() == cache.layers[1].get_max_length() == 10
+    assert cache.layers[1].get_max_length() == cache.layers[1].get_max_cache_shape() == 10
     assert cache.is_compileable is False
     assert cache.is_initialized
     assert cache.is_sliding == [False] * 3
-    assert cache.batch_size == cache.max_batch_size == 2
+    assert cache.layers[0].batch_size == cache.layers[0].max_batch_size == 2
     assert cache.fits(2, 10)
     assert cache.fits(2, 3)
     assert not cache.fits(2, 11)

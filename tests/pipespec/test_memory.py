@@ -20,6 +20,7 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.inputs import prefill_chunk, stage_names, static_capacity
 from pipespec.errors import DoesNotFit
 from pipespec.models import loading
+from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import weight_bytes
 from pipespec.preflight.devices import DeviceFacts
 from pipespec.preflight.memory import HEADROOM, CallNeeds, StageFacts, check_memory, estimate
@@ -161,7 +162,7 @@ def test_what_each_stage_needs_adds_up(model):
     """A draft in a worker process on a GPU has its weights three times and the headroom twice."""
     stages = [StageFacts.of_model(name, model) for name in stage_names(2)]
     found = estimate(stages, 3, 100)
-    each = RowCache.bytes_for(model.config, 3, 100, torch.float32) + found.needs[0].activations + HEADROOM
+    each = CacheLayout.of(model.config).bytes_for(3, 100, torch.float32) + found.needs[0].activations + HEADROOM
     assert found.on("cpu") == 2 * each
     stages = [
         StageFacts(s.name, s.model, (s.shares[0]._replace(device="cuda:0", weights=weight_bytes(model)),))
@@ -386,7 +387,7 @@ def test_the_copy_that_is_returned_is_counted(model, monkeypatch, how):
 def test_a_copy_takes_memory_on_the_targets_device(model, monkeypatch):
     models = {"draft 0": on_gpu(noisy(model, 0.1), "cuda:1"), "target": on_gpu(model, "cuda:0")}
     need = estimate([StageFacts.of_model("target", model)], 2, 128, longest=4).needs[0]
-    copy_of_it = 2 * 100 * RowCache.bytes_for(model.config, 1, 1, torch.float32)
+    copy_of_it = 2 * 100 * CacheLayout.of(model.config).bytes_for(1, 1, torch.float32)
     for free, fits in ((need.sum + copy_of_it, True), (need.sum + copy_of_it - 1, False)):
         facts = [DeviceFacts("cuda:0", GIB, free), DeviceFacts("cuda:1", GIB, need.sum)]
         monkeypatch.setattr("pipespec.preflight.memory.device_facts", lambda names, facts=facts: facts)

@@ -65,7 +65,7 @@ def test_logits_are_the_models(name):
     cache.aim([30, 9])
     fed(name, tokens[:, :30], cache)
     cache.truncate([30, 9])
-    assert cache.nbytes == RowCache.bytes_for(model_of(name).config, 2, 64, torch.float32)
+    assert cache.nbytes == CacheLayout.of(model_of(name).config).bytes_for(2, 64, torch.float32)
     for columns in (1, 5, 3):
         at = cache.lengths
         got = fed(name, torch.stack([tokens[row, n : n + columns] for row, n in enumerate(at)]), cache)

@@ -239,7 +239,7 @@ def test_lengths_by_the_device():
     assert torch.equal(forward(twin, ids[:, 6:9], a, keep=3), forward(twin, ids[:, 6:9], b, keep=3))
     assert a.device_lengths is lengths
     assert lengths.tolist() == [3, 5]  # only the device changes them
-    a.read_lengths()
+    a.set_lengths(lengths.tolist())
     assert a.lengths == (3, 5)
     a.set_lengths([6, 7])
     b.truncate([6, 7])

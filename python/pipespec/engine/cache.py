@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,14 +13,12 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from pipespec.engine.attention import attach_lengths
 from pipespec.engine.cache_forward import ForwardCache
 from pipespec.engine.features import Features
 from pipespec.models.compat import cropped_length, query_length
 from pipespec.models.devices import LayerDevices, local_kv_heads
 from pipespec.models.layout import CacheLayout, UnsupportedLayers
 from pipespec.models.properties import compute_dtype, text_config
-from pipespec_kernels import ops
 
 
 def _half(at: int) -> Any:
@@ -53,7 +51,7 @@ class _RowLayer(CacheLayerMixin):
         # Weak: the storage is freed with the last reference to the cache.
         self._owner = weakref.ref(owner)
         self._index = index
-        self.dtype, self.device = owner.dtype, owner.device_of(index)
+        self.dtype, self.device = owner.dtype, owner.layer_devices[index]
         self.is_initialized = True
 
     @property
@@ -92,9 +90,9 @@ class _RowLayer(CacheLayerMixin):
 class RowCache(ForwardCache, Cache):
     """Keys and values of ``rows`` sequences at fixed addresses, each row with a length of its own.
 
-    One tensor ``[2 * layers, rows, kv_heads, capacity, head_dim]`` is allocated once per device (two, where keys and values differ in size). A forward of ``q`` columns writes the keys and values of
-    row ``r`` at ``lengths[r] .. lengths[r] + q - 1`` and attends over the used prefix ``[rows, kv_heads, max(lengths) + q, head_dim]`` (views,
-    no copy). After the last layer every length grows by ``q``; the caller then truncates to what it committed. Column ``i`` of row ``r`` sees
+    Per device one tensor ``[layers, rows, kv_heads, capacity, head_dim]`` is allocated for keys, and one for values. A forward of ``q`` columns
+    writes the keys and values of row ``r`` at ``lengths[r] .. lengths[r] + q - 1`` and attends over the used prefix
+    ``[rows, kv_heads, max(lengths) + q, head_dim]`` (views, no copy). After the last layer every length grows by ``q``; the caller then truncates to what it committed. Column ``i`` of row ``r`` sees
     the keys ``0 .. lengths[r] + i``, which always include its own. What lies beyond a row's length is never visible, and the next forward
     overwrites it, so padding columns to the right of a row's tokens are harmless.
 
@@ -107,17 +105,14 @@ class RowCache(ForwardCache, Cache):
     to the model.
 
     **Recurrent layers** keep states in place of keys and values, several per row in a :class:`pipespec.engine.states.StateRing`. A rollback
-    chooses one of them. ``restorable()`` says how far back they reach, and the tokens after that are to be fed again. ``aim()`` before a prefill
-    says which states it keeps. The modules of such layers run in ``forward(model, tokens, cache, keep=...)`` only.
+    chooses one of them: see ``restorable()`` and ``aim()``. Such layers run in ``forward(model, tokens, cache, keep=...)`` only.
 
     **Lengths on the device.** With ``model.set_attn_implementation("pipespec")`` on a GPU, and with ``static=True`` on any device, attention
     reads the lengths from ``device_lengths`` and needs no mask. A static cache returns its whole storage, always at the same addresses, so
-    that a forward can be captured in a CUDA graph: call ``sync()`` before the capture; within it nothing waits for the device or reads the
-    host's lengths. After a replay ``read_lengths()`` copies the device's lengths to the host. A static cache does not grow and takes no other
-    attention. Where the device sets the lengths before each forward (``follow()``), those of the host are unknown until ``set_lengths()``.
+    that a forward can be captured in a CUDA graph after ``sync()``. It does not grow. Where the device sets the lengths before each forward
+    (``follow()``), those of the host are unknown until ``set_lengths()``.
 
-    **Several devices.** The keys and values of each layer lie where its attention computes. The lengths are on the host, and where attention
-    reads them on the device, once on each device. So a rollback costs the same as on one device.
+    **Several devices.** The keys and values of each layer lie where its attention computes.
 
     Capacity: a forward of ``q`` columns needs ``max(lengths) + q <= capacity``, padding columns included, so allocate the longest sequence
     plus the widest forward. For inference only: update it under ``torch.no_grad`` or ``torch.inference_mode``.
@@ -138,6 +133,7 @@ class RowCache(ForwardCache, Cache):
 
     Attributes:
         text: per row, int32 ids of the tokens held, where a call of ``Pipeline.generate`` left the cache; else None.
+        is_static: as given, like ``rows``, ``capacity``, ``dtype``, ``device`` and ``layer_devices``.
 
     Raises:
         ValueError: a model with layers of other types, sizes below 1, or ``static`` without ``attn_implementation="pipespec"`` or on several
@@ -165,30 +161,20 @@ class RowCache(ForwardCache, Cache):
             raise ValueError(f"RowCache: {error}") from error
         device = torch.empty(0, device=device).device
         layer_devices = tuple(layer_devices or [device] * config.num_hidden_layers)
-        devices = set(layer_devices)
-        if layout.states is not None and (static or devices != {device}):
-            where = "a static cache" if static else f"layers on {', '.join(sorted(map(str, devices)))}"
+        devices = ", ".join(sorted(map(str, set(layer_devices))))
+        is_split = set(layer_devices) != {device}
+        if layout.states is not None and (static or is_split):
+            where = "a static cache" if static else f"layers on {devices}"
             raise ValueError(
                 f"RowCache: the states of recurrent layers are kept on one device, by the host: no {where}"
             )
-        if static and devices != {device}:
-            raise ValueError(f"a static RowCache lies on one device, not on {', '.join(sorted(map(str, devices)))}")
+        if static and is_split:
+            raise ValueError(f"a static RowCache lies on one device, not on {devices}")
         ForwardCache.__init__(
             self, config, layout, rows, capacity, dtype=dtype, device=device, static=static, layer_devices=layer_devices
         )
-        Cache.__init__(self, layers=[_RowLayer(self, i) for i in range(self._layers)])
-
-    @staticmethod
-    def bytes_for(config: Any, rows: int, capacity: int, dtype: torch.dtype) -> int:
-        """Bytes of keys and values, and of states, of such a cache when it is new, exactly.
-
-        Args:
-            config: of the model.
-            rows: number of sequences.
-            capacity: positions per row.
-            dtype: of keys and values.
-        """
-        return CacheLayout.of(config).bytes_for(rows, capacity, dtype)
+        self._check_attention()
+        Cache.__init__(self, layers=[_RowLayer(self, i) for i in range(config.num_hidden_layers)])
 
     @classmethod
     def for_model(cls, model: PreTrainedModel, rows: int, capacity: int, *, static: bool = False) -> RowCache:
@@ -221,17 +207,15 @@ class RowCache(ForwardCache, Cache):
         return (
             CacheLayout.of(model.config, local_kv_heads(model)) == self._layout
             and compute_dtype(model) == self.dtype
-            and (at.inputs, at.layers) == (self._device, self._layer_devices)
+            and (at.inputs, at.layers) == (self.device, self.layer_devices)
         )
 
     def _held(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, see :class:`_RowLayer`."""
         if layer not in self._attention:
             raise NotImplementedError(f"layer {layer} is recurrent and has no keys and values")
-        columns = self._capacity if self._static else self._top
-        storage, at = self._places[self._attention[layer]]
-        keys, values = storage.halves
-        return keys[at, :, :, :columns], values[at, :, :, :columns]
+        i, columns = self._attention[layer], self.capacity if self.is_static else self._top
+        return self._keys[i][:, :, :columns], self._values[i][:, :, :columns]
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, None]]:
         """Per layer keys, values, and None, as a ``DynamicCache`` of full attention gives them."""
@@ -246,9 +230,9 @@ class RowCache(ForwardCache, Cache):
         """
         begin = self._lengths[row]
         end = begin + more
-        if end > self._capacity:
-            raise ValueError(f"RowCache is full: row {row} holds {begin} of {self._capacity} tokens, not {more} more")
-        alone = RowCache(self._config, 1, end, dtype=self.dtype, device=self._device)
+        if end > self.capacity:
+            raise ValueError(f"RowCache is full: row {row} holds {begin} of {self.capacity} tokens, not {more} more")
+        alone = RowCache(self._config, 1, end, dtype=self.dtype, device=self.device)
         for store, other in zip(alone._stores, self._stores, strict=True):
             store[:, 0, :, :begin].copy_(other[:, row, :, :begin])
         alone._set([begin])
@@ -274,9 +258,9 @@ class RowCache(ForwardCache, Cache):
             raise NotImplementedError(
                 "RowCache: the states of recurrent layers have no form with columns for padding; pass the whole text without a cache"
             )
-        if attention_mask.ndim != 2 or self._rows % len(attention_mask):
-            raise ValueError(f"attention_mask of shape {list(attention_mask.shape)} for a cache of {self._rows} rows")
-        kept = (attention_mask != 0).cpu().repeat_interleave(self._rows // len(attention_mask), 0)
+        if attention_mask.ndim != 2 or self.rows % len(attention_mask):
+            raise ValueError(f"attention_mask of shape {list(attention_mask.shape)} for a cache of {self.rows} rows")
+        kept = (attention_mask != 0).cpu().repeat_interleave(self.rows // len(attention_mask), 0)
         # Per row, the columns before its first token that is not there.
         ends = [int((row.cumsum(0) <= n).sum()) for row, n in zip(kept, self._lengths, strict=True)]
         if columns is None:
@@ -299,38 +283,25 @@ class RowCache(ForwardCache, Cache):
         return copy
 
     def __repr__(self) -> str:
-        return f"RowCache(layers={self._layers}, rows={self._rows}, capacity={self._capacity}, lengths={self._lengths})"
+        return (
+            f"RowCache(layers={len(self.layers)}, rows={self.rows}, capacity={self.capacity}, lengths={self._lengths})"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowCache:
         """A copy with storage of its own, as transformers' recipe for the cache of a common prefix needs it."""
-        copy = RowCache(
-            self._config,
-            self._rows,
-            self._capacity,
-            dtype=self.dtype,
-            device=self.device,
-            static=self._static,
-            layer_devices=self._layer_devices,
-            kv_heads=self._heads,
-        )
-        copy._copy_prefix(self._stores, self._capacity)
-        if self._ring is not None and copy._ring is not None:
-            copy._ring.copy_from(self._ring)
-        copy._set(list(self._lengths))
-        copy.text = None if self.text is None else [tokens.copy() for tokens in self.text]
-        memo[id(self)] = copy
-        return copy
+        make, given = self.__reduce__()
+        return make(*given)
 
-    def __reduce__(self) -> Any:
-        """A pickled copy is a cache of its own, which is not static."""
+    def __reduce__(self) -> tuple[Callable[..., RowCache], tuple[Any, ...]]:
         options = {
             "dtype": self.dtype,
             "device": self.device,
-            "layer_devices": self._layer_devices,
-            "kv_heads": self._heads,
+            "static": self.is_static,
+            "layer_devices": self.layer_devices,
+            "kv_heads": self._layout.heads,
         }
         states = [tuple(held.clone() for held in pair) for pair in self.states()]
-        return _unpickled, (self._config, self._rows, self._capacity, options, states, self._lengths, self.text)
+        return _copied, (self._config, self.rows, self.capacity, options, states, self._lengths, self.text)
 
     def crop(self, n: int) -> None:
         """``Cache.crop``, with the meaning and the errors of the installed transformers.
@@ -343,68 +314,6 @@ class RowCache(ForwardCache, Cache):
         new = cropped_length(top, n)
         self._set([min(have, new) if n >= 0 else max(0, have - (top - new)) for have in self._lengths])
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys and values and return the used prefix. The lengths grow with the last layer.
-
-        Args:
-            key_states: ``[rows, kv_heads, q, head_dim]``.
-            value_states: as ``key_states``.
-            layer_idx: layers come in order.
-            *args: ignored.
-            **kwargs: ignored.
-
-        Returns:
-            Keys and values, views ``[rows, kv_heads, max(lengths) + q, head_dim]``; all of a static cache's storage.
-
-        Raises:
-            ValueError: another shape or dtype, or beyond the capacity; nothing was written.
-            RuntimeError: rows of different lengths without ``mask(q)`` and ``positions(q)``, states that require gradients, or layers out
-                of order.
-        """
-        i, depth = self._attention[layer_idx], self._depth
-        if i == 0:
-            self._check(key_states, value_states)
-        self._enter(layer_idx, key_states.shape[2])
-        used = self._used
-        if self.uses_device_lengths:
-            values = value_states.to(self._dtype)
-            storage, at = self._places[i]
-            lengths = storage.lengths if self._followed is None else self._followed
-            ops.kv_append(key_states, values, storage.halves[0][at], storage.halves[1][at], lengths)
-            attach_lengths(used[i], lengths, self.windows[layer_idx])
-        elif self._even:
-            new = self._new
-            new[i].copy_(key_states)
-            new[depth + i].copy_(value_states)
-        else:
-            # Under autocast only the keys have the model's dtype.
-            values = value_states.to(self._dtype)
-            self.scatter(key_states.transpose(1, 2), values.transpose(1, 2), i)
-        keys, values = used[i], used[depth + i]
-        self._leave(layer_idx)
-        return keys, values
-
-    def _check(self, states: torch.Tensor, values: torch.Tensor) -> None:
-        rows, heads, q, dim = states.shape
-        shape, sizes = (rows, heads, dim, values.shape[3]), (self._dims[0], self._dims[-1])
-        if shape != (self._rows, self._heads, *sizes) or values.shape[:3] != states.shape[:3] or q < 1:
-            raise ValueError(
-                f"RowCache of {self._rows} rows, {self._heads} heads, keys of {sizes[0]} and values of {sizes[1]}: cannot hold new keys and "
-                f"values of shape [rows, heads, columns, head_dim] = {list(states.shape)} and {list(values.shape)}"
-            )
-        if states.dtype != self.dtype or states.device != self.device_of(0):
-            raise ValueError(
-                f"RowCache holds {self.dtype} on {self.device_of(0)}, the new keys are {states.dtype} on {states.device}"
-            )
-        if states.requires_grad:
-            raise RuntimeError(
-                "RowCache is for inference: call the model under torch.no_grad() or torch.inference_mode()"
-            )
-        if not self._even and not self._masked_q == self._placed_q == q:
-            raise RuntimeError(self._trap())
-
     def _without_forward(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
             "the recurrent layers of this model keep a state per column here, which its own forward does not: call "
@@ -416,13 +325,6 @@ class RowCache(ForwardCache, Cache):
     # The attributes that transformers 5.0 reads.
     conv_states = recurrent_states = property(_without_forward)
 
-    def _trap(self) -> str:
-        return (
-            f"the rows of this RowCache hold {self._lengths} tokens: what transformers derives from one length would be "
-            "wrong. Pass attention_mask=cache.mask(q) and position_ids=cache.positions(q) for a feed of q "
-            "tokens, give transformers cache.as_dynamic(attention_mask), or use pipespec.engine.forward.forward(model, tokens, cache, keep=...)"
-        )
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The longest row's length."""
         return self._top
@@ -432,7 +334,7 @@ class RowCache(ForwardCache, Cache):
         if not self._even:
             raise RuntimeError(self._trap())
         columns = self._top + query_length(query)
-        if self._static or torch.compiler.is_compiling():  # torch.compile cannot trace what follows
+        if self.is_static or torch.compiler.is_compiling():  # torch.compile cannot trace what follows
             return columns, 0
         # Only the caller knows the mask, whose columns would silently be taken for those of other tokens.
         mask = sys._getframe(1).f_locals.get("attention_mask")
@@ -445,19 +347,8 @@ class RowCache(ForwardCache, Cache):
                 )
         return columns, 0
 
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return self._capacity
 
-    get_max_cache_shape = get_max_length
-
-    @property
-    def batch_size(self) -> int:
-        return self._rows
-
-    max_batch_size = batch_size
-
-
-def _unpickled(
+def _copied(
     config: Any,
     rows: int,
     capacity: int,

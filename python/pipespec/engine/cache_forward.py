@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from pipespec.engine.attention import MaskKind, lengths_only, mask_kind
+from pipespec.engine.attention import ATTENTION, MaskKind, attach_lengths, lengths_only, mask_kind
 from pipespec.engine.cache_storage import RowStorage
 from pipespec.engine.states import LayerStates
 from pipespec.models.layout import FULL, SLIDING
-
-_BAND_WIDTH = 64
-"""Most columns whose mask is a view of the precomputed band. Masks of wider forwards (a prefill in chunks) are computed each time."""
+from pipespec_kernels import ops
 
 _ALIGNED_KEYS = 16
-"""So many boolean keys are 16 bytes."""
+"""So many keys of a mask are a multiple of 16 bytes."""
 
 
 def _aligned(mask: torch.Tensor) -> torch.Tensor:
@@ -35,80 +34,121 @@ def _aligned(mask: torch.Tensor) -> torch.Tensor:
 class ForwardCache(RowStorage):
     """A storage with masks and positions, into which the layers of a forward write in order. The lengths grow with the last one."""
 
+    _end = 0  # of the storage that the running forward attends over
+
+    # ---- lengths on the device
+
+    @property
+    def uses_device_lengths(self) -> bool:
+        """Whether attention reads ``device_lengths`` instead of a mask."""
+        return self.is_static or (self._on_gpus and self._config._attn_implementation == ATTENTION)
+
+    @property
+    def device_lengths(self) -> torch.Tensor:
+        """Tokens held per row, int32 ``[rows]`` on ``device``: those that it follows, else always the same tensor; see ``sync()``."""
+        return self._lengths_on[self.device] if self._followed is None else self._followed
+
+    @property
+    def first_positions(self) -> Sequence[int] | torch.Tensor:
+        """Per row, the position of a forward's first column; of a static cache a tensor on the device."""
+        return self.device_lengths if self.is_static else self.lengths
+
+    def follow(self, lengths: torch.Tensor) -> None:
+        """Read the lengths at which forwards begin from a tensor that the device writes, without a copy. For a static cache.
+
+        From here on the host's lengths are unknown, and no forward changes them, until ``set_lengths()``.
+
+        Args:
+            lengths: int32 ``[rows]`` on the device, contiguous.
+        """
+        assert self.is_static
+        self._followed, self._stale = lengths, False
+
+    def sync(self) -> None:
+        """Copy the host's lengths to each device, if they have changed. A forward does so, too."""
+        if self._stale:
+            lengths = torch.tensor(self._lengths, dtype=torch.int32, device="cpu")
+            for there in self._lengths_on.values():
+                there.copy_(lengths, non_blocking=True)
+            self._stale = False
+
+    def _check_attention(self) -> None:
+        if self.is_static and self._config._attn_implementation != ATTENTION:
+            raise ValueError(
+                f"a static RowCache works with attention by lengths only, and this model has "
+                f"{self._config._attn_implementation}: call model.set_attn_implementation({ATTENTION!r}) first"
+            )
+
+    def _capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _update_device(self) -> None:
+        if self._stale and self._capturing():
+            raise RuntimeError(
+                "the lengths on the device are out of date: call the RowCache's sync() before the capture"
+            )
+        self.sync()
+
+    # ---- masks and positions
+
     def positions(self, q: int) -> torch.Tensor:
         """Positions of the next ``q`` columns: int64 ``[rows, q]``, ``lengths[r] + i``.
 
         Raises:
             ValueError: beyond the capacity.
         """
+        self._need(q)
         self._placed_q = q
         return self._indices(q)
 
     def _indices(self, q: int) -> torch.Tensor:
-        """Indices of the next ``q`` columns in the cache: int64 ``[rows, q]``."""
-        self._need(q)
         if self.uses_device_lengths:
             self._update_device()
-            # One kernel: the sum of int64 and int32 is int64. Not kept, since in a capture it lies in the graph's memory.
-            return self._arange[:q] + self.device_lengths[:, None]
+            # One kernel: the sum of int64 and int32 is int64.
+            return self._columns[:q] + self.device_lengths[:, None]
         if self._even:
-            return self._arange.narrow(0, self._top, q).expand(self._rows, q)
-        if self._ragged is None or self._ragged[0] != q:
-            lengths = torch.tensor(self._lengths, device=self.device)
-            self._ragged = (q, lengths[:, None] + self._arange[:q])
-        return self._ragged[1]
+            return self._columns[self._top : self._top + q].expand(self.rows, q)
+        return self._columns[:q] + torch.tensor(self._lengths, device=self.device)[:, None]
 
-    def mask(self, q: int, dtype: torch.dtype | None = None, *, window: int | None = None) -> torch.Tensor | None:
+    def mask(self, q: int, *, window: int | None = None) -> torch.Tensor | None:
         """The 4-D mask of a forward of ``q`` columns at the present lengths.
 
         Key ``j`` is visible to column ``i`` of row ``r`` iff ``j <= lengths[r] + i``, and with a window ``j > lengths[r] + i - window``.
 
         Args:
             q: columns.
-            dtype: ``torch.bool``: True for visible, which sdpa takes; eager attention would add it. A floating dtype: 0 for visible, else
-                -inf, which both take. None: the cache's own dtype, since sdpa would convert a boolean mask in each layer.
             window: of the layers that the mask is for; None: they see all keys.
 
         Returns:
-            ``[rows, 1, q, max(lengths) + q]``. None where the model needs none: equal lengths within the window, and one column or (with sdpa)
-            an empty cache. Without ``dtype``, and with attention that reads ``device_lengths``: a mask of no keys.
+            ``[rows, 1, q, max(lengths) + q]`` in the cache's dtype: 0 for visible, else -inf. None where the model needs none: equal lengths
+            within the window, and one column or (with sdpa) an empty cache. With attention that reads ``device_lengths``: a mask of no keys.
 
         Raises:
             ValueError: beyond the capacity.
             NotImplementedError: the lengths differ, and the model's attention takes no such mask.
         """
-        top = self._need(q)
+        top, kind = self._need(q), mask_kind(self._config)
         if window is not None and top <= window:
             window = None
-        if self.uses_device_lengths and dtype is None:
+        if self.uses_device_lengths:
             self._masked_q = q
-            return lengths_only(self._rows, q, self.device)
-        if self._even and window is None:
-            if q == 1:
-                return None
-            if self._top == 0 and dtype is None and mask_kind(self._config) is MaskKind.SDPA:
-                # Causal: transformers sets sdpa's flag for it.
-                return None
-        if dtype is None:
-            dtype = self.dtype
-            if mask_kind(self._config) is MaskKind.NONE:
-                raise NotImplementedError(
-                    f"{self._config._attn_implementation} attention takes no 4-D mask, which rows of different lengths "
-                    'and feeds of several tokens need: call model.set_attn_implementation("sdpa")'
-                )
+            return lengths_only(self.rows, q, self.device)
+        # Causal: transformers sets sdpa's flag for it.
+        is_causal = self._top == 0 and kind is MaskKind.SDPA
+        if self._even and window is None and (q == 1 or is_causal):
+            return None
+        if kind is MaskKind.NONE:
+            raise NotImplementedError(
+                f"{self._config._attn_implementation} attention takes no 4-D mask, which rows of different lengths "
+                'and feeds of several tokens need: call model.set_attn_implementation("sdpa")'
+            )
+        at = self._indices(q)[: 1 if self._even else self.rows, :, None]
         self._masked_q = q
-        if self._even and q <= _BAND_WIDTH:
-            # Row i of the band is visible up to column capacity + i. So the view that begins at capacity - length is the mask at that length.
-            width, band = self._band.get((dtype, window), (0, self._arange))
-            if width < q:
-                width = min(_BAND_WIDTH, max(16, 1 << (q - 1).bit_length()))
-                rows = torch.arange(width, device=self.device)[None] + self._capacity
-                band = self._make_mask(rows, self._capacity + width, dtype, window)[0]
-                self._band[dtype, window] = (width, band)
-            # [q, top], expanded to [rows, 1, q, top].
-            view = band[:q, self._capacity - self._top : self._capacity + q]
-            return _aligned(view).expand(self._rows, 1, q, top)
-        return _aligned(self._make_mask(self._indices(q), top, dtype, window)[:, None])
+        hidden = self._columns[:top] > at
+        if window is not None:
+            hidden |= self._columns[:top] <= at - window
+        mask = torch.zeros_like(hidden, dtype=self.dtype).masked_fill_(hidden, -torch.inf)
+        return _aligned(mask[:, None]).expand(self.rows, 1, q, top)
 
     def masks(self, q: int) -> list[torch.Tensor | None]:
         """Per layer the mask of a forward of ``q`` columns, see :meth:`mask`. Layers with the same window share it."""
@@ -121,53 +161,34 @@ class ForwardCache(RowStorage):
         window = next((window for window in self.windows if window is not None), None)
         return {FULL: self.mask(q), SLIDING: self.mask(q, window=window)}
 
-    def _make_mask(self, indices: torch.Tensor, keys: int, dtype: torch.dtype, window: int | None) -> torch.Tensor:
-        """``[rows, q, keys]`` for columns at ``indices [rows, q]``."""
-        # Not inference tensors: the band is kept, and used inside and outside of inference_mode.
-        with torch.inference_mode(False), torch.no_grad():
-            at = torch.arange(keys, device=self.device)
-            visible = at <= indices[:, :, None]
-            if window is not None:
-                visible &= at > indices[:, :, None] - window
-            if dtype == torch.bool:
-                return visible
-            return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
+    # ---- a forward
 
-    def open(self, q: int) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    def open(self, q: int) -> tuple[Sequence[int] | torch.Tensor, Sequence[torch.Tensor]]:
         """Begin a forward of ``q`` columns, for code that loops over the layers itself. ``close()`` ends it.
 
         Args:
             q: columns.
 
         Returns:
-            ``new`` and ``used``, views per layer: keys at ``[layer]``, values at ``[layers + layer]``. ``new`` is where new keys and values
-            belong, ``[rows, kv_heads, q, head_dim]``. It is empty if the lengths
-            differ, since ``scatter()`` must write then, and if attention reads ``device_lengths``, since ``update()`` writes. ``used`` is what
-            to attend over, ``[rows, kv_heads, max(lengths) + q, head_dim]``.
+            :attr:`first_positions`, and what to attend over: the keys of each layer ``[rows, kv_heads, max(lengths) + q, head_dim]``, then the
+            values; of a static cache all of its storage.
 
         Raises:
             ValueError: beyond the capacity.
         """
+        self._begin(q)
+        return self.first_positions, [store[:, :, : self._end] for store in (*self._keys, *self._values)]
+
+    def _begin(self, q: int) -> None:
         top = self._need(q)
         aim, self._aim = self._aim, None
         if self._ring is not None:
             self._ring.begin(self._lengths, q, aim)
         if self.uses_device_lengths:
             self._check_attention()
+        if self.uses_device_lengths or not self._even:
             self._update_device()
-            self._open_q = q
-            return (), self._narrowed(0, self._capacity if self._static else top)
-        used = self._narrowed(0, top)
-        new: Sequence[torch.Tensor] = ()
-        if not self._even:
-            # Once per forward and device.
-            indices = self._indices(q)
-            for storage in self._storages:
-                storage.point(indices)
-        else:
-            new = self._narrowed(self._top, q)
-        self._open_q = q
-        return new, used
+        self._open_q, self._end = q, self.capacity if self.is_static else top
 
     def open_storage(self, q: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Begin a forward of ``q`` columns, for code that writes into the storage itself. ``close()`` ends it.
@@ -176,7 +197,7 @@ class ForwardCache(RowStorage):
             q: columns.
 
         Returns:
-            All keys and all values, views ``[layers, rows, kv_heads, capacity, head_dim]``, and the lengths per row. The keys and values of
+            All keys and all values, ``[layers, rows, kv_heads, capacity, head_dim]``, and the lengths per row. The keys and values of
             column ``i`` of row ``r`` belong at position ``lengths[r] + i``.
 
         Raises:
@@ -184,21 +205,8 @@ class ForwardCache(RowStorage):
         """
         self._need(q)
         self._open_q = q
-        (storage,) = self._storages
-        return *storage.halves, self._lengths
-
-    def scatter(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
-        """Write the new keys and values of one layer, if the lengths differ. Between ``open()`` and ``close()``.
-
-        Args:
-            keys: ``[rows, q, kv_heads, head_dim]``.
-            values: as ``keys``.
-            layer: index of the layer, among those with keys and values.
-        """
-        index = self._places[layer][0].index
-        assert index is not None
-        self._flat[layer].index_copy_(0, index, keys.reshape(-1, self._dims[0]))
-        self._flat[self._depth + layer].index_copy_(0, index, values.reshape(-1, self._dims[-1]))
+        keys, values = self._stores
+        return keys, values, self._lengths
 
     def close(self) -> None:
         """End a forward: every length grows by its columns.
@@ -228,18 +236,73 @@ class ForwardCache(RowStorage):
 
     def _enter(self, layer: int, q: int) -> None:
         if layer == 0:
-            self._new, self._used = self.open(q)
+            self._begin(q)
         elif self._open_q != q:
             raise RuntimeError(f"RowCache: layer {layer} is updated, but its forward did not begin with layer 0")
 
     def _leave(self, layer: int) -> None:
-        if layer == self._layers - 1:
+        if layer == len(self.windows) - 1:
             self.close()
-            self._new = self._used = ()
 
-    def _update_device(self) -> None:
-        if self._stale and self._capturing():
-            raise RuntimeError(
-                "the lengths on the device are out of date: call the RowCache's sync() before the capture"
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys and values and return the used prefix. The lengths grow with the last layer.
+
+        Args:
+            key_states: ``[rows, kv_heads, q, head_dim]``.
+            value_states: as ``key_states``.
+            layer_idx: layers come in order.
+            *args: ignored.
+            **kwargs: ignored.
+
+        Returns:
+            Keys and values, views ``[rows, kv_heads, max(lengths) + q, head_dim]``; all of a static cache's storage.
+
+        Raises:
+            ValueError: another shape or dtype, or beyond the capacity; nothing was written.
+            RuntimeError: rows of different lengths without ``mask(q)`` and ``positions(q)``, states that require gradients, or layers out
+                of order.
+        """
+        i, q = self._attention[layer_idx], key_states.shape[2]
+        if i == 0:
+            self._check(key_states, value_states)
+        self._enter(layer_idx, q)
+        keys, values = self._keys[i][:, :, : self._end], self._values[i][:, :, : self._end]
+        if self.uses_device_lengths or not self._even:
+            lengths = self._lengths_on[keys.device] if self._followed is None else self._followed
+            # Under autocast only the keys have the model's dtype.
+            ops.kv_append(key_states, value_states.to(self.dtype), keys, values, lengths)
+            if self.uses_device_lengths:
+                attach_lengths(keys, lengths, self.windows[layer_idx])
+        else:
+            keys[:, :, self._top :].copy_(key_states)
+            values[:, :, self._top :].copy_(value_states)
+        self._leave(layer_idx)
+        return keys, values
+
+    def _check(self, states: torch.Tensor, values: torch.Tensor) -> None:
+        q, layout = states.shape[2], self._layout
+        wanted = [(self.rows, layout.heads, q, dim) for dim in (layout.key_dim, layout.value_dim)]
+        if [states.shape, values.shape] != wanted or q < 1:
+            raise ValueError(
+                f"RowCache of {self.rows} rows, {layout.heads} heads, keys of {layout.key_dim} and values of {layout.value_dim}: cannot hold "
+                f"new keys and values of shape [rows, heads, columns, head_dim] = {list(states.shape)} and {list(values.shape)}"
             )
-        self.sync()
+        if states.dtype != self.dtype or states.device != self.layer_devices[0]:
+            raise ValueError(
+                f"RowCache holds {self.dtype} on {self.layer_devices[0]}, the new keys are {states.dtype} on {states.device}"
+            )
+        if states.requires_grad:
+            raise RuntimeError(
+                "RowCache is for inference: call the model under torch.no_grad() or torch.inference_mode()"
+            )
+        if not self._even and not self._masked_q == self._placed_q == q:
+            raise RuntimeError(self._trap())
+
+    def _trap(self) -> str:
+        return (
+            f"the rows of this RowCache hold {self._lengths} tokens: what transformers derives from one length would be "
+            "wrong. Pass attention_mask=cache.mask(q) and position_ids=cache.positions(q) for a feed of q "
+            "tokens, give transformers cache.as_dynamic(attention_mask), or use pipespec.engine.forward.forward(model, tokens, cache, keep=...)"
+        )

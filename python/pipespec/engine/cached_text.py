@@ -20,9 +20,6 @@ from pipespec.models.properties import embedding_size
 if TYPE_CHECKING:
     from pipespec.engine.group import ForwardGroup
 
-PROMPT_TAIL = 64
-"""Tokens of a prompt that a draft reads if it begins late. The rest hardly helps it, and would delay the text."""
-
 
 def forward_group(model: PreTrainedModel) -> ForwardGroup | None:
     """The processes that share a model's tensors; None for one that is whole in this process. All pipelines on a model share it."""
@@ -36,13 +33,8 @@ def forward_group(model: PreTrainedModel) -> ForwardGroup | None:
 class CachedText:
     """A model, its cache, and the text that it has read.
 
-    Caches between calls: after a call the cache is kept. The next call reuses it if it has the same number of rows and enough capacity. With
-    ``StageInputs.reuse`` it also keeps the tokens that agree with its prompts.
-
-    * :meth:`adopt` replaces the cache by the caller's (``past_key_values``), which is owned from there on.
-    * :meth:`return_cache` gives the cache to the caller.
-    * :meth:`reusable_bytes` is the memory that the next call takes over instead of allocating it.
-    * :meth:`release_unused` frees the cache before a call that does not need its content; :meth:`release` frees it in any case.
+    After a call the cache is kept. The next call reuses it if it has the same number of rows and enough capacity. With ``StageInputs.reuse`` it
+    also keeps the tokens that agree with its prompts.
 
     Args:
         model: in eval mode.
@@ -60,9 +52,8 @@ class CachedText:
         # int32 [rows, positions]: the tokens whose keys and values the cache holds, _held[row] of them.
         self._text = np.zeros((0, 0), dtype=np.int32)
         self._held: list[int] = []
-        # Per row, the position of the first of these tokens: a draft that begins late does not read the beginning of a long prompt.
+        # Per row, the position of the first of these tokens: a draft that begins late skips the beginning of a long prompt.
         self._skipped: list[int] = []
-        self._unread: list[int] | None = None
         self._clamp: int | None = None
         self._group = forward_group(model)
         self._prompt_logits: torch.Tensor | None = None
@@ -70,11 +61,9 @@ class CachedText:
         """Whether the model's own modules read long parts of a prompt, see :func:`pipespec.engine.forward.wide_columns`."""
         self.published: tuple[Sequence[int], torch.dtype] | None = None
         """The hidden states that the forwards keep for a draft, and in which dtype, see :class:`pipespec.engine.features.Features`; None: none."""
-        self.defers = False
-        """Whether the prompt is read in the first step of a call, which may never come. For drafts."""
 
     def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
-        """Own the caller's cache from here on. The next prefill continues from what it holds.
+        """Own the caller's cache (``past_key_values``) from here on. The next prefill continues from what it holds.
 
         Args:
             cache: of this model's shape.
@@ -84,10 +73,13 @@ class CachedText:
         # return_cache() sets it again.
         cache.text = None
         self._skipped = [0] * len(text)
-        self._text = np.zeros((len(text), max(map(len, text), default=0)), dtype=np.int32)
+        self._set_text(text, max(map(len, text), default=0))
+        self._held = [len(tokens) for tokens in text]
+
+    def _set_text(self, text: Sequence[np.ndarray], columns: int) -> None:
+        self._text = np.zeros((len(text), columns), dtype=np.int32)
         for row, tokens in enumerate(text):
             self._text[row, : len(tokens)] = tokens
-        self._held = [len(tokens) for tokens in text]
 
     def release(self) -> None:
         """Free the cache. The next prefill allocates a new one."""
@@ -107,12 +99,7 @@ class CachedText:
         return Counter({device: n * capacity // cache.capacity for device, n in cache.nbytes_on().items()})
 
     def release_unused(self, inputs: StageInputs, given: RowCache | None) -> None:
-        """Free the cache unless the call continues from its content, and the packed weights.
-
-        Args:
-            inputs: of the call.
-            given: the cache that the stage will adopt for it; None: its own.
-        """
+        """Free the cache unless the call continues from its content, and the packed weights. Arguments are those of :meth:`reusable_bytes`."""
         cache = self._cache
         if cache is None or given is not None or not (inputs.reuse and cache.rows == len(inputs.prompts)):
             self.release()
@@ -148,10 +135,7 @@ class CachedText:
 
     @torch.inference_mode()
     def follow(self, inputs: StageInputs) -> list[np.ndarray]:
-        """Run the forwards that the leader of the target's group announces, until it ends the call.
-
-        Args:
-            inputs: of the call, those of the leader.
+        """Run the forwards that the leader of the target's group announces, until it ends the call, which has the same ``inputs``.
 
         Returns:
             Per row, int32 ids of the text that the leader has generated, without the prompt.
@@ -172,51 +156,10 @@ class CachedText:
 
     # ---- the prompt
 
-    def _read(self, inputs: StageInputs, cache: RowCache, held: list[int], *, selects: bool) -> tuple[int, int]:
-        """Read the prompts but for their last tokens, or defer that. Returns the largest and the total number of tokens that were read.
-
-        ``cache`` and ``held`` are those of :meth:`_open`. With ``selects``, wide forwards also read the last tokens, see :meth:`_fill`.
-        """
-        self._chunk = inputs.chunk
-        self._prompt_logits = None
-        self._unread = list(self._held) if self.defers else None
-        if self.defers:
-            self._held = held
-        else:
-            self._fill(cache, held, self._held, selects=selects)
-        new = [n - h for n, h in zip(self._held, held, strict=True)]
-        return max(new), sum(new)
-
-    @property
-    def is_deferred(self) -> bool:
-        """Whether the next forward reads the prompt first, see :attr:`defers`."""
-        return self._unread is not None
-
-    def pack(self) -> None:
-        """Choose the form of the forwards, which packs the weights, before a call needs it."""
-        native_form_of(self.model, RowCache.for_model(self.model, 1, 1), native=self._native)
-
-    def _read_until(self) -> list[int]:
-        """Per row, the position up to which the text is read, a part of a deferred prompt that will never be read included."""
-        assert self._cache is not None
-        read = [n + skipped for n, skipped in zip(self._cache.lengths, self._skipped, strict=True)]
-        if self._unread is not None and not any(read):
-            return [max(0, n - PROMPT_TAIL) for n in self._unread]
-        return read
-
-    def _read_late(self, cache: RowCache) -> None:
-        """Read the prompts, whose reading was deferred."""
-        assert self._unread is not None
-        until, self._unread = self._unread, None
-        if not any(self._held) and not cache.is_recurrent:
-            self._held = self._skipped = [max(0, n - PROMPT_TAIL) for n in until]
-        self._fill(cache, list(self._held), until)
-        self._held = until
-
     def _open(self, inputs: StageInputs) -> tuple[RowCache, list[int]]:
         """Prepare cache and text of a call. Returns the cache, and how many tokens of each row it holds."""
-        prompts, rows, most = inputs.prompts, len(inputs.prompts), inputs.most
-        self._device = input_device(self.model)
+        prompts, rows = inputs.prompts, len(inputs.prompts)
+        self._device, self._chunk, self._prompt_logits = input_device(self.model), inputs.chunk, None
         self._fit_vocabulary(inputs.vocabulary)
         held = [0] * rows
         if self._cache is not None and not self._cache.matches(self.model):
@@ -237,9 +180,7 @@ class CachedText:
         if any(held):
             # For a cache that is empty, the first forward does so.
             recheck(self.model, native=self._native)
-        self._text = np.zeros((rows, most), dtype=np.int32)
-        for row, prompt in enumerate(prompts):
-            self._text[row, : len(prompt)] = prompt
+        self._set_text(prompts, inputs.most)
         self._held = [len(p) - 1 for p in prompts]
         return cache, held
 
@@ -316,18 +257,14 @@ class CachedText:
     def _fill_by_library(
         self, cache: RowCache, begin: list[int], end: list[int], logits: dict[int, torch.Tensor] | None
     ) -> list[int]:
-        """Cache the tokens that belong to wide forwards, row by row. Returns where the rest begins.
-
-        With ``logits``, they go up to the last token of a prompt, and its logits are added by row.
-        """
+        """Cache the tokens that belong to wide forwards, row by row, and add the logits behind whole prompts. Returns where the rest begins."""
         last, begin = [e + (logits is not None) for e in end], list(begin)
         wide = wide_columns(
             self.model, cache, max(e - b for b, e in zip(begin, last, strict=True)), native=self._native
         )
         for row, to in enumerate(last):
             while wide is not None and (q := min(self._chunk, to - begin[row])) >= wide:
-                tokens = torch.from_numpy(self._text[row, begin[row] : begin[row] + q])[None].to(self._device)
-                tokens = tokens if self._clamp is None else tokens.clamp(max=self._clamp)
+                tokens = self._tokens_of(row, begin[row], begin[row] + q)
                 begin[row] += q
                 keep = int(logits is not None and begin[row] == to)
                 kept = forward_row(self.model, tokens, cache, row, keep)
@@ -339,10 +276,14 @@ class CachedText:
         """Read the last token of the other prompts, each for itself: a forward of all rows would compute the keys and values of the complete ones again."""
         for row, last in enumerate(end):
             if row not in logits:
-                token = torch.from_numpy(self._text[row, last : last + 1])[None].to(self._device)
                 with cache.row_alone(row, 1) as alone:
+                    token = self._tokens_of(row, last, last + 1)
                     logits[row] = forward(self.model, token, alone, keep=1, native=self._native)
         self._prompt_logits = torch.cat([logits[row] for row in range(len(end))])
+
+    def _tokens_of(self, row: int, begin: int, end: int) -> torch.Tensor:
+        tokens = torch.from_numpy(self._text[row, begin:end])[None].to(self._device)
+        return tokens if self._clamp is None else tokens.clamp(max=self._clamp)
 
     # ---- forwards
 
@@ -355,8 +296,7 @@ class CachedText:
             return forward(self.model, fed, cache, keep=keep, native=self._native)
         except BaseException:
             # Lengths grow when a forward is complete, so what an interrupted one has written does not count.
-            has = [n + skipped for n, skipped in zip(cache.lengths, self._skipped, strict=True)]
-            self._held = [min(pair) for pair in zip(self._held, has, strict=True)]
+            self._held = [min(pair) for pair in zip(self._held, self._read_by(cache), strict=True)]
             raise
 
     def _roll_back(self, cache: RowCache, lengths: Sequence[int]) -> None:
@@ -366,6 +306,10 @@ class CachedText:
         if there != list(lengths):
             cache.reserve_states()
             self._fill(cache, there, list(lengths))
+
+    def _read_by(self, cache: RowCache) -> list[int]:
+        """Per row, the position up to which a cache holds the text."""
+        return [n + skipped for n, skipped in zip(cache.lengths, self._skipped, strict=True)]
 
     def _in_cache(self, positions: Sequence[int]) -> list[int]:
         """The indices of positions of the text in the cache."""

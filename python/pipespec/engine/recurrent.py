@@ -17,9 +17,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from pipespec.engine.states import LayerStates
+from pipespec.engine.states import LayerStates, StateRing
 from pipespec.models.compat import chunked_delta_rule
 from pipespec.models.devices import why_not_whole
+from pipespec.models.layout import StateLayout
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import has_hooks, has_own_forward
 
@@ -133,35 +134,21 @@ class GatedDeltaNet(nn.Module):
             return
         noise = torch.randn((1, 6, own.hidden_size), generator=torch.Generator().manual_seed(0), device="cpu")
         hidden = noise.to(weight.device, own.dt_bias.dtype)
+        layout = StateLayout(
+            (0,), own.conv_dim, own.conv_kernel_size - 1, own.num_v_heads, own.head_k_dim, own.head_v_dim
+        )
+        ring = StateRing(layout, 1, hidden.dtype, hidden.device)
         with torch.inference_mode():
             expected = own(hidden).float()
-            for stepwise in (True, False):
-                given = _ProbeStates(own, hidden, stepwise)
-                error = (self._run(hidden, given).float() - expected).abs().amax()  # type: ignore[arg-type]
+            for keep in (None, [4]):  # column by column, and in chunks
+                ring.begin([0], hidden.shape[1], keep)
+                error = (self._run(hidden, ring.layer(0)).float() - expected).abs().amax()
                 # Not a number compares false.
                 if not bool(error <= TOLERANCE.get(hidden.dtype, 0) * expected.abs().amax()):
                     raise ValueError(
                         f"the recurrent layers of this model ({type(own).__name__}) compute something else than a gated delta net as of "
                         f"transformers 5.0 to 5.23: outputs differ by {float(error):.2g} on a probe; use one of these versions"
                     )
-
-
-class _ProbeStates:
-    """Empty states for the probe of a module, in place of :class:`LayerStates`."""
-
-    columns = (4,)
-
-    def __init__(self, own: Any, hidden: torch.Tensor, stepwise: bool) -> None:
-        self.stepwise = stepwise
-        self._own, self._like = own, hidden
-
-    def load(self) -> tuple[torch.Tensor, torch.Tensor]:
-        own, like = self._own, self._like
-        inputs = like.new_zeros((1, own.conv_dim, own.conv_kernel_size - 1))
-        return inputs, like.new_zeros((1, own.num_v_heads, own.head_k_dim, own.head_v_dim), dtype=torch.float32)
-
-    def store(self, column: int, inputs: torch.Tensor, state: torch.Tensor) -> None:
-        """Nothing is kept."""
 
 
 class _Steps:

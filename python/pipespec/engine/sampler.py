@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from transformers.generation import logits_process as hf
 
 from pipespec.engine.acceptance import RejectionAcceptance
 from pipespec.engine.callers import run_processors
-from pipespec.engine.sampling import LogitsProcess, SamplingParams, ignored_ids, ignored_prefix
+from pipespec.engine.sampling import FusedPenalties, LogitsProcess, SamplingParams, ignored_ids, ignored_prefix
 from pipespec.errors import run_user_code
 from pipespec_kernels import ops
 from pipespec_kernels.noise import ALL_DRAWN, Noise
@@ -109,6 +109,15 @@ class ScoreRecord:
             self.top_ids[row].extend(top_ids.clone().unbind(0))
 
 
+class _Step(NamedTuple):
+    """The columns of a step, see :meth:`Sampler.__call__`."""
+
+    fed: torch.Tensor
+    query_lens: np.ndarray
+    num_draft_tokens: np.ndarray
+    positions: np.ndarray
+
+
 class Sampler:
     """Chooses the tokens of one stage in one call.
 
@@ -187,103 +196,100 @@ class Sampler:
         """
         if self._vocabulary is not None and logits.shape[2] > self._vocabulary:
             logits = logits[:, :, : self._vocabulary]
+        step = _Step(fed, query_lens, num_draft_tokens, positions)
+        bitmask = self._bitmask(logits, step)
         if self._stepwise:
-            return self._by_position(logits, fed, query_lens, num_draft_tokens, positions)
-        raw, sampling_params, cutoff = logits, self._sampling_params, None
-        bitmask = self._bitmask(logits, fed, query_lens, num_draft_tokens, positions)
+            return self._by_position(logits, step, bitmask)
+        processed = logits
         if self._penalties is not None:
-            logits = self._penalised(logits, query_lens, num_draft_tokens, positions, bitmask)
+            processed = self._penalised(self._penalties, logits, step, bitmask)
         elif bitmask is not None:
-            logits = float32_copy(logits)
-            apply_bitmask(logits, bitmask, query_lens=query_lens, num_draft_tokens=num_draft_tokens)
-        noise = undrawn = None
-        if sampling_params.seeds is not None:
-            if sampling_params.cuts:
-                cutoff = self._cutoff(
-                    logits, self._inverse_temperature, query_lens=query_lens, num_draft_tokens=num_draft_tokens
-                )
-            noise = Noise(self._keys, positions, self._inverse_temperature, cutoff)
-            if self._is_target:
-                undrawn = torch.full(query_lens.shape, ALL_DRAWN, dtype=torch.int64, device=logits.device)
-        counts = query_lens, num_draft_tokens
-        if self._acceptance is None or noise is None:
-            selected, _ = ops.verify(logits, fed, *counts, noise=noise, undrawn=undrawn)
-        elif self._is_target:
-            selected, _ = self._acceptance.accept(logits, fed, *counts, noise, undrawn)
-        else:
-            selected, _ = self._acceptance.draw(logits, fed, *counts, noise)
-        if undrawn is not None:
-            check_drawn(undrawn)
-        if self._record is not None:
-            self._keep(self._record, raw, logits, selected, counts, cutoff)
-        return selected
+            processed = float32_copy(logits)
+            apply_bitmask(processed, bitmask, query_lens=query_lens, num_draft_tokens=num_draft_tokens)
+        return self._choose(logits, processed, step, acceptance=self._acceptance)
 
-    def _keep(
+    def _choose(
         self,
-        record: ScoreRecord,
         raw: torch.Tensor,
         processed: torch.Tensor,
-        selected: torch.Tensor,
-        counts: tuple[np.ndarray, np.ndarray],
-        cutoff: torch.Tensor | None,
-    ) -> None:
-        """Record the tokens that a step has selected."""
+        step: _Step,
+        *,
+        row: int | None = None,
+        acceptance: RejectionAcceptance | None = None,
+    ) -> torch.Tensor:
+        """Choose the tokens of a step, and record them.
+
+        Args:
+            raw: logits of the model.
+            processed: likewise, behind all processors.
+            step: its columns.
+            row: the row of the batch that the step consists of; None: all of them.
+            acceptance: of its draft tokens.
+        """
+        params, counts = self._sampling_params, (step.query_lens, step.num_draft_tokens)
+        noise = cutoff = inverse = undrawn = None
+        if params.seeds is not None:
+            rows = slice(None) if row is None else slice(row, row + 1)
+            inverse = self._inverse_temperature[rows]
+            if params.cuts:
+                cutoff = ops.cutoff(
+                    processed,
+                    inv_temperature=inverse,
+                    top_k=params.top_k,
+                    top_p=params.top_p,
+                    min_p=params.min_p,
+                    query_lens=step.query_lens,
+                    num_draft_tokens=step.num_draft_tokens,
+                )
+            noise = Noise(self._keys[rows], step.positions, inverse, cutoff)
+            if self._is_target:
+                undrawn = torch.full(step.query_lens.shape, ALL_DRAWN, dtype=torch.int64, device=processed.device)
+        if acceptance is None or noise is None:
+            selected, _ = ops.verify(processed, step.fed, *counts, noise=noise, undrawn=undrawn)
+        elif self._is_target:
+            selected, _ = acceptance.accept(processed, step.fed, *counts, noise, undrawn)
+        else:
+            selected, _ = acceptance.draw(processed, step.fed, *counts, noise)
+        if undrawn is not None:
+            check_drawn(undrawn, row or 0)
+        record = self._record
+        if record is None:
+            return selected
         logprobs = top_ids = None
-        query_lens, num_draft_tokens = counts
         if record.top_logprobs is not None:
-            inverse = None if self._sampling_params.seeds is None else self._inverse_temperature
             logprobs, top_ids = logprobs_of(processed, selected, *counts, inverse, cutoff, record.top_logprobs)
-        for row in np.flatnonzero(query_lens).tolist():
-            first, count = int(query_lens[row] - 1 - num_draft_tokens[row]), int((selected[row] >= 0).sum())
+        for at in np.flatnonzero(step.query_lens).tolist():
+            first, count = int(step.query_lens[at] - 1 - step.num_draft_tokens[at]), int((selected[at] >= 0).sum())
             record.add(
-                row,
+                at + (row or 0),
                 count,
-                raw[row, first : first + count],
-                processed[row, first : first + count],
-                None if logprobs is None else logprobs[row, :count],
-                None if top_ids is None else top_ids[row, :count],
+                raw[at, first : first + count],
+                processed[at, first : first + count],
+                None if logprobs is None else logprobs[at, :count],
+                None if top_ids is None else top_ids[at, :count],
             )
+        return selected
 
-    def _cutoff(self, logits: torch.Tensor, inverse_temperature: torch.Tensor, **counts: Any) -> torch.Tensor:
-        s = self._sampling_params
-        return ops.cutoff(
-            logits, inv_temperature=inverse_temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, **counts
-        )
-
-    def _bitmask(
-        self,
-        logits: torch.Tensor,
-        fed: torch.Tensor,
-        query_lens: np.ndarray,
-        num_draft_tokens: np.ndarray,
-        positions: np.ndarray,
-    ) -> torch.Tensor | None:
+    def _bitmask(self, logits: torch.Tensor, step: _Step) -> torch.Tensor | None:
         """The grammar's bitmask of each column; None without a grammar."""
         if self._grammar is None:
             return None
-        step = (query_lens, num_draft_tokens, positions)
         # A draft may have fewer tokens than the grammar, which is made for the target's.
         mine = logits.shape[2]
-        whole = self._grammar.bitmask(self._text, fed, *step, self._vocabulary or mine, is_target=self._is_target)
+        whole = self._grammar.bitmask(self._text, *step, self._vocabulary or mine, is_target=self._is_target)
         return whole[:, :, : -(-mine // 32)].contiguous()
 
     def _penalised(
-        self,
-        logits: torch.Tensor,
-        query_lens: np.ndarray,
-        num_draft_tokens: np.ndarray,
-        positions: np.ndarray,
-        bitmask: torch.Tensor | None,
+        self, penalties: FusedPenalties, logits: torch.Tensor, step: _Step, bitmask: torch.Tensor | None
     ) -> torch.Tensor:
         """A float32 copy with penalties and biases, each column with its own prefix, see :func:`pipespec_kernels.ops.penalize`."""
-        assert self._penalties is not None
         out = float32_copy(logits)
         rows, width, _ = out.shape
         lengths, tokens = np.zeros(rows, dtype=np.int32), np.full((rows, width), -1, dtype=np.int32)
         seen = [np.zeros(0, dtype=np.int32)] * rows
-        for row in np.flatnonzero(query_lens).tolist():
-            fed = int(query_lens[row])
-            prefix = self._prefix(row, int(positions[row]) + fed - 1)[self._ignored[row] :]
+        for row in np.flatnonzero(step.query_lens).tolist():
+            fed = int(step.query_lens[row])
+            prefix = self._prefix(row, int(step.positions[row]) + fed - 1)[self._ignored[row] :]
             # Columns before the first one that matters may lie in a part of the text that processors do not see.
             known = max(0, len(prefix) - fed)
             tokens[row, fed - (len(prefix) - known) : fed] = prefix[known:]
@@ -291,16 +297,13 @@ class Sampler:
         history = np.zeros((rows, int(lengths.max()) + width), dtype=np.int32)
         for row, ids in enumerate(seen):
             history[row, : len(ids)] = ids
-        device = out.device
         ops.penalize(
             out,
-            torch.from_numpy(tokens).to(device),
-            torch.from_numpy(history).to(device),
-            torch.from_numpy(lengths).to(device),
-            self._penalties.tensors(self._ignored, device),
-            query_lens=query_lens,
-            num_draft_tokens=num_draft_tokens,
-            bitmask=None if bitmask is None else bitmask.to(device),
+            *(torch.from_numpy(given).to(out.device) for given in (tokens, history, lengths)),
+            penalties.tensors(self._ignored, out.device),
+            query_lens=step.query_lens,
+            num_draft_tokens=step.num_draft_tokens,
+            bitmask=None if bitmask is None else bitmask.to(out.device),
         )
         return out
 
@@ -311,62 +314,34 @@ class Sampler:
         prompt = self._sampling_params.prompts[row]
         return np.concatenate([prompt.ids, self._text[row, prompt.length : end]])
 
-    def _by_position(
-        self,
-        logits: torch.Tensor,
-        fed: torch.Tensor,
-        query_lens: np.ndarray,
-        num_draft_tokens: np.ndarray,
-        positions: np.ndarray,
-    ) -> torch.Tensor:
+    def _by_position(self, logits: torch.Tensor, step: _Step, bitmask: torch.Tensor | None) -> torch.Tensor:
         """Choose one position after the other, each with its exact prefix: for processors that need it."""
-        selected = torch.full(fed.shape, -1, dtype=torch.int32, device="cpu")
-        bitmask = self._bitmask(logits, fed, query_lens, num_draft_tokens, positions)
-        for row in range(logits.shape[0]):
-            if query_lens[row] == 0:
-                continue
-            draft_tokens = int(num_draft_tokens[row])
-            first = int(query_lens[row]) - 1 - draft_tokens
+        selected = torch.full(step.fed.shape, -1, dtype=torch.int32, device="cpu")
+        one, none = np.ones(1, dtype=np.int32), np.zeros(1, dtype=np.int32)
+        for row in np.flatnonzero(step.query_lens).tolist():
+            draft_tokens = int(step.num_draft_tokens[row])
+            first = int(step.query_lens[row]) - 1 - draft_tokens
             for j in range(draft_tokens + 1):
-                mask = None if bitmask is None else bitmask[row, first + j]
-                token = self._step(row, int(positions[row]) + first + j, logits[row : row + 1, first + j], mask)
+                at, position = first + j, int(step.positions[row]) + first + j
+                raw = logits[row : row + 1, at : at + 1]
+                scores = self._processed(row, position, raw[0])[None]
+                if bitmask is not None:
+                    apply_bitmask(scores, bitmask[row : row + 1, at : at + 1])
+                alone = _Step(step.fed[row : row + 1, at : at + 1], one, none, np.array([position]))
+                token = int(self._choose(raw, scores, alone, row=row)[0, 0])
                 selected[row, j] = token
-                if j == draft_tokens or token != int(fed[row, first + 1 + j]) or token in self._sampling_params.ends:
+                if j == draft_tokens or token != int(step.fed[row, at + 1]) or token in self._sampling_params.ends:
                     break
         return selected
 
-    def _step(self, row: int, position: int, logits: torch.Tensor, bitmask: torch.Tensor | None) -> int:
-        """The token at ``position`` of ``row``, from its raw ``logits [1, V]`` and the grammar's bitmask."""
-        record, sampling_params = self._record, self._sampling_params
+    def _processed(self, row: int, position: int, logits: torch.Tensor) -> torch.Tensor:
+        """What the processors make of the ``logits [1, V]`` of a position."""
         # Some processors enable gradients, which inference tensors do not allow.
         with torch.inference_mode(False), torch.no_grad():
             ids = torch.from_numpy(self._prefix(row, position).astype(np.int64))[None].to(logits.device)
-            scores = float32_copy(logits[None])[0]
             with run_user_code():
-                scores = run_processors(self._processors[row], ids, scores)
-            if bitmask is not None:
-                scores = scores.clone()
-                apply_bitmask(scores[None], bitmask[None, None])
-        inverse = cutoff = None
-        if sampling_params.seeds is None:
-            selected = ops.argmax(scores[None])
-        else:
-            if self._is_target and not bool(torch.isfinite(scores.max())):
-                raise nothing_to_draw(row, position)
-            inverse = self._inverse_temperature[row : row + 1]
-            cutoff = self._cutoff(scores[None], inverse) if sampling_params.cuts else None
-            noise = Noise(self._keys[row : row + 1], np.array([position]), inverse, cutoff)
-            selected = ops.sample(scores[None], noise)
-        if record is not None:
-            logprobs = top_ids = None
-            if record.top_logprobs is not None:
-                one = np.ones(1, dtype=np.int32)
-                logprobs, top_ids = logprobs_of(
-                    scores[None], selected, one, one * 0, inverse, cutoff, record.top_logprobs
-                )
-                logprobs, top_ids = logprobs[0], top_ids[0]
-            record.add(row, 1, logits, scores, logprobs, top_ids)
-        return int(selected[0, 0])
+                scores = run_processors(self._processors[row], ids, float32_copy(logits[None])[0])
+            return scores if self._grammar is None else scores.clone()
 
 
 def logprobs_of(
@@ -399,9 +374,9 @@ def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, **counts: Any) ->
     ops.penalize(logits, nothing, nothing.clone(), none, bitmask=bitmask.to(logits.device), **counts)
 
 
-def check_drawn(undrawn: torch.Tensor) -> None:
-    """Raise ``ValueError`` for the first row with an entry in ``undrawn`` of :func:`pipespec_kernels.ops.verify`."""
-    for row, position in enumerate(undrawn.tolist()):
+def check_drawn(undrawn: torch.Tensor, first: int = 0) -> None:
+    """Raise ``ValueError`` for the first row, counted from ``first``, with an entry in ``undrawn`` of :func:`pipespec_kernels.ops.verify`."""
+    for row, position in enumerate(undrawn.tolist(), first):
         if position < ALL_DRAWN:
             raise nothing_to_draw(row, position)
 

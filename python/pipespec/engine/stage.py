@@ -13,11 +13,15 @@ from pipespec.config import WIDTH
 from pipespec.engine.acceptance import RejectionAcceptance, drop_rejected
 from pipespec.engine.cache import RowCache
 from pipespec.engine.cached_text import CachedText
+from pipespec.engine.forward import native_form_of
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.ngram import NgramStage
 from pipespec.engine.sampler import Sampler, ScoreRecord
 from pipespec_kernels import _native
 from pipespec_kernels.state import Action, StateBlock
+
+PROMPT_TAIL = 64
+"""Tokens of a prompt that a draft reads if it begins late. The rest hardly helps it, and would delay the text."""
 
 LONG_REST = 8
 """Tokens from which on a draft that has rested compares those of the target with its own choices: that tells whether it pays, and costs their logits."""
@@ -61,6 +65,9 @@ class Stage(CachedText):
         self._acceptance = acceptance
         if acceptance is not None:
             self.reads_last = False
+        self.defers = False
+        """Whether the prompt is read in the first step of a call, which may never come. For drafts."""
+        self._unread: list[int] | None = None
         self.agreement = (0, 0)
         """Tokens of the target that agree with the draft's own choices, of those that it has compared: after a rest. Its reader resets it."""
 
@@ -109,6 +116,42 @@ class Stage(CachedText):
             self.port.n_select[:rows],
         )
         self._rows = rows
+
+    def _read(self, inputs: StageInputs, cache: RowCache, held: list[int], *, selects: bool) -> tuple[int, int]:
+        """Read the prompts from ``held`` on, or defer that, see :meth:`_fill`. Returns the largest and the total number of tokens that were read."""
+        self._unread = list(self._held) if self.defers else None
+        if self.defers:
+            self._held = held
+        else:
+            self._fill(cache, held, self._held, selects=selects)
+        new = [n - h for n, h in zip(self._held, held, strict=True)]
+        return max(new), sum(new)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether the next forward reads the prompt first, see :attr:`defers`."""
+        return self._unread is not None
+
+    def pack(self) -> None:
+        """Choose the form of the forwards, which packs the weights, before a call needs it."""
+        native_form_of(self.model, RowCache.for_model(self.model, 1, 1), native=self._native)
+
+    def _read_until(self) -> list[int]:
+        """Per row, the position up to which the text is read, a part of a deferred prompt that will never be read included."""
+        assert self._cache is not None
+        read = self._read_by(self._cache)
+        if self._unread is not None and not any(read):
+            return [max(0, n - PROMPT_TAIL) for n in self._unread]
+        return read
+
+    def _read_late(self, cache: RowCache) -> None:
+        """Read the prompts, whose reading was deferred."""
+        assert self._unread is not None
+        until, self._unread = self._unread, None
+        if not any(self._held) and not cache.is_recurrent:
+            self._held = self._skipped = [max(0, n - PROMPT_TAIL) for n in until]
+        self._fill(cache, list(self._held), until)
+        self._held = until
 
     @property
     def lag(self) -> int:

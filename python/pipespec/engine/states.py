@@ -12,34 +12,36 @@ from pipespec.models.layout import STATES, StateLayout
 
 
 class LayerStates:
-    """The states of one recurrent layer during a forward."""
+    """The states of one recurrent layer during a forward.
+
+    Args:
+        ring: in which a forward has begun.
+        index: of the layer, among the recurrent ones.
+
+    Attributes:
+        columns: columns, counted from 1, whose states :meth:`store` takes, ascending.
+        stepwise: whether the recurrence runs column by column, as plain decoding does, and not in chunks.
+    """
 
     def __init__(self, ring: StateRing, index: int) -> None:
-        self._ring, self._index = ring, index
-
-    @property
-    def columns(self) -> Sequence[int]:
-        """Columns, counted from 1, whose states :meth:`store` takes, ascending."""
-        return self._ring.columns
-
-    @property
-    def stepwise(self) -> bool:
-        """Whether the recurrence runs column by column, as plain decoding does, and not in chunks."""
-        return self._ring.stepwise
+        self._ring, self._parts = ring, (ring.inputs[index], ring.states[index])
+        self.columns, self.stepwise = tuple(ring.places), ring.stepwise
 
     def load(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The states before the forward.
 
         Returns:
             The last inputs of the convolution ``[rows, channels, taps]`` in the model's dtype, and float32
-            ``[rows, heads, key_dim, value_dim]``. They may be views of the ring and must not be changed.
+            ``[rows, heads, key_dim, value_dim]``.
         """
-        inputs, states = self._ring.of(self._index)
-        return inputs, states
+        inputs, state = self._parts
+        return inputs[self._ring.begins], state[self._ring.begins]
 
     def store(self, column: int, inputs: torch.Tensor, state: torch.Tensor) -> None:
         """Keep the states after the first ``column`` columns, one of :attr:`columns`. Shapes as for :meth:`load`."""
-        self._ring.put(self._index, column, inputs, state)
+        slots, rows = self._ring.places[column]
+        for part, new in zip(self._parts, (inputs, state), strict=True):
+            part[slots, rows] = new[rows].to(part.dtype)
 
 
 class StateRing:
@@ -56,13 +58,18 @@ class StateRing:
         rows: number of sequences.
         dtype: of the model.
         device: of the states.
+
+    Attributes:
+        inputs: of the convolutions, ``[layers, slots, rows, channels, taps]``.
+        states: float32 ``[layers, slots, rows, heads, key_dim, value_dim]``.
+        begins: slots and rows of the states before the forward that has begun.
+        places: by column of this forward, counted from 1, slots and rows of the states that it stores.
+        stepwise: see :class:`LayerStates`.
     """
 
     def __init__(self, layout: StateLayout, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layout, self._dtype, self._device = layout, dtype, device
-        self._index = {layer: i for i, layer in enumerate(layout.layers)}
         self._allocate(STATES, rows)
-        self.columns: Sequence[int] = ()
         self.stepwise = False
 
     def _allocate(self, slots: int, rows: int) -> None:
@@ -77,7 +84,7 @@ class StateRing:
                 dtype=torch.float32,
                 device=self._device,
             )
-        self._inputs, self._states = inputs, states
+        self.inputs, self.states = inputs, states
         # Per slot and row the length whose states it has; -1: none.
         self._held = np.full((slots, rows), -1, dtype=np.int64)
 
@@ -89,7 +96,7 @@ class StateRing:
     @property
     def nbytes(self) -> int:
         """Bytes of all states."""
-        return self._inputs.nbytes + self._states.nbytes
+        return self.inputs.nbytes + self.states.nbytes
 
     # ---- lengths
 
@@ -109,15 +116,15 @@ class StateRing:
         """Grow to ``slots`` states, if there are fewer, and keep those that are there."""
         if slots <= self.slots:
             return
-        inputs, states, held = self._inputs, self._states, self._held
+        inputs, states, held = self.inputs, self.states, self._held
         self._allocate(1 << (slots - 1).bit_length(), held.shape[1])
         slot, row = np.nonzero(held >= 0)
         lengths = held[slot, row]
         to = lengths % self.slots
         self._held[to, row] = lengths
         with torch.inference_mode(False), torch.no_grad():
-            self._inputs[:, to, row] = inputs[:, slot, row]
-            self._states[:, to, row] = states[:, slot, row]
+            self.inputs[:, to, row] = inputs[:, slot, row]
+            self.states[:, to, row] = states[:, slot, row]
 
     # ---- a forward
 
@@ -141,8 +148,8 @@ class StateRing:
         empty = np.flatnonzero((at == 0) & (self._held[0] != 0))
         if len(empty):
             self._held[0, empty] = 0
-            self._inputs[:, 0, empty] = 0
-            self._states[:, 0, empty] = 0
+            self.inputs[:, 0, empty] = 0
+            self.states[:, 0, empty] = 0
         missing = np.flatnonzero(self._held[at % self.slots, rows] != at)
         if len(missing):
             row = int(missing[0])
@@ -155,45 +162,21 @@ class StateRing:
         else:
             counts = np.full(len(at), q) if keep is None else np.asarray(keep, dtype=np.int64) - at
             stored = {int(c): np.flatnonzero(counts == c) for c in np.unique(counts) if 0 < c <= q}
-        self.columns = tuple(stored)
-        even = bool((at == at[0]).all())
-        self._from = int(at[0] % self.slots) if even else self._places(at % self.slots, rows)
-        self._to: dict[int, int | tuple[torch.Tensor, torch.Tensor]] = {}
-        self._new = []
+        self.begins, self.places, self._new = self._on_device(at % self.slots, rows), {}, []
         for column, which in stored.items():
-            slot, length = (at[which] + column) % self.slots, at[which] + column
+            length = at[which] + column
+            slot = length % self.slots
             # An interrupted forward leaves these slots with states of no length.
             self._held[slot, which] = -1
             self._new.append((slot, which, length))
-            if even and len(which) == len(rows):
-                self._to[column] = int(slot[0])
-            else:
-                self._to[column] = torch.from_numpy(which).to(self._device), self._places(slot, which)
+            self.places[column] = self._on_device(slot, which)
 
-    def _places(self, slots: np.ndarray, rows: np.ndarray) -> torch.Tensor:
-        """Indices of states among all slots and rows of a layer."""
-        return torch.from_numpy(slots * self._held.shape[1] + rows).to(self._device)
+    def _on_device(self, slots: np.ndarray, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.from_numpy(slots).to(self._device), torch.from_numpy(rows).to(self._device)
 
     def layer(self, layer: int) -> LayerStates:
         """The states of layer ``layer`` of the model, in the forward that has begun."""
-        return LayerStates(self, self._index[layer])
-
-    def of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :meth:`LayerStates.load`."""
-        inputs, states = self._inputs[index], self._states[index]
-        if isinstance(self._from, int):
-            return inputs[self._from], states[self._from]
-        return inputs.flatten(0, 1).index_select(0, self._from), states.flatten(0, 1).index_select(0, self._from)
-
-    def put(self, index: int, column: int, inputs: torch.Tensor, state: torch.Tensor) -> None:
-        """See :meth:`LayerStates.store`."""
-        to = self._to[column]
-        for ring, new in ((self._inputs[index], inputs), (self._states[index], state)):
-            if isinstance(to, int):
-                ring[to].copy_(new)
-            else:
-                rows, places = to
-                ring.flatten(0, 1).index_copy_(0, places, new.index_select(0, rows).to(ring.dtype))
+        return LayerStates(self, self.layout.layers.index(layer))
 
     def end(self) -> None:
         """End the forward: what it has stored counts."""
@@ -206,7 +189,7 @@ class StateRing:
     def export(self, lengths: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Per layer copies of the states at ``lengths``, which must be there. Shapes as for :meth:`LayerStates.load`."""
         self.begin(lengths, 1, keep=lengths)
-        return [tuple(x.clone() for x in self.of(i)) for i in range(len(self.layout.layers))]  # type: ignore[misc]
+        return [self.layer(layer).load() for layer in self.layout.layers]
 
     def load(self, states: Sequence[tuple[torch.Tensor, torch.Tensor]], lengths: Sequence[int]) -> None:
         """Hold the states of :meth:`export` at ``lengths``, and no others."""
@@ -214,19 +197,13 @@ class StateRing:
         at, rows = np.asarray(lengths, dtype=np.int64), np.arange(len(lengths))
         with torch.inference_mode(False), torch.no_grad():
             for i, (inputs, state) in enumerate(states):
-                self._inputs[i, at % self.slots, rows] = inputs.to(self._device)
-                self._states[i, at % self.slots, rows] = state.to(self._device)
+                self.inputs[i, at % self.slots, rows] = inputs.to(self._device)
+                self.states[i, at % self.slots, rows] = state.to(self._device)
         self._held[at % self.slots, rows] = at
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep the rows ``rows``, in this order; one may occur several times."""
         order = torch.tensor(rows, device=self._device)
         with torch.inference_mode(False), torch.no_grad():
-            self._inputs, self._states = (x.index_select(2, order) for x in (self._inputs, self._states))
+            self.inputs, self.states = (x.index_select(2, order) for x in (self.inputs, self.states))
         self._held = self._held[:, list(rows)]
-
-    def copy_from(self, other: StateRing) -> None:
-        """Hold copies of all that a ring of the same sizes and rows holds."""
-        with torch.inference_mode(False), torch.no_grad():
-            self._inputs, self._states = other._inputs.clone(), other._states.clone()
-        self._held = other._held.copy()

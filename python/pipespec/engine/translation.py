@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -59,82 +60,40 @@ class Translation:
         return None if text is None else other.special_ids.get(text)
 
 
-class TextEncoder:
-    """The ids of a text that grows at its end and is cut there.
+def encoded(
+    encode: Callable[[str, bool], Sequence[int]], text: bytes, marks: Sequence[tuple[int, int | None]] = ()
+) -> tuple[list[int], int]:
+    """The ids of a text, and how many of its bytes they cover: those at the end that are not a whole character wait for the next ones.
 
     The text is encoded in pieces: a piece ends at the first space between two words after :data:`SHORTEST` characters, after :data:`LONGEST`
-    characters, or at a special token. Where it ends depends on the text alone. So the ids are those of all pieces of the text, whatever was
-    appended and cut before, and an update encodes the last piece only. Bytes at the end that are not a whole character wait for the next ones.
+    characters, or at a special token. Where it ends depends on the text alone, and a longer text has the same pieces but the last one. So an
+    ``encode`` that keeps its results encodes the last piece only.
 
     Args:
-        tokenizer: Of the ids.
+        encode: The ids of a piece, whose undecodable bytes are as in ``surrogateescape``; True: the text begins with it.
+        text: In UTF-8.
+        marks: Special tokens: the bytes before each, and its id or None for one that the tokenizer does not have.
     """
-
-    def __init__(self, tokenizer: ByteTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.text = bytearray()
-        self.ids: list[int] = []
-        """Of the pieces that are complete."""
-        self._marks = 0
-        # Per complete piece: where it begins, the length of the text that it needs to be complete, its mark or -1, ids before it.
-        self._pieces: list[tuple[int, int, int, int]] = []
-        self._begin = 0  # of the piece that grows
-
-    @property
-    def marks(self) -> int:
-        """Special tokens in the text."""
-        return self._marks
-
-    def append(self, text: bytes) -> None:
-        """Append bytes."""
-        self.text += text
-
-    def mark(self, token: int | None) -> None:
-        """End the piece, and append a special token, or None for one that this tokenizer does not have."""
-        self._complete_pieces()
-        before = len(self.ids)
-        self.ids += self._encode(bytes(self.text[self._begin :]))
+    ids: list[int] = []
+    begin, part = 0, ""
+    for number, (end, token) in enumerate([*marks, (len(text), None)]):
+        part, _ = codecs.utf_8_decode(text[begin:end], "surrogateescape", number < len(marks))
+        at = 0
+        for piece in _PIECE.finditer(part):
+            ids += encode(piece[0], number == at == 0)
+            at = piece.end()
+        ids += encode(part[at:], number == at == 0)
         if token is not None:
-            self.ids.append(token)
-        self._pieces.append((self._begin, len(self.text), self._marks, before))
-        self._marks += 1
-        self._begin = len(self.text)
-
-    def truncate(self, length: int, marks: int) -> None:
-        """Keep ``length`` bytes and ``marks`` special tokens."""
-        while self._pieces and (self._pieces[-1][1] > length or self._pieces[-1][2] >= marks):
-            self._begin, _, _, before = self._pieces.pop()
-            del self.ids[before:]
-        del self.text[length:]
-        self._marks = marks
-
-    def tail(self) -> tuple[list[int], int]:
-        """The ids after :attr:`ids`, and the number of bytes that all ids together cover."""
-        open_text = self._complete_pieces()
-        text = open_text.encode(errors="surrogateescape")
-        return self._encode(text), self._begin + len(text)
-
-    def _complete_pieces(self) -> str:
-        """Encode the pieces that are complete. Returns the whole characters after them; other bytes as in ``surrogateescape``."""
-        data, at = bytes(self.text[self._begin :]), 0
-        text, _ = codecs.utf_8_decode(data, "surrogateescape", False)
-        while (piece := _PIECE.match(text, at)) is not None:
-            content = piece[0].encode(errors="surrogateescape")
-            ahead = text[piece.end() : piece.end() + 2].encode(errors="surrogateescape")
-            begin, end = self._begin, self._begin + len(content)
-            self._pieces.append((begin, end + len(ahead), -1, len(self.ids)))
-            self.ids += self._encode(content)
-            self._begin, at = end, piece.end()
-        return text[at:]
-
-    def _encode(self, text: bytes) -> list[int]:
-        return self._tokenizer.encode(text, first=self._begin == 0 and self._marks == 0)
+            ids.append(token)
+        if number < len(marks):
+            begin = end
+    return ids, begin + len(part.encode(errors="surrogateescape"))
 
 
 class TranslatedRow:
     """One row of a draft with another tokenizer: the target's tokens, the draft's tokens of the same text, and what the draft has added.
 
-    The draft's tokens are the encoding of the text (:class:`TextEncoder`), and behind it those that the draft has generated. They stay as long as the
+    The draft's tokens are the encoding of the text (:func:`encoded`), and behind it those that the draft has generated. They stay as long as the
     text continues with theirs. Where it differs, they become the encoding of the text again, and the common prefix keeps its keys and values.
 
     Args:
@@ -151,14 +110,14 @@ class TranslatedRow:
     def __init__(self, translation: Translation, prompt: Sequence[int]) -> None:
         self._translation = translation
         self._target, self._draft = translation.target, translation.draft
-        self._encoder = TextEncoder(translation.draft)
+        self._encode = lru_cache(maxsize=None)(self._encode_piece)
+        self._text = bytearray()
+        self._marks: list[tuple[int, int | None]] = []  # special tokens: bytes before each, the draft's id
         self._ids: list[int] = []
         self._ends: list[tuple[int, int]] = []  # per token of the target, bytes and special tokens up to its end
-        self._prefix = len(self._draft.prefix)
         self.sequence: list[int] = list(self._draft.prefix)
         self.cached = 0
         self.generated = self.lost = 0
-        self._known = 0  # ids of complete pieces that are in `sequence`
         self._queue: list[int] = []
         self._unsettled: list[int] = []  # after those of the queue
         self._has_changed = True
@@ -198,21 +157,20 @@ class TranslatedRow:
         self._drop_queue()
         del self._ids[length:], self._ends[length:]
         end = self._ends[-1] if length else (0, 0)
-        self._encoder.truncate(*end)
-        self._known = min(self._known, len(self._encoder.ids))
+        del self._text[end[0] :], self._marks[end[1] :]
         self._is_cut |= end < self._base
 
     def _append(self, token: int) -> None:
-        at, encoder = len(self._ids), self._encoder
+        at = len(self._ids)
         self._ids.append(token)
         prefix = self._target.prefix
         if token in self._target.special or token >= len(self._target.pieces):
             # The draft's tokenizer has its own prefix.
             if at >= len(prefix) or self._ids != prefix[: at + 1]:
-                encoder.mark(self._translation.special(token))
+                self._marks.append((len(self._text), self._translation.special(token)))
         else:
-            encoder.append(self._target.text([token], first=self._begins_at(at)))
-        self._ends.append((len(encoder.text), encoder.marks))
+            self._text += self._target.text([token], first=self._begins_at(at))
+        self._ends.append((len(self._text), len(self._marks)))
 
     def _begins_at(self, at: int) -> bool:
         """Whether the text begins with the token at ``at``: only the target's prefix is before it."""
@@ -237,41 +195,37 @@ class TranslatedRow:
         """Continue from a text that others have changed."""
         self._has_changed = False
         base, marks = self._base
-        said = bytes(self._encoder.text[base:])
-        if self._is_cut or self._encoder.marks != marks or not self._own.startswith(said):
+        said = bytes(self._text[base:])
+        if self._is_cut or len(self._marks) != marks or not self._own.startswith(said):
             self._align()
         self._translate()
 
     def _align(self) -> None:
         """Make ``sequence`` the encoding of the text, with the draft's prefix before it."""
-        tail, covered = self._encoder.tail()
-        kept = self._prefix + self._known
-        ids = [*self._encoder.ids[self._known :], *tail]
-        self._known = len(self._encoder.ids)
-        self.cached = min(self.cached, kept + _common(self.sequence[kept:], ids))
-        self.sequence[kept:] = ids
+        before = self.sequence
+        self.sequence, covered = self._aligned()
+        self.cached = min(self.cached, _common(before, self.sequence))
         self._forget()
-        self._base = (covered, self._encoder.marks)
+        self._base = (covered, len(self._marks))
         self.is_stuck = not self.sequence
 
-    def aligned(self) -> list[int]:
-        """The draft's tokens of the text: its prefix, and the encoding."""
-        tail, _ = self._encoder.tail()
-        return [*self._draft.prefix, *self._encoder.ids, *tail]
+    def _aligned(self) -> tuple[list[int], int]:
+        """The draft's tokens of the text, its prefix before them, and the bytes that they cover."""
+        ids, covered = encoded(self._encode, bytes(self._text), self._marks)
+        return [*self._draft.prefix, *ids], covered
+
+    def _encode_piece(self, piece: str, first: bool) -> list[int]:
+        return self._draft.encode(piece.encode(errors="surrogateescape"), first=first)
 
     @property
     def awaited(self) -> bytes:
         """Bytes of the text that ``sequence`` does not reach: the beginning of a character."""
-        return bytes(self._encoder.text[self._base[0] + len(self._own) :])
+        return bytes(self._text[self._base[0] + len(self._own) :])
 
     def healed(self) -> tuple[int, np.ndarray] | None:
         """The last token and the ids whose text begins with its text, where the draft may continue a word that the text has begun."""
-        if (
-            not self.is_fresh
-            or self.awaited
-            or len(self.sequence) < 2
-            or len(self.sequence) <= self._prefix + self._known
-        ):
+        behind_mark = len(self._text) == (self._marks[-1][0] if self._marks else 0)
+        if not self.is_fresh or self.awaited or behind_mark or len(self.sequence) < 2:
             return None
         last = self.sequence[-1]
         text = self._draft.pieces[last]
@@ -318,7 +272,7 @@ class TranslatedRow:
         The last ones wait for the draft's next token, which may change them: " hel" and "lo" may be one token of the target.
         """
         self._queue, self._unsettled = [], []
-        said = bytes(self._encoder.text[self._base[0] :])
+        said = bytes(self._text[self._base[0] :])
         if not self._own.startswith(said):
             # The draft has not yet completed the character that the text has begun.
             return
@@ -370,7 +324,7 @@ class TranslatedRow:
                 break
         start = self._ends[begin - 1] if begin else (0, 0)
         context = self._ids[begin:]
-        ids = target.encode(bytes(self._encoder.text[start[0] :]) + text, first=self._begins_at(begin))
+        ids = target.encode(bytes(self._text[start[0] :]) + text, first=self._begins_at(begin))
         if ids[: len(context)] == context:
             return ids[len(context) :], True
         # The rest of a character whose beginning the row ends with.

@@ -22,11 +22,11 @@ from itertools import chain, product
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.engine.cache import RowCache
 from pipespec.engine.ngram import NgramDraft, NgramStage
 from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.stage import Stage
 from pipespec.engine.translation import Translation
+from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import compute_dtype
 from pipespec.preflight.support import check_shareable
 from pipespec.process.threads import restored_threads, set_threads, target_threads
@@ -441,7 +441,7 @@ class WorkersDriver(Driver):
             if not grows and not worker.is_dead():
                 sizes = ((had_rows, had), (rows, inputs.capacity))
                 found[str(model.device)] += min(
-                    RowCache.bytes_for(model.config, *size, compute_dtype(model)) for size in sizes
+                    CacheLayout.of(model.config).bytes_for(*size, compute_dtype(model)) for size in sizes
                 )
         return found
 
