@@ -8,7 +8,7 @@ from functools import cache
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from pipespec.demo import family_path
-from pipespec.models.tokenizers import ByteTokenizer, load_backend
+from pipespec.models.tokenizers import ByteTokenizer, backend_of, load_tokenizer
 
 TEXT = [
     "the quick brown fox jumps over the lazy dog, and then the other one",
@@ -21,7 +21,7 @@ TEXT = [
 @cache
 def bundled() -> Tokenizer:
     """That of the bundled models: byte-level BPE."""
-    return load_backend(family_path("target"))
+    return backend_of(load_tokenizer(family_path("target")))
 
 
 @cache

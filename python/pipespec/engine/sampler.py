@@ -12,7 +12,7 @@ from transformers.generation import logits_process as hf
 
 from pipespec.engine.acceptance import RejectionAcceptance
 from pipespec.engine.callers import run_processors
-from pipespec.engine.sampling import FusedPenalties, LogitsProcess, SamplingParams, ignored_ids, ignored_prefix
+from pipespec.engine.sampling import FusedPenalties, LogitsProcess, SamplingParams, ignored_prefix
 from pipespec.errors import run_user_code
 from pipespec_kernels import ops
 from pipespec_kernels.noise import ALL_DRAWN, Noise
@@ -299,7 +299,9 @@ class Sampler:
             history[row, : len(ids)] = ids
         ops.penalize(
             out,
-            *(torch.from_numpy(given).to(out.device) for given in (tokens, history, lengths)),
+            torch.from_numpy(tokens).to(out.device),
+            torch.from_numpy(history).to(out.device),
+            torch.from_numpy(lengths).to(out.device),
             penalties.tensors(self._ignored, out.device),
             query_lens=step.query_lens,
             num_draft_tokens=step.num_draft_tokens,
@@ -397,7 +399,7 @@ def _for_row(processor: Any, row: int, rows: int, sampling_params: SamplingParam
         return hf.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)
     if kind is hf.RepetitionPenaltyLogitsProcessor and not isinstance(ignored_prefix(processor), int):
         alone = hf.RepetitionPenaltyLogitsProcessor(processor.penalty)
-        ignored = ignored_ids(sampling_params, processor, row)
+        ignored = sampling_params.ignored_ids(row)
         return lambda ids, scores: alone(ids[:, ignored:], scores)
     if kind is hf.EncoderRepetitionPenaltyLogitsProcessor:
         prompts = processor.encoder_input_ids

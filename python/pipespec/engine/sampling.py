@@ -221,10 +221,13 @@ class SamplingParams:
 
     def ignored_ids(self, row: int) -> int:
         """Ids at the beginning of a row's prompt that a repetition penalty leaves out: those that transformers' does, else the padding."""
-        for processor in self.processors:
-            if type(processor) is hf.RepetitionPenaltyLogitsProcessor:
-                return ignored_ids(self, processor, row)
-        return 0
+        penalty = next((p for p in self.processors if type(p) is hf.RepetitionPenaltyLogitsProcessor), None)
+        if penalty is None:
+            return 0
+        ignored = ignored_prefix(penalty)
+        if isinstance(ignored, torch.Tensor):
+            return int(ignored[row])
+        return self.prompts[row].ignored if self.prompts else 0
 
     def check_ids(self, vocabulary: int) -> None:
         """Check the ids of fused biases, as transformers does at the first token.
@@ -353,11 +356,3 @@ def _derived(seed: int, row: int) -> int:
 def ignored_prefix(penalty: Any) -> Any:
     # transformers 5.0 does not have it.
     return getattr(penalty, "prompt_ignore_length", None)
-
-
-def ignored_ids(sampling_params: SamplingParams, penalty: Any, row: int) -> int:
-    """Ids at the beginning of a row that a repetition penalty leaves out: those that transformers' does, else the padding."""
-    ignored = ignored_prefix(penalty)
-    if isinstance(ignored, torch.Tensor):
-        return int(ignored[row])
-    return sampling_params.prompts[row].ignored if sampling_params.prompts else 0

@@ -179,17 +179,16 @@ class Stage(CachedText):
             ValueError: a token was to be drawn from logits that are no distribution; only in the target.
         """
         action = self._plan(lookahead, max_draft_tokens)
-        if action != Action.STEP:
-            return action
-        cache, fed = self._feed()
-        if (self._n_select > 0).any():
-            logits, first = self._score(fed, cache)
-            selected = self._choose(logits, fed, first)
-            self.port.commit(selected.data_ptr(), fed.shape[1] - first)
-        else:
-            self._forward(fed, cache, keep=0)
-            # Rows that only feed missing tokens select nothing.
-            self.port.commit(0, 0)
+        if action == Action.STEP:
+            cache, fed = self._feed()
+            if (self._n_select > 0).any():
+                logits, first = self._score(fed, cache)
+                selected = self._choose(logits, fed, first)
+                self.port.commit(selected.data_ptr(), selected.shape[1])
+            else:
+                # Rows that only feed missing tokens select nothing.
+                self._forward(fed, cache, keep=0)
+                self.port.commit(0, 0)
         return action
 
     def _plan(self, lookahead: int, max_draft_tokens: int) -> Action:
@@ -242,12 +241,16 @@ class Stage(CachedText):
         if first < LONG_REST or self._rows > 1 or self.index == self.block.target:
             return self._forward(fed, cache, keep=fed.shape[1] - first), first
         logits = self._forward(fed, cache, keep=fed.shape[1])
+        self._compare(logits, fed, first)
+        return logits[:, first:], first
+
+    def _compare(self, logits: torch.Tensor, fed: torch.Tensor, first: int) -> None:
+        """Compare the target's tokens in the columns up to ``first`` with the draft's own choices."""
         one, none, at = np.ones(1, dtype=np.int32), np.zeros(1, dtype=np.int32), int(self._kv[0]) + 1
         text = fed[0].tolist()
         for c in range(first):
             own = self._select(logits[:, c : c + 1], fed[:, c : c + 1].to(logits.device), one, none, np.array([at + c]))
             self.agreement = (self.agreement[0] + int(own[0, 0] == text[c + 1]), self.agreement[1] + 1)
-        return logits[:, first:], first
 
     def _choose(self, logits: torch.Tensor, fed: torch.Tensor, first: int) -> torch.Tensor:
         """The tokens that the step commits."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -54,17 +54,6 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> An
         raise ValueError(
             f"{source}: its tokenizer.json is damaged ({type(error).__name__}: {error}): get the tokenizer of this model again"
         ) from error
-
-
-def load_backend(source: str | Path, *, trust_remote_code: bool = False) -> Tokenizer:
-    """Load the tokenizer beside a model's weights.
-
-    Raises:
-        FileNotFoundError: There is none that can be loaded.
-        TypeError: It is not a fast tokenizer.
-        ValueError: Its files are damaged.
-    """
-    return backend_of(load_tokenizer(source, trust_remote_code=trust_remote_code))
 
 
 class ByteTokenizer:
@@ -198,10 +187,8 @@ class ByteTokenizer:
     def beginning_with(self, start: bytes) -> np.ndarray:
         """Ids whose text begins with ``start``, int64 ``[N]``."""
         pieces, ids = self._sorted
-        after = start.rstrip(b"\xff")
-        low = bisect_left(pieces, start)
-        high = bisect_left(pieces, after[:-1] + bytes([after[-1] + 1])) if after else len(pieces)
-        return ids[low:high]
+        end = start + b"\xff" * max(map(len, pieces), default=0)
+        return ids[bisect_left(pieces, start) : bisect_right(pieces, end)]
 
     def consistent_with(self, text: bytes) -> np.ndarray:
         """Ids whose text begins with ``text``, or that ``text`` begins with; int64 ``[N]``."""

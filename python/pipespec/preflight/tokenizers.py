@@ -14,7 +14,7 @@ from transformers.utils import cached_file
 
 from pipespec.engine.inputs import stage_names
 from pipespec.models.loading import is_gguf
-from pipespec.models.tokenizers import ByteTokenizer, backend_of, load_backend
+from pipespec.models.tokenizers import ByteTokenizer, backend_of, load_tokenizer
 
 if TYPE_CHECKING:
     from pipespec.engine.translation import Translation
@@ -101,7 +101,7 @@ def translation_for(
             if not (source := _source(given[i], models[i])):
                 name, argument = (names[i], "draft_tokenizers=") if i < drafts else ("the target", "tokenizer=")
                 raise ValueError(f"{name} was given as a model, which does not tell its tokenizer: pass {argument}")
-            known[i] = found = load_backend(source, trust_remote_code=trust_remote_code)
+            known[i] = found = backend_of(load_tokenizer(source, trust_remote_code=trust_remote_code))
         return found
 
     translation = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
@@ -33,16 +33,7 @@ class CacheOwner(Protocol):
     def return_cache(self, lengths: Sequence[int]) -> RowCache | None: ...
 
 
-@dataclass
-class CacheLoan:
-    """What the caller's cache held before a call (None: there is no loan), and which stage has it, until that has returned it."""
-
-    held: list[int] | None = None
-    text: Sequence[np.ndarray] | None = None
-    owner: CacheOwner | None = None
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class GenerationRequest:
     """One call of ``generate()``, as decoders get it.
 
@@ -54,7 +45,6 @@ class GenerationRequest:
         cache: Keys and values that the target continues.
         returns_cache: Whether the caller gets the target's keys and values after the call.
         converts_cache: Whether the caller gets them in a cache of another class than ``RowCache``.
-        loan: Of ``cache``, from the beginning of the call until its result is complete.
     """
 
     inputs: StageInputs
@@ -64,7 +54,12 @@ class GenerationRequest:
     cache: RowCache | None = None
     returns_cache: bool = False
     converts_cache: bool = False
-    loan: CacheLoan = field(default_factory=CacheLoan)
+
+    def __post_init__(self) -> None:
+        # The loan of the cache: what it held before the call (None: there is no loan), and who has it, until it is returned.
+        self._held: list[int] | None = None
+        self._text: Sequence[np.ndarray] | None = None
+        self._owner: CacheOwner | None = None
 
     @cached_property
     def draft_sampling_params(self) -> bytes:
@@ -88,8 +83,8 @@ class GenerationRequest:
         if self.cache is None:
             yield
             return
-        held = list(self.cache.lengths)
-        self.loan.held, self.loan.text, self.loan.owner = held, self.cache.text, owner
+        self._held = held = list(self.cache.lengths)
+        self._text, self._owner = self.cache.text, owner
         try:
             owner.adopt(self.cache, [prompt[:n] for prompt, n in zip(self.inputs.prompts, held, strict=True)])
             yield
@@ -100,19 +95,18 @@ class GenerationRequest:
     def return_cache(self, owner: CacheOwner, lengths: Sequence[int]) -> RowCache | None:
         """:meth:`CacheOwner.return_cache`, which ends the loan."""
         cache = owner.return_cache(lengths)
-        self.loan.owner = None
+        self._owner = None
         return cache
 
     def take_back(self) -> None:
         """After a failure, also behind the run: give the caller the cache as it was before the call. The stage must not write to it any more."""
-        cache, loan = self.cache, self.loan
-        if cache is None or loan.held is None:
+        if self.cache is None or self._held is None:
             return
         try:
             with suppress(Exception):  # the call's own error is raised
-                if loan.owner is not None:
-                    loan.owner.return_cache(loan.held)
+                if self._owner is not None:
+                    self._owner.return_cache(self._held)
         finally:
             # The owner may have been interrupted before, behind the place where it gave the cache up.
-            cache.recover(loan.held, loan.text)
-        loan.held = loan.owner = None
+            self.cache.recover(self._held, self._text)
+        self._held = self._owner = None
