@@ -224,7 +224,7 @@ class Careless(Controller):
 @pytest.mark.parametrize("models", [0, 1, 2])
 def test_the_text_does_not_depend_on_what_is_chosen(model, monkeypatch, models, rows, sampling):
     """Whatever draft rests, begins late or passes on, also where it reads the end of the prompt only, and in the next turns of a chat."""
-    monkeypatch.setattr("pipespec.engine.cached_text.PROMPT_TAIL", 5)
+    monkeypatch.setattr("pipespec.engine.stage.PROMPT_TAIL", 5)
     drafts = [noisy(model, 0.2, seed=1), noisy(model, 0.02, seed=2)][2 - models :]
     chosen: set[str] = set()
     drafted = accepted = 0

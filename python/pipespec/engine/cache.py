@@ -21,27 +21,8 @@ from pipespec.models.layout import CacheLayout, UnsupportedLayers
 from pipespec.models.properties import compute_dtype, text_config
 
 
-def _half(at: int) -> Any:
-    """Keys (0) or values (1) of a layer: a view ``[rows, kv_heads, max(lengths), head_dim]``; of a static cache, all of its storage."""
-
-    def read(layer: _RowLayer) -> torch.Tensor:
-        return layer.owner._held(layer._index)[at]
-
-    def write(layer: _RowLayer, new: torch.Tensor) -> None:
-        held = read(layer)
-        if new.shape != held.shape:
-            raise ValueError(
-                f"this RowCache holds {list(held.shape)} per layer, not {list(new.shape)}; use crop() or batch_select_indices()"
-            )
-        held.copy_(new.detach())
-
-    return property(read, write)
-
-
 class _RowLayer(CacheLayerMixin):
     """One layer in ``cache.layers``, for code of transformers. The cache does the work."""
-
-    keys, values = _half(0), _half(1)
 
     is_sliding = False
     is_compileable = False
@@ -60,6 +41,15 @@ class _RowLayer(CacheLayerMixin):
         if owner is None:
             raise ReferenceError("the RowCache of this layer no longer exists")
         return owner
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """A view ``[rows, kv_heads, max(lengths), head_dim]``; of a static cache, all of its storage. Likewise ``values``."""
+        return self.owner._held(self._index)[0]
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.owner._held(self._index)[1]
 
     @property
     def batch_size(self) -> int:

@@ -408,23 +408,17 @@ class TranslatedStage(Stage):
         """
         action, count, waiting = self._publish(lookahead)
         if waiting:
-            self._generate(list(waiting))
-            # The first tokens belong to the step that was planned before the forward.
-            count += self._commit(waiting, lookahead)
+            self._generate(waiting)
             count += self._publish(lookahead)[1]
         if not count and not waiting:
             return Action.IDLE if action == Action.STEP else action
         return Action.STEP
 
-    def _publish(self, lookahead: int) -> tuple[Action, int, dict[int, int]]:
-        """Publish what is translated.
-
-        Returns:
-            The last plan's action, the number of tokens, and the query lengths of the rows whose draft has to generate.
-        """
+    def _publish(self, lookahead: int) -> tuple[Action, int, list[int]]:
+        """Publish what is translated. Returns the last plan's action, the number of tokens, and the rows whose draft has to generate."""
         port, count = self.port, 0
         while (action := port.plan(lookahead, 0, 0)) == Action.STEP:
-            waiting: dict[int, int] = {}
+            waiting: list[int] = []
             commits = False
             for r, row in enumerate(self._translated):
                 if (n := int(self._query_lens[r])) == 0:
@@ -436,7 +430,7 @@ class TranslatedStage(Stage):
                         # The row commits nothing, and the next plan gives its tokens once more.
                         self._query_lens[r] = 0
                         if not row.is_stuck:
-                            waiting[r] = n
+                            waiting.append(r)
                         continue
                     self._selected[r, 0] = token
                     count += 1
@@ -444,25 +438,13 @@ class TranslatedStage(Stage):
             if not commits:
                 return action, count, waiting
             port.commit(self._selected.ctypes.data, 1)
-        return action, count, {}
+        return action, count, []
 
     def _room(self, row: int, lookahead: int) -> int:
         """Tokens that the row may publish until its downstream neighbour advances."""
         block = self.block
         reached = max(block.length(self.index + 1, row), block.length(block.target, row))
         return reached + lookahead - block.length(self.index, row)
-
-    def _commit(self, waiting: dict[int, int], lookahead: int) -> int:
-        """Publish one token of each of these rows that has one now. Returns their number."""
-        count = 0
-        for r, n in waiting.items():
-            token = self._translated[r].next(is_last=self._room(r, lookahead) == 1)
-            if token is not None:
-                self._query_lens[r], self._selected[r, 0] = n, token
-                count += 1
-        if count:
-            self.port.commit(self._selected.ctypes.data, 1)
-        return count
 
     def _generate(self, waiting: list[int]) -> None:
         """One forward of the draft, which adds a token to each of the rows ``waiting``."""

@@ -142,8 +142,10 @@ class Driver(Decoder):
         self.models = list(models)
         self.config = config
         self._acceptance: RejectionAcceptance | None = None
-        # Stages without a model: the index of the first stage with one.
-        self._first = int(config.ngram is not None and not config.controlled)
+        # Under the controller the n-gram index is the last draft, else the first one.
+        self._ngram_at = None if config.ngram is None else self._stage_count - 2 if config.controlled else 0
+        # The first stage with a model.
+        self._first = int(self._ngram_at == 0)
         self.ran_as = self._name_of(self.schedule)
         self.block = self._make_block()
         self._trace_memory = TraceMemory(self._stage_count, config.trace) if config.trace else None
@@ -155,7 +157,14 @@ class Driver(Decoder):
 
     def _model_of(self, i: int) -> PreTrainedModel:
         """The model of stage ``i``."""
-        return self.models[i - self._first]
+        return self.models[i - (self._ngram_at is not None and self._ngram_at < i)]
+
+    def _with_ngram(self, of_models: Sequence[str], of_ngram: str) -> Sequence[str]:
+        """Per stage what its model has, or the n-gram index."""
+        found = list(of_models)
+        if self._ngram_at is not None:
+            found.insert(self._ngram_at, of_ngram)
+        return found
 
     def _name_of(self, schedule: str) -> str:
         return schedule if self._stage_count > 1 else PLAIN.name
@@ -220,7 +229,7 @@ class Driver(Decoder):
 
     @property
     def names(self) -> Sequence[str]:
-        return [*[NGRAM] * self._first, *stage_names(self._stage_count - self._first)]
+        return self._with_ngram(stage_names(self._stage_count - (self._ngram_at is not None)), NGRAM)
 
     @property
     @abstractmethod
@@ -316,7 +325,7 @@ class Driver(Decoder):
 
     @property
     def forms(self) -> Sequence[str]:
-        return [*[NgramStage.form] * self._first, *(stage.form for stage in self.stages)]
+        return self._with_ngram([stage.form for stage in self.stages], NgramStage.form)
 
     def traces(self) -> dict[str, np.ndarray]:
         if self._trace_memory is None:

@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
 from pipespec.engine.controller import MAX_DRAFT_TOKENS, Choice, Controller
-from pipespec.engine.inputs import stage_names
-from pipespec.engine.ngram import NGRAM, NgramStage
+from pipespec.engine.ngram import NgramStage
 from pipespec.models.properties import weight_bytes
 from pipespec.process.signals import draft_errors
 from pipespec.schedules.lockstep import LockstepDriver
@@ -31,28 +30,12 @@ class ControlledDriver(LockstepDriver):
         for stage in self._stages[:-1]:
             stage.defers = stage.may_defer
         self._packed = False
-        index = self.block.target - 1
         self._last: NgramStage | None = None
         if config.ngram is not None:
+            index = self.block.target - 1
             self._last = NgramStage(config.ngram, self.block, self._trace_of(index), index=index)
         sizes = [model.step_bytes if model is config.head else weight_bytes(model) for model in models]
         self.controller = Controller(sum(sizes[:-1]) / sizes[-1] if len(models) > 1 else None)
-
-    def _index_of(self, model: int) -> int:
-        return model if model < len(self.models) - 1 else self.block.target
-
-    def _model_of(self, i: int) -> PreTrainedModel:
-        return self.models[min(i, len(self.models) - 1)]
-
-    @property
-    def names(self) -> Sequence[str]:
-        *drafts, target = stage_names(len(self.models))
-        return [*drafts, *[NGRAM] * (self._last is not None), target]
-
-    @property
-    def forms(self) -> Sequence[str]:
-        *drafts, target = (stage.form for stage in self._stages)
-        return [*drafts, *[NgramStage.form] * (self._last is not None), target]
 
     def begin(self, request: GenerationRequest) -> None:
         super().begin(request)

@@ -29,16 +29,13 @@ class LockstepDriver(Driver):
         if config.acceptance != "coupled" and len(self.models) > 1:
             self._acceptance = RejectionAcceptance(max(config.lookahead))
         self._stages: list[Stage] = []
-        for model in range(len(self.models)):
-            i = self._index_of(model)
+        for i in range(self._stage_count):
+            if i == self._ngram_at:
+                continue
             self._stages.append(self._make_stage(i, None if self._stages else ngram, self._acceptance))
             self.block.set_alive(i, True)
         if config.head is not None:
             self._stages[-2].read_from(self.target)  # type: ignore[attr-defined]
-
-    def _index_of(self, model: int) -> int:
-        """The stage of a model, counted as in :attr:`models`."""
-        return self._first + model
 
     @property
     def target(self) -> Stage:
