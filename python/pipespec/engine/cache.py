@@ -168,17 +168,7 @@ class RowCache(ForwardCache, Cache):
 
     @classmethod
     def for_model(cls, model: PreTrainedModel, rows: int, capacity: int, *, static: bool = False) -> RowCache:
-        """A cache for ``model``, in its dtype, on the devices of its layers.
-
-        Args:
-            model: whose layers have full attention or sliding windows.
-            rows: number of sequences.
-            capacity: positions per row.
-            static: see :class:`RowCache`.
-
-        Raises:
-            ValueError: as for the class.
-        """
+        """A cache for ``model``, in its dtype, on the devices of its layers. Other arguments and errors are those of the class."""
         at = LayerDevices.of(model)
         return cls(
             model.config,

@@ -166,9 +166,6 @@ class ForwardCache(RowStorage):
     def open(self, q: int) -> tuple[Sequence[int] | torch.Tensor, Sequence[torch.Tensor]]:
         """Begin a forward of ``q`` columns, for code that loops over the layers itself. ``close()`` ends it.
 
-        Args:
-            q: columns.
-
         Returns:
             :attr:`first_positions`, and what to attend over: the keys of each layer ``[rows, kv_heads, max(lengths) + q, head_dim]``, then the
             values; of a static cache all of its storage.
@@ -192,9 +189,6 @@ class ForwardCache(RowStorage):
 
     def open_storage(self, q: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Begin a forward of ``q`` columns, for code that writes into the storage itself. ``close()`` ends it.
-
-        Args:
-            q: columns.
 
         Returns:
             All keys and all values, ``[layers, rows, kv_heads, capacity, head_dim]``, and the lengths per row. The keys and values of

@@ -82,15 +82,9 @@ class ScoreRecord:
         logprobs: torch.Tensor | None,
         top_ids: torch.Tensor | None,
     ) -> None:
-        """Append ``count`` tokens of a row. Copies. What is not requested may be None.
+        """Append copies for ``count`` tokens of a row. What is not requested may be None.
 
-        Args:
-            row: of the batch.
-            count: of tokens.
-            logits: ``[count, V]``, of the model.
-            processed: likewise, behind all processors.
-            logprobs: float32 ``[count, 1 + top_logprobs]``.
-            top_ids: int32 ``[count, top_logprobs]``.
+        ``logits`` and ``processed``, behind all processors, are ``[count, V]``, ``logprobs`` and ``top_ids`` as in the attributes.
         """
         self.counts[row] += count
         if self.logits is not None and logits is not None:
@@ -217,15 +211,7 @@ class Sampler:
         row: int | None = None,
         acceptance: RejectionAcceptance | None = None,
     ) -> torch.Tensor:
-        """Choose the tokens of a step, and record them.
-
-        Args:
-            raw: logits of the model.
-            processed: likewise, behind all processors.
-            step: its columns.
-            row: the row of the batch that the step consists of; None: all of them.
-            acceptance: of its draft tokens.
-        """
+        """Choose the tokens of a step from its ``processed`` logits, and record them. ``row``: the only row of the batch that it has; None: all."""
         params, counts = self._sampling_params, (step.query_lens, step.num_draft_tokens)
         noise = cutoff = inverse = undrawn = None
         if params.seeds is not None:

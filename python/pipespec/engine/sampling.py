@@ -56,7 +56,13 @@ STATELESS = {
 _LEAST = 1e-37
 """Below this the inverse of a temperature or a repetition penalty is near the end of float32; above 1 / this, too."""
 
-_FUSED_ORDER = (hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper)
+_FUSED: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
+    (hf.TemperatureLogitsWarper, "temperature", float),
+    (hf.TopKLogitsWarper, "top_k", lambda k: min(int(k), 2**31 - 1)),
+    (hf.TopPLogitsWarper, "top_p", float),
+    (hf.MinPLogitsWarper, "min_p", float),
+)
+"""Warpers in the order in which the fused form applies them, and their parameter."""
 
 
 def with_penalties(
@@ -270,11 +276,10 @@ class SamplingParams:
         warpers: list[LogitsProcess] = []
         last = [rest.pop()] if rest and type(rest[-1]) is hf.LogitNormalization else []
         fused: dict[str, Any] = {}
-        place = len(_FUSED_ORDER)
-        while rest and type(rest[-1]) in _FUSED_ORDER[:place] and _is_fusable(rest[-1]):
-            place = _FUSED_ORDER.index(type(rest[-1]))
-            fused |= _parameters(rest[-1])
-            warpers.insert(0, rest.pop())
+        for kind, name, convert in reversed(_FUSED):
+            if rest and type(rest[-1]) is kind and _is_fusable(rest[-1]):
+                fused[name] = convert(getattr(rest[-1], name))
+                warpers.insert(0, rest.pop())
         # The normalization shifts all scores of a position alike, so no choice depends on it, unless a processor has made an infinite one:
         # then all become NaN, and the first token is chosen.
         (rest if rest and seeds is None else warpers).extend(last)
@@ -294,17 +299,6 @@ def _is_fusable(warper: Any) -> bool:
     if type(warper) is hf.TemperatureLogitsWarper and not _LEAST < warper.temperature < 1 / _LEAST:
         return False
     return getattr(warper, "filter_value", -np.inf) == -np.inf and getattr(warper, "min_tokens_to_keep", 1) == 1
-
-
-def _parameters(warper: Any) -> dict[str, Any]:
-    kind = type(warper)
-    if kind is hf.TemperatureLogitsWarper:
-        return {"temperature": float(warper.temperature)}
-    if kind is hf.TopKLogitsWarper:
-        return {"top_k": min(int(warper.top_k), 2**31 - 1)}
-    if kind is hf.TopPLogitsWarper:
-        return {"top_p": float(warper.top_p)}
-    return {"min_p": float(warper.min_p)}
 
 
 def row_seeds(seed: Any, rows: int) -> list[int]:
