@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -250,17 +251,17 @@ class RowCache(ForwardCache, Cache):
                 f"the RowCache holds {self._lengths} tokens, and attention_mask has {kept[:, :columns].sum(1).tolist()} in {columns} columns"
             )
         kept = kept[:, :columns]
-        copy = DynamicCache(config=self._config)
+        dynamic = DynamicCache(config=self._config)
         if columns == 0:
-            return copy
+            return dynamic
         with torch.inference_mode(False), torch.no_grad():
             for layer, pair in enumerate(self.states()):
                 moved = [held.new_zeros((*held.shape[:2], columns, held.shape[3])) for held in pair]
                 for held, to in zip(pair, moved, strict=True):
                     for row, at in enumerate(kept):
                         to[row][:, at.to(to.device)] = held[row, :, : int(at.sum())]
-                copy.update(*moved, layer)
-        return copy
+                dynamic.update(*moved, layer)
+        return dynamic
 
     def __repr__(self) -> str:
         return (
@@ -270,7 +271,11 @@ class RowCache(ForwardCache, Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> RowCache:
         """A copy with storage of its own, as transformers' recipe for the cache of a common prefix needs it."""
         make, given = self.__reduce__()
-        return make(*given)
+        copied = make(*given)
+        # With the states that rollbacks may need.
+        with torch.inference_mode(False):
+            copied._ring = copy.deepcopy(self._ring)
+        return copied
 
     def __reduce__(self) -> tuple[Callable[..., RowCache], tuple[Any, ...]]:
         options = {

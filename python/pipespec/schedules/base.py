@@ -157,7 +157,11 @@ class Driver(Decoder):
 
     def _model_of(self, i: int) -> PreTrainedModel:
         """The model of stage ``i``."""
-        return self.models[i - (self._ngram_at is not None and self._ngram_at < i)]
+        return self.models[self.place_of(i)]
+
+    def place_of(self, i: int) -> int:
+        """The index of stage ``i`` among those with a model."""
+        return i - (self._ngram_at is not None and self._ngram_at < i)
 
     def _with_ngram(self, of_models: Sequence[str], of_ngram: str) -> Sequence[str]:
         """Per stage what its model has, or the n-gram index."""

@@ -13,7 +13,7 @@ from pipespec.engine.controller import MAX_DRAFT_TOKENS, Choice, Controller
 from pipespec.engine.ngram import NgramStage
 from pipespec.models.properties import weight_bytes
 from pipespec.process.signals import draft_errors
-from pipespec.schedules.lockstep import LockstepDriver
+from pipespec.schedules.lockstep import LockstepDriver, advance
 from pipespec.schedules.request import GenerationRequest
 from pipespec_kernels.state import Action
 
@@ -86,8 +86,7 @@ class ControlledDriver(LockstepDriver):
 
     def _draft(self, choice: Choice) -> None:
         if choice.source == "model":
-            last = len(self.models) - 2
-            while self._draft_step(last, choice.tokens) == Action.STEP:
+            while self._draft_step(choice.tokens) == Action.STEP:
                 pass
             if self._last is not None:
                 self._last.relay(choice.tokens)
@@ -95,19 +94,12 @@ class ControlledDriver(LockstepDriver):
             assert self._last is not None
             self._last.fill(choice.tokens)
 
-    def _draft_step(self, i: int, lookahead: int) -> Action:
-        """One step of draft model ``i``, in front of which those before it fill their lookahead."""
-        if not self.block.is_alive(i):
-            return Action.IDLE
-        stage, is_last = self._stages[i], i == len(self.models) - 2
+    def _draft_step(self, lookahead: int) -> Action:
+        """One step of the last draft model, in front of which those before it fill their lookahead."""
+        stage = self._stages[-2]
         reads_prompt, began = stage.is_deferred, time.perf_counter()
-        if i > 0:
-            while self._draft_step(i - 1, self.config.lookahead_of(i - 1)) == Action.STEP:
-                pass
-        action = Action.IDLE
-        with draft_errors(functools.partial(self.draft_failed, i)):
-            action = stage.step(lookahead, self.config.max_draft_tokens(i))
-        if is_last and action == Action.STEP:
+        action = advance(self, stage.index, lookahead)
+        if action == Action.STEP:
             seconds = time.perf_counter() - began
             if reads_prompt:
                 self.controller.note_reading(seconds)

@@ -79,10 +79,15 @@ def run_in_turn(driver: Driver, request: GenerationRequest) -> None:
         request.committed(driver.block)
 
 
-def advance(driver: Driver, i: int) -> Action:
-    """Let the drafts of stage ``i`` fill their lookahead, then take one step of the stage. Returns the action of the step."""
-    config, stage = driver.config, driver.stages[i - driver.block.stages]
-    lookahead, max_draft_tokens = config.lookahead_of(i), config.max_draft_tokens(i)
+def advance(driver: Driver, i: int, lookahead: int | None = None) -> Action:
+    """Let the drafts of stage ``i`` fill their lookahead, then take one step of the stage. Returns the action of the step.
+
+    ``lookahead``: of the stage; None: as configured.
+    """
+    config, stage = driver.config, driver.stages[driver.place_of(i)]
+    max_draft_tokens = config.max_draft_tokens(i)
+    if lookahead is None:
+        lookahead = config.lookahead_of(i)
     if max_draft_tokens > 0 and stage is not driver.stages[0]:
         while advance(driver, i - 1) == Action.STEP:
             pass
