@@ -276,13 +276,13 @@ class Live:
     def __init__(self, monkeypatch, total: int):
         self.caches: weakref.WeakSet[RowCache] = weakref.WeakSet()
         self.total = total
-        allocate = RowCache._allocate
+        use = RowCache._use
 
-        def watched(cache, capacity, dtype):
+        def watched(cache, *stores):
             self.caches.add(cache)
-            return allocate(cache, capacity, dtype)
+            use(cache, *stores)
 
-        monkeypatch.setattr(RowCache, "_allocate", watched)
+        monkeypatch.setattr(RowCache, "_use", watched)
         monkeypatch.setattr("pipespec.preflight.devices.host_memory", lambda: (GIB, self.total - self.bytes()))
 
     def bytes(self) -> int:

@@ -383,7 +383,7 @@ def test_a_pickled_cache_continues_its_text(chain, model):
 
 
 def test_a_cache_whose_growth_is_interrupted(model, monkeypatch):
-    """Between the new storage and the copy. The old storage stays."""
+    """Between the copy and the use of the new storage. The old storage stays."""
     with Pipeline(model, schedule="plain") as pipe:
         first = pipe.generate(PROMPT, max_new_tokens=12, return_dict_in_generate=True)
         cache, capacity = first.past_key_values, first.past_key_values.capacity
@@ -392,7 +392,7 @@ def test_a_cache_whose_growth_is_interrupted(model, monkeypatch):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(RowCache, "_copy_prefix", interrupts)
+            patch.setattr(RowCache, "_use", interrupts)
             with pytest.raises(KeyboardInterrupt):
                 cache.reserve(2 * capacity)
         assert cache.capacity == capacity

@@ -169,7 +169,12 @@ NEAR, FAR = torch.device("cpu"), torch.device("cpu", 0)
 def caches(model, rows):
     whole = RowCache.for_model(model, rows, 24)
     apart = RowCache(
-        model.config, rows, 24, dtype=torch.float32, device=NEAR, layer_devices=[NEAR, FAR, NEAR][: whole._depth]
+        model.config,
+        rows,
+        24,
+        dtype=torch.float32,
+        device=NEAR,
+        layer_devices=[NEAR, FAR, NEAR][: model.config.num_hidden_layers],
     )
     return whole, apart
 

@@ -264,7 +264,7 @@ class ForwardCache(RowStorage):
         self._enter(layer_idx, q)
         keys, values = self._keys[i][:, :, : self._end], self._values[i][:, :, : self._end]
         if self.uses_device_lengths or not self._even:
-            lengths = self._lengths_on[keys.device] if self._followed is None else self._followed
+            lengths = self._lengths_on[self.layer_devices[layer_idx]] if self._followed is None else self._followed
             # Under autocast only the keys have the model's dtype.
             ops.kv_append(key_states, value_states.to(self.dtype), keys, values, lengths)
             if self.uses_device_lengths:
