@@ -16,8 +16,7 @@ Budgets are minutes of wall clock. The learning rate is a function of the fracti
 passed, so a slower machine trains for fewer steps but still ends with a small rate. The order of the data
 depends on the seed alone.
 
-Two processes may share the work folder: ``pretrain`` needs no target, ``text`` uses the target's last
-checkpoint until the final one exists, and ``drafts`` includes text that is added while it runs.
+Two processes may share the work folder: ``pretrain`` needs no target.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedTokenizerFast
 
 from bench import plot
 from pipespec.demo import MODULE_STAGES, corpus
@@ -200,23 +198,6 @@ def new_model(name: str, tok: PreTrainedTokenizerFast, seed: int) -> LlamaForCau
     )
 
 
-def new_draft(name: str, tok: PreTrainedTokenizerFast, seed: int, target: LlamaForCausalLM) -> LlamaForCausalLM:
-    """A draft whose embedding is the target's, projected on its strongest directions.
-
-    Embedding and output matrix are tied, so the draft starts with the target's similarity of tokens and
-    only the layers remain to be learnt.
-    """
-    draft = new_model(name, tok, seed)
-    with torch.no_grad():
-        table = target.get_input_embeddings().weight.detach().float()  # [VOCAB, target hidden]
-        _, _, directions = torch.linalg.svd(table, full_matrices=False)
-        width = draft.config.hidden_size
-        projected = table @ directions[:width].T
-        draft.get_input_embeddings().weight.copy_(projected)
-        draft.get_input_embeddings().weight[tok.pad_token_id].zero_()
-    return draft
-
-
 def export(model: LlamaForCausalLM, tok: PreTrainedTokenizerFast, folder: Path) -> None:
     """Writes a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load: bf16 weights, tokenizer."""
     saved = copy.deepcopy(model).to(torch.bfloat16)
@@ -241,24 +222,9 @@ def autocast(on: bool) -> contextlib.AbstractContextManager[Any]:
 
 
 def compiled(model: LlamaForCausalLM, on: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """``ids [batch, length] -> logits``, through ``torch.compile`` where asked for and possible."""
-    body: Callable[..., Any] = model.model
-    if on:
-        body = torch.compile(model.model, dynamic=False)
-
-    def forward(ids: torch.Tensor) -> torch.Tensor:
-        nonlocal body
-        try:
-            hidden = body(input_ids=ids, use_cache=False).last_hidden_state
-        except Exception as error:  # No C++ compiler, for one: what the compiler raises is not one type.
-            if body is model.model:
-                raise
-            say(f"torch.compile is not usable here ({type(error).__name__}); going on without it")
-            body = model.model
-            hidden = body(input_ids=ids, use_cache=False).last_hidden_state
-        return model.lm_head(hidden)
-
-    return forward
+    """``ids [batch, length] -> logits``, through ``torch.compile`` where asked for."""
+    body: Callable[..., Any] = torch.compile(model.model, dynamic=False) if on else model.model
+    return lambda ids: model.lm_head(body(input_ids=ids, use_cache=False).last_hidden_state)
 
 
 @torch.no_grad()
@@ -281,8 +247,8 @@ def language_loss(model: LlamaForCausalLM, windows: Windows, batches: int, amp: 
 
 _WARMUP = 0.02
 """Share of the budget in which the learning rate rises."""
-_CHECKPOINT_S, _SNAPSHOT_S = 240.0, 600.0
-"""Seconds between checkpoints, and between snapshots."""
+_CHECKPOINT_S = 240.0
+"""Seconds between checkpoints."""
 
 
 class Budget:
@@ -328,7 +294,6 @@ def train_loop(
     peaks: dict[str, float],
     checkpoint: Path,
     resume: bool,
-    snapshot: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
     """Train ``nets`` together until the budget is spent.
 
@@ -362,7 +327,7 @@ def train_loop(
     budget = Budget(minutes, before)
     mean: dict[str, float] = {}
     seen, since = tokens, budget.elapsed
-    next_save = next_snapshot = budget.elapsed + _CHECKPOINT_S
+    next_save = budget.elapsed + _CHECKPOINT_S
     next_say = budget.elapsed + 20
     for net in nets.values():
         net.train()
@@ -394,9 +359,6 @@ def train_loop(
         if now >= next_save:
             save()
             next_save = budget.elapsed + _CHECKPOINT_S
-        if snapshot is not None and now >= next_snapshot:
-            snapshot()
-            next_snapshot = budget.elapsed + _SNAPSHOT_S
     save()
     record = {"steps": step, "tokens": tokens, "seconds": budget.elapsed, "loss": mean, "held_out": held_out()}
     say(f"{phase}: done after {step} steps, {tokens / 1e6:.2f}M tokens, {budget.elapsed / 60:.1f} min")
@@ -446,43 +408,36 @@ TOP = 64
 
 
 class OwnText:
-    """Endless batches of the target's own text, with the target's distributions once they are computed.
+    """Endless batches of the target's own text, each pass in a new order, with the target's distributions once they are computed.
 
-    Every pass has a new order and includes the files that another process has added, so the text may still
-    grow. The target's distributions are stored in the first pass, since they are half of a step's work. A resumed
-    run starts the passes again.
+    They are stored in the first pass, since they are half of a step's work. A resumed run starts the passes again.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
-        self.folder, self.seed, self.number = folder, seed, 0
-        self.files: set[str] = set()
-        self.ids = torch.zeros(0, TEXT_LENGTH, dtype=torch.int64)
-        self.log_p = torch.zeros(0, TEXT_LENGTH, TOP, dtype=torch.float16)
-        self.tokens = torch.zeros(0, TEXT_LENGTH, TOP, dtype=torch.int16)
-        self.known = torch.zeros(0, dtype=torch.bool)
+        self.seed, self.number = seed, 0
+        self.ids = text_in(folder)
+        self.log_p = torch.zeros(*self.ids.shape, TOP, dtype=torch.float16)
+        self.tokens = torch.zeros(*self.ids.shape, TOP, dtype=torch.int16)
+        self.known = torch.zeros(len(self.ids), dtype=torch.bool)
         self._waiting: list[torch.Tensor] = []
-
-    def _grow(self) -> None:
-        fresh = [f for f in sorted(self.folder.glob("part*.npy")) if f.name not in self.files]
-        for file in fresh:
-            self.files.add(file.name)
-            ids = torch.from_numpy(np.load(file).astype(np.int64))
-            self.ids = torch.cat([self.ids, ids])
-        more = len(self.ids) - len(self.known)
-        self.log_p = torch.cat([self.log_p, self.log_p.new_zeros(more, TEXT_LENGTH, TOP)])
-        self.tokens = torch.cat([self.tokens, self.tokens.new_zeros(more, TEXT_LENGTH, TOP)])
-        self.known = torch.cat([self.known, self.known.new_zeros(more)])
 
     def rows(self) -> torch.Tensor:
         """The next batch: DRAFT_BATCH indices into ``ids``."""
         if not self._waiting:
-            self._grow()
             say(f"drafts: pass {self.number} over the target's text, {len(self.ids)} sequences")
             order = np.random.default_rng([self.seed, 2, self.number]).permutation(len(self.ids))
             whole = len(order) // DRAFT_BATCH * DRAFT_BATCH
             self._waiting = list(torch.from_numpy(order[:whole]).split(DRAFT_BATCH))
             self.number += 1
         return self._waiting.pop()
+
+
+def text_in(folder: Path) -> torch.Tensor:
+    """All sequences that the phase ``text`` has written, int64 [n, TEXT_LENGTH]."""
+    files = sorted(folder.glob("part*.npy"))
+    if not files:
+        raise FileNotFoundError(f"{folder} holds no text: the phase text comes first")
+    return torch.from_numpy(np.concatenate([np.load(file) for file in files]).astype(np.int64))
 
 
 def strongest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -506,61 +461,39 @@ def distillation_loss(
     return divergence.mean() - argmax_weight * log_q[:, 0].mean()
 
 
-@torch.inference_mode()
+class GreedyFrom(LogitsProcessor):
+    """Leaves the first choice alone in sequences of at least ``length`` tokens."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] < self.length:
+            return scores
+        return torch.full_like(scores, -math.inf).scatter(1, scores.argmax(dim=-1, keepdim=True), 0.0)
+
+
 def write(
-    net: LlamaForCausalLM,
-    prompts: torch.Tensor,
-    length: int,
-    kind: tuple[float, int],
-    generator: torch.Generator,
-    eos: int,
-    pad: int,
+    net: LlamaForCausalLM, prompts: torch.Tensor, length: int, kind: tuple[float, int], eos: int, pad: int
 ) -> torch.Tensor:
     """Continue ``prompts`` [batch, prompt] to [batch, length]; ``pad`` follows an end token.
 
-    The KV cache is allocated once: with a large batch, transformers' growing cache would spend most of a step
-    on copies.
+    With a large batch, a growing cache would spend most of a step on copies.
     """
-    config, body = net.config, net.model
-    batch, start = prompts.shape
-    heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
-    dtype = net.lm_head.weight.dtype
-    keys = torch.zeros(config.num_hidden_layers, batch, heads, length, width, dtype=dtype)
-    values = torch.zeros_like(keys)
-    cos, sin = body.rotary_emb(keys, torch.arange(length)[None])  # [1, length, width] each
-    out = torch.full((batch, length), pad)
-    out[:, :start] = prompts
-    alive = torch.ones(batch, dtype=torch.bool)
-    ids, at = prompts, 0
-    while True:
-        now = at + ids.shape[1]
-        hidden = body.embed_tokens(ids)
-        for number, layer in enumerate(body.layers):
-            normed = layer.input_layernorm(hidden)
-            attention = layer.self_attn
-            split = (batch, ids.shape[1], heads, width)
-            query = attention.q_proj(normed).view(split).transpose(1, 2)
-            key = attention.k_proj(normed).view(split).transpose(1, 2)
-            query, key = apply_rotary_pos_emb(query, key, cos[:, at:now], sin[:, at:now])
-            keys[number, :, :, at:now] = key
-            values[number, :, :, at:now] = attention.v_proj(normed).view(split).transpose(1, 2)
-            mixed = F.scaled_dot_product_attention(
-                query, keys[number, :, :, :now], values[number, :, :, :now], is_causal=at == 0
-            )
-            hidden = hidden + attention.o_proj(mixed.transpose(1, 2).reshape(batch, ids.shape[1], -1))
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        logits = net.lm_head(body.norm(hidden[:, -1])).float()  # [batch, VOCAB]
-        temperature, sampled = kind
-        if now - start < sampled:
-            chosen = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator).squeeze(1)
-        else:
-            chosen = logits.argmax(dim=-1)
-        chosen = torch.where(alive, chosen, pad)
-        out[:, now] = chosen
-        alive &= chosen != eos
-        if now + 1 == length or not alive.any():
-            return out
-        ids, at = chosen[:, None], now
+    temperature, sampled = kind
+    start = prompts.shape[1]
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if sampled else {"do_sample": False}
+    out = net.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=length - start,
+        **sampling,
+        logits_processor=[GreedyFrom(start + sampled)],
+        eos_token_id=eos,
+        pad_token_id=pad,
+        cache_implementation="static",
+    )
+    return F.pad(out, (0, length - out.shape[1]), value=pad)
 
 
 # --- evaluation --------------------------------------------------------------------------------
@@ -679,18 +612,8 @@ class TrainingRun:
         net = new_model("target", tok, self.args.seed)
         say(f"target: {net.num_parameters()} parameters")
 
-        def snapshot() -> None:
-            # Users can load the present weights before the run has ended.
-            export(net, tok, self.out / "target")
-            for name in DRAFTS:
-                if not (self.out / name / "model.safetensors").exists():
-                    export(new_draft(name, tok, self.args.seed, net), tok, self.out / name)
-            say(f"target: snapshot in {self.out}")
-
         args = self.args
-        self._next_tokens(
-            "target", {"target": net}, args.batch, args.target_minutes, {"target": args.target_rate}, snapshot
-        )
+        self._next_tokens("target", {"target": net}, args.batch, args.target_minutes, {"target": args.target_rate})
         export(net, tok, done)
         export(net, tok, self.out / "target")
 
@@ -717,7 +640,6 @@ class TrainingRun:
         batch: int,
         minutes: float,
         peaks: dict[str, float],
-        snapshot: Callable[[], None] | None = None,
     ) -> None:
         """Next-token training of ``nets`` on the corpus."""
         tok = self.tokenizer()
@@ -742,7 +664,6 @@ class TrainingRun:
             peaks=peaks,
             checkpoint=self.work / f"{phase}.pt",
             resume=self.args.resume,
-            snapshot=snapshot,
         )
         self.record(phase, record)
 
@@ -759,7 +680,7 @@ class TrainingRun:
         if done.exists():
             return
         folder.mkdir(exist_ok=True)
-        tok, net = self.tokenizer(), self._writer()
+        tok, net = self.tokenizer(), load(self.work / "target")
         if self.amp:
             net = net.to(torch.bfloat16)
         files = training_files()
@@ -767,13 +688,13 @@ class TrainingRun:
         heads = tok([h.text for h in corpus.heads_of(files)], add_special_tokens=False)["input_ids"]
         heads = [h for h in heads if 24 <= len(h) <= 159]
         rng = np.random.default_rng([self.args.seed, 1, part])
-        generator = torch.Generator().manual_seed(1000 * self.args.seed + part)
+        torch.manual_seed(1000 * self.args.seed + part)
         budget = Budget(self.args.text_minutes)
         counts = dict.fromkeys(TEXT_KINDS, 0)
         sequences, next_say = 0, 20.0
         for number, prompts in enumerate(_prompt_batches(heads, stream, tok.bos_token_id, self.args.text_batch, rng)):
             kind = list(TEXT_KINDS)[number % len(TEXT_KINDS)]
-            ids = write(net, prompts, TEXT_LENGTH, TEXT_KINDS[kind], generator, tok.eos_token_id, tok.pad_token_id)
+            ids = write(net, prompts, TEXT_LENGTH, TEXT_KINDS[kind], tok.eos_token_id, tok.pad_token_id)
             partial = folder / "partial.npy.tmp"
             with partial.open("wb") as file:
                 np.save(file, ids.numpy().astype(np.uint16))
@@ -791,18 +712,6 @@ class TrainingRun:
         )
         say(f"text: done, {sequences} sequences, {sum(counts.values())} tokens written by the target {counts}")
 
-    def _writer(self) -> LlamaForCausalLM:
-        """The target, or its last checkpoint while it is still being trained.
-
-        The text need not come from the final weights: it only selects the positions, and the drafts learn the
-        final target's distribution at them.
-        """
-        if (self.work / "target" / "model.safetensors").exists():
-            return load(self.work / "target")
-        net = new_model("target", self.tokenizer(), self.args.seed)
-        net.load_state_dict(torch.load(self.work / "target.pt", weights_only=True)["nets"]["target"])
-        return net.to(torch.bfloat16).float().eval()
-
     def drafts(self) -> None:
         """Phase ``drafts``: both drafts learn the target's distribution; one target pass serves both.
 
@@ -812,10 +721,7 @@ class TrainingRun:
         if all((self.work / name / "model.safetensors").exists() for name in DRAFTS):
             return
         tok, teacher = self.tokenizer(), load(self.work / "target")
-        nets = {}
-        for i, name in enumerate(DRAFTS):
-            before = self.work / f"{name}-pretrained"
-            nets[name] = load(before) if before.exists() else new_draft(name, tok, self.args.seed + 1 + i, teacher)
+        nets = {name: load(self.work / f"{name}-pretrained") for name in DRAFTS}
         data, held = self.windows(tok, 8), self.held_out(tok)
         own = OwnText(self.work / "text", self.args.seed)
         teach = compiled(teacher, self.args.compile)
@@ -872,9 +778,8 @@ class TrainingRun:
         """
         heads = [h for h in tok([h.text for h in corpus.function_heads()])["input_ids"] if len(h) > 64][-48:]
         prompts = torch.tensor([[h[0], *h[-63:]] for h in heads])
-        generator = torch.Generator().manual_seed(0)
         net = load(self.work / "target")
-        return write(net, prompts, 192, TEXT_KINDS["greedy"], generator, tok.eos_token_id, tok.pad_token_id), 64
+        return write(net, prompts, 192, TEXT_KINDS["greedy"], tok.eos_token_id, tok.pad_token_id), 64
 
     def _text_record(self) -> dict[str, Any]:
         """The figures of all parts of the text together."""
@@ -946,10 +851,7 @@ class TrainingRun:
         tok, target = self.tokenizer(), load(self.work / "target")
         stages = Partition.uniform(target.config.num_hidden_layers, n).ranges
         module = DraftModule.of_target(target, DraftModuleConfig.for_target(target, stages, layers=self.args.blocks))
-        files = sorted((self.work / "text").glob("part*.npy"))
-        if not files:
-            raise FileNotFoundError(f"{self.work / 'text'} holds no text: the phase text comes first")
-        own = torch.from_numpy(np.concatenate([np.load(file) for file in files]).astype(np.int64))
+        own = text_in(self.work / "text")
         count = self.args.module_batch
         data = self.windows(tok, count, TEXT_LENGTH)
         whole = len(own) // count
