@@ -1,6 +1,6 @@
 """Tests and benchmarks of one GPU within a time limit: ``python -m bench.gpu_check --out DIR``
 
-The parts run one after the other, in two calls that may be made apart. ``--call tests``: the first minute (``bench.gpu_smoke``), the tests marked ``gpu``,
+The parts run one after the other, in two calls that may be made apart. ``--call tests``: the first minute (:data:`FIRST`), the tests marked ``gpu``,
 and those under compute-sanitizer. ``--call figures``: the first minute again, whole generations by planted models of LLaMA's sizes
 (``bench.bench_generate``), transformers' compiled ``generate()``, the kernels' benchmarks (``bench.kernels``), and ``bench.gpu_more``. Each part is a process with a time limit
 that writes its results as it goes. ``DIR/gpu_check.json`` has them and is written after each part; ``DIR/gpu_check.log`` has the output of all parts.
@@ -36,6 +36,9 @@ LAST_LINES = 12
 
 GPU_TESTS = ("tests/pipespec", "tests/kernels", "tests/spd")
 """Folders with tests that need a GPU."""
+
+FIRST = "tests/pipespec/test_first_minute.py"
+"""The CUDA module, and the captured schedules in the fused form."""
 
 BY_RISK = ("tests/kernels/test_cuda_launcher.py", "tests/pipespec/test_streams.py", "tests/spd/test_spd_gpu.py")
 """Tests of what nothing without a GPU has run, which come first."""
@@ -92,9 +95,6 @@ class Part:
         return "pytest" in self.command
 
 
-SMOKE = ("-m", "bench.gpu_smoke", "--json", "{file}")
-
-
 def _tests(name: str, marked: str, paths: Sequence[str], seconds: int, *, processes: int, **more: Any) -> Part:
     plugins: tuple[str, ...] = ()
     if find_spec("xdist") and processes > 1:
@@ -125,7 +125,7 @@ def parts_of(dry: bool) -> tuple[Part, ...]:
         sizes = ("--prompt-tokens", "8", "--new-tokens", "12", "--repeats", "1", "--threads", "1", "--dtype", "float32")
         few = ("tests/kernels/test_noise.py", "tests/kernels/test_argmax.py")
         return (
-            Part("smoke", (*SMOKE, "--dry-run"), 300, call=""),
+            _tests("smoke", "not gpu", (FIRST,), 300, processes=1, call=""),
             _tests("tests", "not gpu", few, 300, processes=2),
             _generations("1B -> 8B", ("tiny-small", "tiny-target"), ROWS, 120, *sizes, "--uncalibrated"),
             _generations("compiled", ("tiny-small",), ("static",), 120, *sizes, "--uncalibrated", "--seconds", "inf"),
@@ -137,7 +137,7 @@ def parts_of(dry: bool) -> tuple[Part, ...]:
     # One core each for the launcher's threads and the check itself.
     processes = max(1, min(12, len(os.sched_getaffinity(0)) - 2))
     return (
-        Part("smoke", SMOKE, 45, call=""),
+        _tests("smoke", "gpu", (FIRST,), 45, processes=1, call=""),
         _tests("tests", marked, (*BY_RISK, *GPU_TESTS), 180, processes=processes),
         _tests("device", "not gpu", DEVICE_TESTS, 200, processes=processes, variables=ON_DEVICE),
         _tests("memcheck", "gpu and sanitizer", GPU_TESTS[:1], 80, processes=1, required=False),
@@ -210,8 +210,6 @@ def has_passed(part: Part, found: dict[str, Any]) -> bool:
     """Whether nothing failed, something ran, and graphs were those of the fused form."""
     if part.call == "figures" and found.get("by_modules"):
         return False
-    if "checks" in found:
-        return found["status"] == 0 and all(check["passed"] for check in found["checks"].values())
     if part.is_tests:
         is_empty = found["status"] == 5 and not part.required  # pytest's status where it has collected no test
         return (found["status"] == 0 and found.get("tests", {}).get("passed", 0) > 0) or is_empty
@@ -228,8 +226,6 @@ def show(part: Part, found: dict[str, Any]) -> None:
     if tests:
         print(f"    {tests['passed']} passed, {tests['skipped']} skipped, {len(tests['failed'])} failed")
         print("".join(f"    {name}\n" for name in tests["failed"]), end="")
-    for name, check in found.get("checks", {}).items():
-        print(f"    {name:12}{'passed' if check['passed'] else check['error'][:150]}")
     for line in found.get("by_modules", ()):
         print(f"    {line}")
     for row in found.get("rows", ()):

@@ -17,9 +17,8 @@ from typing import Any
 
 import pytest
 
-from bench import gpu_check, gpu_smoke, kernels
+from bench import gpu_check, kernels
 from bench.gpu_check import Part, check
-from pipespec.schedules import factory
 from pipespec.schedules.graphs.driver import why_by_modules
 from tests.waiting import until
 
@@ -158,34 +157,13 @@ def test_graphs_of_modules_fail_a_figure(run, capsys: pytest.CaptureFixture[str]
     assert gpu_check.BY_MODULES in inspect.getsource(why_by_modules)
 
 
-def test_the_smoke_checks_each_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU the steps run uncaptured. A schedule that gives another text fails, and the others are still checked."""
-    file = tmp_path / "smoke.json"
-    monkeypatch.setattr(sys, "argv", ["gpu_smoke", "--dry-run", "--json", str(file)])
-    monkeypatch.setattr(factory, "_runs_uncaptured", False)
-    monkeypatch.setattr(gpu_smoke.Smoke, "options", gpu_smoke.Smoke.options | {"max_new_tokens": 4})
-    plain = gpu_smoke.Smoke.run
-
-    def broken(self: gpu_smoke.Smoke, name: str) -> dict[str, Any]:
-        if name == "rounds":
-            self.text = self.text + 1
-        return plain(self, name)
-
-    monkeypatch.setattr(gpu_smoke.Smoke, "run", broken)
-    assert gpu_smoke.main() == 1
-    checks = json.loads(file.read_text())["checks"]
-    assert [found["passed"] for found in checks.values()] == [True, False, False]
-    assert checks["plain"]["forward"] == ["fused"]
-    assert "another text" in checks["rounds"]["error"]
-
-
 def test_calls_fit_their_time() -> None:
     """What is required, with a build and the smoke, fits one call."""
     for call in ("tests", "figures"):
         parts = [part for part in gpu_check.parts_of(False) if part.call in (call, "")]
         assert parts[0].name == "smoke"
         assert sum(part.seconds for part in parts if part.required) + 90 <= gpu_check.CALL_SECONDS
-    assert all((ROOT / path).exists() for path in gpu_check.BY_RISK)
+    assert all((ROOT / path).exists() for path in (gpu_check.FIRST, *gpu_check.BY_RISK))
 
 
 def test_one_architecture_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
