@@ -1,8 +1,8 @@
-"""Helpers of the GPU benchmarks: timing in CUDA graphs on cold data, a table.
+"""Helpers of the GPU benchmarks: timing in CUDA graphs on cold data.
 
 A call is timed inside a graph that contains it many times, each time on another copy of its inputs. So neither Python nor a
-host launch is part of the time, and the inputs are cold where the copies together exceed twice the L2 cache (``cold`` in the
-result). A call that cannot be captured is timed alone and marked. Times are medians over replays, between events.
+host launch is part of the time, and the inputs are cold where the copies together exceed twice the L2 cache. A call that cannot be captured is timed
+alone and marked. Times are medians over replays, between events.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,9 +31,11 @@ def refuse_without_gpu(program: str) -> None:
 
 
 def copies_for(nbytes: int) -> int:
-    """Number of copies of inputs of this size that are cold when used in turn, limited by memory."""
-    l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    return max(2, min(256, -(-2 * l2 // nbytes) + 1, MOST_BYTES // nbytes))
+    """Number of copies of inputs of this size that are cold when used in turn, limited by memory; 0 where two do not fit."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if 2 * nbytes > max(MOST_BYTES, properties.total_memory // 4):
+        return 0
+    return max(2, min(256, -(-2 * properties.L2_cache_size // nbytes) + 1, MOST_BYTES // nbytes))
 
 
 def time_call(call: Call, copies: int, repeats: int) -> tuple[float, bool]:
@@ -64,60 +66,10 @@ def time_call(call: Call, copies: int, repeats: int) -> tuple[float, bool]:
     return statistics.median(repeated(run, repeats, "cuda", warm_up=2)) * 1e6 / copies, captured
 
 
-def measure(
-    shapes: Iterable[Shape],
-    dtype: torch.dtype,
-    input_bytes: Callable[[Shape, torch.dtype], int],
-    make: Maker,
-    repeats: int,
-    copy: float,
-    axes: tuple[str, str, str] = ("B", "Q", "V"),
-) -> Iterator[dict[str, Any]]:
-    """Time a case for each shape; prints a line of the table and yields the result.
-
-    A shape is left out where two copies would take more than ``MOST_BYTES`` and a quarter of the memory. A case that fails has an
-    ``error`` in its result.
-    """
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    print(
-        f"{axes[0]:>4}{axes[1]:>4}{axes[2]:>8}  {'dtype':10}{'':6}{'us':>9}{'GB/s':>9}{'of copy':>9}   "
-        "times ours (* not in a graph)"
-    )
-    for shape in shapes:
-        nbytes = input_bytes(shape, dtype)
-        if 2 * nbytes > max(MOST_BYTES, properties.total_memory // 4):
-            continue
-        copies = copies_for(nbytes)
-        result = {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "copies": copies}
-        result |= measure_one(make, shape, dtype, copies, repeats)
-        line = f"{shape[0]:4}{shape[1]:4}{shape[2]:8}  {result['dtype']:10}"
-        if "error" in result:
-            print(f"{line}FAILED: {result['error'].splitlines()[0][:120]}", flush=True)
-            yield result
-            torch.cuda.empty_cache()  # raises if the error has destroyed the context
-            continue
-        result["cold"] = copies * nbytes >= 2 * properties.L2_cache_size
-        result["fraction_of_copy"] = result["gb_per_s"] / copy
-        others = ""
-        for name, rival in result["rivals"].items():
-            ratio = "failed" if "error" in rival else f"{rival['times_ours']:.1f}{'' if rival['captured'] else '*'}"
-            others += f"  {name} {ratio}"
-        print(
-            f"{line}{'cold' if result['cold'] else 'warm':6}{result['us']:9.2f}{'' if result['captured'] else '*'}"
-            f"{result['gb_per_s']:9.0f}{result['fraction_of_copy']:9.2f} {others}",
-            flush=True,
-        )
-        yield result
-        torch.cuda.empty_cache()
-
-
 def measure_one(make: Maker, shape: Shape, dtype: torch.dtype, copies: int, repeats: int) -> dict[str, Any]:
-    """The times of a case and its rivals, or the error: out of memory, compilation, launch."""
-    try:
-        case = make(shape, dtype, copies)
-        us, captured = time_call(case.ours, copies, repeats)
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+    """The times of a case and of its rivals, each of which may fail: out of memory, compilation, launch."""
+    case = make(shape, dtype, copies)
+    us, captured = time_call(case.ours, copies, repeats)
     rivals: dict[str, dict[str, Any]] = {}
     for name, rival in case.rivals.items():
         try:

@@ -2,16 +2,17 @@
 
 ``bench/selection_cases.py``, ``bench/layer_cases.py`` and ``bench/packed_cases.py`` are the table of cases. The rivals are eager torch, on a GPU also ``torch.compile`` (not with
 ``--quick``), FlashInfer for rejection sampling where it is installed, and FlexAttention for attention. ``bench/cpu.py`` and ``bench/gpu.py`` describe the
-timing. GB/s counts the bytes that must be moved once; the bandwidth of a plain read with the same threads (CPU) or of a copy (GPU) stands beside it. Exit
-status 1: a shape failed.
+timing. GB/s counts the bytes that must be moved once; the share of a plain read with the same threads (CPU) or of a copy (GPU) stands beside it. A star: the
+call was not in a graph. A shape that does not fit the memory is left out. Exit status 1: a shape failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,22 +45,52 @@ def run(benchmarks: Sequence[Benchmark], options: argparse.Namespace) -> int:
         )
     results: list[dict[str, Any]] = []
     for benchmark in benchmarks:
-        print(f"\n{benchmark.name}")
-        make = functools.partial(benchmark.make, options.device, options.quick)
-        shapes = benchmark.shapes(options.device, options.quick)
-        for dtype in benchmark.dtypes(options.device, options.quick):
-            what = shapes, dtype, benchmark.input_bytes, make
-            if on_gpu:
-                repeats = 15 if options.quick else 40
-                part = gpu.measure(*what, repeats, info["copy_gb_per_s"], benchmark.axes)
-            else:
-                part = cpu.measure(*what, info["cold_bytes"], benchmark.axes)
-            for result in part:
-                results.append({"benchmark": benchmark.name} | result)
-                save(options.json, {"machine": info, "results": results})
+        for result in measure(benchmark, options.device, options.quick, info.get("copy_gb_per_s")):
+            results.append({"benchmark": benchmark.name} | result)
+            save(options.json, {"machine": info, "results": results})
     if options.json:
         print(f"written to {options.json}")
     return sum("error" in result for result in results)
+
+
+def measure(benchmark: Benchmark, device: str, quick: bool, copy: float | None) -> Iterator[dict[str, Any]]:
+    """Time a case for each dtype and shape; prints a line of the table and yields the result, which has an ``error`` where the case fails.
+
+    ``copy``: GB/s of a copy on a GPU, which the result relates to.
+    """
+    place = gpu if device == "cuda" else cpu
+    make = functools.partial(benchmark.make, device, quick)
+    print(f"\n{benchmark.name}")
+    heads = (*benchmark.axes, "dtype", "us", "GB/s", "of copy" if copy else "of read")
+    print("{:>4}{:>4}{:>8}  {:10}{:>10} {:>9}{:>9}   times ours".format(*heads))
+    for dtype, shape in itertools.product(benchmark.dtypes(device, quick), benchmark.shapes(device, quick)):
+        copies = place.copies_for(benchmark.input_bytes(shape, dtype))
+        if not copies:
+            continue
+        result = {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "copies": copies}
+        line = "{:4}{:4}{:8}  {:10}".format(*shape, result["dtype"])
+        try:
+            result |= place.measure_one(make, shape, dtype, copies, 15 if quick and copy else 40)
+        except Exception as error:
+            result["error"] = f"{type(error).__name__}: {error}"
+            print(f"{line}FAILED: {result['error'].splitlines()[0][:120]}", flush=True)
+        else:
+            if copy:
+                result["fraction_of_copy"] = result["gb_per_s"] / copy
+            figures = f"{result['us']:10.2f}{mark(result)}{result['gb_per_s']:9.1f}"
+            share = result["fraction_of_copy" if copy else "fraction_of_read"]
+            others = [
+                f"{name} {'failed' if 'error' in rival else '{:.1f}'.format(rival['times_ours']) + mark(rival).strip()}"
+                for name, rival in result["rivals"].items()
+            ]
+            print(f"{line}{figures}{share:9.2f}   {'  '.join(others)}", flush=True)
+        yield result
+        if device == "cuda":
+            torch.cuda.empty_cache()  # raises if an error has destroyed the context
+
+
+def mark(timed: dict[str, Any]) -> str:
+    return " " if timed.get("captured", True) else "*"
 
 
 def main() -> None:

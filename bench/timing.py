@@ -5,28 +5,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 
 from pipespec.bench.machine import last_level_cache_bytes
 
-T = TypeVar("T")
-
 COPIED_BYTES = 1 << 30
 """Of a copy that measures a GPU's bandwidth. It exceeds every cache."""
 
 
-def timed(call: Callable[..., T], *arguments: object, **keywords: object) -> tuple[T, float]:
-    """Return what ``call`` returns, and its seconds by the host's clock."""
-    began = time.perf_counter()
-    result = call(*arguments, **keywords)
-    return result, time.perf_counter() - began
-
-
 def seconds(call: Callable[..., object], *arguments: object) -> float:
     """Return the seconds of one call by the host's clock."""
-    return timed(call, *arguments)[1]
+    began = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - began
 
 
 def repeated(

@@ -11,13 +11,6 @@ from bench import timing
 from pipespec.bench.machine import describe, provenance
 
 
-def test_a_timed_call_returns_its_result() -> None:
-    result, seconds = timing.timed(divmod, 17, 5)
-    assert result == (3, 2)
-    assert seconds >= 0
-    assert timing.timed(sorted, [1, 2], reverse=True)[0] == [2, 1]
-
-
 def test_calls_that_warm_up_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that advances by one second with each reading: every call that counts takes one."""
     clock = iter(range(1000))

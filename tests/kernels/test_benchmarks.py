@@ -136,13 +136,14 @@ def test_a_table_on_the_cpu(
 
 
 @pytest.mark.parametrize("size", [100, 5000])
-def test_no_contender_finds_its_inputs_in_a_cache(size: int) -> None:
+def test_no_contender_finds_its_inputs_in_a_cache(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Ours and the rivals take the copies in turn, so that each call gets the copy that was used longest ago."""
     used: list[int] = []
     rivals = {name: lambda i: used.append(i) for name in ("eager", "other")}
     make = lambda shape, dtype, copies: KernelCase(size, lambda i: used.append(i), rivals)  # noqa: E731
-    (result,) = cpu.measure([(1, 1, 10)], torch.float32, lambda shape, dtype: size, make, 10_000)
-    copies = result["copies"]
+    monkeypatch.setattr(cpu, "cold_bytes", lambda: 10_000)
+    copies = cpu.copies_for(size)
     assert copies == {100: 64, 5000: 2}[size]
+    result = cpu.measure_one(make, (1, 1, 10), torch.float32, copies, 50)
     assert len(used) == 1 + 3 * result["repeats"]
     assert all(len(set(used[i : i + copies])) == copies for i in range(1, len(used) - copies))
