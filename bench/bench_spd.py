@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -56,51 +56,34 @@ class StagedSetting(NamedTuple):
 
 
 @dataclass
-class StagedCalls:
-    """The sum of several calls of one setting. ``outputs``: prompt and text of each call, as token ids."""
+class Calls:
+    """Several calls of one setting, staged or plain: prompt and text of each as token ids, and the reports."""
 
     outputs: list[list[int]] = field(default_factory=list)
-    seconds: float = 0.0
-    parallel_seconds: float = 0.0
-    last_stage_seconds: float = 0.0
-    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    verified: int = 0
-    cycles: int = 0
-    checked: int = 0
-    accepted: int = 0
-    flushes: int = 0
+    reports: list[Any] = field(default_factory=list)
 
-    def add(self, output: torch.Tensor, report: SpeculativeReport) -> None:
-        self.outputs.append(output[0].tolist())
-        for name in ("seconds", "parallel_seconds", "verified", "cycles", "checked", "accepted", "flushes"):
-            setattr(self, name, getattr(self, name) + getattr(report, name))
-        for name, seconds in report.phases.items():
-            self.phases[name] += seconds
-        self.last_stage_seconds += report.stage_seconds[-1]
+    def total(self, name: str) -> Any:
+        """The sum of a field of the reports."""
+        return sum(getattr(report, name) for report in self.reports)
+
+    def phase(self, name: str) -> float:
+        """Seconds of a phase of staged calls."""
+        return sum(report.phases[name] for report in self.reports)
 
     @property
     def decided(self) -> int:
-        """Tokens that cycles have generated; the prefill generates the first of each text."""
-        return self.verified - len(self.outputs)
+        """Tokens after the first of each text, which the prefill generates."""
+        return sum(getattr(report, "verified", report.tokens) - 1 for report in self.reports)
 
     @property
     def decoding(self) -> float:
         """Seconds without the prefill."""
-        return self.seconds - self.phases["prefill"]
-
-
-@dataclass
-class PlainCalls:
-    """The sum of several calls of plain decoding. ``step``: seconds per token after the first of each text."""
-
-    threads: int
-    outputs: list[list[int]] = field(default_factory=list)
-    seconds: float = 0.0
-    decoding: float = 0.0
-    decided: int = 0
+        is_staged = isinstance(self.reports[0], SpeculativeReport)
+        return self.total("seconds") - (self.phase("prefill") if is_staged else self.total("seconds_to_first_token"))
 
     @property
     def step(self) -> float:
+        """Seconds per token after the first of each text."""
         return self.decoding / self.decided
 
 
@@ -133,34 +116,23 @@ def settings(modules: Sequence[Path], quick: bool, ranks: Sequence[int]) -> Iter
 # ---- measuring
 
 
-def measure_plain(family: Family, ids: list[torch.Tensor], new_tokens: int, threads: int) -> PlainCalls:
+def measure_plain(family: Family, ids: list[torch.Tensor], new_tokens: int, threads: int) -> Calls:
     torch.set_num_threads(threads)
-    out = PlainCalls(threads)
-    pipe = Pipeline(family.target, schedule=PLAIN.name)
-    for prompt in ids:
-        output = pipe.generate(prompt, max_new_tokens=new_tokens, do_sample=False)
-        report = pipe.report
-        assert report is not None
-        out.outputs.append(output[0].tolist())
-        out.seconds += report.seconds
-        out.decoding += report.seconds - report.seconds_to_first_token
-        out.decided += report.tokens - 1
-    return out
+    return measure(Pipeline(family.target, schedule=PLAIN.name), ids, new_tokens)
 
 
-def measure(pipe: SpeculativePipeline | RanksPipeline, ids: list[torch.Tensor], new_tokens: int) -> StagedCalls:
-    calls = StagedCalls()
+def measure(pipe: Pipeline | SpeculativePipeline | RanksPipeline, ids: list[torch.Tensor], new_tokens: int) -> Calls:
+    calls = Calls()
     for prompt in ids:
-        output = pipe.generate(prompt, max_new_tokens=new_tokens, do_sample=False)
-        assert pipe.report is not None
-        calls.add(output, pipe.report)
+        calls.outputs.append(pipe.generate(prompt, max_new_tokens=new_tokens, do_sample=False)[0].tolist())
+        calls.reports.append(pipe.report)
     return calls
 
 
-def measure_ranks(setting: StagedSetting, work: dict[str, Any]) -> list[StagedCalls]:
+def measure_ranks(setting: StagedSetting, work: dict[str, Any]) -> list[Calls]:
     """Measure on ranks with torchrun: calibration, then each repeat."""
     with tempfile.TemporaryDirectory() as folder:
-        job, result = Path(folder, "job.json"), Path(folder, "result.json")
+        job, result = Path(folder, "job.json"), Path(folder, "result")
         stages = list(setting.stages) if isinstance(setting.stages, tuple) else setting.stages
         job.write_text(json.dumps(work | {"drafter": setting.drafter, "stages": stages, "result": str(result)}))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -169,7 +141,7 @@ def measure_ranks(setting: StagedSetting, work: dict[str, Any]) -> list[StagedCa
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{setting.label}: torchrun ended with {done.returncode}:\n{done.stderr}")
-        return [StagedCalls(**record) for record in json.loads(result.read_text())]
+        return [Calls(*calls) for calls in torch.load(result, weights_only=False)]
 
 
 def rank(job: Path) -> None:
@@ -186,15 +158,16 @@ def rank(job: Path) -> None:
         measure(pipe, calibration[:1], min(8, new_tokens))
         found = [measure(pipe, calibration, new_tokens)]
         found += [measure(pipe, prompts_, new_tokens) for _ in range(work["repeats"])]
-        Path(work["result"]).write_text(json.dumps([asdict(calls) for calls in found]))
+        # This module is __main__ here and another one there.
+        torch.save([(calls.outputs, calls.reports) for calls in found], work["result"])
 
 
 def row(
     setting: StagedSetting,
-    calibrated: StagedCalls,
-    repeats: list[StagedCalls],
-    fitted: dict[int, PlainCalls],
-    plain: dict[int, list[PlainCalls]],
+    calibrated: Calls,
+    repeats: list[Calls],
+    fitted: dict[int, Calls],
+    plain: dict[int, list[Calls]],
     threads: int,
     plain_threads: int,
 ) -> dict[str, Any]:
@@ -215,15 +188,16 @@ def row(
     """
     n = setting.stages if isinstance(setting.stages, int) else len(setting.stages)
     first = repeats[0]
-    a = first.accepted / first.checked if first.checked else 0.0
+    tokens, cycles, drafts, accepted = (first.total(name) for name in ("verified", "cycles", "checked", "accepted"))
+    a = accepted / drafts if drafts else 0.0
     step, rivals = fitted[threads].step, plain[plain_threads]
-    cost = max(0.0, calibrated.decoding / calibrated.cycles - step / n)
+    cost = max(0.0, calibrated.decoding / calibrated.total("cycles") - step / n)
     simulated = together = parallel = None
     if not setting.ranks:
         # The stages are equal. The last one runs exactly in the cycles that verify a token.
-        stage = median(c.last_stage_seconds / c.decided for c in repeats)
-        draft = median(c.phases["draft"] / c.cycles for c in repeats)
-        fixed = median((c.phases["verify"] + c.phases["other"]) / c.cycles for c in repeats)
+        stage = median(sum(r.stage_seconds[-1] for r in c.reports) / c.decided for c in repeats)
+        draft = median(c.phase("draft") / c.total("cycles") for c in repeats)
+        fixed = median((c.phase("verify") + c.phase("other")) / c.total("cycles") for c in repeats)
 
         def simulation(shared: bool) -> float:
             parts: dict[str, Any] = {"draft_s": draft, "cycle_s": fixed, "shared": shared}
@@ -231,34 +205,35 @@ def row(
             return fmean(run.seconds for run in runs)
 
         simulated, together = simulation(True), simulation(False)
-        parallel = median(c.parallel_seconds - c.phases["prefill"] for c in repeats)
-    seconds, decoding = median(c.seconds for c in repeats), median(c.decoding for c in repeats)
+        parallel = median(c.total("parallel_seconds") - c.phase("prefill") for c in repeats)
+    seconds, decoding = median(c.total("seconds") for c in repeats), median(c.decoding for c in repeats)
     return {
         "label": setting.label,
         "stages": n,
         "ranks": setting.ranks,
         "threads": threads,
         "plain_threads": plain_threads,
-        "tokens": first.verified,
-        "cycles": first.cycles,
-        "drafts": first.checked,
-        "accepted": first.accepted,
-        "flushes": first.flushes,
+        "tokens": tokens,
+        "cycles": cycles,
+        "drafts": drafts,
+        "accepted": accepted,
+        "flushes": first.total("flushes"),
         "acceptance": a,
-        "tokens_per_cycle": first.decided / first.cycles,
+        "tokens_per_cycle": first.decided / cycles,
         "law_tokens_per_cycle": spd_tokens_per_cycle(a, n),
-        "accepted_length": n * first.decided / first.cycles,
+        "accepted_length": n * first.decided / cycles,
         "law_accepted_length": spd_accepted_length(a, n),
         "seconds": seconds,
         "decoding_seconds": decoding,
-        "tokens_per_second": first.verified / seconds,
-        "ratio": median(p.seconds / c.seconds for p, c in zip(rivals, repeats, strict=True)),
+        "tokens_per_second": tokens / seconds,
+        "ratio": median(p.total("seconds") / c.total("seconds") for p, c in zip(rivals, repeats, strict=True)),
         "speedup": median(p.decoding / c.decoding for p, c in zip(rivals, repeats, strict=True)),
         "law_speedup": spd_speedup(a, n, step, cost) * fitted[plain_threads].step / step,
         "step_ms": step * 1e3,
         "cost_ms": cost * 1e3,
         "phases_ms": {
-            name: 1e3 * median(c.phases[name] / (len(c.outputs) if name == "prefill" else c.cycles) for c in repeats)
+            name: 1e3
+            * median(c.phase(name) / (len(c.outputs) if name == "prefill" else c.total("cycles")) for c in repeats)
             for name in PHASES
         },
         "simulated_seconds": simulated,
@@ -292,7 +267,7 @@ def record(args: argparse.Namespace) -> dict[str, Any]:
         for pipe in pipes:
             measure(pipe, calibration[:1], 8)
         calibrated = [measure(pipe, calibration, args.new_tokens) for pipe in pipes]
-        found: list[list[StagedCalls]] = [[] for _ in pipes]
+        found: list[list[Calls]] = [[] for _ in pipes]
         for repeat in range(args.repeats):
             say(f"one process: repeat {repeat + 1} of {args.repeats}")
             for t in threads:
@@ -325,7 +300,7 @@ def record(args: argparse.Namespace) -> dict[str, Any]:
         "plain": [
             {
                 "threads": t,
-                "tokens_per_second": median((p.decided + len(p.outputs)) / p.seconds for p in plain[t]),
+                "tokens_per_second": median(p.total("tokens") / p.total("seconds") for p in plain[t]),
                 "step_ms": median(p.step for p in plain[t]) * 1e3,
             }
             for t in threads
