@@ -9,13 +9,12 @@ Both sides read the prompt from an empty cache: the native form is chosen, and i
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
 import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def child(folder: Path, dtype: str, lengths: list[int], sides: tuple[str, ...], 
     """Seconds per length and side, and the peak of the memory of this process in bytes."""
     calls, model = calls_of(folder, dtype, sides)
     random = torch.Generator().manual_seed(0)
-    seconds: dict[str, dict[str, list[float]]] = {}
+    seconds: dict[int, dict[str, list[float]]] = {}
     for length in lengths:
         ids = torch.randint(model.config.vocab_size // 2, (1, length), generator=random)
         taken: dict[str, list[float]] = {side: [] for side in sides}
@@ -73,19 +72,15 @@ def child(folder: Path, dtype: str, lengths: list[int], sides: tuple[str, ...], 
                 calls[side](ids)
                 taken[side].append(time.perf_counter() - begin)
         # The first round is for learning.
-        seconds[str(length)] = {side: times[1:] for side, times in taken.items()}
+        seconds[length] = {side: times[1:] for side, times in taken.items()}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     return {"seconds": seconds, "peak_bytes": peak}
 
 
-def in_child(folder: Path, dtype: str, lengths: list[int], sides: tuple[str, ...], repeats: int) -> dict[str, Any]:
+def in_child(*job: Any) -> dict[str, Any]:
     """:func:`child` in a new process."""
-    job = json.dumps([str(folder), dtype, lengths, sides, repeats])
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.bench_prompt", "--child", job], stdout=subprocess.PIPE, text=True, check=True
-    )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(child, *job).result()
 
 
 def measure(folder: Path, dtype: str, lengths: list[int], repeats: int, memory: bool) -> list[dict[str, Any]]:
@@ -93,7 +88,7 @@ def measure(folder: Path, dtype: str, lengths: list[int], repeats: int, memory: 
     seconds = in_child(folder, dtype, lengths, SIDES, repeats)["seconds"]
     records = []
     for length in lengths:
-        taken = seconds[str(length)]
+        taken = seconds[length]
         middle = {side: statistics.median(taken[side]) for side in SIDES}
         record = {"model": folder.name, "dtype": dtype, "tokens": length, "seconds": taken, "median": middle}
         record["ratio"] = middle["ours"] / middle["generate"]
@@ -118,21 +113,14 @@ def table(records: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=Path, help="folder of HuggingFace folders")
+    parser.add_argument("--models", type=Path, required=True, help="folder of HuggingFace folders")
     parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     parser.add_argument("--repeats", type=int, help="at least 3 for a median that counts")
     parser.add_argument("--no-memory", action="store_true", help="leave the peaks of memory out")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, default=RESULTS)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        folder, dtype, lengths, sides, repeats = json.loads(options.child)
-        print(json.dumps(child(Path(folder), dtype, lengths, tuple(sides), repeats)))
-        return
-    if options.models is None:
-        parser.error("--models is needed")
     choose_sizes(options, repeats=(5, 3))
     record: dict[str, Any] = {"machine": provenance(), "repeats": options.repeats, "cells": []}
     for folder in sorted(path.parent for path in options.models.glob("*/config.json")):
