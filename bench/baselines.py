@@ -18,7 +18,6 @@ from pipespec.bench.config import BenchConfig
 from pipespec.bench.contenders import (
     OWN_LAYERS,
     Contender,
-    GeneratedText,
     HFContender,
     PipelineContender,
     TunedSetting,
@@ -28,7 +27,7 @@ from pipespec.bench.contenders import (
     standard_contenders,
     use_assistant_setting,
 )
-from pipespec.bench.results import StepCounts, SystemSettings
+from pipespec.bench.results import Sample, StepCounts, SystemSettings
 from pipespec.bench.systems import KINDS, Kind, each_chain, single
 from pipespec.registry import LOCKSTEP, PLAIN, STREAMS, WORKERS
 
@@ -67,12 +66,12 @@ class CompiledContender(HFContender):
         # Without this, transformers silently does not compile on a CPU.
         self.compile_config._compile_all_devices = True
 
-    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> GeneratedText:
+    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
         self.cache.reset()
         options: dict[str, Any] = {"max_new_tokens": new_tokens, "compile_config": self.compile_config}
         tokens, commits = self._generate(ids, seed, options | {"past_key_values": self.cache} | self.workload.sampling)
         # Hooks that count forwards would break the compiled graph.
-        return GeneratedText(tokens, (StepCounts("target", len(tokens), len(tokens)),), commits=commits)
+        return Sample(tokens=tokens, stages=[StepCounts("target", len(tokens), len(tokens))], commits=commits)
 
     def close(self) -> None:
         self.cache = None
@@ -126,7 +125,7 @@ class EarlyExitContender(HFContender):
         exits = dict.fromkeys(max(1, layers // part) for part in (4, 2))
         return [(tokens, at, "constant", n) for n in exits for tokens, at in ((6, 0.0), (3, 0.0), (8, 0.4))]
 
-    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> GeneratedText:
+    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
         target, setting = self.workload.family.target, self.setting
         depth = target.config.num_hidden_layers
         counts = {OWN_LAYERS: 0, "target": 0}
@@ -144,8 +143,8 @@ class EarlyExitContender(HFContender):
             handle.remove()
             target.config.num_hidden_layers = depth
             use_assistant_setting(target, _setting_in(self._before))
-        stages = (StepCounts(OWN_LAYERS, counts[OWN_LAYERS]), StepCounts("target", counts["target"], len(tokens)))
-        return GeneratedText(tokens, stages, commits=commits)
+        stages = [StepCounts(OWN_LAYERS, counts[OWN_LAYERS]), StepCounts("target", counts["target"], len(tokens))]
+        return Sample(tokens=tokens, stages=stages, commits=commits)
 
 
 def _setting_in(config: GenerationConfig) -> TunedSetting:
@@ -195,7 +194,7 @@ class PublishedContender(Contender):
         assert self.chain is not None
         self.chain.lookahead = setting
 
-    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> GeneratedText:
+    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
         assert self.chain is not None
         began = time.perf_counter()
         tokens = self.chain.generate(ids[0].tolist(), new_tokens, self.workload.end_tokens)
@@ -205,8 +204,8 @@ class PublishedContender(Contender):
         steps, drafted, accepted = counts[-1]
         histogram = tuple(target.histogram[j] for j in range(max(target.histogram, default=0) + 1))
         stages.append(StepCounts("target", steps + 1, steps + accepted + 1, drafted, accepted, histogram=histogram))
-        commits = tuple((at - began, min(length, len(tokens))) for at, length in target.commits)
-        return GeneratedText(tokens, tuple(stages), commits=commits if self.workload.times_commits else ())
+        commits = [(at - began, min(length, len(tokens))) for at, length in target.commits]
+        return Sample(tokens=tokens, stages=stages, commits=commits if self.workload.times_commits else [])
 
     def close(self) -> None:
         if self.chain is not None:

@@ -44,8 +44,10 @@ from bench.plot import OTHERS, OURS, Bar, bars
 from bench.timing import copy_bytes_per_second, read_bytes_per_second
 from pipespec.bench import comparison
 from pipespec.bench.comparison import IsolatedComparison, Measurement, footnotes, shown
-from pipespec.bench.contenders import GREEDY, Contender, Family, GeneratedText, Workload
+from pipespec.bench.contenders import GREEDY, Contender, Family, Workload
 from pipespec.bench.machine import provenance
+from pipespec.bench.results import Sample
+from pipespec.cli.options import flag, option
 from pipespec.demo import load_family, prompts
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.process.table import aligned
@@ -105,7 +107,7 @@ class DeviceComparison(IsolatedComparison):
         with super().turn(contender), within(max(LEAST_TURN_S, TURN_SHARE * self.limit)):
             yield
 
-    def run(self, contender: Contender, ids: torch.Tensor, new_tokens: int | None = None) -> GeneratedText | None:
+    def run(self, contender: Contender, ids: torch.Tensor, new_tokens: int | None = None) -> Sample | None:
         return super().run(contender, ids, new_tokens or self._new_tokens)
 
     def tune(self, calibration: Sequence[torch.Tensor], settings: int | None = None) -> None:
@@ -303,67 +305,38 @@ def main(arguments: list[str] | None = None) -> int:
     return status
 
 
+# fmt: off
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "bench_generate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    option(parser, "device", None, str, "default: %(default)s", choices=("cpu", "cuda"), default="cpu")
     models = parser.add_mutually_exclusive_group()
-    models.add_argument(
-        "--family", default="bundled", metavar="NAME", help="bundled, or a folder with such a family (%(default)s)"
-    )
-    models.add_argument(
-        "--planted", nargs="+", choices=list(SHAPES), metavar="SHAPE", help=f"smallest first: {', '.join(SHAPES)}"
-    )
-    parser.add_argument(
-        "--agreement",
-        type=float,
-        nargs="+",
-        default=[0.8],
-        metavar="A",
-        help="agreement of planted drafts with the target (0.8)",
-    )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, bfloat16 on a GPU")
-    parser.add_argument("--prompts", type=int, default=6, metavar="N", help="%(default)s")
-    parser.add_argument(
-        "--prompt-tokens", type=int, default=64, metavar="P", help="prompt length of planted models (%(default)s)"
-    )
-    parser.add_argument("--new-tokens", type=int, default=128, metavar="T", help="most per prompt (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, metavar="R", help="%(default)s")
+    option(models, "family", "NAME", str, "bundled, or a folder with such a family (%(default)s)", default="bundled")
+    option(models, "planted", "SHAPE", str, f"smallest first: {', '.join(SHAPES)}", nargs="+", choices=list(SHAPES))
+    option(parser, "agreement", "A", float, "agreement of planted drafts with the target (0.8)", nargs="+", default=[0.8])
+    option(parser, "dtype", None, str, "default: float32 on a CPU, bfloat16 on a GPU", choices=("float32", "bfloat16"))
+    option(parser, "prompts", "N", int, "%(default)s", default=6)
+    option(parser, "prompt-tokens", "P", int, "prompt length of planted models (%(default)s)", default=64)
+    option(parser, "new-tokens", "T", int, "most per prompt (%(default)s)", default=128)
+    option(parser, "repeats", "R", int, "%(default)s", default=3)
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=cores,
-        metavar="N",
-        help="CPU threads of all processes of a row (%(default)s)",
-    )
-    parser.add_argument(
-        "--uncalibrated",
-        action="store_true",
-        help="planted models without calibration, which all agree: for rows without drafts",
-    )
-    parser.add_argument("--first-token", action="store_true", help="measure the time to the first token apart")
-    parser.add_argument("--tuning-tokens", type=int, metavar="T", help="most per prompt while tuning (--new-tokens)")
-    parser.add_argument("--settings", type=int, metavar="N", help="candidates of tuning per row, at most (all)")
-    parser.add_argument(
-        "--rows",
-        nargs="+",
-        default=["all"],
-        metavar="ROWS",
-        help="all, or parts of keys: those rows and generate() (all)",
-    )
-    parser.add_argument("--temperature", type=float, help="sample (greedy without)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="%(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="seed of planted weights and of sampling (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="time limit: no new round begins after it")
-    parser.add_argument("--quick", action="store_true", help="two prompts of 48 tokens (GPU: 256), twice")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurement")
-    parser.add_argument("--docs", type=Path, metavar="PAGE", help="rewrite the whole table between its comments there")
-    parser.add_argument(
-        "--from", dest="earlier", type=Path, metavar="FILE", help="do not measure: use this measurement"
-    )
+    option(parser, "threads", "N", int, "CPU threads of all processes of a row (%(default)s)", default=cores)
+    flag(parser, "uncalibrated", "planted models without calibration, which all agree: for rows without drafts")
+    flag(parser, "first-token", "measure the time to the first token apart")
+    option(parser, "tuning-tokens", "T", int, "most per prompt while tuning (--new-tokens)")
+    option(parser, "settings", "N", int, "candidates of tuning per row, at most (all)")
+    option(parser, "rows", "ROWS", str, "all, or parts of keys: those rows and generate() (all)", nargs="+", default=["all"])
+    option(parser, "temperature", None, float, "sample (greedy without)")
+    option(parser, "top-p", None, float, "%(default)s", default=1.0)
+    option(parser, "seed", None, int, "seed of planted weights and of sampling (%(default)s)", default=0)
+    option(parser, "seconds", None, float, "time limit: no new round begins after it", default=float("inf"))
+    flag(parser, "quick", "two prompts of 48 tokens (GPU: 256), twice")
+    option(parser, "json", "FILE", Path, "write the measurement")
+    option(parser, "docs", "PAGE", Path, "rewrite the whole table between its comments there")
+    option(parser, "from", "FILE", Path, "do not measure: use this measurement", dest="earlier")
     return parser
+# fmt: on
 
 
 def _models(args: argparse.Namespace) -> tuple[Family, list[torch.Tensor], dict[str, Any]]:

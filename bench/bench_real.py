@@ -32,6 +32,7 @@ from pipespec import Pipeline
 from pipespec.bench.contenders import CommitClock, private_copies
 from pipespec.bench.datasets import read
 from pipespec.bench.machine import provenance
+from pipespec.cli.options import option
 from pipespec.process.progress import quiet_transformers, say
 from pipespec.process.record_files import is_dataset
 from pipespec.registry import LOCKSTEP, PLAIN, WORKERS
@@ -286,40 +287,31 @@ def readme_table(record: dict[str, Any]) -> str:
     return markdown_table(["", *heads, "first token, ms", "same text"], rows)
 
 
+# fmt: off
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    out.add_argument(
-        "--readme", nargs=2, type=Path, metavar=("PAGE", "JSON"), help="rewrite the table of a page from a measurement"
-    )
-    out.add_argument(
-        "--models", type=Path, default=Path("build/real"), help="folder of tools.real_models (%(default)s)"
-    )
-    out.add_argument("--target", default="q15")
-    out.add_argument("--draft", default="q05")
-    out.add_argument("--dtype", default="bfloat16")
-    out.add_argument(
-        "--hf", choices=("none", "bfloat16", "float32"), default="none", help="transformers' rows, in this dtype"
-    )
-    out.add_argument("--prompts", nargs="+", default=[], metavar="NAME=FILE")
-    out.add_argument("--count", type=int, default=4, help="prompts of each file (%(default)s)")
-    out.add_argument("--prompt-tokens", type=int, default=1024, help="at most, the last ones (%(default)s)")
-    out.add_argument("--new-tokens", type=int, default=64)
-    out.add_argument("--repeats", type=int, default=3)
-    out.add_argument("--temperature", type=float, help="sample (greedy without)")
-    out.add_argument("--head", type=Path, help="a draft head of the target: its rows")
-    out.add_argument("--third", default="smol", help="a smaller draft with another tokenizer (%(default)s)")
-    out.add_argument("--llama", type=Path, help="llama.cpp's llama-server: its rows")
-    out.add_argument(
-        "--openvino",
-        nargs=2,
-        type=Path,
-        metavar=("PYTHON", "FOLDER"),
-        help="OpenVINO GenAI's rows: an interpreter with openvino_genai, and a folder of exports NAME-fp16, -int8, -int4",
-    )
-    out.add_argument("--rows", nargs="+", help="all without; plain is always there")
-    out.add_argument("--json", type=Path)
+    option(out, "readme", ("PAGE", "JSON"), Path, "rewrite the table of a page from a measurement", nargs=2)
+    option(out, "models", None, Path, "folder of tools.real_models (%(default)s)", default=Path("build/real"))
+    option(out, "target", None, str, "default: %(default)s", default="q15")
+    option(out, "draft", None, str, "default: %(default)s", default="q05")
+    option(out, "dtype", None, str, "default: %(default)s", default="bfloat16")
+    option(out, "hf", None, str, "transformers' rows, in this dtype", choices=("none", "bfloat16", "float32"), default="none")
+    option(out, "prompts", "NAME=FILE", str, "the prompts to measure", nargs="+", default=[])
+    option(out, "count", None, int, "prompts of each file (%(default)s)", default=4)
+    option(out, "prompt-tokens", None, int, "at most, the last ones (%(default)s)", default=1024)
+    option(out, "new-tokens", None, int, "most per prompt (%(default)s)", default=64)
+    option(out, "repeats", None, int, "default: %(default)s", default=3)
+    option(out, "temperature", None, float, "sample (greedy without)")
+    option(out, "head", None, Path, "a draft head of the target: its rows")
+    option(out, "third", None, str, "a smaller draft with another tokenizer (%(default)s)", default="smol")
+    option(out, "llama", None, Path, "llama.cpp's llama-server: its rows")
+    option(out, "openvino", ("PYTHON", "FOLDER"), Path, "OpenVINO GenAI's rows: an interpreter with openvino_genai, and a folder of exports NAME-fp16, -int8, -int4",
+           nargs=2)
+    option(out, "rows", None, str, "all without; plain is always there", nargs="+")
+    option(out, "json", None, Path, "write the measurement")
     return out
+# fmt: on
 
 
 def main() -> None:

@@ -100,15 +100,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.list:
         return command.run(args)
     config = command.configured(args, BenchConfig() if args.config is None else load_config(args.config))
-    given = {name: tuple(getattr(args, name)) for name in ("agreement", "module", "stages") if getattr(args, name)}
-    config = replace(config, **given)
     if args.planted is None:
         if config.target is None and not config.module:
             config = replace(config, module=(str(draft_module_path()),))
         source = None if args.config is None else args.config.name
         load = partial(runner.prepare, trust_remote_code=args.trust_remote_code, source=source)
         return command.measure(args, command.with_bundled(config), load)
-    config = replace(config, planted=tuple(args.planted) or config.planted, target=None)
+    config = replace(config, target=None)
     if not config.planted:
         parser.error("--planted: name the shapes, smallest first, or give a --config that names them")
     return command.measure(args, config, prepare)

@@ -11,8 +11,8 @@ import torch
 
 from bench.own_layers import with_layers
 from pipespec.bench.config import BenchConfig
-from pipespec.bench.contenders import Contender, GeneratedText, TunedSetting, Workload, generated
-from pipespec.bench.results import StepCounts, SystemSettings
+from pipespec.bench.contenders import Contender, TunedSetting, Workload, generated
+from pipespec.bench.results import Sample, StepCounts, SystemSettings
 from pipespec.bench.systems import Kind
 from pipespec.spd import SpeculativePipeline
 from pipespec.spd.draft_module import DraftModuleConfig
@@ -47,23 +47,15 @@ class StagedContender(Contender):
             found = [with_layers(target, range(partition_of(target, self.stages).counts[0]))]
         self.pipe = SpeculativePipeline(target, found, stages=self.stages)
 
-    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> GeneratedText:
-        output, clock, notes = generated(self.pipe, self.workload, ids, new_tokens, seed)
-        report = self.pipe.report
-        tokens = output[0, ids.shape[1] :].tolist()
+    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
+        sample, report = generated(self.pipe, self.workload, ids, new_tokens, seed), self.pipe.report
         # A cycle decides at most one token. Accepted drafts are those that a cycle confirmed.
         target = StepCounts("target", report.cycles, report.verified, report.checked, report.accepted)
         target.rollbacks = report.flushes
-        figures = {
-            "schedule": report.schedule,
-            "phases": dict(report.phases),
-            "cycles": report.cycles,
-            "verified": report.verified,
-            "stage_seconds": list(report.stage_seconds),
-            "parallel_seconds": report.parallel_seconds,
-        }
-        commits = clock.until(len(tokens)) if clock else ()
-        return GeneratedText(tokens, (target,), "; ".join(notes), commits=commits, figures=figures)
+        sample.stages, sample.phases = [target], dict(report.phases)
+        sample.cycles, sample.verified = report.cycles, report.verified
+        sample.stage_seconds, sample.parallel_seconds = list(report.stage_seconds), report.parallel_seconds
+        return sample
 
 
 def _staged(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[SystemSettings]:

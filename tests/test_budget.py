@@ -35,7 +35,6 @@ LONGER = {
     # One list of options, or one signature with its documentation.
     "python/pipespec/api/base.py:generate": 90,
     "python/pipespec/api/pipeline.py:__init__": 80,
-    "bench/bench_generate.py:_parser": 70,
     # One launch: checks of shapes, then the choice of sizes, then the call.
     "pipespec_kernels/triton/attention.py:verify_attention": 110,
     "pipespec_kernels/triton/rejection_sample.py:rejection_sample": 110,

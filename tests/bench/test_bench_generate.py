@@ -8,7 +8,6 @@ import math
 import time
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +33,12 @@ from pipespec.bench.comparison import IsolatedComparison, footnotes
 from pipespec.bench.contenders import (
     Contender,
     Family,
-    GeneratedText,
     HFContender,
     PipelineContender,
     TunedSetting,
     Workload,
 )
-from pipespec.bench.results import StepCounts
+from pipespec.bench.results import Sample, StepCounts
 from tests.conftest import noisy
 
 TEXTS = [torch.tensor([[5, 6, 7]]), torch.tensor([[8, 9]])]
@@ -56,24 +54,21 @@ class Scripted(Contender):
         self.fails_at: int | None = options.get("fails_at")
         self.refuses: str | None = options.get("refuses")
         self.stages = options.get("stages", (StepCounts("target", 2, len(self.text)),))
-        self.calls = self.closed = self.rested = 0
+        self.calls = self.closed = 0
 
     def start(self, workload: Workload) -> None:
         if self.refuses:
             raise NotImplementedError(self.refuses)
         super().start(workload)
 
-    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> GeneratedText:
+    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
         self.calls += 1
         if self.calls == self.fails_at:
             raise RuntimeError("out of luck\nand more")
-        return GeneratedText(self.text, self.stages)
+        return Sample(tokens=self.text, stages=list(self.stages))
 
     def seconds(self) -> float:
         return len(self.text) / (self.speed * (self.setting or 1))
-
-    def rest(self) -> None:
-        self.rested += 1
 
     def close(self) -> None:
         self.closed += 1
@@ -84,11 +79,13 @@ class ScriptedBench(DeviceComparison):
 
     clock = 0.0
 
-    def run(self, contender: Contender, ids: torch.Tensor, new_tokens: int | None = None) -> GeneratedText | None:
+    def run(self, contender: Contender, ids: torch.Tensor, new_tokens: int | None = None) -> Sample | None:
         text = super().run(contender, ids, new_tokens)
         assert isinstance(contender, Scripted)
         self.clock += contender.seconds()
-        return text and replace(text, seconds=contender.seconds())
+        if text is not None:
+            text.seconds = contender.seconds()
+        return text
 
     @property
     def elapsed(self) -> float:
@@ -204,19 +201,13 @@ def test_a_contender_that_hangs_fails(make: Callable[..., ScriptedBench], monkey
     monkeypatch.setattr(bench_generate, "LEAST_TURN_S", 2.0)  # the other contender has to end in this time
 
     class Hanging(Scripted):
-        def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> GeneratedText:
+        def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
             time.sleep(60)
             raise AssertionError("the time limit did not end this")
 
     bench = make(Hanging("hangs", "ours", 10.0), Scripted("plain", "hf", 10.0), limit=1.0)
     assert bench.reasons["hangs"].startswith("TimeoutError: not over after")
     assert "plain" not in bench.reasons
-
-
-def test_every_contender_rests_after_each_turn(make: Callable[..., ScriptedBench]) -> None:
-    contender = Scripted("a", "ours", 10.0)
-    run_all(make(contender), 2)
-    assert contender.rested == contender.calls == 5
 
 
 def test_contenders_leave_shared_state_as_it_was(target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +288,7 @@ def test_first_token_and_decoding_are_separate(make: Callable[..., ScriptedBench
     """A call takes a second and 0.1 s per token. The second counts in tokens/s and not in the decoding rate."""
 
     class Prefilling(Scripted):
-        def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> GeneratedText:
+        def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
             self.text = [7] * new_tokens
             return super().run(ids, new_tokens, seed)
 
@@ -320,7 +311,7 @@ def test_tuning_may_generate_less(make: Callable[..., ScriptedBench]) -> None:
     asked: list[int] = []
 
     class Asked(Scripted):
-        def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> GeneratedText:
+        def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
             asked.append(new_tokens)
             return super().run(ids, new_tokens, seed)
 

@@ -12,14 +12,14 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Self
 
 import torch
 
-from pipespec.bench.contenders import Contender, GeneratedText, Workload
-from pipespec.bench.results import accepted_by_model
+from pipespec.bench.contenders import Contender, Workload
+from pipespec.bench.results import Sample, accepted_by_model
 from pipespec.process.progress import say
 
 Progress = Callable[[str, int, int], None]
@@ -91,7 +91,7 @@ class IsolatedComparison:
         self.reasons: dict[str, str] = {}
         """Why contenders have no figures, by key."""
         self.tuning: dict[str, list[dict[str, Any]]] = {}
-        self.runs: dict[str, dict[tuple[int, int], GeneratedText]] = {c.key: {} for c in contenders}
+        self.runs: dict[str, dict[tuple[int, int], Sample]] = {c.key: {} for c in contenders}
         """By contender: the texts by repeat and prompt."""
         self.lost: str | None = None
         """Why nothing can run any more: an error on a GPU can destroy its context."""
@@ -148,7 +148,7 @@ class IsolatedComparison:
             self._attention[contender.key] = [config._attn_implementation for config in configs]
             use(first)
 
-    def run(self, contender: Contender, ids: torch.Tensor, new_tokens: int | None = None) -> GeneratedText | None:
+    def run(self, contender: Contender, ids: torch.Tensor, new_tokens: int | None = None) -> Sample | None:
         """Let a contender generate once.
 
         Args:
@@ -167,8 +167,7 @@ class IsolatedComparison:
                 began = time.perf_counter()
                 text = contender.run(ids, new_tokens or self.workload.new_tokens, self.seed)
                 self._synchronize()
-                text = replace(text, seconds=time.perf_counter() - began)
-                contender.rest()
+                text.seconds = time.perf_counter() - began
                 return text
         except Exception as error:
             self._fail(contender, error)
@@ -282,7 +281,8 @@ class IsolatedComparison:
 
     def _reference(self) -> dict[int, list[int]]:
         """The texts that others are compared with, by prompt: ``generate()``'s; sampled, those of our plain decoding."""
-        exact = [c.key for c in self.contenders if c.exact and self.runs[c.key] and c.key not in self.reasons]
+        measured = [c for c in self.contenders if self.runs[c.key] and c.key not in self.reasons]
+        exact = [c.key for c in measured if c.is_exact(self.workload)]
         wanted = "plain" if self.workload.is_greedy else "ours-plain"
         key = wanted if wanted in exact else next(iter(exact), None)
         texts: dict[int, list[int]] = {}
@@ -299,13 +299,13 @@ class IsolatedComparison:
         if not speeds[key]:
             result.reason = result.reason or self.lost or "not measured: the time was over"
             return result
-        result.note = "; ".join(dict.fromkeys(text.note for text in runs.values() if text.note))
+        result.note = "; ".join(dict.fromkeys("; ".join(text.notes) for text in runs.values() if text.notes))
         result.repeats = tuple(speeds[key])
         result.tokens_per_second = median(speeds[key])
         result.vs_plain = _ratio(speeds[key], speeds.get("plain", ()))
         result.vs_best_hf = _ratio(speeds[key], speeds[best]) if best else None
         result.runs = len(runs)
-        if contender.exact and (reference := self._reference()):
+        if contender.is_exact(self.workload) and (reference := self._reference()):
             positions = [
                 differs_at(text.tokens, reference[prompt]) for (_, prompt), text in runs.items() if prompt in reference
             ]
@@ -327,7 +327,7 @@ class IsolatedComparison:
         self.close()
 
 
-def _speed(runs: Sequence[GeneratedText]) -> float:
+def _speed(runs: Sequence[Sample]) -> float:
     return sum(len(text.tokens) for text in runs) / sum(text.seconds for text in runs)
 
 

@@ -26,10 +26,12 @@ class DatasetRequest:
 
     name: str
     format: str | None = None
-    file: Path | None = None
+    file: str | None = None
     prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        if self.format is not None and self.format not in FORMATS:
+            raise ValueError(f"no format {self.format!r} of prompts: there are {', '.join(FORMATS)}")
         if self.prompt_tokens is not None and self.prompt_tokens < 1:
             raise ValueError(f"prompt_tokens of {self.name} must be at least 1, not {self.prompt_tokens}")
 
@@ -138,10 +140,9 @@ def with_prompts(config: BenchConfig, given: list[str]) -> BenchConfig:
     datasets = {d.name: d for d in config.dataset}
     seen: set[str] = set()
     for text in given:
-        name, has_name, path = text.partition("=")
-        file = Path(path if has_name else text)
+        name, has_name, file = text.partition("=")
         if not has_name:
-            name = file.name.split(".")[0]
+            name, file = Path(text).name.split(".")[0], text
             if len(given) == len(datasets) == 1:
                 name = next(iter(datasets))
         if name in seen:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import os
 import time
 import warnings
@@ -19,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.api.pipeline import Pipeline
-from pipespec.bench.results import StepCounts
+from pipespec.bench.results import Sample, StepCounts
 from pipespec.engine.ngram import NGRAM
 from pipespec.models.loading import load_model
 from pipespec.models.properties import end_tokens
@@ -29,6 +28,9 @@ from pipespec.registry import LOCKSTEP, PLAIN, SCHEDULES, WORKERS
 from pipespec.schedules.base import StageFailure
 
 GREEDY: dict[str, Any] = {"do_sample": False}
+
+Commits = list[tuple[float, int]]
+"""``(seconds since the call, new tokens until then)`` per commit."""
 
 
 @dataclass(frozen=True)
@@ -131,27 +133,6 @@ class Workload:
         return list(dict.fromkeys((self.threads, 1, min(2, len(os.sched_getaffinity(0))))))
 
 
-@dataclass(frozen=True)
-class GeneratedText:
-    """One prompt generated once.
-
-    Attributes:
-        tokens: The new tokens.
-        stages: The counts of each model, the target last.
-        note: Remarks.
-        seconds: Wall-clock time of the call.
-        commits: ``(seconds since the call, new tokens until then)`` per commit, if the workload asks for them.
-        figures: Further fields of :class:`pipespec.bench.results.Sample`, by name.
-    """
-
-    tokens: list[int]
-    stages: tuple[StepCounts, ...]
-    note: str = ""
-    seconds: float = math.nan
-    commits: tuple[tuple[float, int], ...] = ()
-    figures: dict[str, Any] = field(default_factory=dict)
-
-
 class CommitClock:
     """A streamer for ``generate()`` that notes when tokens are committed. Its time begins when it is made."""
 
@@ -160,7 +141,7 @@ class CommitClock:
     def __init__(self) -> None:
         self.began = time.perf_counter()
         self._length = -1  # the prompt comes first
-        self.commits: list[tuple[float, int]] = []
+        self.commits: Commits = []
 
     def put(self, value: Any) -> None:
         """Take the prompt, then the tokens of each commit."""
@@ -173,9 +154,9 @@ class CommitClock:
     def end(self) -> None:
         """Required of a streamer."""
 
-    def until(self, tokens: int) -> tuple[tuple[float, int], ...]:
+    def until(self, tokens: int) -> Commits:
         """The commits of a text that has ``tokens`` tokens."""
-        return tuple((at, min(length, tokens)) for at, length in self.commits)
+        return [(at, min(length, tokens)) for at, length in self.commits]
 
 
 class Contender(ABC):
@@ -184,12 +165,11 @@ class Contender(ABC):
     Attributes:
         group: ``"hf"``, ``"reference"`` (a published schedule) or ``"ours"``.
         settings: Candidates of tuning, the default first; empty: nothing to tune.
-        exact: Greedy, the text is the target's; sampled, it is the text of the seed.
         slow: The start may take a minute.
     """
 
     settings: Sequence[Any] = ()
-    exact, slow = True, False
+    slow = False
 
     def __init__(self, key: str, label: str, group: str, drafts: Sequence[str] = ()) -> None:
         self.key, self.label, self.group, self.drafts = key, label, group, tuple(drafts)
@@ -210,15 +190,12 @@ class Contender(ABC):
         self.setting = setting
 
     @abstractmethod
-    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> GeneratedText:
-        """Generate at most ``new_tokens`` tokens behind ``ids``, LongTensor ``[1, S]``."""
+    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
+        """Generate at most ``new_tokens`` tokens behind ``ids``, LongTensor ``[1, S]``. The sample has no time yet."""
 
     def is_exact(self, workload: Workload) -> bool:
         """Whether the text has to equal the reference. transformers draws its samples from other numbers."""
-        return self.exact and (self.group != "hf" or workload.is_greedy)
-
-    def rest(self) -> None:
-        """Stop everything that would slow the other contenders down. Called after each turn, not timed."""
+        return self.group != "hf" or workload.is_greedy
 
     def pause(self) -> None:
         """Release processes and graphs until the next turn, which starts them again."""
@@ -276,7 +253,6 @@ class HFContender(Contender):
         self.options = options
 
     def start(self, workload: Workload) -> None:
-        self.exact = workload.is_greedy
         self.settings = [
             TunedSetting(threads, *c)
             for c, threads in itertools.product(self._candidates(workload), workload.thread_numbers)
@@ -291,7 +267,7 @@ class HFContender(Contender):
         """The model that drafts."""
         return self.workload.family.drafts[self.drafts[0]] if self.drafts else None
 
-    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> GeneratedText:
+    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
         target, setting, assistant = self.workload.family.target, self.setting, self._assistant()
         options: dict[str, Any] = {"max_new_tokens": new_tokens, **self.workload.sampling, **self.options}
         counted: dict[str, PreTrainedModel] = {"target": target}
@@ -305,17 +281,17 @@ class HFContender(Contender):
             tokens, commits = self._generate(ids, seed, options)
         target_steps = forwards.pop("target")
         drafts = [StepCounts(name, steps) for name, steps in forwards.items()]
-        stages = (*drafts, StepCounts("target", target_steps, len(tokens)))
-        return GeneratedText(tokens, stages, commits=commits)
+        stages = [*drafts, StepCounts("target", target_steps, len(tokens))]
+        return Sample(tokens=tokens, stages=stages, commits=commits)
 
-    def _generate(self, ids: torch.Tensor, seed: int, options: dict[str, Any]) -> tuple[list[int], tuple[Any, ...]]:
+    def _generate(self, ids: torch.Tensor, seed: int, options: dict[str, Any]) -> tuple[list[int], Commits]:
         """Call ``generate()``; returns the new tokens and the commits."""
         torch.manual_seed(seed)
         clock = CommitClock() if self.workload.times_commits else None
         mask = torch.ones_like(ids)
         output = self.workload.family.target.generate(ids, attention_mask=mask, streamer=clock, **options)
         tokens = output[0, ids.shape[1] :].tolist()
-        return tokens, clock.until(len(tokens)) if clock else ()
+        return tokens, clock.until(len(tokens)) if clock else []
 
 
 OWN_LAYERS = "own layers"
@@ -346,22 +322,19 @@ class PipelineContender(Contender):
             drafts = private_copies(drafts)
         self.pipe = Pipeline(workload.family.target, drafts, schedule=self.schedule, **self.options)
 
-    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> GeneratedText:
+    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
         assert self.pipe is not None
-        output, clock, notes = generated(self.pipe, self.workload, ids, new_tokens, seed)
+        sample = generated(self.pipe, self.workload, ids, new_tokens, seed)
         report = self.pipe.report
         assert report is not None
         if report.schedule != self.schedule:
-            notes.append(f"ran as {report.schedule}")
-        notes += report.decisions or ()
+            sample.notes.append(f"ran as {report.schedule}")
+        sample.notes += report.decisions or ()
         # The index is the last draft where the controller chooses. "draft 0" is the first of the models.
         models = [name for name in self.drafts if name != NGRAM]
         names = [models[int(s.name.split()[1])] if s.name.startswith("draft ") else s.name for s in report.stages]
-        stages = tuple(counts_of(name, stage) for name, stage in zip(names, report.stages, strict=True))
-        tokens = output[0, ids.shape[1] :].tolist()
-        figures: dict[str, Any] = {"schedule": report.schedule}
-        commits = clock.until(len(tokens)) if clock else ()
-        return GeneratedText(tokens, stages, "; ".join(notes), commits=commits, figures=figures)
+        sample.stages = [counts_of(name, stage) for name, stage in zip(names, report.stages, strict=True)]
+        return sample
 
     def pause(self) -> None:
         self.close()
@@ -371,10 +344,8 @@ class PipelineContender(Contender):
             self.pipe.close()
 
 
-def generated(
-    pipe: Any, workload: Workload, ids: torch.Tensor, new_tokens: int, seed: int
-) -> tuple[torch.Tensor, CommitClock | None, list[str]]:
-    """Call a pipeline of ours; returns its output, LongTensor ``[1, S]``, the times of commits, and failures of its stages."""
+def generated(pipe: Any, workload: Workload, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
+    """Call a pipeline of ours; returns tokens, times of commits, the schedule, and failures of stages as notes."""
     options = workload.sampling | ({} if workload.is_greedy else {"seed": seed})
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -382,7 +353,13 @@ def generated(
         output = pipe.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, streamer=clock, **options
         )
-    return output, clock, [str(w.message) for w in seen if issubclass(w.category, StageFailure)]
+    tokens = output[0, ids.shape[1] :].tolist()
+    return Sample(
+        tokens=tokens,
+        commits=clock.until(len(tokens)) if clock else [],
+        schedule=pipe.report.schedule,
+        notes=[str(w.message) for w in seen if issubclass(w.category, StageFailure)],
+    )
 
 
 def counts_of(name: str, stage: StageReport) -> StepCounts:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from pipespec.process.files import replace
 from pipespec.process.records import build, parse_json
@@ -24,8 +24,6 @@ from pipespec.registry import PLAIN
 
 VERSION = 2
 """Of the format. A reader refuses a folder of another version."""
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -67,7 +65,7 @@ def accepted_by_model(texts: Iterable[Sequence[StepCounts]]) -> tuple[dict[str, 
 
 @dataclass(kw_only=True)
 class Sample:
-    """One text of one system.
+    """One text of one system. A contender makes it, without its place in the results and what other texts decide.
 
     Attributes:
         dataset: Name of the dataset.
@@ -87,9 +85,9 @@ class Sample:
         error: The message of the failure that ended the text; the other figures are empty then.
     """
 
-    dataset: str
-    system: str
-    sample: str
+    dataset: str = ""
+    system: str = ""
+    sample: str = ""
     prompt_tokens: int = 0
     tokens: list[int] = field(default_factory=list)
     seconds: float = 0.0
@@ -270,11 +268,19 @@ class ResultsFolder:
             FileNotFoundError: The folder has none.
             ValueError: It is of another version, or damaged.
         """
-        return self._read("settings.json", Settings)
-
-    def summary(self) -> Summary:
-        """Read ``summary.json``; raises as :meth:`settings`."""
-        return self._read("summary.json", Summary)
+        path = self.path / "settings.json"
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path} does not exist: is {self.path} a folder that `pipespec bench --out` wrote?"
+            )
+        try:
+            data = parse_json(path.read_bytes())
+            if isinstance(data, dict) and (version := data.get("version", VERSION)) != VERSION:
+                raise ValueError(f"it has version {version} of the format, this pipespec reads version {VERSION}")
+            settings: Settings = build(Settings, data)
+            return settings
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
 
     def write(self, name: str, record: Settings | Summary) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -313,17 +319,3 @@ class ResultsFolder:
     @property
     def _file(self) -> Path:
         return self.path / "samples.jsonl"
-
-    def _read(self, name: str, kind: type[T]) -> T:
-        path = self.path / name
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{path} does not exist: is {self.path} a folder that `pipespec bench --out` wrote?"
-            )
-        try:
-            data = parse_json(path.read_bytes())
-            if isinstance(data, dict) and (version := data.get("version", VERSION)) != VERSION:
-                raise ValueError(f"it has version {version} of the format, this pipespec reads version {VERSION}")
-            return cast(T, build(kind, data))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path} cannot be read: {error}") from error

@@ -18,7 +18,7 @@ import torch
 from pipespec.bench import datasets
 from pipespec.bench.comparison import IsolatedComparison, differs_at
 from pipespec.bench.config import BenchConfig, DatasetRequest
-from pipespec.bench.contenders import Contender, Family, GeneratedText, Workload
+from pipespec.bench.contenders import Contender, Family, Workload
 from pipespec.bench.datasets import Conversation
 from pipespec.bench.machine import provenance, utc
 from pipespec.bench.results import DatasetSettings, ResultsFolder, Sample, Settings, Summary, SystemSettings
@@ -126,7 +126,7 @@ def read_prompts(config: BenchConfig, request: DatasetRequest, family: Family) -
         raise ValueError(f"no file for the dataset {request.name!r}: give --prompts {request.name}=FILE")
     if config.chat_template and not family.tokenizer.chat_template:
         raise ValueError("the target's tokenizer has no chat template: leave out --chat")
-    form, conversations = datasets.read(request.file, request.format)
+    form, conversations = datasets.read(Path(request.file), request.format)
     limit = getattr(family.target.config, "max_position_embeddings", None) or 1 << 30
     encoded = {c.name: encode(family, c, config.chat_template) for c in conversations}
     fitting = {name: ids for name, ids in encoded.items() if ids.shape[1] + config.new_tokens <= limit}
@@ -140,7 +140,7 @@ def read_prompts(config: BenchConfig, request: DatasetRequest, family: Family) -
     settings = DatasetSettings(
         name=request.name,
         format=form,
-        files=[str(request.file)],
+        files=[request.file],
         samples=list(chosen),
         new_tokens=config.new_tokens,
         chat_template=config.chat_template,
@@ -282,14 +282,15 @@ class Runner:
     def _measure(self, dataset: PreparedDataset, system: SystemSettings, name: str, ids: torch.Tensor) -> None:
         """Write one sample: a text, or the error."""
         contender = self.contenders[system.key]
-        sample = Sample(dataset=dataset.settings.name, system=system.key, sample=name, prompt_tokens=ids.shape[1])
+        sample = None
         if self._ready(system, contender, dataset):
-            text = self.comparison.run(contender, ids, dataset.settings.new_tokens)
-            if text is not None:
-                self._fill(sample, text)
+            sample = self.comparison.run(contender, ids, dataset.settings.new_tokens)
         if self.comparison.lost:
             raise RuntimeError(f"{self.comparison.lost}; start the command again to continue")
-        sample.error = self.comparison.reasons.get(system.key)
+        sample = sample or Sample(error=self.comparison.reasons.get(system.key))
+        sample.dataset, sample.system, sample.sample = dataset.settings.name, system.key, name
+        sample.prompt_tokens = ids.shape[1]
+        sample.seconds_to_first_token = sample.commits[0][0] if sample.commits else None
         self.folder.add(sample)
         if sample.error is None:
             self._failures[system.key] = 0
@@ -336,15 +337,6 @@ class Runner:
         system.tuning = self.comparison.tuning.get(system.key, [])
         system.setting = str(contender.setting)
         self.folder.write("settings.json", self.settings)
-
-    def _fill(self, sample: Sample, text: GeneratedText) -> None:
-        sample.tokens, sample.seconds = list(text.tokens), text.seconds
-        sample.commits = [(at, tokens) for at, tokens in text.commits]
-        sample.seconds_to_first_token = text.commits[0][0] if text.commits else None
-        sample.stages = list(text.stages)
-        sample.notes = [text.note] if text.note else []
-        for name, value in text.figures.items():
-            setattr(sample, name, value)
 
     def _compare(self, dataset: PreparedDataset, name: str) -> None:
         """Compare the texts of a sample with the reference's."""

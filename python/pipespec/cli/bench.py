@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipespec.cli.options import DTYPES, Subparsers, check_output_folder, flag, option
 from pipespec.process.progress import quiet_transformers, say, working
@@ -30,7 +30,7 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     models = parser.add_argument_group("models")
     option(models, "target", "PATH", str, "model that defines the text (default: the bundled family)")
-    option(models, "draft", "PATH", str, "draft model; several: smallest first", action="append")
+    option(models, "draft", "PATH", str, "draft model; several: smallest first", action="append", dest="drafts")
     option(models, "device", "D", str, "one for all models or one per model, drafts first; auto; default: cpu", nargs="+")
     option(models, "dtype", None, str, "default: as stored; float32 for the bundled family", choices=DTYPES)
     flag(models, "trust-remote-code", "allow a model's own Python code to run")
@@ -96,23 +96,16 @@ def measure(args: argparse.Namespace, config: BenchConfig, prepare: Callable[[Be
 
 
 def configured(args: argparse.Namespace, config: BenchConfig) -> BenchConfig:
-    """A configuration with the options over it."""
+    """A configuration with the options over it that have the names of its fields."""
     from pipespec.bench.config import with_prompts
     from pipespec.bench.systems import check_kinds
 
-    values: dict[str, Any] = {}
-    for name in ("target", "dtype", "chains", "tuning", "threads", "samples", "new_tokens", "chat_template", "ignore_eos",
-                 "temperature", "top_k", "top_p", "seed"):  # fmt: skip
-        if (value := getattr(args, name)) is not None:
-            values[name] = value
-    for name in ("device", "lookahead"):
-        if (value := getattr(args, name)) is not None:
-            values[name] = tuple(value)
-    if args.draft is not None:
-        values["drafts"] = tuple(args.draft)
+    known = {f.name for f in fields(config)}
+    given = {name: value for name, value in vars(args).items() if name in known and value not in (None, [])}
     if args.systems is not None:
-        values["systems"] = tuple(name.strip() for name in args.systems.split(",") if name.strip())
-    config = with_prompts(replace(config, **values), args.prompts)
+        given["systems"] = [name.strip() for name in args.systems.split(",") if name.strip()]
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    config = with_prompts(replace(config, **given), args.prompts)
     check_kinds(config.systems)
     return config
 

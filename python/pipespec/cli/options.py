@@ -16,7 +16,7 @@ Subparsers = Any
 """What ``ArgumentParser.add_subparsers`` returns; its class is private to argparse."""
 
 
-def option(group: Any, name: str, metavar: str | None, kind: Any, text: str, **how: Any) -> None:
+def option(group: Any, name: str, metavar: str | tuple[str, ...] | None, kind: Any, text: str, **how: Any) -> None:
     """Add an option with a value to a parser or a group; ``how`` as for ``add_argument``."""
     group.add_argument(f"--{name}", metavar=metavar, type=kind, help=text, **how)
 
