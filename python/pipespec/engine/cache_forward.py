@@ -183,8 +183,11 @@ class ForwardCache(RowStorage):
             self._ring.begin(self._lengths, q, aim)
         if self.uses_device_lengths:
             self._check_attention()
-        if self.uses_device_lengths or not self._even:
             self._update_device()
+        elif not self._even:
+            # Once per forward and device.
+            rows, at = torch.arange(self.rows, device=self.device)[:, None], self._indices(q)
+            self._places = {device: (rows.to(device), at.to(device)) for device in self._lengths_on}
         self._open_q, self._end = q, self.capacity if self.is_static else top
 
     def open_storage(self, q: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
@@ -263,15 +266,18 @@ class ForwardCache(RowStorage):
             self._check(key_states, value_states)
         self._enter(layer_idx, q)
         keys, values = self._keys[i][:, :, : self._end], self._values[i][:, :, : self._end]
-        if self.uses_device_lengths or not self._even:
-            lengths = self._lengths_on[self.layer_devices[layer_idx]] if self._followed is None else self._followed
-            # Under autocast only the keys have the model's dtype.
+        device = self.layer_devices[layer_idx]
+        if self.uses_device_lengths:
+            lengths = self._lengths_on[device] if self._followed is None else self._followed
             ops.kv_append(key_states, value_states.to(self.dtype), keys, values, lengths)
-            if self.uses_device_lengths:
-                attach_lengths(keys, lengths, self.windows[layer_idx])
-        else:
+            attach_lengths(keys, lengths, self.windows[layer_idx])
+        elif self._even:
             keys[:, :, self._top :].copy_(key_states)
             values[:, :, self._top :].copy_(value_states)
+        else:
+            # Under autocast only the keys have the model's dtype.
+            for store, new in ((keys, key_states), (values, value_states.to(self.dtype))):
+                store.transpose(1, 2)[self._places[device]] = new.transpose(1, 2)
         self._leave(layer_idx)
         return keys, values
 
