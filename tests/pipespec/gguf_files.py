@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ def write(
     metadata: dict[str, Any] | None = None,
     tensors: dict[str, np.ndarray] | None = None,
     vocabulary: list[str] | None = None,
+    merges: Sequence[str] = ("a b", "c d"),
+    pre: str = "qwen2",
 ) -> dict[str, torch.Tensor]:
     """Write a model.
 
@@ -65,6 +68,8 @@ def write(
         metadata: further numbers, by key.
         tensors: further tensors.
         vocabulary: the texts of the tokens.
+        merges: of the tokenizer.
+        pre: how it splits text.
 
     Returns:
         The weights as they are stored, by their names in transformers: float32.
@@ -89,7 +94,7 @@ def write(
             if isinstance(value, float)
             else writer.add_uint32
         )(key, value)
-    _write_tokenizer(writer, vocabulary or tokens(config.vocab_size))
+    _write_tokenizer(writer, vocabulary or tokens(config.vocab_size), merges, pre)
     names = gguf.get_tensor_name_map({v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[name], config.num_hidden_layers)
     stored = {}
     for full, parameter in model.named_parameters():
@@ -132,12 +137,12 @@ def tokens(count: int) -> list[str]:
     return [*found, *(f"[PAD{i}]" for i in range(len(found), count))][:count]
 
 
-def _write_tokenizer(writer: Any, texts: list[str]) -> None:
+def _write_tokenizer(writer: Any, texts: list[str], merges: Sequence[str], pre: str) -> None:
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(texts)
     writer.add_token_types([3 if text.startswith("<") else 5 if text.startswith("[") else 1 for text in texts])
-    writer.add_token_merges(["a b", "c d"])
+    writer.add_token_merges(list(merges))
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_pad_token_id(2)

@@ -234,6 +234,21 @@ def test_the_tokenizer_and_its_template_come_out_of_the_file(tmp_path):
     assert tokenizer.apply_chat_template([{"role": "user", "content": "abc"}], tokenize=False) == "abc"
 
 
+def test_smollm_splits_digits_before_the_rest(tmp_path):
+    """As the published tokenizer: each digit, then the words of GPT-2. Two ends of a line before a digit are one token then."""
+    texts = [*tokens(33), "1", "2", "12", "ĊĊ", "Ġ1", *tokens(96)[38:]]
+    write(tiny("llama"), tmp_path / "m.gguf", vocabulary=texts, merges=["a b", "Ċ Ċ", "1 2", "Ġ 1"], pre="smollm")
+    tokenizer = load_tokenizer(tmp_path / "m.gguf")
+    for text, pieces in (
+        ("\n\n1", ["ĊĊ", "1"]),
+        ("ab 12\n\n\n2", ["ab", "Ġ", "1", "2", "ĊĊ", "Ċ", "2"]),
+        ("c\n\nd", ["c", "Ċ", "Ċ", "d"]),
+        ("a1b<end>2", ["a", "1", "b", "<end>", "2"]),
+    ):
+        assert tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids) == pieces
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
 def test_tokenizers_of_files_and_folders_are_compared(tmp_path):
     model = tiny("qwen2")
     write(model, tmp_path / "m.gguf")

@@ -36,26 +36,6 @@ _OTHERS = {
 """Types that are not supported, for messages."""
 
 
-class Strings:
-    """An array of strings in a file's metadata, read when it is asked for."""
-
-    def __init__(self, content: mmap.mmap, begin: int, count: int) -> None:
-        self._content, self._begin, self._count = content, begin, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def read(self) -> list[str]:
-        """The strings. Bytes that are not UTF-8 become U+FFFD."""
-        at, content, found = self._begin, self._content, []
-        unpack = struct.Struct("<Q").unpack_from
-        for _ in range(self._count):
-            end = at + 8 + unpack(content, at)[0]
-            found.append(content[at + 8 : end].decode(errors="replace"))
-            at = end
-        return found
-
-
 @dataclass(frozen=True)
 class GgufTensor:
     """Where a tensor lies.
@@ -81,7 +61,7 @@ class GgufFile:
 
     Attributes:
         path: of the file.
-        metadata: numbers, strings, lists of numbers and :class:`Strings` by name.
+        metadata: numbers, strings and lists of them by name.
         tensors: by name, in the order of the file.
         content: the file, mapped; what is written to it stays in this process.
     """
@@ -119,15 +99,15 @@ class GgufFile:
         try:
             count, entries = reader.unpack("QQ")
             metadata = {reader.string(): reader.value() for _ in range(entries)}
-            _check_whole(path, metadata)
+            if (parts := metadata.get("split.count", 1)) > 1:
+                raise ValueError(
+                    f"{path} is part {metadata['split.no'] + 1} of {parts} of a split GGUF file: merge them first (llama.cpp: llama-gguf-split "
+                    "--merge)"
+                )
             listed = [(reader.string(), reader.dimensions(), *reader.unpack("IQ")) for _ in range(count)]
-        except (struct.error, IndexError, OverflowError, MemoryError, UnicodeDecodeError) as error:
+        except (struct.error, LookupError, TypeError, OverflowError, MemoryError) as error:
             raise ValueError(
-                f"{path} is truncated or damaged: its header ends in byte {reader.at} of {size}"
-            ) from error
-        except _UnknownType as error:
-            raise ValueError(
-                f"{path} is damaged: its header has a value of the unknown type {error} in byte {reader.at}"
+                f"{path} is truncated or damaged: its header cannot be read beyond byte {reader.at} of {size}"
             ) from error
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
@@ -158,15 +138,10 @@ class GgufFile:
         form, (rows, columns) = _FORMATS[tensor.type], tensor.shape
         return QuantizedMatrix(form, self._bytes(tensor).view(rows, form.row_bytes(columns)), (rows, columns))
 
-    def floats(self, tensor: GgufTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A copy of a tensor without blocks."""
+    def floats(self, tensor: GgufTensor) -> torch.Tensor:
+        """A copy of a tensor without blocks, in float32."""
         stored = self._bytes(tensor).clone()  # the file aligns to less than torch's kernels like
-        return stored.view(FLOATS[tensor.type]).view(tensor.shape).to(dtype)
-
-    def strings(self, name: str) -> list[str]:
-        """An array of strings; empty where there is none."""
-        found = self.metadata.get(name)
-        return found.read() if isinstance(found, Strings) else []
+        return stored.view(FLOATS[tensor.type]).view(tensor.shape).float()
 
     def release_pages(self) -> None:
         """Give the pages that were read back to the system. What is read again comes from the file."""
@@ -179,12 +154,8 @@ class GgufFile:
         return torch.frombuffer(self.content, dtype=torch.uint8, offset=tensor.begin, count=tensor.nbytes)
 
 
-class _UnknownType(Exception):
-    """A type of metadata that is not one."""
-
-
 class _Reader:
-    """Reads values one after the other."""
+    """Reads values one after the other. Raises ``IndexError`` at the end of the file, and ``KeyError`` for an unknown type."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self.content, self.at = content, 8
@@ -195,9 +166,13 @@ class _Reader:
         return found
 
     def string(self) -> str:
-        (length,) = self.unpack("Q")
-        self._advance(length)
-        return self.content[self.at - length : self.at].decode(errors="replace")
+        """Bytes that are not UTF-8 become U+FFFD."""
+        begin = self.at + 8
+        end = begin + self.unpack("Q")[0]
+        if end > len(self.content):
+            raise IndexError
+        self.at = end
+        return self.content[begin:end].decode(errors="replace")
 
     def dimensions(self) -> tuple[int, ...]:
         (count,) = self.unpack("I")
@@ -205,58 +180,30 @@ class _Reader:
 
     def value(self) -> Any:
         (kind,) = self.unpack("I")
-        if kind in _NUMBERS:
-            return self.unpack(_NUMBERS[kind])[0]
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
-            raise _UnknownType(kind)
+            return self.unpack(_NUMBERS[kind])[0]
         kind, count = self.unpack("IQ")
-        if kind in _NUMBERS:
-            begin = self.at
-            self._advance(count * struct.calcsize(_NUMBERS[kind]))
-            return list(struct.unpack_from(f"<{count}{_NUMBERS[kind]}", self.content, begin))
-        if kind != _STRING:
-            raise _UnknownType(kind)
-        found = Strings(self.content, self.at, count)
-        for _ in range(count):
-            (length,) = self.unpack("Q")
-            self._advance(length)
-        return found
-
-    def _advance(self, count: int) -> None:
-        if self.at + count > len(self.content):
-            raise IndexError
-        self.at += count
-
-
-def _check_whole(path: Path, metadata: Mapping[str, Any]) -> None:
-    parts = metadata.get("split.count", 1)
-    if isinstance(parts, int) and parts > 1:
-        raise ValueError(
-            f"{path} is part {metadata.get('split.no', 0) + 1} of {parts} of a split GGUF file: merge them first (llama.cpp: llama-gguf-split "
-            "--merge)"
-        )
+        if kind == _STRING:
+            return [self.string() for _ in range(count)]
+        return list(self.unpack(f"{count}{_NUMBERS[kind]}"))
 
 
 def _checked(path: Path, size: int, name: str, shape: tuple[int, ...], kind: int, begin: int) -> GgufTensor:
     """A tensor whose type, shape and place fit the file."""
     if kind in FLOATS:
-        nbytes = prod(shape) * FLOATS[kind].itemsize
+        block, block_bytes = 1, FLOATS[kind].itemsize
     elif kind in _FORMATS:
-        form = _FORMATS[kind]
-        if len(shape) < 1 or shape[-1] % form.block:
-            raise ValueError(
-                f"{path}: tensor {name} {list(shape)} is no {form.name} tensor, whose rows are blocks of {form.block}"
-            )
-        nbytes = prod(shape) // form.block * form.block_bytes
+        block, block_bytes = _FORMATS[kind].block, _FORMATS[kind].block_bytes
     else:
         known = f"of the type {_OTHERS[kind]}" if kind in _OTHERS else f"of an unknown type ({kind})"
         raise ValueError(
             f"{path}: tensor {name} is {known}, which is not supported; the types are F32, F16, BF16, {', '.join(FORMATS).upper()}"
         )
-    if not shape or 0 in shape:
-        raise ValueError(f"{path}: tensor {name} is empty: {list(shape)}")
+    if not shape or 0 in shape or shape[-1] % block:
+        raise ValueError(f"{path}: tensor {name} {list(shape)} does not consist of blocks of {block}")
+    nbytes = prod(shape) // block * block_bytes
     if begin + nbytes > size:
         raise ValueError(f"{path} is truncated: tensor {name} ends in byte {begin + nbytes}, the file in byte {size}")
     return GgufTensor(name, shape, kind, begin, nbytes)

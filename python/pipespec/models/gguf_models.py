@@ -6,18 +6,19 @@ block becomes float32, or bfloat16 where all matrices of the file are bfloat16.
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from tokenizers import pre_tokenizers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from pipespec.models.compat import convert_gguf_tokenizer
 from pipespec.models.families import FAMILIES, Family
 from pipespec.models.gguf import FLOATS, GgufFile, GgufTensor
-from pipespec.models.quantized import QuantizedEmbedding, QuantizedLinear, untie
+from pipespec.models.quantized import filled, in_blocks
 
 _ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _OF_LAYER = {
@@ -100,11 +101,7 @@ def gguf_config(file: GgufFile) -> Any:
 
 def _shortest(value: float) -> float:
     """The shortest number that is this one in float32, as configurations write it."""
-    return next(
-        float(text)
-        for digits in range(1, 10)
-        if struct.pack("f", float(text := f"{value:.{digits}g}")) == struct.pack("f", value)
-    )
+    return float(str(np.float32(value)))
 
 
 def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, Any]:
@@ -167,30 +164,45 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
     Raises:
         ValueError: it is damaged: the message names the tensor.
     """
-    config = gguf_config(file)
-    family = family_of_file(file)
+    config, family, stored = gguf_config(file), family_of_file(file), _dtype(file, dtype)
     assert family is not None
-    wanted = _dtype(file, dtype)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=wanted)
-    base: Any = model.model
-    # Its buffers are computed, not loaded.
-    base.rotary_emb = type(base.rotary_emb)(config=config)
-    tensors = _tensors_of(file, model)
-    for name, module in list(model.named_modules()):
-        if name in tensors:
-            _fill(model, name, module, family, file, tensors[name], wanted)
-    left = next((name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta), None)
-    if left is not None:
-        raise ValueError(f"{file.path} does not hold {left} of a {family.model_type} model")
-    if any(tensor.type not in FLOATS for tensor in file.tensors.values()):
-        untie(model)
-    config._name_or_path = str(file.path)
-    ends = {file.metadata.get(f"tokenizer.ggml.{key}") for key in ("eos_token_id", "eot_token_id", "eom_token_id")} - {
-        None
-    }
-    model.generation_config.eos_token_id = sorted(ends) if len(ends) > 1 else next(iter(ends), None)
-    return model.eval()
+    used = {_ROPE_FACTORS}
+
+    def fill(name: str, module: nn.Module) -> nn.Module:
+        # Files of LLaMA have the two rows of a rotation next to each other.
+        part = name.rpartition(".")[2]
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(part, 0)
+        heads = heads if family.gguf_pairs else 0
+        offset, blocks = family.norm_offset if "norm" in part else 0.0, None
+        for leaf, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            at = f"{_stored_name(name)}.{leaf}"
+            if name == "lm_head" and at not in file.tensors:
+                at = f"token_embd.{leaf}"
+            used.add(at)
+            tensor = _tensor(file, at)
+            if tensor.shape != parameter.shape:
+                raise ValueError(
+                    f"{file.path}: tensor {at} is {list(tensor.shape)}, and {name}.{leaf} of this model {list(parameter.shape)}"
+                )
+            if tensor.type in FLOATS:
+                floats = _in_order(file.floats(tensor), heads).sub_(offset).to(stored)
+                module._parameters[leaf] = nn.Parameter(floats, requires_grad=False)
+            elif len(tensor.shape) == 2:
+                blocks = file.matrix(tensor)
+            else:
+                raise ValueError(f"{file.path}: tensor {at} is quantised, and {name}.{leaf} is no matrix")
+        return module if blocks is None else in_blocks(module, blocks, heads, source=file)
+
+    model = filled(file.path, config, stored, fill)
+    other = next((name for name in file.tensors if name not in used), None)
+    if other is not None:
+        raise ValueError(f"{file.path}: tensor {other} has no place in a {family.model_type} model")
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    ends = sorted({file.metadata[f"tokenizer.ggml.{key}"] for key in keys if f"tokenizer.ggml.{key}" in file.metadata})
+    model.generation_config.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
+    return model
 
 
 def _dtype(file: GgufFile, dtype: torch.dtype | str) -> torch.dtype:
@@ -206,71 +218,11 @@ def _tensor(file: GgufFile, name: str) -> GgufTensor:
     return file.tensors[name]
 
 
-def _tensors_of(file: GgufFile, model: PreTrainedModel) -> dict[str, dict[str, GgufTensor]]:
-    """By the name of a module, its tensors by the names of its parameters. Their shapes fit, and the file has no others."""
-    found: dict[str, dict[str, GgufTensor]] = {}
-    used = {_ROPE_FACTORS}
-    for full, parameter in model.named_parameters(remove_duplicate=False):
-        name, _, leaf = full.rpartition(".")
-        stored = f"{_stored_name(name)}.{leaf}"
-        if name == "lm_head" and stored not in file.tensors:
-            stored = f"token_embd.{leaf}"
-        tensor = _tensor(file, stored)
-        if tensor.shape != tuple(parameter.shape):
-            raise ValueError(
-                f"{file.path}: tensor {stored} is {list(tensor.shape)}, and {full} of this model {list(parameter.shape)}"
-            )
-        if tensor.type not in FLOATS and len(tensor.shape) != 2:
-            raise ValueError(f"{file.path}: tensor {stored} is quantised, and {full} is no matrix")
-        used.add(stored)
-        found.setdefault(name, {})[leaf] = tensor
-    other = next((name for name in file.tensors if name not in used), None)
-    if other is not None:
-        raise ValueError(f"{file.path}: tensor {other} has no place in a {model.config.model_type} model")
-    return found
-
-
 def _stored_name(module: str) -> str:
     if module in _ENDS:
         return _ENDS[module]
     _, _, number, rest = module.split(".", 3)
     return f"blk.{number}.{_OF_LAYER[rest]}"
-
-
-def _fill(
-    model: PreTrainedModel,
-    name: str,
-    module: nn.Module,
-    family: Family,
-    file: GgufFile,
-    tensors: dict[str, GgufTensor],
-    dtype: torch.dtype,
-) -> None:
-    """Give a module its tensors, or put one in blocks in its place."""
-    # Files of LLaMA have the two rows of a rotation next to each other.
-    config, rest = model.config, name.rpartition(".")[2]
-    heads = (
-        {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(rest, 0)
-        if family.gguf_pairs
-        else 0
-    )
-    offset = family.norm_offset if "norm" in rest else 0.0
-    floats = {
-        leaf: nn.Parameter(_in_order(file.floats(tensor), heads).sub_(offset).to(dtype), requires_grad=False)
-        for leaf, tensor in tensors.items()
-        if tensor.type in FLOATS
-    }
-    if len(floats) == len(tensors):
-        module._parameters.update(floats)
-        return
-    matrix = file.matrix(tensors["weight"])
-    if isinstance(module, nn.Embedding):
-        scale = getattr(module, "scalar_embed_scale", None)
-        made: QuantizedEmbedding | QuantizedLinear = QuantizedEmbedding(matrix, scale)
-    else:
-        made = QuantizedLinear(matrix, floats.get("bias"), heads)
-    made.source = file
-    model.set_submodule(name, made)
 
 
 def _in_order(tensor: torch.Tensor, heads: int) -> torch.Tensor:
@@ -282,6 +234,21 @@ def _in_order(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 # ---- the tokenizer
 
+_TOKENIZER = {
+    "tokenizer_type": "model",
+    "pre_tokenizer_type": "pre",
+    "tokens": "tokens",
+    "scores": "scores",
+    "token_type": "token_type",
+    "merges": "merges",
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+    "unk_token_id": "unknown_token_id",
+    "pad_token_id": "padding_token_id",
+    "add_prefix_space": "add_space_prefix",
+}
+"""What transformers' conversion takes, and the names in the metadata."""
+
 
 def gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a file, with its special tokens and its chat template.
@@ -290,36 +257,31 @@ def gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
         ValueError: the file has none that transformers can build.
     """
     file = GgufFile.open(path)
-    tokens = file.strings("tokenizer.ggml.tokens")
+
+    def value(name: str, default: Any = None) -> Any:
+        return file.metadata.get(f"tokenizer.ggml.{name}", default)
+
+    tokens = value("tokens")
     if not tokens:
         raise ValueError(f"{path} has no tokenizer")
-    names = ("bos_token_id", "eos_token_id", "unknown_token_id", "padding_token_id")
-    ids = {name: file.metadata.get(f"tokenizer.ggml.{name}") for name in names}
-    described = {
-        "tokenizer_type": file.metadata.get("tokenizer.ggml.model"),
-        "pre_tokenizer_type": file.metadata.get("tokenizer.ggml.pre"),
-        "tokens": tokens,
-        "scores": file.metadata.get("tokenizer.ggml.scores"),
-        "token_type": file.metadata.get("tokenizer.ggml.token_type"),
-        "merges": file.strings("tokenizer.ggml.merges") or None,
-        "bos_token_id": ids["bos_token_id"],
-        "eos_token_id": ids["eos_token_id"],
-        "unk_token_id": ids["unknown_token_id"],
-        "pad_token_id": ids["padding_token_id"],
-        "add_prefix_space": file.metadata.get("tokenizer.ggml.add_space_prefix"),
-    }
+    described = {theirs: found for theirs, ours in _TOKENIZER.items() if (found := value(ours)) is not None}
     try:
-        backend = convert_gguf_tokenizer(file.architecture, {k: v for k, v in described.items() if v is not None})
-    except (KeyError, ValueError, TypeError, IndexError) as error:
+        backend = convert_gguf_tokenizer(file.architecture, described)
+    except Exception as error:  # tokenizers raises the base class
         raise ValueError(
             f"{path}: transformers cannot build its tokenizer ({type(error).__name__}: {error})"
         ) from error
-    special = dict(zip(("bos_token", "eos_token", "unk_token", "pad_token"), ids.values(), strict=True))
+    if value("pre") == "smollm":
+        # transformers does not know that such a vocabulary splits digits before the rest.
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    special = {name: described.get(f"{name}_id") for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     given = {name: tokens[i] for name, i in special.items() if i is not None and i < len(tokens)}
-    is_sentencepiece = described["tokenizer_type"] == "llama"
-    for key, default in (("add_bos_token", is_sentencepiece), ("add_eos_token", False)):
-        given[key] = bool(file.metadata.get(f"tokenizer.ggml.{key}", default))
-    template = file.metadata.get("tokenizer.chat_template")
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, chat_template=template, clean_up_tokenization_spaces=False, **given
+        tokenizer_object=backend,
+        chat_template=file.metadata.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        add_bos_token=bool(value("add_bos_token", value("model") == "llama")),  # SentencePiece's has one
+        add_eos_token=bool(value("add_eos_token", False)),
+        **given,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from pipespec.models.families import FAMILIES
-from pipespec.models.quantized import QuantizedLinear, untie
-from pipespec_kernels.formats import from_codes
+from pipespec.models.quantized import filled, in_blocks, untie
+from pipespec_kernels.formats import QuantizedMatrix, from_codes
 
 Get = Callable[[str], torch.Tensor]
 """A tensor of a module by its last name; ``KeyError`` where the module has none of that name."""
@@ -69,41 +69,27 @@ def repacked(source: str | Path, config: Any, settings: Settings) -> PreTrainedM
     config = copy.deepcopy(config)
     del config.quantization_config
     config.dtype = torch.float32
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    base: Any = model.model
-    # Its buffers are computed, not loaded.
-    base.rotary_emb = type(base.rotary_emb)(config=config)
-    if (scale := getattr(base.embed_tokens, "scalar_embed_scale", None)) is not None:
-        base.embed_tokens.embed_scale = torch.tensor(scale)
     method = _METHODS[settings["quant_method"]]
     with ExitStack() as opened:
         tensors = _open(source, opened)
-        for name, module in list(model.named_modules()):
 
-            def get(leaf: str, name: str = name) -> torch.Tensor:
+        def fill(name: str, module: nn.Module) -> nn.Module:
+            def get(leaf: str) -> torch.Tensor:
                 full = f"{name}.{leaf}"
                 return tensors[full].get_tensor(full)
 
-            if type(module) is nn.Linear and f"{name}.{method.marker}" in tensors:
-                made = _in_blocks(f"{source}: {name}", module, partial(method.unpack, get, settings))
-                model.set_submodule(name, made)
-                module = made
             for leaf, parameter in module._parameters.items():
                 if parameter is not None and f"{name}.{leaf}" in tensors:
                     module._parameters[leaf] = _loaded(f"{source}: {name}.{leaf}", get(leaf), parameter)
-    if config.tie_word_embeddings:
-        model.get_output_embeddings().weight = model.get_input_embeddings().weight
-    missing = next((name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta), None)
-    if missing is not None:
-        raise ValueError(f"{source} does not hold {missing} of a {config.model_type} model")
+            if type(module) is nn.Linear and f"{name}.{method.marker}" in tensors:
+                return in_blocks(module, _matrix(f"{source}: {name}", module, partial(method.unpack, get, settings)))
+            return module
+
+        model = filled(source, config, torch.float32, fill)
     untie(model)
-    config._name_or_path = str(source)
-    try:
+    with suppress(OSError):  # it has none
         model.generation_config = GenerationConfig.from_pretrained(source)
-    except OSError:
-        pass  # it has none
-    return model.eval()
+    return model
 
 
 def _open(source: str | Path, opened: ExitStack) -> Mapping[str, Any]:
@@ -119,17 +105,16 @@ def _open(source: str | Path, opened: ExitStack) -> Mapping[str, Any]:
     return found
 
 
-def _in_blocks(name: str, module: nn.Linear, unpack: Callable[[], Unpacked]) -> QuantizedLinear:
+def _matrix(name: str, module: nn.Linear, unpack: Callable[[], Unpacked]) -> QuantizedMatrix:
     try:
         codes, scales = unpack()
         if codes.shape != (module.out_features, module.in_features):
             raise ValueError(f"it is {list(codes.shape)}, and this model's {list(module.weight.shape)}")
-        matrix = from_codes(codes, scales)
+        return from_codes(codes, scales)
     except KeyError as error:
         raise ValueError(f"{name}: there is no {error.args[0]}") from error
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{name}: {error}") from error
-    return QuantizedLinear(matrix, module.bias)
 
 
 def _loaded(name: str, stored: torch.Tensor, like: nn.Parameter) -> nn.Parameter:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipespec.models.properties import text_config
 from pipespec_kernels.formats import FORMATS, QuantizedMatrix, WeightFormat, dequantize
@@ -171,6 +172,53 @@ def pages_released(parts: Any) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+def in_blocks(module: Any, matrix: QuantizedMatrix, heads: int = 0, source: GgufFile | None = None) -> nn.Module:
+    """The module in the place of a linear one, whose bias it takes, or of an embedding. ``heads``: see :class:`Blocks`."""
+    if isinstance(module, nn.Embedding):
+        scale = getattr(module, "scalar_embed_scale", None)
+        made: QuantizedEmbedding | QuantizedLinear = QuantizedEmbedding(matrix, scale)
+    else:
+        made = QuantizedLinear(matrix, module.bias, heads)
+    made.source = source
+    return made
+
+
+def filled(
+    source: str | Path, config: Any, dtype: torch.dtype, fill: Callable[[str, nn.Module], nn.Module]
+) -> PreTrainedModel:
+    """A model in eval mode out of a file or a folder.
+
+    Args:
+        source: for messages.
+        config: of the model.
+        dtype: of what is not in blocks.
+        fill: gives a module, by its name, the parameters that are stored, and returns it, or the module that takes its place.
+
+    Raises:
+        ValueError: a parameter is not stored: the message names it.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    base: Any = model.model
+    # Buffers are computed, not loaded.
+    base.rotary_emb = type(base.rotary_emb)(config=config)
+    if (scale := getattr(base.embed_tokens, "scalar_embed_scale", None)) is not None:
+        base.embed_tokens.embed_scale = torch.tensor(scale)
+    for name, module in list(model.named_modules()):
+        if module._parameters and (made := fill(name, module)) is not module:
+            model.set_submodule(name, made)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if config.tie_word_embeddings and not has_blocks(head) and not has_blocks(embedding):
+        head.weight = embedding.weight
+    missing = next((name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta), None)
+    if missing is not None:
+        raise ValueError(f"{source} does not hold {missing} of a {config.model_type} model")
+    if has_blocks(model):
+        untie(model)
+    config._name_or_path = str(source)
+    return model.eval()
 
 
 def formats_of(module: nn.Module) -> tuple[str, ...]:
