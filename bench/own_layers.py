@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from pipespec.models.derived import sharing
 from pipespec.models.properties import text_config
+from pipespec.models.quantizing import sharing
 
 
 def kept_layers(layers: int, kept: int) -> list[int]:

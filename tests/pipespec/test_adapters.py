@@ -12,7 +12,7 @@ from torch import nn
 import pipespec
 from pipespec import Pipeline
 from pipespec.models.adapters import named_tensors
-from pipespec.models.derived import in_int8
+from pipespec.models.quantizing import quantized
 from pipespec.schedules.workers.weights import share
 from tests.conftest import noisy, random_llama
 from tests.waiting import drafts_keep_up
@@ -136,10 +136,10 @@ def test_in_int8(disabled):
             module.disable_adapters = disabled
     merged.load_state_dict(dict(named_tensors(model)), strict=False)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    draft = in_int8(model)
+    draft = quantized(model, "int8")
     assert not any(isinstance(module, Lora) for module in draft.modules())
     with torch.no_grad():
-        expected = in_int8(merged)(IDS).logits
+        expected = quantized(merged, "int8")(IDS).logits
         assert torch.equal(draft(IDS).logits, expected)
         weights, memory = share(draft)
         assert torch.equal(weights.build(memory)(IDS).logits, expected)

@@ -11,7 +11,8 @@ from transformers import LlamaForCausalLM
 from pipespec import Pipeline
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import described, forward
-from pipespec.models.derived import Int8Linear, in_int8
+from pipespec.models.quantized import Int8Linear
+from pipespec.models.quantizing import quantized
 from tests.conftest import noisy, random_llama, random_prompts
 
 
@@ -29,7 +30,7 @@ def logits_of(model, ids, **kwargs) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8(model, dtype):
     target = copy.deepcopy(model).to(dtype)
-    draft = in_int8(target)
+    draft = quantized(target, "int8")
     linears = [module for module in draft.modules() if isinstance(module, Int8Linear)]
     assert len(linears) == 4 * 7 + 1
     assert all(module.weight.dtype == torch.int8 for module in linears)
@@ -43,11 +44,11 @@ def test_int8(model, dtype):
     assert described(draft, RowCache.for_model(draft, 2, 32)) == "native"
     assert draft.model.embed_tokens.weight is target.model.embed_tokens.weight
     with pytest.raises(ValueError, match="quantised already"):
-        in_int8(draft)
+        quantized(draft, "int8")
 
 
 def test_a_derived_draft_that_no_checkpoint_describes_is_not_saved(model, tmp_path):
-    draft = in_int8(model)
+    draft = quantized(model, "int8")
     for one in (draft, copy.deepcopy(draft)):
         with pytest.raises(NotImplementedError, match="save_pretrained: no checkpoint of transformers describes int8"):
             one.save_pretrained(tmp_path)

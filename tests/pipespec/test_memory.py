@@ -23,7 +23,7 @@ from pipespec.models import loading
 from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import weight_bytes
 from pipespec.preflight.devices import DeviceFacts
-from pipespec.preflight.memory import HEADROOM, CallNeeds, StageFacts, check_memory, estimate
+from pipespec.preflight.memory import HEADROOM, StageFacts, check_memory, estimate
 from pipespec.preflight.placement import arrange
 from pipespec.preflight.support import check_shareable
 from pipespec.spd import SpeculativePipeline
@@ -95,9 +95,6 @@ def test_quantised_weights_are_counted_as_they_are_stored(model, tmp_path):
         json.dumps({"weight_map": {"a": "model.safetensors", "b": "model.safetensors", "c": "other.safetensors"}})
     )
     assert StageFacts.of_path("target", folder).weights == 100 * 7 * 4 + 33 * 2 + 5
-    (folder / "other.safetensors").write_bytes(b"\xff" * 20)
-    with pytest.raises(ValueError, match="headers of its safetensors cannot be read"):
-        StageFacts.of_path("target", folder)
 
 
 @pytest.mark.parametrize(("rows", "capacity"), [(1, 7), (3, 100)])
@@ -112,10 +109,10 @@ def test_caches_are_counted_to_the_byte(model, rows, capacity):
 
 
 def test_the_dtype_is_what_loading_makes_of_it(model, tmp_path):
-    """The requested one, else the configuration's, else that of the first weight."""
+    """The requested one, else the configuration's."""
     half = save(copy.deepcopy(model).to(torch.bfloat16), tmp_path / "half")
     content = json.loads((half / "config.json").read_text())
-    for change in ({}, {"dtype": None, "torch_dtype": None}, {"dtype": "float32"}):
+    for change in ({}, {"dtype": "float32"}):
         (half / "config.json").write_text(json.dumps(content | change))
         for dtype in ("auto", "float32", torch.float64):
             assert StageFacts.of_path("target", half, dtype).model.dtype == loading.load_model(half, dtype=dtype).dtype
@@ -243,7 +240,7 @@ def test_a_call_must_fit_beside_what_is_there(model, monkeypatch):
             "pipespec.preflight.memory.device_facts",
             lambda names: [DeviceFacts("cuda:0", total, free), DeviceFacts("cuda:1", total, total)],
         )
-        check_memory(models, CallNeeds(rows=2, longest=10, limit=limit, graphs=graphs), **kwargs)
+        check_memory(models, rows=2, longest=10, limit=limit, graphs=graphs, **kwargs)
 
     first = estimate([StageFacts.of_model("target", models["target"])], 2, 10 + 1024 + 64, longest=10).needs[0]
     check(first.sum)  # caches grow: only the first capacity must be free
@@ -252,7 +249,7 @@ def test_a_call_must_fit_beside_what_is_there(model, monkeypatch):
     check(first.sum - 1, reusable_bytes=lambda: {"cuda:0": 1})
     with pytest.raises(DoesNotFit):
         check(first.sum - 1, reusable_bytes=lambda: {"cuda:1": 1})
-    with pytest.raises(DoesNotFit, match="1000000 positions"):  # more than the device has
+    with pytest.raises(DoesNotFit, match="2 x 1000000 positions"):  # more than the device has
         check(first.sum, limit=1_000_000)
     with pytest.raises(DoesNotFit, match="131136 positions"):  # static caches need the last capacity, rounded up
         check(first.sum, graphs=True)
@@ -364,7 +361,7 @@ def test_a_conversation_goes_on_in_tight_memory(model, monkeypatch, options):
 def test_the_copy_that_is_returned_is_counted(model, monkeypatch, how):
     """Static caches and those of a partition are returned as copies, and a DynamicCache always is one. The copy must fit, too."""
     asked = []
-    monkeypatch.setattr(base, "check_memory", lambda models, call, *_: asked.append(call.copied))
+    monkeypatch.setattr(base, "check_memory", lambda models, *, copied, **_: asked.append(copied))
     keeps_its_own = how != "lockstep"
     pipe = SpeculativePipeline(model, stages=2) if how == "stages" else Pipeline(model, noisy(model, 0.1), schedule=how)
 
@@ -392,7 +389,7 @@ def test_a_copy_takes_memory_on_the_targets_device(model, monkeypatch):
         facts = [DeviceFacts("cuda:0", GIB, free), DeviceFacts("cuda:1", GIB, need.sum)]
         monkeypatch.setattr("pipespec.preflight.memory.device_facts", lambda names, facts=facts: facts)
         with contextlib.nullcontext() if fits else pytest.raises(DoesNotFit, match="its copy  cuda:0"):
-            check_memory(models, CallNeeds(rows=2, longest=4, limit=100, graphs=True, copied=True))
+            check_memory(models, rows=2, longest=4, limit=100, graphs=True, copied=True)
 
 
 def test_caches_of_a_partition_are_released(model, monkeypatch):

@@ -6,6 +6,7 @@ Without accelerate, hooks of this file bring the weights. With it, its own do. T
 from __future__ import annotations
 
 import copy
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -307,11 +308,11 @@ def test_the_automatic_choice_splits_a_target_that_fits_on_no_gpu(tmp_path):
 def test_a_split_model_is_read_by_its_device_map(model, tmp_path, monkeypatch):
     folder = save(model, tmp_path / "model")
     where = {"model": "cuda:1", "lm_head": "cuda:2"}
-    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="over several devices needs the package accelerate"):
-        loading.load_model(folder, device=where)
-    monkeypatch.undo()
-    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: object())
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "accelerate", None)
+        gpus(patched, 2)
+        with pytest.raises(ImportError, match="over several devices needs the package accelerate"):
+            arrange([folder], device=[["cuda:0", "cuda:1"]], facts=some_gpus(1, 1))
     asked = []
 
     def read(path, device_map, **options):

@@ -42,7 +42,7 @@ from pipespec.models.rope import reset_rope
 from pipespec.observe import Report
 from pipespec.observe.text import notify_reader_of_failure
 from pipespec.preflight.checks import check_rope
-from pipespec.preflight.memory import CallNeeds, check_memory, shortage_explained
+from pipespec.preflight.memory import check_memory, shortage_explained
 from pipespec.preflight.support import check_checkpointing, check_runnable
 from pipespec.process import shutdown
 from pipespec.process.forks import Lock
@@ -500,15 +500,17 @@ def _check_caches(pipeline: BasePipeline, request: GenerationRequest, static: bo
     driver, inputs = pipeline._driver, request.inputs
     names = {id(m): name for m, name in zip(pipeline.models, stage_names(len(pipeline.models)), strict=True)}
     caching = {names[id(model)]: model for model in pipeline._caching()}
-    needs = CallNeeds(
+    check_memory(
+        caching,
         rows=len(inputs.prompts),
         longest=max(map(len, inputs.prompts)),
         limit=inputs.most,
         graphs=static,
         copied="target" in caching and request.copies_cache(static or driver.keeps_cache),
         distributions=driver.distribution_bytes(request),
+        reusable_bytes=lambda: driver.reusable_bytes(request),
+        release_unused=lambda: driver.release_unused(request),
     )
-    check_memory(caching, needs, lambda: driver.reusable_bytes(request), lambda: driver.release_unused(request))
 
 
 @contextmanager

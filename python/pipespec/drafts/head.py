@@ -24,12 +24,12 @@ from transformers.utils import cached_file
 from pipespec.config import WIDTH
 from pipespec.engine.sampler import float32_copy
 from pipespec.models import families
-from pipespec.models.derived import INT8
 from pipespec.models.devices import input_device
 from pipespec.models.families import NotReadable
 from pipespec.models.loading import DAMAGE, fill, open_stored
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import compute_dtype, embedding_size, text_config, weight_bytes
+from pipespec.models.quantized import INT8
 from pipespec.models.quantizing import check_place, put_in_blocks, rest_in_float32
 from pipespec.process.records import parse_json
 from pipespec_kernels.decoder import NativeDecoder

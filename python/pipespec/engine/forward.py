@@ -24,11 +24,10 @@ from pipespec.engine.known import (
 from pipespec.engine.native import NativeForm, native_form
 from pipespec.engine.own import LayerLoop, WholeModel
 from pipespec.models.compat import library_columns
-from pipespec.models.derived import has_int8
 from pipespec.models.devices import input_device
 from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
-from pipespec.models.quantized import has_blocks
+from pipespec.models.quantized import Int8Linear, has_blocks
 
 if TYPE_CHECKING:
     from pipespec.engine.fused import FusedForm
@@ -99,7 +98,7 @@ def wide_columns(model: PreTrainedModel, cache: RowCache, most: int, *, native: 
         wide is None
         or most < wide
         or native_form_of(model, cache, native=native) is None
-        or has_int8(model)
+        or any(type(module) is Int8Linear for module in model.modules())
         or has_blocks(model)
     ):
         return None

@@ -18,12 +18,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from pipespec.models.derived import Int8Linear
 from pipespec.models.devices import why_not_whole
 from pipespec.models.layout import CacheLayout, UnsupportedLayers
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import has_hooks, has_own_forward
-from pipespec.models.quantized import QuantizedEmbedding, QuantizedLinear
+from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear
 from pipespec_kernels.decoder import DecoderShape, LayerWeights
 from pipespec_kernels.formats import QuantizedMatrix
 

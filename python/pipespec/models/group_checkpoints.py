@@ -7,8 +7,7 @@ A weight there is ``scale * (number - zero point)``, with a scale per group of a
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.utils import cached_file
 
 from pipespec.models.families import FAMILIES
 from pipespec.models.quantized import filled, in_blocks, untie
@@ -54,16 +52,16 @@ def settings_of(config: Any) -> Settings | None:
     return settings
 
 
-def repacked(source: str | Path, config: Any, settings: Settings) -> PreTrainedModel:
+def repacked(source: str | Path, files: Sequence[Path], config: Any, settings: Settings) -> PreTrainedModel:
     """A model in eval mode, in float32 but for its blocks.
 
     Args:
         source: a folder, or a hub name.
+        files: its safetensors.
         config: its configuration.
         settings: of :func:`settings_of`.
 
     Raises:
-        OSError: there are no safetensors.
         ValueError: weights that no block holds, or that are missing or of another shape: the message names them.
     """
     config = copy.deepcopy(config)
@@ -71,7 +69,8 @@ def repacked(source: str | Path, config: Any, settings: Settings) -> PreTrainedM
     config.dtype = torch.float32
     method = _METHODS[settings["quant_method"]]
     with ExitStack() as opened:
-        tensors = _open(source, opened)
+        opened_files = [opened.enter_context(safe_open(file, "pt")) for file in files]
+        tensors = {name: file for file in opened_files for name in list(file.keys())}
 
         def fill(name: str, module: nn.Module) -> nn.Module:
             def get(leaf: str) -> torch.Tensor:
@@ -90,19 +89,6 @@ def repacked(source: str | Path, config: Any, settings: Settings) -> PreTrainedM
     with suppress(OSError):  # it has none
         model.generation_config = GenerationConfig.from_pretrained(source)
     return model
-
-
-def _open(source: str | Path, opened: ExitStack) -> Mapping[str, Any]:
-    """By the name of a tensor, its open file."""
-    index = cached_file(str(source), "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
-    names = {"model.safetensors"}
-    if index is not None:
-        names = set(json.loads(Path(index).read_bytes())["weight_map"].values())
-    found = {}
-    for name in sorted(names):
-        file = opened.enter_context(safe_open(cached_file(str(source), name), "pt"))
-        found.update(dict.fromkeys(file.keys(), file))
-    return found
 
 
 def _matrix(name: str, module: nn.Linear, unpack: Callable[[], Unpacked]) -> QuantizedMatrix:

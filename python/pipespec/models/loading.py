@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -19,6 +18,9 @@ from transformers.utils import cached_file
 from pipespec.errors import DoesNotFit
 from pipespec.models.adapters import without_wrapper
 from pipespec.process.threads import renew_pool
+
+if TYPE_CHECKING:
+    from pipespec.models.gguf import GgufFile
 
 DAMAGE = (
     SafetensorError,
@@ -51,52 +53,41 @@ def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
             + (" (wrap: give the underlying transformers model)" if isinstance(model, torch.nn.Module) else "")
         )
     path = Path(model)
-    if is_gguf(path):
-        return _gguf_config(path)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise FileNotFoundError(f"{path} holds no model: there is no config.json in it")
-        if not any(path.glob("*.safetensors")):
-            unsafe = sorted(p.name for p in path.glob("*.bin"))
-            raise ValueError(
-                f"{path} holds no safetensors weights"
-                + (f" (only {', '.join(unsafe)}, which can run code when loaded); convert them" if unsafe else "")
-            )
-    elif path.is_absolute() or str(model).startswith(".") or str(model).count("/") > 1:
-        raise FileNotFoundError(
-            f"there is no folder {model}: a model is a folder with config.json and safetensors, or a hub name"
+    if path.is_dir() and (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
+        unsafe = sorted(p.name for p in path.glob("*.bin"))
+        raise ValueError(
+            f"{path} holds no safetensors weights"
+            + (f" (only {', '.join(unsafe)}, which can run code when loaded); convert them" if unsafe else "")
         )
+    if (file := file_in_blocks(model)) is not None:
+        from pipespec.models.gguf_models import gguf_config
+
+        return gguf_config(file)
+    source, more = (path.parent, {"gguf_file": path.name}) if is_gguf(path) else (model, {})
     try:
-        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **more)
     except OSError as error:
         raise _no_model(model, error) from error
     except (ValueError, *DAMAGE) as error:
         raise unusable(model, error) from error
 
 
-def stored_tensors(path: str | Path) -> list[tuple[str, int]]:
-    """dtype and bytes of each tensor in the safetensors of a folder, from their headers; empty for a hub name.
+def weight_files(source: str | Path) -> list[Path]:
+    """The safetensors of a folder or a hub name. Raises ``OSError`` where there are none."""
+    index = cached_file(str(source), "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
+    names = {"model.safetensors"}
+    if index is not None:
+        names = set(json.loads(Path(index).read_bytes())["weight_map"].values())
+    return [Path(cached_file(str(source), name)) for name in sorted(names)]
 
-    Raises:
-        ValueError: the headers cannot be read.
-    """
-    folder, found = Path(path), []
-    index = folder / "model.safetensors.index.json"
-    try:
-        if index.is_file():
-            files = sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
-        else:
-            files = [file for file in [folder / "model.safetensors"] if file.is_file()]
-        for file in files:
-            with file.open("rb") as opened:
-                size = int.from_bytes(opened.read(8), "little")
-                header: dict[str, Any] = json.loads(opened.read(min(size, file.stat().st_size)))
-            header.pop("__metadata__", None)
-            for tensor in header.values():
-                begin, end = tensor["data_offsets"]
-                found.append((str(tensor["dtype"]), int(end) - int(begin)))
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: the headers of its safetensors cannot be read: {error}") from error
+
+def stored_bytes(path: str | Path) -> int:
+    """Bytes of the tensors in the safetensors of a folder; 0 for a hub name, from which nothing is downloaded."""
+    found = 0
+    for file in weight_files(path) if Path(path).is_dir() else ():
+        with file.open("rb") as opened:
+            # Its header, and before that the size of the header.
+            found += file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")
     return found
 
 
@@ -147,23 +138,26 @@ def load_model(
     if isinstance(model, PreTrainedModel):
         return model
     source, more = model, dict[str, Any](use_safetensors=True)
+    is_split = isinstance(device, dict)
+    if (file := file_in_blocks(model)) is not None:
+        from pipespec.models.gguf_models import model_of
+
+        if is_split:
+            raise ValueError(f"{model}: a model out of a GGUF file is not split over devices: name one")
+        return model_of(file, dtype).to(device)
     if is_gguf(model):
-        in_blocks = _in_blocks(model, dtype, device)
-        if in_blocks is not None:
-            return in_blocks
         source, more = Path(model).parent, {"gguf_file": Path(model).name}
     config = load_config(model, trust_remote_code=trust_remote_code)
-    if not isinstance(device, dict) and torch.device(device or "cpu").type == "cpu" and not trust_remote_code:
-        in_blocks = _repacked(model, config)
-        if in_blocks is not None:
-            return in_blocks
     # Packed weights cannot be moved (GPTQ, bitsandbytes 8-bit), or are packed on the way there.
-    is_split = isinstance(device, dict)
     in_place = device is not None and (is_split or getattr(config, "quantization_config", None) is not None)
-    if is_split:
-        require_accelerate(model)
+    on_cpu = not isinstance(device, dict) and torch.device(device or "cpu").type == "cpu"
     renew_pool()  # transformers reads weights with several threads
     try:
+        if on_cpu and not trust_remote_code:
+            from pipespec.models.group_checkpoints import repacked, settings_of
+
+            if (settings := settings_of(config)) is not None:
+                return repacked(model, weight_files(model), config, settings)
         with _logged() as logged:
             loaded, found = AutoModelForCausalLM.from_pretrained(
                 source,
@@ -179,7 +173,10 @@ def load_model(
     except (MemoryError, ValueError, *DAMAGE) as error:
         if is_out_of_memory(error, *logged):
             where = ", ".join(dict.fromkeys(device.values())) if isinstance(device, dict) else device
-            raise _too_large(model, where if in_place else None, error) from error
+            raise DoesNotFit(
+                f"{model}: {where if in_place else 'cpu'} ran out of memory while its weights were read, which may take more than they do "
+                f"afterwards: {error}\nWhat helps: another device for a stage (device=), fewer drafts, or weights that are stored smaller"
+            ) from error
         raise unusable(model, error) from error
     if found["missing_keys"]:
         # transformers would initialise them at random, with a warning.
@@ -188,12 +185,23 @@ def load_model(
             f"{model}: its weights lack {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''} "
             f"({len(missing)} in all); get the complete weights"
         )
-    return loaded.eval() if device is None or isinstance(device, dict) or in_place else loaded.to(device).eval()
+    return loaded.eval() if in_place or device is None else loaded.to(device).eval()
 
 
 def is_gguf(model: Any) -> bool:
     """Whether a user's model is the path of a GGUF file."""
     return isinstance(model, (str, Path)) and str(model).endswith(".gguf")
+
+
+def file_in_blocks(model: Any) -> GgufFile | None:
+    """The GGUF file of a user's model whose matrices stay in blocks; None: it is none, or of an architecture that transformers reads, in floats."""
+    if not is_gguf(model):
+        return None
+    from pipespec.models.gguf import GgufFile
+    from pipespec.models.gguf_models import family_of_file
+
+    file = GgufFile.open(model)
+    return None if family_of_file(file) is None else file
 
 
 def gguf_path(model: Any, file: str | None) -> Any:
@@ -208,68 +216,6 @@ def gguf_path(model: Any, file: str | None) -> Any:
         return cached_file(str(model), file)
     except OSError as error:
         raise _no_model(model, error) from error
-
-
-def _in_blocks(
-    path: str | Path, dtype: torch.dtype | str, device: torch.device | str | dict[str, str] | None
-) -> PreTrainedModel | None:
-    """A model around the blocks of a GGUF file; None for an architecture that only transformers reads, which dequantises it."""
-    from pipespec.models.gguf import GgufFile
-    from pipespec.models.gguf_models import family_of_file, model_of
-
-    file = GgufFile.open(path)
-    if family_of_file(file) is None:
-        return None
-    if isinstance(device, dict):
-        raise ValueError(f"{path}: a model out of a GGUF file is not split over devices: name one")
-    loaded = model_of(file, dtype)
-    return loaded if device is None else loaded.to(device)
-
-
-def _repacked(source: str | Path, config: Any) -> PreTrainedModel | None:
-    """A model around blocks of the integer weights of a checkpoint; None where it has none, or only transformers reads them."""
-    from pipespec.models.group_checkpoints import repacked, settings_of
-
-    settings = settings_of(config)
-    if settings is None:
-        return None
-    try:
-        return repacked(source, config, settings)
-    except OSError as error:
-        raise _no_model(source, error) from error
-    except DAMAGE as error:
-        raise unusable(source, error) from error
-
-
-def gguf_bytes(path: str | Path) -> int:
-    """Bytes of the tensors of a GGUF file whose matrices stay in blocks; 0 for other architectures."""
-    from pipespec.models.gguf import GgufFile
-    from pipespec.models.gguf_models import family_of_file
-
-    file = GgufFile.open(path)
-    return 0 if family_of_file(file) is None else file.nbytes
-
-
-def _gguf_config(path: Path) -> Any:
-    from pipespec.models.gguf import GgufFile
-    from pipespec.models.gguf_models import family_of_file, gguf_config
-
-    file = GgufFile.open(path)
-    if family_of_file(file) is not None:
-        return gguf_config(file)
-    try:
-        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    except (OSError, ImportError, ValueError, *DAMAGE) as error:
-        raise unusable(path, error) from error
-
-
-def require_accelerate(what: Any) -> None:
-    """Raise ``ImportError`` if the package is missing that splits models over devices."""
-    if importlib.util.find_spec("accelerate") is None:
-        raise ImportError(
-            f"{what}: a model over several devices needs the package accelerate, which moves its hidden states between them: pip install "
-            "accelerate"
-        )
 
 
 def _no_model(model: str | Path, error: Exception) -> FileNotFoundError:
@@ -302,14 +248,6 @@ def is_out_of_memory(error: BaseException, *messages: str) -> bool:
             "Cannot allocate memory",
             "not enough memory",
         )
-    )
-
-
-def _too_large(model: str | Path, device: torch.device | str | None, error: Exception) -> DoesNotFit:
-    where = "cpu" if device is None else device
-    return DoesNotFit(
-        f"{model}: {where} ran out of memory while its weights were read, which may take more than they do afterwards: {error}\n"
-        "What helps: another device for a stage (device=), fewer drafts, or weights that are stored smaller"
     )
 
 

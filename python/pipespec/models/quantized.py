@@ -25,6 +25,9 @@ from pipespec_kernels.packed import PackedMatrix
 if TYPE_CHECKING:
     from pipespec.models.gguf import GgufFile
 
+INT8 = "int8"
+"""As the weight format of a model: its matrices become :class:`Int8Linear`."""
+
 _drops: contextvars.ContextVar[bool] = contextvars.ContextVar("drops", default=False)
 
 _RELEASE_SECONDS = 0.05
@@ -36,7 +39,7 @@ class Blocks:
     """How a module holds its matrix: what a module without weights needs to be built like it.
 
     Attributes:
-        format: name of the weight format.
+        format: name of the weight format, or :data:`INT8`.
         rows: of the matrix.
         columns: of the matrix.
         heads: the rows of each head lie as GGUF files of LLaMA have them, pair by pair of a rotation; 0: in the model's order.
@@ -112,6 +115,40 @@ class QuantizedLinear(_Blocks):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_packed": None}  # copies of the module make their own
+
+
+class Int8Linear(nn.Module):
+    """A linear module with one int8 per weight and one float32 scale per row: ``y = (x W^T) * scale + bias``.
+
+    Args:
+        weight: int8 ``[outputs, inputs]``.
+        scale: float32 ``[outputs]``.
+        bias: ``[outputs]``, or None.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, weight: torch.Tensor, scale: torch.Tensor, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+        self.bias = bias
+        self.out_features, self.in_features = weight.shape
+        self.form = Blocks(INT8, *weight.shape)
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> Int8Linear:
+        """Quantise a module: the largest weight of each row becomes 127 or -127."""
+        rows = linear.weight.detach().float()
+        scale = (rows.abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+        return cls((rows / scale[:, None]).round_().to(torch.int8), scale, linear.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., outputs]`` of ``x [..., inputs]``, in the dtype of ``x``."""
+        # 16 bits represent every weight, and not every scale.
+        out = (F.linear(x, self.weight.to(x.dtype)) * self.scale).to(x.dtype)
+        return out if self.bias is None else out + self.bias
 
 
 class QuantizedEmbedding(_Blocks):

@@ -1,8 +1,13 @@
-"""Models whose matrices are quantised when they are loaded."""
+"""Models whose matrices are quantised when they are loaded: out of another model, with which they share every parameter that they do not change.
+
+These are the same ``nn.Parameter`` objects in modules of their own. So whatever moves a weight (shared memory, merged matrices, ``.to()``) moves it for
+both models, and no weight exists twice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.models.adapters import base_layer, is_adapted
-from pipespec.models.derived import INT8, has_int8, in_int8, sharing
-from pipespec.models.derived import skeleton as int8_skeleton
+from pipespec.models.devices import why_not_whole
 from pipespec.models.properties import quantisation
-from pipespec.models.quantized import Blocks, QuantizedEmbedding, QuantizedLinear, has_blocks, untie
+from pipespec.models.quantized import INT8, Blocks, Int8Linear, QuantizedEmbedding, QuantizedLinear, has_blocks, untie
 from pipespec_kernels.formats import FORMATS, QuantizedMatrix, format_of, quantize
 
 Weights = str | None | Sequence[str | None] | Mapping[str, str | None]
@@ -65,6 +69,23 @@ def weights_of_each(weights: Weights, names: Sequence[str]) -> list[str | None]:
     return found
 
 
+def sharing(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model's modules and configuration that has the same parameters and buffers.
+
+    Raises:
+        ValueError: the model is split, offloaded or sharded, and hooks or processes would have to follow.
+    """
+    if (why := why_not_whole(model)) is not None:
+        raise ValueError(
+            f"a draft is made out of a model that is whole on one device, and this {type(model).__name__} is not: {why}"
+        )
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    draft = copy.deepcopy(model, memo)
+    # attach() sets it on the instance.
+    draft.__dict__.pop("generate", None)
+    return draft.eval()
+
+
 def check_place(model: Any, name: str) -> None:
     """Raises ``ValueError`` for a model or draft head on a GPU, which takes no blocks."""
     if model.device.type not in ("cpu", "meta"):
@@ -86,15 +107,20 @@ def quantized(model: PreTrainedModel, name: str) -> PreTrainedModel:
     Raises:
         ValueError: it is on a GPU, quantised already or split, blocks fill the rows of none of its matrices, or one has weights that no block holds.
     """
-    check_place(model, name)
+    if name != INT8:
+        check_place(model, name)
     is_whole = not any(type(module) in (nn.Linear, nn.Embedding) for module in model.modules())
     in_blocks = has_blocks(model) and (is_whole or name == INT8)
-    method = "in blocks" if in_blocks else INT8 if has_int8(model) else quantisation(model)
+    has_int8 = any(type(module) is Int8Linear for module in model.modules())
+    method = "in blocks" if in_blocks else INT8 if has_int8 else quantisation(model)
     if method is not None:
         raise ValueError(f"weights={name!r}: the {type(model).__name__} is quantised already ({method})")
-    if name == INT8:
-        return in_int8(model)
     made = sharing(model)
+    if name == INT8:
+        with torch.no_grad():
+            replace_linear(made, lambda _, linear: Int8Linear.of(linear))
+        untie(made)
+        return made
     head, embedding = made.get_output_embeddings(), made.get_input_embeddings()
     tied = head is not None and getattr(head, "weight", None) is embedding.weight
     with torch.no_grad():
@@ -113,14 +139,32 @@ def quantized(model: PreTrainedModel, name: str) -> PreTrainedModel:
     return made.eval()
 
 
+def replace_linear(model: nn.Module, make: Callable[[str, nn.Linear], nn.Module]) -> None:
+    """Replace the linear modules, given by their names, with adapters merged: their low-rank matrices would lose more than the layer's."""
+    within: tuple[str, ...] = ()
+    for at, module in list(model.named_modules()):
+        if at.startswith(within):
+            continue
+        own: Any = module
+        if is_adapted(module):
+            within += (f"{at}.",)
+            own = base_layer(module) if type(module.base_layer) is nn.Linear else None
+        if type(own) is nn.Linear:
+            model.set_submodule(at, make(at, own))
+
+
 def put_in_blocks(model: nn.Module, name: str, head: nn.Module | None) -> None:
     """Replace the linear modules whose rows blocks fill. ``head``: the one that gives the logits."""
-    for at, module in list(model.named_modules()):
-        own: Any = base_layer(module) if is_adapted(module) else module
-        if type(own) is nn.Linear and own.in_features % _SMALLEST == 0:
-            matrix = _quantized(own.weight, name, at, is_end=module is head)
-            bias = None if own.bias is None else nn.Parameter(own.bias.detach().float(), requires_grad=False)
-            model.set_submodule(at, QuantizedLinear(matrix, bias))
+
+    def made(at: str, linear: nn.Linear) -> nn.Module:
+        if linear.in_features % _SMALLEST:
+            return linear
+        is_end = head is not None and model.get_submodule(at) is head
+        matrix = _quantized(linear.weight, name, at, is_end=is_end)
+        bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().float(), requires_grad=False)
+        return QuantizedLinear(matrix, bias)
+
+    replace_linear(model, made)
 
 
 def rest_in_float32(model: nn.Module) -> None:
@@ -145,38 +189,32 @@ def _quantized(weight: torch.Tensor, name: str, at: str, *, is_end: bool) -> Qua
 
 
 def described(model: PreTrainedModel) -> dict[str, tuple[Blocks, bool]]:
-    """By the names of its modules in blocks: how they hold their matrices, and whether they have a bias."""
+    """By the names of its modules in int8 or in blocks: how they hold their matrices, and whether they have a bias."""
     return {
-        name: (module.form, isinstance(module, QuantizedLinear) and module.bias is not None)
+        name: (module.form, getattr(module, "bias", None) is not None)
         for name, module in model.named_modules()
-        if isinstance(module, (QuantizedLinear, QuantizedEmbedding))
+        if isinstance(module, (Int8Linear, QuantizedLinear, QuantizedEmbedding))
     }
 
 
-def skeleton(
-    kind: type[PreTrainedModel],
-    config: Any,
-    *,
-    int8: bool = False,
-    blocks: Mapping[str, tuple[Blocks, bool]] | None = None,
-) -> PreTrainedModel:
-    """A model on the meta device, whose matrices are int8 or in blocks as those of another one.
-
-    Args:
-        kind: its class.
-        config: its configuration.
-        int8: whether its matrices are :class:`pipespec.models.derived.Int8Linear`.
-        blocks: of :func:`described`.
-    """
-    model = int8_skeleton(kind, config, int8=int8)
+def skeleton(kind: type[PreTrainedModel], config: Any, blocks: Mapping[str, tuple[Blocks, bool]]) -> PreTrainedModel:
+    """A model on the meta device, whose matrices are as :func:`described`."""
     with torch.device("meta"):
-        for name, (form, has_bias) in (blocks or {}).items():
-            of = FORMATS[form.format]
-            data = torch.empty((form.rows, of.row_bytes(form.columns)), dtype=torch.uint8)
-            matrix = QuantizedMatrix(of, data, (form.rows, form.columns))
-            if isinstance(model.get_submodule(name), nn.Embedding):
-                model.set_submodule(name, QuantizedEmbedding(matrix, form.scale))
+        model = kind(copy.deepcopy(config))
+        for name, (form, has_bias) in blocks.items():
+            bias = nn.Parameter(torch.empty(form.rows), requires_grad=False) if has_bias else None
+            if form.format == INT8:
+                weight = torch.empty((form.rows, form.columns), dtype=torch.int8)
+                made: nn.Module = Int8Linear(weight, torch.empty(form.rows), bias)
             else:
-                bias = nn.Parameter(torch.empty(form.rows), requires_grad=False) if has_bias else None
-                model.set_submodule(name, QuantizedLinear(matrix, bias, form.heads))
+                of = FORMATS[form.format]
+                data = torch.empty((form.rows, of.row_bytes(form.columns)), dtype=torch.uint8)
+                matrix = QuantizedMatrix(of, data, (form.rows, form.columns))
+                is_embedding = isinstance(model.get_submodule(name), nn.Embedding)
+                made = (
+                    QuantizedEmbedding(matrix, form.scale)
+                    if is_embedding
+                    else QuantizedLinear(matrix, bias, form.heads)
+                )
+            model.set_submodule(name, made)
     return model

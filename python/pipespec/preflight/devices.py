@@ -51,41 +51,41 @@ def requested(device: Devices, count: int) -> list[str | tuple[str, ...] | None]
         ValueError: a device that does not exist or that no stage can run on; too many or too few devices; an unknown stage.
         TypeError: an element that is not a device.
     """
-    return [_place(place) for place in place_of_each(device, stage_names(count))]
+    found: list[str | tuple[str, ...] | None] = []
+    for place in place_of_each(device, stage_names(count)):
+        if place is None or place == AUTO:
+            found.append(place)
+        elif isinstance(place, Sequence) and not isinstance(place, str):
+            several = tuple(map(device_name, place))
+            if len(several) < 2 or len(set(several)) < len(several) or "cpu" in several:
+                raise ValueError(
+                    f"device={list(place)!r} for one stage: name two or more different GPUs to split it over (device_map= of transformers "
+                    "offloads to the CPU)"
+                )
+            found.append(several)
+        else:
+            found.append(device_name(place))
+    return found
 
 
 def place_of_each(device: Devices, names: Sequence[str]) -> list[Place]:
-    """What ``device=`` says of each stage, as it says it. Raises ``ValueError`` for too many or too few devices, and an unknown stage."""
+    """What ``device=`` says of each stage; a list of devices where the command line has them with ``+`` between them.
+
+    Raises ``ValueError`` for too many or too few devices, and an unknown stage.
+    """
     if isinstance(device, Mapping):
         if unknown := [repr(key) for key in device if key not in names]:
             raise ValueError(f"device: there is no stage {', '.join(unknown)}; the stages are {', '.join(names)}")
-        return [device.get(name) for name in names]
-    if isinstance(device, Sequence) and not isinstance(device, str):
+        places = [device.get(name) for name in names]
+    elif isinstance(device, Sequence) and not isinstance(device, str):
         if len(device) != len(names):
             raise ValueError(
                 f"device: one for all, or one per stage ({len(names)}: {', '.join(names)}), not {len(device)}"
             )
-        return list(device)
-    return [device] * len(names)
-
-
-def _place(place: Place) -> str | tuple[str, ...] | None:
-    """The device of a stage, or its devices."""
-    place = split_name(place)
-    if place is None or isinstance(place, (str, torch.device)) or not isinstance(place, Sequence):
-        return place if place is None or place == AUTO else device_name(place)
-    several = tuple(device_name(device) for device in place)
-    if len(several) < 2 or len(set(several)) < len(several) or "cpu" in several:
-        raise ValueError(
-            f"device={list(place)!r} for one stage: name two or more different GPUs to split it over (device_map= of transformers offloads to "
-            "the CPU)"
-        )
-    return several
-
-
-def split_name(place: Place) -> Place:
-    """Several devices as the command line names them, with ``+`` between them, as a list."""
-    return place.split("+") if isinstance(place, str) and "+" in place else place
+        places = list(device)
+    else:
+        places = [device] * len(names)
+    return [place.split("+") if isinstance(place, str) and "+" in place else place for place in places]
 
 
 def rank_device(device: Device) -> str:
@@ -107,19 +107,15 @@ def device_name(device: Device) -> str:
         found = torch.device(device)
     except RuntimeError:
         raise ValueError(f"device={str(device)!r} is not a device; use 'cpu', 'cuda' or 'cuda:1'") from None
+    if found.type == "cpu":
+        return "cpu"
+    if found.type != "cuda":
+        raise ValueError(f"device={str(device)!r}: stages run on cpu or cuda, not on {found.type}")
     count = torch.cuda.device_count()
-    index: int | None = found.index
-    if found.type == "cuda" and index is None and count:
-        index = torch.cuda.current_device()
-    if found.type not in ("cpu", "cuda"):
-        why = f": stages run on cpu or cuda, not on {found.type}"
-    elif found.type == "cpu":
-        why = ": all cores are one device; use 'cpu'" if found.index else ""
-    elif count == 0:
+    if count == 0:
         build = "" if torch.version.cuda else "; this torch is a build for CPUs"
-        why = f": torch sees no GPU here{build} (`pipespec doctor` says more)"
-    else:
-        why = f": torch sees {count} GPUs, cuda:0 to cuda:{count - 1}" if index is not None and index >= count else ""
-    if why:
-        raise ValueError(f"device={str(device)!r}{why}")
-    return "cpu" if found.type == "cpu" else f"cuda:{index}"
+        raise ValueError(f"device={str(device)!r}: torch sees no GPU here{build} (`pipespec doctor` says more)")
+    index = torch.cuda.current_device() if found.index is None else found.index
+    if index >= count:
+        raise ValueError(f"device={str(device)!r}: torch sees {count} GPUs, cuda:0 to cuda:{count - 1}")
+    return f"cuda:{index}"

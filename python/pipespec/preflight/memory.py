@@ -11,7 +11,6 @@ import resource
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from pipespec.engine.inputs import first_capacity, prefill_chunk, static_capacit
 from pipespec.errors import DoesNotFit
 from pipespec.models.devices import LayerDevices, local_kv_heads, offloaded_modules
 from pipespec.models.layout import CacheLayout
-from pipespec.models.loading import DAMAGE, gguf_bytes, is_gguf, is_out_of_memory, load_config, stored_tensors, unusable
+from pipespec.models.loading import DAMAGE, file_in_blocks, is_out_of_memory, load_config, stored_bytes, unusable
 from pipespec.models.properties import compute_dtype, quantisation, text_config, weight_bytes
 from pipespec.preflight.devices import DeviceFacts, device_facts
 from pipespec.process.warnings import user_stacklevel
@@ -89,27 +88,24 @@ class StageFacts(NamedTuple):
         try:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(
-                    copy.deepcopy(config), dtype=_loaded_dtype(dtype, config, path), trust_remote_code=trust_remote_code
+                    copy.deepcopy(config), dtype=_loaded_dtype(dtype, config), trust_remote_code=trust_remote_code
                 )
         except (ValueError, *DAMAGE) as error:
             raise unusable(path, error) from error
         model.tie_weights()  # transformers 5.0 ties in from_pretrained only
-        if is_gguf(path):
-            stored = gguf_bytes(path)
+        if (file := file_in_blocks(path)) is not None:
+            stored = file.nbytes
         else:
-            stored = 0 if quantisation(config) is None else sum(size for _, size in stored_tensors(path))
+            stored = 0 if quantisation(config) is None else stored_bytes(path)
         layers = getattr(text_config(config), "num_hidden_layers", 0)
         return cls(name, model, (Share("cpu", stored or weight_bytes(model), layers),))
 
 
-def _loaded_dtype(requested: torch.dtype | str, config: Any, path: str | Path) -> torch.dtype:
-    """The dtype by the rule of ``from_pretrained``: the requested one, else the configuration's, else that of the first float stored."""
+def _loaded_dtype(requested: torch.dtype | str, config: Any) -> torch.dtype:
+    """The dtype by the rule of ``from_pretrained``: the requested one, else the configuration's. Where that has none, the file's would count."""
     found = requested if isinstance(requested, torch.dtype) else getattr(torch, requested, None)
     if requested == "auto":
-        found = getattr(text_config(config), "dtype", None) or getattr(config, "dtype", None)
-        if not isinstance(found, torch.dtype):
-            floats = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-            found = next((floats[name] for name, _ in stored_tensors(path) if name in floats), torch.float32)
+        found = getattr(text_config(config), "dtype", None) or getattr(config, "dtype", None) or torch.float32
     if not isinstance(found, torch.dtype):
         raise ValueError(f"dtype={requested!r} is not a dtype of torch; use 'float32', 'bfloat16', 'float16' or 'auto'")
     return found
@@ -162,9 +158,8 @@ class Estimate(NamedTuple):
                     for f in facts
                 ]
                 raise DoesNotFit(
-                    f"the stages need {_gib(need)} GiB on {'this machine' if on_cpu else fact.name} for "
-                    f"{f'{self.rows} x ' if self.rows > 1 else 'a text of '}{self.capacity} positions, which has {_gib(available)} for them "
-                    "(GiB):\n"
+                    f"the stages need {_gib(need)} GiB on {fact.name} for {self.rows} x {self.capacity} positions, which has {_gib(available)} "
+                    "for them (GiB):\n"
                     + "\n".join([aligned(rows, left=2), *sums])
                     + "\nWhat helps: lower max_new_tokens or the batch; a smaller dtype "
                     "(dtype='bfloat16') or quantised weights; another device for a draft (device={'draft 0': 'cuda:1'}), or fewer drafts"
@@ -231,63 +226,55 @@ def _activations(config: Any, layout: CacheLayout, size: int, rows: int, capacit
     return int(rows * (values * size + min(WIDTH, capacity) * config.vocab_size * (size + 4)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallNeeds:
-    """What one call of ``rows`` texts needs memory for.
-
-    Attributes:
-        longest: Tokens of the longest prompt.
-        limit: Positions that a row may come to use.
-        graphs: Whether the caches are static.
-        copied: Whether the caller gets a copy of the target's keys and values.
-        distributions: Bytes per device for what the draft tokens are drawn from.
-    """
-
-    rows: int
-    longest: int
-    limit: int
-    graphs: bool = False
-    copied: bool = False
-    distributions: Mapping[str, int] = field(default_factory=dict)
-
-
 def check_memory(
     models: Mapping[str, PreTrainedModel],
-    call: CallNeeds,
+    *,
+    rows: int,
+    longest: int,
+    limit: int,
+    graphs: bool = False,
+    copied: bool = False,
+    distributions: Mapping[str, int] | None = None,
     reusable_bytes: Callable[[], Mapping[str, int]] = dict,
     release_unused: Callable[[], None] = lambda: None,
 ) -> None:
-    """Check the memory for one call on loaded models.
+    """Check the memory for one call of ``rows`` texts on loaded models.
 
     Caches that grow need their first capacity free now, and their last one must fit the device at all. Static caches need their last capacity now.
 
     Args:
         models: those that will hold caches, by the names of their stages, the target last.
+        longest: tokens of the longest prompt.
+        limit: positions that a row may come to use.
+        graphs: whether the caches are static.
+        copied: whether the caller gets a copy of the target's keys and values.
+        distributions: bytes per device for what the draft tokens are drawn from.
         reusable_bytes: bytes per device that the call takes over from earlier ones.
         release_unused: frees what the call does not take over; called only where there is too little memory otherwise.
 
     Raises:
         DoesNotFit: with the numbers.
     """
+    distributions = distributions or {}
     stages = [StageFacts.of_model(name, model) for name, model in models.items()]
-    devices = list(dict.fromkeys([*(share.device for stage in stages for share in stage.shares), *call.distributions]))
+    devices = list(dict.fromkeys([*(share.device for stage in stages for share in stage.shares), *distributions]))
 
     def available() -> list[DeviceFacts]:
         reused = reusable_bytes()
         return [f._replace(free=min(f.total, f.free + reused.get(f.name, 0))) for f in device_facts(devices)]
 
     def needed(capacity: int) -> Estimate:
-        found = estimate(stages, call.rows, capacity, longest=call.longest)
-        more = [StageNeed("distributions", device, 0, size) for device, size in call.distributions.items()]
-        for target in stages[-1:] if call.copied else ():  # none where the layers are on other ranks
-            copied = estimate([target], call.rows, min(capacity, call.limit)).needs
-            more += [StageNeed("its copy", need.device, 0, need.caches) for need in copied]
+        found = estimate(stages, rows, capacity, longest=longest)
+        more = [StageNeed("distributions", device, 0, size) for device, size in distributions.items()]
+        for target in stages[-1:] if copied else ():  # none where the layers are on other ranks
+            needs = estimate([target], rows, min(capacity, limit)).needs
+            more += [StageNeed("its copy", need.device, 0, need.caches) for need in needs]
         return found._replace(needs=(*found.needs, *more))
 
-    last = needed(static_capacity(call.limit) if call.graphs else call.limit)
+    last = needed(static_capacity(limit) if graphs else limit)
     facts = available()
     last.check([f._replace(free=f.total) for f in facts])
-    first = last if call.graphs else needed(first_capacity(call.longest, call.limit))
+    first = last if graphs else needed(first_capacity(longest, limit))
     if any(first.on(f.name) > f.free for f in facts if f.total):
         release_unused()
         facts = available()

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from pipespec.config import WIDTH
 from pipespec.engine.inputs import INITIAL_CAPACITY, stage_names
 from pipespec.models.devices import decoder_layers
-from pipespec.models.loading import require_accelerate
 from pipespec.models.properties import quantisation, text_config
 from pipespec.preflight.devices import AUTO, DeviceFacts, Devices, device_facts, requested
 from pipespec.preflight.memory import Share, StageFacts, estimate
@@ -118,9 +117,14 @@ def _split(
         raise ValueError(
             f"{stage.name} cannot be split over {', '.join(devices)}: its parts are not known before it is loaded; load it with device_map="
         )
-    require_accelerate(stage.name)
-    from accelerate import infer_auto_device_map
-    from accelerate.utils import compute_module_sizes
+    try:
+        from accelerate import infer_auto_device_map
+        from accelerate.utils import compute_module_sizes
+    except ImportError as error:
+        raise ImportError(
+            f"{stage.name}: a model over several devices needs the package accelerate, which moves its hidden states between them: pip install "
+            "accelerate"
+        ) from error
 
     (need,) = estimate([stage], 1, capacity).needs
     beside = need.activations + need.headroom + need.caches // len(devices)

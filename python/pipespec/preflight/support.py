@@ -13,11 +13,9 @@ from pipespec.engine.inputs import stage_names
 from pipespec.engine.recurrent import why_not_recurrent
 from pipespec.errors import NotCapturable, Unsupported
 from pipespec.models.adapters import named_tensors
-from pipespec.models.derived import has_int8
 from pipespec.models.devices import (
     LayerDevices,
     each_module,
-    hooks_of,
     input_device,
     is_dispatched,
     local_kv_heads,
@@ -84,7 +82,7 @@ def check_checkpointing(models: Sequence[PreTrainedModel]) -> None:
 
 
 def _check_weights(name: str, model: PreTrainedModel, is_target: bool) -> None:
-    """Raise ``ValueError`` for weights on the meta device that no hook brings, sharded ones, and a hook that moves the whole model."""
+    """Raise ``ValueError`` for weights on the meta device that no hook brings, and sharded ones that stages do not run."""
     processes = tensor_parallel_size(model)
     if processes > 1 and not is_target:
         raise ValueError(
@@ -96,34 +94,12 @@ def _check_weights(name: str, model: PreTrainedModel, is_target: bool) -> None:
             raise ValueError(
                 f"{name} has {heads} key/value heads, which {processes} processes cannot share: use a number of processes that divides it"
             )
-    brought: set[int] | None = None
-    for module in each_module(model):
-        is_sharded = is_away = False
-        for p in module._parameters.values():
-            if p is not None:
-                is_away |= p.is_meta
-                is_sharded |= type(p).__name__ == "DTensor"
-        if is_sharded and processes == 1:
-            raise ValueError(
-                f"{name} is sharded over processes ({_name_in(model, module)} has a DTensor) without a tensor-parallel plan: load it whole, or "
-                "the target with tp_plan='auto'"
-            )
-        if "_hf_hook" in module.__dict__ and any(type(hook).__name__ == "CpuOffload" for hook in hooks_of(module)):
-            raise ValueError(
-                f"{name}: accelerate moves {_name_in(model, module)} to the GPU when it is called (cpu_offload_with_hook), and its cache cannot "
-                "follow; use device_map= or accelerate.cpu_offload, which bring the weights of one module at a time"
-            )
-        if is_away:
-            if brought is None:
-                brought = {id(part) for found in offloaded_modules(model).values() for part in found.modules()}
-            if id(module) not in brought:
-                raise ValueError(
-                    f"{name} has weights that are not loaded ({_name_in(model, module)}, on the meta device); load it whole"
-                )
-
-
-def _name_in(model: nn.Module, module: nn.Module) -> str:
-    return next(at for at, part in model.named_modules() if part is module) or "all of it"
+    away = {id(m) for m in each_module(model) if any(p is not None and p.is_meta for p in m._parameters.values())}
+    if away:
+        away -= {id(part) for found in offloaded_modules(model).values() for part in found.modules()}
+    if away:
+        at = next(at for at, module in model.named_modules() if id(module) in away)
+        raise ValueError(f"{name} has weights that are not loaded ({at}, on the meta device); load it whole")
 
 
 def check_whole(models: Sequence[PreTrainedModel], where: str) -> None:
@@ -152,39 +128,25 @@ def check_shareable(models: Sequence[PreTrainedModel]) -> None:
         ValueError: for a draft that is quantised, split or offloaded, whose class cannot be imported, or that holds tensors its class does not create.
     """
     for name, model in zip(stage_names(len(models)), models[:-1], strict=False):
-        kind, instead = type(model), "use schedule='lockstep'"
-        if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
-            raise ValueError(
-                f"{name}: a worker process cannot import its class {kind.__qualname__}; define it in a module, or {instead}"
-            )
         check_shared_draft(name, quantisation(model), why_not_whole(model))
-        for at, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if type(tensor) not in _PLAIN:
-                raise ValueError(
-                    f"{name}: {at} is a {type(tensor).__name__}, which cannot lie in shared memory; {instead}"
+        kind, why = type(model), None
+        named = (*model.named_parameters(), *model.named_buffers())
+        if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+            why = f"import its class {kind.__qualname__}: define it in a module"
+        elif odd := next(
+            (f"{at}, a {type(tensor).__name__}" for at, tensor in named if type(tensor) not in _PLAIN), None
+        ):
+            why = f"share {odd}: make it plain"
+        else:
+            rebuilt = skeleton(kind, model.config, described(model))
+            own, created = ({at for at, _ in named_tensors(m, merged=False)} for m in (model, rebuilt))
+            if added := sorted(own - created):
+                why = (
+                    f"build {added[0]}, which its class {kind.__qualname__} does not create (an adapter, replaced layers?): merge what was added "
+                    "into the weights"
                 )
-        rebuilt = skeleton(kind, model.config, int8=has_int8(model), blocks=described(model))
-        own, created = ({name for name, _ in named_tensors(m, merged=False)} for m in (model, rebuilt))
-        if added := sorted(own - created):
-            more = f" and {len(added) - 1} more" if len(added) > 1 else ""
-            raise ValueError(
-                f"{name} has {added[0]}{more}, which its class {kind.__qualname__} does not create (an adapter, replaced layers?): a worker "
-                f"process could not build it; merge what was added into the weights, or {instead}"
-            )
-
-
-def check_capturable(models: Sequence[PreTrainedModel], *, captured: bool = True) -> None:
-    """Check, without a GPU, that the step of each model can become a CUDA graph, or can run uncaptured over static buffers.
-
-    Raises:
-        NotCapturable: for the first model whose step cannot. Some causes show only in the capture itself.
-    """
-    for name, model in zip(stage_names(len(models)), models, strict=True):
-        for part, cause in _not_static(model):
-            raise NotCapturable(name, part, cause)
-        if captured and compute_dtype(model) == torch.float64:
-            cause = "it computes in float64, for which there are no GPU kernels here; use float32"
-            raise NotCapturable(name, "its dtype", cause)
+        if why is not None:
+            raise ValueError(f"{name}: a worker process cannot {why}, or use schedule='lockstep'")
 
 
 def cost_of_width(model: PreTrainedModel) -> str | None:
@@ -206,7 +168,7 @@ def check_streams(models: Sequence[PreTrainedModel]) -> None:
 
     Raises:
         ValueError: for stages on GPUs beside stages on the CPU.
-        NotCapturable: for the first model that cannot.
+        NotCapturable: for the first model whose step cannot. Some causes show only in the capture itself.
     """
     named = zip(stage_names(len(models)), models, strict=True)
     on_cpu = [name for name, model in named if input_device(model).type == "cpu"]
@@ -215,7 +177,12 @@ def check_streams(models: Sequence[PreTrainedModel]) -> None:
             f"schedule='streams' and graphs=True need all stages on GPUs, and {', '.join(on_cpu)} "
             f"{'is' if len(on_cpu) == 1 else 'are'} on the CPU: move it there (device=...), or use schedule='workers'"
         )
-    check_capturable(models, captured=not on_cpu)
+    for name, model in zip(stage_names(len(models)), models, strict=True):
+        for part, cause in _not_static(model):
+            raise NotCapturable(name, part, cause)
+        if not on_cpu and compute_dtype(model) == torch.float64:
+            cause = "it computes in float64, for which there are no GPU kernels here; use float32"
+            raise NotCapturable(name, "its dtype", cause)
 
 
 def _not_static(model: PreTrainedModel) -> Iterator[tuple[str, str]]:

@@ -18,7 +18,7 @@ from pipespec.config import SpeculationConfig
 from pipespec.engine.inputs import stage_names
 from pipespec.models.loading import load_model
 from pipespec.preflight.checks import Vocabulary, check_architecture, check_vocabularies, vocabulary_of
-from pipespec.preflight.devices import AUTO, Devices, place_of_each, rank_device, split_name
+from pipespec.preflight.devices import AUTO, Devices, place_of_each, rank_device
 from pipespec.preflight.placement import arrange
 from pipespec.preflight.support import check_runnable
 from pipespec.schedules.base import Decoder
@@ -102,7 +102,7 @@ def join(
 
 def device_of_stage(device: Devices, names: Sequence[str], own: int) -> Devices:
     """What ``device=`` says about one stage. The other stages' devices are on other machines, and are not checked."""
-    place = split_name(place_of_each(device, names)[own])
+    place = place_of_each(device, names)[own]
     if place is None or place == AUTO:
         return place
     if isinstance(place, (str, torch.device)):

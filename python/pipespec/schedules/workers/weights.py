@@ -10,7 +10,6 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pipespec.models.adapters import named_tensors
-from pipespec.models.derived import has_int8
 from pipespec.models.quantized import Blocks
 from pipespec.models.quantizing import described, skeleton
 from pipespec_kernels.state import SharedMemory
@@ -26,8 +25,7 @@ class SharedWeights:
     Attributes:
         model_class: Class of the model.
         config: Configuration of the model.
-        int8: Whether its matrices are in int8.
-        blocks: Its modules in blocks, see :func:`pipespec.models.quantizing.described`.
+        blocks: Its modules in int8 or in blocks, see :func:`pipespec.models.quantizing.described`.
         device: Device of the model.
         tensors: Byte offset, dtype and shape by name of the tensor.
         size: Bytes of all tensors.
@@ -35,7 +33,6 @@ class SharedWeights:
 
     model_class: type[PreTrainedModel]
     config: PretrainedConfig
-    int8: bool
     blocks: dict[str, tuple[Blocks, bool]]
     device: torch.device
     tensors: dict[str, tuple[int, torch.dtype, torch.Size]]
@@ -51,9 +48,7 @@ class SharedWeights:
                 offsets[key] = end
                 end += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
             tensors[name] = (offsets[key], tensor.dtype, tensor.shape)
-        return SharedWeights(
-            type(model), model.config, has_int8(model), described(model), model.device, tensors, max(end, _ALIGN)
-        )
+        return SharedWeights(type(model), model.config, described(model), model.device, tensors, max(end, _ALIGN))
 
     def view(self, memory: SharedMemory, name: str) -> torch.Tensor:
         """The tensor ``name`` as a view of ``memory``."""
@@ -74,7 +69,7 @@ class SharedWeights:
 
     def build(self, memory: SharedMemory) -> PreTrainedModel:
         """The same model in another process. Its tensors are views of ``memory``, or copies on an accelerator."""
-        model = skeleton(self.model_class, self.config, int8=self.int8, blocks=self.blocks)
+        model = skeleton(self.model_class, self.config, self.blocks)
         for name in self.tensors:
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
