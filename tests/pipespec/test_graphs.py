@@ -493,7 +493,6 @@ BY_HOST = {
         m.setattr(_cuda, "driver_version", lambda: 12080),
         m.setattr(_cuda, "runtime_version", lambda: 13000),
     ),
-    "does not expose its CUDA graphs": lambda m, gpu: m.delattr(FakeGraph, "raw_cuda_graph_exec"),
 }
 
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import GenerationMixin
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pipespec.engine.attention import ATTENTION, attention_forward
-from pipespec.models.compat import attention_functions, mask_functions
 from pipespec.models.originals import (
     PACKAGES,
     functions_of,
@@ -242,7 +243,7 @@ class Code:
     def _registries(self) -> str | None:
         """Watch the attention and its mask. Returns what is not known of them."""
         name, reason = self._attention, None
-        for registry, what in ((attention_functions(), "attention"), (mask_functions(), "mask")):
+        for registry, what in ((ALL_ATTENTION_FUNCTIONS, "attention"), (ALL_MASK_ATTENTION_FUNCTIONS, "mask")):
             read = functools.partial(registry.get, name)
             value = read()
             self._seen.append((read, value))
@@ -262,8 +263,8 @@ class Code:
 def _other_registry(space: dict[str, Any]) -> str | None:
     """The name under which a module has another registry of attention functions than transformers' one."""
     for name, registry in (
-        ("ALL_ATTENTION_FUNCTIONS", attention_functions()),
-        ("ALL_MASK_ATTENTION_FUNCTIONS", mask_functions()),
+        ("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS),
+        ("ALL_MASK_ATTENTION_FUNCTIONS", ALL_MASK_ATTENTION_FUNCTIONS),
     ):
         if space.get(name, registry) is not registry:
             return name

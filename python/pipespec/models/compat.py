@@ -130,15 +130,8 @@ def tensor_parallel_group(model: Any) -> Any:
 
 
 def graph_handle(graph: torch.cuda.CUDAGraph) -> int:
-    """The ``cudaGraphExec_t`` of a captured graph, to launch it without torch.
-
-    Raises:
-        RuntimeError: torch is older than 2.9.1, which does not expose it.
-    """
-    tell = getattr(graph, "raw_cuda_graph_exec", None)
-    if tell is None:
-        raise RuntimeError(f"torch {torch.__version__} does not expose its CUDA graphs: use torch 2.9.1 or newer")
-    return int(tell())
+    """The ``cudaGraphExec_t`` of a captured graph, to launch it without torch."""
+    return int(graph.raw_cuda_graph_exec())
 
 
 @contextmanager
@@ -216,22 +209,7 @@ def convert_gguf_tokenizer(architecture: str, described: dict[str, Any]) -> Any:
         described: what the file says of the tokenizer, under transformers' names.
     """
     try:
-        source = importlib.import_module("transformers.integrations.gguf")
-        convert = source.convert_gguf_tokenizer
-    except (ImportError, AttributeError):
-        convert = importlib.import_module("transformers.integrations.ggml").convert_gguf_tokenizer
+        from transformers.integrations.gguf import convert_gguf_tokenizer as convert
+    except ImportError:
+        from transformers.integrations.ggml import convert_gguf_tokenizer as convert
     return convert(architecture, described)[0]
-
-
-def attention_functions() -> Any:
-    """transformers' registry of attention functions, with the entries of this process."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    return ALL_ATTENTION_FUNCTIONS
-
-
-def mask_functions() -> Any:
-    """transformers' registry of the masks of attention functions."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    return ALL_MASK_ATTENTION_FUNCTIONS

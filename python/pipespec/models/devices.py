@@ -77,22 +77,17 @@ def _computes_on(module: nn.Module | None) -> torch.device | None:
         for parameter in part._parameters.values():
             if parameter is None:
                 continue
-            at = parameter.device
-            if at.type == "meta":
-                named = next((hook.execution_device for hook in hooks_of(part) if _names_device(hook)), None)
-                at = at if named is None else _device(named)
-            return at
+            named = None
+            if parameter.is_meta:
+                # accelerate names GPUs by their index, too.
+                named = next(
+                    (at for hook in hooks_of(part) if (at := getattr(hook, "execution_device", None)) is not None), None
+                )
+            if named is None:
+                return parameter.device
+            found = torch.device("cuda", named) if isinstance(named, int) else torch.device(named)
+            return torch.device("cuda", 0) if found.type == "cuda" and found.index is None else found
     return None
-
-
-def _names_device(hook: Any) -> bool:
-    return getattr(hook, "execution_device", None) is not None
-
-
-def _device(named: torch.device | str | int) -> torch.device:
-    """A device as accelerate names it: GPUs by their index, too."""
-    found = torch.device("cuda", named) if isinstance(named, int) else torch.device(named)
-    return torch.device("cuda", 0) if found.type == "cuda" and found.index is None else found
 
 
 def each_module(module: nn.Module) -> Iterator[nn.Module]:
@@ -113,13 +108,7 @@ def hooks_of(module: nn.Module) -> Iterator[Any]:
 
 def offloaded_modules(model: nn.Module) -> dict[str, nn.Module]:
     """By name, the modules whose weights accelerate brings from the CPU or a disk in each call."""
-    stack = [model]
-    while stack:
-        module = stack.pop()
-        if "_hf_hook" in module.__dict__:
-            break
-        stack += [child for child in module._modules.values() if child is not None]
-    else:
+    if not any("_hf_hook" in module.__dict__ for module in each_module(model)):
         return {}
     return {
         name or "all of it": module

@@ -309,11 +309,12 @@ def _read(parts: ModelParts, family: Family, matrices: bool) -> ReadModel:
         # In transformers 5.0.
         raise NotReadable("its embedding is scaled outside of the embedding's module")
     norms = [norm for layer in parts.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-    eps = {_eps(norm) for norm in (*norms, parts.norm) if norm is not None}
+    eps = {
+        float(getattr(norm, "variance_epsilon", None) or norm.eps) for norm in (*norms, parts.norm) if norm is not None
+    }
     if len(eps) > 1:
         raise NotReadable("its norms differ in more than their weights")
-    # A lookup outside of the decoder.
-    apart = embed if is_scaled else None
+    of_head = {} if head is None else _of_linear(head, "head")
     ends = [matrix_of(end) for end in (head, embed) if end is not None]
     shape = DecoderShape(
         hidden=config.hidden_size,
@@ -324,15 +325,15 @@ def _read(parts: ModelParts, family: Family, matrices: bool) -> ReadModel:
     )
     return ReadModel(
         shape,
-        tuple(_fused(layer, shape) if family.merged else _separate(layer) for layer in parts.layers if matrices),
+        tuple(_layer(layer, shape, family.merged) for layer in parts.layers if matrices),
         _windows_of(parts),
         None if embed is None else matrix_of(embed),
         None if parts.norm is None else parts.norm.weight.detach(),
-        None if head is None else matrix_of(head),
-        None if head is None else _bias(head),
-        None if head is None else _scale(head),
+        of_head.get("head"),
+        of_head.get("head_bias"),
+        of_head.get("head_scale"),
         parts.rotary,
-        apart,
+        embed if is_scaled else None,  # a lookup outside of the decoder
     )
 
 
@@ -382,11 +383,6 @@ def _layer_sizes(parts: ModelParts) -> dict[str, Any]:
     }
 
 
-def _eps(norm: Any) -> float:
-    eps = getattr(norm, "variance_epsilon", None)
-    return float(norm.eps if eps is None else eps)
-
-
 def _activation(mlp: Any) -> str:
     module = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
     name = _activations().get(type(module))
@@ -395,63 +391,43 @@ def _activation(mlp: Any) -> str:
     return name
 
 
-def _bias(linear: Any) -> torch.Tensor | None:
-    return None if linear.bias is None else linear.bias.detach()
-
-
-def _scale(linear: Any) -> torch.Tensor | None:
-    return linear.scale if isinstance(linear, Int8Linear) else None
-
-
-def _separate(layer: Any) -> LayerWeights:
+def _layer(layer: Any, shape: DecoderShape, is_merged: bool) -> LayerWeights:
     attn, mlp = layer.self_attn, layer.mlp
-    linears = {name: getattr(attn, f"{name}_proj") for name in ("q", "k", "v", "o")}
-    linears |= {name: getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")}
-    optional: dict[str, Any] = {f"{name}_bias": _bias(linear) for name, linear in linears.items()}
-    optional |= {f"{name}_scale": _scale(linear) for name, linear in linears.items()}
-    optional |= {name: getattr(attn, name).weight.detach() for name in ("q_norm", "k_norm") if hasattr(attn, name)}
-    optional |= {name: matrix_of(linear) for name, linear in linears.items()}
+    weights: dict[str, Any] = {}
+    if is_merged:
+        heads = [n * shape.head_dim for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
+        weights |= _of_rows(attn.qkv_proj, ("q", "k", "v"), heads)
+        weights |= _of_rows(mlp.gate_up_proj, ("gate", "up"), [shape.intermediate] * 2)
+    for part, names in ((attn, ("q", "k", "v", "o")), (mlp, ("gate", "up", "down"))):
+        for name in names:
+            if name not in weights:
+                weights |= _of_linear(getattr(part, f"{name}_proj"), name)
+    weights |= {name: getattr(attn, name).weight.detach() for name in ("q_norm", "k_norm") if hasattr(attn, name)}
     inputs, norm = layer.input_layernorm.weight.detach(), getattr(layer, "hidden_norm", None)
     if norm is not None:
         # A draft head's first layer reads embeddings beside the hidden states, which have the second norm.
-        optional |= {"side_norm": inputs, "adds_to_norm": layer.norm_before_residual}
+        weights |= {"side_norm": inputs, "adds_to_norm": layer.norm_before_residual}
         inputs = norm.weight.detach()
-    return LayerWeights(
-        input_norm=inputs,
-        post_norm=layer.post_attention_layernorm.weight.detach(),
-        **optional,
-    )
+    return LayerWeights(input_norm=inputs, post_norm=layer.post_attention_layernorm.weight.detach(), **weights)
 
 
-def _fused(layer: Any, shape: DecoderShape) -> LayerWeights:
-    sizes = [n * shape.head_dim for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
-    qkv, gate_up = layer.self_attn.qkv_proj, layer.mlp.gate_up_proj
-    half = shape.intermediate
-    both = _parts(("q", "k", "v"), _split(qkv, sizes)) | _parts(("gate", "up"), _split(gate_up, [half, half]))
-    if isinstance(qkv, Int8Linear):
-        both |= _parts(("q_scale", "k_scale", "v_scale"), qkv.scale.split(sizes))
-        both |= _parts(("gate_scale", "up_scale"), gate_up.scale.chunk(2))
-        both |= {"o_scale": _scale(layer.self_attn.o_proj), "down_scale": _scale(layer.mlp.down_proj)}
-    return LayerWeights(
-        input_norm=layer.input_layernorm.weight.detach(),
-        post_norm=layer.post_attention_layernorm.weight.detach(),
-        o=matrix_of(layer.self_attn.o_proj),
-        down=matrix_of(layer.mlp.down_proj),
-        **both,
-    )
+def _of_linear(linear: Any, name: str) -> dict[str, Any]:
+    """A linear module's matrix, bias and scale of int8, as the decoder calls them."""
+    bias = None if linear.bias is None else linear.bias.detach()
+    scale = linear.scale if isinstance(linear, Int8Linear) else None
+    return {name: matrix_of(linear), f"{name}_bias": bias, f"{name}_scale": scale}
 
 
-def _split(linear: Any, sizes: Sequence[int]) -> Sequence[torch.Tensor | QuantizedMatrix]:
-    """Rows of a matrix, ``sizes`` after another."""
-    matrix = matrix_of(linear)
-    if isinstance(matrix, torch.Tensor):
-        return matrix.split(list(sizes))
-    ends = list(itertools.accumulate(sizes))
-    return [matrix.rows(slice(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
-
-
-def _parts(names: Sequence[str], tensors: Sequence[torch.Tensor | QuantizedMatrix]) -> dict[str, Any]:
-    return dict(zip(names, tensors, strict=True))
+def _of_rows(linear: Any, names: Sequence[str], sizes: Sequence[int]) -> dict[str, Any]:
+    """:func:`_of_linear` of several in one, ``sizes`` rows after another. Such modules have no bias."""
+    whole, ends = _of_linear(linear, ""), list(itertools.accumulate(sizes))
+    found: dict[str, Any] = {}
+    for name, size, end in zip(names, sizes, ends, strict=True):
+        rows = slice(end - size, end)
+        matrix, scale = whole[""], whole["_scale"]
+        found[name] = matrix[rows] if isinstance(matrix, torch.Tensor) else matrix.rows(rows)
+        found[f"{name}_scale"] = None if scale is None else scale[rows]
+    return found
 
 
 def matrix_of(module: Any) -> torch.Tensor | QuantizedMatrix:
