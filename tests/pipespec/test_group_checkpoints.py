@@ -199,9 +199,12 @@ def test_what_is_damaged_or_does_not_fit_is_named(tmp_path, change, words):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (GPTQ | {"bits": 3}, "gptq checkpoint with weights of 3 bits"),
+        (GPTQ | {"bits": 3}, "checkpoint of gptq .* with weights of 3 bits"),
         (GPTQ | {"checkpoint_format": "marlin"}, "in the format 'marlin'"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq checkpoint of 4 bits in the version 'gemv'"),
+        (
+            {"quant_method": "awq", "bits": 4, "version": "gemv"},
+            "checkpoint of awq in the format 'gemv' with weights of 4 bits",
+        ),
         (compressed("float-quantized", 8), "format 'float-quantized' with weights of 8 bits"),
         (compressed(bits=3), "weights of 3 bits"),
     ],

@@ -17,9 +17,9 @@ from pipespec.engine.ngram import NgramDraft
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import tensor_parallel_size
 from pipespec.models.loading import load_config, load_model
-from pipespec.models.quantizing import Weights, quantized, weights_of_each
+from pipespec.models.quantizing import Weights, quantized
 from pipespec.preflight.checks import check_chain
-from pipespec.preflight.devices import Devices
+from pipespec.preflight.devices import Devices, weights_of_each
 from pipespec.preflight.placement import arrange
 from pipespec.preflight.tokenizers import translation_for
 from pipespec.registry import SCHEDULES

@@ -51,17 +51,13 @@ def family_of_file(file: GgufFile) -> Family | None:
 
 
 def gguf_config(file: GgufFile) -> Any:
-    """The configuration that a file's metadata describe.
+    """The configuration that the metadata describe of a file of a family here.
 
     Raises:
-        ValueError: an architecture without a family, a key that is missing, or a RoPE that no configuration describes.
+        ValueError: a key is missing, or no configuration describes its RoPE.
     """
     family, name = family_of_file(file), file.architecture
-    if family is None:
-        known = ", ".join(sorted(family.gguf for family in FAMILIES.values() if family.gguf is not None))
-        raise ValueError(
-            f"{file.path} holds a model of the architecture {name!r}; those that run in blocks are {known}"
-        )
+    assert family is not None
 
     def value(key: str, default: Any = None) -> Any:
         found = file.metadata.get(f"{name}.{key}", default)

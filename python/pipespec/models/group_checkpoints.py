@@ -7,7 +7,7 @@ A weight there is ``scale * (number - zero point)``, with a scale per group of a
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -45,10 +45,15 @@ def settings_of(config: Any) -> Settings | None:
     if settings is None or config.model_type not in FAMILIES:
         return None
     settings = settings if isinstance(settings, dict) else settings.to_dict()
-    method = _METHODS.get(settings.get("quant_method", ""))
-    if method is None:
+    name = settings.get("quant_method", "")
+    if (method := _METHODS.get(name)) is None:
         return None
-    method.check(settings)
+    for bits, form in _packings(settings):
+        if bits not in method.bits or form not in method.formats:
+            raise ValueError(
+                f"a checkpoint of {name} in the format {form!r} with weights of {bits} bits is not supported: the formats are "
+                f"{', '.join(method.formats)}, with {' or '.join(map(str, method.bits))} bits"
+            )
     return settings
 
 
@@ -179,45 +184,28 @@ def _unpack_compressed(get: Get, settings: Settings) -> Unpacked:
     return _around(numbers, zeros), scales
 
 
-def _check_gptq(settings: Settings) -> None:
-    if settings.get("bits") not in (4, 8):
-        raise ValueError(
-            f"a gptq checkpoint with weights of {settings.get('bits')} bits is not supported: they have 4 or 8"
-        )
-    if settings.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2"):
-        raise ValueError(
-            f"a gptq checkpoint in the format {settings['checkpoint_format']!r} is not supported: it is gptq or gptq_v2"
-        )
-
-
-def _check_awq(settings: Settings) -> None:
-    bits, version = settings.get("bits", settings.get("w_bit", 4)), str(settings.get("version", "gemm")).lower()
-    if bits != 4 or version != "gemm":
-        raise ValueError(
-            f"an awq checkpoint of {bits} bits in the version {version!r} is not supported: it has 4, and the version gemm"
-        )
-
-
-def _check_compressed(settings: Settings) -> None:
-    for group in (settings.get("config_groups") or {}).values():
-        kind, weights = group.get("format") or settings.get("format"), group.get("weights") or {}
-        if kind not in ("pack-quantized", "int-quantized") or weights.get("num_bits") not in (4, 8):
-            raise ValueError(
-                f"a compressed-tensors checkpoint in the format {kind!r} with weights of {weights.get('num_bits')} bits is not supported: it is "
-                "pack-quantized or int-quantized, with 4 or 8"
-            )
+def _packings(settings: Settings) -> Iterator[tuple[Any, Any]]:
+    """The bits of a weight, and the format, of all matrices or of each group of them."""
+    if settings["quant_method"] == "gptq":
+        yield settings.get("bits"), settings.get("checkpoint_format", "gptq")
+    elif settings["quant_method"] == "awq":
+        yield settings.get("bits", settings.get("w_bit", 4)), str(settings.get("version", "gemm")).lower()
+    else:
+        for group in (settings.get("config_groups") or {}).values():
+            yield (group.get("weights") or {}).get("num_bits"), group.get("format") or settings.get("format")
 
 
 class _Method(NamedTuple):
-    """One way to pack matrices: the tensor by which a packed one is known, a check of the settings, and how to unpack it."""
+    """One way to pack matrices: the tensor by which a packed one is known, how to unpack it, and the supported bits and formats."""
 
     marker: str
-    check: Callable[[Settings], None]
     unpack: Callable[[Get, Settings], Unpacked]
+    bits: tuple[int, ...]
+    formats: tuple[str, ...]
 
 
 _METHODS = {
-    "gptq": _Method("qweight", _check_gptq, _unpack_gptq),
-    "awq": _Method("qweight", _check_awq, _unpack_awq),
-    "compressed-tensors": _Method("weight_scale", _check_compressed, _unpack_compressed),
+    "gptq": _Method("qweight", _unpack_gptq, (4, 8), ("gptq", "gptq_v2")),
+    "awq": _Method("qweight", _unpack_awq, (4,), ("gemm",)),
+    "compressed-tensors": _Method("weight_scale", _unpack_compressed, (4, 8), ("pack-quantized", "int-quantized")),
 }

@@ -64,12 +64,8 @@ def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
 
         return gguf_config(file)
     source, more = (path.parent, {"gguf_file": path.name}) if is_gguf(path) else (model, {})
-    try:
+    with readable(model):
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **more)
-    except OSError as error:
-        raise _no_model(model, error) from error
-    except (ValueError, *DAMAGE) as error:
-        raise unusable(model, error) from error
 
 
 def weight_files(source: str | Path) -> list[Path]:
@@ -152,13 +148,13 @@ def load_model(
     in_place = device is not None and (is_split or getattr(config, "quantization_config", None) is not None)
     on_cpu = not isinstance(device, dict) and torch.device(device or "cpu").type == "cpu"
     renew_pool()  # transformers reads weights with several threads
-    try:
-        if on_cpu and not trust_remote_code:
-            from pipespec.models.group_checkpoints import repacked, settings_of
+    with readable(model), _logged() as logged:
+        try:
+            if on_cpu and not trust_remote_code:
+                from pipespec.models.group_checkpoints import repacked, settings_of
 
-            if (settings := settings_of(config)) is not None:
-                return repacked(model, weight_files(model), config, settings)
-        with _logged() as logged:
+                if (settings := settings_of(config)) is not None:
+                    return repacked(model, weight_files(model), config, settings)
             loaded, found = AutoModelForCausalLM.from_pretrained(
                 source,
                 config=config,
@@ -168,16 +164,14 @@ def load_model(
                 output_loading_info=True,
                 **({"device_map": device if is_split else {"": device}} if in_place else {}),
             )
-    except OSError as error:
-        raise _no_model(model, error) from error
-    except (MemoryError, ValueError, *DAMAGE) as error:
-        if is_out_of_memory(error, *logged):
+        except Exception as error:
+            if not is_out_of_memory(error, *logged):
+                raise
             where = ", ".join(dict.fromkeys(device.values())) if isinstance(device, dict) else device
             raise DoesNotFit(
                 f"{model}: {where if in_place else 'cpu'} ran out of memory while its weights were read, which may take more than they do "
                 f"afterwards: {error}\nWhat helps: another device for a stage (device=), fewer drafts, or weights that are stored smaller"
             ) from error
-        raise unusable(model, error) from error
     if found["missing_keys"]:
         # transformers would initialise them at random, with a warning.
         missing = sorted(found["missing_keys"])
@@ -212,14 +206,21 @@ def gguf_path(model: Any, file: str | None) -> Any:
         raise TypeError(
             f"gguf_file={file!r} is a file in a folder or on the hub, and the target is a {type(model).__name__}"
         )
-    try:
+    with readable(model):
         return cached_file(str(model), file)
+
+
+@contextmanager
+def readable(model: str | Path) -> Iterator[None]:
+    """Within it, errors of transformers and safetensors become ``FileNotFoundError`` or ``ValueError``, and name the model."""
+    try:
+        yield
+    except DoesNotFit:
+        raise
     except OSError as error:
-        raise _no_model(model, error) from error
-
-
-def _no_model(model: str | Path, error: Exception) -> FileNotFoundError:
-    return FileNotFoundError(f"{model} holds no model that can be loaded: {error}")
+        raise FileNotFoundError(f"{model} holds no model that can be loaded: {error}") from error
+    except (ValueError, *DAMAGE) as error:
+        raise ValueError(f"{model} holds no model that can be loaded: {error or type(error).__name__}") from error
 
 
 @contextmanager
@@ -249,8 +250,3 @@ def is_out_of_memory(error: BaseException, *messages: str) -> bool:
             "not enough memory",
         )
     )
-
-
-def unusable(model: str | Path, error: Exception) -> ValueError:
-    """The error for a model that transformers or safetensors cannot read."""
-    return ValueError(f"{model} holds no model that can be loaded: {error or type(error).__name__}")

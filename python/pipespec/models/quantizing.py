@@ -32,43 +32,6 @@ _INSTEAD = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 """Where blocks of 256 do not fill a row."""
 
 
-def weights_of_each(weights: Weights, names: Sequence[str]) -> list[str | None]:
-    """The weight format of each stage, None for one that stays as it is.
-
-    Args:
-        weights: as the user gives them.
-        names: of the stages, drafts first.
-
-    Raises:
-        TypeError: a value that is no name.
-        ValueError: an unknown format or stage, or another number of formats than stages.
-    """
-    if isinstance(weights, Mapping):
-        unknown = [repr(key) for key in weights if key not in names and key != "drafts"]
-        if unknown:
-            raise ValueError(
-                f"weights: there is no stage {', '.join(unknown)}; the stages are {', '.join(names)}, or 'drafts' for all drafts"
-            )
-        drafts = weights.get("drafts")
-        found = [weights.get(name, None if name == names[-1] else drafts) for name in names]
-    elif isinstance(weights, str) or weights is None:
-        found = [weights] * len(names)
-    elif not isinstance(weights, Sequence):
-        raise TypeError(f"weights: a name, a list or a dict of names, not {weights!r}")
-    else:
-        found = list(weights)
-        if len(found) != len(names):
-            raise ValueError(
-                f"weights: one for all, or one per stage ({len(names)}: {', '.join(names)}), not {len(found)}"
-            )
-    for name in found:
-        if name is not None and not isinstance(name, str):
-            raise TypeError(f"weights: a weight format is a name, not {name!r}")
-        if name is not None and name not in NAMES:
-            raise ValueError(f"weights={name!r}: the weight formats are {', '.join(NAMES)}")
-    return found
-
-
 def sharing(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of a model's modules and configuration that has the same parameters and buffers.
 

@@ -1,14 +1,15 @@
-"""The devices of the machine, and those that ``device=`` requests."""
+"""The devices of the machine, and what ``device=`` and ``weights=`` say of each stage."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from pipespec.engine.inputs import stage_names
+from pipespec.models.quantizing import NAMES, Weights
 from pipespec_kernels.env import host_memory
 
 Device = torch.device | str
@@ -69,23 +70,40 @@ def requested(device: Devices, count: int) -> list[str | tuple[str, ...] | None]
 
 
 def place_of_each(device: Devices, names: Sequence[str]) -> list[Place]:
-    """What ``device=`` says of each stage; a list of devices where the command line has them with ``+`` between them.
-
-    Raises ``ValueError`` for too many or too few devices, and an unknown stage.
-    """
-    if isinstance(device, Mapping):
-        if unknown := [repr(key) for key in device if key not in names]:
-            raise ValueError(f"device: there is no stage {', '.join(unknown)}; the stages are {', '.join(names)}")
-        places = [device.get(name) for name in names]
-    elif isinstance(device, Sequence) and not isinstance(device, str):
-        if len(device) != len(names):
-            raise ValueError(
-                f"device: one for all, or one per stage ({len(names)}: {', '.join(names)}), not {len(device)}"
-            )
-        places = list(device)
-    else:
-        places = [device] * len(names)
+    """What ``device=`` says of each stage; a list of devices where the command line has them with ``+`` between them."""
+    places = of_each("device", device, names)
     return [place.split("+") if isinstance(place, str) and "+" in place else place for place in places]
+
+
+def weights_of_each(weights: Weights, names: Sequence[str]) -> list[str | None]:
+    """The weight format of each stage, None for one that stays as it is. Raises ``TypeError`` for a value that is no name."""
+    found = of_each("weights", weights, names)
+    for name in found:
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"weights: a weight format is a name, not {name!r}")
+        if name is not None and name not in NAMES:
+            raise ValueError(f"weights={name!r}: the weight formats are {', '.join(NAMES)}")
+    return found
+
+
+def of_each(argument: str, given: Any, names: Sequence[str]) -> list[Any]:
+    """What an argument says of each stage: one value for all, one per stage, or by the names of stages; "drafts" is that of the others.
+
+    Raises ``ValueError`` for too many or too few values, and an unknown stage.
+    """
+    if isinstance(given, Mapping):
+        if unknown := [repr(key) for key in given if key not in (*names, "drafts")]:
+            raise ValueError(
+                f"{argument}: there is no stage {', '.join(unknown)}; the stages are {', '.join(names)}, or 'drafts' for all drafts"
+            )
+        return [given.get(name, None if name == names[-1] else given.get("drafts")) for name in names]
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        return [given] * len(names)
+    if len(given) != len(names):
+        raise ValueError(
+            f"{argument}: one for all, or one per stage ({len(names)}: {', '.join(names)}), not {len(given)}"
+        )
+    return list(given)
 
 
 def rank_device(device: Device) -> str:

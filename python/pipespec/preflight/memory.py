@@ -22,7 +22,7 @@ from pipespec.engine.inputs import first_capacity, prefill_chunk, static_capacit
 from pipespec.errors import DoesNotFit
 from pipespec.models.devices import LayerDevices, local_kv_heads, offloaded_modules
 from pipespec.models.layout import CacheLayout
-from pipespec.models.loading import DAMAGE, file_in_blocks, is_out_of_memory, load_config, stored_bytes, unusable
+from pipespec.models.loading import file_in_blocks, is_out_of_memory, load_config, readable, stored_bytes
 from pipespec.models.properties import compute_dtype, quantisation, text_config, weight_bytes
 from pipespec.preflight.devices import DeviceFacts, device_facts
 from pipespec.process.warnings import user_stacklevel
@@ -85,13 +85,11 @@ class StageFacts(NamedTuple):
             Exception: those of :func:`pipespec.models.loading.load_config`.
         """
         config = load_config(path, trust_remote_code=trust_remote_code)
-        try:
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(
-                    copy.deepcopy(config), dtype=_loaded_dtype(dtype, config), trust_remote_code=trust_remote_code
-                )
-        except (ValueError, *DAMAGE) as error:
-            raise unusable(path, error) from error
+        wanted = _loaded_dtype(dtype, config)
+        with readable(path), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), dtype=wanted, trust_remote_code=trust_remote_code
+            )
         model.tie_weights()  # transformers 5.0 ties in from_pretrained only
         if (file := file_in_blocks(path)) is not None:
             stored = file.nbytes
