@@ -285,10 +285,6 @@ def test_a_target_over_several_gpus(tmp_path, monkeypatch):
     assert sum(counts.values()) == 16
     assert len(counts) == 2
     assert others["model.embed_tokens"] == others["lm_head"] == "cuda:0"
-    with pytest.raises(ValueError, match=r"draft 0: a worker process .* split over cuda:0, cuda:1"):
-        arrange(
-            [tied, target], device=[["cuda:0", "cuda:1"], "cuda:2"], shares_weights=True, facts=some_gpus(79, 79, 200)
-        )
 
 
 def test_the_automatic_choice_splits_a_target_that_fits_on_no_gpu(tmp_path):

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 from pipespec import Pipeline, SpeedWarning
-from pipespec.api import chain, pipeline
+from pipespec.api import pipeline
 from pipespec.config import SpeculationConfig
 from pipespec.errors import NotCapturable
 from pipespec.models.properties import quantisation
@@ -21,7 +21,7 @@ from pipespec.schedules.workers import driver as workers
 from pipespec.schedules.workers.driver import WorkersDriver
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import always_right, noisy, random_llama
-from tests.pipespec.checkpoints import PROMPT, Packed, on_gpu, packed, replaced, save
+from tests.pipespec.checkpoints import PROMPT, Packed, on_gpu, packed, replaced
 
 # ---- split, offloaded, sharded
 
@@ -169,7 +169,7 @@ class StoredIn8Bits(nn.Module):
         return nn.functional.embedding(ids, self.weight.float())
 
 
-def test_a_quantised_draft_has_no_process_of_its_own(model, tmp_path, monkeypatch):
+def test_a_quantised_draft_has_no_process_of_its_own(model, monkeypatch):
     monkeypatch.setattr(workers, "_Worker", None)
     drafts = [noisy(model, 0.1), packed(model)]
     refused(
@@ -179,10 +179,6 @@ def test_a_quantised_draft_has_no_process_of_its_own(model, tmp_path, monkeypatc
     )
     with pytest.raises(ValueError, match=r"draft 1: .* it is quantised"):
         check_shareable([*drafts, model])
-    # A path is checked before it is loaded.
-    folder = save(noisy(model, 0.1), tmp_path / "gptq", quantization_config={"quant_method": "gptq", "bits": 4})
-    monkeypatch.setattr(chain, "load_model", None)
-    refused(r"draft 0: .* is quantised \(gptq 4-bit\)", [folder, model], schedule="workers")
 
 
 def test_what_a_worker_could_not_build(model):

@@ -23,16 +23,6 @@ GATED_DELTA = frozenset(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"))
 STATES = 16
 """States per row and layer that a new cache of a model with recurrent layers has room for."""
 
-_STATE = "a copy of the state per draft token, since no length rolls a state back"
-_MISSING = {
-    "chunked_attention": "a mask by chunks, whose limits depend on the padding of each row",
-    RECURRENT: _STATE,
-    "conv": _STATE,
-    "mamba": _STATE,
-    "hybrid": _STATE,
-}
-"""By the type of a layer, what a rollback of it would need here."""
-
 
 class UnsupportedLayers(ValueError):
     """Layers whose keys and values, or state, cannot be rolled back row by row. The message is a whole sentence without an end."""
@@ -142,8 +132,9 @@ def _windows(config: Any) -> tuple[int | None, ...]:
     known = {FULL, SLIDING, RECURRENT} if config.model_type in GATED_DELTA else {FULL, SLIDING}
     others = sorted(set(types) - known)
     if others:
-        needs = "; ".join(f"{kind} needs {_MISSING.get(kind, 'a cache of its own')}" for kind in others)
-        raise UnsupportedLayers(f"some layers of {config.model_type} models cannot be rolled back row by row: {needs}")
+        raise UnsupportedLayers(
+            f"some layers of {config.model_type} models ({', '.join(others)}) cannot be rolled back row by row"
+        )
     if SLIDING in types and not window:
         raise UnsupportedLayers(f"its configuration has {SLIDING} layers and no sliding_window")
     return tuple(window if kind == SLIDING else None for kind in types)

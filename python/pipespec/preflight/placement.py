@@ -14,7 +14,6 @@ from pipespec.models.devices import decoder_layers
 from pipespec.models.properties import quantisation, text_config
 from pipespec.preflight.devices import AUTO, DeviceFacts, Devices, device_facts, requested
 from pipespec.preflight.memory import Share, StageFacts, estimate
-from pipespec.preflight.support import check_shared_draft
 
 DeviceMap = dict[str, str]
 """The device of each module by its name, as ``from_pretrained`` takes it."""
@@ -48,7 +47,7 @@ def arrange(
     Raises:
         DoesNotFit: the weights, or the caches of one text, do not fit.
         ImportError: a stage is to be split, and accelerate is not installed.
-        ValueError: a device that cannot be used, or a stage that cannot be split or shared.
+        ValueError: a device that cannot be used, or a stage that cannot be split.
         Exception: those of :func:`pipespec.models.loading.load_config`.
     """
     places = requested(device, len(given))
@@ -86,9 +85,6 @@ def arrange(
         found.insert(0, where)
         for need in estimate([stages[i]], 1, capacity).needs:
             free[need.device] = free.get(need.device, 0) - need.sum
-    for (name, model, shares), where in zip(stages[:-1], found, strict=False) if shares_weights else ():
-        split = f"it is split over {', '.join(share.device for share in shares)}" if isinstance(where, dict) else None
-        check_shared_draft(name, quantisation(model), split)
     needed = estimate(stages, 1, capacity, shares_weights=shares_weights)
     needed.check([fact for fact in facts if needed.on(fact.name)])
     return found

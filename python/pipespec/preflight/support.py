@@ -111,16 +111,6 @@ def check_whole(models: Sequence[PreTrainedModel], where: str) -> None:
             )
 
 
-def check_shared_draft(name: str, quantised: str | None, why: str | None) -> None:
-    """Raise ``ValueError`` for a draft that a worker process cannot build: one that is quantised, or that is not whole, with the reason."""
-    why = f"it is quantised ({quantised})" if quantised is not None else why
-    if why is not None:
-        raise ValueError(
-            f"{name}: a worker process builds a draft whole on one device, around plain weights in shared memory, and {why}; use "
-            "schedule='lockstep', or another draft (the target may be)"
-        )
-
-
 def check_shareable(models: Sequence[PreTrainedModel]) -> None:
     """Check that each draft can run in a worker process, which builds its class around weights in shared memory. The target stays where it is.
 
@@ -128,7 +118,12 @@ def check_shareable(models: Sequence[PreTrainedModel]) -> None:
         ValueError: for a draft that is quantised, split or offloaded, whose class cannot be imported, or that holds tensors its class does not create.
     """
     for name, model in zip(stage_names(len(models)), models[:-1], strict=False):
-        check_shared_draft(name, quantisation(model), why_not_whole(model))
+        quantised = quantisation(model)
+        if (whole := f"it is quantised ({quantised})" if quantised else why_not_whole(model)) is not None:
+            raise ValueError(
+                f"{name}: a worker process builds a draft whole on one device, around plain weights in shared memory, and {whole}; use "
+                "schedule='lockstep', or another draft (the target may be)"
+            )
         kind, why = type(model), None
         named = (*model.named_parameters(), *model.named_buffers())
         if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
