@@ -530,7 +530,7 @@ class TooDeep(Blind):
         ([5], 2, TypeError, "a model must be"),
         (TooDeep(320), 2, ValueError, "no residual stream 6"),
         (random_llama(1, vocabulary=300), 2, ValueError, "vocabulary of 300"),
-        ("/nowhere/at/all", 2, FileNotFoundError, "holds no model that can be loaded"),
+        ("/nowhere/at/all", 2, FileNotFoundError, "there is no folder"),
     ],
 )
 def test_what_does_not_fit(model, drafter, stages, error, match):

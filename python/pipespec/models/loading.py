@@ -53,16 +53,23 @@ def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
             + (" (wrap: give the underlying transformers model)" if isinstance(model, torch.nn.Module) else "")
         )
     path = Path(model)
-    if path.is_dir() and (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
-        unsafe = sorted(p.name for p in path.glob("*.bin"))
-        raise ValueError(
-            f"{path} holds no safetensors weights"
-            + (f" (only {', '.join(unsafe)}, which can run code when loaded); convert them" if unsafe else "")
-        )
     if (file := file_in_blocks(model)) is not None:
         from pipespec.models.gguf_models import gguf_config
 
         return gguf_config(file)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(f"{path} holds no model: there is no config.json in it")
+        if not any(path.glob("*.safetensors")):
+            unsafe = sorted(p.name for p in path.glob("*.bin"))
+            raise ValueError(
+                f"{path} holds no safetensors weights"
+                + (f" (only {', '.join(unsafe)}, which can run code when loaded); convert them" if unsafe else "")
+            )
+    elif not path.is_file() and (path.is_absolute() or str(model).startswith(".") or str(model).count("/") > 1):
+        raise FileNotFoundError(
+            f"there is no folder {model}: a model is a folder with config.json and safetensors, or a hub name"
+        )
     source, more = (path.parent, {"gguf_file": path.name}) if is_gguf(path) else (model, {})
     with readable(model):
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **more)
