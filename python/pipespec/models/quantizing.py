@@ -83,7 +83,7 @@ def quantized(model: PreTrainedModel, name: str) -> PreTrainedModel:
         with torch.no_grad():
             replace_linear(made, lambda _, linear: Int8Linear.of(linear))
         untie(made)
-        return made
+        return made.eval()
     head, embedding = made.get_output_embeddings(), made.get_input_embeddings()
     tied = head is not None and getattr(head, "weight", None) is embedding.weight
     with torch.no_grad():
