@@ -147,6 +147,17 @@ def test_in_int8(disabled):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_in_blocks():
+    """The low-rank matrices of an adapter are modules within its layer, as peft has them. They go with the layer."""
+    model, merged = random_llama(0), random_llama(0)
+    layer = Lora(model.model.layers[0].mlp.up_proj, 3)
+    layer.adapters = nn.ModuleDict({"default": nn.Linear(layer.base_layer.in_features, 32)})
+    model.model.layers[0].mlp.up_proj = layer
+    merged.load_state_dict(dict(named_tensors(model)), strict=False)
+    with torch.no_grad():
+        assert torch.equal(quantized(model, "q8_0")(IDS).logits, quantized(merged, "q8_0")(IDS).logits)
+
+
 def test_an_adapted_draft_in_int8_in_a_worker(chain):
     target, draft, wanted = chain
     options = {"weights": {"drafts": "int8"}, "lookahead": 4}

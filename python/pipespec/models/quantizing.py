@@ -70,8 +70,7 @@ def quantized(model: PreTrainedModel, name: str) -> PreTrainedModel:
     Raises:
         ValueError: it is on a GPU, quantised already or split, blocks fill the rows of none of its matrices, or one has weights that no block holds.
     """
-    if name != INT8:
-        check_place(model, name)
+    check_place(model, name)
     is_whole = not any(type(module) in (nn.Linear, nn.Embedding) for module in model.modules())
     in_blocks = has_blocks(model) and (is_whole or name == INT8)
     has_int8 = any(type(module) is Int8Linear for module in model.modules())
