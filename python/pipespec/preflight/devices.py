@@ -15,7 +15,7 @@ from pipespec_kernels.env import host_memory
 Device = torch.device | str
 Place = Device | Sequence[Device] | None
 Devices = Device | Mapping[str, Place] | Sequence[Place] | None
-"""Values of ``device=``: one device or ``"auto"`` for all stages, one per stage (drafts first, target last), or a mapping by stage name. A stage that
+"""Values of ``device=``: one device or ``"auto"`` for all stages, one per stage (drafts first, target last), or a mapping by stage name ("drafts": the others). A stage that
 has a list of devices is split over them."""
 
 AUTO = "auto"
