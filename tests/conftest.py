@@ -160,7 +160,7 @@ def full() -> Path:
 
 
 LIMITS = {
-    "driver": ("_READY_TIMEOUT_S", "_FINISH_TIMEOUT_S", "_SEND_TIMEOUT_S", "_EXIT_TIMEOUT_S"),
+    "driver": ("_READY_TIMEOUT_S", "_FINISH_TIMEOUT_S", "_EXIT_TIMEOUT_S"),
     "template": ("_ANSWER_TIMEOUT_S", "_IMPORT_TIMEOUT_S"),
 }
 """Time limits of worker processes, by module of ``pipespec.schedules.workers``."""

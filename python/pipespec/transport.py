@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -51,14 +50,6 @@ def difference(everyone: Sequence[Mapping[str, Any]]) -> str | None:
     return None
 
 
-def _is_known(address: str | None) -> bool:
-    try:
-        socket.getaddrinfo(address, None)
-    except (OSError, UnicodeError):  # UnicodeError: a part of the name is too long
-        return False
-    return True
-
-
 BEAT_S = 0.25
 """Each rank gives a sign of life after this time, from a thread of its own."""
 
@@ -90,13 +81,14 @@ class Ranks:
         store_has_ended: And so rank 0, or torchrun.
         away_s: How long this process was stopped.
         deadline: When what this rank does now is late, and its description, see :meth:`watch`; None: never.
+        broken: Whether the group cannot be used any more.
     """
 
     def __init__(self, store: Any, rank: int, world: int, start_s: float = START_S) -> None:
         self.rank, self.world, self.start_s = rank, world, start_s
         self._store, self._beats = store.clone(), store.clone()
         self.cause: str | None = None
-        self.store_has_ended = False
+        self.store_has_ended = self.broken = False
         self.away_s = 0.0
         self.deadline: tuple[float, str] | None = None
         self._unwatched = threading.Event()
@@ -109,7 +101,7 @@ class Ranks:
         self._thread.start()
 
     @classmethod
-    def join(cls, terms: Mapping[str, Any], start_s: float = START_S) -> Ranks:
+    def join(cls, terms: Mapping[str, Any], start_s: float = START_S) -> Self:
         """The ranks that the launcher's environment variables describe.
 
         Args:
@@ -127,13 +119,10 @@ class Ranks:
             ranks = cls(dist.PrefixStore(f"pipespec/{next(_groups)}", whole), rank, world, start_s)
         except dist.DistError as error:
             address, port = here[:2]
-            if "EADDRINUSE" in str(error):
-                what = f"MASTER_PORT={port} is in use on this machine: choose another one"
-            elif not _is_known(address):
-                what = f"MASTER_ADDR={address} is no address that this machine knows"
-            else:
-                what = f"not all ranks have come within {start_s:g} s, or one has ended"
-            raise RankError(f"{what}: {first_line(error)}") from error
+            raise RankError(
+                f"not all ranks have come within {start_s:g} s, one has ended, or MASTER_ADDR={address} or MASTER_PORT={port} cannot be used: "
+                f"{first_line(error)}"
+            ) from error
         mine = json.dumps({"version of pipespec": __version__} | dict(terms))
         everyone = ranks.exchange("start", mine, "all ranks start")
         if (what_differs := difference(list(map(json.loads, everyone)))) is not None:
@@ -276,6 +265,8 @@ class Ranks:
 
         ``ended``: a rank whose connection broke, which reads no cause any more.
         """
+        self.broken = True
+        self.unwatch()
         said = f"rank {self.rank} failed: {what}" + (f" ({self.cause})" if self.cause else "")
         first = self.cause
         with suppress(Exception):  # the store has ended, which the other ranks notice
@@ -291,6 +282,7 @@ class Ranks:
 
     def stop(self) -> None:
         """Give no more signs of life, and watch nothing."""
+        self.broken = True
         self._stopped.set()
         self.unwatch()
         self._thread.join(GRACE_S)  # a thread inside the store at the interpreter's end would abort the process

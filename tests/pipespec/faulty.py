@@ -61,9 +61,7 @@ class Telling(LlamaForCausalLM):
             os._exit(7)
         if config.deed == "end":
             raise EOFError("of its own")
-        os.write(1, b"to stdout")
-        os.write(2, b"to stderr")
-        raise RuntimeError([os.environ.get("DEED"), os.getcwd(), sorted(os.sched_getaffinity(0)), os.getppid()])
+        raise RuntimeError([os.environ.get("DEED"), sorted(os.sched_getaffinity(0)), os.getppid()])
 
 
 class Stopping(Faulty):

@@ -20,7 +20,7 @@ import torch
 
 from pipespec import Pipeline, attach, detach, trust
 from pipespec.models.loading import load_model
-from pipespec.process.threads import renew_pool, restored_threads, set_threads, target_threads
+from pipespec.process.threads import lowered_threads, renew_pool, target_threads
 from pipespec.schedules.base import StageFailure
 from pipespec.schedules.workers import driver as workers
 from pipespec.schedules.workers import template
@@ -318,16 +318,15 @@ def test_a_fork_while_another_thread_has_lowered_torchs_threads(two_threads):
     entered, go_on = threading.Event(), threading.Event()
 
     def lower() -> None:
-        with restored_threads():
-            set_threads(1)
+        with lowered_threads(1):
             entered.set()
             go_on.wait(SECONDS)
 
     def look() -> None:
         assert target_threads(0) == min(2, len(os.sched_getaffinity(0)))
         torch.set_num_threads(3)
-        with restored_threads():
-            set_threads(1)
+        with lowered_threads(1):
+            pass
         assert torch.get_num_threads() == 3, "the child restores what its parent had"
 
     thread = threading.Thread(target=lower)
@@ -399,9 +398,9 @@ def test_a_fork_while_a_worker_starts(models, monkeypatch):
         (worker,) = set(open_workers) - before
         assert worker.conn.closed
 
-    def forks(fds, *, fork):
+    def forks(fd, *, fork):
         Child(look).check()
-        return start(fds, fork=fork)
+        return start(fd, fork=fork)
 
     monkeypatch.setattr(template, "start", forks)
     with Pipeline(target, draft, schedule="workers"):

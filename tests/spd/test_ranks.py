@@ -264,11 +264,11 @@ def test_an_address_that_cannot_be_used(monkeypatch):
         }
         for name, value in values.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(RankError, match=rf"^MASTER_PORT={values['MASTER_PORT']} is in use on this machine: choose"):
+        with pytest.raises(RankError, match=rf"MASTER_PORT={values['MASTER_PORT']} cannot be used: .*in use"):
             Ranks.join({}, 60.0)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
-    with pytest.raises(RankError, match=r"^MASTER_ADDR=no-such-host\.invalid is no address that this machine knows"):
+    with pytest.raises(RankError, match=r"MASTER_ADDR=no-such-host\.invalid or "):
         Ranks.join({}, 1.0)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import stat
+import shutil
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 
@@ -17,19 +16,17 @@ def replace(path: Path, text: str) -> None:
     Raises:
         OSError: With the name of the file.
     """
-    mode = path.lstat().st_mode if os.path.lexists(path) else None
-    in_place = mode is not None and not stat.S_ISREG(mode)
+    in_place = os.path.lexists(path) and (path.is_symlink() or not path.is_file())
     written = path if in_place else path.with_name(f".{os.getpid()}.{threading.get_ident()}.half")
     try:
         written.write_text(text, encoding="utf-8")
         if not in_place:
-            if mode is not None:
-                written.chmod(stat.S_IMODE(mode))
+            if path.exists():
+                shutil.copymode(path, written)
             written.replace(path)
     except BaseException as error:
         if not in_place:
-            with suppress(OSError):  # on a full disk it would take the last room
-                written.unlink()
-        if isinstance(error, OSError) and error.filename in (None, str(written)):
+            written.unlink(missing_ok=True)  # on a full disk it would take the last room
+        if isinstance(error, OSError):
             error.filename = str(path)
         raise

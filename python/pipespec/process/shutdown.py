@@ -21,45 +21,41 @@ _CALLS_TIMEOUT_S = 10.0
 _LOOK_S = 0.005
 """Time between two looks whether they have ended."""
 
+_calling: set[int] = set()
+"""Threads that are in a call. Without a lock: additions and removals are atomic, and a signal handler's error cannot come between a lock and its release."""
+
+_ended_by: int | None = None
+"""The thread that ends the program. It may generate itself, in its exit handlers."""
+
 
 class ProgramEnds(BaseException):
     """Raised at the end of the program. It unwinds a call with its cleanup, and does not reach the caller."""
 
 
-class _Calls:
-    """The calls that run, by thread."""
-
-    def __init__(self) -> None:
-        # Without a lock: its additions and removals are atomic, and the error of a signal handler cannot come between a lock and its release.
-        self.threads: set[int] = set()
-        # The thread that ends the program.
-        self.ended_by: int | None = None
-
-    def are_over(self) -> bool:
-        """Whether another thread ends the program. The ending thread itself may generate in its exit handlers."""
-        return self.ended_by is not None and self.ended_by != threading.get_ident()
-
-    def end(self) -> None:
-        self.ended_by = threading.get_ident()
-        deadline = time.monotonic() + _CALLS_TIMEOUT_S
-        while self.threads and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
+def _is_over() -> bool:
+    return _ended_by is not None and _ended_by != threading.get_ident()
 
 
-_calls = _Calls()
+def _end() -> None:
+    global _ended_by
+    _ended_by = threading.get_ident()
+    deadline = time.monotonic() + _CALLS_TIMEOUT_S
+    while _calling and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
 
 
 # Registered with the first call, not on import: handlers run in reverse order, and worker processes must end after this one.
 @functools.cache
 def _register() -> None:
-    atexit.register(lambda: _calls.end())
+    atexit.register(_end)
     os.register_at_fork(after_in_child=_reset)
 
 
 def _reset() -> None:
     """For the child of a fork, which has none of the threads."""
-    global _calls
-    _calls = _Calls()
+    global _ended_by
+    _ended_by = None
+    _calling.clear()
 
 
 @contextmanager
@@ -70,17 +66,17 @@ def call() -> Iterator[None]:
         SystemExit: in a thread whose call was ended.
     """
     _register()
-    calls, thread = _calls, threading.get_ident()
+    thread = threading.get_ident()
     # A call inside a call of another pipeline.
-    if thread in calls.threads:
+    if thread in _calling:
         yield
         return
     try:
-        calls.threads.add(thread)
+        _calling.add(thread)
         yield
     finally:
-        calls.threads.discard(thread)
-        if calls.are_over():
+        _calling.discard(thread)
+        if _is_over():
             threading.Event().wait(_HOLD_S)
             # The exception itself: threading ends a thread that raises it without a message.
             raise SystemExit
@@ -92,5 +88,5 @@ def check() -> None:
     Raises:
         ProgramEnds: the program ends.
     """
-    if _calls.are_over():
+    if _is_over():
         raise ProgramEnds

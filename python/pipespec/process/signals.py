@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -16,19 +16,24 @@ _raised: list[BaseException] = []
 
 
 @contextmanager
-def handlers_watched() -> Iterator[None]:
+def handlers_watched(*, delayable: bool = False) -> Iterator[None]:
     """Around a call: record what the caller's signal handlers raise, so that it does not count as the failure of a draft.
 
     Python runs handlers in the main thread, between any two instructions. ``KeyboardInterrupt`` is no ``Exception`` and needs no record, so
     Python's own handler of Ctrl-C stays in place.
+
+    Args:
+        delayable: :data:`delayed` delays the handlers, that of Ctrl-C too.
     """
     global _raised
     handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
     if threading.current_thread() is threading.main_thread():
         found = ((number, signal.getsignal(number)) for number in _NUMBERS)
-        handlers = {n: h for n, h in found if callable(h) and h is not signal.default_int_handler}
+        handlers = {n: h for n, h in found if callable(h) and (delayable or h is not signal.default_int_handler)}
 
     def handle(number: int, frame: FrameType | None) -> Any:
+        if delayable and delayed.delays(number):
+            return None
         try:
             return handlers[number](number, frame)
         except BaseException as error:
@@ -48,6 +53,44 @@ def handlers_watched() -> Iterator[None]:
             if signal.getsignal(number) is handle:  # else code of the caller has set another one meanwhile
                 signal.signal(number, handler)
         _raised = before
+
+
+class _Delayed(ContextDecorator):
+    """``with delayed:`` or ``@delayed``, within ``handlers_watched(delayable=True)``, delays the caller's signal handlers until the end of the block or the function.
+
+    Their errors may come between any two instructions: a message whose bookkeeping is incomplete would be confused with a later one, and a lock of the
+    standard library that is held would not be released. A block costs two stores, where a change of the handlers for each message would cost more than the
+    rest of its bookkeeping.
+    """
+
+    def __init__(self) -> None:
+        self._blocks = 0  # that the thread is in
+        self._came: list[int] = []
+
+    def delays(self, number: int) -> bool:
+        """Whether the handler of a signal runs at the end of the block."""
+        if self._blocks and number not in self._came:
+            self._came.append(number)
+        return bool(self._blocks)
+
+    def __enter__(self) -> None:
+        self._blocks += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._blocks -= 1
+        if not self._blocks:
+            self._run_handlers()
+
+    def _run_handlers(self) -> None:
+        try:
+            while self._came:
+                signal.raise_signal(self._came.pop(0))
+        finally:
+            if self._came:  # a handler has raised an error; the others run all the same, as Python has it
+                self._run_handlers()
+
+
+delayed = _Delayed()
 
 
 def raise_handlers_error() -> None:
@@ -78,56 +121,3 @@ class draft_errors:
         raise_handlers_error()
         self._failed(error)
         return True
-
-
-class DelayedHandlers:
-    """Delays the caller's signal handlers, Ctrl-C above all. Their errors may come between any two instructions: a message whose bookkeeping is incomplete
-    would be confused with a later one, and a lock of the standard library that is held would not be released.
-
-    Around a call (``with delayed.handled()``) it takes the place of the handlers. Within, ``with delayed:`` delays them until the end of
-    the block. That costs two stores, where a change of the handlers for each message would cost more than the rest of its bookkeeping.
-    """
-
-    def __init__(self) -> None:
-        self._delays = 0  # blocks that the thread is in
-        self._came: list[int] = []
-
-    @contextmanager
-    def handled(self) -> Iterator[None]:
-        """Take over the handlers in Python for the block, where they interrupt this thread."""
-        found: dict[int, Callable[[int, FrameType | None], Any]] = {}
-        if threading.current_thread() is threading.main_thread():
-            found = {int(s): h for s in signal.valid_signals() if callable(h := signal.getsignal(s))}
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            if self._delays:
-                if number not in self._came:
-                    self._came.append(number)
-            else:
-                found[number](number, frame)
-
-        self._came.clear()
-        try:
-            for number in found:
-                signal.signal(number, handle)
-            yield
-        finally:
-            for number, handler in found.items():
-                if signal.getsignal(number) is handle:  # else the caller's code has set another one meanwhile
-                    signal.signal(number, handler)
-
-    def __enter__(self) -> None:
-        self._delays += 1
-
-    def __exit__(self, *error: object) -> None:
-        self._delays -= 1
-        if not self._delays:
-            self._run_handlers()
-
-    def _run_handlers(self) -> None:
-        try:
-            while self._came:
-                signal.raise_signal(self._came.pop(0))
-        finally:
-            if self._came:  # a handler has raised an error; the others run all the same, as Python has it
-                self._run_handlers()

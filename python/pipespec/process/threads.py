@@ -12,10 +12,8 @@ import torch
 from pipespec.process.forks import Lock
 
 _lock = Lock()
-_lowering: set[int] = set()
-"""Python threads inside of :func:`restored_threads`."""
-_before_all = 0
-"""The setting before the first of them entered."""
+_lowered: dict[int, int] = {}
+"""What torch's number was before, by Python thread inside of :func:`lowered_threads`. All have the user's setting."""
 _has_one = False
 """In a fork: torch keeps to one thread."""
 _has_set = False
@@ -24,12 +22,15 @@ _has_old_pool = False
 """In a fork: torch has not replaced its parent's pool yet."""
 
 
-def set_threads(count: int) -> None:
-    """``torch.set_num_threads``; a fork that keeps to one thread stays at one."""
+def _set_threads(count: int) -> None:
     global _has_set
     with _lock:
         _has_set = True
         torch.set_num_threads(1 if _has_one else count)
+
+
+def _users_threads() -> int:
+    return next(iter(_lowered.values())) if _lowered else torch.get_num_threads()
 
 
 def keep_to_one() -> bool:
@@ -40,7 +41,7 @@ def keep_to_one() -> bool:
     global _has_one, _has_old_pool
     with _lock:
         _has_old_pool = False
-        _has_one, before = True, _before_all if _lowering else torch.get_num_threads()
+        _has_one, before = True, _users_threads()
         torch.set_num_threads(1)
     return before > 1
 
@@ -60,9 +61,11 @@ def _after_fork() -> None:
     _has_old_pool = True
     if _has_set:
         renew_pool()
-    if _lowering and threading.get_ident() not in _lowering:
-        set_threads(_before_all)
-    _lowering.intersection_update({threading.get_ident()})
+    thread = threading.get_ident()
+    if _lowered and thread not in _lowered:
+        _set_threads(_users_threads())
+    for other in _lowered.keys() - {thread}:
+        del _lowered[other]
 
 
 # No thread sets the number during a fork: the child would wait for ever for the lock of its parent's pool.
@@ -79,40 +82,28 @@ def target_threads(drafts: int) -> int:
         return max(1, min(_users_threads(), len(os.sched_getaffinity(0))) - drafts)
 
 
-def _users_threads() -> int:
-    """The user's setting: torch's own, unless another thread has lowered that for a while."""
-    is_lowered_by_others = bool(_lowering) and threading.get_ident() not in _lowering
-    return _before_all if is_lowered_by_others else torch.get_num_threads()
-
-
 @contextmanager
-def restored_threads() -> Iterator[int]:
-    """Restore torch's number of threads on exit.
-
-    Several threads may be inside at once: each restores the user's setting, not what another one has lowered it to.
-
-    Yields:
-        The user's setting.
-    """
-    global _before_all
-    with _lock:
-        before, is_first = _users_threads(), threading.get_ident() not in _lowering
+def lowered_threads(most: int) -> Iterator[None]:
+    """Lower torch's number of threads to ``most`` within the block. Other threads may do that, too, and each restores the user's setting."""
+    thread = threading.get_ident()
+    if thread in _lowered:  # a call inside of a call of another pipeline
+        yield
+        return
     try:
         with _lock:
-            if not _lowering:
-                _before_all = before
-            _lowering.add(threading.get_ident())
-        yield before
+            _lowered[thread] = before = _users_threads()
+            _set_threads(min(most, before))
+        yield
     finally:
         try:
-            _restore(before, is_first)
+            _restore(thread)
         except BaseException:  # the error of a signal handler must not leave the setting lowered
-            _restore(before, is_first)
+            _restore(thread)
             raise
 
 
-def _restore(threads: int, is_last: bool) -> None:
+def _restore(thread: int) -> None:
     with _lock:
-        set_threads(threads)
-        if is_last:
-            _lowering.discard(threading.get_ident())
+        if thread in _lowered:
+            _set_threads(_lowered[thread])
+            del _lowered[thread]

@@ -10,7 +10,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -33,41 +33,27 @@ def _exit(message: str) -> None:
     os._exit(1)
 
 
-class Link:
-    """This rank's end of the gloo group of all ranks, described by torchrun's MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE.
+class Link(Ranks):
+    """This rank among all ranks, and its messages over their gloo group."""
 
-    Arguments as for :class:`pipespec.spd.RanksPipeline`; ``terms`` are the settings that all ranks must share, by name.
+    _gloo: Any = None
 
-    Raises:
-        RankError: A rank is missing, or the ranks have different terms. Raised on all ranks.
-    """
-
-    def __init__(self, terms: Mapping[str, Any], timeout_s: float = TIMEOUT_S, start_s: float = START_S) -> None:
-        self._ranks = ranks = Ranks.join(terms, start_s)
-        self.rank, self.world = ranks.rank, ranks.world
-        self.timeout_s = timeout_s
-        self.patience = self.world + 1
+    def __init__(self, store: Any, rank: int, world: int, start_s: float = START_S) -> None:
+        super().__init__(store, rank, world, start_s)
+        self.timeout_s = TIMEOUT_S
+        self.patience = world + 1
         """A wait for a message may include the work of this many ranks, so its limit is this many timeouts."""
-        self.broken = False
         self._sends: deque[tuple[Any, torch.Tensor]] = deque()
+
+    @classmethod
+    def open(cls, terms: Mapping[str, Any], timeout_s: float = TIMEOUT_S, start_s: float = START_S) -> Link:
+        """Join and connect. Arguments as for :class:`pipespec.spd.RanksPipeline`, and :meth:`pipespec.transport.Ranks.join`."""
+        link = cls.join(terms, start_s)
+        link.timeout_s = timeout_s
         # From here on a rank that is still connecting ends when another one fails.
-        ranks.watch(_exit)
-        try:
-            self._gloo: Any = ranks.connect()
-        except RankError:
-            self._end()
-            raise
-
-    def agree(self, error: BaseException | None, sign: str = "ready", mine: str = "") -> list[str]:
-        try:
-            return self._ranks.agree(error, sign, mine)
-        except RankError:
-            self._end()
-            raise
-
-    def _end(self) -> None:
-        self.broken = True
-        self._ranks.unwatch()
+        link.watch(_exit)
+        link._gloo = link.connect()
+        return link
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
         """Send ``tensor`` without waiting. The caller must not change it afterwards."""
@@ -103,28 +89,24 @@ class Link:
     def finish(self, work: Any, peer: int, doing: str, idle: bool = False) -> None:
         """Wait for a send or a receive. ``idle``: without a deadline."""
         self._require_whole()
-        before = self._ranks.deadline
-        if not idle:
-            self._ranks.deadline = self._deadline(self.timeout_s * self.patience, f"{doing} rank {peer}")
-        try:
-            work.wait(FOREVER)
-        except RuntimeError as error:  # gloo's error for a closed connection
-            raise self._lost(peer, doing) from error
-        finally:
-            self._ranks.deadline = before
+        with nullcontext() if idle else self._within(self.timeout_s * self.patience, f"{doing} rank {peer}"):
+            try:
+                work.wait(FOREVER)
+            except RuntimeError as error:  # gloo's error for a closed connection
+                raise self._lost(peer, doing) from error
+
+    def own_part(self) -> AbstractContextManager[None]:
+        """The block is this rank's part of a cycle: the process ends if it takes longer than the timeout."""
+        return self._within(self.timeout_s, "its own part of a cycle")
 
     @contextmanager
-    def own_part(self) -> Iterator[None]:
-        """The block is this rank's part of a cycle: the process ends if it takes longer than the timeout."""
-        before, self._ranks.deadline = self._ranks.deadline, self._deadline(self.timeout_s, "its own part of a cycle")
+    def _within(self, seconds: float, doing: str) -> Iterator[None]:
+        late = f"{doing} took too long, more than {seconds:g} s (if the machine is only slow, raise {_TIMEOUT})"
+        before, self.deadline = self.deadline, (self.now() + seconds, late)
         try:
             yield
         finally:
-            self._ranks.deadline = before
-
-    def _deadline(self, seconds: float, doing: str) -> tuple[float, str]:
-        late = f"{doing} took too long, more than {seconds:g} s (if the machine is only slow, raise {_TIMEOUT})"
-        return self._ranks.now() + seconds, late
+            self.deadline = before
 
     def _require_whole(self) -> None:
         if self.broken:
@@ -134,20 +116,14 @@ class Link:
         """The error of a message from or to a rank that has ended."""
         return self.failed(f"{doing} rank {peer}: the connection broke, it has ended", ended=peer)
 
-    def failed(self, what: str, ended: int | None = None) -> RankError:
-        """Mark the group as broken, publish the cause, and return the error to raise. ``ended``: a rank whose connection broke."""
-        self._end()
-        return self._ranks.failed(what, ended)
-
     def close(self) -> None:
         """Leave the group. Rank 0 keeps the store until all ranks have left."""
-        was_broken = self.broken
-        self._end()
-        if not was_broken:
+        if not self.broken:
+            self.unwatch()
             try:
                 for work, _ in self._sends:  # a rank that hangs takes none, and nothing watches any more
                     work.wait(min(FOREVER, timedelta(seconds=self.timeout_s)))
-                self._ranks.leave()
+                self.leave()
             except RuntimeError:  # another rank has ended at the same time
-                pass
+                self.broken = True
         self._gloo = None  # its threads and sockets end with its last user

@@ -21,13 +21,12 @@ or, as a program: ``torchrun --nproc-per-node 3 -m pipespec generate --system sp
 
 from __future__ import annotations
 
-import functools
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +38,7 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.known import NATIVE
 from pipespec.engine.sections import open_sections, stream_dtype
 from pipespec.preflight.devices import rank_device
-from pipespec.process.signals import DelayedHandlers
+from pipespec.process.signals import delayed, handlers_watched
 from pipespec.registry import RANKS
 from pipespec.schedules.base import Decoder
 from pipespec.schedules.request import GenerationRequest
@@ -53,19 +52,6 @@ from pipespec.spd.pipeline import module_config, resolve_drafter, speculative_re
 from pipespec.spd.report import SpeculativeReport
 from pipespec.spd.ring import BULK, CHUNK, CLOSE, CONTROL, END, HEAD, OPEN, RUN, STREAMS, Head, Ring, StageServer
 from pipespec.transport import START_S, RankError, rank_and_world
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _uninterrupted(method: _Method) -> _Method:
-    """A method of the driver that Ctrl-C ends only at its end."""
-
-    @functools.wraps(method)
-    def delaying(self: RanksDriver, *arguments: Any, **options: Any) -> Any:
-        with self._delayed:
-            return method(self, *arguments, **options)
-
-    return cast(_Method, delaying)
 
 
 class RanksDriver(SpeculativeDriver):
@@ -88,7 +74,6 @@ class RanksDriver(SpeculativeDriver):
         self._dtype, self._hidden_size = stream_dtype(model.dtype, model.device), model.config.hidden_size
         self._rank_of = ranks_of(partition.stages, link.world)
         self.starts_ahead = local is None  # else a start includes the time of the first stage
-        self._delayed = DelayedHandlers()
         self._number = 0  # of the last message
         self._seen: dict[Receiver, int] = {}  # by line: number of the last message received
         self._streams: dict[int, Receiver] = {}
@@ -120,11 +105,11 @@ class RanksDriver(SpeculativeDriver):
         was_running = self._running  # an interruption between two instructions can leave a call that was not ended
         if was_running:
             raise self._link.failed("the last call was not ended")
-        with self._delayed.handled():
+        with handlers_watched(delayable=True):
             try:
                 super()._generate(request)
             finally:
-                with self._delayed:
+                with delayed:
                     if self._running and not self._link.broken:
                         with self._whole("ended"):
                             self._end()
@@ -142,7 +127,7 @@ class RanksDriver(SpeculativeDriver):
                 raise failed from error
             raise
 
-    @_uninterrupted
+    @delayed
     def _open(self, rows: int, longest: int, most: int) -> None:
         self._rows = rows
         # By stage: the number of the column that entered so many cycles ago; None: there was none.
@@ -164,7 +149,7 @@ class RanksDriver(SpeculativeDriver):
             self._local.open(rows, longest, most)
             self._form = self._form if self._form != NATIVE else self._local.form
 
-    @_uninterrupted
+    @delayed
     def _end(self) -> None:
         """Receive every message under way, so that the next call starts without any."""
         if self._local is not None:
@@ -245,7 +230,7 @@ class RanksDriver(SpeculativeDriver):
                 streams |= dict(zip(self._ring.features[s], values, strict=True))
         return hidden, streams
 
-    @_uninterrupted
+    @delayed
     def _feed(self, columns: np.ndarray, begin: Sequence[int], real: Sequence[int]) -> list[Fed]:
         tokens = torch.from_numpy(columns).long()
         arrived = self._collect_chunks(self.partition.stages - 1)
@@ -272,7 +257,7 @@ class RanksDriver(SpeculativeDriver):
             out.append(fed._replace(streams=streams))
         return out
 
-    @_uninterrupted
+    @delayed
     def _answer(self, columns: np.ndarray, begin: Sequence[int]) -> tuple[torch.Tensor, list[Fed]]:
         arrived = self._collect_chunks(0)
         streams = self._enter(Head(RUN, 0, 1, 0), begin, columns[:, 0].tolist())
@@ -280,7 +265,7 @@ class RanksDriver(SpeculativeDriver):
         arrived.append(Fed(streams | more, begin, [1] * self._rows))
         return self._own if hidden is None else hidden, arrived
 
-    @_uninterrupted
+    @delayed
     def _launch(self, work: list[list[Entry]]) -> None:
         self._now: Streams = {}
         self._entered.appendleft(None)
@@ -291,7 +276,7 @@ class RanksDriver(SpeculativeDriver):
             self._now = self._enter(Head(RUN, 0, 1, 1), positions, tokens)
             self._entered[0] = self._number
 
-    @_uninterrupted
+    @delayed
     def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, Streams, list[float]]:
         numbers = {s: number for s in self._remote if work[s] and (number := self._entered[s]) is not None}
         hidden, streams = self._gather(numbers)
@@ -367,7 +352,7 @@ class RanksPipeline(BasePipeline):
             "dtype": str(dtype or "of the model"),
             "native": native,
         }
-        self._link = Link(terms, timeout_s, start_s)
+        self._link = Link.open(terms, timeout_s, start_s)
         self.has_target = rank == 0
         self._server: StageServer | None = None
         number = rank_of.index(rank) if rank in rank_of else None

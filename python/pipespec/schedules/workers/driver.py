@@ -8,45 +8,39 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from itertools import chain, product
+from itertools import chain
 
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.engine.ngram import NgramDraft, NgramStage
+from pipespec.engine.ngram import NgramStage
 from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.stage import Stage
-from pipespec.engine.translation import Translation
 from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import compute_dtype
 from pipespec.preflight.support import check_shareable
-from pipespec.process.threads import restored_threads, set_threads, target_threads
+from pipespec.process.threads import lowered_threads, target_threads
 from pipespec.schedules.base import Driver
 from pipespec.schedules.request import GenerationRequest
 from pipespec.schedules.workers import template
-from pipespec.schedules.workers.channel import Channel, ChannelError, Late
-from pipespec.schedules.workers.process import Failed, Setup, WorkerCall
-from pipespec.schedules.workers.weights import SharedWeights, share
+from pipespec.schedules.workers.channel import Channel, ChannelError, Closed
+from pipespec.schedules.workers.process import Setup, Status, WorkerCall
+from pipespec.schedules.workers.weights import share
 from pipespec_kernels.state import Action, SharedMemory, StateBlock
-from pipespec_kernels.trace import TraceMemory
 
 _READY_TIMEOUT_S = 120.0
 """Workers are awaited for this time. Without a template each imports torch and transformers, which takes many seconds on a busy machine."""
 
 _EXIT_TIMEOUT_S = 5.0
 """A worker that has reported its failure, or closed its connection, ends within this time, or is killed."""
-
-_SEND_TIMEOUT_S = 5.0
-"""A worker that waits for a message reads it within this time, or counts as hung."""
 
 _FINISH_TIMEOUT_S = 10.0
 """A worker finishes its current forward when a call ends. One that needs longer than this counts as hung."""
@@ -63,39 +57,25 @@ class _Worker:
     """The caller's handle on the process of one draft stage.
 
     Args:
-        index: Stage of the draft.
         name: Of the draft, for messages.
-        weights: Where the model's tensors lie in ``memory``.
-        memory: Shared memory of the weights.
-        block: State block of the chain, in shared memory.
-        threads: Number of torch's threads in the worker.
-        trace: Memory of the trace, if the calls are traced.
-        native: Whether the draft may run in the native form.
-        upstream: The draft upstream, if it is an n-gram index; or the two tokenizers, if the draft has another one than the target.
+        setup: What the worker builds, but for the ``parts`` of its memories.
+        parts: The shared memories, and the numbers of the parts of each that the worker may write.
+
+    Attributes:
+        status: The last message of the worker; None before it is ready.
+        cause: Why it takes part no more; empty while it does. Its process may not have ended yet.
+        cache: Rows, and a lower bound of the positions.
 
     Raises:
         CannotStart: No process can be started.
     """
 
-    def __init__(
-        self,
-        index: int,
-        name: str,
-        weights: SharedWeights,
-        memory: SharedMemory,
-        block: StateBlock,
-        threads: int,
-        trace: TraceMemory | None,
-        native: bool,
-        upstream: NgramDraft | Translation | None,
-    ) -> None:
-        self.index, self.name, self._upstream = index, name, upstream
-        assert isinstance(block.memory, SharedMemory)
-        # An n-gram index upstream runs in the same process.
-        stages = {0, index} if isinstance(upstream, NgramDraft) else {index}
-        parts = [(memory, {0}), (block.memory, block.parts_of(stages))]
-        if trace is not None:
-            parts.append((trace.memory, stages))
+    def __init__(self, name: str, setup: Setup, parts: Sequence[tuple[SharedMemory, set[int]]]) -> None:
+        self.name = name
+        self.status: Status | None = None
+        self.cause = ""
+        self.cache = (0, 0)
+        self._generation = 0  # the last one that it was sent
         if not sys.executable:
             raise CannotStart(
                 f"{name} could not start: a worker process needs a Python interpreter, and sys.executable names none (an embedded Python?): set "
@@ -103,42 +83,38 @@ class _Worker:
             )
         try:
             # A library may touch CUDA while it is imported, and CUDA does not survive a fork.
-            counts = self._start(parts, fork=weights.device.type == "cpu")
+            self._start(fork=setup.weights.device.type == "cpu")
+            self._set_up(setup, parts)
+        except ChannelError as error:
+            raise CannotStart(f"{name} could not start: {error}") from error
         except OSError as error:
             if error.errno is None:  # of a signal handler, not of the system
                 raise
-            raise CannotStart(f"{name} could not start: {error}{_REMEDIES.get(error.errno or 0, '')}") from error
-        entries = trace.entries if trace is not None else 0
-        self._setup = Setup(index, weights, threads, counts, entries, native, upstream is not None)
-        self.last_error: Failed | None = None
-        self.cache = (0, 0)  # rows, and a lower bound of the positions
-        self.busy = 0  # generation that runs, 0 after the worker has reported its end
-        self.form = ""
-        self.translated = (0, 0)
+            raise CannotStart(f"{name} could not start: {error}{_REMEDIES.get(error.errno, '')}") from error
 
-    def _start(self, parts: Sequence[tuple[SharedMemory, set[int]]], *, fork: bool) -> list[int]:
-        """Start the process. Return the number of descriptors of each part."""
-        ours, theirs = socket.socketpair()
-        self.conn = Channel(ours)
-        with ExitStack() as failed, theirs, ExitStack() as stack:
-            failed.callback(self.conn.close)
-            _open_workers.add(self)  # before the start, because another thread may fork
-            lent = [stack.enter_context(shared.lent(writable)) for shared, writable in parts]
+    def _start(self, *, fork: bool) -> None:
+        self.conn, theirs = Channel.pair()
+        _open_workers.add(self)  # before the start, because another thread may fork
+        with theirs:
             try:
-                self.process = template.start([theirs.fileno(), *chain(*lent)], fork=fork)
-            except ChannelError:
-                if not fork:
+                self.process = template.start(theirs.fileno(), fork=fork)
+                return
+            except BaseException as error:
+                self.conn.close()
+                if not (fork and isinstance(error, ChannelError)):
                     raise
-            else:
-                failed.pop_all()
-                return [len(fds) for fds in lent]
-        return self._start(parts, fork=False)
+        self._start(fork=False)
 
-    def set_up(self, deadline: float) -> None:
-        """Wait until the worker has done its imports, then tell it what to build. Raises ``CannotStart`` as :meth:`await_ready`."""
-        self._await_step(deadline)
-        # Only now, because a message may be larger than the socket's buffer, and the worker reads from here on.
-        self._send_part(self._setup, "its setup")
+    def _set_up(self, setup: Setup, parts: Sequence[tuple[SharedMemory, set[int]]]) -> None:
+        try:
+            with ExitStack() as stack:
+                lent = [stack.enter_context(shared.lent(writable)) for shared, writable in parts]
+                self.conn.send(replace(setup, parts=[len(fds) for fds in lent]), list(chain(*lent)))
+        except Closed:
+            pass  # it has ended already, which is found where it is awaited
+        except BaseException:
+            self.kill()
+            raise
 
     def await_ready(self, deadline: float) -> None:
         """Wait until the worker has built its model.
@@ -146,35 +122,12 @@ class _Worker:
         Raises:
             CannotStart: It cannot, or is not ready at ``deadline``. The message has the worker's own error.
         """
-        self._await_step(deadline)
-        if self._upstream is not None:
-            self._send_part(self._upstream, "the n-gram draft or the tokenizers")
-
-    def _await_step(self, deadline: float) -> None:
-        """Receive the message with which the worker ends a step of its start."""
-        while not self.conn.poll(min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
-            if self.is_dead() and not self.conn.poll():
-                raise self._cannot_start(self.exit_reason())
-            if time.monotonic() >= deadline:
-                raise self._cannot_start(f"its process was not ready within {_READY_TIMEOUT_S:.0f} s")
-        try:
-            answer, _ = self.conn.receive(timeout_s=_SEND_TIMEOUT_S)
-        except ChannelError as error:
-            is_late = isinstance(error, Late)
-            raise self._cannot_start("it does not complete a message" if is_late else self.exit_reason()) from error
-        if isinstance(answer, Failed):
-            raise self._cannot_start(f"{answer.cause}\n{answer.details}")
-
-    def _send_part(self, part: object, name: str) -> None:
-        try:
-            self.conn.send(part, timeout_s=_SEND_TIMEOUT_S)
-        except ChannelError as error:
-            is_late = isinstance(error, Late)
-            raise self._cannot_start(f"it does not read {name}" if is_late else self.exit_reason()) from error
-
-    def _cannot_start(self, reason: str) -> CannotStart:
-        self.kill()
-        return CannotStart(f"{self.name} could not start: {reason}")
+        if not self.await_idle(deadline):
+            is_late = not self.cause and not self.is_dead() and time.monotonic() >= deadline
+            reason = f"its process was not ready within {_READY_TIMEOUT_S:.0f} s" if is_late else self.exit_reason()
+            details = self.status.details if self.status else ""
+            self.kill()
+            raise CannotStart(f"{self.name} could not start: {reason}\n{details}".rstrip())
 
     def is_dead(self) -> bool:
         return self.process.poll() is not None
@@ -186,58 +139,43 @@ class _Worker:
         except subprocess.TimeoutExpired:
             code = None
         self.receive_sent()
-        if self.last_error is not None:
-            return self.last_error.cause
+        if self.cause:
+            return self.cause
         if code is None:
             return "its process has closed its connection, but has not ended"
         if code == template.LOST:
             return "its process ended together with the template that started it"
-        if (
-            code == 0
-            and isinstance(self.process, subprocess.Popen)
-            and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
-        ):
-            return "its process has ended, with a status that is unknown since this program ignores SIGCHLD"
         return f"killed by {_signal_name(-code)}" if code < 0 else f"its process ended with status {code}"
 
     def run(self, call: WorkerCall) -> None:
         rows, capacity = len(call.inputs.prompts), call.inputs.capacity
-        self.translated = (0, 0)
         self.cache = (rows, max(capacity, self.cache[1]) if rows == self.cache[0] else capacity)
-        try:
-            self.busy = call.generation
-            self.conn.send(call, timeout_s=_SEND_TIMEOUT_S)
-        except BaseException as error:  # the worker is dead, or has half of the message
-            is_the_workers = isinstance(error, ChannelError)
-            if not is_the_workers:
-                self.last_error = Failed("it has a part of a call that was interrupted", "")
-            elif isinstance(error, Late):
-                self.last_error = Failed("it does not read the call", "")
-            self._end_process()
-            if not is_the_workers:
-                raise
+        self._generation = call.generation
+        with self._whole("a call to it was interrupted"), suppress(Closed):
+            self.conn.send(call)
 
     def _receive(self) -> None:
+        with self._whole("a message of it was interrupted"):
+            self.status, _ = self.conn.receive()
+            self.cause = self.cause or self.status.failure
+
+    @contextmanager
+    def _whole(self, interrupted: str) -> Iterator[None]:
+        """Around a message. If it is interrupted, the worker ends, since the message may be lost."""
         try:
-            message, _ = self.conn.receive(timeout_s=_SEND_TIMEOUT_S)
-            if isinstance(message, Failed):
-                self.last_error = message
-            elif isinstance(message, str):
-                self.form = message
-            elif isinstance(message, tuple):
-                self.translated = message
-            elif message == self.busy:
-                self.busy = 0
-        except BaseException as error:
-            if not isinstance(error, ChannelError):  # the rest of the message, or what it said, is lost
-                self.last_error = Failed("a message of it was interrupted", "")
-                self._end_process()
+            yield
+        except Closed:
             raise
+        except BaseException as error:
+            self.cause = str(error) if isinstance(error, ChannelError) else interrupted
+            self._end_process()
+            if not isinstance(error, ChannelError):
+                raise
 
     def receive_sent(self) -> None:
         """Receive the messages that the worker has sent, without waiting for more."""
-        with suppress(ChannelError):
-            while self.last_error is None and self.conn.poll():
+        with suppress(Closed):
+            while not self.cause and self.conn.poll():
                 self._receive()
 
     def await_idle(self, deadline: float | None = None) -> bool:
@@ -245,17 +183,21 @@ class _Worker:
         if deadline is None:
             deadline = time.monotonic() + _FINISH_TIMEOUT_S
         try:
-            while self.busy and not self.last_error:
+            while not self.cause and not self._is_idle:
                 left = max(0.0, deadline - time.monotonic())
                 if self.conn.poll(min(_LOOK_S, left)):
                     self._receive()
                 elif left == 0 or self.is_dead():
                     break
-        except ChannelError:
+        except Closed:
             with suppress(subprocess.TimeoutExpired):  # the kernel closes the files of a process shortly before its end
                 self.process.wait(1)
             return False
-        return self.busy == 0 and not self.is_dead()
+        return not self.cause and self._is_idle and not self.is_dead()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.status is not None and self.status.generation == self._generation
 
     def kill(self) -> None:
         self.conn.close()
@@ -267,6 +209,13 @@ class _Worker:
             self.process.kill()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_EXIT_TIMEOUT_S)
+
+    def leave(self) -> None:
+        """In a fork of the caller, whose worker this is no more."""
+        self.conn.close()
+        process = getattr(self, "process", None)  # none while another thread starts it
+        if isinstance(process, template.ForkedProcess):
+            process.leave()
 
 
 _REMEDIES = {
@@ -331,47 +280,42 @@ class WorkersDriver(Driver):
         missing = [i for i in self._weights if i not in self._workers]
         failures: dict[int, CannotStart] = {}
         deadline = time.monotonic() + _READY_TIMEOUT_S
-        steps: tuple[Callable[[int], object], ...] = (
-            self._start_worker,
-            lambda i: self._workers[i].set_up(deadline),
-            lambda i: self._workers[i].await_ready(deadline),
-            lambda i: self.block.set_alive(i, True),
-        )
         try:
-            # Step by step, so that all import and build their models together.
-            for step, i in product(steps, missing):
-                if i not in failures:
+            # All import and build their models together.
+            for step in (self._start_worker, lambda i: self._workers[i].await_ready(deadline)):
+                for i in missing:
                     try:
-                        step(i)
+                        if i not in failures:
+                            step(i)
                     except CannotStart as failure:
                         failures[i] = failure
                         self._workers.pop(i, None)
         except BaseException:
             self.close()
             raise
+        for i in missing:
+            self.block.set_alive(i, i not in failures)
         return failures
 
     def _start_worker(self, i: int) -> None:
         self.block.set_alive(i, False)
-        weights, memory = self._weights[i]
-        self._workers[i] = _Worker(
-            i,
-            self._draft_name(i),
-            weights,
-            memory,
-            self.block,
-            threads=1,
-            trace=self._trace_memory,
-            native=self.config.native,
-            upstream=(self.config.ngram or self.config.translation) if i == self._first else None,
-        )
+        assert isinstance(self.block.memory, SharedMemory)
+        (weights, memory), trace = self._weights[i], self._trace_memory
+        upstream = (self.config.ngram or self.config.translation) if i == self._first else None
+        # An n-gram index upstream runs in the same process.
+        stages = {0, i} if upstream is not None and upstream is self.config.ngram else {i}
+        parts = [(memory, {0}), (self.block.memory, self.block.parts_of(stages))]
+        if trace is not None:
+            parts.append((trace.memory, stages))
+        setup = Setup(i, weights, 1, [], trace.entries if trace else 0, self.config.native, upstream)
+        self._workers[i] = _Worker(self._draft_name(i), setup, parts)
 
     def _begin(self, request: GenerationRequest) -> None:
         """Start the generation in every worker."""
         deadline = time.monotonic() + _FINISH_TIMEOUT_S  # of all workers together
         for i, worker in list(self._workers.items()):
             if not worker.await_idle(deadline):
-                if worker.is_dead() or worker.last_error:
+                if worker.is_dead() or worker.cause:
                     what = f"has ended since the last call ({worker.exit_reason()})"
                 else:
                     what = f"does not answer for {_FINISH_TIMEOUT_S:.0f} s"
@@ -404,8 +348,7 @@ class WorkersDriver(Driver):
     def _generate(self, request: GenerationRequest) -> None:
         try:
             self._begin(request)
-            with restored_threads() as own:
-                set_threads(min(self._target_threads, own))
+            with lowered_threads(self._target_threads):
                 self._target.prefill(request.inputs, request.record)
                 most = self.config.max_draft_tokens(self._target.index)
                 while self._target.step(0, most) != Action.FINISHED:
@@ -422,14 +365,14 @@ class WorkersDriver(Driver):
     def forms(self) -> Sequence[str]:
         for worker in self._workers.values():
             worker.receive_sent()
-        drafts = [self._workers[i].form if i in self._workers else "" for i in self._weights]
+        said = [self._workers[i].status if i in self._workers else None for i in self._weights]
+        drafts = [status.form if status else "" for status in said]
         return [*[NgramStage.form] * self._first, *drafts, self._target.form]
 
     @property
     def translated(self) -> Mapping[int, tuple[int, int]]:
-        if self.config.translation is None or 0 not in self._workers:
-            return {}
-        return {0: self._workers[0].translated}
+        status = self._workers[0].status if self.config.translation is not None and 0 in self._workers else None
+        return {0: status.translated} if status and status.generation == self._generation else {}
 
     def reusable_bytes(self, request: GenerationRequest) -> Counter[str]:
         found, inputs = super().reusable_bytes(request), request.inputs
@@ -457,14 +400,14 @@ _open_workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
 def _leave_workers() -> None:
     """In a fork of the caller, the workers are its parent's. For the fork they have ended."""
     for worker in _open_workers:
-        worker.conn.close()
+        worker.leave()
 
 
 os.register_at_fork(after_in_child=_leave_workers)
 
 
 def _shut_down(workers: dict[int, _Worker]) -> None:
-    # In a fork of the caller this does nothing: the workers are no children of the fork, and kill() checks that.
+    # In a fork of the caller this does nothing: for it, the processes have ended.
     for worker in workers.values():
         worker.kill()
     workers.clear()

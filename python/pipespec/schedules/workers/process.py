@@ -1,7 +1,7 @@
 """The process of one draft stage.
 
 It builds its model on shared weights, then serves one generation after the other. It ends when the caller closes the socket,
-and at most ``_ORPHAN_CHECK_NS`` after its parent.
+and at most ``_ORPHAN_CHECK_S`` after its parent.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from itertools import islice
 from typing import Any, NoReturn
 
 import torch
+from transformers import PreTrainedModel
 
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.ngram import NgramDraft, NgramStage
@@ -29,11 +30,7 @@ from pipespec.schedules.workers.weights import SharedWeights
 from pipespec_kernels.state import SharedMemory, StateBlock
 from pipespec_kernels.trace import TraceMemory
 
-_ORPHAN_CHECK_NS = 500_000_000
-_REPORT_TIMEOUT_S = 5.0
-
-STARTED = "started"
-READY = "ready"
+_ORPHAN_CHECK_S = 0.5
 
 NICE = 5
 """Added to the niceness of a draft, whose priority is lower than the target's.
@@ -45,26 +42,34 @@ drafts share the time that the target leaves.
 
 @dataclass(frozen=True)
 class Setup:
-    """First message to a worker: what to build.
+    """First message to a worker: what to build. The file descriptors of its shared memories come with it.
 
     Args:
         index: Stage of the draft.
         weights: The model's tensors in the shared memory.
         threads: Number of torch's threads.
         parts: Number of file descriptors of each shared memory: the weights, the state block, the trace if the calls are traced.
-        trace: Entries of the trace for each stage; 0: no trace.
+        trace: Entries of the trace for each stage.
         native: Whether the model may run in the native form.
-        has_upstream: Whether the draft upstream is an n-gram index, which runs in this process, or the draft has another tokenizer than the target.
-            The index or the tokenizers are sent once the worker is ready.
+        upstream: The draft upstream, if it is an n-gram index, which runs in this process; or the tokenizers, if the draft has another one than
+            the target.
     """
 
     index: int
     weights: SharedWeights
     threads: int
     parts: Sequence[int]
-    trace: int = 0
-    native: bool = True
-    has_upstream: bool = False
+    trace: int
+    native: bool
+    upstream: NgramDraft | Translation | None
+
+    def stage(self, model: PreTrainedModel, block: StateBlock, trace: SharedMemory | None) -> Stage:
+        traces = None if trace is None else TraceMemory(block.stages, self.trace, trace)
+        own, ngrams = (None, None) if traces is None else (traces.buffer(self.index), traces.buffer(0))
+        if isinstance(self.upstream, Translation):
+            return TranslatedStage(model, block, self.index, own, native=self.native, translation=self.upstream)
+        ngram = None if self.upstream is None else NgramStage(self.upstream, block, ngrams)
+        return Stage(model, block, self.index, own, native=self.native, ngram=ngram)
 
 
 @dataclass(frozen=True)
@@ -77,96 +82,91 @@ class WorkerCall:
 
 
 @dataclass(frozen=True)
-class Failed:
-    """Last message of a worker that fails."""
+class Status:
+    """Message of a worker: when it is ready, after its first step, at the end of each generation, and when it fails.
 
-    cause: str
-    details: str
+    Attributes:
+        generation: The last one that has ended; 0: none.
+        form: How its forward runs; empty before the first step.
+        translated: Of the last generation, see ``Driver.translated``.
+        failure: The error that ends it, in a line; empty while there is none.
+        details: Of the failure.
+    """
 
-
-def _serve(conn: Channel, fds: Sequence[int], parent: int) -> None:
-    conn.send(STARTED)
-    setup: Setup = _received(conn)
-    torch.set_num_threads(setup.threads)
-    left = iter(fds)
-    memories = iter([SharedMemory(list(islice(left, count))) for count in setup.parts])
-    weights, shared_block = next(memories), next(memories)
-    shared_trace = next(memories, None)
-    model = setup.weights.build(weights)
-    conn.send(READY)
-    upstream: NgramDraft | Translation | None = _received(conn) if setup.has_upstream else None
-    stage: Stage | None = None
-    while True:
-        while not conn.poll(_ORPHAN_CHECK_NS / 1e9):
-            if os.getppid() != parent:
-                return
-        call: WorkerCall = _received(conn)
-        if stage is None:
-            # Not earlier: before the first call of a worker, the caller may still change the layout of the block.
-            block = StateBlock(shared_block)
-            traces = None if shared_trace is None else TraceMemory(block.stages, setup.trace, shared_trace)
-            trace = None if traces is None else traces.buffer(setup.index)
-            at: tuple[Any, ...] = (model, block, setup.index, trace)
-            if isinstance(upstream, Translation):
-                stage = TranslatedStage(*at, native=setup.native, translation=upstream)
-            else:
-                ngram = None
-                if upstream is not None:
-                    buffer = None if traces is None else traces.buffer(0)
-                    ngram = NgramStage(upstream, block, buffer)
-                stage = Stage(*at, native=setup.native, ngram=ngram)
-        stage.block.refresh()
-        _take_part(stage, call, conn, parent)
-        if os.getppid() != parent:
-            return
-        if isinstance(stage, TranslatedStage):
-            # For the caller's report.
-            conn.send(stage.translated)
-        conn.send(call.generation)
+    generation: int = 0
+    form: str = ""
+    translated: tuple[int, int] = (0, 0)
+    failure: str = ""
+    details: str = ""
 
 
-def _received(conn: Channel) -> Any:
-    return conn.receive()[0]
+class _Worker:
+    def __init__(self, conn: Channel, parent: int) -> None:
+        self._conn, self._parent = conn, parent
+        self._status = Status()
+
+    def _tell(self, **changes: Any) -> None:
+        self._status = replace(self._status, **changes)
+        self._conn.send(self._status)
+
+    def _require_parent(self) -> None:
+        if os.getppid() != self._parent:
+            raise Closed("the parent has ended")
+
+    def _next(self) -> tuple[Any, list[int]]:
+        while not self._conn.poll(_ORPHAN_CHECK_S):
+            self._require_parent()
+        return self._conn.receive()
+
+    def serve(self) -> NoReturn:
+        """Take part in one generation after the other. Raises ``Closed`` at the end of the caller or the parent."""
+        setup, fds = self._next()
+        torch.set_num_threads(setup.threads)
+        left = iter(fds)
+        weights, memory, *trace = (SharedMemory(list(islice(left, count))) for count in setup.parts)
+        model = setup.weights.build(weights)
+        self._tell()
+        call, _ = self._next()
+        # Not earlier: before the first call, the caller may still change the layout of the block.
+        stage = setup.stage(model, StateBlock(memory), next(iter(trace), None))
+        while True:
+            stage.block.refresh()
+            self._take_part(stage, call)
+            translated = stage.translated if isinstance(stage, TranslatedStage) else (0, 0)
+            self._tell(generation=call.generation, translated=translated)
+            call, _ = self._next()
+
+    def _take_part(self, stage: Stage, call: WorkerCall) -> None:
+        stage.prefill(replace(call.inputs, sampling_params=pickle.loads(call.sampling_params)))
+        for _ in drafting(stage, call.generation, int(1e9 * _ORPHAN_CHECK_S)):
+            if stage.form not in ("", self._status.form):
+                self._tell(form=stage.form)
+            self._require_parent()
+            # The parent may live on, stopped, without the caller, which sends nothing before the call has ended.
+            if self._conn.poll():
+                raise Closed("the caller has ended")
+        self._require_parent()
 
 
-def _take_part(stage: Stage, call: WorkerCall, conn: Channel, parent: int) -> None:
-    stage.prefill(replace(call.inputs, sampling_params=pickle.loads(call.sampling_params)))
-    form = ""
-    for _ in drafting(stage, call.generation, _ORPHAN_CHECK_NS):
-        if not form and (form := stage.form):
-            # For the caller's report.
-            conn.send(form)
-        # The parent may live on, stopped, without the caller, which sends nothing before the call has ended.
-        if conn.poll() or os.getppid() != parent:
-            return
-
-
-def main(conn_fd: int, *memory_fds: int, parent: int | None = None) -> NoReturn:
+def main(conn_fd: int, parent: int | None = None) -> NoReturn:
     """Run the worker until the caller closes the socket or the parent ends.
 
     Args:
         conn_fd: Socket to the caller, which sends a :class:`Setup` and then a :class:`WorkerCall` for each call.
-        memory_fds: Of the shared memories, see :class:`Setup`.
         parent: Process id of the parent, if it may have ended already.
     """
-    parent = parent or os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
     os.nice(NICE)
     conn = Channel(socket.socket(fileno=conn_fd))
     status = 0
     try:
-        _serve(conn, memory_fds, parent)
+        _Worker(conn, parent or os.getppid()).serve()
     except Closed:
         pass  # the caller closed the pipeline, or died
     except BaseException as error:
-        report(conn, error)
+        with suppress(ChannelError):
+            details = "".join(traceback.format_exception(error))
+            conn.send(Status(failure=f"{type(error).__name__}: {error}", details=details))
         status = 1
     # At once: with torch, the interpreter needs a second to shut down, and there is no state to save.
     os._exit(status)
-
-
-def report(conn: Channel, error: BaseException) -> None:
-    """Send the caller the error that ends this worker."""
-    with suppress(ChannelError):
-        details = "".join(traceback.format_exception(error))
-        conn.send(Failed(f"{type(error).__name__}: {error}", details), timeout_s=_REPORT_TIMEOUT_S)

@@ -8,7 +8,6 @@ possible, each worker is a plain command and does the imports itself.
 from __future__ import annotations
 
 import atexit
-import errno
 import gc
 import os
 import select
@@ -20,12 +19,11 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
 
 from pipespec.process.forks import Lock
-from pipespec.schedules.workers.channel import Channel, ChannelError, Closed
+from pipespec.schedules.workers.channel import Channel, ChannelError
 
 _ANSWER_TIMEOUT_S = 5.0
 """A template that has done its imports answers in milliseconds. One that takes longer than this is given up."""
@@ -47,14 +45,14 @@ _READ_AT_IMPORT = (
 """Prefixes of the environment variables that libraries read when they are loaded: a fork cannot change them any more."""
 
 
-def start(fds: Sequence[int], *, fork: bool) -> Process:
+def start(fd: int, *, fork: bool) -> Process:
     """Start a worker process that runs :func:`pipespec.schedules.workers.process.main`.
 
-    The worker has the caller's present environment, ``sys.path``, directory, output, priority and processor affinity. It has a process
-    group of its own: the terminal's Ctrl-C does not reach it.
+    The worker has the caller's present environment, ``sys.path`` and processor affinity. It has a process group of its own: the terminal's
+    Ctrl-C does not reach it.
 
     Args:
-        fds: File descriptors. The worker receives copies of them as its arguments, in this order.
+        fd: Socket of which the worker receives a copy.
         fork: Fork the template where possible, else always run a command.
 
     Raises:
@@ -65,8 +63,8 @@ def start(fds: Sequence[int], *, fork: bool) -> Process:
         with _lock:
             template = _current_template()
             if template is not None and template.await_ready():
-                return template.fork(fds)
-    return _command("pipespec.schedules.workers.process", fds, _environment())
+                return template.fork(fd)
+    return _command("pipespec.schedules.workers.process", fd, _environment())
 
 
 def prepare() -> None:
@@ -80,46 +78,24 @@ def prepare() -> None:
                 raise
 
 
-@dataclass(frozen=True)
-class _Origin:
-    """The properties of a template that its forks cannot change. A template fits only a caller with the same ones."""
-
-    pid: int
-    executable: str
-    environment: dict[str, str]
-    owner: tuple[object, ...]
-
-    @staticmethod
-    def present() -> _Origin:
-        environment = {k: v for k, v in _environment().items() if k.startswith(_READ_AT_IMPORT)}
-        owner = (os.getresuid(), os.getresgid(), os.getgroups())
-        return _Origin(os.getpid(), sys.executable, environment, owner)
-
-
-@dataclass(frozen=True)
-class _Request:
-    """Request for one worker. Its file descriptors are sent with it: status pipe, directory, stdout, stderr, arguments of ``main``."""
-
-    environment: dict[str, str]
-    affinity: set[int]
-    niceness: int
+def _origin() -> tuple[object, ...]:
+    """What the forks of a template cannot change. A template fits only a caller with the same."""
+    environment = {k: v for k, v in _environment().items() if k.startswith(_READ_AT_IMPORT)}
+    return sys.executable, environment, os.getresuid(), os.getresgid(), os.getgroups()
 
 
 class _Template:
     """The caller's handle on a template process."""
 
-    def __init__(self, origin: _Origin) -> None:
+    def __init__(self, origin: tuple[object, ...]) -> None:
         self.origin = origin
-        ours, theirs = socket.socketpair()
-        self._channel = Channel(ours)
+        self._channel, theirs = Channel.pair()
         self._is_ready = False
         # numpy's OpenBLAS would start threads.
         environment = _environment() | {"OPENBLAS_NUM_THREADS": "1"}
         with theirs:
             # Not in the caller's directory, which may have been deleted: transformers cannot be imported there.
-            self.process = _command(
-                "pipespec.schedules.workers.template", [theirs.fileno()], environment, directory="/"
-            )
+            self.process = _command("pipespec.schedules.workers.template", theirs.fileno(), environment, directory="/")
         self._began = time.monotonic()
         self.has_failed = False
         """Whether it could not do its imports, and another one could not either: they start a thread, for instance, or never end."""
@@ -130,14 +106,14 @@ class _Template:
             return True
         with suppress(ChannelError):
             if self._channel.poll(max(0.0, self._began + _IMPORT_TIMEOUT_S - time.monotonic())):
-                self._channel.receive(timeout_s=_ANSWER_TIMEOUT_S)
+                self._channel.receive()
                 self._is_ready = True
                 return True
         self.has_failed = True
         self.end()
         return False
 
-    def fork(self, fds: Sequence[int]) -> ForkedProcess:
+    def fork(self, fd: int) -> ForkedProcess:
         """Fork a worker. The template is ready.
 
         Raises:
@@ -148,15 +124,11 @@ class _Template:
             status, theirs = os.pipe()
             failed.callback(os.close, status)
             lent.callback(os.close, theirs)
-            directory = os.open(".", os.O_PATH)
-            lent.callback(os.close, directory)
-            null = os.open(os.devnull, os.O_RDWR)
-            lent.callback(os.close, null)
-            output = [fd if _is_open(fd) else null for fd in (1, 2)]
-            request = _Request(dict(_environment()), os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0))
             try:
-                self._channel.send(request, [theirs, directory, *output, *fds], timeout_s=_ANSWER_TIMEOUT_S)
-                answer, pidfds = self._channel.receive(timeout_s=_ANSWER_TIMEOUT_S)
+                self._channel.send((_environment(), os.sched_getaffinity(0)), [theirs, fd])
+                if not self._channel.poll(_ANSWER_TIMEOUT_S):
+                    raise ChannelError("the template does not answer")
+                answer, pidfds = self._channel.receive()
             except BaseException:
                 self.close()  # a later answer would be taken for that of the next request
                 raise
@@ -187,18 +159,13 @@ class ForkedProcess:
         self.pid = pid
         self._template = template
         self.returncode: int | None = None
-        self._pidfd, self._status, self._caller = pidfd, status, os.getpid()
+        self._pidfd, self._status = pidfd, status
 
     def poll(self) -> int | None:
-        if self.returncode is None and os.getpid() == self._caller and not _readable([self._pidfd], 0):
-            return None
-        return self.wait()
+        return self.wait() if self.returncode is not None or _readable([self._pidfd], 0) else None
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end of the process. Raises ``subprocess.TimeoutExpired``."""
-        if self.returncode is None and os.getpid() != self._caller:
-            self.returncode = 0  # like Popen: a fork of the caller has no children
-            self._close()
         if self.returncode is None:
             if not _readable([self._pidfd], timeout):
                 raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0)
@@ -206,8 +173,8 @@ class ForkedProcess:
             report = os.read(self._status, 4) if _readable([self._status], _ANSWER_TIMEOUT_S) else b""
             if not report:
                 self._template.close()
-            self.returncode = struct.unpack("i", report)[0] if report else LOST
-            self._close()
+            self._ended(struct.unpack("i", report)[0] if report else LOST)
+        assert self.returncode is not None
         return self.returncode
 
     def kill(self) -> None:
@@ -215,13 +182,17 @@ class ForkedProcess:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
-    def _close(self) -> None:
+    def leave(self) -> None:
+        """In a fork of the caller, the process is no child and has ended."""
+        if self.returncode is None:
+            self._ended(0)
+
+    def _ended(self, code: int) -> None:
+        self.returncode = code
         for fd in (self._pidfd, self._status):
             os.close(fd)
 
-    def __del__(self) -> None:
-        if self.returncode is None:
-            self._close()
+    __del__ = leave
 
 
 Process: TypeAlias = subprocess.Popen[bytes] | ForkedProcess
@@ -233,7 +204,7 @@ _templates: list[_Template] = []
 
 def _current_template() -> _Template | None:
     """The template that fits the caller, a new one if none does. None: there can be none. The others end with their last worker."""
-    present = _Origin.present()
+    present = _origin()
     for template in list(_templates):
         if template.origin == present and (template.is_usable() or template.has_failed):
             return None if template.has_failed else template
@@ -285,21 +256,12 @@ def _absolute(entry: str) -> str:
 
 
 def _command(
-    module: str, fds: Sequence[int], environment: dict[str, str], directory: str | None = None
+    module: str, fd: int, environment: dict[str, str], directory: str | None = None
 ) -> subprocess.Popen[bytes]:
-    code = f"import sys; from {module} import main; main(*map(int, sys.argv[1:]))"
-    command = [sys.executable, "-P", "-c", code, *map(str, fds)]
+    command = [sys.executable, "-P", "-c", f"from {module} import main; main({fd})"]
     return subprocess.Popen(
-        command, pass_fds=fds, env=environment, process_group=0, stdin=subprocess.DEVNULL, cwd=directory
+        command, pass_fds=[fd], env=environment, process_group=0, stdin=subprocess.DEVNULL, cwd=directory
     )
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError as error:
-        return error.errno != errno.EBADF
-    return True
 
 
 def _readable(fds: Sequence[int], timeout: float | None) -> list[int]:
@@ -325,7 +287,7 @@ def main(fd: int) -> None:
     if len(os.listdir("/proc/self/task")) > 1:
         os._exit(1)  # a fork has only one of the threads, and the locks of the others stay locked in it
     gc.freeze()
-    with suppress(Closed):
+    with suppress(ChannelError):
         requests = Channel(socket.socket(fileno=fd))
         requests.send("ready")
         _serve(requests, caller)
@@ -341,7 +303,7 @@ def _serve(requests: Channel, caller: int) -> None:
         ready = _readable([*workers, *([requests.fileno()] if accepts else [])], _CHECK_S)
         for pidfd in workers.keys() & ready:
             pid, status = workers.pop(pidfd)
-            code = _exit_code(pid)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             os.close(pidfd)
             with suppress(BrokenPipeError):  # the caller has dropped this worker
                 os.write(status, struct.pack("i", code))
@@ -356,53 +318,29 @@ def _serve(requests: Channel, caller: int) -> None:
 
 def _answer(requests: Channel, workers: dict[int, tuple[int, int]]) -> None:
     """Receive a request, fork a worker, enter it into ``workers``, and send its process id and a descriptor of it, or why there is none."""
-    request, (status, *lent) = requests.receive(timeout_s=_ANSWER_TIMEOUT_S)
+    (environment, affinity), (status, conn) = requests.receive()
     parent = os.getpid()
     try:
         pid = os.fork()
     except OSError as error:  # no room for a process: the other workers live on
         os.close(status)
-        requests.send(ChannelError(str(error)), timeout_s=_ANSWER_TIMEOUT_S)
+        os.close(conn)
+        requests.send(ChannelError(str(error)))
         return
-    finally:
-        if os.getpid() == parent:
-            for fd in lent:
-                os.close(fd)
     if pid == 0:
         try:
-            _run(request, lent, [status, requests.fileno(), *workers, *(s for _, s in workers.values())], parent)
+            from pipespec.schedules.workers.process import main
+
+            for fd in (status, requests.fileno(), *workers, *(s for _, s in workers.values())):
+                os.close(fd)
+            os.setpgid(0, 0)
+            os.environ.clear()
+            os.environ.update(environment)
+            os.sched_setaffinity(0, affinity)
+            main(conn, parent)
         finally:
             os._exit(1)
+    os.close(conn)
     pidfd = os.pidfd_open(pid)
     workers[pidfd] = pid, status
-    requests.send(pid, [pidfd], timeout_s=_ANSWER_TIMEOUT_S)
-
-
-def _run(request: _Request, fds: Sequence[int], templates_fds: Sequence[int], parent: int) -> None:
-    """In the fork: take over the caller's present environment, then run the worker."""
-    from pipespec.schedules.workers import process
-
-    directory, stdout, stderr, *arguments = fds
-    try:
-        os.setpgid(0, 0)
-        os.environ.clear()
-        os.environ.update(request.environment)
-        os.sched_setaffinity(0, request.affinity)
-        with suppress(PermissionError):
-            os.setpriority(os.PRIO_PROCESS, 0, request.niceness)
-        os.fchdir(directory)
-        os.dup2(stdout, 1)
-        os.dup2(stderr, 2)
-        for fd in (directory, stdout, stderr, *templates_fds):
-            os.close(fd)
-    except Exception as error:
-        process.report(Channel(socket.socket(fileno=arguments[0])), error)
-    else:
-        process.main(*arguments, parent=parent)
-
-
-def _exit_code(pid: int) -> int:
-    try:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    except ChildProcessError:  # something else has waited for it
-        return LOST
+    requests.send(pid, [pidfd])
