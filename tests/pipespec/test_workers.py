@@ -603,14 +603,6 @@ def test_a_fork_has_what_the_caller_has_at_present(rig, monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def deleted_directory(tmp_path, monkeypatch):
-    folder = tmp_path / "deleted"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    folder.rmdir()
-
-
-@pytest.fixture
 def new_template(monkeypatch):
     monkeypatch.setattr(template, "_templates", [])
     yield
@@ -740,16 +732,6 @@ def test_an_interrupt_between_a_request_and_its_answer(new_template, monkeypatch
                 own.fork(theirs.fileno())
     assert not own.is_usable()
     own.process.wait(SECONDS)  # so has its last fork, whose connection is closed
-
-
-def test_a_callers_directory_that_was_deleted(rig, deleted_directory, monkeypatch):
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
-    monkeypatch.setattr(template, "_templates", [])  # a new template has to import
-    try:
-        with Pipeline(rig.target, noisy(random_llama(3), 0.1), schedule="workers") as pipe:
-            assert torch.equal(pipe.generate(rig.prompts[0][None], max_new_tokens=60)[0], rig.texts[0])
-    finally:
-        template._end_templates()
 
 
 def test_without_free_descriptors_none_leaks(monkeypatch):

@@ -10,16 +10,15 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import select
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
+from multiprocessing.connection import wait
 from typing import TypeAlias
 
 from pipespec.process.forks import Lock
@@ -94,8 +93,7 @@ class _Template:
         # numpy's OpenBLAS would start threads.
         environment = _environment() | {"OPENBLAS_NUM_THREADS": "1"}
         with theirs:
-            # Not in the caller's directory, which may have been deleted: transformers cannot be imported there.
-            self.process = _command("pipespec.schedules.workers.template", theirs.fileno(), environment, directory="/")
+            self.process = _command("pipespec.schedules.workers.template", theirs.fileno(), environment)
         self._began = time.monotonic()
         self.has_failed = False
         """Whether it could not do its imports, and another one could not either: they start a thread, for instance, or never end."""
@@ -162,15 +160,15 @@ class ForkedProcess:
         self._pidfd, self._status = pidfd, status
 
     def poll(self) -> int | None:
-        return self.wait() if self.returncode is not None or _readable([self._pidfd], 0) else None
+        return self.wait() if self.returncode is not None or wait([self._pidfd], 0) else None
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end of the process. Raises ``subprocess.TimeoutExpired``."""
         if self.returncode is None:
-            if not _readable([self._pidfd], timeout):
+            if not wait([self._pidfd], timeout):
                 raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0)
             # The template reports at once, unless something stopped or killed it.
-            report = os.read(self._status, 4) if _readable([self._status], _ANSWER_TIMEOUT_S) else b""
+            report = os.read(self._status, 4) if wait([self._status], _ANSWER_TIMEOUT_S) else b""
             if not report:
                 self._template.close()
             self._ended(struct.unpack("i", report)[0] if report else LOST)
@@ -243,33 +241,13 @@ def _has_pidfd() -> bool:
 
 
 def _environment() -> dict[str, str]:
-    # The process may run in another directory, and -P would leave out '', the current one.
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, map(_absolute, sys.path)))}
+    # -P leaves out '', the current directory.
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
 
 
-def _absolute(entry: str) -> str:
-    """An entry of ``sys.path`` that means the same in any directory; empty if it is relative to a directory that was deleted."""
-    try:
-        return os.path.abspath(entry) if not entry or os.path.isdir(entry) else entry
-    except FileNotFoundError:
-        return ""
-
-
-def _command(
-    module: str, fd: int, environment: dict[str, str], directory: str | None = None
-) -> subprocess.Popen[bytes]:
+def _command(module: str, fd: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-P", "-c", f"from {module} import main; main({fd})"]
-    return subprocess.Popen(
-        command, pass_fds=[fd], env=environment, process_group=0, stdin=subprocess.DEVNULL, cwd=directory
-    )
-
-
-def _readable(fds: Sequence[int], timeout: float | None) -> list[int]:
-    """Wait up to ``timeout`` seconds until some of ``fds`` are readable or closed, and return these."""
-    poll = select.poll()
-    for fd in fds:
-        poll.register(fd, select.POLLIN)
-    return [fd for fd, _ in poll.poll(None if timeout is None else 1e3 * timeout)]
+    return subprocess.Popen(command, pass_fds=[fd], env=environment, process_group=0, stdin=subprocess.DEVNULL)
 
 
 # ---- in the template
@@ -300,7 +278,7 @@ def _serve(requests: Channel, caller: int) -> None:
     accepts = True
     # The workers end with their parent, so it must not outlive the caller.
     while os.getppid() == caller and (workers or (accepts and time.monotonic() < last_use + _IDLE_S)):
-        ready = _readable([*workers, *([requests.fileno()] if accepts else [])], _CHECK_S)
+        ready = wait([*workers, *([requests.fileno()] if accepts else [])], _CHECK_S)
         for pidfd in workers.keys() & ready:
             pid, status = workers.pop(pidfd)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
