@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -15,7 +14,7 @@ import torch
 from pipespec import Pipeline, transport
 from tests.conftest import left_pad, random_llama, random_prompts
 from tests.pipespec.test_ranks_schedule import CALLS, NEW
-from tests.spd.ranks_harness import fork_ranks, last_error, wait_all
+from tests.spd.ranks_harness import everywhere
 from tests.support.streamers import Recorder
 from tests.waiting import until
 
@@ -24,38 +23,35 @@ def chain(paths: list[str]) -> Pipeline:
     return Pipeline(paths[-1], paths[:-1], schedule="ranks", dtype=torch.float32)
 
 
-def texts(paths: list[str], out: str) -> None:
-    """Several calls; rank 0 writes what came out."""
+def texts(paths: list[str]) -> None:
+    """Several calls."""
 
-    def work(rank: int) -> None:
+    def work(rank: int) -> object:
         with chain(paths) as pipe:
             if not pipe.has_target:
-                pipe.serve()
-                return
+                return pipe.serve()
             ids, mask = left_pad(random_prompts(3, seed=4, longest=9))
-            found = [
+            return [
                 pipe.generate(ids, attention_mask=mask, max_new_tokens=NEW, **options).tolist()
                 for options in CALLS.values()
             ]
-            Path(out).write_text(json.dumps(found))
 
-    run(work)
-    print(Path(out).read_text(), flush=True)
+    everywhere(work)
 
 
-def killed(paths: list[str], out: str) -> None:
+def killed(paths: list[str], folder: str) -> None:
     """Rank 2 is killed in the middle of a call."""
+    victim = Path(folder, "pid")
 
-    def work(rank: int) -> None:
+    def work(rank: int) -> object:
         with chain(paths) as pipe:
             if not pipe.has_target:
                 if rank == 2:
-                    Path(out, "pid").write_text(str(os.getpid()))
-                pipe.serve()
-                return
+                    victim.write_text(str(os.getpid()))
+                return pipe.serve()
 
             def kill() -> None:
-                os.kill(int(Path(out, "pid").read_text()), signal.SIGKILL)
+                os.kill(int(victim.read_text()), signal.SIGKILL)
                 until(lambda: pipe._driver._party.links[2].cause is not None, "the loss is noticed")
 
             with warnings.catch_warnings(record=True) as caught:
@@ -64,21 +60,18 @@ def killed(paths: list[str], out: str) -> None:
                 ids = torch.tensor([[5, 6, 7]])
                 found = [pipe.generate(ids, streamer=Recorder(9, kill), **options).tolist()]
                 found.append(pipe.generate(ids, **options).tolist())
-            said = {"texts": found, "warnings": len(caught), "first": str(caught[0].message)}
-            Path(out, "said").write_text(json.dumps(said))
+            return {"texts": found, "warnings": [str(warning.message) for warning in caught]}
 
-    ended = run(work)
-    print(json.dumps(json.loads(Path(out, "said").read_text()) | {"ended": ended}), flush=True)
+    everywhere(work)
 
 
 def target_dies(paths: list[str]) -> None:
     """Rank 0 is killed in the middle of a call. The drafts end by themselves."""
 
-    def work(rank: int) -> None:
+    def work(rank: int) -> object:
         with chain(paths) as pipe:
             if not pipe.has_target:
-                pipe.serve()
-                return
+                return pipe.serve()
 
             def die() -> None:
                 party = pipe._driver._party
@@ -89,20 +82,9 @@ def target_dies(paths: list[str]) -> None:
                 until(take_part, "both drafts take part in the call")
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=60, do_sample=False, streamer=Recorder(9, die))
+            return pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=60, streamer=Recorder(9, die))
 
-    with tempfile.TemporaryDirectory() as logs:
-        ended = wait_all(fork_ranks(3, work, logs))
-        print(json.dumps({"ended": ended, "errors": [last_error(logs, rank) for rank in (1, 2)]}), flush=True)
-
-
-def run(work) -> dict[int, int]:
-    with tempfile.TemporaryDirectory() as logs:
-        ended = wait_all(fork_ranks(3, work, logs))
-        for rank, status in ended.items():
-            if status > 0:
-                print(Path(logs, str(rank)).read_text(), file=sys.stderr)
-        return ended
+    everywhere(work)
 
 
 def refused(paths: list[str], folder: str) -> None:
@@ -116,7 +98,7 @@ def refused(paths: list[str], folder: str) -> None:
             return str(error)
         return "it was accepted"
 
-    everywhere_said(work)
+    everywhere(work)
 
 
 def wrong(paths: list[str]) -> None:
@@ -135,23 +117,13 @@ def wrong(paths: list[str]) -> None:
                 pipe.serve()
             return said
 
-    everywhere_said(work)
-
-
-def everywhere_said(work) -> None:
-    with tempfile.TemporaryDirectory() as logs:
-
-        def write(rank: int) -> None:
-            Path(logs, f"said{rank}").write_text(work(rank))
-
-        wait_all(fork_ranks(3, write, logs))
-        print(json.dumps([Path(logs, f"said{rank}").read_text() for rank in range(3)]), flush=True)
+    everywhere(work)
 
 
 def main(paths: list[str]) -> None:
     transport.SILENCE_S = 1e9
     with tempfile.TemporaryDirectory() as folder:
-        texts(paths, f"{folder}/texts")
+        texts(paths)
         killed(paths, folder)
         target_dies(paths)
         refused(paths, f"{folder}/other")

@@ -361,15 +361,16 @@ def test_processes(target, tmp_path):
     assert done.returncode == 0, done.stderr
     texts, killed, target_dies, refused, wrong = (json.loads(line) for line in own_lines(done.stdout))
     ids, mask = left_pad(random_prompts(3, seed=4, longest=9))
-    for text, options in zip(texts, CALLS.values(), strict=True):
-        assert text == plain(target, ids, attention_mask=mask, max_new_tokens=NEW, **options).tolist()
+    wanted = [plain(target, ids, attention_mask=mask, max_new_tokens=NEW, **o).tolist() for o in CALLS.values()]
+    assert texts == [[0, wanted], [0, None], [0, None]]
+    (first, said), second, (third, _) = killed
+    assert (first, second, third) == (0, [0, None], -9)
     one = torch.tensor([[5, 6, 7]])
-    assert killed["texts"] == [plain(target, one, max_new_tokens=60, do_sample=False).tolist()] * 2
-    assert killed["warnings"] == 1
-    assert "draft stage 1 (rank 2) is lost (its connection broke" in killed["first"]
-    assert killed["ended"] == {"0": 0, "1": 0, "2": -9}
-    assert target_dies["ended"] == {"0": -9, "1": 1, "2": 1}
-    assert all("RankError: " in error and "rank 0" in error for error in target_dies["errors"])
-    assert all("vocabulary of 100 tokens" in error for error in refused), refused
-    assert "call serve() there, and generate() on rank 0" in wrong[1]
-    assert "call generate() here" in wrong[0]
+    assert said["texts"] == [plain(target, one, max_new_tokens=60, do_sample=False).tolist()] * 2
+    (warning,) = said["warnings"]
+    assert "draft stage 1 (rank 2) is lost (its connection broke" in warning
+    assert [status for status, _ in target_dies] == [-9, 1, 1]
+    assert all("RankError: " in error and "rank 0" in error for _, error in target_dies[1:])
+    assert all("vocabulary of 100 tokens" in error for _, error in refused), refused
+    assert "call serve() there, and generate() on rank 0" in wrong[1][1]
+    assert "call generate() here" in wrong[0][1]

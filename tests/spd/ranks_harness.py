@@ -22,6 +22,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,30 @@ def wait_all(pids: list[int]) -> dict[int, int]:
     return ended
 
 
+def last_error(logs: str, rank: int) -> str:
+    """The last error of a rank."""
+    lines = Path(logs, str(rank)).read_text().splitlines()
+    return next((line for line in reversed(lines) if "RankError: " in line or line.startswith("pipespec: ")), "")
+
+
+def everywhere(work: Callable[[int], object], world: int = 3) -> None:
+    """One line of JSON: per rank its exit status, and the result of ``work`` or the last error. The output of ranks that fail goes to stderr."""
+    with tempfile.TemporaryDirectory() as logs:
+
+        def run(rank: int) -> None:
+            Path(logs, f"{rank}.json").write_text(json.dumps(work(rank)))
+
+        ended = wait_all(fork_ranks(world, run, logs))
+        out = []
+        for rank in range(world):
+            said = Path(logs, f"{rank}.json")
+            words = json.loads(said.read_text()) if said.is_file() else last_error(logs, rank)
+            out.append([ended.get(rank), words])
+            if ended.get(rank) != 0:
+                print(f"rank {rank}: {ended.get(rank)}\n{Path(logs, str(rank)).read_text()}", file=sys.stderr)
+        print(json.dumps(out), flush=True)
+
+
 class Reader(Blind):
     """A drafter that reads streams of all stages, so that the ranks send them."""
 
@@ -172,11 +197,10 @@ def made(kind: str, rank: int = 0):
 
 
 def texts(folder: str, world: int, stages: int, kind: str, dtype: torch.dtype) -> None:
-    def work(rank: int) -> None:
+    def work(rank: int) -> object:
         with patient(folder, made(kind, rank), stages=stages, dtype=dtype) as pipe:
             if not pipe.has_target:
-                pipe.serve()
-                return
+                return pipe.serve()
             out, driver, most = [], pipe._driver, [0]
             collect = driver._collect_chunks
 
@@ -189,12 +213,10 @@ def texts(folder: str, world: int, stages: int, kind: str, dtype: torch.dtype) -
                 places = (1, 2, 6)
                 # The ranks are ready for the next call.
                 for fails_at in places if PROFILE == "nightly" else (places[number % 3],):
-                    try:
+                    with suppress(ZeroDivisionError):
                         pipe.generate(
                             ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, streamer=failing(fails_at - 1)
                         )
-                    except ZeroDivisionError:
-                        pass
                 got = pipe.generate(ids, **options)
                 text = got if isinstance(got, torch.Tensor) else got.sequences
                 report = pipe.report
@@ -203,16 +225,9 @@ def texts(folder: str, world: int, stages: int, kind: str, dtype: torch.dtype) -
                 out.append(
                     [text.tolist(), report.cycles, report.accepted, sums, len(report.stage_seconds), form, most[0]]
                 )
-            print(json.dumps(out), flush=True)
+            return out
 
-    with tempfile.TemporaryDirectory() as logs:
-        pids = fork_ranks(world, work, logs)
-        ended = wait_all(pids)
-        for rank in range(world):
-            if ended.get(rank) != 0:
-                print(f"rank {rank}: {ended.get(rank)}\n{Path(logs, str(rank)).read_text()}", file=sys.stderr)
-        if any(ended.get(rank, 1) for rank in range(world)):
-            sys.exit(1)
+    everywhere(work, world)
 
 
 def kill(folder: str, times: int, seed: int = 0) -> None:
@@ -261,12 +276,6 @@ def kill(folder: str, times: int, seed: int = 0) -> None:
             print(json.dumps({"victim": victim, "how": how.name, "cycle": cycle, "others": found}), flush=True)
 
 
-def last_error(logs: str, rank: int) -> str:
-    """The last error of a rank."""
-    lines = Path(logs, str(rank)).read_text().splitlines()
-    return next((line for line in reversed(lines) if "RankError: " in line or line.startswith("pipespec: ")), "")
-
-
 def late(folder: str) -> None:
     """The last stage sleeps in its tenth step, while its process still sends heartbeats."""
 
@@ -285,9 +294,7 @@ def late(folder: str) -> None:
                 pipe._server.stage.step = step
             pipe.serve()
 
-    with tempfile.TemporaryDirectory() as logs:
-        ended = wait_all(fork_ranks(3, work, logs))
-        print(json.dumps([[ended.get(rank), last_error(logs, rank)] for rank in range(3)]))
+    everywhere(work)
 
 
 class Nothing:
@@ -358,25 +365,7 @@ def phases(folder: str, cases: Sequence[str]) -> None:
                 for _ in range(2):
                     pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=30, do_sample=False)
 
-        with tempfile.TemporaryDirectory() as logs:
-            ended = wait_all(fork_ranks(3, work, logs))
-            print(json.dumps([[ended.get(rank), last_error(logs, rank)] for rank in range(3)]), flush=True)
-
-
-def everywhere(work: Callable[[int], object], world: int = 3) -> None:
-    """One line of JSON: per rank its exit status, and the result of ``work`` or the last error."""
-    with tempfile.TemporaryDirectory() as logs:
-
-        def run(rank: int) -> None:
-            Path(logs, f"{rank}.json").write_text(json.dumps(work(rank)))
-
-        ended = wait_all(fork_ranks(world, run, logs))
-        out = []
-        for rank in range(world):
-            said = Path(logs, f"{rank}.json")
-            words = json.loads(said.read_text()) if said.is_file() else last_error(logs, rank)
-            out.append([ended.get(rank), words])
-        print(json.dumps(out), flush=True)
+        everywhere(work)
 
 
 def slow(folder: str) -> None:
@@ -496,9 +485,7 @@ def fail(folder: str) -> None:
         with patient(folder, "ngram", stages=2) as pipe:
             pipe.serve()
 
-    with tempfile.TemporaryDirectory() as logs:
-        ended = wait_all(fork_ranks(3, work, logs))
-        print(json.dumps([[ended.get(rank), last_error(logs, rank)] for rank in range(3)]))
+    everywhere(work)
 
 
 def main() -> None:

@@ -118,7 +118,8 @@ def found(folder, incomplete, cases):
 
 def test_the_text_of_one_process(folder, cases, found):
     """n + 1 ranks, n ranks, one rank; several calls on the same ranks; streams that come from all of them."""
-    for case, texts in zip(cases, found["texts"], strict=True):
+    for case, ((status, texts), *_) in zip(cases, found["texts"], strict=True):
+        assert status == 0, texts
         _, stages, kind, dtype = case.split(":")
         pipeline = SpeculativePipeline(folder, made(kind), stages=int(stages), dtype=dtype)
         for (ids, options), (text, cycles, accepted, sums, busy, form, chunks) in zip(  # noqa: B007

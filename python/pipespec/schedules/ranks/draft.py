@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -34,8 +34,7 @@ class _DraftParty(Party):
     """A draft's share: it receives the calls."""
 
     def __init__(self, *arguments: Any) -> None:
-        self.changed = threading.Condition()
-        self._call: tuple[int, StageInputs, list[int]] | None = None
+        self._calls = SimpleQueue[tuple[int, StageInputs, list[int]] | None]()
         self._heard = self._ended = 0
         self.is_over = False
         super().__init__(*arguments)
@@ -47,17 +46,16 @@ class _DraftParty(Party):
         self.links[0].wake()
 
     def next_call(self) -> tuple[int, StageInputs, list[int]] | None:
-        """Wait for a call, for a short time. Return the generation of the newest one that has not ended, its inputs, and the tokens that end a row."""
-        with self.changed:
-            self.changed.wait_for(lambda: self._call is not None or self.is_over, _SLEEP_NS / 1e9)
-        with self.lock:
-            call, self._call = self._call, None
-            return None if call is None or call[0] == self._ended else call
+        """Wait for a call, for a short time. Return its generation, its inputs, and the tokens that end a row."""
+        try:
+            return self._calls.get(timeout=_SLEEP_NS / 1e9)
+        except Empty:
+            return None
 
     def enter(self, generation: int, lay_out: Callable[[], None]) -> bool:
         """Take part in a generation. Return False if it has ended already."""
         with self.lock:
-            if self._ended == generation or self.is_over:
+            if generation != self._heard or generation == self._ended or self.is_over:
                 return False
             self.forget()
             self.generation = generation
@@ -72,11 +70,8 @@ class _DraftParty(Party):
         if runs and generation != self._heard:
             self._heard = generation
             if (text := self.ranks.fetch("call", generation)) is not None:
-                call = generation, *decode_call(text)
                 self._stop()
-                with self.changed:
-                    self._call = call
-                    self.changed.notify_all()
+                self._calls.put((generation, *decode_call(text)))
         elif not runs:
             with self.lock:
                 self._ended = generation
@@ -93,8 +88,7 @@ class _DraftParty(Party):
             return
         self.is_over = True
         self._stop()
-        with self.changed:
-            self.changed.notify_all()
+        self._calls.put(None)
         break_group(self.group)  # rank 0 waits for that
 
 

@@ -252,8 +252,6 @@ class WorkersDriver(Driver):
             template.prepare()
         super().__init__(models, config)
         drafts = len(models) - 1
-        # The target gets the threads that the user set, or the cores, less one per draft. Drafts are small: more threads
-        # would cost them more in synchronisation than they gain.
         self._target_threads = target_threads(drafts)
         at, ngram = self.block.target, None if drafts else self._make_ngram()
         self._target = self._make_stage(at, ngram)
@@ -307,7 +305,7 @@ class WorkersDriver(Driver):
         parts = [(memory, {0}), (self.block.memory, self.block.parts_of(stages))]
         if trace is not None:
             parts.append((trace.memory, stages))
-        setup = Setup(i, weights, 1, [], trace.entries if trace else 0, self.config.native, upstream)
+        setup = Setup(i, weights, [], trace.entries if trace else 0, self.config.native, upstream)
         self._workers[i] = _Worker(self._draft_name(i), setup, parts)
 
     def _begin(self, request: GenerationRequest) -> None:

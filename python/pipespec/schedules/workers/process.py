@@ -47,7 +47,6 @@ class Setup:
     Args:
         index: Stage of the draft.
         weights: The model's tensors in the shared memory.
-        threads: Number of torch's threads.
         parts: Number of file descriptors of each shared memory: the weights, the state block, the trace if the calls are traced.
         trace: Entries of the trace for each stage.
         native: Whether the model may run in the native form.
@@ -57,7 +56,6 @@ class Setup:
 
     index: int
     weights: SharedWeights
-    threads: int
     parts: Sequence[int]
     trace: int
     native: bool
@@ -121,7 +119,8 @@ class _Worker:
     def serve(self) -> NoReturn:
         """Take part in one generation after the other. Raises ``Closed`` at the end of the caller or the parent."""
         setup, fds = self._next()
-        torch.set_num_threads(setup.threads)
+        # Drafts are small: more threads would cost them more in synchronisation than they gain.
+        torch.set_num_threads(1)
         left = iter(fds)
         weights, memory, *trace = (SharedMemory(list(islice(left, count))) for count in setup.parts)
         model = setup.weights.build(weights)
