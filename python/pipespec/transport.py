@@ -78,7 +78,6 @@ class Ranks:
 
     Attributes:
         cause: Why the ranks cannot go on together: what a rank has published that ended, or the end of the store; None if nothing is known.
-        store_has_ended: And so rank 0, or torchrun.
         away_s: How long this process was stopped.
         deadline: When what this rank does now is late, and its description, see :meth:`watch`; None: never.
         broken: Whether the group cannot be used any more.
@@ -88,10 +87,9 @@ class Ranks:
         self.rank, self.world, self.start_s = rank, world, start_s
         self._store, self._beats = store.clone(), store.clone()
         self.cause: str | None = None
-        self.store_has_ended = self.broken = False
+        self.broken = False
         self.away_s = 0.0
         self.deadline: tuple[float, str] | None = None
-        self._unwatched = threading.Event()
         now = self.now()
         self._seen: dict[int, tuple[bytes | None, float]] = {r: (None, now) for r in range(world) if r != rank}
         self._answered = now  # when the store last answered
@@ -156,15 +154,11 @@ class Ranks:
         """From now on call ``end``, with a message, where ranks cannot go on, or something takes too long, and this rank does not raise in time."""
         threading.Thread(target=self._watch, args=(end,), daemon=True, name="pipespec-watch").start()
 
-    def unwatch(self) -> None:
-        """End :meth:`watch`."""
-        self._unwatched.set()
-
     def _watch(self, end: Callable[[str], None]) -> None:
-        while not self._unwatched.wait(BEAT_S):
+        while not self._stopped.wait(BEAT_S):
             self.cause = self.cause or self.late()
             if self.cause is not None:
-                if not self._unwatched.wait(GRACE_S):
+                if not self._stopped.wait(GRACE_S):
                     end(f"pipespec: rank {self.rank} ends: {self.cause}")
                 return
 
@@ -188,7 +182,6 @@ class Ranks:
                     self.cause = self._beats.get("failed").decode()
                     self._beats.set(f"knows/{self.rank}", "+")
             except Exception:
-                self.store_has_ended = True
                 self.cause = self.cause or (
                     "the ranks' store does not answer any more: the process that held it (rank 0, or torchrun) has ended"
                 )
@@ -266,7 +259,7 @@ class Ranks:
         ``ended``: a rank whose connection broke, which reads no cause any more.
         """
         self.broken = True
-        self.unwatch()
+        self._stopped.set()
         said = f"rank {self.rank} failed: {what}" + (f" ({self.cause})" if self.cause else "")
         first = self.cause
         with suppress(Exception):  # the store has ended, which the other ranks notice
@@ -276,7 +269,6 @@ class Ranks:
                 self._store.set(f"knows/{rank}", "+")
         if self.cause is None:  # the others find what this rank has found
             self._hold_store("knows")
-        self._stopped.set()
         known = f" ({first})" if first and first not in what else ""
         return RankError(f"rank {self.rank}: {what}{known}")
 
@@ -284,7 +276,6 @@ class Ranks:
         """Give no more signs of life, and watch nothing."""
         self.broken = True
         self._stopped.set()
-        self.unwatch()
         self._thread.join(GRACE_S)  # a thread inside the store at the interpreter's end would abort the process
 
     def leave(self) -> None:

@@ -114,7 +114,7 @@ def test_an_ngram_draft_runs_beside_the_first_model(target, monkeypatch):
 def test_a_rank_0_that_is_connected_and_silent_is_given_up():
     """A fork of it keeps the connection of one that was killed."""
     seconds = [1.0]
-    ranks = types.SimpleNamespace(store_has_ended=False, silence=lambda rank: seconds[rank])
+    ranks = types.SimpleNamespace(cause=None, silence=lambda rank: seconds[rank])
     rank = object.__new__(DraftRank)
     links = {0: types.SimpleNamespace(cause=None)}
     rank.rank, rank._party = 1, types.SimpleNamespace(is_over=False, links=links, ranks=ranks)

@@ -119,11 +119,11 @@ class Link(Ranks):
     def close(self) -> None:
         """Leave the group. Rank 0 keeps the store until all ranks have left."""
         if not self.broken:
-            self.unwatch()
+            self.stop()
             try:
                 for work, _ in self._sends:  # a rank that hangs takes none, and nothing watches any more
                     work.wait(min(FOREVER, timedelta(seconds=self.timeout_s)))
                 self.leave()
             except RuntimeError:  # another rank has ended at the same time
-                self.broken = True
+                pass
         self._gloo = None  # its threads and sockets end with its last user

@@ -151,8 +151,8 @@ class DraftRank(Decoder):
             return
         if (cause := party.links[0].cause) is not None:
             raise RankError(f"rank {self.rank}: rank 0, the target, is gone ({cause})")
-        if party.ranks.store_has_ended:
-            raise RankError(f"rank {self.rank}: the ranks' store has ended, and so rank 0, or torchrun")
+        if party.ranks.cause is not None:
+            raise RankError(f"rank {self.rank}: {party.ranks.cause}")
         if party.ranks.silence(0) > SILENT_S:
             raise RankError(f"rank {self.rank}: rank 0, the target, has given no sign of life for {SILENT_S:g} s")
 
