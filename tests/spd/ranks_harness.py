@@ -30,7 +30,7 @@ import torch
 from transformers import StoppingCriteriaList
 
 from pipespec import transport
-from pipespec.spd import lines, link, ranks, ring
+from pipespec.spd import link, ranks, ring
 from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.ranks import RanksPipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
@@ -336,7 +336,7 @@ def lay_trap(phase: str, how: str) -> None:
         before(ring.StageServer, "run", trap, lambda server, head, positions, *rest: positions == [9])
         before(ranks.RanksDriver, "_collect", trap, lambda driver, work: driver.rounds == 9)
     elif phase == "end":
-        before(lines.Sender, "send", trap, lambda line, words, *rest: words[0] == ring.END)
+        before(link.Sender, "send", trap, lambda line, words, *rest: words[0] == ring.END)
         before(ranks.RanksDriver, "_end", trap)
     else:
         assert phase == "second"

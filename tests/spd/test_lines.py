@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from pipespec.spd.lines import Receiver, Sender
+from pipespec.spd.link import Receiver, Sender
 
 DEPTH = 2
 SHAPE = (2, 3, 1, 4)

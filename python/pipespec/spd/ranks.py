@@ -44,8 +44,7 @@ from pipespec.schedules.base import Decoder
 from pipespec.schedules.request import GenerationRequest
 from pipespec.spd.decoding import Fed, SpeculativeDriver, Streams
 from pipespec.spd.drafting import Drafter
-from pipespec.spd.lines import Receiver, Sender
-from pipespec.spd.link import TIMEOUT_S, Link
+from pipespec.spd.link import TIMEOUT_S, Link, Receiver, Sender
 from pipespec.spd.machine import Entry
 from pipespec.spd.partition import Partition, Verifier, cut, load_ends, load_skeleton, load_stage, seconds_of
 from pipespec.spd.pipeline import module_config, resolve_drafter, speculative_report

@@ -11,8 +11,7 @@ import torch
 from pipespec.engine.known import NATIVE
 from pipespec.engine.sections import open_sections
 from pipespec.spd.decoding import Streams
-from pipespec.spd.lines import Receiver, Sender
-from pipespec.spd.link import Link
+from pipespec.spd.link import Link, Receiver, Sender
 from pipespec.spd.partition import LayerStage
 
 CONTROL, BULK, STREAMS, LINES = range(4)
