@@ -249,10 +249,17 @@ class StateBlock:
         rows, capacity = max(rows, self.rows), max(_power_of_two(capacity), self.capacity)
         if (rows, capacity) == (self.rows, self.capacity):
             return
-        alive = [self.is_alive(stage) for stage in range(self.stages)]
-        self._native = _lay_out(self.memory, self.stages, rows, capacity)
-        for stage, value in enumerate(alive):
-            self.set_alive(stage, value)
+        stages = self.stages
+        alive = [self.is_alive(stage) for stage in range(stages)]
+        try:
+            self._native = _lay_out(self.memory, stages, rows, capacity)
+        except BaseException:
+            # The error of a signal handler: the memory may have moved, and the block must not refer to where it was.
+            self._native = _lay_out(self.memory, stages, rows, capacity)
+            raise
+        finally:
+            for stage, value in enumerate(alive):
+                self.set_alive(stage, value)
 
     def refresh(self) -> None:
         """Follow a growth that another process made.

@@ -18,7 +18,8 @@ from pipespec.process import shutdown
 from pipespec.process.signals import delayed, handlers_watched
 from pipespec.schedules.base import StageFailure
 from pipespec.spd import SpeculativePipeline
-from pipespec_kernels import env
+from pipespec_kernels import _native, env, state
+from pipespec_kernels.state import StateBlock
 from tests.conftest import noisy, random_llama, random_prompts
 from tests.support.processes import workers_of
 from tests.trials import trials
@@ -128,6 +129,26 @@ def test_an_error_of_the_callers_while_the_system_is_asked(monkeypatch, call):
     monkeypatch.setattr(Path, "read_text", reads)
     with raising(TimeoutError), pytest.raises(TimeoutError, match="time is up"):
         call()
+
+
+def test_an_error_of_the_callers_while_the_block_grows(monkeypatch):
+    """The memory has moved already. The block is laid out there, and a later call can use it."""
+    block, lay_out = StateBlock.create(2, 1, 64), state._lay_out
+    block.set_alive(1, True)
+    before = block.memory.address
+
+    def interrupted(memory, stages, rows, capacity):
+        monkeypatch.setattr(state, "_lay_out", lay_out)
+        memory.remap(_native.Block.part_bytes(stages, rows, capacity, memory.alignment))
+        raise TooLate("time is up")
+
+    monkeypatch.setattr(state, "_lay_out", interrupted)
+    with pytest.raises(TooLate):
+        block.ensure(8, 1 << 16)
+    assert block.memory.address != before
+    assert (block.rows, block.capacity, block.is_alive(0), block.is_alive(1)) == (8, 1 << 16, False, True)
+    block.reset([4] * 8, [60] * 8, [1] * 8, [])
+    assert block.length(1, 7) == 4
 
 
 def test_delayed_handlers_all_run():
