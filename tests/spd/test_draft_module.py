@@ -393,7 +393,7 @@ def test_contradictory_configs(big: LlamaForCausalLM) -> None:
         ({"anchors": (0, 5)}, "anchor 5 does not exist"),
         ({"layers": 0}, "of 0 layers"),
         ({"vocabulary": (3, 3)}, "ascending"),
-        ({"vocabulary": (3, 320)}, "id 320 .* outside of the target's 320"),
+        ({"vocabulary": (3, 320)}, "ascending token ids of the target's 320"),
         ({"version": 2}, "format 2"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -24,6 +24,7 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.form_check import TOLERANCE
 from pipespec.engine.forward import forward
 from pipespec.engine.sections import open_sections
+from pipespec.models import loading
 from pipespec.spd import partition as module
 from pipespec.spd.partition import (
     LayerStage,
@@ -89,9 +90,9 @@ def test_balanced_against_every_cut():
                 rest = iter(costs)
                 return [sum(itertools.islice(rest, c)) for c in counts]
 
-            best = min((max(sums(c)), sum(x * x for x in sums(c))) for c in every_cut(layers, stages))
-            found = sums(Partition.balanced(costs, stages).counts)
-            assert (max(found), sum(x * x for x in found)) == best
+            best = min(max(sums(c)) for c in every_cut(layers, stages))
+            assert max(sums(Partition.balanced(costs, stages).counts)) == best
+    assert sorted(Partition.balanced([1.0] * 10, 4).counts) == [2, 2, 3, 3]
 
 
 def test_balanced_by_measured_layers(model, monkeypatch):
@@ -270,8 +271,8 @@ def test_a_stage_loads_its_own_layers_only(model, folder, sharded, monkeypatch):
             read.append(name)
             return self.stored.get_tensor(name)
 
-    real = module.safe_open
-    monkeypatch.setattr(module, "safe_open", Spy)
+    real = loading.safe_open
+    monkeypatch.setattr(loading, "safe_open", Spy)
     cut = Partition((2, 2, 1))
     stages = []
     for s in range(3):
@@ -310,7 +311,7 @@ def nothing_read(monkeypatch):
     def opened(*args, **kwargs):
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(module, "safe_open", opened)
+    monkeypatch.setattr(loading, "safe_open", opened)
 
 
 def test_a_wrong_partition_is_refused_before_weights_are_read(folder, nothing_read):
@@ -322,7 +323,7 @@ def test_other_models_are_refused_before_weights_are_read(tmp_path, nothing_read
     GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=50)).save_pretrained(tmp_path)
     with pytest.raises(TypeError, match="holds a gpt2 model"):
         load_skeleton(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"no config.json"):
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
         load_skeleton(tmp_path / "nothing")
 
 
@@ -336,7 +337,7 @@ def test_weights_that_are_missing_or_damaged(folder):
     with pytest.raises(ValueError, match=f"lack {name}"):
         load_stage(folder, cut, 1)
     save_file(weights | {name: weights[name][:5].clone()}, file)
-    with pytest.raises(ValueError, match=r"up_proj.weight has shape \[5, 64\]"):
+    with pytest.raises(ValueError, match=r"(?s)size mismatch for model\.layers\.4\.mlp\.up_proj\.weight.*\[5, 64\]"):
         load_stage(folder, cut, 1)
     file.write_bytes(b"no safetensors at all")
     with pytest.raises(ValueError, match="is damaged"):

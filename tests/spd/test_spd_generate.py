@@ -16,7 +16,7 @@ from pipespec.spd import Drafter, SpeculativePipeline
 from pipespec.spd import partition as runtime
 from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
-from pipespec.spd.ngram import NgramDrafter
+from pipespec.spd.drafting import NgramDrafter
 from tests.conftest import DEVICE, VOCABULARY, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
 from tests.spd.drafters import Blind, Failing, Known

@@ -26,7 +26,7 @@ from pipespec.engine.sampler import float32_copy
 from pipespec.models import families
 from pipespec.models.devices import input_device
 from pipespec.models.families import NotReadable
-from pipespec.models.loading import DAMAGE, fill, open_stored
+from pipespec.models.loading import DAMAGE, fill, read_stored
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import compute_dtype, embedding_size, text_config, weight_bytes
 from pipespec.models.quantized import INT8
@@ -306,15 +306,10 @@ class DraftHead(nn.Module):
             if count != size:
                 raise ValueError(f"{where} drafts {count} of {size} tokens and has no d2t, which says which ones")
             return
-        if d2t.shape != (count,) or (t2d is not None and t2d.shape != (size,)):
-            shapes = [list(x.shape) for x in (d2t, t2d) if x is not None]
-            raise ValueError(
-                f"{where}: d2t and t2d are {shapes}, and by its {CONFIG} they must be [{count}] and [{size}]"
-            )
-        ids = torch.arange(count) + d2t.long()
-        if int(ids.min()) < 0 or int(ids.max()) >= size or len(ids.unique()) != count:
+        ids = torch.arange(len(d2t)) + d2t.long()
+        if ids.shape != (count,) or int(ids.min()) < 0 or int(ids.max()) >= size or len(ids.unique()) != count:
             raise ValueError(f"{where}: d2t does not give {count} different tokens of {size}")
-        if t2d is not None and not (int(t2d.sum()) == count and bool(t2d.bool()[ids].all())):
+        if t2d is not None and not torch.equal(t2d.bool().nonzero()[:, 0], ids.sort().values):
             raise ValueError(f"{where}: d2t and t2d name different tokens")
         self.ids = ids
 
@@ -458,5 +453,4 @@ def _weights(folder: str | Path) -> dict[str, torch.Tensor]:
                 else ""
             )
         )
-    with open_stored(file) as tensors:
-        return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118  it is not a mapping
+    return read_stored(file)

@@ -104,6 +104,12 @@ def open_stored(file: str | Path) -> Iterator[Any]:
         raise ValueError(f"{file} is damaged: {error}") from error
 
 
+def read_stored(file: str | Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file whose names begin with one of ``prefixes``. Raises ``ValueError`` for a damaged file."""
+    with open_stored(file) as stored:
+        return {name: stored.get_tensor(name) for name in stored.keys() if name.startswith(prefixes)}  # noqa: SIM118  it is not a mapping
+
+
 def fill(module: torch.nn.Module, tensors: dict[str, torch.Tensor], where: str, assign: bool = False) -> None:
     """Load all tensors of a module. ``ValueError`` names what lacks, is unknown, or has another shape. ``assign``: see ``load_state_dict``."""
     try:

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from pipespec.models.layout import FULL, GATED_DELTA, CacheLayout
-from pipespec.models.loading import fill, load_config, open_stored
+from pipespec.models.loading import fill, load_config, open_stored, read_stored
 from pipespec.models.properties import text_config
 from pipespec.process.records import build, parse_json
 
@@ -95,12 +95,8 @@ class DraftModuleConfig:
             raise ValueError(f"a draft module of format {self.version}; this pipespec reads format {VERSION}")
         depth, vocabulary = self.target["num_hidden_layers"], self.target["vocab_size"]
         ends = [end for _, end in self.stages]
-        if (
-            not self.stages
-            or [begin for begin, _ in self.stages] != [0, *ends[:-1]]
-            or any(end <= begin for begin, end in self.stages)
-            or ends[-1] != depth
-        ):
+        begins = [begin for begin, _ in self.stages]
+        if begins != [0, *ends[:-1]] or ends[-1] != depth or any(e <= b for b, e in self.stages):
             raise ValueError(
                 f"the stages {_ranges(self.stages)} are not consecutive layers that cover all {depth} of the target"
             )
@@ -111,14 +107,10 @@ class DraftModuleConfig:
         if not 1 <= self.layers <= depth:
             raise ValueError(f"a draft module of {self.layers} layers: at least 1, at most the target's {depth}")
         ids = self.vocabulary
-        if ids is not None:
-            if not ids or any(b <= a for a, b in itertools.pairwise(ids)):
-                raise ValueError("the draft vocabulary must be ascending token ids, at least one")
-            if ids[0] < 0 or ids[-1] >= vocabulary:
-                bad = ids[0] if ids[0] < 0 else ids[-1]
-                raise ValueError(
-                    f"token id {bad} of the draft vocabulary is outside of the target's {vocabulary} tokens"
-                )
+        if ids is not None and (any(b <= a for a, b in itertools.pairwise((-1, *ids, vocabulary))) or not ids):
+            raise ValueError(
+                f"the draft vocabulary must be ascending token ids of the target's {vocabulary}, at least one"
+            )
 
     @classmethod
     def for_target(
@@ -379,8 +371,7 @@ class DraftModule(nn.Module):
         file = Path(folder) / WEIGHTS_FILE
         if not file.is_file():
             raise FileNotFoundError(f"{folder} holds no draft module's weights: there is no {WEIGHTS_FILE} in it")
-        with open_stored(file) as tensors:
-            weights = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+        weights = read_stored(file)
         where = f"{file} does not fit its {CONFIG_FILE}"
         if config.layers + len(config.anchors) > len(weights):  # a damaged config may state any number
             raise ValueError(

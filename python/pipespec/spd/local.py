@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import functools
-import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from queue import SimpleQueue
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -24,17 +20,6 @@ from pipespec.spd.drafting import Drafter
 from pipespec.spd.machine import Entry
 from pipespec.spd.partition import LayerStage, Partition, Verifier, synchronise
 
-_NO_AUTOCAST = nullcontext()
-_END_S = 10.0
-"""Longest wait for the step of a thread that is to end."""
-
-
-def _autocast_of_this_thread(kind: str) -> AbstractContextManager[Any]:
-    """The autocast of this thread for devices of a kind, as a context for another thread: it is a setting of the thread."""
-    if not torch.is_autocast_enabled(kind):
-        return _NO_AUTOCAST
-    return torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=torch.is_autocast_cache_enabled())
-
 
 class LocalDriver(SpeculativeDriver):
     """All stages run in this process.
@@ -48,7 +33,7 @@ class LocalDriver(SpeculativeDriver):
     ) -> None:
         super().__init__(partition, Verifier.of(model), drafter, native)
         self.model, self._at_once = model, at_once
-        self._threads: list[_StageThread] = []
+        self._pool: ThreadPoolExecutor | None = None
         self.stages = [LayerStage.of(model, partition, s) for s in range(partition.stages)]
         self._adopted: tuple[RowCache, list[np.ndarray]] | None = None
         self._complete = False
@@ -61,15 +46,12 @@ class LocalDriver(SpeculativeDriver):
         # A call of another thread may have been under way in the caches.
         return LocalDriver(self.model, self.partition, self.drafter.for_fork(), self.native, self._at_once)
 
-    def close(self) -> None:
-        super().close()
-        for thread in self._threads:
-            thread.close()
-        self._threads = []
-
     def _generate(self, request: GenerationRequest) -> None:
         self._complete = False
-        super()._generate(request)
+        try:
+            super()._generate(request)
+        finally:
+            self._end_threads()
         self._complete = True
 
     def release_unused(self, request: GenerationRequest) -> None:
@@ -86,7 +68,6 @@ class LocalDriver(SpeculativeDriver):
 
     def return_cache(self, lengths: Sequence[int]) -> RowCache:
         """Copy the stages' keys and values up to ``lengths`` into the adopted cache, or into a new one, and return it."""
-        self._await_steps()
         adopted = self._adopted
         if adopted is not None and not self._complete:
             self._adopted = None
@@ -132,7 +113,8 @@ class LocalDriver(SpeculativeDriver):
         super().run(request)
 
     def _open(self, rows: int, longest: int, most: int) -> None:
-        self._await_steps()
+        self._end_threads()  # of a call that was interrupted twice
+        self._pool = ThreadPoolExecutor(self.partition.stages, "pipespec-stage") if self._at_once else None
         self._inbox: list[torch.Tensor | None] = [None] * self.partition.stages
         self._renew()
         for stage in self.stages:
@@ -170,34 +152,36 @@ class LocalDriver(SpeculativeDriver):
         return hidden, streams
 
     def _launch(self, work: list[list[Entry]]) -> None:
-        """Start the stages if they run at the same time. Otherwise they run in ``_collect``."""
-        if not self._at_once:
-            return
-        if not self._threads:
-            self._threads = [_StageThread() for _ in self.stages]
+        self._steps: dict[int, Callable[[], tuple[torch.Tensor, Streams, float]]] = {}
         for s, entries in enumerate(work):
-            if entries:
-                autocast = _autocast_of_this_thread(self.stages[s].device.type)
-                self._threads[s].submit(functools.partial(self._step, s, entries, self.machine.held(s), autocast))
+            if not entries:
+                continue
+            kind = self.stages[s].device.type
+            # Autocast is a setting of this thread.
+            autocast = torch.autocast(
+                kind,
+                torch.get_autocast_dtype(kind),
+                torch.is_autocast_enabled(kind),
+                torch.is_autocast_cache_enabled(),
+            )
+            step = functools.partial(self._step, s, entries, self.machine.held(s), autocast)
+            self._steps[s] = step if self._pool is None else self._pool.submit(step).result
 
     def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, Streams, list[float]]:
         streams: Streams = {}
         outbox: list[torch.Tensor | None] = [None] * (self.partition.stages + 1)
         took = [0.0] * self.partition.stages
-        for s, entries in enumerate(work):
-            if not entries:
-                continue
-            step = self._threads[s].result() if self._at_once else self._step(s, entries, self.machine.held(s))
-            outbox[s + 1], more, took[s] = step
+        for s, step in self._steps.items():
+            outbox[s + 1], more, took[s] = step()
             streams |= more
         self._inbox = outbox[:-1]
         return outbox[-1], streams, took
 
     @torch.inference_mode()  # of the present thread
     def _step(
-        self, s: int, entries: list[Entry], held: Sequence[int], autocast: AbstractContextManager[Any] = _NO_AUTOCAST
+        self, s: int, entries: list[Entry], held: Sequence[int], autocast: torch.autocast
     ) -> tuple[torch.Tensor, Streams, float]:
-        """Run stage ``s`` for its entries of a cycle, in another thread under ``autocast``. ``held``: positions of each row that stay in its cache.
+        """Run stage ``s`` for its entries of a cycle. ``held``: positions of each row that stay in its cache.
 
         Returns:
             The output of the stage, the residual streams that the drafter reads, and the seconds.
@@ -212,57 +196,7 @@ class LocalDriver(SpeculativeDriver):
             synchronise(stage.device)
         return hidden, streams, time.perf_counter() - began
 
-    def _await_steps(self) -> None:
-        """Wait for the steps under way and drop them: a call was interrupted."""
-        for thread in self._threads:
-            thread.clear()
-
-
-class _StageThread:
-    """A thread that runs the steps of a stage.
-
-    The error of a signal handler may come between any two instructions of the caller. So what belongs to an interrupted call is found in the queues, and not
-    by bookkeeping of the caller; and a ``SimpleQueue`` has no lock in Python that could stay locked.
-    """
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[Any] = SimpleQueue()
-        self._results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-        thread = threading.Thread(
-            target=_run_calls, args=(self._calls, self._results), name="pipespec-stage", daemon=True
-        )
-        # Also at the end of the program, which must not find a daemon thread within a forward.
-        self.close = weakref.finalize(self, _end_thread, thread, self._calls)
-        thread.start()
-
-    def submit(self, call: Callable[[], Any]) -> None:
-        self._calls.put(call)
-
-    def result(self) -> Any:
-        """Wait for the oldest call without a result, and return what it returned or raise its error."""
-        value, error = self._results.get()
-        if error is not None:
-            raise error
-        return value
-
-    def clear(self) -> None:
-        """Wait for the calls under way and drop their results."""
-        mark = object()
-        self._calls.put(mark)
-        while self._results.get()[0] is not mark:
-            pass
-
-
-def _run_calls(calls: SimpleQueue[Any], results: SimpleQueue[tuple[Any, BaseException | None]]) -> None:
-    while (call := calls.get()) is not None:
-        try:
-            results.put((call() if callable(call) else call, None))
-        except BaseException as error:
-            results.put((None, error))
-        del call  # it refers to the driver
-
-
-def _end_thread(thread: threading.Thread, calls: SimpleQueue[Any]) -> None:
-    calls.put(None)
-    if thread.is_alive() and thread is not threading.current_thread():
-        thread.join(_END_S)
+    def _end_threads(self) -> None:
+        """Wait for the steps under way: a call was interrupted, or is over."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)

@@ -18,15 +18,14 @@ from statistics import median
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.sections import ModelSection, open_sections
 from pipespec.models.families import IN_STAGES
-from pipespec.models.loading import is_gguf, load_config, load_model
+from pipespec.models.loading import is_gguf, load_config, load_model, read_stored
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import text_config
 from pipespec.preflight.checks import check_architecture
@@ -66,9 +65,7 @@ class Partition:
 
     @classmethod
     def balanced(cls, costs: Sequence[float], stages: int) -> Partition:
-        """The cuts whose slowest stage is fastest, and among those the most even ones (smallest sum of squares).
-
-        The result is exact: dynamic programming solves the linear partition problem in O(stages layers^2).
+        """A cut whose slowest stage is fastest, by dynamic programming. Of equal ones it takes the more even one.
 
         Args:
             costs: Cost of each layer, in any unit.
@@ -84,27 +81,18 @@ class Partition:
         before = [0.0]
         for cost in costs:
             before.append(before[-1] + cost)
-        # slowest[e]: cost of the slowest stage in the best cuts of layers 0 .. e-1 into s stages.
-        slowest = {0: 0.0}
+        # By the layer after the last one, the best cut of the layers so far: cost of its slowest stage, sum of squares, counts.
+        best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
         for s in range(1, stages + 1):
-            slowest = {
-                end: min(max(slowest[begin], before[end] - before[begin]) for begin in slowest if begin < end)
+            best = {
+                end: min(
+                    (max(slowest, cost := before[end] - before[begin]), squares + cost**2, (*counts, end - begin))
+                    for begin, (slowest, squares, counts) in best.items()
+                    if begin < end
+                )
                 for end in range(s, layers - stages + s + 1)
             }
-        bound = slowest[layers]
-        # A second pass within that bound. even[e]: the smallest sum of squares, and its counts.
-        even: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-        for _ in range(stages):
-            longer: dict[int, tuple[float, tuple[int, ...]]] = {}
-            for begin, (squares, counts) in even.items():
-                for end in range(begin + 1, layers + 1):
-                    cost = before[end] - before[begin]
-                    if cost > bound:
-                        break
-                    found = (squares + cost**2, (*counts, end - begin))
-                    longer[end] = min(longer.get(end, found), found)
-            even = longer
-        return cls(even[layers][1])
+        return cls(best[layers][2])
 
     def check(self, layers: int) -> None:
         """Raise ``ValueError`` unless the stages have ``layers`` layers together."""
@@ -198,30 +186,19 @@ def check_target(model: PreTrainedModel) -> None:
 
 
 class LayerStage:
-    """Consecutive ``layers`` of a model, from number ``first`` on, with the keys and values of these layers only. The modules are the model's own.
+    """Consecutive layers of a model, and the embedding in stage 0, with the keys and values of these layers only. The modules are the model's own.
 
     Args:
-        embed: Token embedding of the model for stage 0, else None.
+        parts: The layers, and what they need.
         stages: Stages of the model: most positions that a step rolls back.
 
     Attributes:
         section: The layers' forward; :func:`pipespec.engine.sections.open_sections` chooses its form.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        first: int,
-        config: Any,
-        rotary: nn.Module,
-        embed: nn.Module | None,
-        stages: int = 1,
-    ) -> None:
-        self._stages = stages
-        self.layers, self.first, self.config, self.embed = list(layers), first, config, embed
-        self.section = ModelSection(ModelParts(config, self.layers, first, rotary, embed))
-        weight = next(self.layers[0].parameters())
-        self.dtype, self.device = weight.dtype, weight.device
+    def __init__(self, parts: ModelParts, stages: int = 1) -> None:
+        self._stages, self.section = stages, ModelSection(parts)
+        self.layers, self.first, self.config, self.embed = parts.layers, parts.first, parts.config, parts.embed
         self._cache: RowCache | None = None
 
     @classmethod
@@ -231,7 +208,15 @@ class LayerStage:
         layers = [base.layers[i] for i in span]
         rotary = _rotary_on(base.rotary_emb, next(layers[0].parameters()).device)
         embed = base.embed_tokens if span.start == 0 else None
-        return cls(layers, span.start, model.config, rotary, embed, partition.stages)
+        return cls(ModelParts(model.config, layers, span.start, rotary, embed), partition.stages)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.section.parts.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.section.parts.device
 
     @property
     def cache(self) -> RowCache:
@@ -245,8 +230,7 @@ class LayerStage:
         """
         capacity, cache = min(most, longest + _INITIAL_CAPACITY), self._cache
         self._most = most
-        weight = next(self.layers[0].parameters())
-        self.dtype, self.device = weight.dtype, weight.device  # the user may have moved or cast the model
+        # The user may have moved or cast the model.
         is_alike = cache is not None and (cache.dtype, cache.device) == (self.dtype, self.device)
         if cache is None or not is_alike or not cache.fits(rows, capacity):
             self._cache = cache = None  # before the new one is allocated
@@ -366,7 +350,7 @@ def seconds_of(
     with torch.inference_mode():
         for number, layer in enumerate(layers, first):
             # Without the embedding, the first layer takes hidden states like the others.
-            stage = LayerStage([layer], number, config, rotary, None)
+            stage = LayerStage(ModelParts(config, [layer], number, rotary))
             given = hidden.to(stage.device, stage.dtype)
             stage.open(1, context, context + 1)
             open_sections([stage.section])
@@ -393,18 +377,13 @@ def synchronise(device: torch.device) -> None:
 
 
 def load_skeleton(path: str | Path) -> PreTrainedModel:
-    """The model at ``path`` on the meta device, for checks before any weight is loaded: a folder, a hub name in the local cache, or a GGUF file.
+    """The model at ``path`` on the meta device, for checks before any weight is loaded: a folder, a hub name, or a GGUF file.
 
     Raises:
         FileNotFoundError: There is no model.
         TypeError: The model is not of the LLaMA family.
     """
-    if is_gguf(path):
-        config = load_config(path)
-    elif _file(path, "config.json") is None:
-        raise FileNotFoundError(f"{path} holds no model: there is no config.json in it")
-    else:
-        config = text_config(AutoConfig.from_pretrained(path))
+    config = text_config(load_config(path))
     if config.model_type not in IN_STAGES:
         raise TypeError(f"{path} holds a {config.model_type} model; only {', '.join(IN_STAGES)} can be cut into stages")
     with torch.device("meta"):
@@ -467,21 +446,18 @@ def _filled(
 ) -> PreTrainedModel:
     """A skeleton with the stored weights whose names begin with one of ``parts``. ``dtype``: None for that of config.json."""
     prefixes, dtype = tuple(parts), dtype or model.config.dtype or torch.float32
-    shapes = {name: p.shape for name, p in model.named_parameters() if name.startswith(prefixes)}
     found: dict[str, torch.Tensor] = {}
-    for file, names in _files(path, shapes).items():
-        try:
-            with safe_open(file, framework="pt", device="cpu") as stored:
-                for name in names:
-                    value = stored.get_tensor(name)
-                    if value.shape != shapes[name]:
-                        raise ValueError(
-                            f"{file}: {name} has shape {list(value.shape)}, config.json makes it {list(shapes[name])}"
-                        )
-                    found[name] = value.to(device, dtype)
-        except SafetensorError as error:
-            raise ValueError(f"{file} is damaged: {error}") from error
-    model.requires_grad_(False).load_state_dict(found, strict=False, assign=True)
+    for file in _files(path, prefixes):
+        found |= {name: value.to(device, dtype) for name, value in read_stored(file, prefixes).items()}
+    try:
+        lacking = model.requires_grad_(False).load_state_dict(found, strict=False, assign=True).missing_keys
+    except RuntimeError as error:  # another shape
+        raise ValueError(f"{path}: {error}") from error
+    if missing := [name for name in lacking if name.startswith(prefixes)]:
+        raise ValueError(
+            f"{path}: its safetensors lack {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''} ({len(missing)} in all); get "
+            "the complete weights"
+        )
     for name, buffer in model.named_buffers():
         if buffer.is_meta and name.startswith(prefixes):
             raise TypeError(f"{path}: {name} is in no file of weights, so stages of this model run in one process only")
@@ -490,35 +466,19 @@ def _filled(
     return model
 
 
-def _files(path: str | Path, names: Iterable[str]) -> dict[str, list[str]]:
-    """The weights ``names`` by the file that holds them. Raises ``ValueError`` for missing weights."""
-    index = _file(path, "model.safetensors.index.json")
-    single = _file(path, "model.safetensors")
+def _files(path: str | Path, prefixes: tuple[str, ...]) -> list[str]:
+    """The files that hold the weights whose names begin with one of ``prefixes``. Raises ``ValueError`` where one is not there."""
+    index, names = _file(path, "model.safetensors.index.json"), {"model.safetensors"}
     if index is not None:
         where: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-    elif single is not None:
-        try:
-            with safe_open(single, framework="pt") as stored:
-                where = dict.fromkeys(stored.keys(), "model.safetensors")
-        except SafetensorError as error:
-            raise ValueError(f"{single} is damaged: {error}") from error
-    else:
-        raise ValueError(f"{path} holds no safetensors weights")
-    missing = [name for name in names if name not in where]
-    if missing:
-        raise ValueError(
-            f"{path}: its safetensors lack {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''} ({len(missing)} in all); get "
-            "the complete weights"
-        )
-    out: dict[str, list[str]] = {}
-    for name in names:
-        file = _file(path, where[name])
+        names = {file for name, file in where.items() if name.startswith(prefixes)}
+    found = []
+    for name in sorted(names):
+        file = _file(path, name)
         if file is None:
-            raise ValueError(
-                f"{path}: the file {where[name]}, which holds {name}, is not there; get the complete weights"
-            )
-        out.setdefault(file, []).append(name)
-    return out
+            raise ValueError(f"{path}: the file {name} of its weights is not there; get the complete weights")
+        found.append(file)
+    return found
 
 
 def _file(path: str | Path, name: str) -> str | None:

@@ -23,10 +23,9 @@ from pipespec.schedules.request import GenerationRequest
 from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.decoding import SpeculativeDriver
 from pipespec.spd.draft_module import CONFIG_FILE, DraftModule, DraftModuleConfig
-from pipespec.spd.drafting import Drafter
+from pipespec.spd.drafting import Drafter, NgramDrafter
 from pipespec.spd.local import LocalDriver
 from pipespec.spd.module_drafter import ModuleDrafter
-from pipespec.spd.ngram import NgramDrafter
 from pipespec.spd.partition import Partition, check_target, cut, load_skeleton, partition_of, place, stage_devices
 from pipespec.spd.report import SpeculativeReport
 
@@ -169,30 +168,28 @@ def resolve_drafter(
         inputs: Where the target's embedding will be; None: where it is. A draft module is loaded there.
         options: Arguments of ``load_model`` for models given as paths.
     """
-    if module_config(drafter) is not None:
-        whole = given_target if isinstance(given_target, (str, Path)) else target
-        module = DraftModule.load(
-            drafter, target=whole, stages=partition.ranges, dtype=target.dtype, device=inputs or target.device
-        )
-        check_chain([target], [given_target])
-        check_whole([target], "a SpeculativePipeline")
-        return ModuleDrafter(module, target.get_input_embeddings()), []
+    is_module = module_config(drafter) is not None
     given: list[Any] = []
-    if isinstance(drafter, (PreTrainedModel, Path)) or (isinstance(drafter, str) and drafter != "ngram"):
-        given = [drafter]
-    elif isinstance(drafter, (list, tuple)):
+    if isinstance(drafter, (list, tuple)):
         given = list(drafter)
         if not given:
             raise ValueError("drafter is an empty list: give a model, or 'ngram' to draft without one")
-    elif not isinstance(drafter, Drafter) and drafter != "ngram":
+    elif not isinstance(drafter, (Drafter, PreTrainedModel, str, Path)):
         raise TypeError(
             f"drafter must be 'ngram', a model, a path, a list of these, or a Drafter, not {type(drafter).__name__}"
         )
+    elif not (is_module or isinstance(drafter, Drafter) or drafter == "ngram"):
+        given = [drafter]
     models = [load_model(m, **options) for m in given]
     check_chain([*models, target], [*given, given_target])
     check_whole([*models, target], "a SpeculativePipeline")
     if isinstance(drafter, Drafter):
         return drafter, []
-    if not models:
+    if models:
+        return ChainDrafter(models), models
+    if not is_module:
         return NgramDrafter(), []
-    return ChainDrafter(models), models
+    whole = given_target if isinstance(given_target, (str, Path)) else target
+    place = inputs or target.device
+    module = DraftModule.load(drafter, target=whole, stages=partition.ranges, dtype=target.dtype, device=place)
+    return ModuleDrafter(module, target.get_input_embeddings()), []

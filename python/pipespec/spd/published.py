@@ -29,10 +29,6 @@ _NAMES = {"aggr_projs": "projections", "spec_layers": "layers", "lm_head": "head
 _BUFFERS = "rotary_emb."
 """Tensors that follow from the configuration of the target."""
 
-_ENTRIES = (
-    "hidden_size", "vocab_size", "draft_vocab_size", "num_stages", "num_spec_layers", "aggr_feature_bound", "trained_with_use_deepest",
-)  # fmt: skip
-
 
 def import_module(file: str | Path, target: PreTrainedModel, *, vocabulary: str | Path | None = None) -> DraftModule:
     """Convert a published draft module. ``save()`` of the result writes a folder that :class:`pipespec.spd.SpeculativePipeline` takes.
@@ -53,36 +49,21 @@ def import_module(file: str | Path, target: PreTrainedModel, *, vocabulary: str 
         ValueError: The file is damaged, of another format version, or does not fit the target.
     """
     check_target(target)
-    config, state = _read(Path(file))
-    try:
-        return _converted(config, state, target, None if vocabulary is None else _token_ids(Path(vocabulary)))
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
-    except Exception as error:  # entries and tensors of other types
-        raise ValueError(f"{file}: its config or its tensors are damaged ({type(error).__name__}: {error})") from error
-
-
-def _read(file: Path) -> tuple[Mapping[str, Any], dict[str, torch.Tensor]]:
-    if not file.is_file():
+    if not Path(file).is_file():
         raise FileNotFoundError(f"{file} does not exist: give the published file of a draft module (*.pt)")
     try:
         stored = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling damaged bytes raises errors of many types
         raise ValueError(f"{file} is no file of torch.save, or it is damaged: {error}") from error
-    if not isinstance(stored, dict) or not {"config", "state_dict"} <= set(stored):
-        raise ValueError(f"{file} is no published draft module: it has no config and state_dict")
-    config, state = stored["config"], stored["state_dict"]
-    if not isinstance(config, dict) or not isinstance(state, dict):
-        raise ValueError(f"{file} is no published draft module: its config or its state_dict is no dictionary")
-    version = config.get("version")
-    if version != FORMAT:
+    try:
+        ids = None if vocabulary is None else _token_ids(Path(vocabulary))
+        return _converted(stored["config"], stored["state_dict"], target, ids)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    except Exception as error:  # entries that are missing or of other types
         raise ValueError(
-            f"{file} is a draft module of format version {version}; version {FORMAT} is read: get the module from a branch of that version"
-        )
-    missing = [name for name in _ENTRIES if name not in config]
-    if missing:
-        raise ValueError(f"{file}: its config lacks {', '.join(missing)}")
-    return config, state
+            f"{file} is no published draft module, or it is damaged ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _token_ids(file: Path) -> Sequence[int]:
@@ -96,6 +77,10 @@ def _token_ids(file: Path) -> Sequence[int]:
 def _converted(
     config: Mapping[str, Any], state: Mapping[str, torch.Tensor], target: PreTrainedModel, given: Sequence[int] | None
 ) -> DraftModule:
+    if (version := config.get("version")) != FORMAT:
+        raise ValueError(
+            f"it has format version {version}; version {FORMAT} is read: get the module from a branch of that version"
+        )
     own = text_config(target.config)
     for name, what in (("hidden_size", "hidden units"), ("vocab_size", "tokens")):
         if config[name] != getattr(own, name):

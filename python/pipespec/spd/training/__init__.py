@@ -1,1 +1,1 @@
-"""Training of draft modules: data, mask, trainer."""
+"""Training of draft modules and draft heads: data, what is trained, trainer."""

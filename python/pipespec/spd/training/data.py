@@ -6,13 +6,14 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from pipespec.process.record_files import records
 from pipespec.spd.training.trainer import TrainingBatch
@@ -209,24 +210,19 @@ def _assistant_spans(
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = [render(messages[:i], True), render(messages[:i], False)] if i else []
-        before = [r for r in before if text.startswith(r)]
-        begin = len(max(before, key=len)) if before else spans[-1][1] if spans else 0
+        before = [r for ask in (True, False) if i and text.startswith(r := render(messages[:i], ask))]
+        begin = max(map(len, before), default=None)
         rendered = render(messages[: i + 1], False)
-        if not before or not text.startswith(rendered):
+        end = len(rendered) if text.startswith(rendered) else None
+        if begin is None or end is None:
             # The template renders the first or the last message differently: search for the content itself.
-            said = next(
-                (s for s in (message["content"], message["content"].strip()) if s.strip() and s in text[begin:]), None
-            )
-            if said is None:
+            said = message["content"].strip()
+            at = text.find(said, begin if begin is not None else spans[-1][1] if spans else 0)
+            if not said or at < 0:
                 return None
-            at = text.index(said, begin)
-            begin = begin if before else at
-            until = len(rendered) if text.startswith(rendered) else at + len(said)
-        else:
-            until = len(rendered)
-        if until > begin:
-            spans.append((begin, until))
+            begin = at if begin is None else begin
+            end = at + len(said) if end is None else end
+        spans.append((begin, end))
     return spans
 
 
@@ -282,12 +278,8 @@ class Batches:
 
 def collate(examples: Sequence[TrainingExample]) -> TrainingBatch:
     """Make one batch, padded on the right: ids and ``wanted`` of shape ``[len(examples), longest]``."""
-    width = max(len(e.ids) for e in examples)
-    ids = torch.zeros(len(examples), width, dtype=torch.int64)
-    wanted = torch.zeros(len(examples), width, dtype=torch.bool)
-    for row, example in enumerate(examples):
-        ids[row, : len(example.ids)] = torch.from_numpy(example.ids.astype(np.int64))
-        wanted[row, : len(example.ids)] = torch.from_numpy(example.wanted)
+    ids = pad_sequence([torch.from_numpy(e.ids.astype(np.int64)) for e in examples], batch_first=True)
+    wanted = pad_sequence([torch.from_numpy(e.wanted) for e in examples], batch_first=True)
     return TrainingBatch(ids, wanted, tokens=sum(len(e.ids) for e in examples))
 
 
@@ -304,14 +296,9 @@ def split(
     return [examples[i] for i in sorted(order[held:])], [examples[i] for i in sorted(order[:held])]
 
 
-def frequent_tokens(examples: Iterable[TrainingExample], size: int, always: Iterable[int] = ()) -> list[int]:
+def frequent_tokens(examples: Iterable[TrainingExample], size: int, always: Collection[int] = ()) -> list[int]:
     """The ``size`` most frequent tokens to learn, ascending, with those of ``always`` among them. Of equal counts the lower id counts."""
-    counts: Counter[int] = Counter()
-    for example in examples:
-        counts.update(example.ids[1:][example.wanted[:-1]].tolist())
-    kept = set(always)
-    for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
-        if len(kept) >= size:
-            break
-        kept.add(token)
-    return sorted(kept)
+    counts = np.bincount(np.concatenate([example.ids[1:][example.wanted[:-1]] for example in examples]))
+    order = np.argsort(-counts, kind="stable")
+    kept = list(dict.fromkeys([*always, *order[counts[order] > 0].tolist()]))
+    return sorted(kept[: max(size, len(set(always)))])

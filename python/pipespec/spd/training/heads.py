@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel
 from pipespec.drafts.head import DraftHead, HeadConfig
 from pipespec.models.properties import text_config
 from pipespec.spd.training.settings import TrainingSettings
-from pipespec.spd.training.students import Lesson, learnt_of, loss_of
+from pipespec.spd.training.students import Lesson, Student, loss_of
 
 STEPS = 4
 """Forward steps of a lesson."""
@@ -79,8 +79,8 @@ def head_for(
     return head.to(target.device)
 
 
-class HeadStudent:
-    """A float32 draft head and the target that it reads as what :func:`pipespec.spd.training.trainer.train` trains.
+class HeadStudent(Student):
+    """A float32 draft head and the target that it reads.
 
     A lesson has ``steps`` forward steps. Step ``j`` reads the outputs of step ``j - 1``, as the ``j``-th draft token of a round does.
     """
@@ -122,18 +122,10 @@ class HeadStudent:
             weights += _DECAY**i
         return total / weights
 
-    @torch.no_grad()
-    def figures(self, lessons: Iterable[Lesson], settings: TrainingSettings) -> dict[str, float]:
-        """KL and agreement of the first step, and the agreement of each further one behind the target's own tokens."""
-        loss, same, counts = 0.0, [0] * self._steps, [0] * self._steps
-        for lesson in lessons:
-            for i, (logits, teacher_logits) in enumerate(self.simulate(lesson)):
-                same[i] += int((logits.argmax(-1) == teacher_logits.argmax(-1)).sum())
-                counts[i] += len(teacher_logits)
-                if i == 0:
-                    loss += loss_of(logits, teacher_logits, settings.temperature).item() * len(teacher_logits)
-        figures = {"held_out_loss": loss / learnt_of(counts[0]), "agreement": same[0] / counts[0]}
-        return figures | {f"agreement_{i + 1}": same[i] / max(1, counts[i]) for i in range(1, self._steps)}
+    def cases(self, lesson: Lesson) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Each forward step; a further one stands behind the target's own tokens."""
+        for i, (logits, teacher_logits) in enumerate(self.simulate(lesson)):
+            yield f"agreement_{i + 1}" if i else "agreement", logits, teacher_logits
 
     def identity(self) -> str:
         record = self.module.config.to_json("", [], self._steps)

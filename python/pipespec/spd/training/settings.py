@@ -2,60 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-RATE_SCHEDULES = ("cosine", "linear")
+
+def _option(default: Any, metavar: str | None, text: str, *choices: str) -> Any:
+    """A field, with what the command line says of its option."""
+    return field(default=default, metadata={"metavar": metavar, "text": text, "choices": choices})
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Settings of a training run.
+    """Settings of a training run. Give exactly one of ``steps``, ``tokens`` and ``minutes``. They are options of ``pipespec train-draft``, too.
 
-    Args:
-        steps: Optimizer steps of the run. Give exactly one of ``steps``, ``tokens`` and ``minutes``.
-        tokens: Tokens of the run, padding not counted. The step that reaches them is the last one.
-        minutes: Wall-clock minutes of the run.
-        rate: Peak learning rate.
-        rate_schedule: How the rate falls behind its linear rise: ``cosine``, to 1 % along half a cosine, or ``linear``, to 0 as published
-            (SPD, section 4.4).
-        warmup: Share of the run in which the rate rises; from 1 on the number of steps, which needs ``steps``.
-        accumulate: Forwards per optimizer step.
-        temperature: Temperature of both distributions.
-        argmax_weight: Weight of the cross entropy with the target's argmax.
-        full: Share of the steps with all stages filled. The others draw 1 to n - 1 tokens in flight.
-        decay: Weight decay of matrices.
-        clip: Largest norm of the gradient.
-        freeze_head: The head keeps the target's weights.
-        optimizer: ``adamw``, or ``muon`` for all matrices but the head, with updates scaled to AdamW's size.
-        amp: bfloat16 products by autocast. Weights and optimizer state stay float32.
-        seed: Seed of the draws.
-        validate_every: Steps between validations.
-        save_every: Steps between checkpoints; None: time alone decides.
-        save_minutes: Minutes after which a checkpoint is written in any case: what an interruption costs at most.
+    The published rate falls linearly to 0 (SPD, section 4.4); a cosine falls to 1 %. Muon's updates are scaled to AdamW's size. Steps without all stages
+    filled draw 1 to n - 1 tokens in flight. What an interruption costs at most are the minutes between two checkpoints.
 
     Raises:
         ValueError: A value is out of range.
     """
 
-    steps: int | None = None
-    tokens: int | None = None
-    minutes: float | None = None
-    rate: float = 1e-4
-    rate_schedule: str = "cosine"
-    warmup: float = 0.02
-    accumulate: int = 1
-    temperature: float = 1.0
-    argmax_weight: float = 0.0
-    full: float = 0.5
-    decay: float = 0.0
-    clip: float = 1.0
-    freeze_head: bool = False
-    optimizer: str = "adamw"
-    amp: bool = False
-    seed: int = 42
-    validate_every: int = 100
-    save_every: int | None = None
-    save_minutes: float = 10.0
+    steps: int | None = _option(None, "N", "optimizer steps")
+    tokens: int | None = _option(
+        None, "N", "training tokens, padding not counted; the step that reaches them is the last one"
+    )
+    minutes: float | None = _option(
+        None, "M", "wall-clock minutes; a resumed run then differs from an uninterrupted one"
+    )
+    accumulate: int = _option(1, "N", "forwards in a step")
+    rate: float = _option(1e-4, "R", "peak learning rate")
+    rate_schedule: str = _option("cosine", None, "how the rate falls", "cosine", "linear")
+    warmup: float = _option(
+        0.02, "W", "share of the run in which the rate rises; from 1 on: steps, which needs --steps or --epochs"
+    )
+    optimizer: str = _option("adamw", None, "adamw, or muon for all matrices but the head", "adamw", "muon")
+    decay: float = _option(0.0, "W", "weight decay of matrices")
+    clip: float = _option(1.0, "C", "largest norm of the gradient")
+    freeze_head: bool = _option(False, None, "the head keeps the target's weights")
+    temperature: float = _option(1.0, "T", "temperature of both distributions")
+    argmax_weight: float = _option(0.0, "W", "weight of the cross entropy with the target's argmax")
+    full: float = _option(0.5, "P", "share of the steps with all stages filled")
+    amp: bool = _option(False, None, "bf16 matrix products; weights and optimizer state stay float32")
+    validate_every: int = _option(100, "N", "in steps")
+    save_every: int | None = _option(None, "N", "write a checkpoint after so many steps")
+    save_minutes: float = _option(10.0, "M", "longest time between two checkpoints, in minutes")
+    seed: int = _option(42, "N", "seed of all draws")
 
     def __post_init__(self) -> None:
         if sum(limit is not None for limit in (self.steps, self.tokens, self.minutes)) != 1:
@@ -72,15 +63,16 @@ class TrainingSettings:
             raise ValueError(f"full is a share of the steps, between 0 and 1, not {self.full}")
         if not self.decay >= 0:
             raise ValueError(f"decay must be at least 0, not {self.decay}")
-        if self.rate_schedule not in RATE_SCHEDULES:
-            raise ValueError(f"no rate schedule {self.rate_schedule!r}: {' or '.join(RATE_SCHEDULES)}")
+        for each in fields(self):
+            if (choices := each.metadata["choices"]) and getattr(self, each.name) not in choices:
+                raise ValueError(
+                    f"no {each.name.replace('_', ' ')} {getattr(self, each.name)!r}: {' or '.join(choices)}"
+                )
         if not 0 <= self.warmup_share < 1:
             raise ValueError(
                 f"a warm-up of {self.warmup:g} must be a share of the run below 1, or fewer steps than the run has "
                 "(a run limited by tokens or minutes takes a share)"
             )
-        if self.optimizer not in ("adamw", "muon"):
-            raise ValueError(f"no optimizer {self.optimizer!r}: adamw or muon")
 
     @property
     def warmup_share(self) -> float:

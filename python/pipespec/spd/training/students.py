@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
 
 from pipespec.spd.draft_module import DraftModule
-from pipespec.spd.training.mask import depths, visible
 from pipespec.spd.training.settings import TrainingSettings
 
 
@@ -35,8 +35,8 @@ class Lesson(NamedTuple):
     teacher_logits: torch.Tensor
 
 
-class PipelineStudent:
-    """A draft module as what :func:`pipespec.spd.training.trainer.train` trains. A draft head is :class:`pipespec.spd.training.heads.HeadStudent`.
+class Student(abc.ABC):
+    """A draft that reads the target's hidden states, as what :func:`pipespec.spd.training.trainer.train` trains.
 
     Attributes:
         module: its weights.
@@ -45,57 +45,105 @@ class PipelineStudent:
         columns: int64 ``[Vd]``, the target's ids of the draft vocabulary.
     """
 
+    module: Any
+    head: Any
+    anchors: Sequence[int]
+    columns: torch.Tensor
+
+    @abc.abstractmethod
+    def loss(self, lesson: Lesson, settings: TrainingSettings, step: int) -> torch.Tensor:
+        """The loss of a batch in a step, in nats per position."""
+
+    @abc.abstractmethod
+    def cases(self, lesson: Lesson) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """What is validated: the name of a figure, logits, and the target's logits there. One case has the name ``agreement``."""
+
+    @abc.abstractmethod
+    def identity(self) -> str:
+        """What a checkpoint must agree with."""
+
+    @abc.abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write the draft for use."""
+
+    @torch.no_grad()
+    def figures(self, lessons: Iterable[Lesson], settings: TrainingSettings) -> dict[str, float]:
+        """The agreement with the teacher's argmax in each of :meth:`cases`, and the KL in the one called ``agreement``."""
+        loss, same, counts = 0.0, dict[str, int](), dict[str, int]()
+        for lesson in lessons:
+            with autocast(lesson.anchors.device, settings.amp):
+                for name, logits, teacher_logits in self.cases(lesson):
+                    found = len(teacher_logits)
+                    counts[name] = counts.get(name, 0) + found
+                    same[name] = same.get(name, 0) + int((logits.argmax(-1) == teacher_logits.argmax(-1)).sum())
+                    if name == "agreement":
+                        loss += loss_of(logits, teacher_logits, settings.temperature).item() * found
+        if not counts["agreement"]:
+            raise ValueError("nothing to validate on: no held-out token is the assistant's and in the draft vocabulary")
+        return {"held_out_loss": loss / counts["agreement"]} | {k: same[k] / max(1, n) for k, n in counts.items()}
+
+
+class PipelineStudent(Student):
+    """A draft module. A draft head is :class:`pipespec.spd.training.heads.HeadStudent`."""
+
     def __init__(self, module: DraftModule) -> None:
         self.module, self.head, self.anchors = module, module.head, module.config.anchors
         self.columns = full_ids(module)
 
     def save(self, folder: Path) -> None:
-        """Write the draft for use."""
         self.module.save(folder)
 
     def loss(self, lesson: Lesson, settings: TrainingSettings, step: int) -> torch.Tensor:
-        """The loss of a batch in a step, in nats per position."""
         fill = fill_of(step, self.module.config.n, settings)
         logits = simulate(self.module, lesson.anchors, fill, lesson.valid)
         return loss_of(logits, lesson.teacher_logits, settings.temperature, settings.argmax_weight)
 
-    @torch.no_grad()
-    def figures(self, lessons: Iterable[Lesson], settings: TrainingSettings) -> dict[str, float]:
-        """KL and agreement with the teacher's argmax with all stages filled, and the agreement for each smaller fill."""
+    def cases(self, lesson: Lesson) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """All stages filled, and each smaller fill."""
         n = self.module.config.n
-        count, loss = 0, 0.0
-        same = [0] * n
-        for _, anchors, valid, teacher_logits in lessons:
-            found = len(teacher_logits)
-            count += found
-            for fill in range(1, n + 1):
-                with autocast(anchors.device, settings.amp):
-                    logits = simulate(self.module, anchors, fill, valid)
-                same[fill - 1] += int((logits.argmax(-1) == teacher_logits.argmax(-1)).sum())
-                if fill == n:
-                    loss += loss_of(logits, teacher_logits, settings.temperature).item() * found
-        return {"held_out_loss": loss / learnt_of(count), "agreement": same[-1] / count} | {
-            f"agreement_{fill}": same[fill - 1] / count for fill in range(1, n)
-        }
+        for fill in (n, *range(1, n)):
+            logits = simulate(self.module, lesson.anchors, fill, lesson.valid)
+            yield "agreement" if fill == n else f"agreement_{fill}", logits, lesson.teacher_logits
 
     def identity(self) -> str:
-        """What a checkpoint must agree with, as JSON. Its ``target`` does not count."""
         return json.dumps(self.module.config.to_json() | {"target": None})
-
-
-def learnt_of(count: int) -> int:
-    """The number of held-out tokens. Raises ``ValueError`` without one."""
-    if not count:
-        raise ValueError("nothing to validate on: no held-out token is the assistant's and in the draft vocabulary")
-    return count
 
 
 # ---- draft modules
 
 
+def depths(fill: int, n: int) -> tuple[int, ...]:
+    """The depths that exist with ``fill`` tokens in flight in ``n`` stages, deepest first: n (complete), then fill - 1 to 0.
+
+    Training has one block of rows per depth and not per type: two depths of one type fuse the same anchors but see different rows.
+
+    Raises:
+        ValueError: Not 1 <= fill <= n.
+    """
+    if not 1 <= fill <= n:
+        raise ValueError(f"{fill} tokens cannot be in flight in {n} stages")
+    return (n, *range(fill - 1, -1, -1))
+
+
 @functools.lru_cache(maxsize=2)  # masks of long texts in many stages are large
-def _mask(length: int, fill: int, n: int, device: torch.device) -> torch.Tensor:
-    return visible(length, fill, n, device)[None, None]
+def visible(length: int, fill: int, n: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """The mask of one pass over all depths of all positions, in which each row sees what it sees in decoding. It has blocks of rows in the order of :func:`depths`.
+
+    A query of depth d at position t existed when the newest position was t + d, or at any later time if it is complete. The token at
+    position u <= t then has the lag d + t - u. With a lag below ``fill`` it is in flight, and its depth is its lag. Otherwise it is
+    complete. So each query sees one row per earlier position, and itself (SPD, section 4.2; the lag counts from the newest token).
+
+    Returns:
+        For S = ``length`` positions bool ``[(fill + 1) S, (fill + 1) S]``, true where the row of the first index sees the row of the second.
+    """
+    kinds = torch.tensor(depths(fill, n), device=device)
+    time = torch.arange(length, device=device)
+    since = time[:, None] - time  # [query time, key time]
+    lag = kinds[:, None, None] + since  # [query depth, query time, key time]
+    wanted = torch.where(lag < fill, lag, n)
+    seen = (wanted[:, :, None, :] == kinds[None, None, :, None]) & (since >= 0)[None, :, None, :]
+    rows = len(kinds) * length
+    return seen.reshape(rows, rows)
 
 
 def simulate(module: DraftModule, anchors: torch.Tensor, fill: int, wanted: torch.Tensor | None = None) -> torch.Tensor:
@@ -118,7 +166,7 @@ def simulate(module: DraftModule, anchors: torch.Tensor, fill: int, wanted: torc
     rows = torch.cat([fused[config.types[d]] for d in kinds], dim=1)
     positions = torch.arange(length, device=rows.device).repeat(len(kinds))[None]
     rope = module.rotary_emb(rows, position_ids=positions)
-    mask = _mask(length, fill, config.n, rows.device)
+    mask = visible(length, fill, config.n, rows.device)[None, None]
     for layer in module.layers:
         if layer is module.layers[-1] and type(layer) is LlamaDecoderLayer:
             rows = _newest_only(layer, rows, length, rope, mask)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,10 +21,7 @@ from transformers import PreTrainedModel
 from pipespec.process.progress import readable_time, say
 from pipespec.spd.draft_module import DraftModule
 from pipespec.spd.training.settings import TrainingSettings
-from pipespec.spd.training.students import Lesson, PipelineStudent, autocast
-
-if TYPE_CHECKING:
-    from pipespec.spd.training.heads import HeadStudent
+from pipespec.spd.training.students import Lesson, PipelineStudent, Student, autocast
 
 CHECKPOINT, RECORD = "training.pt", "training.json"
 SAY_EVERY_S = 30.0
@@ -66,9 +62,9 @@ class TrainingBatch(NamedTuple):
 # ---- teacher
 
 
-@contextlib.contextmanager
-def _captured(target: PreTrainedModel, indices: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
-    """Collect the residual streams of these HF indices in the dictionary, from each forward of ``target`` in the block."""
+@torch.no_grad()
+def teach(target: PreTrainedModel, ids: torch.Tensor, anchors: Sequence[int]) -> Taught:
+    """Run the target over ``ids [B, S]``, padded on the right, and keep the streams ``anchors``."""
     found: dict[int, torch.Tensor] = {}
 
     def keep(index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -76,19 +72,12 @@ def _captured(target: PreTrainedModel, indices: Sequence[int]) -> Iterator[dict[
 
     # Each stream is the input of the module behind it.
     readers = [*target.base_model.layers, target.base_model.norm]
-    handles = [readers[k].register_forward_pre_hook(partial(keep, k), with_kwargs=True) for k in indices]
+    handles = [readers[k].register_forward_pre_hook(partial(keep, k), with_kwargs=True) for k in anchors]
     try:
-        yield found
+        last = target.base_model(input_ids=ids, use_cache=False).last_hidden_state
     finally:
         for handle in handles:
             handle.remove()
-
-
-@torch.no_grad()
-def teach(target: PreTrainedModel, ids: torch.Tensor, anchors: Sequence[int]) -> Taught:
-    """Run the target over ``ids [B, S]``, padded on the right, and keep the streams ``anchors``."""
-    with _captured(target, anchors) as found:
-        last = target.base_model(input_ids=ids, use_cache=False).last_hidden_state
     return Taught(torch.stack([found[k] for k in anchors], dim=2), last)
 
 
@@ -97,7 +86,7 @@ def teach(target: PreTrainedModel, ids: torch.Tensor, anchors: Sequence[int]) ->
 
 def train(
     target: PreTrainedModel,
-    module: DraftModule | HeadStudent,
+    module: DraftModule | Student,
     batch: Callable[[int], TrainingBatch],
     settings: TrainingSettings,
     folder: Path,
@@ -115,7 +104,7 @@ def train(
 
     Args:
         target: The teacher, which does not change.
-        module: The draft module, or a draft head, in float32.
+        module: The draft module, or what stands for another draft, in float32.
         batch: Returns the batch of a number. It depends on the number only.
         settings: Settings of the run.
         folder: Folder of the results.
@@ -144,7 +133,7 @@ class _Run:
     def __init__(
         self,
         target: PreTrainedModel,
-        student: PipelineStudent | HeadStudent,
+        student: Student,
         settings: TrainingSettings,
         folder: Path,
         data: str,
@@ -163,9 +152,6 @@ class _Run:
             )
         self.optimizers = _optimizers(student, settings)
         self.columns = student.columns.to(self.device)
-        vocabulary = target.get_output_embeddings().weight.shape[0]
-        self.inside = torch.zeros(vocabulary, dtype=torch.bool, device=self.device)
-        self.inside[self.columns] = True
         self.step = self.tokens = self.position = 0
         self.rate, self.mean = settings.rate, math.nan
         self.history: list[dict[str, Any]] = []
@@ -228,7 +214,7 @@ class _Run:
         with torch.no_grad(), autocast(self.device, self.settings.amp):
             anchors, last = which.taught or teach(self.target, ids, self.student.anchors)
             logits = self.target.get_output_embeddings()(last.to(self.device)[valid].to(self.target.dtype))
-        learnt = self.inside[logits.argmax(-1)]
+        learnt = torch.isin(logits.argmax(-1), self.columns)
         valid = valid.masked_scatter(valid, learnt)
         return Lesson(ids, anchors.to(self.device, self.weight.dtype), valid, logits[learnt][:, self.columns])
 
@@ -333,7 +319,7 @@ class _Run:
         if not checkpoint.is_file():
             raise FileNotFoundError(f"nothing to resume: {checkpoint} does not exist")
         state = torch.load(checkpoint, weights_only=True, map_location=self.device)
-        if json.loads(state["config"]) | {"target": None} != json.loads(self.student.identity()) | {"target": None}:
+        if state["config"] != self.student.identity():
             raise ValueError(f"{checkpoint} belongs to another module (target, stages, layers or vocabulary differ)")
         if state["data"] != self.data:
             raise ValueError(
@@ -362,7 +348,7 @@ def learning_rate(done: float, warmup: float, schedule: str = "cosine") -> float
     return 0.01 + 0.99 * 0.5 * (1.0 + math.cos(math.pi * (done - warmup) / (1.0 - warmup)))
 
 
-def _optimizers(student: PipelineStudent | HeadStudent, settings: TrainingSettings) -> list[torch.optim.Optimizer]:
+def _optimizers(student: Student, settings: TrainingSettings) -> list[torch.optim.Optimizer]:
     """AdamW without decay of the norms' gains. With muon, Muon for the matrices of projections and blocks."""
     head = [p for p in student.head.parameters() if p.requires_grad]
     in_head = {id(p) for p in head}

@@ -1,11 +1,10 @@
-"""``pipespec spd``: train a draft module on files, or import a published one."""
+"""``pipespec train-draft`` and ``pipespec spd``: train a draft that reads the target's hidden states, or import a published draft module."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import shlex
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,23 @@ from typing import Any
 from pipespec.cli.options import DTYPES, Subparsers, check_output_folder, flag, option
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.spd.training import recipe as recipes
+from pipespec.spd.training.settings import TrainingSettings
 
 _VALIDATION_BATCHES = 16
+
+
+_LIMITS = ("steps", "epochs", "tokens", "minutes")
+
+
+def _of_settings(limits: bool) -> list[tuple[Any, ...]]:
+    """Rows of the options that are fields of the settings: those that limit the run, or the others."""
+    rows: list[tuple[Any, ...]] = []
+    for each in fields(TrainingSettings):
+        if (each.name in _LIMITS) == limits:
+            kind = next(kind for kind in (int, float, str, bool) if str(each.type).startswith(kind.__name__))
+            how, name = each.metadata, each.name.replace("_", "-")
+            rows.append((name, how["metavar"], kind, each.default, how["text"], *filter(None, [how["choices"]])))
+    return rows
 
 
 # fmt: off
@@ -40,47 +54,42 @@ _TABLE: dict[str, list[tuple[Any, ...]]] = {
         ("validation", "P", float, 0.02, "without --held-out: validate on this share of the data"),
     ],
     "length of the run: one of": [
-        ("steps", "N", int, None, "optimizer steps"),
         ("epochs", "E", float, None, "passes over the data"),
-        ("tokens", "N", int, None, "training tokens, padding not counted"),
-        ("minutes", "M", float, None, "wall-clock minutes; a resumed run then differs from an uninterrupted one"),
+        *_of_settings(limits=True),
     ],
     "training": [
         ("batch", "N", int, 4, "examples in a forward"),
-        ("accumulate", "N", int, 1, "forwards in a step"),
-        ("rate", "R", float, 1e-4, "peak learning rate"),
-        ("rate-schedule", None, str, "cosine", "how the rate falls", ("cosine", "linear")),
-        ("warmup", "W", float, 0.02, "share of the run in which the rate rises; from 1 on: steps"),
-        ("optimizer", None, str, "adamw", "adamw, or muon for all matrices but the head", ("adamw", "muon")),
-        ("decay", "W", float, 0.0, "weight decay"),
-        ("clip", "C", float, 1.0, "largest norm of the gradient"),
-        ("freeze-head", None, bool, False, "the head keeps the target's weights"),
-        ("temperature", "T", float, 1.0, "temperature of both distributions"),
-        ("argmax-weight", "W", float, 0.0, "weight of the cross entropy with the target's argmax"),
-        ("full", "P", float, 0.5, "share of the steps with all stages filled"),
-        ("amp", None, bool, False, "bf16 matrix products; weights and optimizer state stay float32"),
-        ("validate-every", "N", int, 100, "in steps"),
-        ("save-every", "N", int, None, "write a checkpoint after so many steps"),
-        ("save-minutes", "M", float, 10.0, "longest time between two checkpoints, in minutes"),
-        ("seed", "N", int, 42, "seed of all draws"),
+        *_of_settings(limits=False),
         ("resume", None, bool, False, "continue from the last checkpoint in --out"),
     ],
 }
 # fmt: on
 """Options by group: name, metavar, type, default, help; ``"+"`` for several values, or the choices."""
 
+_TRAINING = (
+    "The target is the teacher and does not change. The draft learns the assistant's turns of conversations, and all of plain text. An interrupted "
+    "run continues with --resume. On several GPUs: torchrun or accelerate launch, `-m pipespec spd train`."
+)
+
 _DEFAULTS: dict[str, Any] = {row[0].replace("-", "_"): row[3] for rows in _TABLE.values() for row in rows}
+_DEFAULTS["forward_steps"] = 4
 """Values of the options that neither the command line nor the recipe gives."""
 
-_LIMITS = ("steps", "epochs", "tokens", "minutes")
+
+_LEAST_LAYERS = 7
+"""From here on the third hidden state, the middle and the third from the end are three."""
+
+_OF_SPD = ("stages", "layers", "types", "full")
+"""Options that mean something for SPD's draft modules only."""
 
 
 def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     group = commands.add_parser("spd", help="speculative pipeline decoding: train or import a draft module")
     inner = group.add_subparsers(required=True, metavar="command")
-    parser = inner.add_parser("train", help="train a draft module for a target", description=run.__doc__)
-    parser.set_defaults(command=run)
-    add_training_options(parser)
+    what = "train a draft module for a target"
+    module = inner.add_parser("train", help=what, description=f"{what.capitalize()} cut into stages. {_TRAINING}")
+    module.set_defaults(command=run, kind="spd")
+    add_training_options(module)
     convert = inner.add_parser("import", help="convert a published draft module", description=run_import.__doc__)
     convert.set_defaults(command=run_import)
     convert.add_argument("file", metavar="FILE", type=Path, help="published file, *.pt")
@@ -89,7 +98,15 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     vocabulary = "JSON file of the draft vocabulary, for modules without their own list"
     option(convert, "vocabulary", "FILE", Path, vocabulary)
     option(convert, "dtype", None, str, "dtype of the stored weights (bfloat16)", choices=DTYPES, default="bfloat16")
-    return [parser, convert]
+    what = "train a draft that reads the target's hidden states"
+    kinds = "eagle3: a draft head (folder in the format of the package speculators); spd: a draft module, as spd train"
+    draft = commands.add_parser("train-draft", help=what, description=f"{what.capitalize()}. {_TRAINING}")
+    draft.set_defaults(command=run)
+    option(draft, "kind", None, str, kinds, choices=("eagle3", "spd"), default="eagle3")
+    what = "eagle3: draft tokens in a row that a lesson trains (4)"
+    option(draft, "forward-steps", "N", int, what, default=argparse.SUPPRESS)
+    add_training_options(draft)
+    return [module, convert, draft]
 
 
 def add_training_options(train: argparse.ArgumentParser) -> None:
@@ -152,36 +169,32 @@ def run_import(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train a draft module for a target cut into stages (speculative pipeline decoding). The target is the teacher and does not change. The module
-    learns the assistant's turns of conversations, and all of plain text. On several GPUs: torchrun or accelerate launch,
-    `-m pipespec spd train`."""
+    """Train a draft on files, with the options of :func:`add_training_options`."""
+    is_module = args.kind == "spd"
+    if wrong := [name for name in (("forward_steps",) if is_module else _OF_SPD) if name in args]:
+        other, what = ("eagle3", "a draft module") if is_module else ("spd", "an EAGLE-3 head")
+        raise ValueError(f"--{wrong[0].replace('_', '-')} is for --kind {other}: leave it out for {what}")
     args = with_recipe(args)
-    check_options(args, ("target", "data", "out", "stages"))
-    if args.types is not None and args.anchors is not None:
-        raise ValueError("give --types or --anchors, not both")
-    return train_on_files(args, ModuleKind(args))
-
-
-def train_on_files(args: argparse.Namespace, kind: ModuleKind) -> int:
-    """Train a draft on files. ``args``: all options of :func:`add_training_options`."""
+    _check_options(args)
     with working("importing torch and transformers"):
         import torch.distributed as dist
 
+        from pipespec.drafts.head import CONFIG
+        from pipespec.spd.draft_module import CONFIG_FILE
         from pipespec.spd.training import data
-        from pipespec.spd.training.settings import TrainingSettings
         from pipespec.spd.training.trainer import RECORD, train
     given = {field.name: getattr(args, field.name) for field in fields(TrainingSettings)}
     # The number of steps of some epochs is known when the data are. One step stands for it in the checks until then.
     settings = TrainingSettings(
         **given | ({"steps": 1, "warmup": min(args.warmup, 0.5)} if args.epochs is not None else {})
     )
-    _check_folder(args, kind.file)
+    _check_folder(args, CONFIG_FILE if is_module else CONFIG)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     device = _join_processes(args.device) if processes > 1 else args.device
     first = not dist.is_initialized() or dist.get_rank() == 0
     with quiet_transformers():
-        examples, held, lost = _examples(args, kind, settings.seed)
-        model, student = _load(args, kind, examples, device)
+        examples, held, lost = _examples(args, settings.seed)
+        model, student = _load(args, examples, device)
     if first:
         tokens, learnt = sum(len(e.ids) for e in examples), sum(int(e.wanted.sum()) for e in examples)
         parameters = sum(p.numel() for p in student.module.parameters() if p.requires_grad)
@@ -208,16 +221,18 @@ def train_on_files(args: argparse.Namespace, kind: ModuleKind) -> int:
     return 0
 
 
-def check_options(args: argparse.Namespace, needed: Sequence[str]) -> None:
-    """Raise ``ValueError`` for options that are missing or do not fit together, for any kind of draft."""
-    for name in needed:
+def _check_options(args: argparse.Namespace) -> None:
+    """Raise ``ValueError`` for options that are missing or do not fit together."""
+    for name in ("target", "data", "out", *(("stages",) if args.kind == "spd" else ())):
         if getattr(args, name) is None:
             raise ValueError(f"--{name} is missing" + (f", and {args.recipe} has none" if args.recipe else ""))
     if sum(getattr(args, name) is not None for name in _LIMITS) != 1:
         raise ValueError("give exactly one of --steps, --epochs, --tokens and --minutes")
-    for name in ("batch", "accumulate"):
+    if args.types is not None and args.anchors is not None:
+        raise ValueError("give --types or --anchors, not both")
+    for name in ("batch", "accumulate", "forward_steps"):
         if getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, not {getattr(args, name)}")
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
 
 
 def _check_folder(args: argparse.Namespace, file: str) -> None:
@@ -249,7 +264,7 @@ def _join_processes(device: str | None) -> str | None:
     return device
 
 
-def _examples(args: argparse.Namespace, kind: ModuleKind, seed: int) -> tuple[Any, Any, Any]:
+def _examples(args: argparse.Namespace, seed: int) -> tuple[Any, Any, Any]:
     """Training and held-out examples, and what was left out, all before the target's weights are loaded."""
     from transformers import AutoConfig, AutoTokenizer
 
@@ -262,7 +277,13 @@ def _examples(args: argparse.Namespace, kind: ModuleKind, seed: int) -> tuple[An
     except (OSError, ValueError) as error:
         raise FileNotFoundError(f"{args.target} holds no model with a tokenizer that can be loaded: {error}") from error
     size = described.vocab_size
-    kind.check(described)
+    if args.kind == "spd":
+        _ranges(args, described)
+    elif args.anchors is None and described.num_hidden_layers < _LEAST_LAYERS:
+        raise ValueError(
+            f"EAGLE-3's three hidden states are of a target with {_LEAST_LAYERS} layers at least, and this one has {described.num_hidden_layers}: "
+            "name them with --anchors"
+        )
     if args.vocabulary is not None and not 1 <= args.vocabulary <= size:
         raise ValueError(f"a draft vocabulary of {args.vocabulary} tokens: between 1 and the target's {size}")
     with working("reading the data"):
@@ -276,7 +297,7 @@ def _examples(args: argparse.Namespace, kind: ModuleKind, seed: int) -> tuple[An
     return examples, held, lost
 
 
-def _load(args: argparse.Namespace, kind: ModuleKind, examples: Any, device: str | None) -> tuple[Any, Any]:
+def _load(args: argparse.Namespace, examples: Any, device: str | None) -> tuple[Any, Any]:
     """The target, and the draft that is trained: a new one, or that of the run that is resumed."""
     from pipespec.models.loading import load_model
     from pipespec.models.properties import end_tokens
@@ -287,43 +308,38 @@ def _load(args: argparse.Namespace, kind: ModuleKind, examples: Any, device: str
     ids = None
     if args.vocabulary is not None:
         ids = data.frequent_tokens(examples, args.vocabulary, end_tokens(model))
-    return model, kind.make(model, ids)
+    return model, _student(args, model, ids)
 
 
-class ModuleKind:
-    """Draft modules of SPD, as :func:`train_on_files` trains them. ``file``: in its folder, by which a draft is known to be there."""
+def _ranges(args: argparse.Namespace, config: Any) -> Any:
+    """The layers of each of ``--stages``."""
+    from pipespec.spd.partition import cut
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        from pipespec.spd.draft_module import CONFIG_FILE
+    return cut(config.num_hidden_layers, args.stages if len(args.stages) > 1 else args.stages[0], list).ranges
 
-        self.args, self.file = args, CONFIG_FILE
 
-    def check(self, config: Any) -> None:
-        """Check the options against the target's config, before weights are loaded."""
-        from pipespec.spd.partition import cut
+def _student(args: argparse.Namespace, model: Any, vocabulary: list[int] | None) -> Any:
+    """The new draft, or that of the folder to resume, as what :func:`pipespec.spd.training.trainer.train` trains."""
+    from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
+    from pipespec.spd.training.heads import HeadStudent, head_for
+    from pipespec.spd.training.students import PipelineStudent
 
-        stages = self.args.stages if len(self.args.stages) > 1 else self.args.stages[0]
-        self.ranges = cut(config.num_hidden_layers, stages, list).ranges
-
-    def make(self, model: Any, vocabulary: list[int] | None) -> Any:
-        """The new draft, or that of the folder to resume, for :func:`pipespec.spd.training.trainer.train`."""
-        from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
-        from pipespec.spd.training.students import PipelineStudent
-
-        args, ranges = self.args, self.ranges
-        # By default drafting takes no longer than a stage (SPD, section 3.4).
-        layers = max(1, min(end - begin for begin, end in ranges) - 1) if args.layers is None else args.layers
-        if args.resume:
-            config = DraftModuleConfig.load(args.out)
-            config.require(model, ranges)
-            if config.layers != layers:
-                raise ValueError(f"the module in {args.out} has {config.layers} layers, --layers says {layers}")
-            if args.anchors is not None and tuple(args.anchors) != config.anchors:
-                raise ValueError(
-                    f"the module in {args.out} has the anchors {' '.join(map(str, config.anchors))}, not those of --anchors"
-                )
-        else:
-            config = DraftModuleConfig.for_target(
-                model, ranges, layers=layers, vocabulary=vocabulary, types=args.types, anchors=args.anchors
+    if args.kind == "eagle3":
+        return HeadStudent(head_for(model, vocabulary, args.anchors), model, args.forward_steps)
+    ranges = _ranges(args, model.config)
+    # By default drafting takes no longer than a stage (SPD, section 3.4).
+    layers = max(1, min(end - begin for begin, end in ranges) - 1) if args.layers is None else args.layers
+    if args.resume:
+        config = DraftModuleConfig.load(args.out)
+        config.require(model, ranges)
+        if config.layers != layers:
+            raise ValueError(f"the module in {args.out} has {config.layers} layers, --layers says {layers}")
+        if args.anchors is not None and tuple(args.anchors) != config.anchors:
+            raise ValueError(
+                f"the module in {args.out} has the anchors {' '.join(map(str, config.anchors))}, not those of --anchors"
             )
-        return PipelineStudent(DraftModule.of_target(model, config).to(model.device))
+    else:
+        config = DraftModuleConfig.for_target(
+            model, ranges, layers=layers, vocabulary=vocabulary, types=args.types, anchors=args.anchors
+        )
+    return PipelineStudent(DraftModule.of_target(model, config).to(model.device))
