@@ -228,7 +228,7 @@ def _check_options(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} is missing" + (f", and {args.recipe} has none" if args.recipe else ""))
     if sum(getattr(args, name) is not None for name in _LIMITS) != 1:
         raise ValueError("give exactly one of --steps, --epochs, --tokens and --minutes")
-    if args.types is not None and args.anchors is not None:
+    if args.kind == "spd" and args.types is not None and args.anchors is not None:
         raise ValueError("give --types or --anchors, not both")
     for name in ("batch", "accumulate", "forward_steps"):
         if getattr(args, name) < 1:
