@@ -82,13 +82,6 @@ def test_fewer_types_than_depths() -> None:
         anchors_for(stages, 1)
 
 
-def test_uneven_uniform_split() -> None:
-    assert Partition.uniform(12, 8).ranges == ((0, 2), (2, 4), (4, 6), (6, 8), (8, 9), (9, 10), (10, 11), (11, 12))
-    for n in (0, 13):
-        with pytest.raises(ValueError, match="can be cut into 1 to 12 stages"):
-            Partition.uniform(12, n)
-
-
 # ---- drafting computes what training trained
 
 

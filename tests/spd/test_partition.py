@@ -61,6 +61,7 @@ def test_uniform():
     assert Partition.uniform(10, 4).counts == (3, 3, 2, 2)
     assert Partition.uniform(5, 5).counts == (1,) * 5
     assert Partition.uniform(5, 1).counts == (5,)
+    assert Partition.uniform(12, 8).ranges[3:5] == ((6, 8), (8, 9))
 
 
 def test_spans_and_owners():

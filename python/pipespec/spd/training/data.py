@@ -216,9 +216,10 @@ def _assistant_spans(
         end = len(rendered) if text.startswith(rendered) else None
         if begin is None or end is None:
             # The template renders the first or the last message differently: search for the content itself.
-            said = message["content"].strip()
-            at = text.find(said, begin if begin is not None else spans[-1][1] if spans else 0)
-            if not said or at < 0:
+            after = begin if begin is not None else spans[-1][1] if spans else 0
+            said = message["content"] if message["content"] in text[after:] else message["content"].strip()
+            at = text.find(said, after)
+            if not said.strip() or at < 0:
                 return None
             begin = at if begin is None else begin
             end = at + len(said) if end is None else end
