@@ -33,7 +33,6 @@ FILE, CLASS, FUNCTION = 600, 300, 60
 
 LONGER = {
     # One list of options, or one signature with its documentation.
-    "python/pipespec/api/base.py:generate": 90,
     "python/pipespec/api/pipeline.py:__init__": 80,
     # One launch: checks of shapes, then the choice of sizes, then the call.
     "pipespec_kernels/triton/attention.py:verify_attention": 110,
@@ -58,9 +57,6 @@ LONGER = {
     "tools/demo_family/train.py:TrainingRun": 430,
     "tools/demo_family/train.py:train_loop": 80,
     "tools/demo_family/train.py:module": 90,
-    # To be split.
-    "python/pipespec/api/base.py:BasePipeline": 420,
-    "python/pipespec/api/base.py:_decode": 80,
 }
 """What is longer, and how long at most."""
 

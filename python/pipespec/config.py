@@ -30,22 +30,14 @@ class SpeculationConfig:
 
     :meth:`of` builds it from the arguments of :class:`pipespec.Pipeline`.
 
-    Args:
-        schedule: One of :data:`pipespec.registry.SCHEDULES`.
-        lookahead: Per draft, how many tokens it may be ahead of the next stage. 0: the draft rests.
-        graphs: Captured steps in ``"plain"`` and ``"lockstep"``; ``"streams"`` always captures.
-        trace: Steps per stage that the trace of a call keeps. 0: no trace.
-        native: Stages on the CPU run in the native form where there is one, see :mod:`pipespec.engine.native`; captured steps in the fused
-            form, see :mod:`pipespec.engine.fused`.
-        exact: The target runs in a form whose bits depend on neither batch nor width (on the CPU the native one, in captured steps the exact
-            fused one), or a call is refused.
+    Attributes that are not explained at :class:`pipespec.Pipeline`, or have another form:
+        lookahead: Per draft. 0: the draft rests.
         ngram: The first draft, if it is an n-gram index instead of a model (:class:`pipespec.engine.ngram.NgramDraft`). It has its place in ``lookahead``.
         head: The draft, if it is a head that reads the target's hidden states: its path, or once it is loaded the
             :class:`pipespec.drafts.head.DraftHead`. It has its place in ``lookahead``.
-        acceptance: One of :data:`ACCEPTANCES`, see :mod:`pipespec.engine.acceptance`.
         translation: The two tokenizers, if the first draft has another one than the target (:class:`pipespec.engine.translation.Translation`).
-        controlled: The controller chooses before each round which draft proposes tokens, and how many, see :mod:`pipespec.engine.controller`. In
-            ``"lockstep"`` without captured steps; ``lookahead`` then limits only drafts whose tokens another draft verifies.
+        controlled: The controller chooses before each round which draft proposes tokens, and how many, see :mod:`pipespec.engine.controller`.
+            ``lookahead`` then limits only drafts whose tokens another draft verifies.
 
     Raises:
         TypeError: A value has the wrong type.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 
 class DoesNotFit(ValueError):
@@ -50,28 +49,15 @@ class NotKnown(Unsupported):
     """A call that runs other people's code where a pipeline would run its own: transformers decodes it, token by token, also for a ``Pipeline``."""
 
 
-class CallState:
-    """What a call had done when it failed.
+def mark_final(error: BaseException) -> None:
+    """Mark an error that must reach the caller: code of the caller raised it, or the first token was committed before it."""
+    with suppress(Exception):
+        error._pipespec_is_final = True  # type: ignore[attr-defined]
 
-    Attributes:
-        is_final: whether the error must reach the caller: code of the caller raised it, or the first token was committed before it.
-        has_streamed: whether the streamer has the prompt.
-        generator: state of torch's generator before the call drew from it; None: it has not.
-    """
 
-    def __init__(self) -> None:
-        self.is_final = self.has_streamed = False
-        self.generator: Any = None
-
-    @classmethod
-    def of(cls, error: BaseException) -> CallState:
-        """The state that belongs to an error."""
-        found = getattr(error, "_pipespec_state", None)
-        if not isinstance(found, cls):
-            found = cls()
-            with suppress(Exception):
-                error._pipespec_state = found  # type: ignore[attr-defined]
-        return found
+def is_final(error: BaseException) -> bool:
+    """Whether the error must reach the caller, and transformers does not decode the call instead."""
+    return getattr(error, "_pipespec_is_final", False) is True
 
 
 @contextmanager
@@ -80,5 +66,6 @@ def run_user_code() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        CallState.of(error).is_final |= not isinstance(error, Unsupported)
+        if not isinstance(error, Unsupported):
+            mark_final(error)
         raise

@@ -384,10 +384,10 @@ def test_masks(pipeline):
 
 def test_lengths_that_leave_nothing_to_do(pipeline):
     for new in (0, -1):
-        with pytest.raises(ValueError, match=f"max_new_tokens must be at least 1, not {new}"):
+        with pytest.raises(ValueError, match=f"max_new_tokens. must be greater than 0, but is {new}"):
             pipeline.generate(PROMPT, max_new_tokens=new)
     for length in (4, 3, 0, -5):
-        with pytest.raises(ValueError, match=f"max_length={length} .*prompt of 4.*max_new_tokens"):
+        with pytest.raises(ValueError, match=f"input_ids is 4, but .max_length. is set to {length}.*max_new_tokens"):
             pipeline.generate(PROMPT, max_length=length)
     for new in (2.5, "3", [4]):
         with pytest.raises(TypeError, match="max_new_tokens"):

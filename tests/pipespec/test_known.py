@@ -443,8 +443,6 @@ class Injector:
             not self.has_begun
             or not code.co_filename.startswith(self.root)
             or code.co_filename.endswith(("attach.py", "errors.py", "observe/text.py"))
-            # Its errors count as the streamer's.
-            or code.co_name in ("stream_prompt", "put_prompt")
         ):
             return None
         return self.on_line

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
 from pipespec.errors import Unsupported, UnsupportedInput
 from pipespec.models.devices import input_device
@@ -167,6 +168,9 @@ MOST_TOKENS = 2**30  # positions are 32-bit numbers
 _SAME_TEXT = ("static", "sliding_window", "hybrid", "hybrid_chunked")
 """Caches that a checkpoint may ask for, and whose texts are those of a dynamic one."""
 
+PREPARED = {"position_ids", "cache_position", "logits_to_keep", "output_hidden_states", "output_attentions"}
+"""Arguments of ``forward()`` that transformers adds, and that a call does not refuse for it."""
+
 _LARGEST = torch.finfo(torch.float32).max
 _SEE = "docs/generate.md lists what is supported"
 
@@ -204,22 +208,35 @@ def check_arguments(
     config = effective_config(model, generation_config, kwargs)
     check_options(config, model.generation_config)
     ids = _check_input_ids(input_ids, model, config)
-    eos = as_ids("eos_token_id", config.eos_token_id)
-    if len(eos) > MAX_EOS:
-        raise too_many_ends(len(eos))
-    as_ids("pad_token_id", config.pad_token_id)
     mask = None if attention_mask is None else _check_mask(attention_mask, ids, has_cache)
     if kwargs.get("position_ids") is not None:
-        try:
-            positions = torch.as_tensor(kwargs["position_ids"]).to(ids.device)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(f"position_ids must be a tensor of integers: {error}") from error
-        widths = {ids.shape[1]} if mask is None else {ids.shape[1], mask.shape[1]}
-        if positions.ndim != 2 or positions.shape[1] not in widths:
-            raise refusal("position_ids", positions)
-        check_positions(positions, torch.ones_like(ids) if mask is None else mask)
-    _check_length(config, ids.shape[1])
+        check_positions(kwargs["position_ids"], torch.ones_like(ids) if mask is None else mask)
     return ids, mask, config
+
+
+def passed_on(
+    config: GenerationConfig, kwargs: Mapping[str, Any], stopping_criteria: Any, tokenizer: Any
+) -> dict[str, Any]:
+    """What transformers prepares of a call with the merged ``config``: options and criteria. ``ValueError`` for stop strings without a tokenizer."""
+    # transformers ignores a tensor of an option without effect that is not a number for the computation either: NaN as an identifier.
+    passed: dict[str, Any] = {
+        name: value if name in ARGUMENTS and ARGUMENTS[name].how is How.NO_EFFECT else plain_number(value)
+        for name, value in kwargs.items()
+        if hasattr(config, name)
+    }
+    criteria = StoppingCriteriaList(stopping_criteria or [])
+    if config.stop_strings is not None:
+        if tokenizer is None:
+            raise ValueError(
+                "stop_strings needs the tokenizer: pass generate(..., stop_strings=..., tokenizer=tokenizer)"
+            )
+        # transformers drops the tokenizer before it calls a custom_generate.
+        criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings))
+        passed["stop_strings"] = None
+    if config.cache_implementation is not None:
+        # The target's own entry. The pipeline's cache takes its place.
+        passed["cache_implementation"] = "dynamic"
+    return passed | {"stopping_criteria": criteria}
 
 
 def check_penalties(
@@ -234,31 +251,30 @@ def check_penalties(
         TypeError: A value has the wrong type.
         ValueError: A number is not finite in float32, the type of the scores, or a bias is NaN or +inf.
     """
-    found: dict[str, Any] = {}
-    for name, value in (("presence_penalty", presence_penalty), ("frequency_penalty", frequency_penalty)):
-        number = plain_number(value)
-        if number is not None and (not isinstance(number, (int, float)) or isinstance(number, bool)):
-            raise TypeError(f"{name} must be a number, not {value!r}")
-        if number is not None and not abs(number) <= _LARGEST:
-            raise ValueError(f"{name} must be a finite number of float32, not {value!r}")
-        found[name] = number
+    numbers = {"presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty}
+    found: dict[str, Any] = {name: None if n is None else _as_float(name, n) for name, n in numbers.items()}
+    found["logit_bias"] = None
     if logit_bias is not None:
         if not isinstance(logit_bias, Mapping):
             raise TypeError(f"logit_bias must be a dict of token ids and numbers, not {type(logit_bias).__name__}")
-        biases = {}
-        for token, bias in logit_bias.items():
-            token, number = plain_number(token), plain_number(bias)
+        found["logit_bias"] = biases = {}
+        for given, bias in logit_bias.items():
+            token = plain_number(given)
             if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-                raise TypeError(f"logit_bias: {token!r} is not a token id")
-            if not isinstance(number, (int, float)) or isinstance(number, bool):
-                raise TypeError(f"logit_bias: the bias of token {token} must be a number, not {bias!r}")
-            if not (abs(number) <= _LARGEST or number == -math.inf):
-                raise ValueError(
-                    f"logit_bias: the bias of token {token} is {number}; it must be a finite number of float32, or -inf to forbid the token"
-                )
-            biases[token] = float(number)
-        logit_bias = biases
-    return found | {"logit_bias": logit_bias}
+                raise TypeError(f"logit_bias: {given!r} is not a token id")
+            forbids = plain_number(bias) == -math.inf
+            biases[token] = -math.inf if forbids else _as_float(f"logit_bias: the bias of token {token}", bias)
+    return found
+
+
+def _as_float(name: str, value: Any) -> float:
+    """A number that the scores can hold."""
+    number = plain_number(value)
+    if not isinstance(number, (int, float)) or isinstance(number, bool):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    if not abs(number) <= _LARGEST:
+        raise ValueError(f"{name} must be a finite number of float32, not {value!r}")
+    return float(number)
 
 
 def check_logprobs(logprobs: Any, config: GenerationConfig, vocabulary: int) -> int | None:
@@ -329,8 +345,11 @@ def _check_kind(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a start and a factor, not {value!r}")
     if name in ("suppress_tokens", "begin_suppress_tokens") and isinstance(plain_number(value), (int, float)):
         raise TypeError(f"{name} must be a list of token ids, not {value!r}")
-    if name in ("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id", "forced_bos_token_id"):
+    if name.endswith(("suppress_tokens", "eos_token_id", "pad_token_id", "forced_bos_token_id")):
         as_ids(name, value)
+    # transformers refuses numbers that leave nothing to do.
+    if name in ("max_new_tokens", "max_length") and _as_count(name, value) > MOST_TOKENS:
+        raise ValueError(f"{name}={value} is more than any row can have ({MOST_TOKENS})")
 
 
 def check_callables(logits_processor: Any = None, stopping_criteria: Any = None, streamer: Any = None) -> None:
@@ -355,11 +374,6 @@ def refusal(name: str, value: Any) -> Unsupported:
     return Unsupported(name, f"generate(): {name}={shown} is not supported: {ARGUMENTS[name].note}")
 
 
-def too_many_ends(count: int) -> UnsupportedInput:
-    """Build the error for more ids that end a text than the state block has room for."""
-    return UnsupportedInput("eos_token_id", f"eos_token_id: at most {MAX_EOS} ids, got {count}")
-
-
 def effective_config(
     model: PreTrainedModel, given: GenerationConfig | None, kwargs: dict[str, Any]
 ) -> GenerationConfig:
@@ -371,28 +385,35 @@ def effective_config(
         for name, value in given.__dict__.items():
             if value is not None:
                 setattr(config, name, copy.deepcopy(value))
-    known = config.__dict__.keys() | GenerationConfig().__dict__.keys()
-    others, ignored = {}, ("logits_to_keep", "trust_remote_code")
+    known, others = config.__dict__.keys() | GenerationConfig().__dict__.keys(), {}
     for name, value in kwargs.items():
-        how = ARGUMENTS[name].how if name in ARGUMENTS else None
         if name in known:
             setattr(config, name, value)
-        # Fields of a later GenerationConfig, too, which the installed one does not have.
-        elif value is not None and (how is None or (how is How.NO_EFFECT and name not in ignored)):
+        elif name not in (
+            "logits_to_keep",
+            "trust_remote_code",
+            "position_ids",
+        ):  # the last is compared with the mask's
             others[name] = value
-        elif name == "position_ids":
-            pass  # compared with the mask's, later
-        elif value is not None and value is not False and how is How.REFUSED:
-            raise refusal(name, value)
-    model._validate_model_kwargs(others)  # raises transformers' error for unknown names
-    for name in others:
-        raise for_forward(name)
+    unknown = {name: value for name, value in others.items() if value is not None and not _is_of_generate(name)}
+    model._validate_model_kwargs(unknown)  # raises transformers' error for unknown names
+    check_others(others)
     return config
 
 
-def for_forward(name: str) -> Unsupported:
-    """Build the error for an argument of the model's ``forward()``."""
-    return Unsupported(name, f"generate(): {name} would be passed to the model's forward(), which drafts do not see")
+def _is_of_generate(name: str) -> bool:
+    """Whether ``generate()`` itself has an argument. A later GenerationConfig may have fields that the installed one does not have."""
+    return name in ARGUMENTS and ARGUMENTS[name].how is not How.NO_EFFECT
+
+
+def check_others(values: Mapping[str, Any]) -> None:
+    """Refuse arguments that are no options: those that are refused, and those of the model's ``forward()``."""
+    for name, value in values.items():
+        if value is None or (_is_of_generate(name) and (value is False or ARGUMENTS[name].how is not How.REFUSED)):
+            continue
+        if _is_of_generate(name):
+            raise refusal(name, value)
+        raise Unsupported(name, f"generate(): {name} would be passed to the model's forward(), which drafts do not see")
 
 
 def plain_number(value: Any) -> Any:
@@ -469,25 +490,11 @@ def check_positions(given: torch.Tensor, mask: torch.Tensor) -> None:
     Raises:
         NotImplementedError: The positions differ.
     """
-    if given.shape[0] not in (1, mask.shape[0]):
+    if not isinstance(given, torch.Tensor) or given.ndim != 2 or not 0 < given.shape[1] <= mask.shape[1]:
         raise refusal("position_ids", given)
-    own = mask.long().cumsum(dim=1) - 1
-    differs = given != own[:, -given.shape[1] :]
-    if bool((differs & mask[:, -given.shape[1] :].bool()).any()):
+    own, tokens = (x[:, -given.shape[1] :] for x in (mask.long().cumsum(dim=1) - 1, mask.bool()))
+    if given.shape[0] not in (1, mask.shape[0]) or bool(((given.to(mask.device) != own) & tokens).any()):
         raise refusal("position_ids", given)
-
-
-def _check_length(config: GenerationConfig, width: int) -> None:
-    if config.max_new_tokens is not None:
-        new = _as_count("max_new_tokens", config.max_new_tokens)
-        if new <= 0:
-            raise ValueError(f"max_new_tokens must be at least 1, not {new}")
-        if new > MOST_TOKENS:
-            raise ValueError(f"max_new_tokens={new} is more than any row can have ({MOST_TOKENS})")
-    elif config.max_length is not None and config.max_length != GenerationConfig().max_length:
-        length = _as_count("max_length", config.max_length)
-        if length <= width and length != 20:  # the default, which counts new tokens
-            raise ValueError(f"max_length={length} leaves no room after a prompt of {width} tokens; use max_new_tokens")
 
 
 def _as_int(name: str, value: Any) -> int:

@@ -6,19 +6,18 @@ import copyreg
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
-import torch
 from transformers import GenerationMixin, PreTrainedModel
 
 from pipespec.api.arguments import OWN, plain_number
+from pipespec.api.base import ONLY_KNOWN
 from pipespec.api.caches import for_transformers
+from pipespec.api.chain import Draft
 from pipespec.api.pipeline import Pipeline
 from pipespec.engine.cache import RowCache
-from pipespec.engine.ngram import NgramDraft
-from pipespec.errors import CallState, NotKnown, Unsupported
+from pipespec.errors import NotKnown, Unsupported, is_final
 from pipespec.models.adapters import without_wrapper
 from pipespec.observe.text import notify_reader_of_failure
 from pipespec.process.warnings import user_stacklevel
@@ -41,30 +40,25 @@ class _Generate:
             del kwargs["custom_generate"]
         if kwargs.get("custom_generate") is not None:  # another decoding loop
             return self._by_transformers(*args, **kwargs)
-        if self.is_strict or any(
-            _has_effect(name, kwargs.get(name)) for name in OWN
-        ):  # transformers has no such arguments
+        # transformers has no arguments of pipespec's own.
+        if self.is_strict or any(_has_effect(name, kwargs.get(name)) for name in OWN):
             return self.pipeline.generate(*args, **kwargs)
         with notify_reader_of_failure(kwargs.get("streamer")):
-            failure = None
             try:
                 self._check_own()
-                return self.pipeline.generate_known(*args, **kwargs)
-            except Unsupported as error:
-                if CallState.of(error).is_final:
-                    raise
-                # transformers sets is_assistant in its calls for drafts.
-                if error.argument != "is_assistant" or "is_assistant" in kwargs:
-                    self._warn(error)
+                return self.pipeline.generate(*args, **(kwargs | {ONLY_KNOWN: True}))
             except Exception as error:
-                if CallState.of(error).is_final:
+                if is_final(error):
                     raise
-                failure = error
-            for name in OWN:
-                kwargs.pop(name, None)
-            if failure is None:
-                return self._by_transformers(*args, **kwargs)
-            return self._after_failure(failure, *args, **kwargs)
+                cause, message = _explained(error)
+            # transformers sets is_assistant in its calls for drafts.
+            is_news = cause not in self._warned and (cause != "is_assistant" or "is_assistant" in kwargs)
+            # If it fails, too, its own error counts.
+            result = self._by_transformers(*args, **{name: kwargs[name] for name in kwargs if name not in OWN})
+            if is_news:
+                self._warned.add(cause)
+                warnings.warn(message, SpeedWarning, stacklevel=user_stacklevel())
+            return result
 
     def _check_own(self) -> None:
         if self.before is not None:
@@ -74,24 +68,6 @@ class _Generate:
             if getattr(kind, name) is not getattr(GenerationMixin, name):
                 raise NotKnown("model", f"generate(): {kind.__name__} has its own {name}()")
 
-    def _after_failure(self, failure: Exception, *args: Any, **kwargs: Any) -> Any:
-        """Let transformers decode a call that has failed before its first token. Its error counts if it fails, too."""
-        state = CallState.of(failure)
-        if state.generator is not None:
-            torch.set_rng_state(state.generator)
-        if state.has_streamed:
-            kwargs["streamer"] = _AfterPrompt(kwargs["streamer"]) if kwargs.get("streamer") is not None else None
-        result = self._by_transformers(*args, **kwargs)
-        cause = f"{type(failure).__name__}: {failure}".partition("\n")[0]
-        if cause not in self._warned:
-            self._warned.add(cause)
-            warnings.warn(
-                f"generate(): the pipeline could not begin the call ({cause}), so transformers has decoded it, without drafts",
-                SpeedWarning,
-                stacklevel=user_stacklevel(),
-            )
-        return result
-
     def _by_transformers(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(kwargs.get("past_key_values"), RowCache):
             kwargs["past_key_values"] = for_transformers(self.pipeline.target, *args, **kwargs)
@@ -99,32 +75,20 @@ class _Generate:
             return self.before(*args, **kwargs)
         return type(self.pipeline.target).generate(self.pipeline.target, *args, **kwargs)
 
-    def _warn(self, error: Unsupported) -> None:
-        """Warn once for each argument, or cause."""
-        cause = str(error) if isinstance(error, NotKnown) else error.argument
-        if cause not in self._warned:
-            self._warned.add(cause)
-            warnings.warn(
-                f"{error}. So transformers decodes calls with this {error.argument} itself, without drafts; "
-                "attach(..., unsupported='raise') refuses them",
-                SpeedWarning,
-                stacklevel=user_stacklevel(),
-            )
 
-
-class _AfterPrompt:
-    """A streamer that has the prompt already."""
-
-    def __init__(self, streamer: Any) -> None:
-        self._streamer, self._is_first = streamer, True
-
-    def put(self, value: Any) -> None:
-        if not self._is_first:
-            self._streamer.put(value)
-        self._is_first = False
-
-    def end(self) -> None:
-        self._streamer.end()
+def _explained(error: Exception) -> tuple[str, str]:
+    """Why transformers decodes a call: the argument or the cause, which is named once, and the warning."""
+    if not isinstance(error, Unsupported):
+        cause = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return (
+            cause,
+            f"generate(): the pipeline could not begin the call ({cause}), so transformers has decoded it, without drafts",
+        )
+    return (
+        str(error) if isinstance(error, NotKnown) else error.argument,
+        f"{error}. So transformers decodes calls with this {error.argument} itself, without drafts; "
+        "attach(..., unsupported='raise') refuses them",
+    )
 
 
 def _has_effect(name: str, value: Any) -> bool:
@@ -136,7 +100,7 @@ def _has_effect(name: str, value: Any) -> bool:
 
 def attach(
     model: PreTrainedModel,
-    drafts: Sequence[PreTrainedModel | NgramDraft | str | Path] | PreTrainedModel | NgramDraft | str | Path | None = (),
+    drafts: Sequence[Draft] | Draft | None = (),
     *,
     unsupported: str = "plain",
     **options: Any,

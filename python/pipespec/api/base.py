@@ -12,30 +12,26 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
 from pipespec.api.arguments import (
-    ARGUMENTS,
-    How,
+    PREPARED,
     check_arguments,
     check_callables,
+    check_options,
+    check_others,
     check_penalties,
-    for_forward,
-    plain_number,
-    refusal,
+    passed_on,
 )
 from pipespec.api.output import output_of, report_of, warn_of_room
-from pipespec.api.prepare import CallOptions, PreparedCall
-from pipespec.engine.attention import MaskKind, mask_kind
-from pipespec.engine.cache import RowCache
+from pipespec.api.prepare import CallOptions, PreparedCall, prepare
 from pipespec.engine.inputs import stage_names
 from pipespec.engine.known import one_call, why_unknown
-from pipespec.errors import CallState, DoesNotFit, NotKnown
+from pipespec.errors import NotKnown, is_final, mark_final
 from pipespec.models.compat import lost_arguments
 from pipespec.models.devices import LayerDevices
 from pipespec.models.rope import reset_rope
@@ -49,35 +45,15 @@ from pipespec.process.forks import Lock
 from pipespec.process.signals import handlers_watched, is_handlers_error
 from pipespec.process.threads import keep_to_one, renew_pool
 from pipespec.process.warnings import user_stacklevel
-from pipespec.schedules.base import Decoder, Driver, SpeedWarning
+from pipespec.schedules.base import Decoder, SpeedWarning
 from pipespec.schedules.request import GenerationRequest
 
 if TYPE_CHECKING:
+    from pipespec.api.text import Progress
     from pipespec.engine.group import ForwardGroup
 
-_FALLBACK = "the cause for which transformers decodes the call"
-"""Keyword of :meth:`BasePipeline.generate` that no caller can write as an argument."""
-
-
-def _or_fall_back(generate_known: Callable[..., Any]) -> Callable[..., Any]:
-    """Fall back to transformers' decoding loop on :class:`NotKnown`, and forward any other error to the streamer. ``__wrapped__`` is the bare method."""
-
-    @functools.wraps(generate_known)
-    def generate(self: BasePipeline, *args: Any, **kwargs: Any) -> Any:
-        with notify_reader_of_failure(kwargs.get("streamer")):
-            try:
-                return generate_known(self, *args, **kwargs)
-            except NotKnown as error:
-                self._fall_back(error)
-                return generate_known(self, *args, **kwargs, **{_FALLBACK: str(error)})
-
-    return generate
-
-
-_PREPARED = {
-    "past_key_values", "logits_to_keep", "use_cache", "cache_position", "output_hidden_states", "output_attentions",
-}  # fmt: skip
-"""Arguments of ``forward()`` that transformers adds, and that the call has from elsewhere."""
+ONLY_KNOWN = "only where all code is known"
+"""Keyword of :meth:`BasePipeline.generate` that no caller can write as an argument: True raises ``NotKnown`` where transformers' loop would decode."""
 
 
 class BasePipeline:
@@ -92,8 +68,6 @@ class BasePipeline:
     """
 
     _driver: Decoder
-    _captured: Driver | None = None
-    """The driver with CUDA graphs, kept while an eager one takes its place because its static caches did not fit."""
     _group: ForwardGroup | None = None
     _is_placed = False
     """Whether the driver moves the target's hidden states between the devices of its parts."""
@@ -135,19 +109,13 @@ class BasePipeline:
         """The models with caches in this process."""
         return self.models
 
-    def _without_graphs(self, driver: Driver) -> Driver | None:
-        """What runs a call for which the static caches of ``driver`` are too large; None if nothing does."""
-        return None
-
     def _check_request(self, request: GenerationRequest) -> None:
         """Refuse a call that the options of the pipeline exclude."""
 
-    def _report(self, generation: PreparedCall) -> Report:
+    def _report(self, call: PreparedCall) -> Report:
         """The report of the call that has just run."""
-        return report_of(generation, self._driver)
+        return report_of(call, self._driver)
 
-    @_or_fall_back
-    @shortage_explained()
     @torch.no_grad()
     def generate(
         self,
@@ -176,16 +144,12 @@ class BasePipeline:
         committed, a thread that reads the streamer has the error, and the pipeline can be used again. ``docs/generate.md`` lists all arguments.
 
         Args:
-            inputs: The same as ``input_ids``.
-            generation_config: Merged as in transformers: keywords, this, the model's, defaults.
+            inputs: The same as ``input_ids``: int64 ``[B, S]``, or lists. A batch is padded on the left.
             logits_processor: Called once per generated token and row.
             stopping_criteria: Called token by token, inside of an accepted block, too.
-            prefix_allowed_tokens_fn: As in transformers.
-            input_ids: int64 ``[B, S]``, or lists. A batch is padded on the left.
-            attention_mask: ``[B, S]``, 0 for padding.
-            past_key_values: A cache that a call of a pipeline returned, or a ``DynamicCache``. ``input_ids`` is the whole text, or its new
-                tokens, with the ``attention_mask`` of the whole text.
-            streamer: Gets each token once, in order, as soon as the target has committed it.
+            past_key_values: A cache that a call of a pipeline returned, or a ``DynamicCache``. The ids are the whole text, or its new tokens, with the
+                ``attention_mask`` of the whole text.
+            streamer: Gets the prompt, then each token once, in order, as soon as the target has committed it.
             tokenizer: For ``stop_strings``.
             seed: One integer, or one per row, see :func:`pipespec.engine.sampling.row_seeds`.
             presence_penalty: Subtracted from the score of each token that the generated text holds.
@@ -208,9 +172,8 @@ class BasePipeline:
             DoesNotFit: The memory does not suffice.
             RuntimeError: The call comes from inside of a call of this pipeline: from a streamer or a processor.
         """
-        leave: str | None = kwargs.pop(_FALLBACK, None)
-        with shutdown.call(), handlers_watched(), _errors_of_handlers(), one_call():
-            renew_pool()
+        only_known = kwargs.pop(ONLY_KNOWN, False)
+        with _around_call(None if only_known else streamer):
             if inputs is not None and input_ids is not None:
                 raise ValueError("give inputs or input_ids, not both: they mean the same")
             check_callables(logits_processor, stopping_criteria, streamer)
@@ -222,106 +185,95 @@ class BasePipeline:
                 kwargs,
                 has_cache=past_key_values is not None,
             )
-            if leave is None:
-                self._check_known()
-            penalties = check_penalties(presence_penalty, frequency_penalty, logit_bias)
-            # The others are checked, and have no effect.
-            # transformers ignores a tensor here that is not a number for the computation either: NaN as an identifier.
-            kwargs = {
-                name: value if ARGUMENTS.get(name) and ARGUMENTS[name].how is How.NO_EFFECT else plain_number(value)
-                for name, value in kwargs.items()
-                if hasattr(config, name)
-            }
-            stopping_criteria = StoppingCriteriaList(stopping_criteria or [])
-            if config.stop_strings is not None:
-                if tokenizer is None:
-                    raise ValueError(
-                        "stop_strings needs the tokenizer: pass generate(..., stop_strings=..., tokenizer=tokenizer)"
-                    )
-                # transformers drops the tokenizer before it calls a custom_generate.
-                stopping_criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings))
-                kwargs["stop_strings"] = None
             options = CallOptions(
                 streamer=streamer,
                 cache=past_key_values,
                 seed=seed,
-                penalties=penalties,
+                penalties=check_penalties(presence_penalty, frequency_penalty, logit_bias),
                 grammar=grammar,
                 logprobs=logprobs,
+                only_known=only_known,
             )
-            decode = functools.partial(self._decode, call_options=options)
-            if leave is not None:
-                decode = functools.partial(self._decode_fallback, call_options=options, cause=leave)
-                if past_key_values is not None:
-                    from pipespec.api.fallback import cache_for
-
-                    own = {"input_ids": ids, "attention_mask": mask, "generation_config": generation_config}
-                    kwargs["past_key_values"] = cache_for(self.target, past_key_values, **own)
-            elif config.cache_implementation is not None:
-                # The target's own entry. The pipeline's cache takes its place.
-                kwargs["cache_implementation"] = "dynamic"
             return GenerationMixin.generate(
                 self.target,
                 inputs=ids,
                 generation_config=generation_config,
                 logits_processor=logits_processor,
-                stopping_criteria=stopping_criteria,
                 prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
                 attention_mask=mask,
-                custom_generate=decode,
-                **kwargs,
+                custom_generate=functools.partial(self._decode, call_options=options),
+                **passed_on(config, kwargs, stopping_criteria, tokenizer),
             )
-
-    generate_known: Callable[..., Any] = generate.__wrapped__  # type: ignore[attr-defined]
-    """:meth:`generate`, which raises :class:`pipespec.errors.NotKnown` before any work if other people's code takes part in the call."""
 
     def __call__(
         self,
         model: PreTrainedModel,
         input_ids: torch.Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: GenerationConfig,
+        *,
         seed: int | Sequence[int] | None = None,
         presence_penalty: float | None = None,
         frequency_penalty: float | None = None,
         logit_bias: Mapping[int, float] | None = None,
         grammar: Any = None,
         logprobs: int | None = None,
-        **model_kwargs: Any,
+        **prepared: Any,
     ) -> Any:
         """Run a call of ``model.generate(..., custom_generate=pipe)``. ``ValueError`` if ``model`` is not the target."""
         lost = lost_arguments()
-        reader = notify_reader_of_failure(lost.get("streamer"))
-        with shutdown.call(), handlers_watched(), reader, shortage_explained(), one_call():
+        with _around_call(lost.get("streamer")):
             if model is not self.target:
                 raise ValueError(
                     f"custom_generate: this pipeline generates the text of its own target, not of the {type(model).__name__} whose "
                     "generate() was called"
                 )
-            for name, value in lost.items():
-                if ARGUMENTS[name].how is How.REFUSED and value is not None and value is not False:
-                    raise refusal(name, value)
-            # transformers makes a cache if the caller gave none.
-            prepared = model_kwargs.pop("past_key_values", None)
-            cache = lost.get("past_key_values", prepared)
+            check_options(prepared["generation_config"], model.generation_config)
+            check_others(lost | {name: value for name, value in prepared.items() if name not in PREPARED})
             options = CallOptions(
                 streamer=lost.get("streamer"),
-                cache=cache,
+                cache=lost.get("past_key_values", prepared.get("past_key_values")),
                 seed=seed,
                 penalties=check_penalties(presence_penalty, frequency_penalty, logit_bias),
                 grammar=grammar,
                 logprobs=logprobs,
                 prompt_streamed=True,
             )
-            prepared_call = (model, input_ids, logits_processor, stopping_criteria, generation_config)
+            return self._decode(model, input_ids, call_options=options, **prepared)
+
+    def _decode(
+        self, model: PreTrainedModel, input_ids: torch.Tensor, *, call_options: CallOptions, **prepared: Any
+    ) -> Any:
+        """Run a call whose arguments transformers has prepared; in transformers' loop where other people's code takes part."""
+        with self._turn("generate()", "use another Pipeline there"):
+            shutdown.check()
+            self._leave_parent()
             try:
                 self._check_known()
-                return self._decode(*prepared_call, call_options=options, **model_kwargs)
+                # They may have been moved, cast or hooked since.
+                check_runnable(self.models, target_is_placed=self._is_placed)
+                check_checkpointing(self.models)
+                is_drawn = prepared["generation_config"].do_sample and call_options.seed is None
+                with _generator_restored() if is_drawn else nullcontext():
+                    call = prepare(self.target, input_ids, call_options, **prepared)
+                    _check_on_all_ranks(self._group, call, self._check_call)
+                    return self._run(call)
             except NotKnown as error:
-                self._fall_back(error)
-                model_kwargs["past_key_values"] = prepared
-                return self._decode_fallback(*prepared_call, call_options=options, cause=str(error), **model_kwargs)
+                if call_options.only_known:
+                    raise
+                cause = str(error)
+            if cause not in self._causes:
+                self._causes.add(cause)
+                warn_of(f"{cause}. transformers' own loop decodes such calls, token by token")
+            from pipespec.api.fallback import decode as decode_by_transformers
+
+            self.partial, cause = None, cause.removeprefix("generate(): ")
+            try:
+                result, self.report = decode_by_transformers(
+                    model, input_ids, options=call_options, cause=cause, **prepared
+                )
+            except BaseException as error:
+                self.partial = getattr(error, "partial", None)
+                raise
+            return result
 
     def _check_known(self) -> None:
         """Raise ``NotKnown`` if the target runs other people's code."""
@@ -329,106 +281,24 @@ class BasePipeline:
         if reason is not None:
             raise NotKnown("model", f"generate(): drafts cannot speed this model up: {reason}")
 
-    def _fall_back(self, error: NotKnown) -> None:
-        """Warn, once for each cause, of a call that transformers decodes."""
-        if str(error) not in self._causes:
-            self._causes.add(str(error))
-            warn_of(f"{error}. transformers' own loop decodes such calls, token by token")
-
-    def _decode_fallback(self, *prepared_call: Any, call_options: CallOptions, cause: str, **model_kwargs: Any) -> Any:
-        """Run a call whose arguments transformers has prepared in transformers' loop."""
-        from pipespec.api.fallback import decode as decode_by_transformers
-
-        with self._turn("generate()", "use another Pipeline there"):
-            self.partial, cache = None, call_options.cache
-            held = (list(cache.lengths), cache.text) if isinstance(cache, RowCache) else None
-
-            def keep(text: torch.Tensor | None) -> None:
-                self.partial = text
-                if isinstance(cache, RowCache) and held is not None:
-                    cache.recover(*held)
-
-            result, self.report = decode_by_transformers(
-                *prepared_call,
-                options=call_options,
-                cause=cause.removeprefix("generate(): "),
-                on_failure=keep,
-                **model_kwargs,
-            )
-            return result
-
-    def _decode(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: GenerationConfig,
-        *,
-        call_options: CallOptions,
-        **model_kwargs: Any,
-    ) -> Any:
-        """Run a call whose arguments transformers has prepared."""
-        # Not parameters: transformers would pass those of a callable twice.
-        attention_mask, position_ids = model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)
-        for name in model_kwargs.keys() - _PREPARED:
-            if model_kwargs[name] is not None:
-                raise refusal(name, model_kwargs[name]) if name in ARGUMENTS else for_forward(name)
-        with self._turn("generate()", "use another Pipeline there"):
-            shutdown.check()
-            self._leave_parent()
-            # They may have been moved, cast or hooked since.
-            check_runnable(self.models, target_is_placed=self._is_placed)
-            check_checkpointing(self.models)
-            if len(input_ids) > 1 and mask_kind(self.target.config) is MaskKind.NONE:
-                raise NotKnown(
-                    "model",
-                    f"generate(): {self.target.config._attn_implementation} attention takes no masks for rows of different lengths",
-                )
-            generation = PreparedCall(
-                self.target,
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                call_options,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-            )
-            request = generation.request()
-            try:
-                self._check_call(request)
-            except BaseException as error:
-                if self._group is not None:
-                    self._group.agree(request.inputs.prompts, request.inputs.limits, error)
-                raise
-            generation.draw_seeds()
-            request = generation.request(generation.progress.on_commit)
-            if self._group is not None:
-                self._group.agree(request.inputs.prompts, request.inputs.limits)
-                if not self._group.is_leader:
-                    generation.follow()
-            self.partial = None
-            try:
-                if not call_options.prompt_streamed:
-                    generation.progress.stream_prompt()
-                self._leave_parent()  # the streamer may have forked
-                with self._leading(generation):
-                    self._driver.run(request)
-                    generation.progress.finish()
-                self.report = self._report(generation)
-                warn_of_room(self._driver)
-                return output_of(generation, self.report, functools.partial(request.return_cache, self._driver.target))
-            except BaseException as error:
-                request.take_back()
-                state = CallState.of(error)
-                state.is_final |= any(generation.progress.text.counts())
-                state.has_streamed, state.generator = generation.progress.has_streamed_prompt, generation.generator
-                if call_options.streamer is None or call_options.prompt_streamed or state.has_streamed:
-                    with suppress(Exception):
-                        self.partial = error.partial = generation.progress.text.sequences()  # type: ignore[attr-defined]
-                        error.add_note("What was generated until then is in the pipeline's .partial")
-                raise
+    def _run(self, call: PreparedCall) -> Any:
+        progress, request = call.progress, call.request
+        self.partial = None
+        try:
+            with _leading(self._group, progress):
+                self._driver.run(request)
+                progress.finish()
+            self.report = self._report(call)
+            warn_of_room(self._driver)
+            return output_of(call, self.report, functools.partial(request.return_cache, self._driver.target))
+        except BaseException as error:
+            request.take_back()
+            if any(progress.text.counts()):
+                mark_final(error)
+            with suppress(Exception):
+                self.partial = error.partial = progress.text.sequences()  # type: ignore[attr-defined]
+                error.add_note("What was generated until then is in the pipeline's .partial")
+            raise
 
     def _check_call(self, request: GenerationRequest) -> None:
         """Refuse what the target or the decoder cannot do, and what does not fit the memory."""
@@ -437,20 +307,6 @@ class BasePipeline:
             reset_rope(model)
         self._check_request(request)
         self._check_memory(request)
-
-    @contextmanager
-    def _leading(self, generation: PreparedCall) -> Iterator[None]:
-        """Tell the other ranks of a tensor-parallel target how the call has ended, if this one leads them."""
-        group = self._group if self._group is not None and self._group.is_leader else None
-        try:
-            yield
-        except BaseException as error:
-            if group is not None:
-                with suppress(Exception):
-                    group.fail(error)
-            raise
-        if group is not None:
-            group.end(generation.progress.text.generated())
 
     def _leave_parent(self) -> None:
         """In a fork, get a decoder of this process. ``RuntimeError`` where a fork cannot run the models."""
@@ -465,23 +321,22 @@ class BasePipeline:
         _keep_to_one_thread()
 
     def _check_memory(self, request: GenerationRequest) -> None:
-        """See :func:`pipespec.preflight.memory.check_memory`. A call whose static caches do not fit, and whose growing ones may, runs without graphs."""
-        if self._captured is not None:
-            captured, self._captured = self._captured, None
-            self._driver.close()
-            self._driver = captured
-        driver = self._driver
+        """See :func:`pipespec.preflight.memory.check_memory`."""
+        driver, inputs = self._driver, request.inputs
         static = driver.has_static_caches(request)
-        try:
-            _check_caches(self, request, static)
-        except DoesNotFit as error:
-            if not static or not isinstance(driver, Driver) or (eager := self._without_graphs(driver)) is None:
-                raise
-            driver.release()
-            driver.close()
-            self._captured, self._driver = driver, eager
-            _check_caches(self, request, False)
-            driver.warn_slower(f"static caches do not fit, so calls like this one run without graphs: {error}")
+        names = {id(m): name for m, name in zip(self.models, stage_names(len(self.models)), strict=True)}
+        caching = {names[id(model)]: model for model in self._caching()}
+        check_memory(
+            caching,
+            rows=len(inputs.prompts),
+            longest=max(map(len, inputs.prompts)),
+            limit=inputs.most,
+            graphs=static,
+            copied="target" in caching and request.copies_cache(static or driver.keeps_cache),
+            distributions=driver.distribution_bytes(request),
+            reusable_bytes=lambda: driver.reusable_bytes(request),
+            release_unused=lambda: driver.release_unused(request),
+        )
 
     @contextmanager
     def _turn(self, what: str, instead: str) -> Iterator[None]:
@@ -496,32 +351,61 @@ class BasePipeline:
                 self._owner = None
 
 
-def _check_caches(pipeline: BasePipeline, request: GenerationRequest, static: bool) -> None:
-    driver, inputs = pipeline._driver, request.inputs
-    names = {id(m): name for m, name in zip(pipeline.models, stage_names(len(pipeline.models)), strict=True)}
-    caching = {names[id(model)]: model for model in pipeline._caching()}
-    check_memory(
-        caching,
-        rows=len(inputs.prompts),
-        longest=max(map(len, inputs.prompts)),
-        limit=inputs.most,
-        graphs=static,
-        copied="target" in caching and request.copies_cache(static or driver.keeps_cache),
-        distributions=driver.distribution_bytes(request),
-        reusable_bytes=lambda: driver.reusable_bytes(request),
-        release_unused=lambda: driver.release_unused(request),
-    )
+@contextmanager
+def _around_call(streamer: Any) -> Iterator[None]:
+    """Around a call of ``generate()``, whose errors go to the reader of ``streamer``, too."""
+    with notify_reader_of_failure(streamer), shortage_explained(), shutdown.call(), handlers_watched(), one_call():
+        renew_pool()
+        try:
+            yield
+        except Exception as error:
+            if is_handlers_error(error):  # it ends the call
+                mark_final(error)
+            raise
 
 
 @contextmanager
-def _errors_of_handlers() -> Iterator[None]:
-    """Mark the errors of signal handlers: they end the call."""
+def _generator_restored() -> Iterator[None]:
+    """After a failure before the first token, transformers finds torch's generator as it was."""
+    before = torch.get_rng_state()
     try:
         yield
-    except Exception as error:
-        if is_handlers_error(error):
-            CallState.of(error).is_final = True
+    except BaseException as error:
+        if not is_final(error):
+            torch.set_rng_state(before)
         raise
+
+
+def _check_on_all_ranks(
+    group: ForwardGroup | None, call: PreparedCall, check: Callable[[GenerationRequest], None]
+) -> None:
+    """Check a call, and that of a tensor-parallel target on all ranks."""
+    prompts, limits = call.request.inputs.prompts, call.request.inputs.limits
+    try:
+        check(call.request)
+    except BaseException as error:
+        if group is not None:
+            group.agree(prompts, limits, error)
+        raise
+    if group is not None:
+        group.agree(prompts, limits)
+        if not group.is_leader:
+            call.follow()
+
+
+@contextmanager
+def _leading(group: ForwardGroup | None, progress: Progress) -> Iterator[None]:
+    """Tell the other ranks of a tensor-parallel target how the call has ended, if this one leads them."""
+    leads = group is not None and group.is_leader
+    try:
+        yield
+    except BaseException as error:
+        if group is not None and leads:
+            with suppress(Exception):
+                group.fail(error)
+        raise
+    if group is not None and leads:
+        group.end(progress.text.generated())
 
 
 _pipelines: weakref.WeakSet[BasePipeline] = weakref.WeakSet()

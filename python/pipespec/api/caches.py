@@ -216,17 +216,11 @@ def for_transformers(
     attention_mask: Any = None,
     **kwargs: Any,
 ) -> Cache:
-    """The cache for a call of ``generate()`` with these arguments that transformers decodes, which counts columns, padding included.
-
-    Raises:
-        NotImplementedError: The cache cannot have the call's columns.
-    """
-    cache, given = past_key_values, inputs_embeds
-    if given is None:
-        given = inputs if input_ids is None else input_ids
-    if not isinstance(given, torch.Tensor) or given.ndim < 2:
-        return cache
+    """:func:`in_columns` for a call of ``generate()`` with these arguments that transformers decodes."""
+    given = inputs_embeds if inputs_embeds is not None else inputs if input_ids is None else input_ids
     mask = attention_mask
+    if not isinstance(given, torch.Tensor) or given.ndim < 2:
+        return past_key_values
     if mask is None:
         mask = torch.ones(given.shape[:2], dtype=torch.long, device=given.device)
         tokens: dict[str, Any] = {name: kwargs[name] for name in ("pad_token_id", "eos_token_id") if name in kwargs}
@@ -235,8 +229,17 @@ def for_transformers(
         if inputs_embeds is None and pad is not None and int(pad) not in ends:
             mask = (given != int(pad)).long()
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
-        return cache
-    lengths, cached = set(cache.lengths), mask.shape[1] - given.shape[1]
+        return past_key_values
+    return in_columns(past_key_values, mask, given.shape[1])
+
+
+def in_columns(cache: RowCache, mask: torch.Tensor, width: int) -> Cache:
+    """The cache for a call that transformers decodes, which counts columns, padding included. ``width``: the columns of ``input_ids``.
+
+    Raises:
+        NotImplementedError: The cache cannot have the call's columns.
+    """
+    lengths, cached = set(cache.lengths), mask.shape[1] - width
     if len(lengths) == 1 and bool((mask[:, : max(lengths)] != 0).all()):
         return cache  # tokens are columns
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from transformers import PreTrainedModel
@@ -26,6 +26,9 @@ from pipespec.registry import SCHEDULES
 
 if TYPE_CHECKING:
     from pipespec.engine.translation import Translation
+
+
+Draft: TypeAlias = PreTrainedModel | NgramDraft | str | Path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,14 @@ one token per row, drawn with the noise of the row's key.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
-from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
-from pipespec.api.caches import for_transformers
+from pipespec.api.caches import in_columns
 from pipespec.api.output import PipelineOutput
 from pipespec.api.prepare import CallOptions
 from pipespec.engine.cache import RowCache
@@ -35,7 +36,7 @@ class _Choice:
 
     Args:
         seeds: per row, the key of its noise; None: greedy.
-        skipped: of :func:`_skipped`.
+        skipped: per row, columns that hold no token of its own.
 
     Attributes:
         ids: those of the last call, ``[B, n]``.
@@ -79,7 +80,6 @@ def decode(
     *,
     options: CallOptions,
     cause: str,
-    on_failure: Callable[[torch.Tensor | None], None],
     **model_kwargs: Any,
 ) -> tuple[Any, Report]:
     """Run a call whose arguments transformers has prepared in the loop of ``model``.
@@ -87,7 +87,6 @@ def decode(
     Args:
         input_ids: ``[B, S]``, as all arguments that transformers prepares.
         cause: why the call is left to it.
-        on_failure: gets the text so far if the call fails.
         **model_kwargs: for the forward.
 
     Returns:
@@ -95,18 +94,28 @@ def decode(
 
     Raises:
         NotImplementedError: an argument of pipespec's own that this loop does not have.
+
+    An error of the call has the text so far as ``partial``.
     """
-    config, rows = generation_config, len(input_ids)
+    config, cache, (rows, width) = generation_config, options.cache, input_ids.shape
     if options.grammar is not None or options.logprobs is not None:
         name = "grammar" if options.grammar is not None else "logprobs"
         raise Unsupported(name, f"generate(): {name} is not supported where transformers decodes: {cause}")
-    seeds = None
-    if config.do_sample or options.seed is not None:
-        seeds = row_seeds(options.seed, rows)
+    seeds = row_seeds(options.seed, rows) if config.do_sample or options.seed is not None else None
     seeds = seeds if config.do_sample else None
-    processors = with_penalties(logits_processor, input_ids.shape[1], **options.penalties)
+    mask = model_kwargs.get("attention_mask")
+    if mask is None or mask.ndim != 2:
+        mask = input_ids.new_ones((rows, mask_columns_of_call(config, model_kwargs.get("position_ids"), width)))
+    held = None
+    if isinstance(cache, RowCache):
+        held = list(cache.lengths), cache.text
+        cache = in_columns(cache, mask, width)
+    if cache is not None:
+        model_kwargs["past_key_values"] = cache
+    processors = with_penalties(logits_processor, width, **options.penalties)
     keeps = bool(config.return_dict_in_generate and config.output_scores)
-    choice = _Choice(seeds, _skipped(input_ids, config, model_kwargs), keeps)
+    # Per row, columns of input_ids that are padding, less the tokens that the mask has before them.
+    choice = _Choice(seeds, width - (mask != 0).sum(1), keeps)
     if options.streamer is not None and not options.prompt_streamed:
         options.streamer.put(input_ids.cpu())
     began = time.perf_counter()
@@ -121,29 +130,19 @@ def decode(
             streamer=options.streamer,
             **model_kwargs,
         )
-    except BaseException:
-        on_failure(choice.ids)
+    except BaseException as error:
+        if isinstance(options.cache, RowCache) and held is not None:
+            options.cache.recover(*held)
+        with suppress(Exception):
+            error.partial = choice.ids  # type: ignore[attr-defined]
         raise
     sequences = result if isinstance(result, torch.Tensor) else result.sequences
-    report = _report(sequences, input_ids.shape[1], time.perf_counter() - began, choice, cause, seeds)
+    report = _report(sequences, width, time.perf_counter() - began, choice, cause, seeds)
     if isinstance(result, torch.Tensor):
         return result, report
     scores, cache = tuple(choice.scores) if keeps else None, result.past_key_values
     output = PipelineOutput(sequences, scores, result.logits, past_key_values=cache, speculation=report)
     return output, report
-
-
-def cache_for(model: PreTrainedModel, cache: Cache | None, **call: Any) -> Cache | None:
-    """The caller's cache for transformers' loop, see :func:`pipespec.api.caches.for_transformers`."""
-    return for_transformers(model, past_key_values=cache, **call) if isinstance(cache, RowCache) else cache
-
-
-def _skipped(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> torch.Tensor:
-    """Per row, columns of ``input_ids`` that are padding, less the tokens that the mask has before them."""
-    (rows, width), mask = input_ids.shape, model_kwargs.get("attention_mask")
-    if mask is None or mask.ndim != 2:
-        return torch.full((rows,), width - mask_columns_of_call(config, model_kwargs.get("position_ids"), width))
-    return width - (mask != 0).sum(1)
 
 
 def _report(

@@ -49,15 +49,14 @@ class PipelineOutput(GenerateDecoderOnlyOutput):
 
 def report_of(call: PreparedCall, decoder: Decoder) -> Report:
     """The report of a call that ``decoder`` has run."""
-    progress, rows, names, traces = call.progress, len(call.prompts), decoder.names, decoder.traces()
-    assert progress.seconds is not None
-    translated, first = decoder.translated, progress.seconds_to_first
+    progress, rows, names, traces = call.progress, len(call.request.inputs.prompts), decoder.names, decoder.traces()
+    translated = decoder.translated
     return Report(
         schedule=decoder.ran_as,
         rows=rows,
         tokens=sum(progress.text.counts()),
         seconds=progress.seconds,
-        seconds_to_first_token=first if first is not None else progress.seconds,
+        seconds_to_first_token=progress.seconds_to_first,
         stages=tuple(
             stage_report(name, decoder.block, i, rows, form, translated.get(i))
             for i, (name, form) in enumerate(zip(names, decoder.forms, strict=True))
@@ -88,9 +87,9 @@ def output_of(call: PreparedCall, report: Report, return_cache: ReturnCache) -> 
         return sequences
     steps = sequences.shape[1] - text.input_ids.shape[1]
     scores = logits = logprobs = None
-    if call.record is not None:
-        scores, logits = _per_token(call, call.record.scores, steps), _per_token(call, call.record.logits, steps)
-        logprobs = _logprobs(call, call.record, steps)
+    if (record := call.request.record) is not None:
+        scores, logits = _per_token(call, record.scores, steps), _per_token(call, record.logits, steps)
+        logprobs = _logprobs(call, record, steps)
     return PipelineOutput(
         sequences=sequences, scores=scores, logits=logits, past_key_values=cache, speculation=report, logprobs=logprobs
     )
@@ -115,7 +114,7 @@ def _per_token(
 
 def _returned_cache(call: PreparedCall, return_cache: ReturnCache) -> Cache | None:
     """The target's keys and values of all but each row's last token, where the caller gets them."""
-    if not call.returns_cache:
+    if not call.request.returns_cache:
         return None
     own, cache = return_cache([n - 1 for n in call.progress.text.lengths]), call.options.cache
     if own is not None and not call.is_text_known:

@@ -11,12 +11,21 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.api.base import BasePipeline, warn_of
-from pipespec.api.chain import Chain, Loading, check_group_drafts, check_rank_drafts, given_drafts, head_of, load_chain
+from pipespec.api.chain import (
+    Chain,
+    Draft,
+    Loading,
+    check_group_drafts,
+    check_rank_drafts,
+    given_drafts,
+    head_of,
+    load_chain,
+)
 from pipespec.api.prepare import PreparedCall
 from pipespec.config import SpeculationConfig
 from pipespec.engine.cached_text import forward_group
 from pipespec.engine.ngram import NgramDraft, first_of
-from pipespec.errors import CallState, NotCapturable, NotKnown, UnsupportedInput
+from pipespec.errors import DoesNotFit, NotCapturable, NotKnown, UnsupportedInput, mark_final
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import input_device, why_not_whole
 from pipespec.models.loading import gguf_path
@@ -113,15 +122,13 @@ class Pipeline(BasePipeline):
         DoesNotFit: The models do not fit the memory.
     """
 
+    _captured: Driver | None = None
+    """The driver with CUDA graphs, kept while an eager one takes its place because its static caches did not fit."""
+
     def __init__(
         self,
         target: PreTrainedModel | str | Path,
-        drafts: Sequence[PreTrainedModel | NgramDraft | str | Path]
-        | PreTrainedModel
-        | NgramDraft
-        | str
-        | Path
-        | None = (),
+        drafts: Sequence[Draft] | Draft | None = (),
         *,
         schedule: str | None = None,
         lookahead: int | Sequence[int] | None = None,
@@ -178,10 +185,7 @@ class Pipeline(BasePipeline):
         self._notes += tuple(chain.notes)
         self._unchecked = [] if chain.is_known or chain.head is not None else [*draft_models, target]
         # 3. The driver.
-        if chain.translation is not None:
-            options["translation"] = chain.translation
-            config = SpeculationConfig.of(len(given), schedule=config.schedule, **options)
-        options["head"] = chain.head
+        options |= {"head": chain.head, "translation": chain.translation}
         if config.ngram is not None:
             options["ngram"] = config.ngram.for_target(target, chain.models[-1])
         with handlers_watched():
@@ -205,7 +209,7 @@ class Pipeline(BasePipeline):
         self, chain: Chain, num_drafts: int, schedule: str | None, options: dict[str, Any]
     ) -> Driver | FollowerDriver:
         """The driver of the named schedule, or of the default one."""
-        fallback = None
+        is_named = schedule is not None
         if schedule is None:
             in_turn = SpeculationConfig.of(max(1, num_drafts), schedule=LOCKSTEP.name, **options)
             schedule, options["graphs"], index_joins = default_schedule(
@@ -219,7 +223,6 @@ class Pipeline(BasePipeline):
             )
             if index_joins:
                 options["ngram"], num_drafts = NgramDraft(), num_drafts + 1
-            fallback = SpeculationConfig.of(num_drafts, schedule=LOCKSTEP.name, **options)
         config = SpeculationConfig.of(num_drafts, schedule=schedule, **options)
         _check_form(chain.models, config)
         on_gpu = input_device(chain.models[-1]).type == "cuda"
@@ -229,12 +232,13 @@ class Pipeline(BasePipeline):
             from pipespec.schedules.follower import FollowerDriver
 
             return FollowerDriver(chain.models, config)
-        if fallback is None or not config.schedule_row.has_processes:
+        if is_named or not config.schedule_row.has_processes:
             return _make_driver_or_fallback(chain.models, config)
         try:
             return make_driver(chain.models, config)
         except (ValueError, RuntimeError) as error:
             raise_handlers_error()
+            fallback = SpeculationConfig.of(num_drafts, schedule=LOCKSTEP.name, **options)
             self._notes += (f"schedule={fallback.schedule!r} instead of {config.schedule!r}: {error}",)
             return make_driver(chain.models, fallback)
 
@@ -262,9 +266,24 @@ class Pipeline(BasePipeline):
     def _caching(self) -> Sequence[PreTrainedModel]:
         return self.models if self.config.schedule_row.has_drafts else self.models[-1:]
 
-    def _without_graphs(self, driver: Driver) -> Driver | None:
-        # Growing caches have other addresses, and the exact form has other bits than the modules.
-        return None if driver.config.exact else make_driver(driver.models, _eager(driver.config))
+    def _check_memory(self, request: GenerationRequest) -> None:
+        """A call whose static caches do not fit, and whose growing ones may, runs without graphs."""
+        if self._captured is not None:
+            captured, self._captured = self._captured, None
+            self._driver.close()
+            self._driver = captured
+        driver = self._driver
+        try:
+            super()._check_memory(request)
+        except DoesNotFit as error:
+            # Growing caches have other addresses, and the exact form has other bits than the modules.
+            if self.config.exact or not isinstance(driver, Driver) or not driver.has_static_caches(request):
+                raise
+            driver.release()
+            driver.close()
+            self._captured, self._driver = driver, make_driver(driver.models, _eager(driver.config))
+            super()._check_memory(request)
+            driver.warn_slower(f"static caches do not fit, so calls like this one run without graphs: {error}")
 
     def _check_known(self) -> None:
         try:
@@ -273,7 +292,7 @@ class Pipeline(BasePipeline):
             if not self.config.exact:
                 raise
             failed = ValueError(f"exact=True: {error}; transformers' own loop has other bits")
-            CallState.of(failed).is_final = True
+            mark_final(failed)
             raise failed from error
 
     def _check_request(self, request: GenerationRequest) -> None:
@@ -289,8 +308,8 @@ class Pipeline(BasePipeline):
         if self.config.exact:
             _check_form(self.models, self.config)
 
-    def _report(self, generation: PreparedCall) -> Report:
-        report = super()._report(generation)
+    def _report(self, call: PreparedCall) -> Report:
+        report = super()._report(call)
         self._note_other_tokenizers(report)
         if not self._notes:
             return report

@@ -11,7 +11,6 @@ import torch
 
 from pipespec.engine.callers import call_with_ids
 from pipespec.engine.sampler import ScoreRecord
-from pipespec.errors import run_user_code
 from pipespec.process import shutdown
 from pipespec.schedules.request import TextSource
 
@@ -82,7 +81,7 @@ class Criteria:
         criteria: Sequence[Any],
         pads: bool,
         record: ScoreRecord | None,
-        check_model: Callable[[], None] | None = None,
+        check_model: Callable[[], None],
     ) -> None:
         self._text, self._criteria, self._pads, self._record = text, criteria, pads, record
         self._check_model = check_model
@@ -103,8 +102,7 @@ class Criteria:
             open_ = [row for row in range(len(committed)) if not text.has_ended(row)]
             if not open_ or any(committed[row] == text.lengths[row] for row in open_):
                 return
-            if self._check_model is not None:
-                self._check_model()
+            self._check_model()
             at = self._width + self._num_checked
             self._num_checked += 1
             for row in open_:
@@ -125,99 +123,44 @@ class Criteria:
                     text.stop(row)
 
 
-class Stream:
-    """Passes tokens to a streamer, each one once and in order, as transformers does."""
-
-    def __init__(self, text: CommittedText, streamer: Any, check_model: Callable[[], None] | None = None) -> None:
-        self._text, self._streamer, self._check_model = text, streamer, check_model
-        self.has_prompt = False
-        self._streamed = 0  # new tokens per row
-
-    def put_prompt(self) -> None:
-        # In one statement: after an error the streamer has the prompt if and only if this says so.
-        with run_user_code():
-            _, self.has_prompt = self._streamer.put(self._text.input_ids.cpu()), True
-
-    def _put(self, tokens: list[int], is_first: bool) -> None:
-        if self._check_model is not None and not is_first:
-            self._check_model()
-        self._streamer.put(torch.tensor(tokens, device="cpu"))
-
-    def put_new(self, final: bool) -> None:
-        text = self._text
-        if len(text.starts) == 1:
-            new = text.tokens(0, text.starts[0] + self._streamed, text.lengths[0])
-            self._streamed += len(new)
-            # One by one, as transformers does outside of assisted decoding, unless the streamer takes blocks.
-            blocks = [new] if getattr(self._streamer, "takes_blocks", False) else [[token] for token in new]
-            for i, block in enumerate(blocks):
-                if block:
-                    self._put(block, i == 0)
-            return
-        # As transformers streams a batch: one token of each row at a time, so the slowest row sets the pace.
-        counts = text.counts()
-        if final:
-            whole = max(counts)
-        else:
-            whole = min((n for row, n in enumerate(counts) if not text.has_ended(row)), default=0)
-        first = self._streamed
-        while self._streamed < whole:
-            i = self._streamed
-            self._streamed += 1
-            column = [
-                text.tokens(row, start + i, start + i + 1)[0] if i < count else text.pad
-                for row, (start, count) in enumerate(zip(text.starts, counts, strict=True))
-            ]
-            self._put(column, i == first)
-
-    def end(self) -> None:
-        self._streamer.end()
-
-
 class Progress:
     """The progress of a call's text, from step to step of the target.
 
     Args:
+        criteria: None: the call has none but its lengths and end tokens.
+        streamer: The caller's; None: there is none. ``has_prompt``: Whether it has the prompt already.
         max_length: transformers' criterion, which warns of texts beyond the model's length.
-        check_model: Raises if the caller's code has changed the model; None: the call has no code that could.
+        check_model: Raises if the caller's code has changed the model.
 
     Attributes:
-        seconds_to_first: Until the first step of the target; None before it.
-        seconds: Of the call; None until it is finished.
+        seconds_to_first: Until the first step of the target; 0 before it.
+        seconds: Of the call; 0 until it is finished.
     """
 
     def __init__(
         self,
         text: CommittedText,
         criteria: Criteria | None,
-        stream: Stream | None,
+        streamer: Any,
         record: ScoreRecord | None,
         max_length: Any,
-        check_model: Callable[[], None] | None = None,
+        check_model: Callable[[], None],
+        *,
+        has_prompt: bool,
     ) -> None:
-        self.text, self._check_model = text, check_model
-        self._criteria, self._stream, self._record, self._max_length = criteria, stream, record, max_length
+        self._has_prompt = has_prompt
+        self.text, self._check_model, self._max_length = text, check_model, max_length
+        self._criteria, self._streamer, self._record = criteria, streamer, record
         self._began = time.perf_counter()
-        self.seconds_to_first: float | None = None
-        self.seconds: float | None = None
-
-    def stream_prompt(self) -> None:
-        """Give the prompt to the streamer, as transformers does before it decodes."""
-        if self._stream is not None:
-            self._stream.put_prompt()
-
-    @property
-    def has_streamed_prompt(self) -> bool:
-        """Whether the streamer has the prompt of :meth:`stream_prompt`."""
-        return self._stream is not None and self._stream.has_prompt
+        self._streamed = 0  # new tokens per row
+        self.seconds_to_first = self.seconds = 0.0
 
     def on_commit(self, source: TextSource) -> None:
         """Check the new tokens of a step against the criteria, then stream them."""
         shutdown.check()
-        if self.seconds_to_first is None:
+        if not self.seconds_to_first:
             self.seconds_to_first = time.perf_counter() - self._began
-        if self._check_model is not None:
-            self._check_model()
+        self._check_model()
         text = self.text
         text.source = source
         committed = [source.length(source.target, row) for row in range(len(text.starts))]
@@ -229,8 +172,35 @@ class Progress:
             self._criteria.check(committed)
         else:
             text.lengths = committed
-        if self._stream is not None:
-            self._stream.put_new(final=False)
+        self._stream(final=False)
+
+    def _stream(self, final: bool) -> None:
+        """Pass the prompt and the new tokens to the streamer, each one once and in order, as transformers does. Before the first token it gets nothing."""
+        text, counts, begin = self.text, self.text.counts(), self._streamed
+        if self._streamer is None or not any(counts):
+            return
+        if not self._has_prompt:
+            self._has_prompt = True
+            self._streamer.put(text.input_ids.cpu())
+        if len(counts) == 1:
+            self._streamed = counts[0]
+            tokens = text.tokens(0, text.starts[0] + begin, text.lengths[0])
+            # One by one, as transformers does outside of assisted decoding, unless the streamer takes blocks.
+            takes_blocks = getattr(self._streamer, "takes_blocks", False)
+            blocks = [tokens] if tokens and takes_blocks else [[token] for token in tokens]
+        else:
+            # As transformers streams a batch: one token of each row at a time, so the slowest row sets the pace.
+            open_ = [n for row, n in enumerate(counts) if not text.has_ended(row)]
+            self._streamed = end = max(begin, max(counts) if final else min(open_, default=0))
+            new = [
+                text.tokens(row, start + min(n, begin), start + min(n, end))
+                for row, (start, n) in enumerate(zip(text.starts, counts, strict=True))
+            ]
+            blocks = [[row[i] if i < len(row) else text.pad for row in new] for i in range(end - begin)]
+        for i, block in enumerate(blocks):
+            if i:
+                self._check_model()
+            self._streamer.put(torch.tensor(block, device="cpu"))
 
     def follow(self) -> None:
         """Take the text as it comes, without criteria and record."""
@@ -241,7 +211,7 @@ class Progress:
         # transformers' warning of texts beyond the model's length, at the last length from which it would continue.
         reached = min(self.text.input_ids.shape[1] + max(self.text.counts()), int(self._max_length.max_length) - 1)
         self._max_length(self.text.input_ids.new_empty((1, reached)), None)
-        if self._stream is not None:
-            self._stream.put_new(final=True)
-            self._stream.end()
+        self._stream(final=True)
+        if self._streamer is not None:
+            self._streamer.end()
         self.seconds = time.perf_counter() - self._began

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.engine.known import record_within
-from pipespec.errors import CallState, Unsupported
+from pipespec.errors import Unsupported, mark_final
 from pipespec.models.originals import is_original
 from pipespec.models.rope import is_dynamic, rope_type
 
@@ -103,5 +103,5 @@ def _final(argument: str, what: str) -> Unsupported:
         argument,
         f"generate(): {what}, which a pipeline cannot follow; detach() the model, or call transformers' generate()",
     )
-    CallState.of(error).is_final = True
+    mark_final(error)
     return error

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from pipespec.process import files
 
 if TYPE_CHECKING:
     from pipespec.schedules.request import TextSource
@@ -122,9 +125,9 @@ class Report:
 
     def save_trace(self, path: Path | str) -> None:
         """Write the steps of all stages as JSON for https://ui.perfetto.dev. Raises ``ValueError`` without a trace."""
-        from pipespec.observe import trace as traces
+        from pipespec.observe.trace import chrome_trace
 
-        traces.save_trace(path, self.traced(), title=f"pipespec {self.schedule}")
+        files.replace(Path(path), json.dumps(chrome_trace(self.traced(), title=f"pipespec {self.schedule}")))
 
     def traced(self) -> Mapping[str, np.ndarray]:
         """Return :attr:`trace`. Raises ``ValueError`` if there is none."""

@@ -5,14 +5,10 @@ Format: Chrome's "Trace Event Format", the JSON object form with complete events
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from pipespec.process.files import replace
 
 _SUMS = ("fed", "draft_tokens", "accepted", "rollbacks", "rolled_back")
 _NUMBERS = ("step", "width", "fed", "draft_tokens", "accepted", "rolled_back", "in_flight", "rollbacks", "prefill")
@@ -22,53 +18,32 @@ def chrome_trace(stages: Mapping[str, np.ndarray], title: str = "pipespec") -> d
     """Convert a trace to Chrome's format, with one track per stage. Times count from the first event.
 
     Args:
-        stages: By stage, a structured array with one record per step. ``start_ns`` and ``end_ns`` are on a clock that all stages share. The
-            other fields of :meth:`pipespec_kernels.trace.TraceMemory.read` are optional: ``launched_ns`` gives the time from launch to
-            start, and ``rolled_back`` > 0 a rollback.
+        stages: By stage, its steps, see :meth:`pipespec_kernels.trace.TraceMemory.read`.
         title: Name of the process.
 
     Returns:
         The JSON object. ``otherData`` has the number of steps that were not kept.
-
-    Raises:
-        ValueError: A time is missing, or a step ends before it starts.
     """
-    first: list[int] = []
-    for name, steps in stages.items():
-        fields = steps.dtype.names or ()
-        if missing := {"start_ns", "end_ns"} - set(fields):
-            raise ValueError(f"stage {name!r}: a trace needs the fields {', '.join(sorted(missing))}")
-        if (steps["end_ns"] < steps["start_ns"]).any():
-            raise ValueError(f"stage {name!r}: a step ends before it starts")
-        if len(steps):
-            first += [int(steps[field].min()) for field in ("launched_ns", "start_ns") if field in fields]
-    origin = min(first, default=0)
+    origin = min((int(steps["launched_ns"].min()) for steps in stages.values() if len(steps)), default=0)
     events: list[dict[str, Any]] = [_metadata("process_name", 0, title)]
     for track, (name, steps) in enumerate(stages.items()):
         events.append(_metadata("thread_name", track, name))
         events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": track, "args": {"sort_index": track}})
-        fields = steps.dtype.names or ()
         for step in steps:
             start, end = int(step["start_ns"]), int(step["end_ns"])
-            numbers: dict[str, Any] = {key: int(step[key]) for key in _NUMBERS if key in fields}
-            if "launched_ns" in fields:
-                numbers["launch_to_start_us"] = (start - int(step["launched_ns"])) / 1e3
+            numbers: dict[str, Any] = {key: int(step[key]) for key in _NUMBERS}
+            numbers["launch_to_start_us"] = (start - int(step["launched_ns"])) / 1e3
             at = {"pid": 0, "tid": track, "ts": (start - origin) / 1e3}
             events.append({"ph": "X", "name": _label(numbers), **at, "dur": (end - start) / 1e3, "args": numbers})
-            if numbers.get("rolled_back", 0) > 0:
+            if numbers["rolled_back"]:
                 events.append({"ph": "i", "s": "t", "name": f"rollback {numbers['rolled_back']}", **at})
     lost = {f"{name}: steps not kept": n for name, steps in stages.items() if (n := not_kept(steps))}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": lost}
 
 
-def save_trace(path: Path | str, stages: Mapping[str, np.ndarray], title: str = "pipespec") -> None:
-    """Write :func:`chrome_trace` to ``path``."""
-    replace(Path(path), json.dumps(chrome_trace(stages, title)))
-
-
 def not_kept(steps: np.ndarray) -> int:
     """Number of entries that were overwritten before the first of ``steps``."""
-    return int(steps["step"][0]) if len(steps) and "step" in (steps.dtype.names or ()) else 0
+    return int(steps["step"][0]) if len(steps) else 0
 
 
 def summary(stages: Mapping[str, np.ndarray]) -> str:
@@ -114,12 +89,10 @@ def _metadata(name: str, track: int, value: str) -> dict[str, Any]:
 
 
 def _label(numbers: Mapping[str, Any]) -> str:
-    if numbers.get("prefill", 0) > 0:
+    if numbers["prefill"]:
         return f"prefill {numbers['prefill']}"
-    if "fed" not in numbers or "draft_tokens" not in numbers:
-        return "step"
-    if numbers["fed"] == 0:
-        return "rollback" if numbers.get("rolled_back", 0) > 0 else "idle"
-    if numbers["draft_tokens"] == 0:
+    if not numbers["fed"]:
+        return "rollback" if numbers["rolled_back"] else "idle"
+    if not numbers["draft_tokens"]:
         return f"feed {numbers['fed']}"
-    return f"verify {numbers.get('accepted', '?')}/{numbers['draft_tokens']}"
+    return f"verify {numbers['accepted']}/{numbers['draft_tokens']}"
