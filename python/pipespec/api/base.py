@@ -290,7 +290,7 @@ class BasePipeline:
                 progress.finish()
             self.report = self._report(call)
             warn_of_room(self._driver)
-            return output_of(call, self.report, functools.partial(request.return_cache, self._driver.target))
+            return output_of(call, self.report, self._driver.target)
         except BaseException as error:
             request.take_back()
             if any(progress.text.counts()):

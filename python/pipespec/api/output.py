@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,15 +12,12 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from pipespec.api.caches import give_back
 from pipespec.api.prepare import PreparedCall
-from pipespec.engine.cache import RowCache
 from pipespec.engine.sampler import ScoreRecord
 from pipespec.observe import Report
 from pipespec.observe.report import stage_report
 from pipespec.process.warnings import user_stacklevel
 from pipespec.schedules.base import Decoder, SpeedWarning
-
-ReturnCache = Callable[[Sequence[int]], RowCache | None]
-"""That of the target's stage, see :class:`pipespec.schedules.base.CacheOwner`."""
+from pipespec.schedules.request import CacheOwner
 
 
 class Logprobs(NamedTuple):
@@ -79,10 +75,10 @@ def warn_of_room(decoder: Decoder) -> None:
             )
 
 
-def output_of(call: PreparedCall, report: Report, return_cache: ReturnCache) -> torch.Tensor | PipelineOutput:
+def output_of(call: PreparedCall, report: Report, owner: CacheOwner) -> torch.Tensor | PipelineOutput:
     text = call.progress.text
     sequences = text.sequences()
-    cache = _returned_cache(call, return_cache)
+    cache = _returned_cache(call, owner)
     if not call.config.return_dict_in_generate:
         return sequences
     steps = sequences.shape[1] - text.input_ids.shape[1]
@@ -112,11 +108,11 @@ def _per_token(
     return None if rows is None else tuple(call.progress.text.column(rows, i) for i in range(steps))
 
 
-def _returned_cache(call: PreparedCall, return_cache: ReturnCache) -> Cache | None:
+def _returned_cache(call: PreparedCall, owner: CacheOwner) -> Cache | None:
     """The target's keys and values of all but each row's last token, where the caller gets them."""
     if not call.request.returns_cache:
         return None
-    own, cache = return_cache([n - 1 for n in call.progress.text.lengths]), call.options.cache
+    own, cache = call.request.return_cache(owner, [n - 1 for n in call.progress.text.lengths]), call.options.cache
     if own is not None and not call.is_text_known:
         own.text = None
     if own is None or cache is None or cache is own:
