@@ -105,10 +105,8 @@ def check_refusal(error: Exception, name: str, given_: dict[str, Any], target: A
     ("name", "value"),
     [
         ("streamer", 5), ("streamer", "x"), ("logits_processor", [5]), ("logits_processor", "x"), ("stopping_criteria", 5), ("stopping_criteria", [5]),
-        ("prefill_chunk_size", "x"), ("prefill_chunk_size", -1), ("prefill_chunk_size", True), ("prefill_chunk_size", 0.5), ("position_ids", "x"), ("position_ids", object()),
-        ("watermarking_config", 5), ("watermarking_config", []), ("exponential_decay_length_penalty", []), ("exponential_decay_length_penalty", "x"),
+        ("prefill_chunk_size", "x"), ("prefill_chunk_size", -1), ("prefill_chunk_size", 0.5), ("position_ids", "x"), ("position_ids", object()),
         ("suppress_tokens", [None]), ("suppress_tokens", 5), ("begin_suppress_tokens", np.int32(0)), ("forced_eos_token_id", {"a": 1}), ("forced_eos_token_id", True),
-        ("num_beams", torch.ones((2, 2))), ("do_sample", torch.zeros(0)), ("top_k", torch.ones((2, 2))),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )  # fmt: skip
