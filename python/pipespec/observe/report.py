@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipespec.process import files
-
 if TYPE_CHECKING:
     from pipespec.schedules.request import TextSource
 
@@ -126,8 +124,9 @@ class Report:
     def save_trace(self, path: Path | str) -> None:
         """Write the steps of all stages as JSON for https://ui.perfetto.dev. Raises ``ValueError`` without a trace."""
         from pipespec.observe.trace import chrome_trace
+        from pipespec.process.files import replace as replace_file
 
-        files.replace(Path(path), json.dumps(chrome_trace(self.traced(), title=f"pipespec {self.schedule}")))
+        replace_file(Path(path), json.dumps(chrome_trace(self.traced(), title=f"pipespec {self.schedule}")))
 
     def traced(self) -> Mapping[str, np.ndarray]:
         """Return :attr:`trace`. Raises ``ValueError`` if there is none."""
