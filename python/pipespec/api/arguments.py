@@ -210,7 +210,7 @@ def check_arguments(
     ids = _check_input_ids(input_ids, model, config)
     mask = None if attention_mask is None else _check_mask(attention_mask, ids, has_cache)
     if kwargs.get("position_ids") is not None:
-        check_positions(kwargs["position_ids"], torch.ones_like(ids) if mask is None else mask)
+        check_positions(kwargs["position_ids"], torch.ones_like(ids) if mask is None else mask, ids.shape[1])
     return ids, mask, config
 
 
@@ -476,13 +476,16 @@ def _check_mask(mask: Any, ids: torch.Tensor, has_cache: bool) -> torch.Tensor:
     return mask.to(ids.device).long()
 
 
-def check_positions(given: torch.Tensor, mask: torch.Tensor) -> None:
-    """Check that the positions ``given [1 or B, S]`` of tokens that are no padding are those that follow from the mask, which may have more columns before.
+def check_positions(given: Any, mask: torch.Tensor, width: int) -> None:
+    """Check that the positions ``given [1 or B, S]`` of tokens that are no padding are those that follow from the mask.
+
+    Args:
+        mask: It may have more columns before those of ``input_ids``, whose number is ``width``.
 
     Raises:
         NotImplementedError: The positions differ.
     """
-    if not isinstance(given, torch.Tensor) or given.ndim != 2 or not 0 < given.shape[1] <= mask.shape[1]:
+    if not isinstance(given, torch.Tensor) or given.ndim != 2 or given.shape[1] not in (width, mask.shape[1]):
         raise refusal("position_ids", given)
     own, tokens = (x[:, -given.shape[1] :] for x in (mask.long().cumsum(dim=1) - 1, mask.bool()))
     if given.shape[0] not in (1, mask.shape[0]) or bool(((given.to(mask.device) != own) & tokens).any()):

@@ -107,7 +107,7 @@ def prepare(
     if attention_mask is None:
         attention_mask = input_ids.new_ones((rows, mask_columns_of_call(config, position_ids, width)))
     if position_ids is not None:
-        check_positions(position_ids, attention_mask)
+        check_positions(position_ids, attention_mask, width)
     columns = Columns(attention_mask, width)
     prompts, shown, is_text_known = _read_prompts(columns, input_ids.to("cpu", torch.int32).numpy(), options.cache)
     eos, max_length, criteria = _read_criteria(stopping_criteria, width)
