@@ -50,15 +50,20 @@ class _Generate:
             except Exception as error:
                 if is_final(error):
                     raise
-                cause, message = _explained(error)
+                is_refused, (cause, message) = isinstance(error, Unsupported), _explained(error)
             # transformers sets is_assistant in its calls for drafts.
             is_news = cause not in self._warned and (cause != "is_assistant" or "is_assistant" in kwargs)
+            if is_news and is_refused:
+                self._warn(cause, message)
             # If it fails, too, its own error counts.
             result = self._by_transformers(*args, **{name: kwargs[name] for name in kwargs if name not in OWN})
-            if is_news:
-                self._warned.add(cause)
-                warnings.warn(message, SpeedWarning, stacklevel=user_stacklevel())
+            if is_news and not is_refused:
+                self._warn(cause, message)
             return result
+
+    def _warn(self, cause: str, message: str) -> None:
+        self._warned.add(cause)
+        warnings.warn(message, SpeedWarning, stacklevel=user_stacklevel())
 
     def _check_own(self) -> None:
         if self.before is not None:
