@@ -199,7 +199,9 @@ def test_rows_that_end_early(target, draft) -> None:
 
 def test_memory_of_the_distributions_is_counted(target, draft, monkeypatch) -> None:
     counted = []
-    monkeypatch.setattr("pipespec.api.base.check_memory", lambda models, call, *_: counted.append(call.distributions))
+    monkeypatch.setattr(
+        "pipespec.api.base.check_memory", lambda models, *, distributions, **_: counted.append(distributions)
+    )
     pipe, ids = Pipeline(target, draft, lookahead=3, acceptance="rejection"), PROMPT.repeat(7, 1)
     pipe.generate(ids, do_sample=True, max_new_tokens=2, pad_token_id=0)
     pipe.generate(ids, do_sample=False, max_new_tokens=2, pad_token_id=0)

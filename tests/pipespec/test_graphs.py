@@ -594,10 +594,10 @@ def test_static_caches_that_do_not_fit(model, gpu, monkeypatch, how):
     """The call runs over caches that grow, with a warning, and the next one that fits is captured again."""
     check_memory = base.check_memory
 
-    def little(models, call, *rest):
-        if call.graphs and call.limit > 100:
+    def little(models, *, graphs, limit, **rest):
+        if graphs and limit > 100:
             raise DoesNotFit("the stages need 9 GiB on cuda:0")
-        check_memory(models, call, *rest)
+        check_memory(models, graphs=graphs, limit=limit, **rest)
 
     monkeypatch.setattr(base, "check_memory", little)
     with chain(model, **how) as pipe:
