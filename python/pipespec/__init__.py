@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from pipespec.engine.grammar import TokenMatcher
     from pipespec.engine.known import refresh
     from pipespec.engine.ngram import NgramDraft
+    from pipespec.engine.originals import trust
     from pipespec.engine.sampling import OutputPenaltyLogitsProcessor
-    from pipespec.models.originals import trust
     from pipespec.models.tokenizers import load_tokenizer
     from pipespec.observe import Report, StageReport
     from pipespec.schedules.base import SpeedWarning, StageFailure
@@ -52,7 +52,7 @@ _HOMES = {
     "detach": "pipespec.api.attach",
     "load_tokenizer": "pipespec.models.tokenizers",
     "refresh": "pipespec.engine.known",
-    "trust": "pipespec.models.originals",
+    "trust": "pipespec.engine.originals",
 }
 
 

@@ -25,10 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from pipespec import trust
 from pipespec.engine.attention import ATTENTION
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampling import SamplingParams
-from pipespec.models.originals import trust
 from pipespec.schedules.graphs.capture import RecordedStep
 from pipespec.schedules.graphs.shadow import HostShadow
 from pipespec.schedules.graphs.stage import GraphedStage

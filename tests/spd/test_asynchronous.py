@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pipespec import trust
 from pipespec.models import devices
-from pipespec.models.originals import trust
 from pipespec.spd import SpeculativePipeline, pipeline
 from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig

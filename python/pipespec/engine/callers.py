@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.engine.known import record_within
+from pipespec.engine.originals import is_original
 from pipespec.errors import Unsupported, mark_final
-from pipespec.models.originals import is_original
 from pipespec.models.rope import is_dynamic, rope_type
 
 

@@ -1,5 +1,5 @@
 """Known models: what a form that bypasses a model's own code depends on, and why there is none. The reasons are here, in
-:mod:`pipespec.engine.known_code` and in :func:`pipespec.models.families.identity`.
+:mod:`pipespec.engine.originals` and in :func:`pipespec.models.families.identity`.
 
 A model is *known* while its code is transformers', torch's, or a package's whose modules compute column by column, and nothing of it is replaced or
 hooked. Then a forward of several columns gives what as many forwards of one column give. Every other model is decoded by transformers.
@@ -22,14 +22,21 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from pipespec.engine.attention import ATTENTION, MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
-from pipespec.engine.known_code import bypassed_methods, code_of, forget_code
+from pipespec.engine.originals import (
+    PACKAGES,
+    bypassed_methods,
+    code_of,
+    forget_code,
+    is_original,
+    is_trusted,
+    package_of,
+)
 from pipespec.engine.recurrent import recurrent_signature
 from pipespec.models import families
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import LayerDevices, each_module
 from pipespec.models.families import NotReadable
 from pipespec.models.layout import CacheLayout
-from pipespec.models.originals import PACKAGES, is_original, is_trusted, package_of
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import compute_dtype, text_config
 from pipespec.process.forks import Lock
@@ -153,7 +160,7 @@ class Record:
         self.identities: dict[str, Identity] = {}
         modules = list(model.modules())
         kinds = frozenset(map(type, modules))
-        self._code = code_of(type(model), kinds, getattr(model.config, "_attn_implementation", None))
+        self._code = code_of(kinds, getattr(model.config, "_attn_implementation", None))
         self.reason = _why_foreign(model, modules) or self._code.reason
         self.verified_in: object = None
         if self.reason is None:

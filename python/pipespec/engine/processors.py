@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers.generation import logits_process as hf
 
+from pipespec.engine.originals import is_trusted
 from pipespec.engine.sampling import STATELESS
 from pipespec.errors import NotKnown
-from pipespec.models.originals import is_trusted, is_trusted_function
 
 _ROW_WISE = STATELESS | {hf.SynthIDTextWatermarkLogitsProcessor, hf.WatermarkLogitsProcessor}
 """Exact classes. Of those with something per row, :class:`pipespec.engine.sampler.Sampler` cuts out the row."""
@@ -28,7 +28,7 @@ def check_row_wise(processors: Sequence[Any], rows: int) -> None:
     """
     for processor in processors:
         kind = type(processor)
-        if kind in _ROW_WISE or is_trusted(kind) or is_trusted_function(processor):
+        if kind in _ROW_WISE or is_trusted(kind) or is_trusted(processor):
             continue
         name = getattr(processor, "__name__", kind.__name__)
         if len(inspect.signature(processor.__call__).parameters) > 2:
