@@ -15,7 +15,7 @@ from pipespec.config import WIDTH, SpeculationConfig
 from pipespec.drafts.head import DraftHead, HeadConfig, is_head
 from pipespec.drafts.stage import HeadStage
 from pipespec.engine.features import Features
-from pipespec.engine.values import Checksums
+from pipespec.engine.native import Checksums
 from pipespec.models.devices import input_device
 from pipespec.models.families import NotReadable
 from pipespec.models.properties import weight_bytes

@@ -18,7 +18,7 @@ from transformers import GenerationMixin, LogitsProcessor, StaticCache, Unbatche
 import pipespec
 from pipespec import Pipeline, SpeedWarning
 from pipespec.engine import known
-from pipespec.engine.values import Checksums
+from pipespec.engine.native import Checksums
 from pipespec_kernels._native import Stamp
 from tests.conftest import noisy, random_llama, random_prompts
 from tests.pipespec import hostile
@@ -716,16 +716,17 @@ def test_a_change_by_a_function_that_a_processor_of_transformers_calls(model):
 
 
 def test_a_merge_of_weights_is_no_change_to_a_call_of_another_thread():
-    """Its record is not the newest one: another call has looked at the model since."""
+    """It changes where they lie, and neither a parameter nor a version."""
     model = random_llama(3)
-    weight = model.model.layers[0].self_attn.q_proj.weight
-    held = known.Record(model)
+    linear = model.model.layers[0].self_attn.q_proj
+    before = known.Record(model)
     with known.moving(model):
-        weight.data = weight.data.clone()
-    changed, held = held, held.successor(model)
+        linear.weight.data = linear.weight.data.clone()
+    held = before.successor(model)
     assert held.successor(model) is held
-    weight.data = weight.data.clone()
-    assert held.successor(model) is None
     with torch.no_grad():
-        weight.mul_(2)
-    assert changed.successor(model) is None  # the merge hides no change of values
+        linear.weight.mul_(2)
+    assert before.successor(model) is None  # the merge hides no change of values
+    held = known.Record(model)
+    linear.weight = nn.Parameter(linear.weight.detach().clone())
+    assert held.successor(model) is None

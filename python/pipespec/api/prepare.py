@@ -15,9 +15,8 @@ from pipespec.api.arguments import MOST_TOKENS, check_logprobs, check_positions
 from pipespec.api.caches import Columns, adopt, cached_texts
 from pipespec.api.text import CommittedText, Criteria, Progress
 from pipespec.engine.attention import MaskKind, mask_kind
-from pipespec.engine.callers import check_of_model
+from pipespec.engine.callers import check_of_model, check_row_wise
 from pipespec.engine.inputs import StageInputs, prefill_chunk
-from pipespec.engine.processors import check_row_wise
 from pipespec.engine.sampler import ScoreRecord
 from pipespec.engine.sampling import Prompt, SamplingParams, row_seeds, with_penalties
 from pipespec.errors import NotKnown, UnsupportedInput

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, NamedTuple, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -34,21 +35,54 @@ if TYPE_CHECKING:
 
 
 class Choice(NamedTuple):
-    """A form that was chosen for a model.
+    """A form that was chosen.
 
     Attributes:
         identity: what it depends on. A change of it is a reason to choose again.
-        form: the form; None where the model has no fused one.
-        reason: why it is not the one that was asked for; None where it is.
+        form: the form; None where there is none.
+        reason: why there is none; None where there is one.
     """
 
     identity: Identity
-    form: Form | None
+    form: Any
     reason: str | None
 
 
-_choices: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, Choice]] = weakref.WeakKeyDictionary()
-"""Per model its choices, by the form that was asked for. All pipelines on a model share them."""
+Choices = dict[str, Choice]
+"""By form, what was chosen."""
+
+_choices: weakref.WeakKeyDictionary[PreTrainedModel, Choices] = weakref.WeakKeyDictionary()
+"""Those of each model. All pipelines on a model share them."""
+
+
+def forget_changed(choices: Choices, model: PreTrainedModel | ModelParts, *names: str) -> None:
+    """Forget the choices of these forms where something that they depend on has changed."""
+    for name in names:
+        choice = choices.get(name)
+        if choice is not None and (
+            choice.identity != identify(model, name) or (choice.form is not None and not choice.form.is_current())
+        ):
+            del choices[name]
+
+
+def choose(choices: Choices, model: PreTrainedModel | ModelParts, name: str, make: Callable[[], Form]) -> Choice:
+    """The choice of a form, made now if there is none. ``make`` raises :class:`NotReadable` where there is no such form."""
+    if name in choices:
+        return choices[name]
+    identity, form = identify(model, name), None
+    reason = identity.reason
+    if reason is None:
+        try:
+            form = make()
+        except NotReadable as error:
+            reason = str(error)
+        before, identity = identity, identify(model, name)
+        if identity != before:
+            # A merge has moved weights. Other forms hold them where they were.
+            for other in (NATIVE, OWN):
+                choices.pop(other, None)
+    choices[name] = choice = Choice(identity, form, reason)
+    return choice
 
 
 def forward(
@@ -138,12 +172,7 @@ def native_form_of(model: PreTrainedModel, cache: RowCache, *, native: bool = Tr
 
 def recheck(model: PreTrainedModel, *, native: bool = True) -> None:
     """Let the next :func:`forward` choose the form again if the model has changed. Where the cache is empty, it does so by itself."""
-    choices, form = _choices.get(model, {}), NATIVE if native else OWN
-    choice = choices.get(form)
-    if choice is None or choice.form is None:
-        return
-    if choice.identity != identify(model, form) or not choice.form.is_current():
-        del choices[form]
+    forget_changed(_choices.get(model, {}), model, OWN, *((NATIVE,) if native else ()))
 
 
 def release(model: PreTrainedModel) -> None:
@@ -160,11 +189,16 @@ def choose_fused(model: PreTrainedModel, *, exact: bool = False) -> FusedForm | 
         model: in eval mode.
         exact: as for :class:`pipespec.engine.fused.FusedForm`. A model may have both forms, each with caches of its own.
     """
-    name = EXACT if exact else FUSED
-    choice = _choices.get(model, {}).get(name)
-    if choice is None or choice.identity != identify(model, name):
-        choice = _choose(model, name)
-    return cast("FusedForm | None", choice.form)
+    name, choices = EXACT if exact else FUSED, _choices.setdefault(model, {})
+    forget_changed(choices, model, name)
+
+    def make() -> FusedForm:
+        # Only captured steps and GPUs need it.
+        from pipespec.engine.fused import fused_form
+
+        return fused_form(model, exact=exact)
+
+    return cast("FusedForm | None", choose(choices, model, name, make).form)
 
 
 def described(model: PreTrainedModel, cache: RowCache, *, native: bool = True) -> str:
@@ -181,7 +215,7 @@ def described(model: PreTrainedModel, cache: RowCache, *, native: bool = True) -
         choice = choices.get(NATIVE if native else OWN)
         if choice is None:
             return ""
-        reason = choice.reason
+        reason = choice.reason if native else NOT_ASKED_FOR
     return NATIVE if reason is None else f"transformers: {reason}"
 
 
@@ -192,8 +226,7 @@ def native_unsupported_reason(model: PreTrainedModel) -> str | None:
     if reason is not None:
         return reason
     recheck(model)
-    choice = _choices.get(model, {}).get(NATIVE) or _choose(model, NATIVE, like)
-    return choice.reason
+    return _native(model, like).reason
 
 
 def exact_unsupported_reason(model: PreTrainedModel) -> str | None:
@@ -210,10 +243,28 @@ def _form(model: PreTrainedModel, cache: RowCache, native: bool) -> Form:
         return _fused(model, cache) or WholeModel(model)
     if cache.get_seq_length() == 0:
         recheck(model, native=native)
-    name = NATIVE if native else OWN
-    choice = _choices.get(model, {}).get(name) or _choose(model, name, cache)
-    assert choice.form is not None
-    return choice.form
+    choice = _native(model, cache) if native else None
+    if choice is None or choice.form is None:
+        choices = _choices.setdefault(model, {})
+        choice = choose(choices, model, OWN, lambda: _own(model, cache))
+    form: Form = choice.form
+    return form
+
+
+def _native(model: PreTrainedModel, cache: RowCache) -> Choice:
+    """The choice of the native form, which runs over a cache."""
+
+    def own(texts: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = model(input_ids=texts, use_cache=False).logits
+        return logits
+
+    choices = _choices.setdefault(model, {})
+    return choose(choices, model, NATIVE, lambda: native_form(model, own, cache.nbytes))
+
+
+def _own(model: PreTrainedModel, cache: RowCache) -> Form:
+    with torch.inference_mode():
+        return LayerLoop(ModelParts.of(model)) if cache.is_recurrent else WholeModel(model)
 
 
 def _fused(model: PreTrainedModel, cache: RowCache) -> FusedForm | None:
@@ -223,39 +274,3 @@ def _fused(model: PreTrainedModel, cache: RowCache) -> FusedForm | None:
     known = _choices.get(model, {})
     forms = (cast("FusedForm", known[name].form) for name in (FUSED, EXACT) if name in known and known[name].form)
     return next((form for form in forms if form.takes(cache)), None)
-
-
-def _choose(model: PreTrainedModel, name: str, cache: RowCache | None = None) -> Choice:
-    """Choose a form of a model, and keep it for the next forwards. ``cache``: what it will run over, but for the fused forms."""
-    choices = _choices.setdefault(model, {})
-    choices.pop(name, None)  # the old form may hold weights that nothing else does
-    identity, form = identify(model, name), None
-    reason = identity.reason
-    if reason is None:
-        try:
-            form = _make(model, name, 0 if cache is None else cache.nbytes)
-        except NotReadable as error:
-            reason = str(error)
-    if name in (FUSED, EXACT):
-        now = identify(model, name) if identity.reason is None else identity
-        if now != identity:
-            # The merge has moved weights. Other forms hold them where they were.
-            for other in (NATIVE, OWN):
-                choices.pop(other, None)
-        identity = now
-    elif form is None:
-        with torch.inference_mode():
-            form = LayerLoop(ModelParts.of(model)) if cache is not None and cache.is_recurrent else WholeModel(model)
-    choice = choices[name] = Choice(identity, form, reason)
-    return choice
-
-
-def _make(model: PreTrainedModel, name: str, beside: int) -> Form:
-    """The native or a fused form. Raises :class:`NotReadable`, with the reason, where there is none."""
-    if name != NATIVE:
-        # Only captured steps and GPUs need it.
-        from pipespec.engine.fused import fused_form
-
-        return fused_form(model, exact=name == EXACT)
-    with torch.inference_mode():
-        return native_form(model, lambda texts: model(input_ids=texts, use_cache=False).logits, beside)

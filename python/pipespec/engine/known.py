@@ -23,8 +23,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from pipespec.engine.attention import ATTENTION, MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
 from pipespec.engine.originals import (
+    BYPASSED,
     PACKAGES,
-    bypassed_methods,
     code_of,
     forget_code,
     is_original,
@@ -39,7 +39,6 @@ from pipespec.models.families import NotReadable
 from pipespec.models.layout import CacheLayout
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import compute_dtype, text_config
-from pipespec.process.forks import Lock
 from pipespec_kernels._native import Stamp
 
 NATIVE, FUSED, EXACT, OWN = "native", "fused", "exact", "own"
@@ -56,12 +55,12 @@ class Identity(NamedTuple):
     """What the form of a model, or of parts of one, depends on, so that a change is noticed.
 
     Attributes:
-        reason: why there is only the form of its own modules; None where there may be another one.
-        seen: addresses and versions of the weights, and numbers in the modules; of recurrent layers what their states depend on.
+        reason: why there is no such form; None where there may be one.
+        seen: addresses and versions of the weights, and numbers in the modules; of their own modules what recurrent states depend on.
     """
 
     reason: str | None
-    seen: tuple[Any, ...] | None
+    seen: tuple[Any, ...] | None = None
 
 
 def identify(model: PreTrainedModel | ModelParts, form: str) -> Identity:
@@ -77,22 +76,23 @@ def identify(model: PreTrainedModel | ModelParts, form: str) -> Identity:
 def _identify(model: PreTrainedModel | ModelParts, form: str) -> Identity:
     if form == CAPTURED:
         return Identity(None, tuple(itertools.chain.from_iterable(map(families.state_of, model.modules()))))  # type: ignore[union-attr]
-    reason = NOT_ASKED_FOR
-    if form != OWN:
-        try:
-            seen = (_refreshed, *(_native(model) if form == NATIVE else _fused(model)))
-            if isinstance(model, ModelParts) or (why := _record(model).reason) is None:
-                return Identity(None, seen)
-            reason = why
-        except NotReadable as error:
-            reason = str(error)
-        except (AttributeError, TypeError, IndexError, KeyError) as error:
-            # A structure of other people's.
-            reason = f"its parts are not where they are expected ({error})"
+    if form == OWN:
+        if isinstance(model, ModelParts):
+            return Identity(None, (model.dtype, recurrent_signature(model)))
+        is_recurrent = CacheLayout.of(model.config).states is not None
+        return Identity(None, recurrent_signature(ModelParts.of(model)) if is_recurrent else None)
+    attention = model.config._attn_implementation
     try:
-        return Identity(reason, _own(model))
-    except AttributeError:
-        return Identity(reason, None)
+        if (mask_kind(model.config) is MaskKind.NONE) if form == NATIVE else (attention != ATTENTION):
+            raise NotReadable(f"its attention is {attention!r}")
+        seen = (_refreshed, attention, *families.identity(model, packed=form == NATIVE))
+    except NotReadable as error:
+        return Identity(str(error))
+    except (AttributeError, TypeError, IndexError, KeyError) as error:
+        # A structure of other people's.
+        return Identity(f"its parts are not where they are expected ({error})")
+    reason = None if isinstance(model, ModelParts) else _record(model).reason
+    return Identity(reason, None if reason else seen)
 
 
 def refusal_of_cache(cache: RowCache) -> str | None:
@@ -104,24 +104,6 @@ def refusal_of_cache(cache: RowCache) -> str | None:
     if torch.is_autocast_enabled(cache.device.type):
         return AUTOCAST
     return "the lengths are on the device" if cache.uses_device_lengths else None
-
-
-def _native(model: PreTrainedModel | ModelParts) -> tuple[Any, ...]:
-    if mask_kind(model.config) is MaskKind.NONE:
-        raise NotReadable(f"its attention is {model.config._attn_implementation!r}")
-    return (*families.identity(model), model.config._attn_implementation)
-
-
-def _fused(model: PreTrainedModel | ModelParts) -> tuple[Any, ...]:
-    if model.config._attn_implementation != ATTENTION:
-        raise NotReadable(f"its attention is {model.config._attn_implementation!r}")
-    return families.identity(model, packed=False)
-
-
-def _own(model: PreTrainedModel | ModelParts) -> tuple[Any, ...] | None:
-    if isinstance(model, ModelParts):
-        return recurrent_signature(model)
-    return recurrent_signature(ModelParts.of(model)) if CacheLayout.of(model.config).states is not None else None
 
 
 # ---- known models
@@ -138,7 +120,7 @@ _GLOBAL_HOOKS = tuple(vars(torch_module)[f"_global{name}"] for name in _HOOKS if
 _VERSION, _POINTER = operator.attrgetter("_version"), torch.Tensor.data_ptr
 _STRIDES, _COUNT = torch.Tensor.stride, torch.Tensor.numel
 
-_BYPASSED = frozenset(bypassed_methods()) - {"generate"}
+_REPLACED = BYPASSED - {"generate"}
 
 _refreshed = 0
 """How often :func:`refresh` was called."""
@@ -156,7 +138,6 @@ class Record:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._moves = _moves.get(model, 0)
         self.identities: dict[str, Identity] = {}
         modules = list(model.modules())
         kinds = frozenset(map(type, modules))
@@ -175,46 +156,42 @@ class Record:
         configs = {id(c): c for c in (model.config, *(getattr(m, "config", None) for m in modules)) if c is not None}
         containers = [*spaces, *itertools.chain.from_iterable(map(_containers_in, configs.values()))]
         self._stamp = Stamp(containers, modules[1:], [], [])
-        self._kind, self._names, self._training = type(model), set(vars(model)), model.training
         tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         self._tensors = [t for t in tensors if not t.is_inference()]
-        self._versions = sum(map(_VERSION, self._tensors))
-        self._all = tensors if all(map(_has_pointer, tensors)) else []
-        self._pointers, self._views = list(map(_POINTER, self._all)), self._views_now()
+        self._placed = tensors if all(map(_has_pointer, tensors)) else []
+        self._values, self._places = self._values_now(model), self._places_now(model)
 
-    def _views_now(self) -> tuple[list[Any], list[int]]:
-        """How the weights lie in their memory: another view of the same memory has its address and version."""
-        return list(map(_STRIDES, self._all)), list(map(_COUNT, self._all))
+    def _values_now(self, model: PreTrainedModel) -> tuple[Any, ...]:
+        """What the model computes with, as far as tensors and the model itself say it. Versions only grow."""
+        return type(model), id(model.config), sum(map(_VERSION, self._tensors))
+
+    def _places_now(self, model: PreTrainedModel) -> tuple[Any, ...]:
+        """Where the weights lie, and how: another view of the same memory has its address and version. And what else the model itself has."""
+        placed = self._placed
+        weights = list(map(_POINTER, placed)), list(map(_STRIDES, placed)), list(map(_COUNT, placed))
+        return tuple(vars(model)), model.training, weights
 
     def successor(self, model: PreTrainedModel) -> Record | None:
-        """The record of a model now; None if its code or its weights are others than those of this record. :func:`moving` changes where they lie, and
-        not their versions."""
-        if self._moves == _moves.get(model, 0) and self.is_current(model):
+        """The record of a model now; None if its code, its weights or their versions are others than those of this record. Where they lie does not
+        matter: the merge of another call may move them."""
+        if self.is_current(model):
             return self
-        with _moving:
-            now = Record(model)
+        now = Record(model)
         if self.reason is not None or now.reason is not None:
             return None
-        mine, its = ((r._kind, r._config, r._versions) for r in (self, now))
-        there = self._moves != now._moves or (self._pointers, self._views) == (now._pointers, now._views)
-        return now if mine == its and there else None
+        mine, its = ((r._values, list(map(id, r._tensors))) for r in (self, now))
+        return now if mine == its else None
 
     def is_current(self, model: PreTrainedModel) -> bool:
         """Whether the model is what it was. Most of the time is that for the versions and addresses of the weights, a tenth of a microsecond each."""
         if self.reason is not None or not (self._code.is_current() and self._stamp.is_current()):
             return False
-        own = vars(model)
         try:
             return (
-                own.keys() == self._names
-                and own.get("config") is self._config
-                and model.training == self._training
-                and type(model) is self._kind
-                and own.keys().isdisjoint(_BYPASSED)
-                # Versions only grow.
-                and sum(map(_VERSION, self._tensors)) == self._versions
-                and list(map(_POINTER, self._all)) == self._pointers
-                and self._views_now() == self._views
+                # Those that are the class's own may be replaced unseen.
+                vars(model).keys().isdisjoint(_REPLACED)
+                and self._values_now(model) == self._values
+                and self._places_now(model) == self._places
             )
         except RuntimeError:
             # A tensor has become one that has no version or no memory.
@@ -236,11 +213,6 @@ def _has_pointer(tensor: torch.Tensor) -> bool:
 
 
 _records: weakref.WeakKeyDictionary[PreTrainedModel, Record] = weakref.WeakKeyDictionary()
-
-_moves: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
-"""How often :func:`moving` surrounded a model's weights. Calls in other threads hold records from before, which need not be in ``_records``."""
-
-_moving = Lock()
 
 _call = threading.local()
 
@@ -298,12 +270,10 @@ def refresh(model: PreTrainedModel | None = None) -> None:
 @contextmanager
 def moving(model: PreTrainedModel) -> Iterator[None]:
     """Surround the merge of a model's weights, which moves them: afterwards the model is read again, within a call, too."""
-    with _moving:
-        try:
-            yield
-        finally:
-            _moves[model] = _moves.get(model, 0) + 1
-            _records.pop(model, None)
+    try:
+        yield
+    finally:
+        _records.pop(model, None)
 
 
 def why_unknown(model: PreTrainedModel) -> str | None:
@@ -332,7 +302,7 @@ def _why_foreign(model: PreTrainedModel, modules: list[nn.Module]) -> str | None
     """What the instances of a model's modules have that their classes have not."""
     if compute_dtype(model) == torch.float16 and "cpu" in {device.type for device in LayerDevices.of(model).devices}:
         return "it is float16 on the CPU, where many operations are slow or missing; use float32 or bfloat16"
-    for name in bypassed_methods():
+    for name in sorted(BYPASSED):
         value = vars(model).get(name)
         if (
             value is not None

@@ -8,7 +8,7 @@ cuts into parts, in bfloat16 either.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -18,13 +18,52 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.features import Features
 from pipespec.engine.form import PartsForm
 from pipespec.engine.form_check import check_outputs, check_parts, probe, probe_cache, probe_inputs, probed
-from pipespec.engine.values import Checksums
 from pipespec.models import families
 from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
 from pipespec.models.quantized import has_blocks, packed_copies_dropped, pages_released
+from pipespec_kernels._native import MemoryWatch
 from pipespec_kernels.decoder import NativeDecoder, Taps
 from pipespec_kernels.env import host_memory
+
+SHARE = 0.004
+"""Largest share of the forwards' time for checksums. All checks of a call together may take 0.5 %."""
+
+LONGEST = 0.02
+"""Seconds that one check may take, so that it does not delay the first token."""
+
+
+class Checksums:
+    """Digests of all values of some tensors, for changes that go past torch's version counters: through ``.data``, numpy or DLPack.
+
+    Each check reads all small tensors (norms, biases, frequencies of RoPE), a few values of the others, and more of them in turn: samples, of which every
+    row of a matrix has one, and blocks with all their values. How many depends on the length of the calls. A change of a whole matrix shows at once, one
+    of a row or a single value after some calls. Models of up to 512 KiB are read as a whole.
+
+    Args:
+        tensors: on the CPU. Others are left out.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        # They keep the memory.
+        self._tensors = [tensor.detach() for tensor in tensors if tensor.device.type == "cpu" and tensor.numel()]
+        self._watch, self._credit = MemoryWatch(), 0.0
+        for tensor in self._tensors:
+            size = tensor.element_size()
+            span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            # One sample per row of a contiguous matrix, along a diagonal that wraps around.
+            step = tensor.shape[-1] + 1 if tensor.ndim > 1 else 16
+            self._watch.add(tensor.data_ptr(), span * size, step * size)
+        self._watch.remember()
+
+    def spend(self, seconds: float) -> None:
+        """Note the time of a forward."""
+        self._credit += SHARE * seconds
+
+    def agree(self) -> bool:
+        """Whether the tensors have the values that they had, as far as this check reads them."""
+        seconds, self._credit = min(self._credit, LONGEST), 0.0
+        return bool(self._watch.agree(seconds))
 
 
 class NativeForm(PartsForm):
@@ -143,7 +182,7 @@ def native_form(
     """
     from pipespec.process.progress import announced
 
-    with announced("reading and packing the weights"):
+    with torch.inference_mode(), announced("reading and packing the weights"):
         form = NativeForm(model, beside)
         given = probe_inputs(form.parts)
         if has_blocks(form.parts):

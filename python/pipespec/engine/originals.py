@@ -41,7 +41,6 @@ _STANDARD = sys.stdlib_module_names - {"unittest"}
 _NEVER_CALLED = frozenset(
     ("__init__", "__init_subclass__", "__repr__", "extra_repr", "__class_getitem__", "__annotate_func__")
 )
-_ALWAYS_CALLED = frozenset(("__call__", "__getattr__", "__getattribute__", "__new__"))
 
 _TORCH = frozenset(
     f"torch.nn.modules.{name}"
@@ -71,8 +70,6 @@ _FUNCTIONS = frozenset(
 """Functions that torch's own modules call."""
 
 _BASE = "transformers.modeling_utils"
-
-_CALLS = ("__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "forward")
 
 _KNOWN_ATTENTION = ("eager", "sdpa", ATTENTION, "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
@@ -160,7 +157,6 @@ def _parts_of(value: Any) -> Iterator[Any]:
             yield value
             if value.__code__ in _trusted:
                 continue
-            stack += _held(value)
         elif isinstance(value, (MethodType, staticmethod, classmethod)):
             stack.append(value.__func__)
         elif isinstance(value, property):
@@ -169,21 +165,8 @@ def _parts_of(value: Any) -> Iterator[Any]:
             stack.append(value.func)
         else:
             yield value
-        # What a wrapper of another class, or a partial function, keeps.
-        stack += [held for name, held in getattr(value, "__dict__", {}).items() if name == "__wrapped__"]
-
-
-def _held(function: FunctionType) -> list[Any]:
-    """Functions in the closure of a function: what a decorator has wrapped."""
-    found = []
-    for cell in function.__closure__ or ():
-        try:
-            held = cell.cell_contents
-        except ValueError:  # not bound yet
-            continue
-        if isinstance(held, (FunctionType, MethodType, functools.partial)):
-            found.append(held)
-    return found
+        # What a decorator or a partial function keeps.
+        stack += [vars(value)["__wrapped__"]] if "__wrapped__" in getattr(value, "__dict__", ()) else []
 
 
 def _functions_of(value: Any) -> list[FunctionType]:
@@ -231,7 +214,7 @@ def _is_patched(kind: type, name: str, value: Any) -> bool:
     codes, mine = _codes_of(kind.__module__), f"{kind.__qualname__}.{name}"
     is_ours = package_of(kind.__module__) in PACKAGES
     matters = (
-        name in _ALWAYS_CALLED
+        name in _CALLED
         or (is_ours and (mine in codes or _is_read_first(value)))
         or any(hasattr(base, name) for base in kind.__mro__[1:-1])
     )
@@ -273,19 +256,23 @@ def _is_of(module: ModuleType, name: str, value: Any) -> bool:
 # ---- all code of a model
 
 
-@functools.cache
-def bypassed_methods() -> tuple[str, ...]:
-    """Methods of a model that transformers' decoding loop calls, and a pipeline does not."""
+def _bypassed() -> frozenset[str]:
     found, stack = {"generate", "_sample"}, ["_sample"]
     while stack:
-        function = getattr(GenerationMixin, stack.pop())
-        names = _names_in(f.__code__ for f in _functions_of(function))
-        new = {
-            name for name in names if isinstance(vars(GenerationMixin).get(name), (FunctionType, staticmethod))
-        } - found
+        names = _names_in(f.__code__ for f in _functions_of(getattr(GenerationMixin, stack.pop())))
+        new = {n for n in names if isinstance(vars(GenerationMixin).get(n), (FunctionType, staticmethod))} - found
         found |= new
         stack += new
-    return tuple(sorted(found))
+    return frozenset(found)
+
+
+BYPASSED = _bypassed()
+"""Methods of a model that transformers' decoding loop calls, and a pipeline does not."""
+
+_CALLED = BYPASSED.union(
+    ("__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "__getattribute__", "__new__", "forward")
+)
+"""Methods that are called, whatever class has them."""
 
 
 class Code:
@@ -318,7 +305,7 @@ class Code:
     def _why_base(self, kind: type) -> str | None:
         """Watch a class of a module, or one that it extends. Of the large ones that all models have, only what a forward or a decoding loop calls."""
         is_large = not issubclass(kind, nn.Module) or kind is nn.Module or kind.__module__ == _BASE
-        return self._why_class(kind, (*_CALLS, *bypassed_methods()) if is_large else None)
+        return self._why_class(kind, _CALLED if is_large else None)
 
     def _why_class(self, kind: type, names: Iterable[str] | None = None) -> str | None:
         """Watch a class. Returns which of its methods is not known. ``names``: those that count; None: all."""
@@ -341,7 +328,7 @@ class Code:
         modules = {base.__module__ for kind in kinds for base in kind.__mro__}
         modules = {name for name in modules if name.startswith("transformers.models.")} | _SOURCES
         names = {name: _names_in(_codes_of(name).get("<module>", ())) for name in modules}
-        bypassed = [f for name in bypassed_methods() for f in _functions_of(getattr(GenerationMixin, name))]
+        bypassed = [f for name in BYPASSED for f in _functions_of(getattr(GenerationMixin, name))]
         names[GenerationMixin.__module__] = _names_in(f.__code__ for f in bypassed)
         for name in sorted(names):
             module, space = sys.modules[name], vars(sys.modules[name])

@@ -10,10 +10,11 @@ import torch
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import PartsForm
 from pipespec.engine.form_check import probe_cache
-from pipespec.engine.known import NATIVE, OWN, Identity, identify
+from pipespec.engine.forward import Choices, choose, forget_changed
+from pipespec.engine.known import NATIVE, NOT_ASKED_FOR, OWN, identify
 from pipespec.engine.native import native_form
 from pipespec.engine.own import LayerLoop
-from pipespec.models.families import NotReadable, packed_bytes
+from pipespec.models.families import packed_bytes
 from pipespec.models.parts import ModelParts
 
 
@@ -40,49 +41,37 @@ class ModelSection:
 
     def __init__(self, parts: ModelParts) -> None:
         self.parts = parts
-        self._identity: Identity | None = None
-        self._refused: Identity | None = None
-        self._use(LayerLoop(parts))
+        self._choices: Choices = {}
+        self.use_modules()
 
-    def _use(self, call: PartsForm, identity: Identity | None = None) -> None:
-        self._call, self._identity = call, identity
-        self._modules = call if isinstance(call, LayerLoop) else LayerLoop(self.parts)
+    def use_modules(self) -> None:
+        """Use the form of the parts' own modules, and free a packed copy."""
+        forget_changed(self._choices, self.parts, OWN)
+        self._modules = self._call = choose(self._choices, self.parts, OWN, lambda: LayerLoop(self.parts)).form
         self.stream_dtype = stream_dtype(self.parts.dtype, self.parts.device)
+        if NATIVE in self._choices and self._choices[NATIVE].form is not None:
+            del self._choices[NATIVE]
 
-    def identify(self, native: bool) -> Identity:
-        """What the form depends on now, with the reason why it is not native, as far as that shows without packing the weights."""
-        identity, refused = identify(self.parts, NATIVE if native else OWN), self._refused
-        if refused is not None and identity.reason is None and identity.seen == refused.seen:
-            return refused
-        return identity
+    def why_not_native(self) -> str | None:
+        """Why there is no native form, as far as that shows without packing the weights; None if there may be one."""
+        forget_changed(self._choices, self.parts, NATIVE)
+        return (self._choices.get(NATIVE) or identify(self.parts, NATIVE)).reason
 
-    def pack(self, identity: Identity, beside: int) -> str | None:
+    def pack(self, beside: int) -> str | None:
         """Use the native form.
 
         Args:
-            identity: of :meth:`identify`, without a reason.
             beside: bytes that are to be allocated beside the packed copy.
 
         Returns:
             Why there is no native form; None if there is.
         """
-        if self._identity == identity and self._call.is_current():
-            return None
-        self._use(LayerLoop(self.parts))  # before another copy is made
-        try:
-            with torch.inference_mode():
-                form = native_form(self.parts, self._own, beside)
-        except NotReadable as error:
-            self._refused = identity._replace(reason=str(error))
-            return str(error)
-        self._use(form, identity)
-        return None
-
-    def unpack(self) -> None:
-        """Use the form of the parts' own modules, and free a packed copy."""
-        identity = self.identify(native=False)
-        if self._identity != identity or self._call.dtype != self.parts.dtype:
-            self._use(LayerLoop(self.parts), identity)
+        if NATIVE not in self._choices:
+            self.use_modules()  # before another copy is made
+        choice = choose(self._choices, self.parts, NATIVE, lambda: native_form(self.parts, self._own, beside))
+        if choice.form is not None:
+            self._call = choice.form
+        return choice.reason
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embed ``tokens [rows, q]``. Returns ``[rows, q, H]``."""
@@ -126,14 +115,15 @@ def open_sections(sections: Sequence[ModelSection], *, native: bool = True, besi
     Returns:
         The form, as :func:`described`.
     """
-    identities = [section.identify(native) for section in sections]
-    reason = next((identity.reason for identity in identities if identity.reason is not None), None)
+    reason: str | None = NOT_ASKED_FOR
+    if native:
+        reasons = [section.why_not_native() for section in sections]
+        reason = next(filter(None, reasons), None)
     sizes = [packed_bytes(section.parts) for section in sections]
-    for i, (section, identity) in enumerate(zip(sections, identities, strict=True)):
-        if reason is None:
-            reason = section.pack(identity, sum(sizes[i + 1 :], beside))
+    for i, section in enumerate(sections):
+        reason = reason or section.pack(sum(sizes[i + 1 :], beside))
     if reason is None:
         return NATIVE
     for section in sections:
-        section.unpack()
+        section.use_modules()
     return f"transformers: {reason}"

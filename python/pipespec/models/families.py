@@ -150,7 +150,7 @@ def identity(model: PreTrainedModel | ModelParts, *, packed: bool = True) -> tup
     Args:
         model: the model, or parts of one.
         packed: the form copies the weights, for the CPU: their versions count, too. A change that goes past the version counters (through
-            ``.data``) does not show, see :mod:`pipespec.engine.values`.
+            ``.data``) does not show, see :mod:`pipespec.engine.native`.
 
     Raises:
         NotReadable: for a packed copy, the model is not on the CPU in float32 or bfloat16; it is on several devices or in training; a module
