@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -121,6 +122,17 @@ def module_function(name: str) -> Any:
         return _patched(source, name, lambda before: lambda *a, **kw: tuple(0.9 * x for x in before(*a, **kw)))
 
     return apply
+
+
+def mocked_function(model: PreTrainedModel) -> Undo | None:
+    source = sys.modules[type(model).__module__]
+    if not hasattr(source, "apply_rotary_pos_emb"):
+        return None
+
+    def make(before: Any) -> Any:
+        return mock.Mock(side_effect=lambda *args, **kwargs: tuple(0.9 * x for x in before(*args, **kwargs)))
+
+    return _patched(source, "apply_rotary_pos_emb", make)
 
 
 def torch_function(name: str) -> Any:
@@ -516,6 +528,7 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Undo | None]] = {
     "forward of an MLP, wrapped by accelerate": wrapped_by_accelerate,
     "forward of an MLP, hooked by accelerate": hooked_by_accelerate,
     "apply_rotary_pos_emb": module_function("apply_rotary_pos_emb"),
+    "apply_rotary_pos_emb, a mock": mocked_function,
     "rotate_half": module_function("rotate_half"),
     "F.silu": torch_function("silu"),
     "F.linear": torch_function("linear"),

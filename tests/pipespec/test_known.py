@@ -405,6 +405,22 @@ def test_code_that_is_trusted_speculates(model, attached):
         pipespec.trust(3)
 
 
+def test_a_class_that_is_trusted_after_a_call(model):
+    class Mlp(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x)
+
+    layer = model.model.layers[0]
+    layer.mlp = Mlp(layer.mlp)
+    assert "a module is of class" in known.why_unknown(model)
+    pipespec.trust(Mlp)
+    assert known.why_unknown(model) is None
+
+
 def test_an_attached_model_is_loaded_without_pipespec(model, attached, tmp_path: Path):
     torch.save(model, tmp_path / "model.pt")
     text = ours(model, max_new_tokens=6)

@@ -115,8 +115,6 @@ def forward(
     if rows != cache.rows:
         raise ValueError(f"{rows} rows of tokens for a RowCache of {cache.rows} rows")
     call = _form(model, cache, native)
-    if torch.is_inference_mode_enabled():
-        return call(tokens, cache, keep)
     with torch.inference_mode():
         return call(tokens, cache, keep)
 

@@ -34,7 +34,7 @@ from pipespec.engine.originals import (
 from pipespec.engine.recurrent import recurrent_signature
 from pipespec.models import families
 from pipespec.models.adapters import without_wrapper
-from pipespec.models.devices import LayerDevices, each_module
+from pipespec.models.devices import LayerDevices, each_module, hooks_of
 from pipespec.models.families import NotReadable
 from pipespec.models.layout import CacheLayout
 from pipespec.models.parts import ModelParts
@@ -121,6 +121,7 @@ _VERSION, _POINTER = operator.attrgetter("_version"), torch.Tensor.data_ptr
 _STRIDES, _COUNT = torch.Tensor.stride, torch.Tensor.numel
 
 _REPLACED = BYPASSED - {"generate"}
+"""Methods that a known model's instance does not replace, whoever did it: a learned prompt of peft does."""
 
 _refreshed = 0
 """How often :func:`refresh` was called."""
@@ -244,7 +245,7 @@ def record_within(model: PreTrainedModel) -> Record | None:
     if found is None or found.reason is not None:
         return None
     for module in model.modules():
-        if is_trusted(type(module)) or _placement_hooks(module) or any(vars(module)[name] for name in _HOOKS):
+        if is_trusted(type(module)) or any(hooks_of(module)) or any(vars(module)[name] for name in _HOOKS):
             return None
     return found
 
@@ -302,15 +303,11 @@ def _why_foreign(model: PreTrainedModel, modules: list[nn.Module]) -> str | None
     """What the instances of a model's modules have that their classes have not."""
     if compute_dtype(model) == torch.float16 and "cpu" in {device.type for device in LayerDevices.of(model).devices}:
         return "it is float16 on the CPU, where many operations are slow or missing; use float32 or bfloat16"
-    for name in sorted(BYPASSED):
-        value = vars(model).get(name)
-        if (
-            value is not None
-            and not _is_its_own(type(model), name, value)
-            and not (name == "generate" and is_original(value))
-        ):
+    for name in sorted(_REPLACED & vars(model).keys()):
+        if vars(model)[name] is not None and not _is_its_own(type(model), name, vars(model)[name]):
             return f"it has a {name}() of its own"
-    if any(getattr(config, "alora_invocation_tokens", None) for config in _adapters(model)):
+    adapters = getattr(model, "peft_config", None)
+    if isinstance(adapters, dict) and any(getattr(a, "alora_invocation_tokens", None) for a in adapters.values()):
         return "it has an activated LoRA adapter, which counts from the end of each forward"
     for module in modules:
         what = _why_module(model, module)
@@ -334,7 +331,7 @@ def _why_module(model: PreTrainedModel, module: nn.Module) -> str | None:
         is_run = callable(getattr(kind, name, None)) or (module is not model and callable(space[name]))
         if is_run and not (_is_its_own(kind, name, space[name]) or is_original(space[name])):
             return f"has a {name}() of its own"
-    if not all(_is_known_hook(hook) for hook in _placement_hooks(module)):
+    if not all(_is_known_hook(hook) for hook in hooks_of(module)):
         return "has hooks of accelerate's kind"
     if space.get("is_causal") is False:
         return "is not causal"
@@ -342,15 +339,7 @@ def _why_module(model: PreTrainedModel, module: nn.Module) -> str | None:
         attention = getattr(model.config, "_attn_implementation", None)
         if getattr(space["config"], "_attn_implementation", attention) != attention:
             return "has another attention than the model"
-    if getattr(module, "max_norm", None) is not None:
-        return "changes its weights when it is called (max_norm)"
     return None
-
-
-def _placement_hooks(module: nn.Module) -> list[Any]:
-    """The hooks that accelerate calls around a module's forward."""
-    hook = vars(module).get("_hf_hook")
-    return [] if hook is None else [hook, *getattr(hook, "hooks", ())]
 
 
 def _is_known_hook(hook: Any) -> bool:
@@ -387,11 +376,6 @@ def _why_other_layers(model: PreTrainedModel) -> str | None:
             if vars(part).get("layer_idx", i) != i:
                 return f"its layers are not in the order of their caches (layer {vars(part)['layer_idx']} at {i})"
     return None
-
-
-def _adapters(model: PreTrainedModel) -> list[Any]:
-    configs = getattr(model, "peft_config", None)
-    return list(configs.values()) if isinstance(configs, dict) else []
 
 
 def _is_its_own(kind: type, name: str, value: Any) -> bool:

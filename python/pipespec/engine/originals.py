@@ -99,6 +99,7 @@ def trust(*code: Any) -> None:
             _trusted.add(each.__code__)
         else:
             raise TypeError(f"trust() takes functions, classes and names of packages, not {each!r:.80}")
+    forget_code()
 
 
 def is_trusted(value: Any) -> bool:
@@ -384,17 +385,18 @@ def _not_by_columns(kind: type) -> str | None:
     return f"a module is of class {kind.__module__}.{kind.__qualname__}"
 
 
-_codes: dict[tuple[frozenset[type], Any], Code] = {}
+_code = functools.lru_cache(maxsize=64)(Code)
 
 
 def code_of(kinds: frozenset[type], attention: Any) -> Code:
     """The code of a model's classes, compared again if something of it has changed. Arguments as for :class:`Code`."""
-    found = _codes.get((kinds, attention))
-    if found is None or not found.is_current():
-        found = _codes[kinds, attention] = Code(kinds, attention)
+    found = _code(kinds, attention)
+    if not found.is_current():
+        forget_code()
+        found = _code(kinds, attention)
     return found
 
 
 def forget_code() -> None:
     """Compare all code again."""
-    _codes.clear()
+    _code.cache_clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -21,14 +20,6 @@ from pipespec.models.parts import ModelParts
 def stream_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of hidden states between the sections of a model of ``dtype``: on the CPU at least float32, as within the native form."""
     return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
-
-
-_NOTHING = nullcontext()
-
-
-def _inference() -> AbstractContextManager[None]:
-    """Inference mode. Where it is on, entering it again costs more than the rest of a small call."""
-    return _NOTHING if torch.is_inference_mode_enabled() else torch.inference_mode()
 
 
 class ModelSection:
@@ -75,21 +66,21 @@ class ModelSection:
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embed ``tokens [rows, q]``. Returns ``[rows, q, H]``."""
-        with _inference():
+        with torch.inference_mode():
             return self._form(tokens).embed(tokens).to(self.stream_dtype)
 
     def run_layers(
         self, hidden: torch.Tensor, cache: RowCache, features: Collection[int] = ()
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Run the layers on ``hidden [rows, q, H]``, see :meth:`PartsForm.run_layers`. ``cache`` is one of ``parts.cache_config()``."""
-        with _inference():
+        with torch.inference_mode():
             form = self._form(hidden, cache)
             hidden, streams = form.run_layers(hidden.to(form.dtype), cache, features)
             return hidden.to(self.stream_dtype), {k: stream.to(self.stream_dtype) for k, stream in streams.items()}
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Norm and head of ``hidden [rows, q, H]``. Returns ``[rows, q, vocabulary]``."""
-        with _inference():
+        with torch.inference_mode():
             form = self._form(hidden)
             return form.logits(hidden.to(form.dtype), hidden.shape[1])
 
