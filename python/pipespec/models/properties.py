@@ -65,21 +65,15 @@ def quantisation(model: Any) -> str | None:
     Returns:
         The method, with its bits if it names them (``"bitsandbytes 4-bit"``); None if the model is not quantised.
     """
-    config = getattr(model, "config", model)
-    settings = getattr(config, "quantization_config", None)
-    if settings is not None and not isinstance(settings, dict):
-        settings = settings.to_dict() if hasattr(settings, "to_dict") else vars(settings)
-    method = getattr(model, "quantization_method", None) or (settings or {}).get("quant_method")
-    method = str(getattr(method, "value", method or ""))
-    settings = settings or {}
+    settings = getattr(getattr(model, "config", model), "quantization_config", None) or {}
+    if not isinstance(settings, dict):
+        settings = settings.to_dict()
+    method = getattr(model, "quantization_method", None) or settings.get("quant_method") or ""
     bits = 4 if settings.get("load_in_4bit") else 8 if settings.get("load_in_8bit") else settings.get("bits")
-    if not method and bits:
-        # Older files do not name it.
-        method = "bitsandbytes"
+    # Older files do not name it.
+    method = str(getattr(method, "value", method)) or ("bitsandbytes" if bits else "")
     if method:
         return f"{method} {bits}-bit" if isinstance(bits, int) else method
-    if getattr(model, "hf_quantizer", None) is not None:
-        return type(model.hf_quantizer).__name__
     if isinstance(model, nn.Module):
         for parameter in model.parameters():
             # bitsandbytes and torchao pack weights into classes of their own, with and without transformers.
