@@ -251,13 +251,8 @@ def _form(model: PreTrainedModel, cache: RowCache, native: bool) -> Form:
 
 def _native(model: PreTrainedModel, cache: RowCache) -> Choice:
     """The choice of the native form, which runs over a cache."""
-
-    def own(texts: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = model(input_ids=texts, use_cache=False).logits
-        return logits
-
     choices = _choices.setdefault(model, {})
-    return choose(choices, model, NATIVE, lambda: native_form(model, own, cache.nbytes))
+    return choose(choices, model, NATIVE, lambda: native_form(model, cache.nbytes))
 
 
 def _own(model: PreTrainedModel, cache: RowCache) -> Form:

@@ -8,7 +8,7 @@ cuts into parts, in bfloat16 either.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.features import Features
 from pipespec.engine.form import PartsForm
 from pipespec.engine.form_check import check_outputs, check_parts, probe, probe_cache, probe_inputs, probed
+from pipespec.engine.own import LayerLoop
 from pipespec.models import families
 from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
@@ -167,14 +168,11 @@ def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
     return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
-def native_form(
-    model: PreTrainedModel | ModelParts, own: Callable[[torch.Tensor], torch.Tensor], beside: int = 0
-) -> NativeForm:
+def native_form(model: PreTrainedModel | ModelParts, beside: int = 0) -> NativeForm:
     """Pack a model or parts of one, and compare the outputs with those of the model's own modules, see :func:`check_outputs`.
 
     Args:
         model: a known one, see :func:`pipespec.engine.known.identify`.
-        own: calls the model's own modules on the inputs of the probes. Returns the outputs of all columns.
         beside: as for :class:`NativeForm`.
 
     Raises:
@@ -184,10 +182,14 @@ def native_form(
 
     with torch.inference_mode(), announced("reading and packing the weights"):
         form = NativeForm(model, beside)
-        given = probe_inputs(form.parts)
-        if has_blocks(form.parts):
-            with packed_copies_dropped(), pages_released(form.parts):
+        parts, given = form.parts, probe_inputs(form.parts)
+        if has_blocks(parts):
+            with packed_copies_dropped(), pages_released(parts):
                 check_parts(form, given)
             return form
-        check_outputs(form.parts, given, probed(own(given)), probe(form, probe_cache(form.parts), given))
+        if isinstance(model, ModelParts):
+            own = LayerLoop(parts)(given, probe_cache(parts), given.shape[1])
+        else:
+            own = model(input_ids=given, use_cache=False).logits
+        check_outputs(parts, given, probed(own), probe(form, probe_cache(parts), given))
         return form

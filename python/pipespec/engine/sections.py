@@ -8,7 +8,6 @@ import torch
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import PartsForm
-from pipespec.engine.form_check import probe_cache
 from pipespec.engine.forward import Choices, choose, forget_changed
 from pipespec.engine.known import NATIVE, NOT_ASKED_FOR, OWN, identify
 from pipespec.engine.native import native_form
@@ -59,7 +58,7 @@ class ModelSection:
         """
         if NATIVE not in self._choices:
             self.use_modules()  # before another copy is made
-        choice = choose(self._choices, self.parts, NATIVE, lambda: native_form(self.parts, self._own, beside))
+        choice = choose(self._choices, self.parts, NATIVE, lambda: native_form(self.parts, beside))
         if choice.form is not None:
             self._call = choice.form
         return choice.reason
@@ -88,11 +87,6 @@ class ModelSection:
         # Autocast changes what the modules do, and only they read lengths on the device.
         on_device = cache is not None and cache.uses_device_lengths
         return self._modules if on_device or torch.is_autocast_enabled(given.device.type) else self._call
-
-    def _own(self, given: torch.Tensor) -> torch.Tensor:
-        """Outputs of the parts' own modules for all columns."""
-        # Parts without layers do not read the cache.
-        return self._modules(given, probe_cache(self.parts), given.shape[1])
 
 
 def open_sections(sections: Sequence[ModelSection], *, native: bool = True, beside: int = 0) -> str:
