@@ -25,7 +25,6 @@ class WholeModel(Form):
     def __init__(self, model: PreTrainedModel) -> None:
         # Weak, because the choices must not keep models alive.
         self.model = weakref.ref(model)
-        self._masks_by_type = takes_mask_per_type(getattr(model, model.base_model_prefix, model))
 
     def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
         model = self.model()
@@ -37,8 +36,10 @@ class WholeModel(Form):
             windows = set(cache.windows)
             if windows == {None} or cache.uses_device_lengths:
                 mask = cache.mask(q)
+            elif takes_mask_per_type(getattr(model, model.base_model_prefix, model)):
+                mask = cache.masks_by_type(q)
             else:
-                mask = cache.masks_by_type(q) if self._masks_by_type else cache.mask(q, window=cache.windows[0])
+                mask = cache.mask(q, window=cache.windows[0])
         # logits_to_keep=0 would compute all of them.
         features, lengths = cache.features, cache.first_positions
         found = model(
