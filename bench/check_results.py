@@ -36,7 +36,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "exact.json": (*_ENGINE, "bench/exact.py"),
     "exact_long.json": (*_ENGINE, "bench/exact.py"),
     "generate_cpu.json": (*_GENERATE, "python/pipespec/demo"),
-    "head.json": (*_ENGINE, "python/pipespec/drafts", "bench/bench_real.py"),
+    "head.json": (*_ENGINE, "bench/bench_real.py"),
     "gpu_h200.json": (*(place for place in _GENERATE if place[0] != ":"), "bench/planted.py"),
     "price.json": _KERNELS,
     "prompt.json": (*_ENGINE, "bench/bench_prompt.py"),

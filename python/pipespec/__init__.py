@@ -10,13 +10,13 @@ from pipespec_kernels import __version__
 if TYPE_CHECKING:
     from pipespec.api.attach import attach, attached, detach
     from pipespec.api.pipeline import Pipeline
+    from pipespec.api.report import Report, StageReport
     from pipespec.engine.grammar import TokenMatcher
     from pipespec.engine.known import refresh
     from pipespec.engine.ngram import NgramDraft
     from pipespec.engine.originals import trust
     from pipespec.engine.sampling import OutputPenaltyLogitsProcessor
     from pipespec.models.tokenizers import load_tokenizer
-    from pipespec.observe import Report, StageReport
     from pipespec.schedules.base import SpeedWarning, StageFailure
 
 __all__ = [
@@ -42,10 +42,10 @@ _HOMES = {
     "NgramDraft": "pipespec.engine.ngram",
     "OutputPenaltyLogitsProcessor": "pipespec.engine.sampling",
     "Pipeline": "pipespec.api.pipeline",
-    "Report": "pipespec.observe",
+    "Report": "pipespec.api.report",
     "SpeedWarning": "pipespec.schedules.base",
     "StageFailure": "pipespec.schedules.base",
-    "StageReport": "pipespec.observe",
+    "StageReport": "pipespec.api.report",
     "TokenMatcher": "pipespec.engine.grammar",
     "attach": "pipespec.api.attach",
     "attached": "pipespec.api.attach",

@@ -34,7 +34,7 @@ class SpeculationConfig:
         lookahead: Per draft. 0: the draft rests.
         ngram: The first draft, if it is an n-gram index instead of a model (:class:`pipespec.engine.ngram.NgramDraft`). It has its place in ``lookahead``.
         head: The draft, if it is a head that reads the target's hidden states: its path, or once it is loaded the
-            :class:`pipespec.drafts.head.DraftHead`. It has its place in ``lookahead``.
+            :class:`pipespec.engine.head.DraftHead`. It has its place in ``lookahead``.
         translation: The two tokenizers, if the first draft has another one than the target (:class:`pipespec.engine.translation.Translation`).
         controlled: The controller chooses before each round which draft proposes tokens, and how many, see :mod:`pipespec.engine.controller`.
             ``lookahead`` then limits only drafts whose tokens another draft verifies.

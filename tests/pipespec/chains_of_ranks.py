@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from pipespec import Pipeline
 from pipespec.config import SpeculationConfig
+from pipespec.process.ranks import Ranks, break_group
 from pipespec.schedules.ranks.draft import DraftRank
 from pipespec.schedules.ranks.driver import RanksDriver
-from pipespec.transport import Ranks, break_group
 from tests.waiting import SECONDS, until
 
 

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from bench import bench_spd
+from pipespec.api.text_stream import TextStream
 from pipespec.bench import comparison
 from pipespec.bench.comparison import IsolatedComparison, Measurement, cells
 from pipespec.bench.contenders import PipelineContender, Workload, standard_contenders
@@ -25,7 +26,6 @@ from pipespec.cli import doctor
 from pipespec.cli.main import main
 from pipespec.demo import family_path, load_family
 from pipespec.demo import run as demo_run
-from pipespec.observe.text import TextStream
 from tests.conftest import noisy, random_llama
 from tests.trials import trials
 from tests.waiting import SECONDS, until

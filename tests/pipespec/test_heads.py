@@ -12,9 +12,9 @@ from transformers import DynamicCache
 
 from pipespec import Pipeline
 from pipespec.config import WIDTH, SpeculationConfig
-from pipespec.drafts.head import DraftHead, HeadConfig, is_head
-from pipespec.drafts.stage import HeadStage
 from pipespec.engine.features import Features
+from pipespec.engine.head import DraftHead, HeadConfig, is_head
+from pipespec.engine.head_stage import HeadStage
 from pipespec.engine.native import Checksums
 from pipespec.models.devices import input_device
 from pipespec.models.families import NotReadable

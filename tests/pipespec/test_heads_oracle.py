@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from pipespec.drafts.head import DraftHead
+from pipespec.engine.head import DraftHead
 from tests.conftest import VOCABULARY
 from tests.pipespec import heads
 

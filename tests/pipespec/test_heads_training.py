@@ -12,7 +12,7 @@ import torch
 from pipespec import Pipeline
 from pipespec.cli.main import main
 from pipespec.demo import family_path
-from pipespec.drafts.head import DraftHead, is_head
+from pipespec.engine.head import DraftHead, is_head
 from pipespec.spd.training import trainer
 from pipespec.spd.training.heads import HeadStudent, head_for
 from pipespec.spd.training.settings import TrainingSettings

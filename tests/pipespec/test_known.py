@@ -458,7 +458,7 @@ class Injector:
         if (
             not self.has_begun
             or not code.co_filename.startswith(self.root)
-            or code.co_filename.endswith(("attach.py", "errors.py", "observe/text.py"))
+            or code.co_filename.endswith(("attach.py", "errors.py", "api/text_stream.py"))
         ):
             return None
         return self.on_line

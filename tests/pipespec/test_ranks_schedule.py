@@ -21,11 +21,11 @@ from pipespec import NgramDraft, Pipeline, StageFailure, transport, trust
 from pipespec.config import SpeculationConfig
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampling import SamplingParams
+from pipespec.process.ranks import RankError, Ranks, difference
 from pipespec.schedules.ranks import membership
 from pipespec.schedules.ranks.call import decode_call, encode_call
 from pipespec.schedules.ranks.draft import SILENT_S, DraftRank
 from pipespec.schedules.ranks.party import stages_of
-from pipespec.transport import RankError, Ranks, difference
 from pipespec_kernels import __version__
 from pipespec_kernels.state import StateBlock
 from tests.conftest import always_right, left_pad, noisy, random_prompts

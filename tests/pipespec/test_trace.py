@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipespec import Pipeline
-from pipespec.observe.trace import chrome_trace, not_kept, summary
+from pipespec.api.trace import chrome_trace, not_kept, summary
 from pipespec.schedules.base import StageFailure
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts

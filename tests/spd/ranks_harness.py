@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from transformers import StoppingCriteriaList
 
-from pipespec import transport
+from pipespec.process import ranks as transport
 from pipespec.spd import link, ranks, ring
 from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.ranks import RanksPipeline

@@ -21,15 +21,15 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
-from pipespec import transport
 from pipespec.api.base import BasePipeline
 from pipespec.demo import load_family
 from pipespec.preflight.devices import rank_device
+from pipespec.process import ranks as transport
+from pipespec.process.ranks import RankError, Ranks
 from pipespec.spd import SpeculativePipeline
 from pipespec.spd import ranks as module
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
 from pipespec.spd.ranks import RanksPipeline, ranks_of
-from pipespec.transport import RankError, Ranks
 from tests.conftest import random_llama
 from tests.spd.drafters import Blind
 from tests.spd.ranks_harness import LAYERS, calls, made

@@ -16,10 +16,10 @@ from pipespec.api.base import ONLY_KNOWN
 from pipespec.api.caches import for_transformers
 from pipespec.api.chain import Draft
 from pipespec.api.pipeline import Pipeline
+from pipespec.api.text_stream import notify_reader_of_failure
 from pipespec.engine.cache import RowCache
 from pipespec.errors import NotKnown, Unsupported, is_final
 from pipespec.models.adapters import without_wrapper
-from pipespec.observe.text import notify_reader_of_failure
 from pipespec.process.warnings import user_stacklevel
 from pipespec.schedules.base import SpeedWarning
 

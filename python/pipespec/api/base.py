@@ -29,14 +29,14 @@ from pipespec.api.arguments import (
 )
 from pipespec.api.output import output_of, report_of, warn_of_room
 from pipespec.api.prepare import CallOptions, PreparedCall, prepare
+from pipespec.api.report import Report
+from pipespec.api.text_stream import notify_reader_of_failure
 from pipespec.engine.inputs import stage_names
 from pipespec.engine.known import one_call, why_unknown
 from pipespec.errors import NotKnown, is_final, mark_final
 from pipespec.models.compat import lost_arguments
 from pipespec.models.devices import LayerDevices
 from pipespec.models.rope import reset_rope
-from pipespec.observe import Report
-from pipespec.observe.text import notify_reader_of_failure
 from pipespec.preflight.checks import check_rope
 from pipespec.preflight.memory import check_memory, shortage_explained
 from pipespec.preflight.support import check_checkpointing, check_runnable

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.drafts.head import DraftHead, HeadConfig, is_head
+from pipespec.engine.head import DraftHead, HeadConfig, is_head
 from pipespec.engine.inputs import stage_names
 from pipespec.engine.ngram import NgramDraft
 from pipespec.models.adapters import without_wrapper

@@ -17,13 +17,12 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from pipespec.api.caches import in_columns
 from pipespec.api.output import PipelineOutput
 from pipespec.api.prepare import CallOptions
+from pipespec.api.report import Report, StageReport
 from pipespec.engine.cache import RowCache
 from pipespec.engine.sampler import nothing_to_draw
 from pipespec.engine.sampling import row_seeds, with_penalties
 from pipespec.errors import Unsupported
 from pipespec.models.compat import mask_columns_of_call
-from pipespec.observe import Report
-from pipespec.observe.report import StageReport
 from pipespec_kernels import ops
 from pipespec_kernels.noise import Noise
 

@@ -22,6 +22,7 @@ from pipespec.api.chain import (
     load_chain,
 )
 from pipespec.api.prepare import PreparedCall
+from pipespec.api.report import Report
 from pipespec.config import SpeculationConfig
 from pipespec.engine.cached_text import forward_group
 from pipespec.engine.ngram import NgramDraft, first_of
@@ -30,7 +31,6 @@ from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import input_device, why_not_whole
 from pipespec.models.loading import gguf_path
 from pipespec.models.quantizing import Weights
-from pipespec.observe import Report
 from pipespec.preflight.checks import check_exact
 from pipespec.preflight.devices import Devices
 from pipespec.preflight.support import cost_of_width
@@ -259,7 +259,7 @@ class Pipeline(BasePipeline):
 
         Raises:
             RuntimeError: This process has the target.
-            pipespec.transport.RankError: Rank 0 has ended.
+            pipespec.process.ranks.RankError: Rank 0 has ended.
         """
         self._driver.serve()
 

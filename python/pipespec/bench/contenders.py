@@ -18,12 +18,12 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.api.pipeline import Pipeline
+from pipespec.api.report import StageReport
 from pipespec.bench.results import Sample, StepCounts
 from pipespec.engine.ngram import NGRAM
 from pipespec.models.loading import load_model
 from pipespec.models.properties import end_tokens
 from pipespec.models.tokenizers import load_tokenizer
-from pipespec.observe import StageReport
 from pipespec.registry import LOCKSTEP, PLAIN, SCHEDULES, WORKERS
 from pipespec.schedules.base import StageFailure
 

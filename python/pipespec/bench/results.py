@@ -28,7 +28,7 @@ VERSION = 2
 
 @dataclass
 class StepCounts:
-    """Counts of one model in one text, those of :class:`pipespec.observe.StageReport`. 0 where the system does not count it.
+    """Counts of one model in one text, those of :class:`pipespec.api.report.StageReport`. 0 where the system does not count it.
 
     Attributes:
         name: Of the model: the draft's name, or ``"target"``.

@@ -27,7 +27,7 @@ from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.registry import LOCKSTEP, SCHEDULES
 
 if TYPE_CHECKING:
-    from pipespec.observe import Report
+    from pipespec.api.report import Report
 
 
 def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
@@ -113,8 +113,8 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
     else:
         target, drafts, dtype = chosen_models(args, lambda: bundled_drafts(args.schedule, args.acceptance))
     with working("importing torch and transformers"):
+        from pipespec.api.text_stream import TextStream
         from pipespec.models.tokenizers import load_tokenizer
-        from pipespec.observe.text import TextStream
 
     with quiet_transformers():
         with working("loading the models"):

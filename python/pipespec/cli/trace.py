@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     report = generate(args, trace=_TRACE_STEPS)
     if report is None:
         return 0
-    from pipespec.observe.trace import summary
+    from pipespec.api.trace import summary
 
     report.save_trace(args.out)
     print(report, summary(report.traced()), sep="\n", file=sys.stderr)

@@ -179,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
     with working("importing torch and transformers"):
         import torch.distributed as dist
 
-        from pipespec.drafts.head import CONFIG
+        from pipespec.engine.head import CONFIG
         from pipespec.spd.draft_module import CONFIG_FILE
         from pipespec.spd.training import data
         from pipespec.spd.training.trainer import RECORD, train

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.text import Text
 
 from pipespec.api.base import BasePipeline
+from pipespec.api.text_stream import TextStream
 from pipespec.bench.comparison import HEADER, IsolatedComparison, cells, footnotes
 from pipespec.bench.contenders import Family, PipelineContender, Workload, standard_contenders
 from pipespec.bench.machine import describe, provenance
 from pipespec.demo import load_family, prompts
-from pipespec.observe.text import TextStream
 from pipespec.process.progress import RemainingWork, quiet_transformers, working
 from pipespec.process.table import aligned
 

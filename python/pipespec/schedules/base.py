@@ -98,7 +98,7 @@ class Decoder(ABC):
 
     @property
     def forms(self) -> Sequence[str]:
-        """How the forward of each stage in :attr:`block` runs, see :attr:`pipespec.observe.report.StageReport.forward`."""
+        """How the forward of each stage in :attr:`block` runs, see :attr:`pipespec.api.report.StageReport.forward`."""
         return [""] * len(self.names)
 
     @property
@@ -209,7 +209,7 @@ class Driver(Decoder):
             return TranslatedStage(model, self.block, i, trace, native=native, translation=self.config.translation)
         kind = Stage
         if model is self.config.head:
-            from pipespec.drafts.stage import HeadStage as kind
+            from pipespec.engine.head_stage import HeadStage as kind
         stage = kind(
             model,
             self.block,

@@ -1,7 +1,7 @@
 """Link: messages of known size between SPD's ranks, with a bound on every wait.
 
 Three events end a wait: the message arrives; the connection breaks, because a peer has ended; or the process ends
-(:meth:`pipespec.transport.Ranks.watch`), because the message is overdue or a rank gives no sign of life.
+(:meth:`pipespec.process.ranks.Ranks.watch`), because the message is overdue or a rank gives no sign of life.
 
 A line has the messages of one kind from one rank to another, in buffers that are allocated once. A message is some words, and some tensors behind them, in
 one gloo message through host memory. Receives are posted ahead. Otherwise gloo asks the receiver for a buffer before it sends, which takes two more delays of
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipespec.transport import FOREVER, START_S, RankError, Ranks
+from pipespec.process.ranks import FOREVER, START_S, RankError, Ranks
 
 TIMEOUT_S = 6.0
 """Longest time of a rank for its part of a cycle or of a chunk of the prefill."""
@@ -55,7 +55,7 @@ class Link(Ranks):
 
     @classmethod
     def open(cls, terms: Mapping[str, Any], timeout_s: float = TIMEOUT_S, start_s: float = START_S) -> Link:
-        """Join and connect. Arguments as for :class:`pipespec.spd.RanksPipeline`, and :meth:`pipespec.transport.Ranks.join`."""
+        """Join and connect. Arguments as for :class:`pipespec.spd.RanksPipeline`, and :meth:`pipespec.process.ranks.Ranks.join`."""
         link = cls.join(terms, start_s)
         link.timeout_s = timeout_s
         # From here on a rank that is still connecting ends when another one fails.

@@ -38,6 +38,7 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.known import NATIVE
 from pipespec.engine.sections import open_sections, stream_dtype
 from pipespec.preflight.devices import rank_device
+from pipespec.process.ranks import START_S, RankError, rank_and_world
 from pipespec.process.signals import delayed, handlers_watched
 from pipespec.registry import RANKS
 from pipespec.schedules.base import Decoder
@@ -50,7 +51,6 @@ from pipespec.spd.partition import Partition, Verifier, cut, load_ends, load_ske
 from pipespec.spd.pipeline import module_config, resolve_drafter, speculative_report
 from pipespec.spd.report import SpeculativeReport
 from pipespec.spd.ring import BULK, CHUNK, CLOSE, CONTROL, END, HEAD, OPEN, RUN, STREAMS, Head, Ring, StageServer
-from pipespec.transport import START_S, RankError, rank_and_world
 
 
 class RanksDriver(SpeculativeDriver):

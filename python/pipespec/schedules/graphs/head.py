@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipespec.drafts.stage import HeadStage
 from pipespec.engine.attention import ATTENTION
 from pipespec.engine.cache import RowCache
 from pipespec.engine.features import Features
+from pipespec.engine.head_stage import HeadStage
 from pipespec.engine.inputs import StageInputs
 from pipespec.models.families import state_of
 from pipespec.schedules.graphs.buffers import GraphKey

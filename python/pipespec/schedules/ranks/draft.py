@@ -13,6 +13,7 @@ from pipespec.config import SpeculationConfig
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.ngram import NgramStage
 from pipespec.engine.stage import Stage
+from pipespec.process.ranks import RankError, Ranks, break_group
 from pipespec.process.signals import draft_errors, handlers_watched
 from pipespec.registry import RANKS
 from pipespec.schedules.asynchronous import drafting
@@ -20,7 +21,6 @@ from pipespec.schedules.base import Decoder
 from pipespec.schedules.ranks.call import decode_call
 from pipespec.schedules.ranks.party import Link, Party
 from pipespec.schedules.request import CacheOwner, GenerationRequest
-from pipespec.transport import RankError, Ranks, break_group
 from pipespec_kernels.state import StateBlock
 
 SILENT_S = 300.0

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from pipespec.config import SpeculationConfig
 from pipespec.engine.ngram import NgramStage
 from pipespec.engine.stage import Stage
+from pipespec.process.ranks import Ranks
 from pipespec.schedules.base import Decoder, Driver
 from pipespec.schedules.ranks.call import encode_call
 from pipespec.schedules.ranks.party import Party
 from pipespec.schedules.request import GenerationRequest
-from pipespec.transport import Ranks
 from pipespec_kernels.state import Action
 
 

@@ -21,10 +21,10 @@ from pipespec.preflight.checks import Vocabulary, check_architecture, check_voca
 from pipespec.preflight.devices import AUTO, Devices, place_of_each, rank_device
 from pipespec.preflight.placement import arrange
 from pipespec.preflight.support import check_runnable
+from pipespec.process.ranks import START_S, RankError, Ranks, rank_and_world
 from pipespec.schedules.base import Decoder
 from pipespec.schedules.ranks.draft import DraftRank
 from pipespec.schedules.ranks.driver import RanksDriver
-from pipespec.transport import START_S, RankError, Ranks, rank_and_world
 from pipespec_kernels.state import MAX_STAGES
 
 

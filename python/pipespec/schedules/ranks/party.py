@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipespec import transport
-from pipespec.transport import FOREVER, Ranks, break_group, first_line
+from pipespec.process import ranks as transport
+from pipespec.process.ranks import FOREVER, Ranks, break_group, first_line
 from pipespec_kernels import _native
 from pipespec_kernels.state import StateBlock
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, DynamicCache, PreTrainedModel
 
-from pipespec.drafts.head import DraftHead, HeadConfig
+from pipespec.engine.head import DraftHead, HeadConfig
 from pipespec.models.properties import text_config
 from pipespec.spd.training.settings import TrainingSettings
 from pipespec.spd.training.students import Lesson, Student, loss_of

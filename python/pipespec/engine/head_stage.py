@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pipespec.drafts.head import DraftHead
 from pipespec.engine.cache import RowCache
 from pipespec.engine.cached_text import common_length
 from pipespec.engine.features import Features
+from pipespec.engine.head import DraftHead
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.known import NATIVE
 from pipespec.engine.native import NativeForm
@@ -23,7 +23,7 @@ from pipespec_kernels.state import Action
 
 
 class HeadStage(Stage):
-    """Stage 0 of a chain whose draft is a head, see :mod:`pipespec.drafts.head`. It runs in turn with the target, in its process.
+    """Stage 0 of a chain whose draft is a head, see :mod:`pipespec.engine.head`. It runs in turn with the target, in its process.
 
     Its cache holds a slot for each position that has features, and behind them the slots of the tokens that it has drafted in this round. The next
     round begins by lowering the lengths to the former, and reads the features of what the target has committed since. A head that rests reads

@@ -123,7 +123,7 @@ class Report:
 
     def save_trace(self, path: Path | str) -> None:
         """Write the steps of all stages as JSON for https://ui.perfetto.dev. Raises ``ValueError`` without a trace."""
-        from pipespec.observe.trace import chrome_trace
+        from pipespec.api.trace import chrome_trace
         from pipespec.process.files import replace as replace_file
 
         replace_file(Path(path), json.dumps(chrome_trace(self.traced(), title=f"pipespec {self.schedule}")))
