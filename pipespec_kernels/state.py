@@ -285,23 +285,19 @@ class StateBlock:
     @property
     def is_intact(self) -> bool:
         """Whether the block's header still holds its sizes. False: something has overwritten it."""
-        value: bool = self._native.is_intact
-        return value
+        return bool(self._native.is_intact)
 
     @property
     def stages(self) -> int:
-        value: int = self._native.stages
-        return value
+        return int(self._native.stages)
 
     @property
     def rows(self) -> int:
-        value: int = self._native.rows
-        return value
+        return int(self._native.rows)
 
     @property
     def capacity(self) -> int:
-        value: int = self._native.capacity
-        return value
+        return int(self._native.capacity)
 
     @property
     def target(self) -> int:
@@ -388,8 +384,7 @@ class StateBlock:
         return value
 
     def is_alive(self, stage: int) -> bool:
-        value: bool = self._native.is_alive(stage)
-        return value
+        return bool(self._native.is_alive(stage))
 
     def set_alive(self, stage: int, alive: bool) -> None:
         """Set whether ``stage`` can be expected to publish. No stage waits for one that cannot."""
