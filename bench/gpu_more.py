@@ -20,7 +20,7 @@ from bench.harness import save
 from bench.planted import plant, random_prompts
 from pipespec import Pipeline
 from pipespec.bench.machine import provenance
-from pipespec.schedules import factory
+from pipespec.schedules import base
 from pipespec.spd.training.heads import head_for
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="small models on a CPU")
     parser.add_argument("--only", nargs="+", help="only these parts")
     options = parser.parse_args()
-    factory._runs_uncaptured = options.dry_run
+    base._runs_uncaptured = options.dry_run
     more, found = More("cpu" if options.dry_run else "cuda"), {"machine": provenance(), "figures": dict[str, Any]()}
     parts: dict[str, Callable[[], Any]] = {
         "first token": more.first_token,

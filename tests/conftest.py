@@ -17,7 +17,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
 
 from pipespec import trust
-from pipespec.schedules import factory
+from pipespec.schedules import base
 from tests.trials import PROFILE
 from tests.waiting import SECONDS, no_more_threads
 
@@ -34,7 +34,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # Captured schedules run their steps uncaptured on a CPU, which a user's pipeline refuses.
-factory._runs_uncaptured = True
+base._runs_uncaptured = True
 
 
 LONGEST = ("test_ranks.py", "test_interpreted.py", "test_compile_gate.py")

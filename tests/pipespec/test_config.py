@@ -15,7 +15,7 @@ from pipespec.api import pipeline as pipelines
 from pipespec.config import SpeculationConfig
 from pipespec.errors import NotCapturable
 from pipespec.registry import OPTIONS, SCHEDULES, default_schedule, numa_nodes
-from pipespec.schedules import factory
+from pipespec.schedules import base
 from pipespec.schedules.base import Driver, SpeedWarning
 from tests.conftest import noisy, random_llama
 
@@ -245,6 +245,6 @@ def test_a_row_names_its_driver(name):
     ],
 )
 def test_captured_steps_are_for_gpus(model, monkeypatch, options, match):
-    monkeypatch.setattr(factory, "_runs_uncaptured", False)
+    monkeypatch.setattr(base, "_runs_uncaptured", False)
     with pytest.raises(ValueError, match=match):
         Pipeline(model, noisy(model, 0.02), **options)

@@ -486,7 +486,7 @@ def test_options_that_exclude_a_head(options, message, target, folder) -> None:
 
 
 def test_captured_rounds_of_a_head_are_for_gpus(target, folder, monkeypatch) -> None:
-    monkeypatch.setattr("pipespec.schedules.factory._runs_uncaptured", False)
+    monkeypatch.setattr("pipespec.schedules.base._runs_uncaptured", False)
     head = DraftHead.load(folder, target)
     assert input_device(head) == head.device
     if head.device.type == "cpu":

@@ -15,7 +15,7 @@ import pipespec
 from pipespec.engine import fused
 from pipespec.engine.attention import ATTENTION
 from pipespec.engine.cache import RowCache
-from pipespec.engine.form_check import TOLERANCE
+from pipespec.engine.form import TOLERANCE
 from pipespec.engine.forward import choose_fused, described
 from pipespec.models import families, merging
 from pipespec.models.merging import merged

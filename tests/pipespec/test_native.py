@@ -33,7 +33,7 @@ from pipespec.engine import forward as forward_module
 from pipespec.engine import native
 from pipespec.engine import sections as sections_module
 from pipespec.engine.cache import RowCache
-from pipespec.engine.form_check import TOLERANCE
+from pipespec.engine.form import TOLERANCE
 from pipespec.engine.forward import described, forward, recheck, release
 from pipespec.engine.sections import ModelSection, open_sections
 from pipespec.models import families

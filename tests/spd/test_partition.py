@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.form_check import TOLERANCE
+from pipespec.engine.form import TOLERANCE
 from pipespec.engine.forward import forward
 from pipespec.engine.sections import open_sections
 from pipespec.models import loading

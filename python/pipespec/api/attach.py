@@ -18,9 +18,8 @@ from pipespec.api.chain import Draft
 from pipespec.api.pipeline import Pipeline
 from pipespec.api.text_stream import notify_reader_of_failure
 from pipespec.engine.cache import RowCache
-from pipespec.errors import NotKnown, Unsupported, is_final
+from pipespec.errors import NotKnown, Unsupported, is_final, user_stacklevel
 from pipespec.models.adapters import without_wrapper
-from pipespec.process.warnings import user_stacklevel
 from pipespec.schedules.base import SpeedWarning
 
 

@@ -33,18 +33,16 @@ from pipespec.api.report import Report
 from pipespec.api.text_stream import notify_reader_of_failure
 from pipespec.engine.inputs import stage_names
 from pipespec.engine.known import one_call, why_unknown
-from pipespec.errors import NotKnown, is_final, mark_final
+from pipespec.errors import NotKnown, is_final, mark_final, user_stacklevel
 from pipespec.models.compat import lost_arguments
 from pipespec.models.devices import LayerDevices
-from pipespec.models.rope import reset_rope
+from pipespec.models.properties import reset_rope
 from pipespec.preflight.checks import check_rope
 from pipespec.preflight.memory import check_memory, shortage_explained
 from pipespec.preflight.support import check_checkpointing, check_runnable
 from pipespec.process import shutdown
-from pipespec.process.forks import Lock
 from pipespec.process.signals import handlers_watched, is_handlers_error
-from pipespec.process.threads import keep_to_one, renew_pool
-from pipespec.process.warnings import user_stacklevel
+from pipespec.process.threads import Lock, keep_to_one, renew_pool
 from pipespec.schedules.base import Decoder, SpeedWarning
 from pipespec.schedules.request import GenerationRequest
 

@@ -37,8 +37,7 @@ from pipespec.preflight.support import cost_of_width
 from pipespec.preflight.tokenizers import tokenizer_digest
 from pipespec.process.signals import handlers_watched, raise_handlers_error
 from pipespec.registry import LOCKSTEP, WORKERS, default_schedule
-from pipespec.schedules.base import Driver
-from pipespec.schedules.factory import make_driver
+from pipespec.schedules.base import Driver, make_driver
 from pipespec.schedules.request import GenerationRequest
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from pipespec.engine.known import record_within
 from pipespec.engine.originals import is_original, is_trusted
 from pipespec.engine.sampling import STATELESS
 from pipespec.errors import NotKnown, Unsupported, mark_final
-from pipespec.models.rope import is_dynamic, rope_type
+from pipespec.models.properties import is_dynamic, rope_type
 
 _ROW_WISE = STATELESS | {hf.SynthIDTextWatermarkLogitsProcessor, hf.WatermarkLogitsProcessor}
 """Exact classes. Of those with something per row, :class:`pipespec.engine.sampler.Sampler` cuts out the row."""

@@ -1,13 +1,20 @@
-"""Form: one way to call a model, or parts of one."""
+"""Form: one way to call a model, or parts of one, and whether it gives what the model's own modules give, on probes."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
 
 from pipespec.engine.cache import RowCache
+from pipespec.models import families
+from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
+from pipespec.models.quantized import formats_of
 
 
 class Form:
@@ -66,3 +73,171 @@ class PartsForm(Form):
     def logits(self, hidden: torch.Tensor, keep: int) -> torch.Tensor:
         """Logits ``[rows, keep, vocabulary]`` of the last columns of ``hidden [rows, q, H]``."""
         raise NotImplementedError
+
+
+TOLERANCE = 1e-5
+"""Largest deviation of float32 logits on the probes, relative to the largest logit: some ten times what another order of summation makes."""
+
+
+BY_CHANCE = {False: 1.5, True: 16.0}
+"""The ratio of the errors of two forwards that round equally often, but not in the same places; and (True) in float32, where sums are accumulated in the
+dtype of the result, so that the order of a sum matters, too. SmolLM2-135M shows a ratio of 6; a form that is wrong by 1e-5 would show more than 100. In 16 bits the ratio
+of two such forwards spreads by 9 %, since a library may choose other kernels for merged matrices; a form whose attention, activation or norms are wrong by
+2 % shows 1.6 or more."""
+
+
+STEPS = 0.1
+"""Largest deviation of what a layer with matrices in blocks adds, relative to its norm, where inputs are rounded to the next step: ten times what real models show."""
+
+
+_ROWS = 8192
+"""Rows of the head that the reference computes at a time."""
+
+
+def check_outputs(parts: ModelParts, given: torch.Tensor, own: torch.Tensor, ours: torch.Tensor) -> None:
+    """Compare the outputs of a form on the probes, logits or hidden states, with those of the model's own modules.
+
+    In float32 no number may differ by more than :data:`TOLERANCE` of the largest. Where it does, and in 16 bits, both are compared with a computation in
+    the next wider dtype, and the form's root mean square error must not be larger by more than :data:`BY_CHANCE`: deep models with large hidden states
+    amplify the rounding of both.
+
+    Args:
+        parts: what has run.
+        given: of :func:`probe_inputs`.
+        own: outputs of the model's own modules, ``[12, ...]`` as from :func:`probe`.
+        ours: likewise, of the form.
+
+    Raises:
+        NotReadable: the outputs do not agree.
+    """
+    if ours.dtype == own.dtype and torch.equal(ours, own):
+        return
+    if own.dtype == torch.float32 and bool((ours - own).abs().amax() <= TOLERANCE * own.abs().amax()):
+        return
+    wider = torch.float64 if own.dtype == torch.float32 else torch.float32
+    exact = probed(_in_wider(parts, given, wider))
+    error, allowed = ((outputs.to(wider) - exact).square().mean().sqrt() for outputs in (ours, own))
+    allowed = BY_CHANCE[own.dtype == torch.float32] * allowed
+    # Not a number compares false.
+    if not bool(error <= allowed):
+        what = "hidden states" if parts.head is None else "logits"
+        raise NotReadable(
+            f"its {what} differ from the model's own by {float(error):.2g}, more than {float(allowed):.2g}"
+        )
+
+
+def check_parts(form: PartsForm, given: torch.Tensor) -> None:
+    """Compare a form with matrices in blocks with the model's own modules, part by part on the same inputs, and with itself in other calls.
+
+    The modules multiply with the same bits. But inputs are rounded to 8 bits, so that a difference in the last bit may become one of a whole step: a
+    column with such a one may differ by :data:`STEPS`. At least one in ten has none, and differs by :data:`TOLERANCE` at most. Of layers with the same
+    formats one is compared, and the last one.
+
+    Args:
+        form: what is compared.
+        given: of :func:`probe_inputs`.
+
+    Raises:
+        NotReadable: a part does not agree, or the form's bits depend on the columns of a call.
+    """
+    parts, columns = form.parts, given.shape[1]
+    hidden = given.float()
+    if parts.embed is not None:
+        hidden = form.embed(given)
+        _check_part("embedding", hidden, parts.embed(given).float())
+    # Embeddings in blocks lie on steps, and times a norm's weights between two of them, where the last bit decides the rounding: off the steps that is rare.
+    noise = torch.rand(hidden.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    hidden = hidden * (1 + 1e-3 * noise)
+    if parts.layers:
+        positions = torch.arange(columns, device=given.device)[None]
+        mask = torch.full((columns, columns), -torch.inf, dtype=hidden.dtype, device=given.device).triu(1)[None, None]
+        rope = parts.rotary(hidden, position_ids=positions)
+        first, count = parts.first, len(parts.layers)
+        last, streams = form.run_layers(hidden, probe_cache(parts), range(first + 1, first + count + 1))
+        formats = [formats_of(layer) for layer in parts.layers]
+        for i in {formats.index(found) for found in formats} | {count - 1}:
+            before = hidden if i == 0 else streams[first + i]
+            own = parts.layers[i](before, attention_mask=mask, position_ids=positions, position_embeddings=rope)
+            _check_part(f"layer {first + i}", streams[first + i + 1] - before, own - before)
+        hidden = last
+    if parts.head is not None:
+        logits = form.logits(hidden, columns)
+        _check_part("head", logits.float(), parts.head(parts.norm(hidden)).float())
+    # The parts, which agree with the model's, against the one call that runs.
+    by_parts = PartsForm.__call__(form, given, probe_cache(parts), columns)
+    if not torch.equal(probe(form, probe_cache(parts), given), probed(by_parts)):
+        raise NotReadable("its bits depend on the columns of a call")
+
+
+def _check_part(name: str, ours: torch.Tensor, own: torch.Tensor) -> None:
+    """Raise :class:`NotReadable` where what a part adds to its inputs differs."""
+    error = ((ours - own).norm(dim=-1) / own.norm(dim=-1).clamp_min(1e-30)).flatten()
+    best, worst = float(error.quantile(0.1)), float(error.max())
+    if not (best <= TOLERANCE and worst <= STEPS):
+        raise NotReadable(f"its {name} differs from the model's own by {best:.2g} to {worst:.2g} of its values")
+
+
+def probe_inputs(parts: ModelParts) -> torch.Tensor:
+    """Two texts of 14 columns: tokens, int64 ``[2, 14]``, or without an embedding hidden states ``[2, 14, H]`` in the parts' dtype."""
+    if parts.embed is None:
+        noise = torch.Generator().manual_seed(0)
+        hidden = torch.randn((2, 14, parts.config.hidden_size), generator=noise, dtype=torch.float32, device="cpu")
+        return hidden.to(parts.device, parts.dtype)
+    return (torch.arange(2 * 14, device=parts.device).view(2, 14) * 7919 + 11) % families.matrix_of(parts.embed).shape[
+        0
+    ]
+
+
+def probe_cache(parts: ModelParts, rows: int = 2, *, static: bool = False) -> RowCache:
+    """A cache for :func:`probe`. Parts without layers do not write to it."""
+    config = parts.cache_config() if parts.layers else parts.config
+    return RowCache(config, rows, 16, dtype=parts.dtype, device=parts.device, static=static)
+
+
+def probed(outputs: torch.Tensor) -> torch.Tensor:
+    """The columns ``[12, ...]`` of outputs ``[2, 14, ...]`` that :func:`probe` computes, in its order."""
+    rows = [*[0] * 4, *[1] * 4, 0, 1, 0, 1]
+    return outputs[rows, [5, 7, 8, 9, 5, 7, 8, 9, 12, 9, 13, 10]]
+
+
+def probe(form: Form, cache: RowCache, given: torch.Tensor) -> torch.Tensor:
+    """Outputs ``[12, ...]`` of a prefill, a block and a single token, with equal and with different lengths. ``cache``: 2 rows, empty."""
+    first = [form(given[:, :6], cache, 1), form(given[:, 6:9], cache, 2), form(given[:, 9:10], cache, 1)]
+    cache.set_lengths([10, 7])  # parts without layers have not filled it
+    uneven = [form(torch.stack([given[0, 10:13], given[1, 7:10]]), cache, 1)]
+    uneven.append(form(torch.stack([given[0, 13:14], given[1, 10:11]]), cache, 1))
+    return torch.cat([torch.cat(first, 1).flatten(0, 1), torch.cat([x.flatten(0, 1) for x in uneven])])
+
+
+def _in_wider(parts: ModelParts, given: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Outputs ``[rows, q, ...]`` of parts, by their own modules on their weights in a wider dtype, one layer at a time."""
+    hidden, columns = (given if parts.embed is None else parts.embed(given)).to(dtype), given.shape[1]
+    positions = torch.arange(columns, device=given.device)[None]
+    mask = torch.full((columns, columns), -torch.inf, dtype=dtype, device=given.device).triu(1)[None, None]
+    room: dict[tuple[str, torch.Size], torch.Tensor] = {}
+    """Wide weights, by name and shape. The layers take turns in them: fresh memory for each would take longer than their products."""
+
+    def wide(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        key = name, tensor.shape
+        if key not in room:
+            room[key] = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+        return room[key].copy_(tensor)
+
+    def run(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        weights = {name: wide(name, tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        out: torch.Tensor = functional_call(module, weights, args, kwargs)
+        return out
+
+    if parts.layers:
+        rope = parts.rotary(hidden, position_ids=positions)
+    for layer in parts.layers:
+        hidden = run(layer, hidden, attention_mask=mask, position_ids=positions, position_embeddings=rope)
+    if parts.head is None:
+        return hidden
+    hidden, head = run(parts.norm, hidden), parts.head
+    if type(head) is not nn.Linear:
+        return run(head, hidden)
+    logits = torch.cat([F.linear(hidden, wide("head", rows)) for rows in head.weight.split(_ROWS)], -1)
+    return logits if head.bias is None else logits + head.bias.to(dtype)

@@ -23,8 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.form import Form
-from pipespec.engine.form_check import check_outputs, probe, probe_cache, probe_inputs, probed
+from pipespec.engine.form import Form, check_outputs, probe, probe_cache, probe_inputs, probed
 from pipespec.engine.known import FUSED, moving
 from pipespec.engine.own import WholeModel
 from pipespec.models import families

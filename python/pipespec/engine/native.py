@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.features import Features
-from pipespec.engine.form import PartsForm
-from pipespec.engine.form_check import check_outputs, check_parts, probe, probe_cache, probe_inputs, probed
+from pipespec.engine.form import PartsForm, check_outputs, check_parts, probe, probe_cache, probe_inputs, probed
 from pipespec.engine.own import LayerLoop
 from pipespec.models import families
 from pipespec.models.families import NotReadable

@@ -1,4 +1,4 @@
-"""Properties of a model beyond its attributes: dtype, vocabulary, size, quantisation."""
+"""Properties of a model beyond its attributes: dtype, vocabulary, size, quantisation, and RoPE that depends on the length of the text."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 
 def text_config(config: Any) -> Any:
@@ -96,3 +97,35 @@ def has_hooks(module: nn.Module) -> bool:
         return True
     # The hooks with which transformers captures hidden states stay installed and do nothing by themselves.
     return any("output_capturing" not in getattr(hook, "__module__", "") for hook in module._forward_hooks.values())
+
+
+def rope_type(model: PreTrainedModel) -> str:
+    """The ``rope_type`` of a model, as transformers names it; empty if it has several, or none."""
+    rope = getattr(text_config(model.config), "rope_parameters", None) or {}
+    return str(rope.get("rope_type", ""))
+
+
+def is_dynamic(rope_type: object) -> bool:
+    """Whether RoPE of this type depends on the longest position of a forward."""
+    return isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope")
+
+
+def rope_changes_at(model: PreTrainedModel) -> int | None:
+    """Positions beyond which a model's RoPE depends on the longest position of a forward; None: it never does."""
+    config, kind = text_config(model.config), rope_type(model)
+    if not is_dynamic(kind):
+        return None
+    if kind == "longrope":
+        return int(config.rope_parameters.get("original_max_position_embeddings", 0))
+    return int(config.max_position_embeddings)
+
+
+def reset_rope(model: PreTrainedModel) -> None:
+    """Restore the frequencies of a new model, after forwards over longer texts. transformers does so for some texts only, and 5.0 never."""
+    if "dynamic" not in rope_type(model):
+        return
+    for rotary in model.modules():
+        if "dynamic" in str(getattr(rotary, "rope_type", "")) and hasattr(rotary, "original_inv_freq"):
+            rotary.max_seq_len_cached = rotary.original_max_seq_len
+            original = rotary.original_inv_freq.to(rotary.inv_freq.device)
+            rotary.register_buffer("inv_freq", original, persistent=False)

@@ -17,8 +17,7 @@ from pipespec.engine.inputs import stage_names
 from pipespec.errors import UnsupportedInput
 from pipespec.models.families import NATIVE_CLASSES
 from pipespec.models.layout import CacheLayout, UnsupportedLayers, takes_mask_per_type
-from pipespec.models.properties import embedding_size, head_size, text_config
-from pipespec.models.rope import rope_changes_at, rope_type
+from pipespec.models.properties import embedding_size, head_size, rope_changes_at, rope_type, text_config
 from pipespec.preflight.support import check_recurrent, check_runnable
 from pipespec.preflight.tokenizers import tokenizer_digest
 from pipespec_kernels.state import MAX_STAGES

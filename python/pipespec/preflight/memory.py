@@ -19,13 +19,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipespec.config import WIDTH
 from pipespec.engine.inputs import first_capacity, prefill_chunk, static_capacity
-from pipespec.errors import DoesNotFit
+from pipespec.errors import DoesNotFit, user_stacklevel
 from pipespec.models.devices import LayerDevices, local_kv_heads, offloaded_modules
 from pipespec.models.layout import CacheLayout
 from pipespec.models.loading import file_in_blocks, is_out_of_memory, load_config, readable, stored_bytes
 from pipespec.models.properties import compute_dtype, quantisation, text_config, weight_bytes
 from pipespec.preflight.devices import DeviceFacts, device_facts
-from pipespec.process.warnings import user_stacklevel
 
 HEADROOM = 256 << 20
 """Bytes for each stage beside its weights, cache and activations: work spaces, the memory pool of captured graphs. Assumed, not measured. A worker

@@ -24,9 +24,8 @@ from pipespec.models.devices import (
     why_not_whole,
 )
 from pipespec.models.layout import CacheLayout
-from pipespec.models.properties import compute_dtype, quantisation, text_config
+from pipespec.models.properties import compute_dtype, is_dynamic, quantisation, text_config
 from pipespec.models.quantizing import described, skeleton
-from pipespec.models.rope import is_dynamic
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 

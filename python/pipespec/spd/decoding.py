@@ -18,9 +18,9 @@ import torch
 
 from pipespec.engine.sampler import Sampler
 from pipespec.engine.sampling import SamplingParams
+from pipespec.errors import user_stacklevel
 from pipespec.models.layout import CacheLayout
 from pipespec.process.signals import draft_errors
-from pipespec.process.warnings import user_stacklevel
 from pipespec.schedules.base import Decoder, StageFailure
 from pipespec.schedules.request import GenerationRequest
 from pipespec.spd.drafting import Drafter

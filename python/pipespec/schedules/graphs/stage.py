@@ -25,11 +25,10 @@ from pipespec.engine.inputs import StageInputs, stage_names, static_capacity
 from pipespec.engine.known import CAPTURED, identify
 from pipespec.engine.sampler import ScoreRecord
 from pipespec.engine.stage import Stage
-from pipespec.errors import NotCapturable
+from pipespec.errors import NotCapturable, user_stacklevel
 from pipespec.models.properties import text_config
 from pipespec.preflight.checks import check_exact
 from pipespec.preflight.memory import HEADROOM
-from pipespec.process.warnings import user_stacklevel
 from pipespec.schedules.base import SpeedWarning
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep, StaticBuffers, StaticSampler
 from pipespec_kernels import _native

@@ -1,6 +1,6 @@
 """Streams: all stages in one process, each with a C++ thread and steps without Python. Each step is a captured graph.
 
-The tests also run the steps on a CPU, without capture (:func:`pipespec.schedules.factory.make_driver`): the stages are then threads that share Python's lock
+The tests also run the steps on a CPU, without capture (:func:`pipespec.schedules.base.make_driver`): the stages are then threads that share Python's lock
 and torch's threads.
 """
 

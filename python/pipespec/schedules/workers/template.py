@@ -21,7 +21,7 @@ from functools import cache
 from multiprocessing.connection import wait
 from typing import TypeAlias
 
-from pipespec.process.forks import Lock
+from pipespec.process.threads import Lock
 from pipespec.schedules.workers.channel import Channel, ChannelError
 
 _ANSWER_TIMEOUT_S = 5.0
