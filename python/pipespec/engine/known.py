@@ -339,6 +339,8 @@ def _why_module(model: PreTrainedModel, module: nn.Module) -> str | None:
         attention = getattr(model.config, "_attn_implementation", None)
         if getattr(space["config"], "_attn_implementation", attention) != attention:
             return "has another attention than the model"
+    if getattr(module, "max_norm", None) is not None:
+        return "changes its weights when it is called (max_norm)"
     return None
 
 
