@@ -395,8 +395,7 @@ def rejection_sample(
     If a row of ``logits`` has a NaN, its draft token is rejected. If a row of ``draft_logits`` has a NaN, its draft token is rejected and
     the token is drawn from ``p``. A draft token outside of the vocabulary is rejected.
 
-    On the CPU the decisions are those of float64 sums: float32 sums with an error bound decide where the bound suffices, independent of
-    threads and instructions. On a GPU the sums are float32, so a decision within their rounding may differ. Noise vanishes in scores above about
+    On the CPU all sums are float64, in an order that is independent of threads and instructions. On a GPU the sums are float32, so a decision within their rounding may differ. Noise vanishes in scores above about
     1e15, so the lowest id of equal scores is drawn.
 
     Args:

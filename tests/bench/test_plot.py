@@ -63,3 +63,5 @@ def test_the_table_of_real_models_as_bars(tmp_path: Path) -> None:
         assert f"{code}  ({of_alone})" in shown
         assert f"{chat}  (" in shown
     assert record["machine"]["commit"][:10] in shown
+    readme = Path(plot.__file__).parents[1] / "README.md"
+    assert bench_real.readme_table(record) in readme.read_text(encoding="utf-8"), "write the README's table again"

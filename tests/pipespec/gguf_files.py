@@ -33,8 +33,6 @@ SIZES: dict[str, Any] = {
 LARGE = SIZES | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 """Sizes for the formats with blocks of 256."""
 
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3", "gemma": "gemma"}
-
 
 def tiny(model_type: str, sizes: dict[str, Any] = SIZES, seed: int = 0, **more: Any) -> PreTrainedModel:
     """A random model in float32 whose norms and biases are not all alike."""
@@ -62,7 +60,7 @@ def write(
     """Write a model.
 
     Args:
-        model: of a family in :data:`ARCHITECTURES`.
+        model: of a family that is called the same in GGUF files.
         path: of the file.
         types: the format of all matrices, or by part of a tensor's name; "f32", "f16" and "bf16" are no blocks. The first that fits counts.
         metadata: further numbers, by key.
@@ -75,7 +73,7 @@ def write(
         The weights as they are stored, by their names in transformers: float32.
     """
     config = model.config
-    name = ARCHITECTURES[config.model_type]
+    name = config.model_type
     writer = gguf.GGUFWriter(path, name)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)

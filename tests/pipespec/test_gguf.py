@@ -13,6 +13,7 @@ from pipespec import Pipeline
 from pipespec.cli.main import main
 from pipespec.engine.forward import native_unsupported_reason
 from pipespec.models import families
+from pipespec.models.families import FAMILIES
 from pipespec.models.gguf import GgufFile
 from pipespec.models.gguf_models import gguf_tokenizer
 from pipespec.models.loading import load_model
@@ -27,7 +28,7 @@ from tests.pipespec.gguf_files import LARGE, SIZES, tiny, tokens, with_weights, 
 gguf = pytest.importorskip("gguf")
 
 TEXT = torch.tensor([[3, 9, 14, 15, 92, 65, 35, 8, 9, 79]])
-GGUF_FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "gemma")
+GGUF_FAMILIES = [family.model_type for family in FAMILIES.values() if family.gguf]
 
 
 def logits(model, text=TEXT):
