@@ -48,7 +48,7 @@ class DevicePort:
         block: a state block: contiguous uint8 tensor in a GPU's memory, or in pinned memory. The constructor reads it once, which waits for the
             device. All ports of a block in a GPU's memory are on that GPU. The host and other GPUs do not access it while kernels run over it.
         stage: the stage, from 0; the last one is the target.
-        width: columns of the rectangle: the most tokens that a row feeds in a step, at least 1.
+        width: columns of the rectangle: the maximum number of tokens that a row feeds in a step, 1 or more.
         rows: of the rectangle, at most the block's; default: all.
         policy: the policies of a scheduler's launcher; default: one of its own, see :meth:`set_policy`.
         device: of the kernels and the arrays, where the block is pinned; default: the current GPU.

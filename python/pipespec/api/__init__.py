@@ -1,1 +1,1 @@
-"""The API: the contract of `generate()`."""
+"""The API: the contract of ``generate()``, ``attach()``, the server, reports and traces."""

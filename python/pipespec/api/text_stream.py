@@ -56,7 +56,7 @@ class TextStream:
 
 
 class _Failure:
-    """An entry in the queue of transformers' iterators. They compare each entry with the last one, which raises the error there."""
+    """A queue entry for transformers' iterators. They compare each entry with their stop signal, and this comparison raises the error in their thread."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error

@@ -56,8 +56,8 @@ class BenchConfig:
         stages: Numbers of layer stages for SPD and PPSD. A draft module has the stages that it was trained for.
         drafters: Of SPD: ``"module"``, ``"ngram"``, ``"chain"``; empty: all that are possible.
         dataset: What is generated.
-        samples: Most prompts per dataset; None: all.
-        new_tokens: Most new tokens per prompt.
+        samples: Maximum number of prompts per dataset; None: all.
+        new_tokens: Maximum number of new tokens per prompt.
         chat_template: Wrap prompts in the target's chat template.
         ignore_eos: Write ``new_tokens`` tokens behind every prompt, past end-of-text tokens.
         temperature: None: greedy.

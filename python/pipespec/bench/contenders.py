@@ -102,7 +102,7 @@ class Workload:
 
     Args:
         family: The models.
-        new_tokens: Most new tokens per prompt.
+        new_tokens: Maximum number of new tokens per prompt.
         longest: Tokens of the longest prompt.
         threads: CPU threads of torch, for all processes together; rows in one process also try other numbers.
         sampling: Arguments of ``generate()``: ``do_sample`` and the sampling parameters.

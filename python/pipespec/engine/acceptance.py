@@ -1,6 +1,6 @@
 """Draft tokens accepted by rejection sampling instead of by equal draws.
 
-It needs both distributions of each draft token, so the draft keeps the logits that it draws from where the target finds them. The text has the target's
+It needs both distributions of each draft token, so the draft stores the logits that it draws from, and the target reads them. The text has the target's
 distribution. It is a function of target, draft, lookahead, prompt and seed. The rule never draws the token that it has just rejected, so the draft rolls
 back.
 """
@@ -22,7 +22,7 @@ class RejectionAcceptance:
     The draft's sampler calls :meth:`draw`, the target's :meth:`accept`. Both logits are penalised already.
 
     Args:
-        lookahead: most tokens that the draft is ahead of the target.
+        lookahead: maximum number of tokens that the draft is ahead of the target.
 
     Attributes:
         lookahead: as given. A draft that is further ahead would overwrite what the target reads.

@@ -278,7 +278,7 @@ def fused_form(model: PreTrainedModel, *, exact: bool = False) -> FusedForm:
 
 
 class _StandIn(nn.Module):
-    """In the place of an opaque module: each output is one of the inputs. Whatever the product is, what lies between the products is compared."""
+    """Replaces an opaque module in the check: each output copies one input. So the check compares the operations between the products, not the products."""
 
     places: torch.Tensor
 

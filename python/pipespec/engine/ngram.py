@@ -31,8 +31,8 @@ class NgramDraft:
     (Saxena 2023).
 
     Args:
-        min_match: Fewest tokens that must occur earlier.
-        max_match: Most tokens that are compared; at most 32.
+        min_match: Minimum number of tokens that must occur earlier.
+        max_match: Maximum number of tokens that are compared, up to 32.
         corpus: More text to look in: the path of a UTF-8 text, which is encoded by the target's tokenizer, or token ids ``[N]``. All rows share it.
             Of equally long occurrences, those in the row's own text come first.
 

@@ -1,1 +1,1 @@
-"""HuggingFace models: loading them, their RoPE, and the differences between versions of transformers."""
+"""HuggingFace models: loading, devices, GGUF files, weights in blocks, tokenizers, families, RoPE, and differences between versions of transformers."""

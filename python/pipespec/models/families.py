@@ -1,7 +1,7 @@
 """Families of models, and where the weights are that the native decoder takes.
 
 A family is added by a row in :data:`FAMILIES`. It may have a native form where its layers have LLaMA's parts. Whether the decoder computes what the model computes is not
-assumed from the classes: :mod:`pipespec.engine.native` compares the logits.
+assumed from the classes: :mod:`pipespec.engine.form` compares the outputs.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ STATES = 16
 
 
 class UnsupportedLayers(ValueError):
-    """Layers whose keys and values, or state, cannot be rolled back row by row. The message is a whole sentence without an end."""
+    """Layers whose keys and values, or state, cannot be rolled back row by row. The message is a sentence without its full stop."""
 
 
 class StateLayout(NamedTuple):

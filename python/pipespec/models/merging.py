@@ -2,7 +2,7 @@
 
 Queries, keys and values have one input, and so have gate and up. The parameters stay the same objects with the same values, so state dicts,
 optimizers and changes in place work as before, and no weight exists twice. Whatever gives a parameter other memory (``.to()``, another ``.data``)
-ends this for its matrix: :func:`merged` finds it no more.
+ends the merge of its matrix: :func:`merged` no longer finds it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What belongs to the whole process: shutdown, torch's threads, progress and warnings."""
+"""What belongs to the whole process: shutdown, signals, forks, torch's threads, ranks, files and records, progress and warnings."""

@@ -1,4 +1,4 @@
-"""Files that are complete whenever they exist."""
+"""Files that are written atomically: a file that exists is complete."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ class LayerStage:
 
     Args:
         parts: The layers, and what they need.
-        stages: Stages of the model: most positions that a step rolls back.
+        stages: Stages of the model: the maximum number of positions that a step rolls back.
 
     Attributes:
         section: The layers' forward; :func:`pipespec.engine.sections.open_sections` chooses its form.

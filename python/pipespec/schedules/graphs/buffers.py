@@ -251,7 +251,7 @@ class StaticSampler:
         Args:
             record: What to record.
             starts: Lengths of the prompts.
-            tokens: Most new tokens of a row.
+            tokens: Maximum number of new tokens of a row.
             vocabulary: Entries of a row of logits.
 
         Raises:

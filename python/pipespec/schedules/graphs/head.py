@@ -37,8 +37,8 @@ class HeadCache(RowCache):
 class GraphedHead(GraphedStage, HeadStage):
     """A head over static buffers. It reads the features that the target's steps have left in theirs.
 
-    The first step of a round has one column more than the target verifies draft tokens, so that it has one for each token that a round may commit. It
-    runs as many slots, the last ones with features: some of them once more. Each further step has one column and runs the next slot, which reads the
+    The target verifies n draft tokens per round and commits at most n + 1 tokens, so the first step of a round has n + 1 columns. It runs the last n + 1
+    slots that have features, some of them a second time. Each further step has one column and runs the next slot, which reads the
     output of the one before. So the host counts no slots. The prompt is read before the first step, see :meth:`HeadStage._run_to`.
     """
 

@@ -22,7 +22,7 @@ from pipespec_kernels.state import Action
 
 
 class _TargetParty(Party):
-    """The target's share: it hears how the drafts run, and why one has failed."""
+    """The target's share: it receives how the drafts run, and why one has failed."""
 
     def __init__(self, *arguments: Any) -> None:
         self.failures: dict[int, tuple[int, str]] = {}  # by rank: generation, cause

@@ -233,11 +233,11 @@ def _signal_name(number: int) -> str:
 
 
 class WorkersDriver(Driver):
-    """The asynchronous chain on a CPU: each draft runs ahead in its own process while the target verifies in the caller's.
+    """The asynchronous chain in processes: each draft runs ahead in its own while the target verifies in the caller's.
 
     Args:
         models: The chain, smallest draft first, the target last.
-        config: Lookahead, minimum of draft tokens, trace.
+        config: Lookahead, trace.
 
     Raises:
         ValueError: A model cannot live in shared memory.

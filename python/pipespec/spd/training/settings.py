@@ -16,7 +16,7 @@ class TrainingSettings:
     """Settings of a training run. Give exactly one of ``steps``, ``tokens`` and ``minutes``. They are options of ``pipespec train-draft``, too.
 
     The published rate falls linearly to 0 (SPD, section 4.4); a cosine falls to 1 %. Muon's updates are scaled to AdamW's size. Steps without all stages
-    filled draw 1 to n - 1 tokens in flight. What an interruption costs at most are the minutes between two checkpoints.
+    filled draw 1 to n - 1 tokens in flight. An interruption loses at most the minutes between two checkpoints.
 
     Raises:
         ValueError: A value is out of range.
