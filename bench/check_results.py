@@ -47,8 +47,8 @@ SOURCES: dict[str, tuple[str, ...]] = {
 }
 """By results file: the files and folders whose changes outdate it, as pathspecs of git. Those of GPUs outdate no figure of a CPU."""
 
-MAY_BE_OLDER = {"exact_long.json", "gpu_h200.json", "head.json", "spd_real.json"}
-"""Files of hardware that is not at hand, of hours of training, and of an hour of texts: an older one is named, and is no failure."""
+MAY_BE_OLDER = {"exact_long.json", "gpu_h200.json", "head.json", "quality.json", "spd_real.json"}
+"""Files of hardware that is not at hand, of hours of training, and of an hour of texts or of reading: an older one is named, and is no failure."""
 
 
 def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

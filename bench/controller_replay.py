@@ -25,9 +25,9 @@ import torch
 from bench.bench_real import read_prompts, shuffled
 from bench.harness import markdown_table, save
 from pipespec.bench.machine import provenance
+from pipespec.engine.cached_text import PROMPT_TAIL
 from pipespec.engine.controller import MAX_DRAFT_TOKENS, Choice, Controller
 from pipespec.engine.ngram import NgramDraft
-from pipespec.engine.stage import PROMPT_TAIL
 from pipespec.process.progress import quiet_transformers, say
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 32, PROMPT_TAIL)

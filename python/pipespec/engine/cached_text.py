@@ -30,6 +30,10 @@ def forward_group(model: PreTrainedModel) -> ForwardGroup | None:
     return ForwardGroup.of(model)
 
 
+PROMPT_TAIL = 64
+"""Tokens of a prompt that a draft reads if it begins late. The rest hardly helps it, and would delay the text."""
+
+
 class CachedText:
     """A model, its cache, and the text that it has read.
 

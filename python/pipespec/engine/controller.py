@@ -6,8 +6,8 @@ A round is ``k`` draft tokens and one verification by the target. With acceptanc
 
 tokens in ``D(k) + T(1 + k)`` seconds: the time of the draft and that of a step of the target over ``1 + k`` columns (Leviathan et al. 2023, theorem 3.8, with
 measured times and a rate per position). The controller keeps ``T``, ``D`` and the rates of each kind of draft while texts are generated, and takes the ``k`` and
-the draft with the most tokens per second; ``k = 0`` is plain decoding. Within a call, the n-gram index is not used while its rounds have lost more time
-than they gained, by more than the budget for trials. It changes the speed of a call, never its text.
+the draft with the most tokens per second; ``k = 0`` is plain decoding. The n-gram index is not asked in a call whose rounds with it have lost more time than
+they gained, and than trials may cost. It changes the speed of a call, never its text.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _FIRST_REST = 64
 class StepTimes:
     """Seconds of a step by its number of columns, learned from the steps of a call.
 
-    A change of the machine's speed affects steps of all widths, so a step of any width measures it: each measurement corrects ``speed`` and the time of its
+    A change of the machine's speed is common to all steps, and a step of one width tells it for all: each measurement corrects ``speed`` and the number of its
     own width. The price of widths that were not measured comes from a line through the others.
 
     Args:

@@ -12,16 +12,13 @@ from transformers import PreTrainedModel
 from pipespec.config import WIDTH
 from pipespec.engine.acceptance import RejectionAcceptance, drop_rejected
 from pipespec.engine.cache import RowCache
-from pipespec.engine.cached_text import CachedText
+from pipespec.engine.cached_text import PROMPT_TAIL, CachedText
 from pipespec.engine.forward import native_form_of
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.ngram import NgramStage
 from pipespec.engine.sampler import Sampler, ScoreRecord
 from pipespec_kernels import _native
 from pipespec_kernels.state import Action, StateBlock
-
-PROMPT_TAIL = 64
-"""Tokens of a prompt that a draft reads if it begins late. The rest hardly helps it, and would delay the text."""
 
 LONG_REST = 8
 """Tokens from which on a draft that has rested compares those of the target with its own choices: that tells whether it pays, and costs their logits."""
