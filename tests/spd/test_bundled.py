@@ -11,7 +11,6 @@ from pipespec.spd import SpeculativePipeline
 from pipespec.spd.draft_module import DraftModule
 from pipespec.spd.partition import Partition
 from pipespec.spd.training.acceptance import Acceptance, acceptance_along
-from tests.spd.test_training import speculative
 from tests.trials import trials
 
 # Measured figures are in family/module/README.md. The bound only separates a trained module from broken files, on few prompts.
@@ -51,18 +50,12 @@ def texts(target: LlamaForCausalLM) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def test_drafts_are_accepted(target: LlamaForCausalLM, module: DraftModule, texts) -> None:
     counts = Acceptance(0, 0, 0, 0)
-    for i, (ids, text) in enumerate(texts):
-        begin, end = ids.shape[1], text.shape[1]
-        counts += acceptance_along(target, module, text, [begin], [end])
-        if i == 0:  # a real run with the drafter gives the same counts
-            said, real = speculative(target, module, ids[0].tolist(), 15)
-            assert said == text[0, : begin + 16].tolist()
-            along = acceptance_along(target, module, text, [begin], [begin + 16])
-            assert abs(real.accepted - along.accepted) <= 1  # a near-tie may fall either way
+    for ids, text in texts:
+        counts += acceptance_along(target, module, text, [ids.shape[1]], [text.shape[1]])
     assert counts.rate > FLOOR, f"{counts.accepted} of {counts.verified} drafts"
 
 
-def test_the_bundled_module_in_the_pipeline(texts) -> None:
+def test_the_bundled_module_in_the_pipeline(target: LlamaForCausalLM, module: DraftModule, texts) -> None:
     pipe = SpeculativePipeline(
         demo.family_path("target"), demo.draft_module_path(), stages=demo.MODULE_STAGES, dtype="float32"
     )
@@ -74,3 +67,5 @@ def test_the_bundled_module_in_the_pipeline(texts) -> None:
     assert pipe.report.stages[0].forward == "native"
     assert {type(part._call).__name__ for part in (pipe.drafter._blocks, pipe.drafter._head)} == {"NativeForm"}
     assert pipe.report.equivalent_accepted_length > 1.5
+    along = acceptance_along(target, module, text, [ids.shape[1]], [text.shape[1]])
+    assert abs(pipe.report.accepted - along.accepted) <= 1  # a near-tie may fall either way
