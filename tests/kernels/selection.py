@@ -27,6 +27,10 @@ PHILOX_VECTORS = [
 ]
 
 
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
 def simd_variants() -> list[str]:
     """The SIMD variants of this machine."""
     names = []

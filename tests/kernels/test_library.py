@@ -21,11 +21,7 @@ from pipespec_kernels.noise import DRAFT, Noise, Streams
 from tests.trials import trials
 from tests.waiting import SECONDS
 
-from .selection import DTYPES, LAYOUTS, drafted_tokens, make_logits, ragged_counts, simd, simd_variants, strided
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+from .selection import DTYPES, LAYOUTS, drafted_tokens, int32, make_logits, ragged_counts, simd, simd_variants, strided
 
 
 def case(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> dict[str, Any]:

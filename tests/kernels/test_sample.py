@@ -21,6 +21,7 @@ from .selection import (
     KINDS,
     LAYOUTS,
     UNDRAWN,
+    int32,
     make_logits,
     ragged_counts,
     simd,
@@ -49,10 +50,6 @@ def make_cutoff(logits: Tensor, generator: torch.Generator) -> Tensor:
     cutoff = logits.gather(2, ids)[..., 0].float()
     chance = torch.rand((batch, width), generator=generator)
     return cutoff.masked_fill(chance < 0.1, -math.inf).masked_fill(chance > 0.95, math.inf)
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

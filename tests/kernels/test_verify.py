@@ -18,6 +18,7 @@ from .selection import (
     KINDS,
     LAYOUTS,
     drafted_tokens,
+    int32,
     make_logits,
     ragged_counts,
     simd,
@@ -27,10 +28,6 @@ from .selection import (
 )
 
 VARIANTS = simd_variants()
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 @settings(max_examples=trials(ci=100, nightly=400))
