@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from pipespec_kernels import ops
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (ROOT / "python" / "pipespec", ROOT / "pipespec_kernels", ROOT / "csrc")
 DOCUMENTS = [
@@ -85,3 +87,8 @@ def test_the_architecture_lists_every_part_of_the_package() -> None:
     parts = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
     assert {name for name in listed if name in parts} == parts - {"__init__", "__main__"}
     assert len(listed) == len(set(listed))
+
+
+def test_the_page_of_kernels_lists_every_operation() -> None:
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    assert [name for name in ops.__all__ if not re.search(rf"`{name}[`(]|ops\.{name}\(", page)] == []
