@@ -76,8 +76,6 @@ def test_from_conversations_to_a_module(target: Path, talks: Path, tmp_path: Pat
     ("more", "message"),
     [
         (["--stages", "5"], "a model of 4 layers can be cut into 1 to 4 stages, not 5"),
-        (["--stages", "2", "3"], "the stages [2, 3] have 5 layers together, the model has 4"),
-        (["--stages", "4", "0"], "a whole number of layers, at least one"),
         (["--stages", "2", "--vocabulary", "5000"], "between 1 and the target's 2048"),
         (["--stages", "2", "--minutes", "1"], "exactly one of --steps, --epochs, --tokens and --minutes"),
         (["--stages", "2", "--warmup", "4"], "fewer steps than the run has"),

@@ -522,9 +522,6 @@ class TooDeep(Blind):
 @pytest.mark.parametrize(
     ("drafter", "stages", "error", "match"),
     [
-        ("ngram", 6, ValueError, "1 to 5 stages, not 6"),
-        ("ngram", [2, 2], ValueError, "4 layers together, the model has 5"),
-        ("ngram", "balanced", ValueError, "'balanced:n'"),
         (5, 2, TypeError, "drafter must be 'ngram'"),
         ([], 2, ValueError, "drafter is an empty list"),
         ([5], 2, TypeError, "a model must be"),
