@@ -524,7 +524,6 @@ def test_prompts_that_do_not_fit_are_left_out(tmp_path: Path, monkeypatch: pytes
         (["--prompts", "{tmp}/none.jsonl", "--out", "{tmp}/x"], "there is no file"),
         (["--prompts", "a.jsonl"], "give --out DIR"),
         (["--draft", "d", "--prompts", "a.jsonl", "--out", "{tmp}/x"], "--draft needs a --target"),
-        (["--systems", "hf,magic", "--out", "{tmp}/x"], "no system 'magic'"),
         (["--prompts", "a.jsonl", "--out", "{tmp}"], "holds other files"),
     ],
 )
@@ -543,31 +542,23 @@ def test_the_list_names_every_system(capsys: pytest.CaptureFixture[str]) -> None
     assert not [line for line in shown.splitlines() if line != line.rstrip()]
 
 
-def test_an_interrupted_command_says_how_to_continue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: LlamaForCausalLM, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trial = Trial(tmp_path / "r", target)
-    faults = {1: KeyboardInterrupt()}
-    monkeypatch.setattr(runner, "prepare", lambda *a, **k: trial.prepared(keys=("hf",)))
-    monkeypatch.setattr(
-        runner.Runner.__init__, "__kwdefaults__",
-        runner.Runner.__init__.__kwdefaults__ | {"make": lambda s: Scripted(s, trial.calls, faults)},
-    )  # fmt: skip
-    command = ["bench", "--out", str(tmp_path / "r"), "--prompts", "a.jsonl"]
-    assert main(command) == 130
-    assert "r keeps the complete samples, and the same command continues" in capsys.readouterr().err
-    assert main(command) == 0
-    assert f"{tmp_path / 'r'} has the results" in capsys.readouterr().err
-    assert trial.measured() == [("hf", 0), ("hf", 1), ("hf", 1), ("hf", 2)]
-
-
-def test_a_wrong_text_in_float32_is_exit_code_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: LlamaForCausalLM
-) -> None:
-    trial = Trial(tmp_path / "r", target)
+@pytest.fixture
+def command(tmp_path: Path, trial: Trial, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The command that measures the systems of ``trial``."""
     monkeypatch.setattr(runner, "prepare", lambda *a, **k: trial.prepared())
     monkeypatch.setattr(
         runner.Runner.__init__, "__kwdefaults__",
-        runner.Runner.__init__.__kwdefaults__ | {"make": lambda s: Scripted(s, trial.calls, {})},
+        runner.Runner.__init__.__kwdefaults__ | {"make": lambda s: Scripted(s, trial.calls, trial.faults.get(s.key, {}))},
     )  # fmt: skip
-    assert main(["bench", "--out", str(tmp_path / "r"), "--prompts", "a.jsonl"]) == 1
+    return ["bench", "--out", str(tmp_path / "results"), "--prompts", "a.jsonl"]
+
+
+def test_the_command_continues_and_a_wrong_text_in_float32_is_exit_code_1(
+    trial: Trial, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    trial.faults = {"hf": {1: KeyboardInterrupt()}}
+    assert main(command) == 130
+    assert "results keeps the complete samples, and the same command continues" in capsys.readouterr().err
+    assert main(command) == 1
+    assert f"{trial.folder.path} has the results" in capsys.readouterr().err
+    assert [first for key, first in trial.measured() if key == "hf"] == [0, 1, 1, 2]
