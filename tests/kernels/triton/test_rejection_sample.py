@@ -237,21 +237,6 @@ def test_the_oracle_keeps_the_targets_distribution() -> None:
     check_distribution(None)
 
 
-def test_the_kernels_are_the_oracle_on_these_trials(device: torch.device) -> None:
-    """The kernels equal the oracle of the two tests above. Only a GPU could run that many trials on the kernels themselves."""
-    logits = TARGET_LOGITS.expand(8, 3, 16)
-    noise = noise_for(8, torch.Generator().manual_seed(5))
-    n = torch.full((8,), 3, dtype=torch.int32)
-    for certain in (False, True):
-        tokens = torch.full((8, 3), 14) if certain else drawn(-logits, noise, DRAFT)
-        arguments = (logits, tokens, n, n - 1, None if certain else -logits, noise)
-        expected = reference.rejection_sample(*arguments)
-        got = run(device, *arguments)
-        assert torch.equal(got[0], expected[0])
-        assert torch.equal(got[1], expected[1])
-        assert 0 < (expected[1] == 0).sum() < 8
-
-
 @pytest.mark.gpu
 def test_the_kernels_keep_the_targets_distribution(device: torch.device) -> None:
     check_distribution(device)

@@ -78,55 +78,31 @@ def reads(logits: torch.Tensor) -> Iterator[torch.Tensor]:
         yield count.view(logits.shape)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_verification_in_any_order(mode: str, device: torch.device) -> None:
-    generator = torch.Generator().manual_seed(MODES.index(mode))
+@pytest.mark.parametrize("mode", [*MODES, "drawn", "certain"])
+def test_launches_in_any_order(mode: str, device: torch.device) -> None:
+    """Verification, and rejection sampling of drawn and of certain draft tokens."""
+    generator, verifies = torch.Generator().manual_seed(3), mode in MODES
     short, kinds = 0, ["normal", "few values", "nans", "minus inf"]
     for trial in range(trials(ci=4, nightly=300)):
         logits = make_logits(kinds[trial % 4], (2, 5, 37), torch.float32, generator)
-        noise = make_noise(mode, logits, generator)
-        tokens = draft_tokens_for(logits, noise, 0.7, generator)
+        if verifies:
+            noise, draft = make_noise(mode, logits, generator), None
+            tokens = draft_tokens_for(logits, noise, 0.7, generator)
+        else:
+            noise, draft = noise_for(2, generator), logits + torch.randn(logits.shape, generator=generator)
+            tokens = drawn(draft, noise, DRAFT)
         tokens[0, 2 + trial // 4 % 3] = [-1, 37, 2**32, 5][trial % 4]
         counts = ragged_counts(2, 5, generator)
         counts[0][0], counts[1][0] = 5, 4
         workspace = Workspace(2, 5, device)
+        options = {"workspace": workspace, "exact": True, "config": Config(16, 1, 3 - trial % 3)}
+        given = logits, tokens, *counts
         with ordered(shuffled(generator)):
-            got = verify(
-                logits,
-                tokens,
-                *counts,
-                noise=noise,
-                workspace=workspace,
-                exact=True,
-                config=Config(16, 1, 3 - trial % 3),
-            )
-        expected = reference.verify(logits, tokens, *counts, noise)
-        assert torch.equal(got[0], expected[0])
-        assert torch.equal(got[1], expected[1])
-        assert not workspace.words.any()
-        short += int((expected[1] < counts[1]).sum())
-    assert short > 1
-
-
-@pytest.mark.parametrize("certain", [False, True], ids=["drawn", "certain"])
-def test_rejection_sampling_in_any_order(certain: bool, device: torch.device) -> None:
-    generator = torch.Generator().manual_seed(3)
-    short = 0
-    for trial in range(trials(ci=4, nightly=300)):
-        logits = torch.randn(2, 5, 37, generator=generator) * 3
-        draft = logits + torch.randn(logits.shape, generator=generator)
-        if trial % 4 == 3:
-            logits[0, 1] = math.nan
-        noise = noise_for(2, generator)
-        tokens = drawn(draft, noise, DRAFT)
-        tokens[0, 2 + trial // 4 % 3] = [-1, 37, 2**32, 5][trial % 4]
-        counts = ragged_counts(2, 5, generator)
-        counts[0][0], counts[1][0] = 5, 4
-        workspace = Workspace(2, 5, device)
-        arguments = logits, tokens, *counts, None if certain else draft, noise
-        with ordered(shuffled(generator)):
-            got = rejection_sample(*arguments, workspace=workspace, exact=True, config=Config(16, 1, 3 - trial % 3))
-        expected = reference.rejection_sample(*arguments)
+            if verifies:
+                got, expected = verify(*given, noise=noise, **options), reference.verify(*given, noise)
+            else:
+                given = *given, None if mode == "certain" else draft, noise
+                got, expected = rejection_sample(*given, **options), reference.rejection_sample(*given)
         assert torch.equal(got[0], expected[0])
         assert torch.equal(got[1], expected[1])
         assert not workspace.words.any()
