@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipespec_kernels import ops
+
 from .storage import make_storage, on_device
 
 EPS = 1e-5
@@ -82,3 +84,34 @@ def rope_case(
         )  # of padding: not read
         case["positions"] = there
     return case
+
+
+def check_rows_are_independent(dtype: torch.dtype, hidden: int, device: torch.device) -> None:
+    """A row has the same bits in any order of the batch, and alone."""
+    x, residual, weight = normal(1, 11, hidden, dtype=dtype, device=device).split([5, 5, 1])
+    weight = weight[0]
+    order = torch.tensor([3, 0, 4, 1, 2], device=device)
+    results = [*ops.add_rms_norm(x, residual, weight, EPS), ops.silu_mul(x)]
+    for rows in (order, *order.split(1)):
+        again = [*ops.add_rms_norm(x[rows], residual[rows], weight, EPS), ops.silu_mul(x[rows])]
+        assert all(torch.equal(got, result[rows]) for got, result in zip(again, results, strict=True))
+
+
+def check_views_of_rows(device: torch.device) -> None:
+    """The last column of each row, and a part of a wider tensor: strides, no copies, and nothing else is written."""
+    wide, weight = normal(1, 4, 5, 60, device=device), normal(2, 20, device=device)
+    inside = torch.full((4, 5, 60), -9.0, device=device)
+    for view in (wide[:, -1:, 20:40], wide[..., 3:23], wide[2, 1, :20], wide[:1, :1, :20].expand(4, 5, 20)):
+        whole = view.contiguous()
+        expected = [*ops.add_rms_norm(whole, whole, weight, EPS), ops.silu_mul(whole)]
+        got = [*ops.add_rms_norm(view, view, weight, EPS), ops.silu_mul(view)]
+        assert got[0].is_contiguous()
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        out = inside[: view.shape[0], : view.shape[1], 7:27] if view.dim() == 3 else inside[0, 0, 7:27]
+        ops.add_rms_norm(view, view, weight, EPS, out=out)
+        assert torch.equal(out, expected[0])
+        out.fill_(-9)
+        ops.silu_mul(view, out=out[..., :10])
+        assert torch.equal(out[..., :10], expected[2])
+        out.fill_(-9)
+        assert (inside == -9).all()

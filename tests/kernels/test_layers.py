@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipespec_kernels import ops, reference
 from tests.trials import trials
 
-from .layers import EPS, close, normal, rope_case
+from .layers import EPS, check_rows_are_independent, check_views_of_rows, close, normal, rope_case
 from .storage import CACHE_LAYOUTS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -141,35 +141,13 @@ def test_rope_append(dims, dtype, layout, heads, norms, positions, float32, seed
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
-    x, residual = normal(1, 7, 1000, dtype=dtype), normal(2, 7, 1000, dtype=dtype)
-    weight, order = normal(3, 1000, dtype=dtype), torch.randperm(7, generator=torch.Generator().manual_seed(4))
-    normed, total = ops.add_rms_norm(x, residual, weight, EPS)
-    moved = ops.add_rms_norm(x[order], residual[order], weight, EPS)
-    assert torch.equal(moved[0], normed[order])
-    assert torch.equal(moved[1], total[order])
-    product = ops.silu_mul(x)
-    assert torch.equal(ops.silu_mul(x[order]), product[order])
-    for row in range(7):
-        alone = ops.add_rms_norm(x[row], residual[row], weight, EPS)
-        assert torch.equal(alone[0], normed[row])
-        assert torch.equal(ops.silu_mul(x[row : row + 1])[0], product[row])
+    check_rows_are_independent(dtype, 1000, torch.device("cpu"))
 
 
 def test_views_of_rows() -> None:
-    """The last column of each row, and a part of a wider tensor: strides, no copies. Rows without a common stride are refused."""
+    """Rows without a common stride are refused."""
+    check_views_of_rows(torch.device("cpu"))
     wide, weight = normal(1, 4, 5, 60), normal(2, 20)
-    for view in (wide[:, -1:, 20:40], wide[..., 3:23], wide[2, 1, :20], wide[:1, :1, :20].expand(4, 5, 20)):
-        normed, total = ops.add_rms_norm(view, view, weight, EPS)
-        expected = ops.add_rms_norm(view.contiguous(), view.contiguous(), weight, EPS)
-        assert normed.is_contiguous()
-        assert torch.equal(normed, expected[0])
-        assert torch.equal(total, expected[1])
-        assert torch.equal(ops.silu_mul(view), ops.silu_mul(view.contiguous()))
-    inside = torch.full((4, 5, 60), -9.0)
-    ops.add_rms_norm(wide[..., 3:23], None, weight, EPS, out=inside[..., 7:27])
-    assert (inside[..., :7] == -9).all()
-    assert (inside[..., 27:] == -9).all()
-    assert not (inside[..., 7:27] == -9).any()
     for refused in (wide.transpose(0, 1)[..., :20], wide[:, ::2, :20].flip(0)[:, :2]):
         with pytest.raises(ValueError, match="x must have one distance between its rows"):
             ops.add_rms_norm(refused, None, weight, EPS)

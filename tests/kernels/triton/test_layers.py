@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipespec_kernels import ops, reference
 from tests.trials import trials
 
-from ..layers import EPS, STEP, close, exact_rows, normal, rope_case
+from ..layers import EPS, STEP, check_rows_are_independent, check_views_of_rows, close, exact_rows, normal, rope_case
 from ..storage import CACHE_LAYOUTS
 from .conftest import some
 
@@ -98,32 +98,11 @@ def test_nan_and_infinity_stay(device: torch.device) -> None:
 
 def test_rows_do_not_depend_on_the_batch(device: torch.device) -> None:
     for dtype in DTYPES:
-        x, residual = (normal(i, 5, 200, dtype=dtype, device=device) for i in range(2))
-        weight, order = normal(3, 200, dtype=dtype, device=device), torch.tensor([3, 0, 4, 1, 2], device=device)
-        normed, total = ops.add_rms_norm(x, residual, weight, EPS)
-        product = ops.silu_mul(x)
-        moved_norm = ops.add_rms_norm(x[order], residual[order], weight, EPS)
-        assert torch.equal(moved_norm[0], normed[order])
-        assert torch.equal(moved_norm[1], total[order])
-        assert torch.equal(ops.silu_mul(x[order]), product[order])
-        assert torch.equal(ops.add_rms_norm(x[2:3], residual[2:3], weight, EPS)[0], normed[2:3])
-        assert torch.equal(ops.silu_mul(x[2:3]), product[2:3])
+        check_rows_are_independent(dtype, 200, device)
 
 
 def test_views_of_rows(device: torch.device) -> None:
-    wide, weight = normal(1, 2, 3, 60, device=device), normal(2, 20, device=device)
-    inside = torch.full((2, 3, 60), -9.0, device=device)
-    for view, out in ((wide[:, -1:, 20:40], inside[:, -1:, 20:40]), (wide[..., 3:23], inside[..., 7:27])):
-        inside.fill_(-9)
-        expected = ops.add_rms_norm(view.contiguous(), view.contiguous(), weight, EPS)[0]
-        ops.add_rms_norm(view, view, weight, EPS, out=out)
-        assert torch.equal(out, expected)
-        out.fill_(-9)
-        assert (inside == -9).all()
-        ops.silu_mul(view, out=out[..., :10])
-        assert torch.equal(out[..., :10], ops.silu_mul(view.contiguous()))
-        out[..., :10].fill_(-9)
-        assert (inside == -9).all()
+    check_views_of_rows(device)
 
 
 @EXAMPLES
