@@ -163,11 +163,7 @@ def registered_attention(has_mask: bool) -> Any:
 def replaced_attention(model: PreTrainedModel) -> Undo:
     mapping = AttentionInterface._global_mapping
     before = mapping["sdpa"]
-
-    def changed(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return before(module, query * (0.5 if query.shape[2] == 1 else 1.0), *args, **kwargs)
-
-    mapping["sdpa"] = changed
+    mapping["sdpa"] = _louder(before)
     return lambda: mapping.update(sdpa=before)
 
 

@@ -156,12 +156,3 @@ def test_in_blocks():
     merged.load_state_dict(dict(named_tensors(model)), strict=False)
     with torch.no_grad():
         assert torch.equal(quantized(model, "q8_0")(IDS).logits, quantized(merged, "q8_0")(IDS).logits)
-
-
-def test_an_adapted_draft_in_int8_in_a_worker(chain):
-    target, draft, wanted = chain
-    options = {"weights": {"drafts": "int8"}, "lookahead": 4}
-    with Pipeline(target, draft, schedule="workers", **options) as pipe:
-        with drafts_keep_up(pipe, [IDS.shape[1] + NEW]):
-            assert torch.equal(pipe.generate(IDS, max_new_tokens=NEW, do_sample=False), wanted)
-        assert pipe.report.stages[0].forward == "native"

@@ -253,28 +253,6 @@ def test_generate_with_a_fixed_cache(models, how) -> None:
     assert torch.equal(*texts)
 
 
-def test_lengths_that_the_device_writes(model) -> None:
-    """As in a replay: a forward, then a kernel that lowers the lengths; the host reads them later."""
-    ids = torch.stack(random_prompts(2, seed=10, shortest=20, longest=20))
-    cache, expected = (RowCache.for_model(model, 2, 40, static=True) for _ in range(2))
-    for c in (cache, expected):
-        forward(model, ids[:, :8], c, keep=0)
-        c.sync()
-        assert c.device_lengths.tolist() == [8, 8]
-    expected.truncate([5, 7])
-    cache.device_lengths.copy_(torch.tensor([5, 7]))
-    cache.set_lengths(cache.device_lengths.tolist())
-    assert cache.lengths == (5, 7)
-    assert cache.ragged
-    positions = cache.positions(3)
-    assert positions.tolist() == [[5, 6, 7], [7, 8, 9]]
-    assert positions.dtype == torch.int64
-    assert torch.equal(forward(model, ids[:, 8:11], cache, keep=3), forward(model, ids[:, 8:11], expected, keep=3))
-    with pytest.raises(ValueError, match=r"lengths \[41, 41\] for 2 rows of a capacity of 40"):
-        cache.set_lengths([41, 41])
-    assert cache.lengths == (8, 10)
-
-
 def test_inside_of_a_capture(model, monkeypatch) -> None:
     """A capture copies nothing from the host to the device, and its forwards do not count."""
     ids = torch.stack(random_prompts(2, seed=11, shortest=9, longest=9))

@@ -179,16 +179,6 @@ def test_too_many_models(model):
     refused(ValueError, "at most", model, [noisy(model, 0.1) for _ in range(40)])
 
 
-def test_schedules_and_lookahead(model):
-    draft = always_right(model)
-    refused(ValueError, "schedule='parallel'.*'lockstep'", model, draft, schedule="parallel")
-    refused(ValueError, "lookahead must be at least 1", model, draft, lookahead=0)
-    refused(ValueError, "lookahead must be at least 1", model, draft, lookahead=[-3])
-    refused(ValueError, "one per draft, 1, not 2", model, draft, lookahead=[3, 4])
-    refused(ValueError, "one per draft, 1, not 0", model, draft, lookahead=[])
-    refused(TypeError, "lookahead", model, draft, lookahead=2.5)
-
-
 def test_a_single_draft_needs_no_list(model, tmp_path):
     draft = noisy(model, 0.02)
     for given in (draft, [draft], (draft,), save(draft, tmp_path / "draft"), str(tmp_path / "draft")):
@@ -435,13 +425,6 @@ def test_unknown_arguments(pipeline, model, name):
     for generate in (model.generate, pipeline.generate):
         with pytest.raises(ValueError, match=rf"not used by the model: \['{name}'\]"):
             generate(PROMPT, max_new_tokens=2, **{name: 5})
-
-
-def test_greedy_texts_of_one_prompt_are_all_the_same(pipeline, model):
-    """So transformers refuses to make several, and the pipeline raises the same error."""
-    for generate in (model.generate, pipeline.generate):
-        with pytest.raises(ValueError, match=r"Greedy methods.*num_return_sequences"):
-            generate(PROMPT, max_new_tokens=2, do_sample=False, num_return_sequences=3)
 
 
 @pytest.mark.parametrize("drafts", [0, 1])

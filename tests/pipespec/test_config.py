@@ -11,12 +11,10 @@ import torch
 
 import pipespec
 from pipespec import Pipeline, config, registry
-from pipespec.api import pipeline as pipelines
 from pipespec.config import SpeculationConfig
-from pipespec.errors import NotCapturable
 from pipespec.registry import OPTIONS, SCHEDULES, default_schedule, numa_nodes
 from pipespec.schedules import base
-from pipespec.schedules.base import Driver, SpeedWarning
+from pipespec.schedules.base import Driver
 from tests.conftest import noisy, random_llama
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
@@ -169,25 +167,6 @@ def test_numbers_of_a_stage():
 def test_what_is_refused(error, match, options):
     with pytest.raises(error, match=match):
         SpeculationConfig.of(2, **options)
-
-
-def test_the_schedule_in_place_of_one_that_cannot_be_captured(model, monkeypatch):
-    """The pipeline names the schedule that runs, as the report does."""
-    make = pipelines.make_driver
-
-    def refuse(models, config):
-        if config.schedule == "streams":
-            raise NotCapturable("target", "its step", "it reads a number")
-        return make(models, config)
-
-    monkeypatch.setattr(pipelines, "make_driver", refuse)
-    with pytest.warns(SpeedWarning, match="schedule='workers' is used instead"):
-        pipe = Pipeline(model, noisy(model, 0.02), schedule="streams", trace=16)
-    with pipe:
-        assert pipe.schedule == pipe.config.schedule == "workers"
-        assert pipe.config.trace == 16
-        pipe.generate(PROMPT, max_new_tokens=3)
-        assert pipe.report.schedule == "workers"
 
 
 # ---- the table of schedules

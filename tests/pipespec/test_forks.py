@@ -90,24 +90,6 @@ def generates(pipe: Pipeline, texts, times: int) -> None:
         assert torch.equal(got, texts[k]), f"call {i} of process {os.getpid()} has another text"
 
 
-@pytest.mark.parametrize(("schedule", "options"), SCHEDULES, ids=lambda v: v if isinstance(v, str) else "".join(v))
-def test_parent_and_children_at_once(models, schedule, options):
-    target, draft, texts = models
-    times = trials(3, 60)
-    with make(target, draft, schedule, **options) as pipe:
-        generates(pipe, texts, 1)
-        children = [Child(lambda: generates(pipe, texts, times)) for _ in range(trials(ci=1, nightly=2))]
-        generates(pipe, texts, times)
-        for child in children:
-            child.check()
-        # The target waits for the worker, which may be slower.
-        keep_up = drafts_keep_up(pipe, [len(PROMPTS[0]) + NEW]) if schedule == "workers" else nullcontext()
-        with keep_up:
-            generates(pipe, texts, 1)
-        if schedule == "workers":
-            assert pipe.report.stages[0].steps > 0, "the parent's worker is not what it was"
-
-
 @pytest.mark.parametrize("schedule", ["lockstep", "streams", "workers", "spd"])
 def test_a_fork_while_another_thread_generates(models, schedule):
     """The child has neither the other thread nor the locks that it holds."""
@@ -351,31 +333,16 @@ def test_a_fork_renews_torchs_pool_once_before_it_loads(monkeypatch, tmp_path):
     Child(load).check()
 
 
-def test_a_child_that_closes_does_not_close_its_parents(models):
+def test_a_child_that_closes_keeps_no_descriptors_and_does_not_close_its_parents(models):
     target, draft, texts = models
     with Pipeline(target, draft, schedule="workers") as pipe:
-        generates(pipe, texts, 1)
-        pids = pids_of(pipe)
-        templates = list(template._templates)
-
-        def close() -> None:
-            assert not template._templates
-            pipe.close()
-
-        Child(close).check()
-        assert template._templates == templates
-        generates(pipe, texts, 1)
-        assert pids_of(pipe) == pids
-
-
-def test_a_child_keeps_no_descriptors_of_its_parents_workers(models):
-    target, draft, _ = models
-    with Pipeline(target, draft, schedule="workers") as pipe:
+        pids, templates = pids_of(pipe), list(template._templates)
         (worker,) = workers_of(pipe).values()
         assert isinstance(worker.process, template.ForkedProcess)
         open_ones = [worker.process._pidfd, worker.process._status]
 
         def close() -> None:
+            assert not template._templates
             pipe.close()
             for fd in open_ones:
                 with pytest.raises(OSError, match="Bad file descriptor"):
@@ -383,6 +350,9 @@ def test_a_child_keeps_no_descriptors_of_its_parents_workers(models):
 
         Child(close).check()
         assert all(map(os.fstat, open_ones))
+        assert template._templates == templates
+        generates(pipe, texts, 1)
+        assert pids_of(pipe) == pids
 
 
 def test_a_fork_while_a_worker_starts(models, monkeypatch):
@@ -446,9 +416,9 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     subprocess.run([sys.executable, "-c", script], check=True, timeout=SECONDS)
 
 
-@pytest.mark.parametrize("schedule", ["lockstep", "streams", "workers", "spd"])
-def test_forks_at_random_moments_while_threads_generate(models, schedule):
-    """Two threads take turns with the pipeline while a third one forks. Each child generates with it, too."""
+@pytest.mark.parametrize(("schedule", "options"), SCHEDULES, ids=lambda v: v if isinstance(v, str) else "".join(v))
+def test_forks_at_random_moments_while_threads_generate(models, schedule, options):
+    """Two threads take turns with the pipeline while a third one forks. Each child generates with it, too, and the parent's worker drafts on."""
     target, draft, texts = models
     over, errors, numbers = threading.Event(), [], random.Random(5)
     children: list[Child] = []
@@ -472,7 +442,7 @@ def test_forks_at_random_moments_while_threads_generate(models, schedule):
         except BaseException as error:
             errors.append(error)
 
-    with make(target, draft, schedule) as pipe:
+    with make(target, draft, schedule, **options) as pipe:
         generates(pipe, texts, 1)
         threads = [threading.Thread(target=what) for what in (generate, generate, fork)]
         for thread in threads:
@@ -484,4 +454,8 @@ def test_forks_at_random_moments_while_threads_generate(models, schedule):
         for child in children:
             child.check()
         assert errors == []
-        generates(pipe, texts, 3)
+        # The target waits for the worker, which may be slower.
+        with drafts_keep_up(pipe, [len(PROMPTS[0]) + NEW]) if schedule == "workers" else nullcontext():
+            generates(pipe, texts, 1)
+        if schedule == "workers":
+            assert pipe.report.stages[0].steps > 0, "the parent's worker is not what it was"

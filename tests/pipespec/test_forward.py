@@ -138,64 +138,6 @@ def test_forward_checks_its_arguments(tokens, keep, message):
         forward(model, torch.zeros(tokens, dtype=torch.long), RowCache.for_model(model, 2, 8), keep=keep)
 
 
-def replace_weight(model):
-    model.model.layers[1].mlp.up_proj.weight = nn.Parameter(torch.randn(80, 64))
-
-
-def change_in_place(model):
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight.mul_(2)
-
-
-def change_dtype(model):
-    model.double()
-
-
-def use_eager(model):
-    model.set_attn_implementation("eager")
-
-
-def hook(model):
-    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 2)
-
-
-def pre_hook(model):
-    model.model.register_forward_pre_hook(lambda module, args, kwargs: (args, kwargs), with_kwargs=True)
-
-
-def patch_forward(model):
-    attention, original = model.model.layers[2].self_attn, model.model.layers[2].self_attn.forward
-    attention.forward = lambda *args, **kwargs: original(*args, **kwargs)
-
-
-class Adapter(nn.Module):
-    def __init__(self, base):
-        super().__init__()
-        self.base = base
-
-    def forward(self, x):
-        return self.base(x) + x.sum(-1, keepdim=True)
-
-
-def adapt(model):
-    attention = model.model.layers[1].self_attn
-    attention.v_proj = Adapter(attention.v_proj)
-
-
-CHANGES = (replace_weight, change_in_place, change_dtype, use_eager, hook, pre_hook, patch_forward, adapt)
-
-
-def test_autocast_is_honoured(ids):
-    model = make_model()
-    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
-        wanted = model(ids[:2, :9]).logits
-        assert wanted.dtype == torch.bfloat16
-        cache = RowCache.for_model(model, 2, 32)
-        assert torch.equal(forward(model, ids[:2, :9], cache, keep=9)[:1], wanted[:1])
-        cache.truncate([9, 4])
-        forward(model, ids[:2, 9:11], cache, keep=1)
-
-
 # --- parts of a model ------------------------------------------------------------------------------------------------
 
 
@@ -237,19 +179,3 @@ def test_sections_are_bit_identical_to_the_model(name, ids):
         for ours, theirs in zip(streams[:-1], wanted.hidden_states, strict=False):
             assert torch.equal(ours.to(theirs.dtype), theirs)
         assert streams[-1] is not streams[-2]
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_changed_parts_are_noticed_when_the_next_sequence_begins(change, ids):
-    model = make_model()
-    *spans, head = sections(model)
-    change(model)
-    open_sections([*spans, head], native=False)
-    hidden = spans[0].embed(ids[:1, :9])
-    for span in spans:
-        hidden, _ = span.run_layers(
-            hidden, RowCache(span.parts.cache_config(), 1, 16, dtype=model.dtype, device=model.device)
-        )
-    with torch.no_grad():
-        # pre_hook is on the whole model, not on a part, so it changes nothing here.
-        assert torch.equal(head.logits(hidden), model(ids[:1, :9]).logits)

@@ -17,7 +17,6 @@ from pipespec.engine.forward import choose_fused, described, forward, release
 from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
 from pipespec_kernels import ops
-from tests.conftest import noisy
 from tests.pipespec import checkpoints
 from tests.pipespec.test_native import MODELS, ids, make
 
@@ -125,18 +124,6 @@ def test_a_change_of_an_opaque_module_is_another_form():
     assert other is not form
     adapter.up = torch.nn.Parameter(adapter.up * 2)
     assert choose_fused(model) is not other
-
-
-@pytest.mark.parametrize("options", [{"schedule": "lockstep", "graphs": True}, {"schedule": "streams"}])
-def test_texts_of_captured_steps(options):
-    model = make("llama 3 RoPE, tied")
-    prompt = ids(3, 9)
-    wanted = model.generate(prompt, max_new_tokens=24, do_sample=False)
-    for use in (True, False):
-        with pipespec.Pipeline(model, [noisy(model, 0.05)], native=use, **options) as pipe:
-            assert torch.equal(pipe.generate(prompt, max_new_tokens=24, do_sample=False), wanted)
-            forms = {stage.forward for stage in pipe.report.stages}
-            assert forms == ({"fused"} if use else {"transformers: native=False"})
 
 
 def test_a_changed_model_is_looked_at_again():

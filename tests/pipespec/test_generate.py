@@ -123,15 +123,6 @@ def test_max_new_tokens(model, new):
         assert both(pipeline, ids, attention_mask=mask, max_new_tokens=new).shape[1] == ids.shape[1] + new
 
 
-def test_max_length_counts_the_padding(chain):
-    ids, mask = left_pad(random_prompts(3, seed=12, longest=14))
-    for length in (ids.shape[1] + 1, ids.shape[1] + 4, 40):
-        assert both(chain, ids, attention_mask=mask, max_length=length).shape[1] == length
-    # Twenty is the default of older versions of transformers.
-    short = random_prompts(1, seed=12, shortest=5, longest=5)[0][None]
-    assert both(chain, short, max_length=20).shape[1] == 20
-
-
 def test_the_default_length(chain):
     prompt = random_prompts(1, seed=13, shortest=4, longest=4)[0][None]
     assert both(chain, prompt).shape[1] == 24
@@ -208,24 +199,6 @@ def test_the_input_is_not_touched_and_the_result_is_the_callers(chain):
     assert torch.equal(ids, kept[0])
     assert torch.equal(mask, kept[1])
     assert torch.equal(chain.generate(ids, attention_mask=mask, max_new_tokens=5), again)
-
-
-def test_calls_of_all_sizes_one_after_the_other(chain):
-    """Block and caches grow, shrink in rows, and are reused."""
-    for call, (rows, longest, new) in enumerate(
-        [(1, 3, 4), (8, 30, 6), (2, 200, 3), (1, 5, 140), (3, 9, 1), (8, 30, 6), (1, 400, 9), (5, 2, 70), (1, 3, 4)]
-    ):
-        ids, mask = left_pad(random_prompts(rows, seed=20 + call, longest=longest))
-        both(chain, ids, attention_mask=mask, max_new_tokens=new)
-
-
-@pytest.mark.parametrize("schedule", ["plain", "lockstep", "workers"])
-def test_one_model_is_plain_decoding(model, schedule):
-    pipeline = Pipeline(model, schedule=schedule)
-    ids, mask = left_pad(random_prompts(3, seed=30))
-    both(pipeline, ids, attention_mask=mask, max_new_tokens=9)
-    assert pipeline.schedule == "plain"
-    assert len(pipeline.report.stages) == 1
 
 
 @pytest.mark.parametrize("lookahead", [*range(1, 21), 40, 200])

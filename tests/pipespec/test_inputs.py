@@ -16,7 +16,6 @@ from pipespec import Pipeline
 from pipespec.engine.cache import RowCache
 from pipespec.models.compat import lost_arguments
 from tests.conftest import always_right, left_pad, noisy, random_llama, random_prompts
-from tests.pipespec.faulty import Faulty
 from tests.support.streamers import Recorder
 
 NEW = 12
@@ -384,22 +383,6 @@ def test_a_call_that_fails_midway_leaves_the_cache_as_it_was(pipe, model, prefil
     assert sum(prefilled) == 4  # nothing is fed twice
 
 
-@pytest.mark.parametrize("at", [1, 2, 3])
-def test_a_model_that_fails_midway_leaves_the_cache_as_it_was(model, at):
-    target = Faulty.like(model)
-    pipe = Pipeline(target, noisy(model, 0.02), lookahead=3, schedule="lockstep")
-    first = pipe.generate(prompt(23), max_new_tokens=NEW, return_dict_in_generate=True)
-    cache, longer = first.past_key_values, torch.cat([first.sequences, prompt(24, 9)], dim=1)
-    before = held(cache)
-    target.set(fail_at=at)
-    with pytest.raises(ArithmeticError, match="made to fail"):
-        pipe.generate(longer, max_new_tokens=NEW, past_key_values=cache, prefill_chunk_size=5)
-    target.set()
-    assert untouched(cache, before)
-    out = pipe.generate(longer, max_new_tokens=NEW, past_key_values=cache)
-    assert torch.equal(out, plain(model, longer, max_new_tokens=NEW))
-
-
 def test_a_cache_that_cannot_grow_stays_as_it_is(model):
     cache = RowCache.for_model(model, 1, 8)
     with pytest.raises((RuntimeError, MemoryError, OverflowError)):
@@ -411,19 +394,6 @@ def test_a_cache_that_cannot_grow_stays_as_it_is(model):
 
 
 # ---- how the prompt is fed
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 1000])
-def test_prefill_chunk_size(pipes, model, prefilled, chunk):
-    ids, mask = left_pad(random_prompts(3, seed=26, shortest=5, longest=17))
-    longest = int(mask.sum(dim=1).max()) - 1
-    wanted = plain(model, ids, attention_mask=mask, max_new_tokens=NEW)
-    for pipe in pipes.values():
-        prefilled.clear()
-        out = pipe.generate(ids, attention_mask=mask, max_new_tokens=NEW, prefill_chunk_size=chunk)
-        assert torch.equal(out, wanted)
-        assert sum(prefilled) == longest
-        assert max(prefilled) == min(chunk, longest)
 
 
 # ---- what comes back
@@ -468,12 +438,6 @@ def test_a_failure_after_the_text_leaves_the_text(pipe, model, monkeypatch):
 
 def raise_out_of_memory(*arguments, **options):
     raise torch.OutOfMemoryError
-
-
-def test_without_a_cache(pipe, model):
-    out = pipe.generate(prompt(31), max_new_tokens=NEW, use_cache=False, return_dict_in_generate=True)
-    assert out.past_key_values is None
-    assert torch.equal(out.sequences, plain(model, prompt(31), max_new_tokens=NEW))
 
 
 def test_the_returned_cache_is_the_callers(pipe, model):

@@ -62,15 +62,6 @@ def test_counting_leaves_the_random_numbers_alone(model, tmp_path):
     assert torch.equal(torch.rand(3), wanted)
 
 
-def test_tied_weights_count_once(tmp_path):
-    sizes = []
-    for tied in (False, True):
-        config = copy.deepcopy(random_llama(0).config)
-        config.tie_word_embeddings = tied
-        sizes.append(StageFacts.of_path("target", folder_of(config, tmp_path / str(tied)), "bfloat16").weights)
-    assert sizes[0] - sizes[1] == 2 * config.vocab_size * config.hidden_size
-
-
 @pytest.mark.parametrize(("size", "parameters"), [("1B", 1235814400), ("8B", 8030261248), ("70B", 70553706496)])
 def test_published_models_have_their_published_size(tmp_path, size, parameters):
     """Parameters as the model cards' safetensors list them, two bytes each, and the frequencies of the rotary embedding."""

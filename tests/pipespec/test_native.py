@@ -38,9 +38,8 @@ from pipespec.engine.forward import described, forward, recheck, release
 from pipespec.engine.sections import ModelSection, open_sections
 from pipespec.models import families
 from pipespec.models.parts import ModelParts
-from tests.conftest import left_pad, noisy, random_llama
+from tests.conftest import noisy, random_llama
 from tests.pipespec import hostile
-from tests.trials import trials
 from tests.waiting import SECONDS, drafts_keep_up
 
 VOCABULARY = 103
@@ -198,56 +197,6 @@ def test_float32_weights_that_are_all_bfloat16s_take_half_the_memory():
 # --- texts -----------------------------------------------------------------------------------------------------------
 
 
-def smallest_gap(model, text, begin, mask):
-    """The smallest difference between the two largest logits, relative to the largest, over the generated positions."""
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    with torch.no_grad():
-        logits = model(text, attention_mask=mask, position_ids=positions).logits[:, begin - 1 : -1]
-    first, second = logits.topk(2, -1).values.unbind(-1)
-    return float((first - second).min() / logits.abs().max())
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_greedy_texts_are_generates(name):
-    model = make(name)
-    rows, mask = left_pad([ids(3, 9)[i, : 9 - 3 * i] for i in range(3)])
-    wanted = model.generate(rows, attention_mask=mask, max_new_tokens=16, do_sample=False)
-    whole = torch.cat([mask, torch.ones(3, wanted.shape[1] - rows.shape[1], dtype=torch.long)], 1)
-    assert smallest_gap(model, wanted, rows.shape[1], whole) > 2 * TOLERANCE
-    options = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": False}
-    draft = noisy(model, 0.05)
-    for lookahead in range(5):
-        drafts = (
-            {"drafts": [draft], "schedule": "lockstep", "lookahead": lookahead} if lookahead else {"schedule": "plain"}
-        )
-        with pipespec.Pipeline(model, **drafts) as pipe:
-            assert torch.equal(pipe.generate(rows, **options), wanted)
-            assert {stage.forward for stage in pipe.report.stages} == {"native"}
-            alone = pipe.generate(rows[:1], max_new_tokens=16, do_sample=False)
-            assert torch.equal(alone, wanted[:1])
-
-
-@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "temperature": 1.5, "seed": 5}])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_texts_depend_neither_on_drafts_nor_on_the_batch(dtype, sampling):
-    """Also where two logits are nearly equal, which is frequent in bfloat16."""
-    model = make("llama 3 RoPE, tied", dtype)
-    if "seed" in sampling:
-        sampling = {**sampling, "seed": [5, 6, 7]}
-    rows, mask = left_pad([row[:n] for row, n in zip(ids(3, 12), (12, 5, 9), strict=True)])
-    new = trials(40, 120)
-    with pipespec.Pipeline(model) as pipe:
-        wanted = pipe.generate(rows, attention_mask=mask, max_new_tokens=new, **sampling)
-    for draft, lookahead in ((noisy(model, 0.1), 1), (noisy(model, 0.3), 3), (copy.deepcopy(model), 4)):
-        with pipespec.Pipeline(model, [draft], schedule="lockstep", lookahead=lookahead) as pipe:
-            got = pipe.generate(rows, attention_mask=mask, max_new_tokens=new, **sampling)
-            assert torch.equal(got, wanted)
-            for row, begin in enumerate((0, 7, 3)):
-                one = {**sampling, "seed": [5 + row]} if "seed" in sampling else sampling
-                alone = pipe.generate(rows[row : row + 1, begin:], max_new_tokens=new, **one)
-                assert torch.equal(alone[0], wanted[row, begin:])
-
-
 def test_workers_take_the_native_form_and_say_so():
     model = make()
     draft = noisy(model, 0.05)
@@ -272,20 +221,6 @@ def test_a_first_call_that_takes_long_says_why(monkeypatch, capsys):
     for _ in range(2):
         pipe.generate(torch.tensor([[5, 6]]), max_new_tokens=2)
     assert capsys.readouterr().out == "reading and packing the weights ...\n"
-
-
-def test_it_can_be_turned_off():
-    model = make()
-    tokens = ids(2, 9)
-    with torch.no_grad():
-        wanted = model(tokens).logits
-    assert torch.equal(logits_of(model, tokens, native=False), wanted)
-    assert way(model, "own") == "WholeModel"
-    with pipespec.Pipeline(model, schedule="plain", native=False) as pipe:
-        pipe.generate(tokens, max_new_tokens=3)
-        assert [stage.forward for stage in pipe.report.stages] == ["transformers: native=False"]
-        assert "forward" in pipe.report.to_dict()["stages"][0]
-    assert "native" not in forward_module._choices[model]
 
 
 # --- models that keep transformers' forward ----------------------------------------------------------------------------

@@ -88,28 +88,6 @@ def test_at_every_place_of_a_block(chain, answer):
         assert chain.report.stages[-1].accepted > 12
 
 
-@pytest.mark.parametrize("row", [0, 1, 2])
-def test_one_row_of_a_batch(chain, row):
-    """The row ends there and is padded, and the others continue."""
-    ids, mask = left_pad(random_prompts(3, seed=6, shortest=3))
-    mine = ids[row].tolist()
-    said = set(chain.target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=20).flatten().tolist())
-    eos, pad = [t for t in range(320) if t not in said][:2]
-    for new in (1, 5, 11, 12, 13, 14):
-
-        def stops(text, new=new):
-            mine_here = [r[: len(mine)] == mine for r in text.tolist()]
-            return torch.tensor([here and text.shape[1] >= len(mine) + new for here in mine_here])
-
-        # An end token that no model chooses: transformers pads rows only if there is one.
-        kwargs = {"attention_mask": mask, "max_new_tokens": 20, "pad_token_id": pad, "eos_token_id": eos}
-        out = same(chain, ids, criteria=lambda s=stops: [At(s, lambda x: x)], **kwargs)
-        assert out.shape[1] == len(mine) + 20
-        assert (out[row, len(mine) + new :] == pad).all()
-        assert out[row, len(mine) + new - 1] != pad
-        assert chain.report.tokens == 2 * 20 + new
-
-
 class AllRows(StoppingCriteria):
     """Evaluation harnesses stop the whole batch when every row contains the stop word."""
 
@@ -151,13 +129,6 @@ def test_together_with_ends_of_text(chain):
 
 
 # ---- the clock
-
-
-def test_max_time(chain):
-    assert same(chain, PROMPT, max_new_tokens=NEW, max_time=1e-9).shape[1] == PROMPT.shape[1] + 1
-    assert same(chain, PROMPT, max_new_tokens=NEW, max_time=3600.0).shape[1] == PROMPT.shape[1] + NEW
-    ids, mask = left_pad(random_prompts(3, seed=6))
-    assert same(chain, ids, attention_mask=mask, max_new_tokens=NEW, max_time=1e-9).shape[1] == ids.shape[1] + 1
 
 
 def test_the_clock_runs_while_it_generates(chain):
@@ -225,15 +196,6 @@ def test_a_stop_string_at_every_token(code, family):
             assert code.report.tokens == out.shape[1]
     assert len(lengths) > trials(ci=2, nightly=4)
     assert any(n % 11 for n in lengths)  # inside blocks
-
-
-def test_several_stop_strings(code, family):
-    _, tokenizer, _, text = family
-    pieces = [tokenizer.decode(text[i : i + 3]) for i in (12, 5, 8)]
-    out = stopped(code, family, stop_strings=pieces)
-    assert out.shape[1] <= 8
-    assert pieces[1] in tokenizer.decode(out[0])
-    assert stopped(code, family, stop_strings=["never to be said", "nor this"]).shape[1] == 24
 
 
 def test_a_stop_string_in_the_prompt_stops_nothing(code, family):

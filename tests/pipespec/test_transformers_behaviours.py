@@ -135,20 +135,6 @@ def from_embeddings(model, generate):
     return generate(**ROW), both, alone, other
 
 
-def from_embeddings_in_parts(model, generate):
-    begin = embedded(model, TWO)
-    first = generate(inputs_embeds=begin, **GREEDY, **DICT, **NO_END)
-    text = torch.cat([begin, embedded(model, first.sequences)], 1)
-    return first, generate(inputs_embeds=text, past_key_values=first.past_key_values, **GREEDY, **DICT, **NO_END)
-
-
-def from_embeddings_in_a_static_cache(model, generate):
-    given = {"inputs_embeds": embedded(model, RIGHT["input_ids"]), "attention_mask": RIGHT["attention_mask"]}
-    out = generate(**given, **GREEDY, **DICT, cache_implementation="static")
-    assert out.past_key_values.layers[0].keys.shape[2] == LENGTH + NEW - 1  # the last token is not in it
-    return out
-
-
 def static_by_the_models_own_configuration(model, generate):
     model.generation_config.cache_implementation = "static"
     return generate(**ROW, **ALL)
@@ -209,9 +195,6 @@ BEHAVIOURS: dict[str, Behaviour] = {
     # greedy
     "scores and logits": Behaviour(call(ROW, SCORES, PROCESSED, min_new_tokens=NEW), 1),
     "all outputs": Behaviour(call(ROW, ALL, PROCESSED, min_new_tokens=NEW), 0, ("output_attentions",)),
-    "all outputs of rows that end with padding": Behaviour(
-        call(RIGHT, ALL, PROCESSED, min_new_tokens=NEW), 0, ("output_attentions",)
-    ),
     "with and without a cache": Behaviour(with_and_without_cache, 2),
     "an end that may not come yet": Behaviour(call(LEFT, eos_token_id=ENDS, min_new_tokens=NEW), 1),
     "an end that no token is": Behaviour(call(ROW, SCORES, NO_END), 1),
@@ -231,8 +214,6 @@ BEHAVIOURS: dict[str, Behaviour] = {
     ),
     "gradient checkpointing": Behaviour(in_training, 2, ("gradient_checkpointing",)),
     "guidance": Behaviour(call(LEFT, guidance_scale=1.5), 0, ("guidance_scale",)),
-    "hidden states without a cache": Behaviour(call(ROW, DICT, output_hidden_states=True, use_cache=False), 0, ("output_hidden_states",)),
-    "attentions without a cache": Behaviour(call(ROW, DICT, output_attentions=True, use_cache=False), 0, ("output_attentions",)),
     "guidance with a negative prompt": Behaviour(call(ROW, guidance_scale=1.5, negative_prompt_ids=ONE[:, :3]), 0, ("negative_prompt_ids",)),
     "allowed tokens per row": Behaviour(
         call(LEFT, prefix_allowed_tokens_fn=lambda row, ids: list(range(5 + 20 * row, 60))), 0, ("logits_processor",)
@@ -245,40 +226,22 @@ BEHAVIOURS: dict[str, Behaviour] = {
         call(ROW, WARPED, PROCESSED, SCORES, num_return_sequences=2, min_new_tokens=NEW), 1, draws=True
     ),
     "rows that end with padding": Behaviour(call(RIGHT, PROCESSED), 0, ("attention_mask",)),
-    "sampled, hidden states, rows that end with padding": Behaviour(
-        call(RIGHT, WARPED, DICT, output_hidden_states=True), 0, ("output_hidden_states",)
-    ),
-    "sampled, with guidance": Behaviour(call(LEFT, WARPED, guidance_scale=1.5), 0, ("guidance_scale",)),
     # beams
     "beams, all outputs": Behaviour(call(RIGHT, BEAMS, ALL, PROCESSED), 0, ("num_beams",)),
-    "beams, no cache": Behaviour(call(LEFT, BEAMS, ALL, use_cache=False), 0, ("num_beams",)),
     "beams that end": Behaviour(
         call(LEFT, BEAMS, SCORES, num_beams=3, num_return_sequences=2, eos_token_id=ENDS, length_penalty=0.0), 0, ("num_beams",)
     ),
     "beams, sampled": Behaviour(call(LEFT, BEAMS, WARPED, PROCESSED), 0, ("num_beams",)),
-    "beams, sampled, all outputs": Behaviour(call(LEFT, BEAMS, WARPED, ALL), 0, ("num_beams",)),
-    "beams in a cache": Behaviour(
-        lambda model, generate: generate(**ROW, **BEAMS, **SCORES, past_key_values=DynamicCache()), 0, ("num_beams",)
-    ),
     # other ways to speculate
     "assisted by another model": Behaviour(assisted_by(helper), 0, ("assistant_model",)),
     "assisted by itself": Behaviour(assisted_by(lambda model: model), 0, ("assistant_model", "output_attentions")),
-    "assisted, sampled": Behaviour(assisted_by(helper, do_sample=True), 0, ("assistant_model",)),
     "the assistant of another model": Behaviour(assistant_of_another),
     "prompt lookup": Behaviour(
         call(ROW, ALL, PROCESSED, prompt_lookup_num_tokens=2), 0, ("output_attentions",)
     ),
     "its own first layers": Behaviour(call(ROW, assistant_early_exit=1), 0, ("assistant_early_exit",)),
-    "prompt lookup, an end in the prompt": Behaviour(
-        call(ROW, input_ids=ONE.repeat(1, 3), eos_token_id=int(ONE[0, 2]), prompt_lookup_num_tokens=4), 0, ("prompt_lookup_num_tokens",)
-    ),
     # embeddings
     "embeddings": Behaviour(from_embeddings, 1, ("inputs_embeds",)),
-    "embeddings and beams": Behaviour(
-        lambda model, generate: generate(TWO, inputs_embeds=embedded(model, TWO), **GREEDY, **BEAMS), 0, ("inputs_embeds",)
-    ),
-    "embeddings in parts": Behaviour(from_embeddings_in_parts, 0, ("inputs_embeds",)),
-    "embeddings in a static cache": Behaviour(from_embeddings_in_a_static_cache, 0, ("inputs_embeds",)),
     # caches of a fixed size
     "static": Behaviour(call(RIGHT, DICT, cache_implementation="static"), 0, ("cache_implementation",)),
     "static, all outputs": Behaviour(static_by_the_models_own_configuration, 0, ("output_attentions",)),
@@ -295,7 +258,6 @@ BEHAVIOURS: dict[str, Behaviour] = {
     ),
     "several greedy texts": Behaviour(call(ROW, num_return_sequences=2), fails=True),
     "beams with a streamer": Behaviour(call(ROW, BEAMS, streamer=TextStreamer(None)), 0, ("num_beams",), fails=True),
-    "beams in groups": Behaviour(call(ROW, BEAMS, num_beam_groups=2, diversity_penalty=1.0), 0, ("num_beams",), fails=True),
     "contrastive search": Behaviour(call(ROW, penalty_alpha=0.6, top_k=5), 0, ("penalty_alpha",), fails=True),
     "prompt lookup in a batch": Behaviour(call(LEFT, prompt_lookup_num_tokens=2), 0, ("prompt_lookup_num_tokens",), fails=True),
     "assisted without a cache": Behaviour(assisted_by(helper, use_cache=False), 0, ("assistant_model",), fails=True),

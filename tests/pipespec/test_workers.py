@@ -269,15 +269,6 @@ def test_a_killed_worker_is_named_once_and_restarted(rig, stage):
     assert rig.pids[1 - stage] == other
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_killed_between_two_calls(rig, stage):
-    rig.generate()
-    rig.kill(stage)
-    (message,) = rig.generate()
-    assert re.search(f"draft stage {stage} .*SIGKILL", message, re.DOTALL)
-    rig.check_recovered()
-
-
 def test_killed_during_the_prefill(rig):
     rig.drafts[0].set(delay=-SECONDS)  # its prefill lasts until its process is killed
 
@@ -530,27 +521,6 @@ def test_a_worker_without_memory(rig):
     assert "draft stage 0 has ended" in message
     assert "alloc" in message.lower() or "memory" in message.lower() or "killed by" in message
     rig.check_recovered()
-
-
-def test_a_target_that_fails(rig):
-    for fail_at in (1, 5):
-        rig.target.set(fail_at=fail_at)
-        with pytest.raises(ArithmeticError, match="made to fail"):
-            rig.pipeline.generate(rig.prompts[0][None], max_new_tokens=60)
-        rig.target.set()
-        assert rig.generate() == []
-
-
-def test_a_streamer_that_fails(rig):
-    def fail():
-        raise LookupError("no more")
-
-    pids = rig.pids
-    for at in (-1, 0, 1, 20):
-        with pytest.raises(LookupError, match="no more"):
-            rig.generate(do=fail, at=at)
-        assert rig.generate(2) == []
-    assert rig.pids == pids
 
 
 def test_a_failure_may_be_made_an_error(rig):
