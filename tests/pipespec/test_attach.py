@@ -20,6 +20,7 @@ from pipespec.demo import family_path
 from pipespec.schedules.base import SpeedWarning
 from pipespec.schedules.workers import template
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
+from tests.support.streamers import Recorder
 from tests.waiting import until
 
 NEW = 16
@@ -260,21 +261,12 @@ def test_unsupported_calls_are_refused_on_request(model):
 
 def test_a_streamer_of_a_call_that_transformers_decodes(model, pipe):
     """It gets the text once, and no failure."""
-    seen = []
-
-    class Streamer:
-        def put(self, value):
-            seen.append(value)
-
-        def end(self):
-            seen.append(None)
-
+    streamer = Recorder()
     ids, positions = torch.tensor([[5, 6, 7]]), torch.tensor([[3, 4, 5]])
     with pytest.warns(SpeedWarning, match="position_ids"):
-        out = model.generate(ids, position_ids=positions, max_new_tokens=4, do_sample=False, streamer=Streamer())
-    assert torch.equal(torch.cat([v.flatten() for v in seen[:-1]]), out[0])
-    assert seen[-1] is None
-    assert seen.count(None) == 1
+        out = model.generate(ids, position_ids=positions, max_new_tokens=4, do_sample=False, streamer=streamer)
+    assert torch.equal(torch.cat([v.flatten() for v in streamer.values]), out[0])
+    assert streamer.ends == 1
 
 
 def test_errors_are_raised_all_the_same(model, pipe):

@@ -128,7 +128,7 @@ TOKENIZER = word_tokenizer()
 
 
 def fingerprint(result: Any) -> Any:
-    """All comparable parts of a result: its fields, the text, scores and logits, the newest column of features, the length of the cache."""
+    """All comparable parts of a result: its fields, the text, scores and logits, the length of the cache."""
     if isinstance(result, torch.Tensor):
         return result.tolist()
     cache = result.past_key_values
@@ -137,11 +137,6 @@ def fingerprint(result: Any) -> Any:
         value = getattr(result, name)
         if value is not None:
             parts[name] = torch.stack(value)
-    for name in ("hidden_states", "attentions"):
-        for i, step in enumerate(getattr(result, name) or ()):
-            # The prompt's other columns may be padding, whose values mean nothing.
-            parts |= {f"{name} {i} {j}": layer[..., -1, :] for j, layer in enumerate(step)}
-            parts[f"{name} {i}"] = [tuple(layer.shape) for layer in step]
     return parts
 
 

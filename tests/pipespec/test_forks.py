@@ -28,8 +28,9 @@ from pipespec.spd import SpeculativePipeline
 from pipespec_kernels.state import SharedMemory, StateBlock
 from tests.conftest import noisy, random_llama, random_prompts
 from tests.support.processes import pids_of, workers_of
+from tests.support.streamers import Held
 from tests.trials import trials
-from tests.waiting import SECONDS, drafts_keep_up, until
+from tests.waiting import SECONDS, drafts_keep_up
 
 PROMPTS = random_prompts(3, seed=21, shortest=4)
 NEW = 12
@@ -95,30 +96,20 @@ def test_a_fork_while_another_thread_generates(models, schedule):
     """The child has neither the other thread nor the locks that it holds."""
     target, draft, texts = models
 
-    class Reader:
-        began, go_on = threading.Event(), threading.Event()
-
-        def put(self, tokens: torch.Tensor) -> None:
-            self.began.set()
-            self.go_on.wait(SECONDS)
-
-        def end(self) -> None:
-            pass
-
-    found = []
+    found, reader = [], Held(0)
     with make(target, draft, schedule) as pipe:
         thread = threading.Thread(
             target=lambda: found.append(
-                pipe.generate(PROMPTS[0][None], max_new_tokens=NEW, do_sample=False, streamer=Reader())
+                pipe.generate(PROMPTS[0][None], max_new_tokens=NEW, do_sample=False, streamer=reader)
             )
         )
         thread.start()
-        until(Reader.began.is_set, "the call has begun")
+        assert reader.inside.wait(SECONDS)
         child = Child(lambda: generates(pipe, texts, 2))
         try:
             child.check()
         finally:
-            Reader.go_on.set()
+            reader.go_on.set()
             thread.join(SECONDS)
         assert torch.equal(found[0], texts[0])
         generates(pipe, texts, 1)

@@ -5,76 +5,40 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import DynamicCache
 
 from pipespec.engine import forward as forward_module
 from pipespec.engine.cache import RowCache
 from pipespec.engine.sections import ModelSection, open_sections
 from pipespec.models.parts import ModelParts
+from tests.pipespec import test_native
 
 forward = functools.partial(forward_module.forward, native=False)
 
-VOCAB = 101
-
-
-def make_model(kind=LlamaForCausalLM, config=LlamaConfig, dtype=torch.float32, attention="sdpa", **options):
-    torch.manual_seed(0)
-    settings = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 80,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.2,
-        "attn_implementation": attention,
-        **options,
-    }
-    return kind(config(**settings)).to(dtype).eval()
-
-
-def rope(kind, **options):
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **options}}
-
-
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-
-MODELS = {
-    "fp32": {},
+EAGER = {"attn_implementation": "eager"}
+MODELS = {name: {"name": name} for name in test_native.MODELS if "window" not in name} | {
     "fp64": {"dtype": torch.float64},
     "bf16": {"dtype": torch.bfloat16},
-    "grouped": {"num_key_value_heads": 2},
-    "one kv head": {"num_key_value_heads": 1},
-    "head_dim": {"head_dim": 32},
-    "tied": {"tie_word_embeddings": True},
-    "gelu": {"hidden_act": "gelu"},
-    "linear rope": rope("linear", factor=2.0),
-    "llama3 rope": rope("llama3", **LLAMA3),
-    "yarn rope": rope("yarn", factor=4.0, original_max_position_embeddings=32),
-    "dynamic rope": rope("dynamic", factor=2.0),
-    "biases": {"attention_bias": True, "mlp_bias": True},
-    "eager": {"attention": "eager"},
-    "eager grouped": {"attention": "eager", "num_key_value_heads": 2},
-    "mistral": {"kind": MistralForCausalLM, "config": MistralConfig, "sliding_window": None},
+    "dynamic RoPE": test_native.rope("dynamic", factor=2.0),
+    "eager": EAGER,
+    "eager, each head its own keys": EAGER | {"num_key_value_heads": 4},
 }
+"""By name: arguments of :func:`make`. A DynamicCache holds no more than a window."""
+
+
+def make(**options):
+    return test_native.make(**{"num_hidden_layers": 3} | options)
 
 
 @pytest.fixture
 def ids():
-    return torch.randint(0, VOCAB, (3, 80), generator=torch.Generator().manual_seed(3))
+    return torch.randint(0, 97, (3, 80), generator=torch.Generator().manual_seed(3))
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_forward_is_bit_identical_to_the_model(name, rows, ids):
-    options = MODELS[name]
-    model = make_model(**options)
-    if options.get("attention_bias"):
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("bias"):
-                nn.init.normal_(parameter)
+    model = make(**MODELS[name])
     cache, reference, begin = RowCache.for_model(model, rows, 96), RowCache.for_model(model, rows, 96), 0
     dynamic = DynamicCache(config=model.config)
     for q, keep in ((20, 1), (1, 1), (5, 5), (8, 3), (1, 1), (2, 0)):
@@ -84,7 +48,7 @@ def test_forward_is_bit_identical_to_the_model(name, rows, ids):
         with torch.no_grad():
             wanted = model(tokens, past_key_values=dynamic).logits[:, q - keep :]
             model(tokens, past_key_values=reference)
-        assert got.shape == (rows, keep, VOCAB)
+        assert got.shape == (rows, keep, model.config.vocab_size)
         assert got.dtype == model.dtype
         # The head gets a kept slice in another shape than the whole, which may round differently.
         if keep == q or model.dtype == torch.float32:
@@ -93,9 +57,9 @@ def test_forward_is_bit_identical_to_the_model(name, rows, ids):
         assert all(map(torch.equal, cache._stores, reference._stores))
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "dynamic rope"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "dynamic RoPE"])
 def test_forward_of_uneven_rows_is_bit_identical_to_the_model(name, ids):
-    model = make_model(**MODELS[name])
+    model = make(**MODELS[name])
     caches = [RowCache.for_model(model, 3, 64) for _ in range(2)]
     for cache in caches:
         forward(model, ids[:, :12], cache, keep=1)
@@ -116,7 +80,7 @@ def test_forward_is_bit_identical_at_every_width(threads, ids):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        model = make_model()
+        model = make()
         for q in (1, 2, 3, 4, 5, 8, 16, 17):
             cache, dynamic = RowCache.for_model(model, 1, 64), DynamicCache(config=model.config)
             for begin in (0, 17, 17 + q):
@@ -133,7 +97,7 @@ def test_forward_is_bit_identical_at_every_width(threads, ids):
     [((2, 3), 4, "keep=4 of 3"), ((2, 3), -1, "keep=-1"), ((1, 3), 1, "1 rows of tokens for a RowCache of 2")],
 )
 def test_forward_checks_its_arguments(tokens, keep, message):
-    model = make_model()
+    model = make()
     with pytest.raises(ValueError, match=message):
         forward(model, torch.zeros(tokens, dtype=torch.long), RowCache.for_model(model, 2, 8), keep=keep)
 
@@ -156,7 +120,7 @@ def sections(model, cuts=(1,)):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_sections_are_bit_identical_to_the_model(name, ids):
-    model = make_model(**MODELS[name])
+    model = make(**MODELS[name])
     *spans, head = sections(model, (1, 2))
     caches = [RowCache(s.parts.cache_config(), 3, 64, dtype=model.dtype, device=model.device) for s in spans]
     whole = RowCache.for_model(model, 3, 64)

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from pipespec import Pipeline
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_prompts
-from tests.support.streamers import Recorder
+from tests.support.streamers import Held, Recorder
 from tests.waiting import SECONDS
 
 LIMIT = 512  # of the random models (max_position_embeddings)
@@ -250,24 +250,10 @@ def test_the_report_adds_up(model):
 # ---- one generation at a time
 
 
-class Gate(Recorder):
-    """A streamer that holds its call at the third ``put()`` until the test lets it continue."""
-
-    def __init__(self):
-        super().__init__()
-        self.inside, self.go_on = threading.Event(), threading.Event()
-
-    def put(self, value):
-        super().put(value)
-        if len(self.values) == 3:
-            self.inside.set()
-            assert self.go_on.wait(SECONDS)
-
-
 def test_other_threads_wait_their_turn(model):
     pipeline = Pipeline(model, noisy(model, 0.02), lookahead=2, schedule="lockstep")
     first, *others = [p[None] for p in random_prompts(4, seed=80, shortest=4)]
-    gate, outs = Gate(), {}
+    gate, outs = Held(2), {}
 
     def work(i, prompt, **kwargs):
         outs[i] = pipeline.generate(prompt, max_new_tokens=30, **kwargs)

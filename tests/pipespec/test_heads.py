@@ -214,8 +214,8 @@ class DraftedByColumns(Drafted):
         monkeypatch.setattr(GraphedHead, "_score_columns", recording)
 
 
-def check_against_reference(found, target, weights, layers, atol=2e-4, **more) -> None:
-    """Compare drafts with :class:`heads.Reference` over the hidden states of transformers' own forward."""
+def check_against_reference(found, target, weights, begin=0, **more) -> None:
+    """Compare drafts with :class:`heads.Reference` over the hidden states of transformers' own forward, from the token at ``begin`` on."""
     reference = heads.Reference(weights, target.get_input_embeddings().weight.detach().cpu(), **more)
     ids = torch.arange(heads.DRAFTED) + weights["d2t"]
     others = torch.ones(VOCABULARY, dtype=torch.bool)
@@ -223,9 +223,9 @@ def check_against_reference(found, target, weights, layers, atol=2e-4, **more) -
     for known, text, logits in found:
         with torch.no_grad():
             states = target(torch.tensor([text[: known - 1]], device=DEVICE), output_hidden_states=True).hidden_states
-        features = torch.cat([states[k][0] for k in layers], -1).cpu()
+        features = torch.cat([states[k][0, begin:] for k in (2, 4, 5)], -1).cpu()
         assert torch.isneginf(logits[others]).all()
-        torch.testing.assert_close(logits[ids].double(), reference.chain(features, text), atol=atol, rtol=atol)
+        torch.testing.assert_close(logits[ids].double(), reference.chain(features, text[begin:]), atol=2e-4, rtol=2e-4)
 
 
 NATIVE_HEADS: dict[str, dict[str, Any]] = {
@@ -290,8 +290,7 @@ def test_drafts_are_the_reference_s(shape, form, native, target, tmp_path, monke
             forms = [torch_only if shape.get("norm_output") else "native"] if native else ["draft head"]
             assert [stage.forward for stage in pipe.report.stages[:-1]] == forms
     assert len({len(text) - known for known, text, _ in drafted.found}) == 3
-    more = reference_options(shape)
-    check_against_reference(drafted.found, target, weights, (2, 4, 5), **more)
+    check_against_reference(drafted.found, target, weights, **reference_options(shape))
 
 
 def test_the_steps_of_a_captured_round() -> None:
@@ -332,7 +331,7 @@ def test_captured_rounds_draft_as_eager_ones(shape, form, rows, target, tmp_path
     begun = [draft for draft in captured if draft in eager]
     assert begun == eager
     assert len(captured) - len(begun) <= 3 * rows * len(calls) * bool((mask.sum(1) == 1).any())
-    check_against_reference(found[0][::7], target, weights, (2, 4, 5), **reference_options(shape))
+    check_against_reference(found[0][::7], target, weights, **reference_options(shape))
 
 
 @pytest.mark.parametrize(
@@ -348,7 +347,7 @@ def test_drafts_after_a_reused_prompt_and_a_given_cache(options, target, folder,
         longer = torch.cat([text, prompt[:, :5]], 1)
         for again in (longer, longer):
             pipe.generate(again, max_new_tokens=6, do_sample=False)
-        check_against_reference(drafted.found, target, heads.make_weights(), (2, 4, 5))
+        check_against_reference(drafted.found, target, heads.make_weights())
         drafted.found.clear()
         # What is in the caller's cache has no features: the head begins behind it.
         cache = DynamicCache()
@@ -356,14 +355,7 @@ def test_drafts_after_a_reused_prompt_and_a_given_cache(options, target, folder,
         expected = target.generate(longer, max_new_tokens=6, do_sample=False)
         assert torch.equal(pipe.generate(longer, past_key_values=cache, max_new_tokens=6, do_sample=False), expected)
     assert drafted.found
-    begin = longer.shape[1] - 3
-    for known, text, logits in drafted.found:
-        with torch.no_grad():
-            states = target(torch.tensor([text[: known - 1]], device=DEVICE), output_hidden_states=True).hidden_states
-        features = torch.cat([states[k][0, begin:] for k in (2, 4, 5)], -1).cpu()
-        reference = heads.Reference(heads.make_weights(), target.get_input_embeddings().weight.detach().cpu())
-        ids = torch.arange(heads.DRAFTED) + heads.make_weights()["d2t"]
-        torch.testing.assert_close(logits[ids].double(), reference.chain(features, text[begin:]), atol=2e-4, rtol=2e-4)
+    check_against_reference(drafted.found, target, heads.make_weights(), begin=longer.shape[1] - 3)
 
 
 # ---- the text

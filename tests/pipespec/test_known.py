@@ -23,6 +23,7 @@ from pipespec_kernels._native import Stamp
 from tests.conftest import noisy, random_llama, random_prompts
 from tests.pipespec import hostile
 from tests.pipespec.tiny_models import TINY_MODELS, make
+from tests.support.streamers import Recorder
 from tests.trials import trials
 
 NEW = 16
@@ -443,19 +444,6 @@ def _traced(injector: Injector, call: Any) -> Any:
         sys.settrace(before)
 
 
-class Kept:
-    """A streamer that keeps its tokens, those of the prompt included."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        pass
-
-
 def _touch(model: Any) -> None:
     with torch.no_grad():
         model.lm_head.weight.add_(0)
@@ -481,11 +469,11 @@ def test_an_error_in_any_line_before_the_first_token(model, name, schedule):
     wanted, drafts = bare(model, ids, **given), "ngram" if schedule == "lockstep" else ()
 
     def call(injector: Injector) -> tuple[Any, list[int]]:
-        streamer = Kept() if len(ids) == 1 else None
+        streamer = Recorder() if len(ids) == 1 else None
         if before is not None:
             before(model)
         out = _traced(injector, lambda: ours(model, ids, streamer=streamer, **given))
-        return out, [] if streamer is None else streamer.tokens
+        return out, [] if streamer is None else torch.cat([v.flatten() for v in streamer.values]).tolist()
 
     lines = Injector(None)
     pipespec.attach(model, drafts, schedule=schedule)

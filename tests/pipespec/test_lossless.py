@@ -1,7 +1,7 @@
 """The one promise: greedy text equal, token for token, to the target's own ``generate(do_sample=False)``.
 
 Random prompts (left-padded batches of 1, 3 and 8; some rows end early) through chains of two, three and four models,
-in both schedules, with drafts that are good, bad, always right and always wrong in every place of the chain. The bundled family runs on real code.
+in both schedules, with drafts that are good, bad, always right and always wrong in every place of the chain.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from pipespec.engine import stage as stages
 from pipespec.engine.cache import RowCache
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
+from tests.support.streamers import Held, Recorder
 from tests.waiting import SECONDS
 
 PROMPT = random_prompts(1, seed=5, shortest=6)[0][None]
@@ -187,24 +188,6 @@ def test_another_default_device(chain, kwargs):
 # ---- close() while a call runs
 
 
-class Held:
-    """A streamer that waits behind the first token until the test lets it continue, then ``does`` something."""
-
-    def __init__(self, does=lambda: None):
-        self.inside, self.go, self.puts = threading.Event(), threading.Event(), 0
-        self.does = does
-
-    def put(self, value):
-        self.puts += 1
-        if self.puts == 2:  # behind the prompt
-            self.inside.set()
-            assert self.go.wait(SECONDS)
-            self.does()
-
-    def end(self):
-        pass
-
-
 EVERY_WAY = [
     {"schedule": "plain"},
     {"schedule": "plain", "graphs": True},
@@ -220,7 +203,7 @@ def test_close_waits_for_the_call(model, how, monkeypatch):
     """close() in another thread: the call has its whole text, and loses no resource before its end."""
     wanted = greedy(model)
     pipe = Pipeline(model, noisy(model, 0.02), **how)
-    order, got, streamer = [], [], Held()
+    order, got, streamer = [], [], Held(1)
     close = pipe._driver.close
     monkeypatch.setattr(pipe._driver, "close", lambda: (order.append("closed"), close()))
 
@@ -233,7 +216,7 @@ def test_close_waits_for_the_call(model, how, monkeypatch):
     assert streamer.inside.wait(SECONDS)
     closing.start()
     closing.join(0.1)  # time in which an early close() would show
-    streamer.go.set()
+    streamer.go_on.set()
     calling.join(SECONDS)
     closing.join(SECONDS)
     assert order == ["ended", "closed"]
@@ -245,15 +228,15 @@ def test_close_waits_for_the_call(model, how, monkeypatch):
 
 @pytest.mark.parametrize("how", [{"schedule": "lockstep"}, {"schedule": "streams"}], ids=str)
 def test_close_from_inside_of_a_call(model, how):
-    streamer = Held(does=lambda: pipe.close())
-    streamer.go.set()
+    streamer = Held(1, lambda: pipe.close())
+    streamer.go_on.set()
     with Pipeline(model, noisy(model, 0.02), **how) as pipe:
         with pytest.raises(RuntimeError, match=r"close\(\) was called inside a call"):
             pipe.generate(PROMPT, max_new_tokens=20, streamer=streamer)
         assert pipe.generate(PROMPT, max_new_tokens=20).shape[1] == PROMPT.shape[1] + 20
     attach(model, noisy(model, 0.02), **how)
-    streamer = Held(does=lambda: detach(model))
-    streamer.go.set()
+    streamer = Held(1, lambda: detach(model))
+    streamer.go_on.set()
     with pytest.raises(RuntimeError, match="called inside a call"):
         model.generate(PROMPT, max_new_tokens=20, streamer=streamer)
     detach(model)
@@ -312,16 +295,6 @@ begun.wait()
     assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")
 
 
-class GoneAtTheEnd:
-    """A streamer whose reader has gone when the text is complete."""
-
-    def put(self, value):
-        pass
-
-    def end(self):
-        raise ConnectionError("gone")
-
-
 @pytest.mark.parametrize("how", ["plain", "lockstep", "graphs", "streams", "spd", "spd at once"])
 def test_a_cache_that_was_lent_to_a_call_that_fails_behind_its_run(model, how):
     """The caller has it back as it was, and no later call writes to it, continues from it, or returns it."""
@@ -334,8 +307,14 @@ def test_a_cache_that_was_lent_to_a_call_that_fails_behind_its_run(model, how):
     first = pipe.generate(prompts[0][None], max_new_tokens=12, return_dict_in_generate=True)
     cache, ids = first.past_key_values, torch.cat([first.sequences[0], prompts[1]])[None]
     held, text = list(cache.lengths), cache.text[0].tolist()
+
+    def gone() -> None:
+        raise ConnectionError("gone")
+
+    streamer = Recorder()
+    streamer.end = gone  # the reader has gone when the text is complete
     with pytest.raises(ConnectionError, match="gone"):
-        pipe.generate(ids, past_key_values=cache, max_new_tokens=30, streamer=GoneAtTheEnd())
+        pipe.generate(ids, past_key_values=cache, max_new_tokens=30, streamer=streamer)
     assert (list(cache.lengths), cache.text[0].tolist()) == (held, text)
     for new in (30, 2):
         other = pipe.generate(prompts[2][None], max_new_tokens=new, return_dict_in_generate=True)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from tests.waiting import SECONDS
 
 
 class Recorder:
@@ -52,3 +55,17 @@ def failing(at: float, error: type[BaseException] = ZeroDivisionError, says: str
         raise error(says)
 
     return Recorder(at, fail)
+
+
+class Held(Recorder):
+    """Holds its call at a number of new tokens until the test sets ``go_on``, then does something."""
+
+    def __init__(self, at: float, do: Callable[[], object] = lambda: None) -> None:
+        self.inside, self.go_on = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            self.inside.set()
+            assert self.go_on.wait(SECONDS)
+            do()
+
+        super().__init__(at, hold)
