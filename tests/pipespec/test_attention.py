@@ -186,14 +186,6 @@ def test_pipeline(models, schedule, rows, request, calls) -> None:
     assert bool(calls) == rows
 
 
-def test_workers(models) -> None:
-    target = models["pipespec"]
-    ids, mask = left_pad(random_prompts(2, seed=8))
-    with Pipeline(target, [noisy(target, 0.1)], schedule="workers") as pipe:
-        text = pipe.generate(ids, attention_mask=mask, **OPTIONS)
-    assert torch.equal(text, models["sdpa"].generate(ids, attention_mask=mask, **OPTIONS))
-
-
 # ---- RowCaches at fixed addresses, with lengths on the device
 
 

@@ -299,7 +299,7 @@ SAMPLED = {
     "temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.3, "top_h": 0.4, "typical_p": 0.4, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1,
 }  # fmt: skip
 
-# Sampled text differs from that of transformers.
+# See test_sampling.py.
 DRAWN = {"do_sample", "seed", "num_return_sequences"}
 OWN = {"presence_penalty", "frequency_penalty", "logit_bias"}  # not of transformers, see test_penalties.py
 OWN |= {"grammar", "logprobs"}  # see test_grammar.py and test_logprobs.py
@@ -429,17 +429,6 @@ def test_of_sampling_only(name, situation):
     got = situation.call(situation.pipe.generate, **given)
     assert torch.equal(got, situation.call(situation.model.generate, **given))
     assert got[:, situation.width :].tolist() == situation.text
-
-
-def test_drawn(situations):
-    s = situations["one"]
-    greedy = s.call(s.pipe.generate)
-    sampled = {"do_sample": True, "top_k": 0, "seed": 5}
-    first, again = s.call(s.pipe.generate, **sampled), s.call(s.pipe.generate, **sampled)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, greedy)
-    assert not torch.equal(s.call(s.pipe.generate, **sampled | {"seed": 6}), first)
-    assert len(set(map(tuple, s.call(s.pipe.generate, **sampled, num_return_sequences=3).tolist()))) == 3
 
 
 # ---- no effect

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -152,16 +150,6 @@ def test_a_form_without_the_cache_is_not_used():
     cache = RowCache.for_model(model, 2, 16, static=True)
     forward(model, ids(2, 3), cache, keep=1)
     assert described(model, cache).startswith("transformers: ")
-
-
-def test_autocast_keeps_the_modules():
-    model = make(attn_implementation=ATTENTION)
-    form, cache = choose_fused(model), RowCache.for_model(model, 2, 16, static=True)
-    form.add_cache(cache)
-    assert described(model, cache) == "fused"
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert described(model, cache) == "transformers: autocast"
-        assert choose_fused(copy.deepcopy(model)) is not None
 
 
 @pytest.mark.parametrize("of", [lambda model: model, checkpoints.packed], ids=["plain", "opaque"])

@@ -81,19 +81,6 @@ def test_an_end_in_the_prompt_ends_nothing(chain, model):
     both(chain, doubled, max_new_tokens=12, eos_token_id=text[0], pad_token_id=0)
 
 
-def test_rows_end_at_different_times(chain, model):
-    ids, mask = left_pad(random_prompts(8, seed=9, longest=12))
-    texts = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)[:, ids.shape[1] :].tolist()
-    ends = [texts[row][place] for row, place in enumerate([0, 3, 5, 7, 9, 11])]
-    for count in range(1, len(ends) + 1):
-        both(chain, ids, attention_mask=mask, max_new_tokens=20, eos_token_id=ends[:count], pad_token_id=0)
-    # All rows end before the limit: the result is as long as the longest of them, not as the limit.
-    every = sorted({row[place % 7] for place, row in enumerate(texts)})
-    out = both(chain, ids, attention_mask=mask, max_new_tokens=20, eos_token_id=every, pad_token_id=2)
-    assert out.shape[1] < ids.shape[1] + 20
-    assert (out[:, -1] == 2).any()
-
-
 @pytest.mark.parametrize("pad", [None, 0, 5])
 @pytest.mark.parametrize("eos", ["int", "list"])
 def test_what_finished_rows_are_filled_with(model, pad, eos):

@@ -14,8 +14,7 @@ from transformers import DynamicCache, GenerationConfig, MaxLengthCriteria, Stat
 import pipespec.engine.cached_text
 from pipespec import Pipeline
 from pipespec.engine.cache import RowCache
-from pipespec.models.compat import lost_arguments
-from tests.conftest import always_right, left_pad, noisy, random_llama, random_prompts
+from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.support.streamers import Recorder
 
 NEW = 12
@@ -383,16 +382,6 @@ def test_a_call_that_fails_midway_leaves_the_cache_as_it_was(pipe, model, prefil
     assert sum(prefilled) == 4  # nothing is fed twice
 
 
-def test_a_cache_that_cannot_grow_stays_as_it_is(model):
-    cache = RowCache.for_model(model, 1, 8)
-    with pytest.raises((RuntimeError, MemoryError, OverflowError)):
-        cache.reserve(2**50)
-    assert cache.capacity == 8
-    with torch.no_grad():
-        model(prompt(25), past_key_values=cache)
-    assert cache.lengths == (8,)
-
-
 # ---- how the prompt is fed
 
 
@@ -492,25 +481,3 @@ def test_custom_generate_and_what_transformers_would_drop(pipe, model):
 def test_custom_generate_of_another_model(pipe, model):
     with pytest.raises(ValueError, match="custom_generate: this pipeline generates the text of its own target"):
         copy.deepcopy(model).generate(prompt(39), max_new_tokens=3, do_sample=False, custom_generate=pipe)
-
-
-def test_what_is_lost_is_found(model):
-    """Found from any depth below generate(), and empty if no generate() is running."""
-    assert lost_arguments() == {}
-    found = {}
-
-    def loop(model, input_ids, **kwargs):
-        found.update((lambda: lost_arguments())())
-        assert "streamer" not in kwargs  # otherwise caller_arguments() is not needed any more
-        return input_ids
-
-    recorder, draft, cache = Recorder(), always_right(model), DynamicCache()
-    model.generate(
-        prompt(50), custom_generate=loop, streamer=recorder, assistant_model=draft, synced_gpus=False, past_key_values=cache
-    )  # fmt: skip
-    assert found["streamer"] is recorder
-    assert found["assistant_model"] is draft
-    assert found["past_key_values"] is cache
-    assert found["synced_gpus"] is False
-    model.generate(prompt(50), custom_generate=loop)
-    assert set(found.values()) == {None}

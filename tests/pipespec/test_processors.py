@@ -1,5 +1,5 @@
-"""Every logits processor of transformers and of users. The pipeline's sampled text is that of the target alone, its greedy text that of
-``target.generate()``. The models have 40 tokens, so that every processor has an effect."""
+"""Every logits processor of transformers and of users: the text is that of transformers' own loop. The models have 40 tokens, so that every processor has
+an effect."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from transformers import LogitsProcessor, SynthIDTextWatermarkingConfig, Waterma
 
 from pipespec import Pipeline
 from tests.conftest import left_pad, noisy, random_llama
+from tests.support.reference import transformers_text
 
 VOCABULARY, EOS, NEW = 40, 3, 18
 
@@ -26,23 +27,10 @@ def target():
 
 
 @pytest.fixture(scope="module")
-def alone(target):
-    return Pipeline(target)
-
-
-@pytest.fixture(scope="module")
 def chain(target):
     return Pipeline(target, [noisy(target, 0.1), noisy(target, 0.02)], lookahead=[3, 4], schedule="lockstep")
 
 
-SAMPLED_ONLY = {  # transformers has them for do_sample=True only
-    "typical_p": {"typical_p": 0.5},
-    "epsilon_cutoff": {"epsilon_cutoff": 0.05},
-    "eta_cutoff": {"eta_cutoff": 0.2},
-    "top_h": {"top_h": 0.4},
-    "top_h before top_k": {"top_h": 0.6, "top_k": 4, "top_p": 0.9},
-    "typical_p after top_k": {"top_k": 12, "typical_p": 0.7},
-}
 CASES = {
     "min_length": {"min_length": 20, "eos_token_id": list(range(3, 30))},
     "min_new_tokens": {"min_new_tokens": 7, "eos_token_id": list(range(10, 40))},
@@ -70,43 +58,44 @@ CASES = {
         "repetition_penalty": 1.3,
         "suppress_tokens": [30, 31],
     },
+    "typical_p": {"typical_p": 0.5},
+    "epsilon_cutoff": {"epsilon_cutoff": 0.05},
+    "eta_cutoff": {"eta_cutoff": 0.2},
+    "top_h": {"top_h": 0.4},
+    "top_h before top_k": {"top_h": 0.6, "top_k": 4, "top_p": 0.9},
+    "typical_p after top_k": {"top_k": 12, "typical_p": 0.7},
 }
 
 
-def compared(alone, chain, ids, mask, **kwargs) -> torch.Tensor:
-    """The chain's text, after a comparison with the target's alone (sampled) or its own generate() (greedy)."""
-    kwargs = {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0, "top_k": 0} | kwargs
-    if kwargs["do_sample"]:
-        kwargs["seed"] = 17
-        wanted = alone.generate(ids, **copy.deepcopy(kwargs))  # processors may keep a state
-    else:
-        wanted = chain.target.generate(ids, **copy.deepcopy({k: v for k, v in kwargs.items() if k != "top_k"}))
-    got = chain.generate(ids, **kwargs)
+SAMPLED = {"do_sample": True, "top_k": 0, "seed": 17}
+
+
+def compared(chain, ids, mask, **kwargs) -> torch.Tensor:
+    """The new tokens of the chain, after a comparison with transformers' own text."""
+    kwargs = {"max_new_tokens": NEW, "pad_token_id": 0} | kwargs
+    wanted = transformers_text(chain.target, ids, mask, **copy.deepcopy(kwargs))  # processors may keep a state
+    got = chain.generate(ids, attention_mask=mask, **kwargs)
     assert torch.equal(got, wanted), f"wanted {wanted.tolist()}, got {got.tolist()}"
     return got[:, ids.shape[1] :]
 
 
-@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
-@pytest.mark.parametrize("case", [*CASES, *SAMPLED_ONLY])
-def test_built_in(alone, chain, case, do_sample):
-    kwargs = (CASES | SAMPLED_ONLY)[case] | {"do_sample": do_sample}
-    eos = {"eos_token_id": kwargs["eos_token_id"]} if "eos_token_id" in kwargs else {}
+@pytest.mark.parametrize("case", CASES)
+def test_built_in(chain, case):
+    """Sampled. The greedy texts, where filters have no effect: test_conformance.py."""
+    eos = {name: CASES[case][name] for name in ("eos_token_id",) if name in CASES[case]}
     changed = accepted = 0
     for count in (1, 3):
         ids, mask = left_pad(prompts(count, seed=count))
-        text = compared(alone, chain, ids, mask, **kwargs)
+        text = compared(chain, ids, mask, **SAMPLED | CASES[case])
         accepted += chain.report.stages[-1].accepted
-        plain = alone.generate(
-            ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, top_k=0, do_sample=do_sample, seed=17, **eos
-        )[:, ids.shape[1] :]
+        plain = compared(chain, ids, mask, **SAMPLED, **eos)
         changed += text.shape != plain.shape or not torch.equal(text, plain)
     # The processor had an effect, and the drafts still agree.
-    assert changed > 0 if do_sample or case in CASES else changed == 0
+    assert changed > 0
     assert accepted > 0
 
 
-@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
-def test_returned_sequences_of_processors_that_know_rows(alone, chain, do_sample):
+def test_returned_sequences_of_processors_that_know_rows(chain):
     """With num_return_sequences a row's index is not its prompt's."""
     ids, mask = left_pad(prompts(3, seed=5))
     for kwargs in (
@@ -114,20 +103,7 @@ def test_returned_sequences_of_processors_that_know_rows(alone, chain, do_sample
         {"encoder_repetition_penalty": 0.5},
         {"prefix_allowed_tokens_fn": lambda row, _: range(4 + row, 40, 3)},
     ):
-        if do_sample:
-            compared(alone, chain, ids, mask, do_sample=True, num_return_sequences=2, **kwargs)
-        else:
-            wanted = chain.target.generate(
-                ids.repeat_interleave(2, 0),
-                attention_mask=mask.repeat_interleave(2, 0),
-                do_sample=False,
-                max_new_tokens=NEW,
-                **kwargs,
-            )
-            got = chain.generate(
-                ids.repeat_interleave(2, 0), attention_mask=mask.repeat_interleave(2, 0), max_new_tokens=NEW, **kwargs
-            )
-            assert torch.equal(got, wanted)
+        compared(chain, ids, mask, **SAMPLED, num_return_sequences=2, **kwargs)
 
 
 # ---- a user's own
@@ -139,21 +115,11 @@ class InPlace(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
-def test_a_processor_that_changes_scores_in_place(alone, chain, do_sample):
-    processor = InPlace()
+@pytest.mark.parametrize("options", [SAMPLED, {"do_sample": False}], ids=["sampled", "greedy"])
+def test_a_processor_that_changes_scores_in_place(chain, options):
+    given = {"logits_processor": [InPlace()]}
     for count in (1, 3):
         ids, mask = left_pad(prompts(count, seed=8))
-        text = compared(alone, chain, ids, mask, do_sample=do_sample, logits_processor=[processor])
-        plain = compared(alone, chain, ids, mask, do_sample=do_sample)
-        assert not torch.equal(text, plain)
-        compared(
-            alone,
-            chain,
-            ids,
-            mask,
-            do_sample=do_sample,
-            logits_processor=[processor],
-            repetition_penalty=1.4,
-            temperature=0.8 if do_sample else None,
-        )
+        assert not torch.equal(compared(chain, ids, mask, **options, **given), compared(chain, ids, mask, **options))
+        warmer = {"temperature": 0.8} if options["do_sample"] else {}
+        compared(chain, ids, mask, **options, **given, **warmer, repetition_penalty=1.4)

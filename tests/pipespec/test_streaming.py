@@ -70,18 +70,6 @@ def test_text_streamer(chain, capsys, skip_prompt):
     assert ours.strip() == words(out, PROMPT.shape[1] if skip_prompt else 0).strip()
 
 
-def test_text_iterator_streamer(chain):
-    """The consumer reads in one thread while another one generates."""
-    streamer = TextIteratorStreamer(Letters(), skip_prompt=True, timeout=SECONDS)
-    outs = []
-    thread = threading.Thread(target=lambda: outs.append(chain.generate(PROMPT, max_new_tokens=NEW, streamer=streamer)))
-    thread.start()
-    pieces = list(streamer)
-    thread.join(SECONDS)
-    assert torch.equal(outs[0], wanted(chain))
-    assert "".join(pieces) == words(outs[0], PROMPT.shape[1])
-
-
 def test_async_text_iterator_streamer(chain):
     async def consume():
         streamer = AsyncTextIteratorStreamer(Letters(), skip_prompt=True, timeout=SECONDS)
