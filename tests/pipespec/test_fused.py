@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM
 
 import pipespec
 from pipespec.demo import family_path
-from pipespec.engine import form_check, fused
+from pipespec.engine import form as forms
+from pipespec.engine import fused
 from pipespec.engine.attention import ATTENTION
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import choose_fused, described, forward, release
@@ -45,7 +46,7 @@ def test_logits_and_caches_are_those_of_the_modules(name, dtype):
     assert before.startswith("transformers: ")
     assert form == "fused"
     assert got.dtype == wanted.dtype
-    tolerance = form_check.TOLERANCE if dtype is torch.float32 else 2**-6
+    tolerance = forms.TOLERANCE if dtype is torch.float32 else 2**-6
     torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance * float(wanted.abs().max()))
     torch.testing.assert_close(cache, wanted_cache, rtol=0, atol=tolerance * float(wanted_cache.abs().max()))
 
@@ -79,7 +80,7 @@ def test_opaque_modules_in_the_fused_form(name, kind, dtype):
     wanted, wanted_cache, _ = static_logits(model, tokens, chosen=False)
     got, cache, form = static_logits(model, tokens)
     assert form == "fused"
-    tolerance = form_check.TOLERANCE if dtype is torch.float32 else 2**-6
+    tolerance = forms.TOLERANCE if dtype is torch.float32 else 2**-6
     torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance * float(wanted.abs().max()))
     torch.testing.assert_close(cache, wanted_cache, rtol=0, atol=tolerance * float(wanted_cache.abs().max()))
 
@@ -180,9 +181,9 @@ def bundled():
     model = AutoModelForCausalLM.from_pretrained(family_path("small"), dtype=torch.bfloat16).eval()
     model.set_attn_implementation("sdpa")
     parts = ModelParts.of(model)
-    given = form_check.probe_inputs(parts)
+    given = forms.probe_inputs(parts)
     with torch.inference_mode():
-        return model, given, form_check._in_wider(parts, given, torch.float32)
+        return model, given, forms._in_wider(parts, given, torch.float32)
 
 
 def changed_logits(model, given, changes, ending, kind=torch.nn.Module):
@@ -198,8 +199,8 @@ def changed_logits(model, given, changes, ending, kind=torch.nn.Module):
 
 def check_bundled(bundled, monkeypatch, own, ours):
     model, given, exact = bundled
-    monkeypatch.setattr(form_check, "_in_wider", lambda *_: exact)
-    form_check.check_outputs(ModelParts.of(model), given, form_check.probed(own), form_check.probed(ours))
+    monkeypatch.setattr(forms, "_in_wider", lambda *_: exact)
+    forms.check_outputs(ModelParts.of(model), given, forms.probed(own), forms.probed(ours))
 
 
 def test_equally_good_roundings_are_not_refused(bundled, monkeypatch):
