@@ -14,7 +14,6 @@ from pipespec import Pipeline, config, registry
 from pipespec.config import SpeculationConfig
 from pipespec.registry import OPTIONS, SCHEDULES, default_schedule, numa_nodes
 from pipespec.schedules import base
-from pipespec.schedules.base import Driver
 from tests.conftest import noisy, random_llama
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
@@ -128,13 +127,6 @@ def test_drafts_that_no_worker_can_run(model, nodes):
         Pipeline(model, draft, schedule="workers")
 
 
-def test_attach_has_the_same_default(nodes):
-    target = random_llama(1)
-    nodes(1)
-    assert pipespec.attach(target, noisy(target, 0.02)).schedule == "lockstep"
-    pipespec.detach(target)
-
-
 def test_defaults_of_each_schedule():
     assert SpeculationConfig.of(2, schedule="lockstep").lookahead == (4, 4)
     assert SpeculationConfig.of(2, schedule="workers").lookahead == (8, 8)
@@ -206,16 +198,6 @@ def test_names_of_schedules_are_literals_in_the_table_and_in_their_drivers():
     assert found == {
         place.partition(":")[0].removeprefix("pipespec.schedules.").replace(".", "/") + ".py" for place in drivers
     }
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_row_names_its_driver(name):
-    row = SCHEDULES[name]
-    kinds = [row.driver_class()]
-    kinds += [row.driver_class(captured=True)] if row.captured else []
-    kinds += [row.driver_class(controlled=True)] if row.controlled else []
-    assert all(issubclass(kind, Driver) for kind in kinds)
-    assert kinds[0].schedule in (name, "lockstep")  # plain decoding is lockstep of one stage
 
 
 @pytest.mark.parametrize(

@@ -45,14 +45,6 @@ def theirs(target, ids, mask, case, **more) -> torch.Tensor:
     )
 
 
-def test_drafts_apply_them(target) -> None:
-    """Without the penalties a perfect draft would be wrong at every token that they change."""
-    ids, mask = left_pad(prompts(2))
-    with Pipeline(target, [noisy(target, 0.0)], lookahead=4, schedule="lockstep") as chain:
-        chain.generate(ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, do_sample=False, **CASES["all"])
-        assert chain.report.stages[-1].acceptance_rate == 1.0
-
-
 def test_the_processor_is_the_formula_of_vllm() -> None:
     ids = torch.tensor([[1, 2, 3, 3, 1, 3], [5, 5, 5, 0, 1, 2]])
     scores = torch.randn(2, 6)
