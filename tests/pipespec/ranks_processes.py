@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from pipespec import Pipeline, transport
+from pipespec import Pipeline
+from pipespec.process import ranks as transport
 from tests.conftest import left_pad, random_llama, random_prompts
 from tests.pipespec.test_ranks_schedule import CALLS, NEW
 from tests.spd.ranks_harness import everywhere

@@ -16,10 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipespec import NgramDraft, Pipeline, StageFailure, transport, trust
+from pipespec import NgramDraft, Pipeline, StageFailure, trust
 from pipespec.config import SpeculationConfig
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampling import SamplingParams
+from pipespec.process import ranks as transport
 from pipespec.process.ranks import RankError, Ranks, difference
 from pipespec.schedules.ranks import membership
 from pipespec.schedules.ranks.call import decode_call, encode_call

@@ -15,7 +15,8 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 import pipespec
 import pipespec.schedules.workers.driver  # here, so that its time limits are long in the fixtures, too
-from pipespec import NgramDraft, Pipeline, SpeedWarning, transport
+from pipespec import NgramDraft, Pipeline, SpeedWarning
+from pipespec.process import ranks as transport
 from pipespec.registry import SCHEDULES, UNCAPTURED
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import DEVICE, random_llama
