@@ -39,6 +39,7 @@ from pipespec.models.families import NotReadable
 from pipespec.models.layout import CacheLayout
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import compute_dtype, text_config
+from pipespec.process.threads import Lock
 from pipespec_kernels._native import Stamp
 
 NATIVE, FUSED, EXACT, OWN = "native", "fused", "exact", "own"
@@ -139,6 +140,7 @@ class Record:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self._moves = _moves.get(model, 0)
         self.identities: dict[str, Identity] = {}
         modules = list(model.modules())
         kinds = frozenset(map(type, modules))
@@ -160,28 +162,29 @@ class Record:
         tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         self._tensors = [t for t in tensors if not t.is_inference()]
         self._placed = tensors if all(map(_has_pointer, tensors)) else []
-        self._values, self._places = self._values_now(model), self._places_now(model)
+        self._values, self._attributes, self._places = self._values_now(model), _attributes(model), self._places_now()
 
     def _values_now(self, model: PreTrainedModel) -> tuple[Any, ...]:
         """What the model computes with, as far as tensors and the model itself say it. Versions only grow."""
         return type(model), id(model.config), sum(map(_VERSION, self._tensors))
 
-    def _places_now(self, model: PreTrainedModel) -> tuple[Any, ...]:
-        """Where the weights lie, and how: another view of the same memory has its address and version. And what else the model itself has."""
+    def _places_now(self) -> tuple[list[int], list[Any], list[int]]:
+        """Where the weights lie, and how: another view of the same memory has its address and version."""
         placed = self._placed
-        weights = list(map(_POINTER, placed)), list(map(_STRIDES, placed)), list(map(_COUNT, placed))
-        return tuple(vars(model)), model.training, weights
+        return list(map(_POINTER, placed)), list(map(_STRIDES, placed)), list(map(_COUNT, placed))
 
     def successor(self, model: PreTrainedModel) -> Record | None:
-        """The record of a model now; None if its code, its weights or their versions are others than those of this record. Where they lie does not
-        matter: the merge of another call may move them."""
-        if self.is_current(model):
+        """The record of a model now; None if its code or its weights are others than those of this record. They may lie elsewhere only where
+        :func:`moving` has moved them, for the merge of another call."""
+        if self._moves == _moves.get(model, 0) and self.is_current(model):
             return self
-        now = Record(model)
+        with _moving:
+            now = Record(model)
         if self.reason is not None or now.reason is not None:
             return None
         mine, its = ((r._values, list(map(id, r._tensors))) for r in (self, now))
-        return now if mine == its else None
+        is_there = self._moves != now._moves or self._places == now._places
+        return now if mine == its and is_there else None
 
     def is_current(self, model: PreTrainedModel) -> bool:
         """Whether the model is what it was. Most of the time is that for the versions and addresses of the weights, a tenth of a microsecond each."""
@@ -192,11 +195,16 @@ class Record:
                 # Those that are the class's own may be replaced unseen.
                 vars(model).keys().isdisjoint(_REPLACED)
                 and self._values_now(model) == self._values
-                and self._places_now(model) == self._places
+                and _attributes(model) == self._attributes
+                and self._places_now() == self._places
             )
         except RuntimeError:
             # A tensor has become one that has no version or no memory.
             return False
+
+
+def _attributes(model: PreTrainedModel) -> tuple[Any, ...]:
+    return tuple(vars(model)), model.training
 
 
 def _containers_in(value: Any) -> Iterator[Any]:
@@ -214,6 +222,11 @@ def _has_pointer(tensor: torch.Tensor) -> bool:
 
 
 _records: weakref.WeakKeyDictionary[PreTrainedModel, Record] = weakref.WeakKeyDictionary()
+
+_moves: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
+"""How often :func:`moving` surrounded a model's weights. Calls in other threads hold records from before, which need not be in ``_records``."""
+
+_moving = Lock()
 
 _call = threading.local()
 
@@ -271,10 +284,12 @@ def refresh(model: PreTrainedModel | None = None) -> None:
 @contextmanager
 def moving(model: PreTrainedModel) -> Iterator[None]:
     """Surround the merge of a model's weights, which moves them: afterwards the model is read again, within a call, too."""
-    try:
-        yield
-    finally:
-        _records.pop(model, None)
+    with _moving:
+        try:
+            yield
+        finally:
+            _moves[model] = _moves.get(model, 0) + 1
+            _records.pop(model, None)
 
 
 def why_unknown(model: PreTrainedModel) -> str | None:
