@@ -41,6 +41,26 @@ def test_a_device_map_with_one_place_and_hooks_that_move_nothing(model):
     )
 
 
+class CpuOffload:
+    """Like accelerate's hook of that name, which moves the whole model when it is called."""
+
+    execution_device = "cuda:0"
+
+
+class Sequential:
+    """Like accelerate's hook of several hooks."""
+
+    def __init__(self, *hooks):
+        self.hooks = hooks
+
+
+def test_a_model_that_moves_as_a_whole(model):
+    for hook in (CpuOffload(), Sequential(SimpleNamespace(), CpuOffload())):
+        target = copy.deepcopy(model)
+        target._hf_hook = hook
+        refused(r"target: accelerate moves all of it to the GPU.*use device_map=", [target], schedule="plain")
+
+
 def test_weights_that_no_hook_brings(model):
     draft = noisy(model, 0.1)
     draft.model.layers[1].mlp.to("meta")

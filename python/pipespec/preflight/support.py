@@ -16,6 +16,7 @@ from pipespec.models.adapters import named_tensors
 from pipespec.models.devices import (
     LayerDevices,
     each_module,
+    hooks_of,
     input_device,
     is_dispatched,
     local_kv_heads,
@@ -81,7 +82,7 @@ def check_checkpointing(models: Sequence[PreTrainedModel]) -> None:
 
 
 def _check_weights(name: str, model: PreTrainedModel, is_target: bool) -> None:
-    """Raise ``ValueError`` for weights on the meta device that no hook brings, and sharded ones that stages do not run."""
+    """Raise ``ValueError`` for weights on the meta device that no hook brings, sharded ones that stages do not run, and a hook that moves all of a module."""
     processes = tensor_parallel_size(model)
     if processes > 1 and not is_target:
         raise ValueError(
@@ -93,6 +94,14 @@ def _check_weights(name: str, model: PreTrainedModel, is_target: bool) -> None:
             raise ValueError(
                 f"{name} has {heads} key/value heads, which {processes} processes cannot share: use a number of processes that divides it"
             )
+    moved = (
+        at or "all of it" for at, m in model.named_modules() for h in hooks_of(m) if type(h).__name__ == "CpuOffload"
+    )
+    if (at := next(moved, None)) is not None:
+        raise ValueError(
+            f"{name}: accelerate moves {at} to the GPU when it is called (cpu_offload_with_hook), and its cache cannot follow; use device_map= or "
+            "accelerate.cpu_offload, which bring the weights of one module at a time"
+        )
     away = {id(m) for m in each_module(model) if any(p is not None and p.is_meta for p in m._parameters.values())}
     if away:
         away -= {id(part) for found in offloaded_modules(model).values() for part in found.modules()}
