@@ -189,6 +189,15 @@ def other_registry(model: PreTrainedModel) -> Undo:
     return _patched(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS", lambda before: Registry())
 
 
+def registry_of_its_own(model: PreTrainedModel) -> Undo:
+    def make(before: Any) -> Any:
+        registry = AttentionInterface()
+        registry["sdpa"] = _louder(sdpa_attention_forward)
+        return registry
+
+    return _patched(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS", make)
+
+
 def function_of_another_model(model: PreTrainedModel) -> Undo | None:
     source = sys.modules[type(model).__module__]
     if not hasattr(source, "apply_rotary_pos_emb") or source is modeling_cohere:
@@ -537,6 +546,7 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Undo | None]] = {
     "class of caches, update()": update_of_a_class,
     "get_interface() of the registry": registry_method,
     "another registry": other_registry,
+    "another registry of transformers' class": registry_of_its_own,
     "RoPE's function of another model": function_of_another_model,
     "another torch": other_torch,
     "torch.argmax": argmax,

@@ -367,6 +367,13 @@ def test_code_that_is_trusted_speculates(model, attached):
         pipespec.trust(3)
 
 
+def test_a_function_of_a_file_named_like_one_of_pythons(model):
+    space: dict[str, Any] = {"__name__": "profile"}
+    exec("def hook(module, args): pass", space)
+    model.model.norm.register_forward_pre_hook(space["hook"])
+    assert "has hooks" in known.why_unknown(model)
+
+
 def test_a_class_that_is_trusted_after_a_call(model):
     class Mlp(nn.Module):
         def __init__(self, inner):
@@ -559,6 +566,7 @@ IN_A_CALL = {
     "weights": lambda model: lambda ids: hostile.in_place(model),
     "hooks": lambda model: lambda ids: hostile.pre_hook(model),
     "code": lambda model: lambda ids: hostile.instance_forward(model),
+    "other memory": lambda model: lambda ids: hostile.swapped_data(model),
 }
 
 
@@ -689,6 +697,8 @@ def test_a_merge_of_weights_is_no_change_to_a_call_of_another_thread():
         linear.weight.data = linear.weight.data.clone()
     held = before.successor(model)
     assert held.successor(model) is held
+    linear.weight.data = linear.weight.data.clone()
+    assert held.successor(model) is None
     with torch.no_grad():
         linear.weight.mul_(2)
     assert before.successor(model) is None  # the merge hides no change of values

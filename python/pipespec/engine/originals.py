@@ -38,6 +38,16 @@ PACKAGES = frozenset(
 _STANDARD = sys.stdlib_module_names - {"unittest"}
 """Python's own packages, less the one whose objects stand in for others."""
 
+_PLAIN = frozenset(
+    ("builtins", "collections", "typing", "abc", "enum", "functools", "contextlib", "dataclasses", "types", "copy")
+)
+"""Those whose functions count unread. With a file of the user's of such a name, torch could not be imported; there may be one called profile.py."""
+
+_REGISTRIES = {
+    "ALL_ATTENTION_FUNCTIONS": ALL_ATTENTION_FUNCTIONS,
+    "ALL_MASK_ATTENTION_FUNCTIONS": ALL_MASK_ATTENTION_FUNCTIONS,
+}
+
 _NEVER_CALLED = frozenset(
     ("__init__", "__init_subclass__", "__repr__", "extra_repr", "__class_getitem__", "__annotate_func__")
 )
@@ -184,13 +194,13 @@ def _is_original(part: Any) -> bool:
         module, code = str(part.__globals__.get("__name__")), part.__code__
         return (
             is_trusted(part)
-            or package_of(module) in _STANDARD
+            or package_of(module) in _PLAIN
             or (package_of(module) in PACKAGES and code in _codes_of(module).get(code.co_qualname, ()))
         )
     if isinstance(part, type):
-        return package_of(part.__module__) in PACKAGES | _STANDARD
+        return package_of(part.__module__) in PACKAGES | _PLAIN
     package = package_of(type(part).__module__)
-    if isinstance(part, BuiltinFunctionType) or package in _STANDARD:
+    if isinstance(part, BuiltinFunctionType) or package in _PLAIN:
         return True
     return package in PACKAGES and (not callable(part) or is_original(type(part).__call__))
 
@@ -243,6 +253,8 @@ def _is_of(module: ModuleType, name: str, value: Any) -> bool:
         return (value.__name__ == name or value.__name__ in _imported(module.__name__)) and package_of(
             value.__module__
         ) in PACKAGES | _STANDARD
+    if name in _REGISTRIES:
+        return value is _REGISTRIES[name]
     if not callable(value):
         return package_of(type(value).__module__) in PACKAGES | _STANDARD
     found = {function.__code__ for function in _functions_of(value)}
