@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from bench.harness import save
 from pipespec.bench.machine import provenance
@@ -60,6 +60,16 @@ def own_prompts() -> list[str]:
     return [found[i] for i in order]
 
 
+def load_target(folder: Path) -> tuple[PreTrainedModel, Any]:
+    """The model and its tokenizer. Of the generation config only the tokens stay: a penalty, say, would change what the drafts learn."""
+    model = load_model(folder, dtype="float32")
+    given = model.generation_config
+    model.generation_config = GenerationConfig(
+        bos_token_id=given.bos_token_id, eos_token_id=given.eos_token_id, pad_token_id=given.pad_token_id
+    )
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
 def write_text(
     model: PreTrainedModel, tok: Any, texts: list[str], length: int, greedy: bool, kept: list[int]
 ) -> Iterator[Any]:
@@ -84,7 +94,7 @@ def write_text(
 
 def text(args: argparse.Namespace) -> None:
     torch.manual_seed(args.part[0])
-    model, tok = load_model(args.target, dtype="float32"), AutoTokenizer.from_pretrained(args.target)
+    model, tok = load_target(args.target)
     mine = own_prompts()[args.first :][args.part[0] :: args.part[1]]
     begun, tokens = time.monotonic(), 0
     args.work.mkdir(parents=True, exist_ok=True)
@@ -202,7 +212,7 @@ def read_answers(
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    model, tok = load_model(args.target, dtype="float32"), AutoTokenizer.from_pretrained(args.target)
+    model, tok = load_target(args.target)
     answers = {file.stem: read_answers(model, tok, file, args) for file in args.prompts}
     rows, runs = [], {}
     for folder in args.module:

@@ -31,7 +31,7 @@ def target(tmp_path_factory) -> Path:
 
 def test_text_is_that_of_generate_with_its_states(target: Path) -> None:
     """Prompts of several lengths in one batch; the states are those of a forward over the text."""
-    model, tok = bench.load_model(target, dtype="float32"), AutoTokenizer.from_pretrained(target)
+    model, tok = bench.load_target(target)
     for ids, begin, states in bench.write_text(model, tok, PROMPTS, 8, True, [1, 3]):
         text = torch.from_numpy(ids)[None]
         asked = text[:, :begin]
@@ -42,6 +42,20 @@ def test_text_is_that_of_generate_with_its_states(target: Path) -> None:
         assert states.shape == (text.shape[1] - 1, 3, 32)
         for column, index in enumerate((1, 3, 4)):  # the last one is behind the final norm
             assert torch.allclose(torch.from_numpy(states[:, column]).float(), hidden[index][0], rtol=2e-3, atol=2e-3)
+
+
+def test_text_is_the_plain_choice_of_the_model(target: Path, tmp_path: Path) -> None:
+    """Settings of a target's generation config, as Qwen's penalty, would change the text that drafts learn from."""
+    shutil.copytree(target, folder := tmp_path / "target")
+    settings = json.loads((folder / "generation_config.json").read_text())
+    settings |= {"repetition_penalty": 2.0, "no_repeat_ngram_size": 1, "eos_token_id": [3, 5]}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    model, tok = bench.load_target(folder)
+    assert bench.end_tokens(model) == [3, 5]
+    for ids, begin, _ in bench.write_text(model, tok, PROMPTS, 8, True, []):
+        with torch.no_grad():
+            first = model(torch.from_numpy(ids)[None]).logits[0].argmax(-1)
+        assert first[begin - 1 : -1].tolist() == ids[begin:].tolist()
 
 
 def test_from_a_target_to_figures(target: Path, tmp_path: Path, monkeypatch) -> None:

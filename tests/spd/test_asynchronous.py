@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
+from concurrent import futures
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from pipespec import trust
 from pipespec.models import devices
-from pipespec.spd import SpeculativePipeline, pipeline
+from pipespec.spd import SpeculativePipeline, local, pipeline
 from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
@@ -122,7 +127,7 @@ def test_a_stage_that_fails_and_an_interrupted_call(model, spread):
 @pytest.mark.parametrize("continues", [False, True], ids=["", "with a cache"])
 @pytest.mark.parametrize("fails_at", [1, 2, 3])
 def test_a_thread_that_cannot_start_leaves_no_step_to_the_next_call(model, monkeypatch, fails_at, continues):
-    """The pool keeps the step whose thread could not start. It would write the old token into the next call's cache."""
+    """A step that stays would write the old token into the next call's cache."""
     prompts = [torch.tensor([[5, 6, 7]]), torch.tensor([[5, 6, 7, 8]]), torch.tensor([[9, 5, 6, 7, 8, 7]])]
     wanted = [model.generate(ids, max_new_tokens=NEW, do_sample=False) for ids in prompts]
     pipe = SpeculativePipeline(model, "ngram", stages=[2, 1, 1], devices=["cpu"] * 3)
@@ -147,6 +152,70 @@ def test_a_thread_that_cannot_start_leaves_no_step_to_the_next_call(model, monke
             pipe.generate(first, max_new_tokens=NEW, do_sample=False, **lent)
     for ids, text in zip(prompts[1:] + prompts, wanted[1:] + wanted, strict=True):
         assert torch.equal(pipe.generate(ids, max_new_tokens=NEW, do_sample=False), text)
+
+
+def test_no_lock_in_python_is_held_where_the_call_waits(model, spread):
+    """The error of a signal handler may come between any two instructions. A lock of the standard library would stay locked, and the program would hang."""
+    ids = torch.tensor([[5, 6, 7]])
+    spread.generate(ids, max_new_tokens=NEW, do_sample=False)  # the threads have started
+    driver, seen = spread._driver, set()
+
+    def profiled(real):
+        def run(*arguments):
+            sys.setprofile(lambda frame, event, argument: seen.add(Path(frame.f_code.co_filename)))
+            try:
+                return real(*arguments)
+            finally:
+                sys.setprofile(None)
+
+        return run
+
+    launch, collect = driver._launch, driver._collect
+    driver._launch, driver._collect = profiled(launch), profiled(collect)
+    try:
+        spread.generate(ids, max_new_tokens=NEW, do_sample=False)
+    finally:
+        driver._launch, driver._collect = launch, collect
+    assert Path(local.__file__) in seen
+    assert not {
+        path for path in seen if path == Path(threading.__file__) or Path(futures.__file__).parent in path.parents
+    }
+
+
+def test_a_thread_generates_when_the_main_thread_has_ended(tmp_path):
+    """``concurrent.futures`` refuses work then."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import threading, time, torch
+from concurrent.futures import ThreadPoolExecutor
+from pipespec.spd import SpeculativePipeline
+from tests.conftest import random_llama
+
+pipe = SpeculativePipeline(random_llama(3), "ngram", stages=2, devices=["cpu", "cpu"])
+pool = ThreadPoolExecutor(1)
+
+def run():
+    try:
+        while True:
+            pool.submit(int)
+            time.sleep(0.01)
+    except RuntimeError:
+        print("refused", pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, min_new_tokens=4).shape[1])
+
+threading.Thread(target=run).start()
+"""
+    )
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), *(p for p in sys.path if p)])
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=3 * SECONDS,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "refused 7\n"), done.stderr
 
 
 def test_stages_at_once_under_autocast(model):

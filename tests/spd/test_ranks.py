@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -29,12 +30,13 @@ from pipespec.process.ranks import RankError, Ranks
 from pipespec.spd import SpeculativePipeline
 from pipespec.spd import ranks as module
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
+from pipespec.spd.link import Link
 from pipespec.spd.ranks import RanksPipeline, ranks_of
 from tests.conftest import random_llama
 from tests.spd.drafters import Blind
 from tests.spd.ranks_harness import LAYERS, calls, made
 from tests.trials import trials
-from tests.waiting import SECONDS, own_lines
+from tests.waiting import SECONDS, own_lines, until
 
 ROOT = Path(__file__).parents[2]
 
@@ -287,6 +289,26 @@ def test_a_rank_that_was_stopped_blames_no_other(monkeypatch):
     assert "store does not answer" in ranks.late()
     ranks.away_s -= 120
     assert "waiting for rank 1 took too long" in ranks.late()
+
+
+def test_signs_of_life_go_on_while_a_link_closes():
+    """Outstanding sends may take a timeout each. Without signs of life the other ranks would take this one for lost."""
+    store, waited = dist.HashStore(), []
+    link = Link(store, 0, 1)
+    link.watch(waited.append)
+
+    class Send:
+        def wait(self, timeout):
+            assert timeout.total_seconds() == link.timeout_s
+            link.cause = "rank 1 failed"  # watched, it would end this process
+            before = store.get("beat/0")
+            until(lambda: store.get("beat/0") != before, "there is a sign of life")
+            waited.append(timeout)
+
+    link._sends += [(Send(), torch.empty(0))] * 8
+    link.close()
+    assert len(waited) == 8
+    assert isinstance(waited[-1], timedelta)
 
 
 class Broken:

@@ -482,12 +482,15 @@ def write(
     """
     temperature, sampled = kind
     start = prompts.shape[1]
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if sampled else {"do_sample": False}
+    sampling = (
+        {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if sampled else {"do_sample": False}
+    )
     out = net.generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
         max_new_tokens=length - start,
         **sampling,
+        repetition_penalty=1.0,
         logits_processor=[GreedyFrom(start + sampled)],
         eos_token_id=eos,
         pad_token_id=pad,

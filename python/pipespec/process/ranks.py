@@ -93,7 +93,7 @@ class Ranks:
         now = self.now()
         self._seen: dict[int, tuple[bytes | None, float]] = {r: (None, now) for r in range(world) if r != rank}
         self._answered = now  # when the store last answered
-        self._stopped = threading.Event()
+        self._stopped, self._unwatched = threading.Event(), threading.Event()
         self._sign(0)
         self._thread = threading.Thread(target=self._beat, daemon=True, name="pipespec-beat")
         self._thread.start()
@@ -154,11 +154,16 @@ class Ranks:
         """From now on call ``end``, with a message, where ranks cannot go on, or something takes too long, and this rank does not raise in time."""
         threading.Thread(target=self._watch, args=(end,), daemon=True, name="pipespec-watch").start()
 
+    def unwatch(self) -> None:
+        """Watch nothing any more. The signs of life go on."""
+        self.broken = True
+        self._unwatched.set()
+
     def _watch(self, end: Callable[[str], None]) -> None:
-        while not self._stopped.wait(BEAT_S):
+        while not self._unwatched.wait(BEAT_S):
             self.cause = self.cause or self.late()
             if self.cause is not None:
-                if not self._stopped.wait(GRACE_S):
+                if not self._unwatched.wait(GRACE_S):
                     end(f"pipespec: rank {self.rank} ends: {self.cause}")
                 return
 
@@ -258,8 +263,7 @@ class Ranks:
 
         ``ended``: a rank whose connection broke, which reads no cause any more.
         """
-        self.broken = True
-        self._stopped.set()
+        self.unwatch()
         said = f"rank {self.rank} failed: {what}" + (f" ({self.cause})" if self.cause else "")
         first = self.cause
         with suppress(Exception):  # the store has ended, which the other ranks notice
@@ -269,12 +273,13 @@ class Ranks:
                 self._store.set(f"knows/{rank}", "+")
         if self.cause is None:  # the others find what this rank has found
             self._hold_store("knows")
+        self._stopped.set()
         known = f" ({first})" if first and first not in what else ""
         return RankError(f"rank {self.rank}: {what}{known}")
 
     def stop(self) -> None:
         """Give no more signs of life, and watch nothing."""
-        self.broken = True
+        self.unwatch()
         self._stopped.set()
         self._thread.join(GRACE_S)  # a thread inside the store at the interpreter's end would abort the process
 

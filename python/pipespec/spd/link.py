@@ -127,9 +127,10 @@ class Link(Ranks):
     def close(self) -> None:
         """Leave the group. Rank 0 keeps the store until all ranks have left."""
         if not self.broken:
-            self.stop()
+            self.unwatch()
             try:
-                for work, _ in self._sends:  # a rank that hangs takes none, and nothing watches any more
+                # A rank that hangs takes none. Meanwhile the others still get signs of life.
+                for work, _ in self._sends:
                     work.wait(min(FOREVER, timedelta(seconds=self.timeout_s)))
                 self.leave()
             except RuntimeError:  # another rank has ended at the same time

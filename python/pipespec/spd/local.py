@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +23,9 @@ from pipespec.spd.drafting import Drafter
 from pipespec.spd.machine import Entry
 from pipespec.spd.partition import LayerStage, Partition, Verifier, synchronise
 
+_END_S = 10.0
+"""Longest wait for the step of a thread that is to end."""
+
 
 class LocalDriver(SpeculativeDriver):
     """All stages run in this process.
@@ -33,7 +39,7 @@ class LocalDriver(SpeculativeDriver):
     ) -> None:
         super().__init__(partition, Verifier.of(model), drafter, native)
         self.model, self._at_once = model, at_once
-        self._pool: ThreadPoolExecutor | None = None
+        self._threads: list[_StageThread] = []
         self.stages = [LayerStage.of(model, partition, s) for s in range(partition.stages)]
         self._adopted: tuple[RowCache, list[np.ndarray]] | None = None
         self._complete = False
@@ -46,12 +52,15 @@ class LocalDriver(SpeculativeDriver):
         # A call of another thread may have been under way in the caches.
         return LocalDriver(self.model, self.partition, self.drafter.for_fork(), self.native, self._at_once)
 
+    def close(self) -> None:
+        super().close()
+        for thread in self._threads:
+            thread.close()
+        self._threads = []
+
     def _generate(self, request: GenerationRequest) -> None:
         self._complete = False
-        try:
-            super()._generate(request)
-        finally:
-            self._end_threads()
+        super()._generate(request)
         self._complete = True
 
     def release_unused(self, request: GenerationRequest) -> None:
@@ -68,6 +77,7 @@ class LocalDriver(SpeculativeDriver):
 
     def return_cache(self, lengths: Sequence[int]) -> RowCache:
         """Copy the stages' keys and values up to ``lengths`` into the adopted cache, or into a new one, and return it."""
+        self._await_steps()
         adopted = self._adopted
         if adopted is not None and not self._complete:
             self._adopted = None
@@ -113,8 +123,7 @@ class LocalDriver(SpeculativeDriver):
         super().run(request)
 
     def _open(self, rows: int, longest: int, most: int) -> None:
-        self._end_threads()  # of a call that was interrupted twice
-        self._pool = ThreadPoolExecutor(self.partition.stages, "pipespec-stage") if self._at_once else None
+        self._await_steps()
         self._inbox: list[torch.Tensor | None] = [None] * self.partition.stages
         self._renew()
         for stage in self.stages:
@@ -152,6 +161,9 @@ class LocalDriver(SpeculativeDriver):
         return hidden, streams
 
     def _launch(self, work: list[list[Entry]]) -> None:
+        """Start the stages if they run at the same time. Otherwise they run in ``_collect``."""
+        if self._at_once and not self._threads:
+            self._threads = [_StageThread() for _ in self.stages]
         self._steps: dict[int, Callable[[], tuple[torch.Tensor, Streams, float]]] = {}
         for s, entries in enumerate(work):
             if not entries:
@@ -165,7 +177,7 @@ class LocalDriver(SpeculativeDriver):
                 torch.is_autocast_cache_enabled(),
             )
             step = functools.partial(self._step, s, entries, self.machine.held(s), autocast)
-            self._steps[s] = step if self._pool is None else self._pool.submit(step).result
+            self._steps[s] = self._threads[s].start(step) if self._at_once else step
 
     def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, Streams, list[float]]:
         streams: Streams = {}
@@ -196,7 +208,59 @@ class LocalDriver(SpeculativeDriver):
             synchronise(stage.device)
         return hidden, streams, time.perf_counter() - began
 
-    def _end_threads(self) -> None:
-        """Wait for the steps under way: a call was interrupted, or is over."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+    def _await_steps(self) -> None:
+        """Wait for the steps under way and drop them: a call was interrupted."""
+        for thread in self._threads:
+            thread.clear()
+
+
+class _StageThread:
+    """A thread that runs the steps of a stage.
+
+    The error of a signal handler may come between any two instructions of the caller. So what belongs to an interrupted call is found in the queues, and not
+    by bookkeeping of the caller; and a ``SimpleQueue`` has no lock in Python that could stay locked. ``concurrent.futures`` has such locks, and refuses work
+    once the main thread has ended, where a thread of the user may still be in a call.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Any] = SimpleQueue()
+        self._results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        thread = threading.Thread(
+            target=_run_calls, args=(self._calls, self._results), name="pipespec-stage", daemon=True
+        )
+        # Also at the end of the program, which must not find a daemon thread within a forward.
+        self.close = weakref.finalize(self, _end_thread, thread, self._calls)
+        thread.start()
+
+    def start(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """Run ``call`` in the thread. Returns a function that waits for the oldest call without a result, and returns what it returned or raises its error."""
+        self._calls.put(call)
+        return self._result
+
+    def _result(self) -> Any:
+        value, error = self._results.get()
+        if error is not None:
+            raise error
+        return value
+
+    def clear(self) -> None:
+        """Wait for the calls under way and drop their results."""
+        mark = object()
+        self._calls.put(mark)
+        while self._results.get()[0] is not mark:
+            pass
+
+
+def _run_calls(calls: SimpleQueue[Any], results: SimpleQueue[tuple[Any, BaseException | None]]) -> None:
+    while (call := calls.get()) is not None:
+        try:
+            results.put((call() if callable(call) else call, None))
+        except BaseException as error:
+            results.put((None, error))
+        del call  # it refers to the driver
+
+
+def _end_thread(thread: threading.Thread, calls: SimpleQueue[Any]) -> None:
+    calls.put(None)
+    if thread.is_alive() and thread is not threading.current_thread():
+        thread.join(_END_S)
