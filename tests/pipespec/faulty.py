@@ -61,7 +61,11 @@ class Telling(LlamaForCausalLM):
             os._exit(7)
         if config.deed == "end":
             raise EOFError("of its own")
-        raise RuntimeError([os.environ.get("DEED"), sorted(os.sched_getaffinity(0)), os.getppid()])
+        os.write(1, b"to stdout")
+        os.write(2, b"to stderr")
+        niceness = os.getpriority(os.PRIO_PROCESS, 0)
+        cores = sorted(os.sched_getaffinity(0))
+        raise RuntimeError([os.environ.get("DEED"), os.getcwd(), cores, niceness, os.getppid()])
 
 
 class Stopping(Faulty):

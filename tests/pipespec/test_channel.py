@@ -58,6 +58,30 @@ def test_closed_ends(ends):
             use()
 
 
+def test_the_last_message_of_an_end_that_leaves_others_unread(ends):
+    ours, theirs = ends
+    ours.send("unread")
+    theirs.send("last")
+    theirs.close()
+    assert ours.receive() == ("last", [])
+    with pytest.raises(Closed):
+        ours.receive()
+
+
+def test_a_large_message_without_room_for_it(ends):
+    ours, theirs = ends
+    before = len(os.listdir("/proc/self/fd"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(ChannelError, match="File too large"):
+            ours.send(bytes(3 << 20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not theirs.poll()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_an_end_that_closes_does_not_end_a_program_that_asks_for_sigpipe(ends):
     ours, theirs = ends
     theirs.close()

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from pipespec import Pipeline, trust
 from pipespec.process import shutdown
-from pipespec.process.signals import delayed, handlers_watched
+from pipespec.process.signals import delayed, handlers_watched, is_handlers_error, raise_handlers_error
 from pipespec.schedules.base import StageFailure
 from pipespec.spd import SpeculativePipeline
 from pipespec_kernels import _native, env, state
@@ -241,6 +241,18 @@ def test_the_handlers_of_a_call_are_those_of_before_and_after():
     finally:
         for number, handler in zip((signal.SIGUSR1, signal.SIGUSR2), before, strict=True):
             signal.signal(number, handler)
+
+
+def test_an_error_within_a_call_inside_of_a_call():
+    """It counts as the caller's in both calls, and in no later one."""
+    with raising(TooLate):
+        with handlers_watched():
+            with pytest.raises(TooLate) as inner, handlers_watched():
+                signal.raise_signal(signal.SIGUSR1)
+            assert is_handlers_error(inner.value)
+            with pytest.raises(TooLate):
+                raise_handlers_error()
+        assert not is_handlers_error(inner.value)
 
 
 def test_a_draft_that_fails_in_a_second_attempt(models):

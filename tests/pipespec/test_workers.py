@@ -558,18 +558,30 @@ def test_a_worker_is_a_fork_of_the_template(rig):
     assert start_telling("end") == "EOFError: of its own"
 
 
-def test_a_fork_has_what_the_caller_has_at_present(rig, monkeypatch, tmp_path):
+def test_a_fork_has_what_the_caller_has_at_present(rig, monkeypatch, tmp_path, capfd):
     before, cores = template_pid(), os.sched_getaffinity(0)
+    niceness = os.getpriority(os.PRIO_PROCESS, 0) + 3
+    monkeypatch.setattr(os, "getpriority", lambda *which: niceness)
     monkeypatch.setenv("DEED", "environment")
     monkeypatch.setenv("PIPESPEC_CACHE", str(tmp_path))  # read at each use
+    monkeypatch.chdir(tmp_path)
     one = {min(cores)}
     try:
         os.sched_setaffinity(0, one)
         told = start_telling("tell")
     finally:
         os.sched_setaffinity(0, cores)
-    assert told == f"RuntimeError: {['environment', sorted(one), before]}"
+    assert told == f"RuntimeError: {['environment', str(tmp_path), sorted(one), min(19, niceness + NICE), before]}"
+    assert capfd.readouterr() == ("to stdout", "to stderr")
     assert template_pid() == before
+
+
+@pytest.fixture
+def deleted_directory(tmp_path, monkeypatch):
+    folder = tmp_path / "deleted"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
 
 
 @pytest.fixture
@@ -585,6 +597,15 @@ def forked(held: contextlib.ExitStack) -> template.ForkedProcess:
     held.callback(ours.close)
     with theirs:
         return template._current_template().fork(theirs.fileno())
+
+
+def test_a_fork_whose_core_was_taken_away_runs_on_another_one(new_template, monkeypatch):
+    own = template._current_template()
+    assert own.await_ready()
+    with contextlib.ExitStack() as held, monkeypatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda pid: {1000})
+        worker = forked(held)
+    assert worker.wait(SECONDS) == 0  # it has seen the end of the connection
 
 
 def test_a_template_reports_its_workers_although_its_caller_ignores_sigchld(new_template):
@@ -704,6 +725,15 @@ def test_an_interrupt_between_a_request_and_its_answer(new_template, monkeypatch
     own.process.wait(SECONDS)  # so has its last fork, whose connection is closed
 
 
+@pytest.mark.parametrize("forks", [True, False], ids=["template", "command"])
+def test_a_callers_directory_that_was_deleted(rig, deleted_directory, new_template, monkeypatch, forks):
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr(template, "_has_pidfd", lambda: forks)
+    with Pipeline(rig.target, noisy(random_llama(3), 0.1), schedule="workers") as pipe:
+        assert isinstance(workers_of(pipe)[0].process, template.ForkedProcess) == forks
+        assert torch.equal(pipe.generate(rig.prompts[0][None], max_new_tokens=60)[0], rig.texts[0])
+
+
 def test_without_free_descriptors_none_leaks(monkeypatch):
     """However far a start comes before the process has as many files open as it may."""
 
@@ -727,12 +757,13 @@ def test_without_free_descriptors_none_leaks(monkeypatch):
         own = template._current_template()
         assert own.await_ready()
         before = count()
-        for free in range(5):
-            fail(free, lambda: SharedMemory.create([1 << 12] * 6))
+        free = 0
+        while own.is_usable():  # until a request reaches the template, whose answer does not come through
+            fail(free, lambda: SharedMemory.create([1 << 12] * 20))
             assert count() == before
             fail(free, lambda: own.fork(0))
             assert count() == before - (not own.is_usable())
-        assert not own.is_usable()  # the last request reached the template
+            free += 1
     finally:
         template._end_templates()
 

@@ -26,6 +26,7 @@ def handlers_watched(*, delayable: bool = False) -> Iterator[None]:
         delayable: :data:`delayed` delays the handlers, that of Ctrl-C too.
     """
     global _raised
+    raised: list[BaseException] = []
     handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
     if threading.current_thread() is threading.main_thread():
         found = ((number, signal.getsignal(number)) for number in _NUMBERS)
@@ -37,13 +38,13 @@ def handlers_watched(*, delayable: bool = False) -> Iterator[None]:
         try:
             return handlers[number](number, frame)
         except BaseException as error:
-            _raised.append(error)
+            raised.append(error)
             raise
 
     if not handlers:
         yield
         return
-    before, _raised = _raised, []  # a call inside of a call of another pipeline
+    before, _raised = _raised, raised  # a call inside of one of another pipeline, whose handler records the error, too
     try:
         for number in handlers:
             signal.signal(number, handle)

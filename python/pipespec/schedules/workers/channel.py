@@ -10,6 +10,7 @@ import socket
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 _MAX_FDS = 64
@@ -74,8 +75,9 @@ class Channel:
         data = pickle.dumps(message)
         with _system_errors(), ExitStack() as stack:
             if len(data) > _LARGEST_PACKET:
-                file = stack.enter_context(open(os.memfd_create("pipespec-message"), "wb", buffering=0))
+                file = stack.enter_context(open(os.memfd_create("pipespec-message"), "wb"))
                 file.write(data)
+                file.flush()
                 data, fds = _IN_A_FILE, [*fds, file.fileno()]
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
             # A program may have given SIGPIPE its default effect, which ends it.
@@ -92,7 +94,11 @@ class Channel:
         try:
             with _system_errors():
                 space = socket.CMSG_SPACE(_MAX_FDS * fds.itemsize)
-                data, rights, flags, _ = self._socket.recvmsg(_LARGEST_PACKET, space, socket.MSG_CMSG_CLOEXEC)
+                receive = partial(self._socket.recvmsg, _LARGEST_PACKET, space, socket.MSG_CMSG_CLOEXEC)
+                try:
+                    data, rights, flags, _ = receive()
+                except ConnectionResetError:  # once, if the other end left messages unread; its own last ones follow
+                    data, rights, flags, _ = receive()
             for _, _, content in rights:
                 fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
             if not data:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import select
 import signal
 import socket
 import struct
@@ -47,8 +48,8 @@ _READ_AT_IMPORT = (
 def start(fd: int, *, fork: bool) -> Process:
     """Start a worker process that runs :func:`pipespec.schedules.workers.process.main`.
 
-    The worker has the caller's present environment, ``sys.path`` and processor affinity. It has a process group of its own: the terminal's
-    Ctrl-C does not reach it.
+    The worker has the caller's present environment, ``sys.path``, directory, output, priority and processor affinity. It has a process
+    group of its own: the terminal's Ctrl-C does not reach it.
 
     Args:
         fd: Socket of which the worker receives a copy.
@@ -63,7 +64,8 @@ def start(fd: int, *, fork: bool) -> Process:
             template = _current_template()
             if template is not None and template.await_ready():
                 return template.fork(fd)
-    return _command("pipespec.schedules.workers.process", fd, _environment())
+    directory = None if _has_directory() else "/"
+    return _command("pipespec.schedules.workers.process", fd, _environment(), directory)
 
 
 def prepare() -> None:
@@ -93,7 +95,7 @@ class _Template:
         # numpy's OpenBLAS would start threads.
         environment = _environment() | {"OPENBLAS_NUM_THREADS": "1"}
         with theirs:
-            self.process = _command("pipespec.schedules.workers.template", theirs.fileno(), environment)
+            self.process = _command("pipespec.schedules.workers.template", theirs.fileno(), environment, "/")
         self._began = time.monotonic()
         self.has_failed = False
         """Whether it could not do its imports, and another one could not either: they start a thread, for instance, or never end."""
@@ -122,8 +124,15 @@ class _Template:
             status, theirs = os.pipe()
             failed.callback(os.close, status)
             lent.callback(os.close, theirs)
+            directory = os.open(".", os.O_PATH)
+            lent.callback(os.close, directory)
+            output = list[int]()
+            for number in (1, 2):
+                output.append(_output(number))
+                lent.callback(os.close, output[-1])
+            request = _environment(), os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0)
             try:
-                self._channel.send((_environment(), os.sched_getaffinity(0)), [theirs, fd])
+                self._channel.send(request, [theirs, directory, *output, fd])
                 if not self._channel.poll(_ANSWER_TIMEOUT_S):
                     raise ChannelError("the template does not answer")
                 answer, pidfds = self._channel.receive()
@@ -160,7 +169,12 @@ class ForkedProcess:
         self._pidfd, self._status = pidfd, status
 
     def poll(self) -> int | None:
-        return self.wait() if self.returncode is not None or wait([self._pidfd], 0) else None
+        if self.returncode is None:
+            ends = select.poll()  # at each step of the target, for which wait() is slow
+            ends.register(self._pidfd, select.POLLIN)
+            if not ends.poll(0):
+                return None
+        return self.wait()
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end of the process. Raises ``subprocess.TimeoutExpired``."""
@@ -241,13 +255,33 @@ def _has_pidfd() -> bool:
 
 
 def _environment() -> dict[str, str]:
-    # -P leaves out '', the current directory.
-    return os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    # The process may run in another directory, and -P would leave out '', the current one.
+    path = map(os.path.abspath, sys.path) if _has_directory() else filter(os.path.isabs, sys.path)
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
 
 
-def _command(module: str, fd: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def _has_directory() -> bool:
+    """Whether the current directory exists. In one that was deleted, transformers cannot be imported."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _output(number: int) -> int:
+    """A copy of the caller's stdout or stderr; of the null device where it is closed."""
+    try:
+        return os.dup(number)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY)
+
+
+def _command(module: str, fd: int, environment: dict[str, str], directory: str | None) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-P", "-c", f"from {module} import main; main({fd})"]
-    return subprocess.Popen(command, pass_fds=[fd], env=environment, process_group=0, stdin=subprocess.DEVNULL)
+    return subprocess.Popen(
+        command, pass_fds=[fd], env=environment, process_group=0, stdin=subprocess.DEVNULL, cwd=directory
+    )
 
 
 # ---- in the template
@@ -296,29 +330,39 @@ def _serve(requests: Channel, caller: int) -> None:
 
 def _answer(requests: Channel, workers: dict[int, tuple[int, int]]) -> None:
     """Receive a request, fork a worker, enter it into ``workers``, and send its process id and a descriptor of it, or why there is none."""
-    (environment, affinity), (status, conn) = requests.receive()
+    (environment, affinity, niceness), (status, *lent) = requests.receive()
     parent = os.getpid()
     try:
         pid = os.fork()
     except OSError as error:  # no room for a process: the other workers live on
-        os.close(status)
-        os.close(conn)
+        for fd in (status, *lent):
+            os.close(fd)
         requests.send(ChannelError(str(error)))
         return
     if pid == 0:
         try:
             from pipespec.schedules.workers.process import main
 
-            for fd in (status, requests.fileno(), *workers, *(s for _, s in workers.values())):
-                os.close(fd)
+            directory, stdout, stderr, conn = lent
             os.setpgid(0, 0)
             os.environ.clear()
             os.environ.update(environment)
-            os.sched_setaffinity(0, affinity)
+            # The system may refuse what it allowed before: a core that was taken from this process, or a higher priority.
+            with suppress(OSError):
+                os.sched_setaffinity(0, affinity)
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, 0, niceness)
+            with suppress(OSError):
+                os.fchdir(directory)
+            os.dup2(stdout, 1)
+            os.dup2(stderr, 2)
+            for fd in (*lent[:-1], status, requests.fileno(), *workers, *(s for _, s in workers.values())):
+                os.close(fd)
             main(conn, parent)
         finally:
             os._exit(1)
-    os.close(conn)
+    for fd in lent:
+        os.close(fd)
     pidfd = os.pidfd_open(pid)
     workers[pidfd] = pid, status
     requests.send(pid, [pidfd])
