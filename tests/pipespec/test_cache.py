@@ -91,6 +91,21 @@ def test_same_logits_as_dynamic_cache(model, ids, dtype, rows, chunks, how):
             torch.testing.assert_close(mine, getattr(theirs.layers[layer], its))
 
 
+def test_layers_are_written_as_those_of_a_dynamic_cache(model, ids):
+    caches = RowCache.for_model(model, 2, 64), DynamicCache(config=model.config)
+    logits = []
+    for cache in caches:
+        model(ids[:2, :9], past_key_values=cache)
+        cache.layers[0].keys *= 1.5
+        cache.layers[1].values = cache.layers[1].values.flip(2)
+        cache.layers[2].reorder_cache(torch.tensor([1, 0]))
+        cache.layers[2].offload()
+        logits.append(model(ids[:2, 9:12], past_key_values=cache).logits)
+    torch.testing.assert_close(*logits)
+    with pytest.raises(ValueError, match="use crop"):
+        caches[0].layers[0].keys = caches[0].layers[0].keys[:, :, :4]
+
+
 GENERATE = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "num_return_sequences": 2},
@@ -433,3 +448,12 @@ def test_copies_are_independent(ids, copied):
     twin.truncate([7])
     assert cache.lengths == (7,)
     assert torch.equal(call(model, ids[:1, 7:9], cache), call(model, ids[:1, 7:9], twin))
+
+
+def test_a_deep_copy_takes_the_memory_of_one_cache():
+    cache = RowCache(make_model().config, 2, 1000, dtype=torch.float32, device="cpu")
+    cache.set_lengths([1000, 999])
+    with torch.profiler.profile(profile_memory=True) as profile:
+        twin = copy.deepcopy(cache)
+    taken = sum(max(e.nbytes(), 0) for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
+    assert twin.nbytes <= taken < 1.5 * cache.nbytes

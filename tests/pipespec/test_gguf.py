@@ -2,6 +2,7 @@
 
 import json
 import struct
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from pipespec.models.families import FAMILIES
 from pipespec.models.gguf import GgufFile
 from pipespec.models.gguf_models import gguf_tokenizer
 from pipespec.models.loading import load_model
-from pipespec.models.quantized import QuantizedEmbedding, QuantizedLinear
+from pipespec.models.quantized import QuantizedEmbedding, QuantizedLinear, pages_released
 from pipespec.models.tokenizers import load_tokenizer
 from pipespec.preflight.tokenizers import tokenizer_digest
 from pipespec.spd.partition import Partition, load_ends, load_stage
@@ -97,6 +98,22 @@ def test_blocks_stay_in_the_file(tmp_path):
     before = logits(model)
     model.lm_head.source.release_pages()
     assert torch.equal(logits(model), before)
+
+
+def test_pages_are_released_while_blocks_are_packed(tmp_path, monkeypatch):
+    write(tiny("llama"), tmp_path / "m.gguf")
+    model, released = load_model(tmp_path / "m.gguf"), threading.Event()
+    monkeypatch.setattr(GgufFile, "release_pages", lambda file: released.set())
+    with pages_released(model):
+        assert released.wait(60)
+        released.clear()
+    assert released.is_set()  # and at the end
+
+
+def test_a_model_does_not_keep_the_vocabulary(tmp_path):
+    write(tiny("llama"), tmp_path / "m.gguf")
+    sources = {id(m.source): m.source for m in load_model(tmp_path / "m.gguf").modules() if hasattr(m, "source")}
+    assert [source.metadata for source in sources.values()] == [{}]
 
 
 def test_a_model_in_blocks_is_not_saved(tmp_path):

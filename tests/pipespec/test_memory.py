@@ -100,10 +100,10 @@ def test_caches_are_counted_to_the_byte(model, rows, capacity):
 
 
 def test_the_dtype_is_what_loading_makes_of_it(model, tmp_path):
-    """The requested one, else the configuration's."""
+    """The requested one, else the configuration's, else that of the first weight."""
     half = save(copy.deepcopy(model).to(torch.bfloat16), tmp_path / "half")
     content = json.loads((half / "config.json").read_text())
-    for change in ({}, {"dtype": "float32"}):
+    for change in ({}, {"dtype": None, "torch_dtype": None}, {"dtype": "float32"}):
         (half / "config.json").write_text(json.dumps(content | change))
         for dtype in ("auto", "float32", torch.float64):
             assert StageFacts.of_path("target", half, dtype).model.dtype == loading.load_model(half, dtype=dtype).dtype

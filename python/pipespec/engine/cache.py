@@ -22,8 +22,27 @@ from pipespec.models.layout import CacheLayout, UnsupportedLayers
 from pipespec.models.properties import compute_dtype, text_config
 
 
+def _half(at: int) -> Any:
+    """Keys (0) or values (1) of a layer: a view ``[rows, kv_heads, max(lengths), head_dim]``; of a static cache, all of its storage."""
+
+    def read(layer: _RowLayer) -> torch.Tensor:
+        return layer.owner._held(layer._index)[at]
+
+    def write(layer: _RowLayer, new: torch.Tensor) -> None:
+        held = read(layer)
+        if new.shape != held.shape:
+            raise ValueError(
+                f"this RowCache holds {list(held.shape)} per layer, not {list(new.shape)}; use crop() or batch_select_indices()"
+            )
+        held.copy_(new.detach())
+
+    return property(read, write)
+
+
 class _RowLayer(CacheLayerMixin):
     """One layer in ``cache.layers``, for code of transformers. The cache does the work."""
+
+    keys, values = _half(0), _half(1)
 
     is_sliding = False
     is_compileable = False
@@ -42,15 +61,6 @@ class _RowLayer(CacheLayerMixin):
         if owner is None:
             raise ReferenceError("the RowCache of this layer no longer exists")
         return owner
-
-    @property
-    def keys(self) -> torch.Tensor:
-        """A view ``[rows, kv_heads, max(lengths), head_dim]``; of a static cache, all of its storage. Likewise ``values``."""
-        return self.owner._held(self._index)[0]
-
-    @property
-    def values(self) -> torch.Tensor:
-        return self.owner._held(self._index)[1]
 
     @property
     def batch_size(self) -> int:
@@ -270,14 +280,17 @@ class RowCache(ForwardCache, Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowCache:
         """A copy with storage of its own, as transformers' recipe for the cache of a common prefix needs it."""
-        make, given = self.__reduce__()
-        copied = make(*given)
+        copied = _copied(*self._described(self.states()))
         # With the states that rollbacks may need.
         with torch.inference_mode(False):
             copied._ring = copy.deepcopy(self._ring)
         return copied
 
     def __reduce__(self) -> tuple[Callable[..., RowCache], tuple[Any, ...]]:
+        # Clones, because a pickled view takes all of its storage along.
+        return _copied, self._described([tuple(held.clone() for held in pair) for pair in self.states()])
+
+    def _described(self, states: Sequence[tuple[torch.Tensor, ...]]) -> tuple[Any, ...]:
         options = {
             "dtype": self.dtype,
             "device": self.device,
@@ -285,8 +298,7 @@ class RowCache(ForwardCache, Cache):
             "layer_devices": self.layer_devices,
             "kv_heads": self._layout.heads,
         }
-        states = [tuple(held.clone() for held in pair) for pair in self.states()]
-        return _copied, (self._config, self.rows, self.capacity, options, states, self._lengths, self.text)
+        return self._config, self.rows, self.capacity, options, states, self._lengths, self.text
 
     def crop(self, n: int) -> None:
         """``Cache.crop``, with the meaning and the errors of the installed transformers.

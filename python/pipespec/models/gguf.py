@@ -168,7 +168,7 @@ class _Reader:
     def string(self) -> str:
         """Bytes that are not UTF-8 become U+FFFD."""
         begin = self.at + 8
-        end = begin + self.unpack("Q")[0]
+        end = begin + int.from_bytes(self.content[self.at : begin], "little")
         if end > len(self.content):
             raise IndexError
         self.at = end

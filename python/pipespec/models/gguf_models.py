@@ -6,6 +6,7 @@ block becomes float32, or bfloat16 where all matrices of the file are bfloat16.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,7 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
     config, family, stored = gguf_config(file), family_of_file(file), _dtype(file, dtype)
     assert family is not None
     used = {_ROPE_FACTORS}
+    source = replace(file, metadata={})  # the modules need no vocabulary
 
     def fill(name: str, module: nn.Module) -> nn.Module:
         # Files of LLaMA have the two rows of a rotation next to each other.
@@ -189,7 +191,7 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
                 blocks = file.matrix(tensor)
             else:
                 raise ValueError(f"{file.path}: tensor {at} is quantised, and {name}.{leaf} is no matrix")
-        return module if blocks is None else in_blocks(module, blocks, heads, source=file)
+        return module if blocks is None else in_blocks(module, blocks, heads, source)
 
     model = filled(file.path, config, stored, fill)
     other = next((name for name in file.tensors if name not in used), None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,18 +179,33 @@ def packed_copies_dropped() -> Iterator[None]:
 
 @contextlib.contextmanager
 def pages_released(parts: Any) -> Iterator[None]:
-    """At its end, the pages of GGUF files that were read for the blocks of ``parts`` are given back to the system.
+    """Within it, and at its end, the pages of GGUF files that are read for the blocks of ``parts`` are given back to the system.
 
     Args:
         parts: a model, or parts of one; its modules keep the blocks, which come from the file again where they are used.
     """
+    sources = {
+        id(m.source): m.source for _, m in parts.named_modules() if isinstance(m, _Blocks) and m.source is not None
+    }
+    if not sources:
+        yield
+        return
+    ended = threading.Event()
+
+    def release() -> None:
+        is_over = False
+        while not is_over:
+            is_over = ended.wait(0.05)  # a fraction of a gigabyte lies in memory twice
+            for source in sources.values():
+                source.release_pages()
+
+    thread = threading.Thread(target=release, name="pipespec-pages", daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        blocks = (module for _, module in parts.named_modules() if isinstance(module, _Blocks))
-        for source in {id(module.source): module.source for module in blocks}.values():
-            if source is not None:
-                source.release_pages()
+        ended.set()
+        thread.join()
 
 
 def in_blocks(module: Any, matrix: QuantizedMatrix, heads: int = 0, source: GgufFile | None = None) -> nn.Module:

@@ -22,7 +22,7 @@ from pipespec.engine.inputs import first_capacity, prefill_chunk, static_capacit
 from pipespec.errors import DoesNotFit, user_stacklevel
 from pipespec.models.devices import LayerDevices, local_kv_heads, offloaded_modules
 from pipespec.models.layout import CacheLayout
-from pipespec.models.loading import file_in_blocks, is_out_of_memory, load_config, readable, stored_bytes
+from pipespec.models.loading import file_in_blocks, is_out_of_memory, load_config, readable, stored_bytes, stored_dtype
 from pipespec.models.properties import compute_dtype, quantisation, text_config, weight_bytes
 from pipespec.preflight.devices import DeviceFacts, device_facts
 
@@ -84,7 +84,7 @@ class StageFacts(NamedTuple):
             Exception: those of :func:`pipespec.models.loading.load_config`.
         """
         config = load_config(path, trust_remote_code=trust_remote_code)
-        wanted = _loaded_dtype(dtype, config)
+        wanted = _loaded_dtype(dtype, config, path)
         with readable(path), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config), dtype=wanted, trust_remote_code=trust_remote_code
@@ -98,11 +98,11 @@ class StageFacts(NamedTuple):
         return cls(name, model, (Share("cpu", stored or weight_bytes(model), layers),))
 
 
-def _loaded_dtype(requested: torch.dtype | str, config: Any) -> torch.dtype:
-    """The dtype by the rule of ``from_pretrained``: the requested one, else the configuration's. Where that has none, the file's would count."""
+def _loaded_dtype(requested: torch.dtype | str, config: Any, path: str | Path) -> torch.dtype:
+    """The dtype by the rule of ``from_pretrained``: the requested one, else the configuration's, else that of the first float stored."""
     found = requested if isinstance(requested, torch.dtype) else getattr(torch, requested, None)
     if requested == "auto":
-        found = getattr(text_config(config), "dtype", None) or getattr(config, "dtype", None) or torch.float32
+        found = getattr(text_config(config), "dtype", None) or getattr(config, "dtype", None) or stored_dtype(path)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"dtype={requested!r} is not a dtype of torch; use 'float32', 'bfloat16', 'float16' or 'auto'")
     return found
