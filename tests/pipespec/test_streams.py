@@ -255,7 +255,7 @@ def test_lengths_by_the_device():
     torch.testing.assert_close(forward(twin, ids[:, :2], c, keep=2), forward(twin, ids[:, :2], b, keep=2))
     with pytest.raises(ValueError, match="of a cache that holds"):
         c.copy_from(b, [9, 9])
-    with pytest.raises(ValueError, match="cannot be copied"):
+    with pytest.raises(ValueError, match="cannot be loaded"):
         c.copy_from(RowCache.for_model(twin, 1, 16), [0])
 
 
