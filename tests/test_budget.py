@@ -21,10 +21,10 @@ PYTHON = ("python/pipespec", "pipespec_kernels", "bench", "tools")
 FOLDERS = {
     "csrc": 12_500,
     "pipespec_kernels": 8_470,
-    "python/pipespec": 32_530,
-    "bench": 8_180,
-    "tools": 1_460,
-    "tests": 55_050,
+    "python/pipespec": 30_740,
+    "bench": 7_640,
+    "tools": 1_370,
+    "tests": 49_800,
 }
 """Most lines of C++, CUDA and Python. The design's goals of the first five: 12,500, 8,000, 20,000, 7,000 and 1,200."""
 
@@ -60,7 +60,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 76, 14_130
+MODULES, LINES = 65, 13_150
 """Most modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 
