@@ -20,7 +20,7 @@ from pipespec.demo import family_path
 from pipespec.schedules.base import SpeedWarning
 from pipespec.schedules.workers import template
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
-from tests.support.streamers import Recorder
+from tests.support.streamers import Recorder, failing
 from tests.waiting import until
 
 NEW = 16
@@ -259,6 +259,24 @@ def test_a_streamer_of_a_call_that_transformers_decodes(model, pipe):
         out = model.generate(ids, position_ids=positions, max_new_tokens=4, do_sample=False, streamer=streamer)
     assert torch.equal(torch.cat([v.flatten() for v in streamer.values]), out[0])
     assert streamer.ends == 1
+
+
+def test_a_streamer_of_a_call_that_fails_before_its_first_token(model, pipe, monkeypatch):
+    """It gets the prompt once. Its own error ends the call."""
+
+    def fails(request):
+        raise OSError("made to fail")
+
+    monkeypatch.setattr(pipe._driver, "run", fails)
+    ids, recorder = torch.tensor([[5, 6, 7]]), Recorder()
+    with pytest.warns(SpeedWarning, match="could not begin the call"):
+        out = model.generate(ids, max_new_tokens=4, do_sample=False, streamer=recorder)
+    assert torch.equal(out, plain(model, ids, max_new_tokens=4))
+    assert recorder.record == (ids.tolist(), out[0, 3:].tolist(), 1)
+    recorder = failing(0)
+    with pytest.raises(ZeroDivisionError):
+        model.generate(ids, max_new_tokens=4, do_sample=False, streamer=recorder)
+    assert len(recorder.values) == 1
 
 
 def test_another_decoding_loop(model, pipe):

@@ -11,9 +11,12 @@ import torch
 import transformers
 from transformers import DynamicCache, GenerationConfig, MaxLengthCriteria, StaticCache, StoppingCriteriaList
 
+import pipespec.api.prepare
 import pipespec.engine.cached_text
 from pipespec import Pipeline
+from pipespec.engine.attention import MaskKind
 from pipespec.engine.cache import RowCache
+from pipespec.schedules.base import SpeedWarning
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.support.streamers import Recorder
 
@@ -232,6 +235,17 @@ def test_the_callers_maximum_length_is_the_maximum(pipe, model, lengths):
             pipe.generate(text, max_length=12, stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(2**40)]))
 
 
+def test_a_maximum_length_that_does_not_count(pipe, model):
+    """``max_new_tokens`` takes its place; a tokenizer without a limit has 10**30."""
+    text, limit = prompt(63), {"max_length": 10**30}
+    wanted = plain(model, text, max_new_tokens=5)
+    assert torch.equal(pipe.generate(text, max_new_tokens=5, **limit), wanted)
+    assert torch.equal(pipe.generate(text, GenerationConfig(**limit), max_new_tokens=5), wanted)
+    for limit in ({"max_length": 10**30}, {"max_new_tokens": 10**30}):
+        with pytest.raises(ValueError, match="more than any row"):
+            pipe.generate(text, **limit)
+
+
 def test_arguments_that_ask_for_nothing(pipe, model):
     text = prompt(62)
     wanted = plain(model, text, max_new_tokens=5)
@@ -325,6 +339,15 @@ def test_caches_that_do_not_fit_are_refused_and_not_harmed(pipe, model):
     for fine in (cache, filled):
         out = pipe.generate(longer, max_new_tokens=9, past_key_values=fine)
         assert torch.equal(out, plain(model, longer, max_new_tokens=9))
+
+
+def test_a_cache_is_not_read_in_calls_that_transformers_decodes(pipe, model, monkeypatch):
+    monkeypatch.setattr(pipespec.api.prepare, "mask_kind", lambda _: MaskKind.NONE)
+    ids, mask = left_pad(random_prompts(2, seed=64))
+    cache = StaticCache(config=model.config, max_cache_len=99)
+    with pytest.warns(SpeedWarning, match="takes no masks"):
+        out = pipe.generate(ids, attention_mask=mask, max_new_tokens=5, past_key_values=cache)
+    assert torch.equal(out, plain(model, ids, attention_mask=mask, max_new_tokens=5))
 
 
 def pipe_of_another(model, text):

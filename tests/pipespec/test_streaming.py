@@ -12,7 +12,7 @@ from transformers import AsyncTextIteratorStreamer, TextIteratorStreamer, TextSt
 
 from pipespec import Pipeline
 from tests.conftest import always_right, left_pad, noisy, random_llama, random_prompts
-from tests.pipespec.faulty import Faulty
+from tests.pipespec.faulty import CALLS, Faulty
 from tests.support.streamers import Recorder, failing
 from tests.waiting import SECONDS
 
@@ -134,6 +134,28 @@ def test_nothing_is_shown_behind_a_stop(model):
         assert out.shape[1] == end
         assert recorder.new == out[0, PROMPT.shape[1] :].tolist()
         assert recorder.ends == 1
+
+
+def test_the_prompt_is_streamed_before_it_is_read(model, chain):
+    """So the time from the prompt to the first token is that of the first step. A call that fails in it has streamed the prompt, as in transformers."""
+    forwards = []
+
+    class Counts(Recorder):
+        def put(self, value):
+            super().put(value)
+            forwards.append(int(model.switches[CALLS]))
+
+    chain.generate(PROMPT, max_new_tokens=NEW, streamer=Counts())
+    assert forwards[0] == 0 < forwards[1]
+
+    def fails(ids, scores):
+        raise Enough
+
+    for generate in (chain.generate, model.generate):
+        recorder = Recorder()
+        with pytest.raises(Enough):
+            generate(PROMPT, max_new_tokens=NEW, do_sample=False, streamer=recorder, logits_processor=[fails])
+        assert [value.tolist() for value in recorder.values] == [PROMPT.tolist()]
 
 
 # ---- interruptions

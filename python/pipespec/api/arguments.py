@@ -327,6 +327,11 @@ def check_options(config: GenerationConfig, own: GenerationConfig) -> None:
             raise Unsupported(name, f"generate(): {name}={value!r} is unknown; {_SEE}")
         if value not in argument.neutral:
             raise refusal(name, value)
+    # transformers refuses numbers that leave nothing to do. It does not read max_length beside max_new_tokens.
+    name = "max_length" if config.max_new_tokens is None else "max_new_tokens"
+    value = getattr(config, name)
+    if value is not None and _as_count(name, value) > MOST_TOKENS:
+        raise ValueError(f"{name}={value} is more than any row can have ({MOST_TOKENS})")
 
 
 def _check_kind(name: str, value: Any) -> None:
@@ -339,9 +344,6 @@ def _check_kind(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a list of token ids, not {value!r}")
     if name.endswith(("suppress_tokens", "eos_token_id", "pad_token_id", "forced_bos_token_id")):
         as_ids(name, value)
-    # transformers refuses numbers that leave nothing to do.
-    if name in ("max_new_tokens", "max_length") and _as_count(name, value) > MOST_TOKENS:
-        raise ValueError(f"{name}={value} is more than any row can have ({MOST_TOKENS})")
 
 
 def check_callables(logits_processor: Any = None, stopping_criteria: Any = None, streamer: Any = None) -> None:

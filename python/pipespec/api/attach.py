@@ -50,6 +50,8 @@ class _Generate:
                 if is_final(error):
                     raise
                 is_refused, (cause, message) = isinstance(error, Unsupported), _explained(error)
+                if hasattr(error, "partial") and kwargs.get("streamer") is not None:  # the call had begun
+                    kwargs["streamer"] = _AfterPrompt(kwargs["streamer"])
             # transformers sets is_assistant in its calls for drafts.
             is_news = cause not in self._warned and (cause != "is_assistant" or "is_assistant" in kwargs)
             if is_news and is_refused:
@@ -78,6 +80,21 @@ class _Generate:
         if self.before is not None:
             return self.before(*args, **kwargs)
         return type(self.pipeline.target).generate(self.pipeline.target, *args, **kwargs)
+
+
+class _AfterPrompt:
+    """A streamer that has the prompt already."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer, self._is_first = streamer, True
+
+    def put(self, value: Any) -> None:
+        if not self._is_first:
+            self._streamer.put(value)
+        self._is_first = False
+
+    def end(self) -> None:
+        self._streamer.end()
 
 
 def _explained(error: Exception) -> tuple[str, str]:

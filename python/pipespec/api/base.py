@@ -284,6 +284,8 @@ class BasePipeline:
         self.partial = None
         try:
             with _leading(self._group, progress):
+                progress.stream_prompt()
+                self._leave_parent()  # the streamer may have forked
                 self._driver.run(request)
                 progress.finish()
             self.report = self._report(call)

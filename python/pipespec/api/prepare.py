@@ -129,8 +129,8 @@ def prepare(
     record = _record_of(config, options, inputs)
     if options.cache is not None and not config.use_cache:
         raise UnsupportedInput("use_cache", "use_cache=False with past_key_values: pass one of them only")
-    row_cache = None if options.cache is None else adopt(target, options.cache, columns, prompts, limits)
     _check_padding(target, columns, max(limits))
+    row_cache = None if options.cache is None else adopt(target, options.cache, columns, prompts, limits)
     pad = getattr(config, "_pad_token_tensor", None)
     text = CommittedText(input_ids, prompts, limits, eos, (eos or [0])[0] if pad is None else int(pad))
     check_model = check_of_model(target, [*logits_processor, *criteria, options.streamer]) or (lambda: None)

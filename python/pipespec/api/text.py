@@ -11,6 +11,7 @@ import torch
 
 from pipespec.engine.callers import call_with_ids
 from pipespec.engine.sampler import ScoreRecord
+from pipespec.errors import run_user_code
 from pipespec.process import shutdown
 from pipespec.schedules.request import TextSource
 
@@ -155,6 +156,12 @@ class Progress:
         self._streamed = 0  # new tokens per row
         self.seconds_to_first = self.seconds = 0.0
 
+    def stream_prompt(self) -> None:
+        """Pass the prompt to the streamer, as transformers does before it decodes."""
+        if self._streamer is not None and not self._has_prompt:
+            with run_user_code():
+                self._streamer.put(self.text.input_ids.cpu())
+
     def on_commit(self, source: TextSource) -> None:
         """Check the new tokens of a step against the criteria, then stream them."""
         shutdown.check()
@@ -175,13 +182,10 @@ class Progress:
         self._stream(final=False)
 
     def _stream(self, final: bool) -> None:
-        """Pass the prompt and the new tokens to the streamer, each one once and in order, as transformers does. Before the first token it gets nothing."""
+        """Pass the new tokens to the streamer, each one once and in order, as transformers does."""
         text, counts, begin = self.text, self.text.counts(), self._streamed
-        if self._streamer is None or not any(counts):
+        if self._streamer is None:
             return
-        if not self._has_prompt:
-            self._has_prompt = True
-            self._streamer.put(text.input_ids.cpu())
         if len(counts) == 1:
             self._streamed = counts[0]
             tokens = text.tokens(0, text.starts[0] + begin, text.lengths[0])
