@@ -283,9 +283,9 @@ class BasePipeline:
         progress, request = call.progress, call.request
         self.partial = None
         try:
+            progress.stream_prompt()
+            self._leave_parent()  # the streamer may have forked
             with _leading(self._group, progress):
-                progress.stream_prompt()
-                self._leave_parent()  # the streamer may have forked
                 self._driver.run(request)
                 progress.finish()
             self.report = self._report(call)
