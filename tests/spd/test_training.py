@@ -196,7 +196,8 @@ def fresh_with_dropout(target: LlamaForCausalLM) -> DraftModule:
     return module
 
 
-def test_a_killed_run_ends_with_the_same_bits(six: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    six = random_llama(2, layers=6)  # as in the child: other tests may have moved the weights of theirs
     whole = fresh_with_dropout(six)
     expected = training.train(six, whole, lines, PUBLISHED, tmp_path / "whole", held_out=[lines(1000)])
     child = mp.get_context("spawn").Process(target=killed_by_the_system, args=(str(tmp_path / "cut"),))
