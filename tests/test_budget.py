@@ -22,9 +22,9 @@ FOLDERS = {
     "csrc": 12_500,
     "pipespec_kernels": 8_470,
     "python/pipespec": 30_740,
-    "bench": 7_640,
+    "bench": 7_650,
     "tools": 1_370,
-    "tests": 49_800,
+    "tests": 49_850,
 }
 """Most lines of C++, CUDA and Python. The design's goals of the first five: 12,500, 8,000, 20,000, 7,000 and 1,200."""
 
