@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path("bench/results")
 
 _GPU = ("csrc/cuda", "pipespec_kernels/triton", "python/pipespec/engine/fused.py", "python/pipespec/schedules/graphs")
-_KERNELS = ("csrc", "pipespec_kernels", *(f":(exclude){place}" for place in _GPU))
+_MODEL = ("csrc/runtime/perf_model.hpp", "csrc/runtime/perf_model.cpp")  # of times; no text runs it
+_KERNELS = ("csrc", "pipespec_kernels", *(f":(exclude){place}" for place in (*_GPU, *_MODEL)))
 _ENGINE = (*_KERNELS, "python/pipespec/engine", "python/pipespec/schedules", "python/pipespec/models")
 
 _GENERATE = (

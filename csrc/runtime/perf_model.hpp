@@ -7,8 +7,8 @@
 // published system (arXiv 2505.01572), for comparison. Each stage has a device of its own, and
 // there is one row.
 //
-// No setting is checked (bench/perf_model.py makes them). Every function gives the same result for the
-// same seed on every machine with IEEE doubles.
+// No setting is checked (bench/perf_model.py makes them). Every function gives the same result for
+// the same seed on every machine with IEEE doubles.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
-// Coupled selection on the host: the noise and its bound, and every SIMD variant against a loop over
-// the definition, between pages that must not be touched. Philox's published vectors and the bits of
-// the noise are in tests/kernels/test_noise.py.
+// Coupled selection on the host: the noise and its bound, and every SIMD variant against a loop
+// over the definition, between pages that must not be touched. Philox's published vectors and the
+// bits of the noise are in tests/kernels/test_noise.py.
 #include <sys/mman.h>
 #include <unistd.h>
 
