@@ -130,7 +130,7 @@ def _run_by(code: Iterable[Any]) -> Iterator[Any]:
 
 
 def _final(argument: str, what: str) -> Unsupported:
-    """A refusal after which transformers cannot decode the call anew: the change stays."""
+    """A refusal after which transformers cannot decode the call again: the change stays."""
     error = Unsupported(
         argument,
         f"generate(): {what}, which a pipeline cannot follow; detach() the model, or call transformers' generate()",

@@ -122,7 +122,7 @@ _VERSION, _POINTER = operator.attrgetter("_version"), torch.Tensor.data_ptr
 _STRIDES, _COUNT = torch.Tensor.stride, torch.Tensor.numel
 
 _REPLACED = BYPASSED - {"generate"}
-"""Methods that a known model's instance does not replace, whoever did it: a learned prompt of peft does."""
+"""Methods of the class that no attribute of a known model's instance may replace. A learned prompt of peft replaces one."""
 
 _refreshed = 0
 """How often :func:`refresh` was called."""

@@ -91,7 +91,7 @@ _trusted: set[Any] = set()
 
 def trust(*code: Any) -> None:
     """Say of code of your own that it computes each column of a forward by itself, and each row: a hook that observes, an adapter, a model with remote code,
-    a logits processor that knows one row alone.
+    a logits processor that reads one row alone.
 
     Without that, transformers decodes a model that runs it, token by token, without drafts. With it, the code sees several columns at once, and the
     prompt in parts. If the statement is wrong, texts are, too.
