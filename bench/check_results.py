@@ -1,12 +1,13 @@
 """Which files of bench/results are older than the code that they measure, or quoted nowhere. ``python -m bench.check_results``
 
 Each file names the commit that it measured (``pipespec.bench.machine``). A file is outdated where one of its sources in
-:data:`SOURCES` differs from that commit's. README.md and the pages of docs/ quote a file by its path. Exit status: 0, or 1 if a file is not current (but for
+:data:`SOURCES` differs from that commit's; comments and docstrings of Python do not count. README.md and the pages of docs/ quote a file by its path. Exit status: 0, or 1 if a file is not current (but for
 :data:`MAY_BE_OLDER`), or not quoted, or quoted and not there."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import re
 import subprocess
@@ -70,6 +71,18 @@ def commit_of(results: Any) -> str | None:
     return next((level["commit"] for level in levels if isinstance(level.get("commit"), str)), None)
 
 
+def _code(root: Path, revision: str, source: str) -> str:
+    """A source at a revision; of Python the code without comments and docstrings. Empty where it is not there."""
+    text = _git(root, "show", f"{revision}:{source}").stdout
+    if not source.endswith(".py"):
+        return text
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            body[:] = [s for s in body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
+    return ast.dump(tree)
+
+
 def state(root: Path, file: Path, sources: Sequence[str]) -> tuple[bool, str]:
     """Whether a results file is current by the history of its ``sources`` in the repository ``root``, and the reason in words."""
     named = commit_of(json.loads(file.read_text(encoding="utf-8")))
@@ -79,6 +92,7 @@ def state(root: Path, file: Path, sources: Sequence[str]) -> tuple[bool, str]:
     if _git(root, "merge-base", "--is-ancestor", commit, "HEAD").returncode:
         return False, f"measured {named}, which is not in the history of HEAD"
     changed = _git(root, "diff", "--name-only", commit, "HEAD", "--", *sources).stdout.split()
+    changed = [source for source in changed if _code(root, commit, source) != _code(root, "HEAD", source)]
     if changed:
         return False, f"measured {named}; {len(changed)} of its sources differ from that commit's: {changed[0]}"
     if named != commit:

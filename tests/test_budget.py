@@ -21,8 +21,8 @@ PYTHON = ("python/pipespec", "pipespec_kernels", "bench", "tools")
 FOLDERS = {
     "csrc": 12_500,
     "pipespec_kernels": 8_470,
-    "python/pipespec": 30_740,
-    "bench": 7_650,
+    "python/pipespec": 30_700,
+    "bench": 7_660,
     "tools": 1_370,
     "tests": 49_850,
 }

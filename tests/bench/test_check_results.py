@@ -57,6 +57,18 @@ def test_current_until_a_source_changes(root: Path, capsys: pytest.CaptureFixtur
     assert run(root, capsys)[0] == 0
 
 
+def test_a_docstring_is_no_change(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_results, "SOURCES", {"a.json": ("source.py",)})
+    code = 'def f():\n    """{}"""\n    return {}  # {}\n'
+    measured(root, "a.json", commit=commit(root, **{"source.py": code.format("one", 1, "one")}))
+    commit(root, **{"source.py": code.format("another", 1, "another")})
+    assert run(root, capsys)[0] == 0
+    commit(root, **{"source.py": code.format("one", 2, "one")})
+    assert run(root, capsys)[0] == 1
+
+
 def test_results_of_hardware_elsewhere_may_be_older(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
