@@ -18,7 +18,7 @@ from pipespec.errors import NotKnown, Unsupported, mark_final
 from pipespec.models.properties import is_dynamic, rope_type
 
 _ROW_WISE = STATELESS | {hf.SynthIDTextWatermarkLogitsProcessor, hf.WatermarkLogitsProcessor}
-"""Exact classes. Of those with something per row, :class:`pipespec.engine.sampler.Sampler` cuts out the row."""
+"""Exact classes. Of those with something per row, :class:`pipespec.engine.sampler.HostSampler` cuts out the row."""
 
 
 def check_row_wise(processors: Sequence[Any], rows: int) -> None:

@@ -12,6 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from pipespec.engine.record import Step
+
 
 @runtime_checkable
 class TokenMatcher(Protocol):
@@ -72,10 +74,7 @@ class Grammar:
     def bitmask(
         self,
         text: np.ndarray,
-        fed: torch.Tensor,
-        query_lens: np.ndarray,
-        num_draft_tokens: np.ndarray,
-        positions: np.ndarray,
+        step: Step,
         vocabulary: int,
         *,
         is_target: bool,
@@ -84,10 +83,7 @@ class Grammar:
 
         Args:
             text: int32 ``[B, positions]``, with the tokens before the draft tokens.
-            fed: ``[B, Q]``, as for :class:`pipespec.engine.sampler.Sampler`; likewise the next three.
-            query_lens: ``[B]``.
-            num_draft_tokens: ``[B]``.
-            positions: ``[B]``.
+            step: with the counts on the CPU.
             vocabulary: tokens of the logits.
             is_target: whether a token in the text that the grammar does not accept is an error. A draft is free behind it.
 
@@ -97,17 +93,17 @@ class Grammar:
         Raises:
             ValueError: the grammar does not accept the text, or is for another vocabulary; or its matcher fails.
         """
-        batch, width = fed.shape
+        batch, width = step.tokens.shape
         words = -(-vocabulary // 32)
         masks = torch.full((batch, width, words), -1, dtype=torch.int32, device="cpu")
-        flat, fed = masks.view(batch * width, words), fed.cpu()
-        for row in np.flatnonzero(query_lens).tolist():
+        flat, fed = masks.view(batch * width, words), step.tokens.cpu()
+        for row in np.flatnonzero(step.query_lens).tolist():
             matcher = self._matchers[row]
             if matcher is None:
                 continue
-            last = int(query_lens[row]) - 1
-            first = last - int(num_draft_tokens[row])
-            own = text[row, self._starts[row] : int(positions[row]) + first].tolist()
+            last = int(step.query_lens[row]) - 1
+            first = last - int(step.num_draft_tokens[row])
+            own = text[row, self._starts[row] : int(step.kv[row]) + 1 + first].tolist()
             follows = self._follow(row, matcher, own, is_target=is_target)
             for column in range(first, last + 1):
                 if not follows or matcher.is_terminated():

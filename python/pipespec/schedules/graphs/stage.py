@@ -23,14 +23,15 @@ from pipespec.engine.features import Features
 from pipespec.engine.forward import choose_fused, forward
 from pipespec.engine.inputs import StageInputs, stage_names, static_capacity
 from pipespec.engine.known import CAPTURED, identify
-from pipespec.engine.sampler import ScoreRecord
+from pipespec.engine.record import ScoreRecord, Step
+from pipespec.engine.sampler import Sampler
 from pipespec.engine.stage import Stage
 from pipespec.errors import NotCapturable, user_stacklevel
 from pipespec.models.properties import text_config
 from pipespec.preflight.checks import check_exact
 from pipespec.preflight.memory import HEADROOM
 from pipespec.schedules.base import SpeedWarning
-from pipespec.schedules.graphs.buffers import GraphKey, StageStep, StaticBuffers, StaticSampler
+from pipespec.schedules.graphs.buffers import GraphKey, StageStep, StaticBuffers
 from pipespec_kernels import _native
 from pipespec_kernels.state import StateBlock
 
@@ -145,7 +146,7 @@ class GraphedStage(Stage):
             # The old buffers are released before the allocation.
             del found
             cache = self._make_cache(rows, capacity)
-            sampler = StaticSampler(rows, cache.device, self.is_target)
+            sampler = Sampler(rows, cache.device, self.is_target)
             found = StaticBuffers(cache, sampler, next(_versions), weights, {}, {})
         elif found.weights != weights:
             # The graphs read the old weights, or the tables of another form, or have other numbers of the modules.
@@ -155,7 +156,7 @@ class GraphedStage(Stage):
             form.add_cache(found.cache)
         while len(self._buffers) > _MAX_BUFFERS:
             del self._buffers[next(iter(self._buffers))]
-        found.sampler.set(inputs.sampling_params, inputs.prompts, inputs.most)
+        found.sampler.start(inputs.sampling_params, inputs.prompts, inputs.most)
         return found
 
     def _choose_form(self) -> tuple[FusedForm | None, int]:
@@ -315,7 +316,7 @@ class GraphedStage(Stage):
             ``selected``, int32 ``[rows, width]``, for commit.
         """
         logits = self._score_columns(tokens, kv, n_select)
-        return self.buffers.sampler(logits, tokens, kv, n_select, num_draft_tokens)
+        return self.buffers.sampler(logits, Step(tokens, kv, n_select, num_draft_tokens))
 
     def _score_columns(self, tokens: Tensor, kv: Tensor, n_select: Tensor) -> Tensor:
         """The forward of :meth:`body`. Returns the logits ``[rows, width, vocabulary]``."""
@@ -344,6 +345,6 @@ class GraphedStage(Stage):
             return found
         return self.body(*(tensor.to(self.model.device) for tensor in given)).cpu()
 
-    def check_drawn(self) -> None:
-        """See :meth:`StaticSampler.check_drawn`."""
-        self.buffers.sampler.check_drawn()
+    def check_distributions(self) -> None:
+        """See :meth:`Sampler.check_distributions`."""
+        self.buffers.sampler.check_distributions()
