@@ -17,7 +17,7 @@ from pipespec.engine.record import Step
 
 @runtime_checkable
 class TokenMatcher(Protocol):
-    """The state of a grammar behind the tokens of one row; ``xgrammar.GrammarMatcher`` is one."""
+    """The state of a grammar after the tokens of one row; ``xgrammar.GrammarMatcher`` is one."""
 
     def accept_token(self, token_id: int, /) -> bool:
         """Advance by a token. Returns False, and changes nothing, if it may not follow."""
@@ -85,7 +85,7 @@ class Grammar:
             text: int32 ``[B, positions]``, with the tokens before the draft tokens.
             step: with the counts on the CPU.
             vocabulary: tokens of the logits.
-            is_target: whether a token in the text that the grammar does not accept is an error. A draft is free behind it.
+            is_target: whether a token in the text that the grammar does not accept is an error. A draft is free after it.
 
         Returns:
             int32 ``[B, Q, ceil(vocabulary / 32)]`` on the CPU.
@@ -120,7 +120,7 @@ class Grammar:
                     flat[index] = -1
                 if column < last:
                     token = int(fed[row, column + 1])
-                    # Behind a token that is masked no choice is used.
+                    # After a masked token no choice is used.
                     follows = 0 <= token < vocabulary and bool(flat[index, token >> 5] >> (token & 31) & 1)
                     follows = follows and self._accept(row, matcher, token)
         return masks
@@ -134,12 +134,12 @@ class Grammar:
                 break
             common += 1
         if common < len(accepted):
-            behind = len(accepted) - common
+            rejected = len(accepted) - common
             try:
-                matcher.rollback(behind)
+                matcher.rollback(rejected)
             except Exception as error:
                 raise ValueError(
-                    f"the grammar of row {row} does not take back its last tokens, {behind} of them ({error}): draft tokens that the target "
+                    f"the grammar of row {row} does not take back its last tokens, {rejected} of them ({error}): draft tokens that the target "
                     "rejects are taken back, so make the matcher with a larger rollback limit"
                 ) from error
             del accepted[common:]

@@ -23,7 +23,7 @@ from pipespec.engine.record import ScoreRecord, StaticRecord, Step, float32_copy
 from pipespec.engine.sampling import FusedPenalties, LogitsProcess, SamplingParams, ignored_prefix
 from pipespec.errors import run_user_code
 from pipespec_kernels import dispatch, ops
-from pipespec_kernels.noise import ALL_DRAWN, Noise
+from pipespec_kernels.noise import ALL_VALID, Noise
 from pipespec_kernels.penalties import Penalties
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class Sampler:
         self._top_p = torch.ones(rows, dtype=torch.float64, device=device)
         self._min_p = torch.zeros(rows, dtype=torch.float64, device=device)
         # Per row the first position without a distribution, where the host reads it. Kernels write it over the bus, in this case only.
-        invalid = torch.full((rows,), ALL_DRAWN, dtype=torch.int64, device="cpu")
+        invalid = torch.full((rows,), ALL_VALID, dtype=torch.int64, device="cpu")
         self._invalid_positions = invalid if device.type == "cpu" else invalid.pin_memory()
 
     def start(self, sampling_params: SamplingParams, prompts: Sequence[np.ndarray], max_length: int) -> None:
@@ -168,7 +168,7 @@ class Sampler:
         self._top_k.fill_(top_k)
         self._top_p.fill_(top_p)
         self._min_p.fill_(min_p)
-        self._invalid_positions.fill_(ALL_DRAWN)
+        self._invalid_positions.fill_(ALL_VALID)
 
     def keep(self, record: ScoreRecord, starts: Sequence[int], tokens: int, vocabulary: int) -> None:
         """Record the logits of the present call, after :meth:`start`.
@@ -207,8 +207,17 @@ class Sampler:
         if self.kind.penalties:
             own = self._penalties
             assert own is not None
-            lengths, workspace = step.kv + own.offsets, own.workspace(logits)
-            processed = _penalise(logits, step, own.history, lengths, own.numbers, workspace=workspace)
+            processed = logits.to(torch.float32, copy=True)
+            ops.penalize(
+                processed,
+                step.tokens,
+                own.history,
+                step.kv + own.offsets,
+                own.numbers,
+                query_lens=step.query_lens,
+                num_draft_tokens=step.num_draft_tokens,
+                workspace=own.workspace(logits),
+            )
         return self._choose(logits, processed, step)
 
     def check_distributions(self, first_row: int = 0) -> None:
@@ -219,7 +228,7 @@ class Sampler:
         """
         if self.kind.sampled and self._is_target:
             for row, position in enumerate(self._invalid_positions.tolist(), first_row):
-                if position < ALL_DRAWN:
+                if position < ALL_VALID:
                     raise no_distribution_error(row, position)
 
     def _choose(self, raw: Tensor, processed: Tensor, step: Step, row: int | None = None) -> Tensor:
@@ -259,7 +268,7 @@ class Sampler:
             step.num_draft_tokens,
             noise=noise,
             workspace=self._workspaces[width],
-            undrawn=None if noise is None or not self._is_target else self._invalid_positions,
+            invalid_positions=None if noise is None or not self._is_target else self._invalid_positions,
         )[0]
 
 
@@ -323,7 +332,7 @@ class HostSampler(Sampler):
     def _choose(self, raw: Tensor, processed: Tensor, step: Step, row: int | None = None) -> Tensor:
         if self.kind.sampled and self._is_target:
             # A split model may have its head on any device.
-            self._invalid_positions = torch.full(step.kv.shape, ALL_DRAWN, dtype=torch.int64, device=processed.device)
+            self._invalid_positions = torch.full(step.kv.shape, ALL_VALID, dtype=torch.int64, device=processed.device)
         selected = super()._choose(raw, processed, step, row)
         self.check_distributions(row or 0)
         return selected
@@ -353,8 +362,19 @@ class HostSampler(Sampler):
         history = np.zeros((rows, max(map(len, seen)) + width), dtype=np.int32)
         for row, ids in enumerate(seen):
             history[row, : len(ids)] = ids
-        given, prefixes, known = (torch.from_numpy(x).to(logits.device) for x in (tokens, history, lengths))
-        return _penalise(logits, step._replace(tokens=given), prefixes, known, self._numbers, bitmask=bitmask)
+        out = float32_copy(logits)
+        fed_tokens, seen_tokens, counts = (torch.from_numpy(x).to(out.device) for x in (tokens, history, lengths))
+        ops.penalize(
+            out,
+            fed_tokens,
+            seen_tokens,
+            counts,
+            self._numbers,
+            query_lens=step.query_lens,
+            num_draft_tokens=step.num_draft_tokens,
+            bitmask=bitmask,
+        )
+        return out
 
     def _prefix(self, row: int, end: int) -> np.ndarray:
         """int32 ids that processors see before position ``end`` of a row."""
@@ -390,32 +410,6 @@ class HostSampler(Sampler):
             ids = torch.from_numpy(self._prefix(row, position).astype(np.int64))[None].to(logits.device)
             with run_user_code():
                 return run_processors(self._processors[row], ids, float32_copy(logits[None])[0])
-
-
-def _penalise(
-    logits: Tensor,
-    step: Step,
-    history: Tensor,
-    lengths: Tensor,
-    penalties: Penalties | None,
-    *,
-    bitmask: Tensor | None = None,
-    workspace: Tensor | None = None,
-) -> Tensor:
-    """A float32 copy with penalties, biases and a bitmask, see :func:`pipespec_kernels.ops.penalize`."""
-    out = float32_copy(logits)
-    ops.penalize(
-        out,
-        step.tokens,
-        history,
-        lengths,
-        penalties,
-        query_lens=step.query_lens,
-        num_draft_tokens=step.num_draft_tokens,
-        bitmask=bitmask,
-        workspace=workspace,
-    )
-    return out
 
 
 def no_distribution_error(row: int, position: int) -> ValueError:

@@ -53,7 +53,7 @@ STATELESS = {
     hf.TopHLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.TypicalLogitsWarper, OutputPenaltyLogitsProcessor,
 }  # fmt: skip
 
-_LEAST = 1e-37
+_MIN_FACTOR = 1e-37
 """Below this the inverse of a temperature or a repetition penalty is near the end of float32; above 1 / this, too."""
 
 _FUSED: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
@@ -75,7 +75,7 @@ def with_penalties(
 ) -> list[LogitsProcess]:
     """Add processors for pipespec's own arguments, where vLLM applies them.
 
-    The bias goes behind transformers' ``sequence_bias``, or to the beginning. The penalties go behind the repetition penalty, or behind the biases.
+    The bias goes after transformers' ``sequence_bias``, or to the beginning. The penalties go after the repetition penalty, or after the biases.
 
     Args:
         processors: those that transformers has prepared.
@@ -135,7 +135,7 @@ class FusedPenalties(NamedTuple):
                 and place < 1
                 and not isinstance(ignored_prefix(processor), int)
             ):
-                if not _LEAST < given.penalty < 1 / _LEAST:
+                if not _MIN_FACTOR < given.penalty < 1 / _MIN_FACTOR:
                     return None
                 place, fused["repetition"] = 1, float(given.penalty)
             elif kind is OutputPenaltyLogitsProcessor and place < 2:
@@ -296,7 +296,7 @@ class SamplingParams:
 def _is_fusable(warper: Any) -> bool:
     """Whether the fused form does what this instance does."""
     # If the inverse exceeds float32, transformers' warper runs: all tokens become equally likely, or the scores overflow.
-    if type(warper) is hf.TemperatureLogitsWarper and not _LEAST < warper.temperature < 1 / _LEAST:
+    if type(warper) is hf.TemperatureLogitsWarper and not _MIN_FACTOR < warper.temperature < 1 / _MIN_FACTOR:
         return False
     return getattr(warper, "filter_value", -np.inf) == -np.inf and getattr(warper, "min_tokens_to_keep", 1) == 1
 

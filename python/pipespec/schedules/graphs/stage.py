@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 _MAX_BUFFERS = 4
 """Numbers of rows for which a stage keeps its static buffers, and their graphs, from call to call."""
 
-MOST_GRAPHED_COLUMNS = 1024
-"""Columns of all rows up to which the forwards over a prompt are graphs. By arithmetic: on an H200 the products of some more columns take an 8B model as long
+MAX_GRAPHED_COLUMNS = 1024
+"""Maximum number of columns, of all rows, for which the forwards over a prompt are graphs. By arithmetic: on an H200 the products of some more columns take an 8B model as long
 as its launches take the host (21 to 34 ms, measured)."""
 
-WIDEST_GRAPH = 512
+MAX_GRAPH_WIDTH = 512
 """Columns of the widest such graph."""
 
 _versions = itertools.count()
@@ -53,8 +53,8 @@ _versions = itertools.count()
 
 def prompt_widths(columns: int) -> list[int]:
     """Widths of the graphs that feed so many columns of a prompt: few different ones, the last one with padding."""
-    whole, rest = divmod(columns, WIDEST_GRAPH)
-    return [WIDEST_GRAPH] * whole + [max(WIDTH, 1 << (rest - 1).bit_length())] * (rest > 0)
+    whole, rest = divmod(columns, MAX_GRAPH_WIDTH)
+    return [MAX_GRAPH_WIDTH] * whole + [max(WIDTH, 1 << (rest - 1).bit_length())] * (rest > 0)
 
 
 class GraphedStage(Stage):
@@ -73,7 +73,7 @@ class GraphedStage(Stage):
 
     Attributes:
         is_prefilled: Whether the last prefill ended without an error.
-        capture_prompt: Captures the forward of this stage over so many columns of its prompt, behind what each row holds; None since :meth:`prepare`: the host
+        capture_prompt: Captures the forward of this stage over so many columns of its prompt, after what each row holds; None since :meth:`prepare`: the host
             launches it.
     """
 
@@ -136,7 +136,7 @@ class GraphedStage(Stage):
         if self._exact:
             check_exact(self.model, captured=True)
         form, weights = self._choose_form()
-        # Padding must not change the products of the tokens beside it.
+        # Padding must not change the products of the tokens next to it.
         self._may_pad = form is not None and not form.has_opaque
         self._current = self.capture_prompt = None
         found = self._buffers.pop(rows, None)
@@ -231,7 +231,7 @@ class GraphedStage(Stage):
     def _forward(self, fed: Tensor, cache: RowCache, keep: int) -> Tensor:
         rows, q = fed.shape
         widths, held = prompt_widths(q), cache.lengths
-        fits = rows * sum(widths) <= MOST_GRAPHED_COLUMNS and max(held) + sum(widths) <= cache.capacity
+        fits = rows * sum(widths) <= MAX_GRAPHED_COLUMNS and max(held) + sum(widths) <= cache.capacity
         if keep or not fits or self.capture_prompt is None or not self._may_pad:
             return super()._forward(fed, cache, keep)
         # What an interrupted forward has written does not count.
@@ -242,8 +242,8 @@ class GraphedStage(Stage):
             self._held = after
             return super()._forward(fed, cache, keep)
         for at, graph in enumerate(graphs):
-            begin = at * WIDEST_GRAPH
-            graph(fed[:, begin : begin + WIDEST_GRAPH], [n + begin for n in held])
+            begin = at * MAX_GRAPH_WIDTH
+            graph(fed[:, begin : begin + MAX_GRAPH_WIDTH], [n + begin for n in held])
         cache.set_lengths([n + q for n in held])
         self._held = after
         return torch.empty((rows, 0, self._ids), dtype=cache.dtype, device=cache.device)
