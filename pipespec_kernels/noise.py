@@ -87,19 +87,17 @@ def check_streams(streams: Any) -> None:
         raise ValueError(f"the streams must be three different numbers of 32 bits, got {streams}")
 
 
-def check_invalid_positions(invalid_positions: Any, logits: Tensor, noise: Noise | None) -> None:
+def check_invalid_positions(found: Any, logits: Tensor, noise: Noise | None) -> None:
     """Check ``invalid_positions`` of :func:`pipespec_kernels.ops.verify` against the logits ``[B, Q, V]``. Raises ``TypeError`` or ``ValueError``."""
     if noise is None:
         raise ValueError("invalid_positions goes with noise: greedy choices are not drawn")
-    if not isinstance(invalid_positions, Tensor) or invalid_positions.dtype is not torch.int64:
+    if not isinstance(found, Tensor) or found.dtype is not torch.int64:
         raise TypeError(
-            f"invalid_positions must be an int64 tensor, got {getattr(invalid_positions, 'dtype', type(invalid_positions).__name__)}"
+            f"invalid_positions must be an int64 tensor, got {getattr(found, 'dtype', type(found).__name__)}"
         )
-    if invalid_positions.shape != logits.shape[:1] or not invalid_positions.is_contiguous():
+    if found.shape != logits.shape[:1] or not found.is_contiguous():
+        raise ValueError(f"invalid_positions must be contiguous [{logits.shape[0]}], got shape {tuple(found.shape)}")
+    if found.device != logits.device and not found.is_pinned():
         raise ValueError(
-            f"invalid_positions must be contiguous [{logits.shape[0]}], got shape {tuple(invalid_positions.shape)}"
-        )
-    if invalid_positions.device != logits.device and not invalid_positions.is_pinned():
-        raise ValueError(
-            f"invalid_positions must be on {logits.device} like the logits, or pinned, is on {invalid_positions.device}"
+            f"invalid_positions must be on {logits.device} like the logits, or pinned, is on {found.device}"
         )

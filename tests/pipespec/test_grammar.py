@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipespec import Pipeline, TokenMatcher
 from pipespec.demo import family_path
 from pipespec.engine.grammar import Grammar
-from pipespec.engine.record import Step
 from pipespec.engine.sampler import HostSampler
-from pipespec.engine.sampling import SamplingParams
+from pipespec.engine.sampling import SamplingParams, Step
 from pipespec.schedules.base import StageFailure
 from tests.conftest import left_pad, noisy, random_llama
 from tests.docs.test_code_blocks import ROOT, blocks

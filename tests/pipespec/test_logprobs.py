@@ -7,8 +7,9 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from pipespec import Pipeline, SpeedWarning
-from pipespec.engine import record as records
-from pipespec.engine.record import ScoreRecord, StaticRecord, Step
+from pipespec.engine.sampling import ScoreRecord, Step
+from pipespec.schedules.graphs import buffers
+from pipespec.schedules.graphs.buffers import StaticRecord
 from tests.conftest import left_pad, noisy, random_llama
 
 VOCABULARY, NEW, TOP = 40, 20, 5
@@ -74,7 +75,7 @@ def test_captured_steps_wait_for_nothing(monkeypatch) -> None:
     def without_data(_, selected, *__, **___):
         return logits.new_empty(rows, width, 1 + TOP), selected.new_empty(rows, width, TOP)
 
-    monkeypatch.setattr(records, "_logprobs_of", without_data)
+    monkeypatch.setattr(buffers, "logprobs_of", without_data)
     rows, width = 3, 4
     record = ScoreRecord(rows, scores=True, logits=True, top_logprobs=TOP)
     with FakeTensorMode():

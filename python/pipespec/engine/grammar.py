@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from pipespec.engine.record import Step
+from pipespec.engine.sampling import Step
 
 
 @runtime_checkable

@@ -1,14 +1,12 @@
 """The choice of tokens in a step: what a row's sampling parameters make of the logits.
 
-:class:`Sampler` is what every stage runs. Its numbers lie at fixed addresses, so a captured step can be launched again with those of another call.
-:class:`HostSampler` adds what only the host can do: a grammar, the user's processors, position by position, and rejection sampling.
+:class:`Sampler` is what every stage runs. Its numbers lie at fixed addresses, so a captured step can be launched again with those of another call
+(:class:`pipespec.schedules.graphs.buffers.StaticSampler`). :class:`HostSampler` adds what only the host can do: a grammar, the user's processors, position by position, and rejection sampling.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,8 +17,14 @@ from transformers.generation import logits_process as hf
 
 from pipespec.engine.acceptance import RejectionAcceptance
 from pipespec.engine.callers import run_processors
-from pipespec.engine.record import ScoreRecord, StaticRecord, Step, float32_copy
-from pipespec.engine.sampling import FusedPenalties, LogitsProcess, SamplingParams, ignored_prefix
+from pipespec.engine.sampling import (
+    LogitsProcess,
+    SamplingParams,
+    ScoreRecord,
+    Step,
+    float32_copy,
+    ignored_prefix,
+)
 from pipespec.errors import run_user_code
 from pipespec_kernels import dispatch, ops
 from pipespec_kernels.noise import ALL_VALID, Noise
@@ -31,8 +35,6 @@ if TYPE_CHECKING:
 
 _CPU = torch.device("cpu")
 
-_numbers = itertools.count(1)
-
 
 class SamplingKind(NamedTuple):
     """The part of the sampling parameters that decides which kernels run. Their numbers lie in memory and may change between launches.
@@ -40,8 +42,8 @@ class SamplingKind(NamedTuple):
     Attributes:
         sampled: False: greedy.
         top_k: Whether a top-k filter runs; likewise ``top_p`` and ``min_p``.
-        penalties: Number of the :class:`StaticPenalties` that apply; 0: none.
-        record: Number of the :class:`StaticRecord` that is written; 0: none.
+        penalties: Number of the :class:`pipespec.schedules.graphs.buffers.StaticPenalties` that apply; 0: none.
+        record: Number of the record that is written; 0: none.
     """
 
     sampled: bool = False
@@ -52,64 +54,8 @@ class SamplingKind(NamedTuple):
     record: int = 0
 
 
-class StaticPenalties:
-    """The text that penalties see, and their numbers, at fixed addresses.
-
-    Args:
-        rows: Rows of the batch.
-        capacity: Tokens of a row's history.
-        biases: Biases per row that there is room for.
-        device: The stage's device.
-
-    Attributes:
-        number: Differs between any two instances.
-        history: int32 ``[rows, capacity]``. Each step appends the tokens that it feeds.
-        offsets: int32 ``[rows]``, the position in the history of the text's first token.
-        numbers: Those of :func:`pipespec_kernels.ops.penalize`.
-    """
-
-    def __init__(self, rows: int, capacity: int, biases: int, device: torch.device) -> None:
-        self.number = next(_numbers)
-        self._capacity, self._room = capacity, biases
-        self.history = torch.zeros((rows, capacity), dtype=torch.int32, device=device)
-        self.offsets = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.numbers = self._padded(FusedPenalties()).tensors([0] * rows, device)
-        self._workspaces: dict[int, Tensor] = {}  # by width, since graphs keep the addresses
-
-    def fits(self, capacity: int, biases: int) -> bool:
-        """Whether there is room for this many tokens and biases. Without biases none are applied."""
-        return capacity <= self._capacity and biases <= self._room and (biases > 0) == (self._room > 0)
-
-    def _padded(self, fused: FusedPenalties) -> FusedPenalties:
-        """With a bias for each place there is. Id -1 has no effect."""
-        return fused._replace(bias=(*fused.bias, *[(-1, 0.0)] * (self._room - len(fused.bias))))
-
-    def set(self, fused: FusedPenalties, sampling_params: SamplingParams, prompts: Sequence[np.ndarray]) -> None:
-        """Start a call with these prompts, int32 ``[P_r]``."""
-        ignored = [sampling_params.ignored_ids(row) for row in range(len(prompts))]
-        new = self._padded(fused).tensors(ignored, self.history.device)
-        for name in ("repetition", "presence", "frequency", "prompt_lengths", "bias_ids", "bias"):
-            if (own := getattr(self.numbers, name)) is not None:
-                own.copy_(getattr(new, name))
-        offsets = [0] * len(prompts)
-        for row, prompt in enumerate(prompts):
-            shown = prompt
-            if sampling_params.prompts:
-                shown = sampling_params.prompts[row].ids[ignored[row] :]
-                offsets[row] = len(shown) - sampling_params.prompts[row].length
-            self.history[row, : len(shown)].copy_(torch.from_numpy(np.ascontiguousarray(shown)))
-        self.offsets.copy_(torch.tensor(offsets, dtype=torch.int32))
-
-    def workspace(self, logits: Tensor) -> Tensor | None:
-        """That of :func:`pipespec_kernels.ops.penalize` on a GPU; None on a CPU."""
-        width = logits.shape[1]
-        if logits.is_cuda and width not in self._workspaces:
-            self._workspaces[width] = torch.zeros(logits.numel(), dtype=torch.int32, device=logits.device)
-        return self._workspaces.get(width)
-
-
 class Sampler:
-    """Chooses the tokens of one stage, with numbers at fixed addresses.
+    """Chooses the tokens of one stage, with numbers at fixed addresses. A call of a subclass applies what precedes the choice.
 
     Args:
         rows: Rows of the batch.
@@ -123,9 +69,7 @@ class Sampler:
     def __init__(self, rows: int, device: torch.device, is_target: bool) -> None:
         self.kind, self._is_target = SamplingKind(), is_target
         self._rows, self._device = rows, device
-        self._penalties: StaticPenalties | None = None
-        self._kept: StaticRecord | None = None
-        self._record: ScoreRecord | StaticRecord | None = None
+        self._record: Any = None  # with the method of ScoreRecord.write()
         self._workspaces: dict[int, Any] = {}  # by width, since graphs keep the addresses
         self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         self._inverse_temperature = torch.ones(rows, dtype=torch.float32, device=device)
@@ -135,26 +79,6 @@ class Sampler:
         # Per row the first position without a distribution, where the host reads it. Kernels write it over the bus, in this case only.
         invalid = torch.full((rows,), ALL_VALID, dtype=torch.int64, device="cpu")
         self._invalid_positions = invalid if device.type == "cpu" else invalid.pin_memory()
-
-    def start(self, sampling_params: SamplingParams, prompts: Sequence[np.ndarray], max_length: int) -> None:
-        """Use these parameters from the next step on. The numbers overwrite the old ones in place.
-
-        Args:
-            sampling_params: Of the call.
-            prompts: Per row, int32 ids ``[P_r]``.
-            max_length: Positions that a row may come to use.
-        """
-        self._set_numbers(sampling_params)
-        fused = sampling_params.penalties
-        if fused is None:
-            return
-        # Ids that processors see may be more than those of the text: padding within a prompt.
-        capacity = max_length + max([0, *(len(p.ids) - p.length for p in sampling_params.prompts)])
-        if self._penalties is None or not self._penalties.fits(capacity, len(fused.bias)):
-            room = 1 << (len(fused.bias) - 1).bit_length() if fused.bias else 0
-            self._penalties = StaticPenalties(self._rows, 1 << (capacity - 1).bit_length(), room, self._device)
-        self._penalties.set(fused, sampling_params, prompts)
-        self.kind = self.kind._replace(penalties=self._penalties.number)
 
     def _set_numbers(self, sampling_params: SamplingParams) -> None:
         """Set the numbers of draws. Nothing is penalised or recorded."""
@@ -169,56 +93,6 @@ class Sampler:
         self._top_p.fill_(top_p)
         self._min_p.fill_(min_p)
         self._invalid_positions.fill_(ALL_VALID)
-
-    def keep(self, record: ScoreRecord, starts: Sequence[int], tokens: int, vocabulary: int) -> None:
-        """Record the logits of the present call, after :meth:`start`.
-
-        Args:
-            record: What to record.
-            starts: Lengths of the prompts.
-            tokens: Maximum number of new tokens of a row.
-            vocabulary: Entries of a row of logits.
-
-        Raises:
-            torch.OutOfMemoryError: There is no room for them.
-        """
-        if self._kept is None or not self._kept.fits(record, tokens):
-            self._kept = None
-            self._kept = StaticRecord(record, self._rows, tokens, vocabulary, self._device)
-        self._kept.start(starts)
-        self._record, self.kind = self._kept, self.kind._replace(record=self._kept.number)
-
-    def read(self, record: ScoreRecord, lengths: Sequence[int]) -> None:
-        """Take over what the steps have recorded, see :meth:`StaticRecord.read`."""
-        assert self._kept is not None
-        self._kept.read(record, lengths)
-
-    def __call__(self, logits: Tensor, step: Step) -> Tensor:
-        """Choose the tokens of one step, without a wait for the device.
-
-        Args:
-            logits: ``[rows, width, V]``, of the columns of the step, in the model's dtype.
-            step: On the device of the logits.
-
-        Returns:
-            int32 ``[rows, width]``: per row the accepted draft tokens and one more, then -1; see :func:`pipespec_kernels.ops.verify`.
-        """
-        processed = logits
-        if self.kind.penalties:
-            own = self._penalties
-            assert own is not None
-            processed = logits.to(torch.float32, copy=True)
-            ops.penalize(
-                processed,
-                step.tokens,
-                own.history,
-                step.kv + own.offsets,
-                own.numbers,
-                query_lens=step.query_lens,
-                num_draft_tokens=step.num_draft_tokens,
-                workspace=own.workspace(logits),
-            )
-        return self._choose(logits, processed, step)
 
     def check_distributions(self, first_row: int = 0) -> None:
         """Check the steps that have ended. Row 0 of the step is ``first_row`` of the batch.
@@ -311,7 +185,14 @@ class HostSampler(Sampler):
             ]
 
     def __call__(self, logits: Tensor, step: Step) -> Tensor:
-        """As :meth:`Sampler.__call__`, but for ``step``, of which all but the tokens is on the CPU, as is the result.
+        """Choose the tokens of one step.
+
+        Args:
+            logits: ``[rows, width, V]``, of the columns of the step, in the model's dtype.
+            step: The tokens on the device of the logits, the rest on the CPU.
+
+        Returns:
+            int32 ``[rows, width]`` on the CPU: per row the accepted draft tokens and one more, then -1; see :func:`pipespec_kernels.ops.verify`.
 
         Raises:
             ValueError: The target's logits of a position are no distribution.

@@ -16,8 +16,8 @@ from pipespec.engine.cached_text import PROMPT_TAIL, CachedText
 from pipespec.engine.forward import native_form_of
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.ngram import NgramStage
-from pipespec.engine.record import ScoreRecord, Step
 from pipespec.engine.sampler import HostSampler
+from pipespec.engine.sampling import ScoreRecord, Step
 from pipespec_kernels import _native
 from pipespec_kernels.state import Action, StateBlock
 

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from pipespec.engine.record import Step
 from pipespec.engine.sampler import HostSampler
-from pipespec.engine.sampling import SamplingParams
+from pipespec.engine.sampling import SamplingParams, Step
 from pipespec.errors import user_stacklevel
 from pipespec.models.layout import CacheLayout
 from pipespec.process.signals import draft_errors

@@ -2,11 +2,233 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from pipespec.engine.cache import RowCache
 from pipespec.engine.sampler import Sampler, SamplingKind
+from pipespec.engine.sampling import FusedPenalties, SamplingParams, ScoreRecord, Step, logprobs_of
+from pipespec_kernels import ops
+
+_numbers = itertools.count(1)
+
+
+class StaticPenalties:
+    """The text that penalties see, and their numbers, at fixed addresses.
+
+    Args:
+        rows: Rows of the batch.
+        capacity: Tokens of a row's history.
+        biases: Biases per row that there is room for.
+        device: The stage's device.
+
+    Attributes:
+        number: Differs between any two instances.
+        history: int32 ``[rows, capacity]``. Each step appends the tokens that it feeds.
+        offsets: int32 ``[rows]``, the position in the history of the text's first token.
+        numbers: Those of :func:`pipespec_kernels.ops.penalize`.
+    """
+
+    def __init__(self, rows: int, capacity: int, biases: int, device: torch.device) -> None:
+        self.number = next(_numbers)
+        self._capacity, self._room = capacity, biases
+        self.history = torch.zeros((rows, capacity), dtype=torch.int32, device=device)
+        self.offsets = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.numbers = self._padded(FusedPenalties()).tensors([0] * rows, device)
+        self._workspaces: dict[int, Tensor] = {}  # by width, since graphs keep the addresses
+
+    def fits(self, capacity: int, biases: int) -> bool:
+        """Whether there is room for this many tokens and biases. Without biases none are applied."""
+        return capacity <= self._capacity and biases <= self._room and (biases > 0) == (self._room > 0)
+
+    def _padded(self, fused: FusedPenalties) -> FusedPenalties:
+        """With a bias for each place there is. Id -1 has no effect."""
+        return fused._replace(bias=(*fused.bias, *[(-1, 0.0)] * (self._room - len(fused.bias))))
+
+    def set(self, fused: FusedPenalties, sampling_params: SamplingParams, prompts: Sequence[np.ndarray]) -> None:
+        """Start a call with these prompts, int32 ``[P_r]``."""
+        ignored = [sampling_params.ignored_ids(row) for row in range(len(prompts))]
+        new = self._padded(fused).tensors(ignored, self.history.device)
+        for name in ("repetition", "presence", "frequency", "prompt_lengths", "bias_ids", "bias"):
+            if (own := getattr(self.numbers, name)) is not None:
+                own.copy_(getattr(new, name))
+        offsets = [0] * len(prompts)
+        for row, prompt in enumerate(prompts):
+            shown = prompt
+            if sampling_params.prompts:
+                shown = sampling_params.prompts[row].ids[ignored[row] :]
+                offsets[row] = len(shown) - sampling_params.prompts[row].length
+            self.history[row, : len(shown)].copy_(torch.from_numpy(np.ascontiguousarray(shown)))
+        self.offsets.copy_(torch.tensor(offsets, dtype=torch.int32))
+
+    def workspace(self, logits: Tensor) -> Tensor | None:
+        """That of :func:`pipespec_kernels.ops.penalize` on a GPU; None on a CPU."""
+        width = logits.shape[1]
+        if logits.is_cuda and width not in self._workspaces:
+            self._workspaces[width] = torch.zeros(logits.numel(), dtype=torch.int32, device=logits.device)
+        return self._workspaces.get(width)
+
+
+class StaticRecord:
+    """What a call records of the target's logits, at fixed addresses: entry ``i`` of a row belongs to its ``i``-th new token.
+
+    A step writes the entries of the tokens that it selects. One more entry takes what selects nothing.
+
+    Args:
+        record: What to record.
+        rows: Rows of the batch.
+        tokens: New tokens per row that there is room for.
+        vocabulary: Entries of a row of logits.
+        device: The stage's device.
+
+    Attributes:
+        number: Differs between any two instances.
+    """
+
+    def __init__(self, record: ScoreRecord, rows: int, tokens: int, vocabulary: int, device: torch.device) -> None:
+        self.number = next(_numbers)
+        self._tokens, self._rows = tokens, rows
+        self._wanted = self._of(record)
+        scores, logits, self._top_n = self._wanted
+
+        def room(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty((rows, tokens + 1, size), dtype=dtype, device=device)
+
+        self._processed = room(vocabulary) if scores else None
+        self._logits = room(vocabulary) if logits else None
+        self._logprobs = None if self._top_n is None else room(1 + self._top_n)
+        self._top_ids = None if self._top_n is None else room(self._top_n, torch.int32)
+        self._starts = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._row = torch.arange(rows, device=device)[:, None]
+
+    @staticmethod
+    def _of(record: ScoreRecord) -> tuple[bool, bool, int | None]:
+        return record.scores is not None, record.logits is not None, record.top_logprobs
+
+    def fits(self, record: ScoreRecord, tokens: int) -> bool:
+        """Whether this is what a call records, with room for its tokens."""
+        return self._wanted == self._of(record) and tokens <= self._tokens
+
+    def start(self, starts: Sequence[int]) -> None:
+        """Start a call whose rows begin with prompts of these lengths."""
+        self._starts.copy_(torch.tensor(starts, dtype=torch.int32))
+
+    def write(
+        self,
+        raw: Tensor,
+        processed: Tensor,
+        selected: Tensor,
+        step: Step,
+        inverse_temperature: Tensor | None,
+        cutoff: Tensor | None,
+        first_row: int = 0,
+    ) -> None:
+        """See :meth:`pipespec.engine.sampling.ScoreRecord.write`."""
+        width = selected.shape[1]
+        column = (step.query_lens - 1 - step.num_draft_tokens)[:, None] + torch.arange(width, device=selected.device)
+        entry = step.kv[:, None] + 1 + column - self._starts[:, None]
+        # A block may go on after the end of its row.
+        entry = torch.where((selected >= 0) & (entry < self._tokens), entry, self._tokens).long()
+        column = column.clamp(0, width - 1).long()
+        for own, logits in ((self._logits, raw), (self._processed, processed)):
+            if own is not None:
+                own[self._row, entry] = logits[self._row, column].float()
+        if self._logprobs is not None and self._top_ids is not None and self._top_n is not None:
+            logprobs, top_ids = logprobs_of(processed, selected, step, inverse_temperature, cutoff, self._top_n)
+            self._logprobs[self._row, entry] = logprobs
+            self._top_ids[self._row, entry] = top_ids
+
+    def read(self, record: ScoreRecord, lengths: Sequence[int]) -> None:
+        """Add to ``record`` what it lacks of each row's first ``lengths[r]`` new tokens, which are committed."""
+        for row, end in enumerate(lengths):
+            begin = record.counts[row]
+            if end > begin:
+                own = (self._logits, self._processed, self._logprobs, self._top_ids)
+                record.add(row, end - begin, *(None if x is None else x[row, begin:end] for x in own))
+
+
+class StaticSampler(Sampler):
+    """Chooses the tokens of a step that can be captured: penalties and records, too, lie at fixed addresses."""
+
+    def __init__(self, rows: int, device: torch.device, is_target: bool) -> None:
+        super().__init__(rows, device, is_target)
+        self._penalties: StaticPenalties | None = None
+        self._kept: StaticRecord | None = None
+
+    def start(self, sampling_params: SamplingParams, prompts: Sequence[np.ndarray], max_length: int) -> None:
+        """Use these parameters from the next step on. The numbers overwrite the old ones in place.
+
+        Args:
+            sampling_params: Of the call.
+            prompts: Per row, int32 ids ``[P_r]``.
+            max_length: Positions that a row may come to use.
+        """
+        self._set_numbers(sampling_params)
+        fused = sampling_params.penalties
+        if fused is None:
+            return
+        # Ids that processors see may be more than those of the text: padding within a prompt.
+        capacity = max_length + max([0, *(len(p.ids) - p.length for p in sampling_params.prompts)])
+        if self._penalties is None or not self._penalties.fits(capacity, len(fused.bias)):
+            room = 1 << (len(fused.bias) - 1).bit_length() if fused.bias else 0
+            self._penalties = StaticPenalties(self._rows, 1 << (capacity - 1).bit_length(), room, self._device)
+        self._penalties.set(fused, sampling_params, prompts)
+        self.kind = self.kind._replace(penalties=self._penalties.number)
+
+    def keep(self, record: ScoreRecord, starts: Sequence[int], tokens: int, vocabulary: int) -> None:
+        """Record the logits of the present call, after :meth:`start`.
+
+        Args:
+            record: What to record.
+            starts: Lengths of the prompts.
+            tokens: Maximum number of new tokens of a row.
+            vocabulary: Entries of a row of logits.
+
+        Raises:
+            torch.OutOfMemoryError: There is no room for them.
+        """
+        if self._kept is None or not self._kept.fits(record, tokens):
+            self._kept = None
+            self._kept = StaticRecord(record, self._rows, tokens, vocabulary, self._device)
+        self._kept.start(starts)
+        self._record, self.kind = self._kept, self.kind._replace(record=self._kept.number)
+
+    def read(self, record: ScoreRecord, lengths: Sequence[int]) -> None:
+        """Take over what the steps have recorded, see :meth:`StaticRecord.read`."""
+        assert self._kept is not None
+        self._kept.read(record, lengths)
+
+    def __call__(self, logits: Tensor, step: Step) -> Tensor:
+        """Choose the tokens of one step, without a wait for the device.
+
+        Args:
+            logits: ``[rows, width, V]``, of the columns of the step, in the model's dtype.
+            step: On the device of the logits.
+
+        Returns:
+            int32 ``[rows, width]``: per row the accepted draft tokens and one more, then -1; see :func:`pipespec_kernels.ops.verify`.
+        """
+        processed = logits
+        if self.kind.penalties:
+            own = self._penalties
+            assert own is not None
+            processed = logits.to(torch.float32, copy=True)
+            ops.penalize(
+                processed,
+                step.tokens,
+                own.history,
+                step.kv + own.offsets,
+                own.numbers,
+                query_lens=step.query_lens,
+                num_draft_tokens=step.num_draft_tokens,
+                workspace=own.workspace(logits),
+            )
+        return self._choose(logits, processed, step)
 
 
 class StaticBuffers(NamedTuple):
@@ -22,7 +244,7 @@ class StaticBuffers(NamedTuple):
     """
 
     cache: RowCache
-    sampler: Sampler
+    sampler: StaticSampler
     version: int
     weights: int
     graphs: dict[GraphKey, Any]

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from pipespec.config import SpeculationConfig
 from pipespec.engine.forward import described
 from pipespec.engine.inputs import StageInputs
-from pipespec.engine.record import ScoreRecord
-from pipespec.engine.sampling import SamplingParams
+from pipespec.engine.sampling import SamplingParams, ScoreRecord
 from pipespec.errors import NotCapturable
 from pipespec.models.loading import is_out_of_memory
 from pipespec.models.properties import embedding_size

@@ -23,15 +23,14 @@ from pipespec.engine.features import Features
 from pipespec.engine.forward import choose_fused, forward
 from pipespec.engine.inputs import StageInputs, stage_names, static_capacity
 from pipespec.engine.known import CAPTURED, identify
-from pipespec.engine.record import ScoreRecord, Step
-from pipespec.engine.sampler import Sampler
+from pipespec.engine.sampling import ScoreRecord, Step
 from pipespec.engine.stage import Stage
 from pipespec.errors import NotCapturable, user_stacklevel
 from pipespec.models.properties import text_config
 from pipespec.preflight.checks import check_exact
 from pipespec.preflight.memory import HEADROOM
 from pipespec.schedules.base import SpeedWarning
-from pipespec.schedules.graphs.buffers import GraphKey, StageStep, StaticBuffers
+from pipespec.schedules.graphs.buffers import GraphKey, StageStep, StaticBuffers, StaticSampler
 from pipespec_kernels import _native
 from pipespec_kernels.state import StateBlock
 
@@ -146,7 +145,7 @@ class GraphedStage(Stage):
             # The old buffers are released before the allocation.
             del found
             cache = self._make_cache(rows, capacity)
-            sampler = Sampler(rows, cache.device, self.is_target)
+            sampler = StaticSampler(rows, cache.device, self.is_target)
             found = StaticBuffers(cache, sampler, next(_versions), weights, {}, {})
         elif found.weights != weights:
             # The graphs read the old weights, or the tables of another form, or have other numbers of the modules.
@@ -346,5 +345,5 @@ class GraphedStage(Stage):
         return self.body(*(tensor.to(self.model.device) for tensor in given)).cpu()
 
     def check_distributions(self) -> None:
-        """See :meth:`Sampler.check_distributions`."""
+        """See :meth:`pipespec.engine.sampler.Sampler.check_distributions`."""
         self.buffers.sampler.check_distributions()
