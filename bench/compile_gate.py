@@ -101,7 +101,7 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 # Types of the kernels' arguments. The case defines the type of the logits; other arguments are int32.
 _BY_TYPE = {
-    "*i64": "tokens best arrivals ticket rejected next_token length epoch seeds undrawn top_k",
+    "*i64": "tokens best arrivals ticket rejected next_token length epoch seeds invalid_positions top_k",
     "*i32": "query_lens num_draft_tokens selected accepted positions remaining lengths n_new to rows begin n_keep tickets "
     "history prompt_lengths bias_ids bitmask table top_ids",
     "*fp32": "repetition presence frequency inv_temperature cutoff sums lse draft_inv_temperature draft_cutoff out maxima weights chosen top",
@@ -143,8 +143,8 @@ def cases() -> Iterator[CompileCase]:
     busy = choose_config(ROWS, VOCAB, MULTIPROCESSORS, busy=True)
     assert len({small, wide, busy}) == 3
     greedy = {"HAS_STATE": True, "COUPLED": False, "HAS_CUTOFF": False, "FAST": True, "WALK": True}
-    greedy |= {"WIDTH_BLOCK": LEAST_WIDTH_BLOCK, "HAS_UNDRAWN": False}
-    coupled = greedy | {"COUPLED": True, "HAS_UNDRAWN": True}
+    greedy |= {"WIDTH_BLOCK": LEAST_WIDTH_BLOCK, "HAS_INVALID": False}
+    coupled = greedy | {"COUPLED": True, "HAS_INVALID": True}
     cutoff = coupled | {"HAS_CUTOFF": True}
     for dtype in BYTES:
         yield CompileCase("verify, greedy", verify_kernel, dtype, wide, greedy, 12)

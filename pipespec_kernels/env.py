@@ -44,7 +44,7 @@ def collect_env() -> dict[str, Any]:
     }
 
 
-LEAST_CAPABILITY = 80
+MIN_CAPABILITY = 80
 """Ten times the compute capability that the CUDA module needs: its sums over a warp, and products of bfloat16."""
 
 
@@ -105,9 +105,9 @@ def problems(env: dict[str, Any]) -> list[str]:
     built = [int(arch.split("-")[0]) for arch in (env["native"] or {}).get("cuda_archs", [])]
     for device in cuda["devices"]:
         capability = device["capability"][0] * 10 + device["capability"][1]
-        if capability < LEAST_CAPABILITY:
+        if capability < MIN_CAPABILITY:
             found.append(
-                f"{device['name']} has compute capability {capability / 10}, and the CUDA module needs {LEAST_CAPABILITY / 10}: "
+                f"{device['name']} has compute capability {capability / 10}, and the CUDA module needs {MIN_CAPABILITY / 10}: "
                 f"on this GPU the steps run one by one, without graphs."
             )
         elif built and capability < min(built):

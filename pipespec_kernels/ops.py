@@ -32,7 +32,7 @@ from pipespec_kernels.arguments import CPU, FLOAT32, FLOAT64, FlatNoise
 from pipespec_kernels.kv import kv_append, verify_attention
 from pipespec_kernels.layers import add_rms_norm, rope_append, silu_mul
 from pipespec_kernels.logprobs import logprobs
-from pipespec_kernels.noise import INDEPENDENT, Noise, Streams, check_streams, check_undrawn
+from pipespec_kernels.noise import INDEPENDENT, Noise, Streams, check_invalid_positions, check_streams
 from pipespec_kernels.penalties import Penalties, penalize
 
 __all__ = [
@@ -238,7 +238,7 @@ def verify(
     threads: int | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     workspace: Any | None = None,
-    undrawn: Tensor | None = None,
+    invalid_positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Verification: each row's own choices up to the first draft token that they contradict.
 
@@ -261,9 +261,9 @@ def verify(
             argument. Saves the two allocations, which are a third of the cost of a small call.
         workspace: on a GPU, a :class:`pipespec_kernels.triton.Workspace` of at least ``B`` and ``Q``: saves the launch that clears one.
             Calls that may run at the same time need different ones. Ignored elsewhere.
-        undrawn: contiguous int64 ``[B]``, on the device of ``logits`` or pinned, with ``noise`` only. A row whose tokens are not all drawn from a
+        invalid_positions: contiguous int64 ``[B]``, on the device of ``logits`` or pinned, with ``noise`` only. A row whose tokens are not all drawn from a
             distribution (a chosen logit is NaN or infinite, so that the row of logits has a NaN, has +inf or is all -inf) lowers its entry to the
-            position of the first of them; begin with :data:`pipespec_kernels.noise.ALL_DRAWN`. On a GPU the same launch writes it.
+            position of the first of them; begin with :data:`pipespec_kernels.noise.ALL_VALID`. On a GPU the same launch writes it.
 
     Returns:
         ``(selected[B, Q], accepted[B])``, int32 on the device of ``query_lens``. With ``query_lens`` on the CPU the call copies
@@ -284,8 +284,8 @@ def verify(
     flat, offset = _NO_NOISE, 0
     if noise is not None:
         flat, offset = arguments.fields_for_kernel(noise)
-    if undrawn is not None:
-        check_undrawn(undrawn, logits, noise)
+    if invalid_positions is not None:
+        check_invalid_positions(invalid_positions, logits, noise)
     batch, width, _, native = arguments.check_logits(logits)
     device = CPU if native is not None else logits.device
     query_lens, num_draft_tokens, drawn = _verify_arguments(logits, tokens, query_lens, num_draft_tokens, flat, device)
@@ -296,8 +296,10 @@ def verify(
             arguments.native.verify(*call)
         else:
             arguments.native.verify_coupled(*call, *arguments.addresses(drawn))
-            if undrawn is not None:
-                reference.note_undrawn(undrawn, logits, selected, query_lens, num_draft_tokens, drawn[1])
+            if invalid_positions is not None:
+                reference.note_invalid_positions(
+                    invalid_positions, logits, selected, query_lens, num_draft_tokens, drawn[1]
+                )
         return selected, accepted
     arguments.check_count_values(query_lens, num_draft_tokens, width)
     if drawn is not None:
@@ -306,9 +308,9 @@ def verify(
     if kernels is None:
         given = None if drawn is None else Noise(*drawn, offset)
         found = reference.verify(logits, tokens, query_lens, num_draft_tokens, given)
-        if undrawn is not None and drawn is not None:
+        if invalid_positions is not None and drawn is not None:
             counts = query_lens.to(CPU), num_draft_tokens.to(CPU)
-            reference.note_undrawn(undrawn, logits, found[0], *counts, drawn[1].to(CPU) + offset)
+            reference.note_invalid_positions(invalid_positions, logits, found[0], *counts, drawn[1].to(CPU) + offset)
     else:
         found = kernels.verify(
             logits,
@@ -318,7 +320,7 @@ def verify(
             noise=None if drawn is None else arguments.moved(drawn, device, offset),
             out=(selected, accepted) if selected.device == device else None,
             workspace=workspace,
-            undrawn=undrawn,
+            invalid_positions=invalid_positions,
             exact=True,
         )
     return arguments.write_to(found, selected, accepted)

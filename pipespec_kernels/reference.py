@@ -47,10 +47,10 @@ def verify(
     return selected, accepted
 
 
-def note_undrawn(
-    undrawn: Tensor, logits: Tensor, selected: Tensor, query_lens: Tensor, num_draft_tokens: Tensor, positions: Tensor
+def note_invalid_positions(
+    found: Tensor, logits: Tensor, selected: Tensor, query_lens: Tensor, num_draft_tokens: Tensor, positions: Tensor
 ) -> None:
-    """Lower ``undrawn`` to the first position of each row whose chosen logit is not finite; see :func:`pipespec_kernels.ops.verify`.
+    """Lower ``found`` to the first position of each row whose chosen logit is not finite; see :func:`pipespec_kernels.ops.verify`.
 
     ``positions``: of the tokens that column 0 chooses. Reading results on a device waits for it.
     """
@@ -59,8 +59,8 @@ def note_undrawn(
     rows, columns, ids = (index.to(logits.device) for index in (rows, columns, selected[selected >= 0].long()))
     bad = ~torch.isfinite(logits[rows, columns, ids])
     if bool(bad.any()):
-        rows, columns = rows[bad].to(undrawn.device), columns[bad].to(undrawn.device)
-        undrawn.scatter_reduce_(0, rows, positions.to(undrawn.device)[rows] + columns, "amin")
+        rows, columns = rows[bad].to(found.device), columns[bad].to(found.device)
+        found.scatter_reduce_(0, rows, positions.to(found.device)[rows] + columns, "amin")
 
 
 def sample(logits: Tensor, noise: Noise) -> Tensor:

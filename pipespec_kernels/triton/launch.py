@@ -22,7 +22,7 @@ MOST_VOCAB = 1 << 30  # ids and tiles are counted in int32
 _NUMBERS = "width notes stream splits offset tokens_stride_b tokens_stride_q cutoff_stride_b cutoff_stride_q draft_cutoff_stride_b draft_cutoff_stride_q"
 _NUMBERS += " top_n num_biases history_stride"
 _FEW_VALUES = "tokens query_lens num_draft_tokens selected accepted best ticket rejected next_token length epoch seeds positions inv_temperature"
-_FEW_VALUES += " draft_inv_temperature cutoff draft_cutoff undrawn lse arrivals top_k top_p min_p out"
+_FEW_VALUES += " draft_inv_temperature cutoff draft_cutoff invalid_positions lse arrivals top_k top_p min_p out"
 _FEW_VALUES += (
     " chosen top_ids top history lengths repetition presence frequency prompt_lengths bias_ids bias bitmask table"
 )

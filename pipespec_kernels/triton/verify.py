@@ -122,11 +122,11 @@ def verify_kernel(
     cutoff_stride_q,
     stream,
     offset,
-    undrawn,
+    invalid_positions,
     splits,
     span,
     HAS_STATE: tl.constexpr,
-    HAS_UNDRAWN: tl.constexpr,
+    HAS_INVALID: tl.constexpr,
     COUPLED: tl.constexpr,
     HAS_CUTOFF: tl.constexpr,
     FAST: tl.constexpr,
@@ -235,14 +235,14 @@ def verify_kernel(
             if HAS_STATE:
                 last = tl.sum(tl.where(columns == agreed, choice, 0), axis=0)
                 advance(next_token, length, epoch, row, last, agreed, draft_tokens)
-            if HAS_UNDRAWN:
+            if HAS_INVALID:
                 chosen = logits + row.to(tl.int64) * logits_stride_b + (first + columns).to(tl.int64) * logits_stride_q
                 x = tl.load(chosen + choice, mask=columns <= agreed, other=0.0).to(tl.float32)
                 # The difference is NaN where the logit is not finite.
                 at = tl.min(tl.where(x - x == 0.0, WIDTH_BLOCK, columns), axis=0)
                 if at < WIDTH_BLOCK:
-                    before = tl.load(undrawn + row)
-                    tl.store(undrawn + row, tl.minimum(before, position - column + at))
+                    before = tl.load(invalid_positions + row)
+                    tl.store(invalid_positions + row, tl.minimum(before, position - column + at))
             tl.debug_barrier()  # every thread has read its words and its state before they are overwritten
             tl.store(words, 0, mask=columns <= draft_tokens)
             tl.store(ticket + row, 0)
@@ -260,7 +260,7 @@ def verify(
     state: RowState | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     workspace: Workspace | None = None,
-    undrawn: Tensor | None = None,
+    invalid_positions: Tensor | None = None,
     exact: bool = False,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -270,7 +270,7 @@ def verify(
     in nothing else.
 
     Args:
-        logits, tokens, query_lens, num_draft_tokens, noise, out, undrawn: as there.
+        logits, tokens, query_lens, num_draft_tokens, noise, out, invalid_positions: as there.
         state: written in place by the same launch.
         workspace: with it a call is exactly one launch, without it one more clears memory.
         exact: take logarithms as the host does: the choices are then those of the CPU, bit for bit, and the noise costs
@@ -290,7 +290,7 @@ def verify(
         accepted.zero_()
         return selected, accepted
     fed = tokens, query_lens.contiguous(), num_draft_tokens.contiguous()
-    _launch(logits, fed, noise, state, undrawn, selected, accepted, workspace, exact, config)
+    _launch(logits, fed, noise, state, invalid_positions, selected, accepted, workspace, exact, config)
     return selected, accepted
 
 
@@ -321,7 +321,7 @@ def _launch(
     fed: tuple[Tensor, Tensor, Tensor] | None,
     noise: Noise | None,
     state: RowState | None,
-    undrawn: Tensor | None,
+    invalid_positions: Tensor | None,
     selected: Tensor,
     accepted: Tensor,
     workspace: Workspace | None,
@@ -365,11 +365,11 @@ def _launch(
             *strides(cutoff),
             stream,
             offset,
-            unused if undrawn is None else undrawn,
+            unused if invalid_positions is None else invalid_positions,
             splits,
             span,
             HAS_STATE=state is not None,
-            HAS_UNDRAWN=undrawn is not None,
+            HAS_INVALID=invalid_positions is not None,
             COUPLED=seeds is not None,
             HAS_CUTOFF=cutoff is not None,
             FAST=not (exact or INTERPRETED),

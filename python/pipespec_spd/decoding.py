@@ -1,6 +1,6 @@
 """SPD's decoding loop for any placement of the stages.
 
-Every token of the text is the target's own. :class:`pipespec.engine.sampler.Sampler` samples it from the logits of a forward of one token
+Every token of the text is the target's own. :class:`pipespec.engine.sampler.HostSampler` samples it from the logits of a forward of one token
 after its exact prefix, as in plain decoding. Draft tokens change when this happens and never which token it is.
 """
 
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from pipespec.engine.sampler import Sampler
-from pipespec.engine.sampling import SamplingParams
+from pipespec.engine.sampler import HostSampler
+from pipespec.engine.sampling import SamplingParams, Step
 from pipespec.errors import user_stacklevel
 from pipespec.models.layout import CacheLayout
 from pipespec.process.signals import draft_errors
@@ -38,7 +38,7 @@ class DraftSampler:
     def __init__(self, sampling_params: SamplingParams, text: np.ndarray, vocabulary: int) -> None:
         self.sampling_params, self.vocabulary = sampling_params, vocabulary
         self._rows = text.shape[0]
-        self._sampler = Sampler(sampling_params, text, None, vocabulary, is_target=False)
+        self._sampler = HostSampler(sampling_params, text, None, vocabulary, is_target=False)
 
     def __call__(self, logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
         """Sample one token for each of R different ``rows`` from ``logits [R, V]``. ``positions``: of these tokens. ``ValueError``: a row occurs twice."""
@@ -49,17 +49,13 @@ class DraftSampler:
         return _choose(self._sampler, block, rows, positions)
 
 
-def _choose(sampler: Sampler, logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
+def _choose(sampler: HostSampler, logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
     """Sample one token for each of ``rows`` from ``logits [B, 1, V]``. ``positions``: of these tokens."""
-    selected = sampler.argmax(logits)
-    if selected is None:
-        count = logits.shape[0]
-        query_lens, at = np.zeros(count, dtype=np.int32), np.zeros(count, dtype=np.int64)
-        query_lens[rows], at[rows] = 1, positions
-        # There are no draft tokens, so the fed tokens have no effect.
-        fed = torch.zeros((count, 1), dtype=torch.int32, device=logits.device)
-        selected = sampler(logits, fed, query_lens, np.zeros_like(query_lens), at)
-    tokens = selected.tolist()
+    kv, query_lens = torch.zeros((2, logits.shape[0]), dtype=torch.int32, device="cpu")
+    kv[rows], query_lens[rows] = torch.tensor(positions, dtype=torch.int32) - 1, 1
+    # There are no draft tokens, so the fed tokens have no effect.
+    fed = torch.zeros((logits.shape[0], 1), dtype=torch.int32, device=logits.device)
+    tokens = sampler(logits, Step(fed, kv, query_lens, torch.zeros_like(query_lens))).tolist()
     return [tokens[row][0] for row in rows]
 
 
@@ -175,7 +171,7 @@ class SpeculativeDriver(Decoder):
         for row, prompt in enumerate(prompts):
             self._text[row, : len(prompt)] = prompt
         self.machine.reset(prompts, inputs.limits, request.eos)
-        self._select = Sampler(
+        self._select = HostSampler(
             inputs.sampling_params, self._text, request.record, inputs.vocabulary, grammar=inputs.grammar
         )
         select = DraftSampler(pickle.loads(request.draft_sampling_params), self._text, inputs.vocabulary)

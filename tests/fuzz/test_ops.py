@@ -60,7 +60,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         "logits": _logits(), "inv_temperature": 1.0, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "threads": 1, "out": None, **_counts(),
     },
     "verify": lambda: {
-        "logits": _logits(), "tokens": _tokens(), "noise": _noise(), "threads": 1, "out": None, "workspace": None, "undrawn": None, **_counts(),
+        "logits": _logits(), "tokens": _tokens(), "noise": _noise(), "threads": 1, "out": None, "workspace": None, "invalid_positions": None, **_counts(),
     },
     "rejection_sample": lambda: {
         "logits": _logits(), "tokens": _tokens(), "draft_logits": torch.randn(B, Q - 1, V), "noise": _noise(), "threads": 1, "out": None,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipespec_kernels import _native
-from pipespec_kernels.noise import ALL_DRAWN, Noise
+from pipespec_kernels.noise import ALL_VALID, Noise
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KINDS = ["normal", "negative", "few values", "minus inf", "zeros", "nans", "any bits"]
@@ -139,15 +139,15 @@ def drafted_tokens(logits: Tensor, agreement: float, generator: torch.Generator,
     return tokens.to(dtype)
 
 
-UNDRAWN = [ALL_DRAWN, 101, 7, 300, ALL_DRAWN, ALL_DRAWN]
-"""The ``undrawn`` of :func:`undrawn_case`."""
+INVALID_POSITIONS = [ALL_VALID, 101, 7, 300, ALL_VALID, ALL_VALID]
+"""The ``invalid_positions`` of :func:`invalid_case`."""
 
 
-def undrawn_case(dtype: torch.dtype) -> tuple[Tensor, Tensor, Noise, tuple[Tensor, Tensor]]:
+def invalid_case(dtype: torch.dtype) -> tuple[Tensor, Tensor, Noise, tuple[Tensor, Tensor]]:
     """Rows of three columns that choose 0 throughout, some from logits without a distribution.
 
     Returns:
-        ``undrawn``, the logits, the noise, and the counts.
+        ``invalid_positions``, the logits, the noise, and the counts.
     """
     logits = torch.full((6, 3, 70), -50.0)
     logits[:, :, 0] = 50
@@ -158,12 +158,12 @@ def undrawn_case(dtype: torch.dtype) -> tuple[Tensor, Tensor, Noise, tuple[Tenso
     logits[4, 2] = math.nan  # the draft token before it is rejected
     logits[4, 1, 1] = 200
     logits[5] = math.nan  # the row idles
-    undrawn = torch.tensor([ALL_DRAWN, ALL_DRAWN, 7, 10**6, ALL_DRAWN, ALL_DRAWN])
+    invalid_positions = torch.tensor([ALL_VALID, ALL_VALID, 7, 10**6, ALL_VALID, ALL_VALID])
     positions = torch.tensor([50, 99, 199, 297, 399, 499], dtype=torch.int32)
     noise = Noise(torch.arange(6), positions, torch.ones(6), offset=1)
     query_lens = torch.tensor([3, 3, 3, 3, 3, 0], dtype=torch.int32)
     num_draft_tokens = torch.tensor([0, 2, 2, 2, 2, 0], dtype=torch.int32)
-    return undrawn, logits.to(dtype), noise, (query_lens, num_draft_tokens)
+    return invalid_positions, logits.to(dtype), noise, (query_lens, num_draft_tokens)
 
 
 def ragged_counts(batch: int, width: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

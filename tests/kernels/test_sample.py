@@ -18,16 +18,16 @@ from tests.trials import trials
 
 from .selection import (
     DTYPES,
+    INVALID_POSITIONS,
     KINDS,
     LAYOUTS,
-    UNDRAWN,
     int32,
+    invalid_case,
     make_logits,
     ragged_counts,
     simd,
     simd_variants,
     strided,
-    undrawn_case,
 )
 
 VARIANTS = simd_variants()
@@ -332,7 +332,7 @@ def test_positions_of_the_first_fed_tokens() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_tokens_that_no_distribution_gave(dtype: torch.dtype) -> None:
-    """``undrawn`` has the first position of each row whose chosen logit is not finite, and stays as it is elsewhere."""
-    undrawn, logits, noise, counts = undrawn_case(dtype)
-    ops.verify(logits, torch.zeros(6, 3, dtype=torch.int64), *counts, noise=noise, undrawn=undrawn)
-    assert undrawn.tolist() == UNDRAWN
+    """``invalid_positions`` has the first position of each row whose chosen logit is not finite, and stays as it is elsewhere."""
+    invalid_positions, logits, noise, counts = invalid_case(dtype)
+    ops.verify(logits, torch.zeros(6, 3, dtype=torch.int64), *counts, noise=noise, invalid_positions=invalid_positions)
+    assert invalid_positions.tolist() == INVALID_POSITIONS

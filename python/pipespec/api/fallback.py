@@ -19,7 +19,7 @@ from pipespec.api.output import PipelineOutput
 from pipespec.api.prepare import CallOptions
 from pipespec.api.report import Report, StageReport
 from pipespec.engine.cache import RowCache
-from pipespec.engine.sampler import nothing_to_draw
+from pipespec.engine.sampler import no_distribution_error
 from pipespec.engine.sampling import row_seeds, with_penalties
 from pipespec.errors import Unsupported
 from pipespec.models.compat import mask_columns_of_call
@@ -63,7 +63,7 @@ class _Choice:
             return scores
         positions = input_ids.shape[1] - self._skipped
         for row in torch.nonzero(~torch.isfinite(scores.amax(-1))).flatten().tolist():
-            raise nothing_to_draw(row, int(positions[row]))
+            raise no_distribution_error(row, int(positions[row]))
         ones = torch.ones(len(scores), dtype=torch.float32, device="cpu")
         noise = Noise(self._keys, positions, ones)
         chosen = ops.sample(scores.float()[:, None].contiguous(), noise).long()

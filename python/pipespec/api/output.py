@@ -13,7 +13,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from pipespec.api.caches import give_back
 from pipespec.api.prepare import PreparedCall
 from pipespec.api.report import Report, stage_report
-from pipespec.engine.sampler import ScoreRecord
+from pipespec.engine.sampling import ScoreRecord
 from pipespec.errors import user_stacklevel
 from pipespec.schedules.base import Decoder, SpeedWarning
 from pipespec.schedules.request import CacheOwner

@@ -17,8 +17,7 @@ from pipespec.api.text import CommittedText, Criteria, Progress
 from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.callers import check_of_model, check_row_wise
 from pipespec.engine.inputs import StageInputs, prefill_chunk
-from pipespec.engine.sampler import ScoreRecord
-from pipespec.engine.sampling import Prompt, SamplingParams, row_seeds, with_penalties
+from pipespec.engine.sampling import Prompt, SamplingParams, ScoreRecord, row_seeds, with_penalties
 from pipespec.errors import NotKnown, UnsupportedInput
 from pipespec.models.compat import mask_columns_of_call
 from pipespec.models.devices import input_device

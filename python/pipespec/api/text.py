@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pipespec.engine.callers import call_with_ids
-from pipespec.engine.sampler import ScoreRecord
+from pipespec.engine.sampling import ScoreRecord
 from pipespec.errors import run_user_code
 from pipespec.process import shutdown
 from pipespec.schedules.request import TextSource

@@ -15,7 +15,7 @@ from pipespec.engine.head import DraftHead
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.known import NATIVE
 from pipespec.engine.native import NativeForm
-from pipespec.engine.sampler import float32_copy
+from pipespec.engine.sampling import float32_copy
 from pipespec.engine.stage import Stage
 from pipespec.models.families import NotReadable
 from pipespec_kernels.decoder import NativeDecoder

@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
 from pipespec.engine.inputs import StageInputs
-from pipespec.engine.sampler import ScoreRecord
-from pipespec.engine.sampling import SamplingParams
+from pipespec.engine.sampling import SamplingParams, ScoreRecord
 from pipespec.engine.stage import Stage
 from pipespec.models.properties import embedding_size
 from pipespec.models.tokenizers import ByteTokenizer

@@ -12,7 +12,7 @@ import numpy as np
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.inputs import StageInputs
-from pipespec.engine.sampler import ScoreRecord
+from pipespec.engine.sampling import ScoreRecord
 
 
 class TextSource(Protocol):

@@ -17,14 +17,14 @@ from tests.trials import trials
 
 from ..selection import (
     DTYPES,
+    INVALID_POSITIONS,
     KINDS,
     LAYOUTS,
-    UNDRAWN,
     drafted_tokens,
+    invalid_case,
     make_logits,
     ragged_counts,
     strided,
-    undrawn_case,
 )
 from .conftest import some
 
@@ -273,13 +273,17 @@ def test_bad_temperatures_on_the_device_stay_in_their_row(scale: float, device: 
 )
 def test_tokens_that_no_distribution_gave(dtype: torch.dtype, config: Config, device: torch.device) -> None:
     """In the same launch, whatever the division of the row, and with positions in int32."""
-    undrawn, logits, noise, counts = (x.to(device) if isinstance(x, torch.Tensor) else x for x in undrawn_case(dtype))
+    invalid_positions, logits, noise, counts = (
+        x.to(device) if isinstance(x, torch.Tensor) else x for x in invalid_case(dtype)
+    )
     noise = on_device(noise, device)
     tokens = torch.zeros(6, 3, dtype=torch.int64, device=device)
     counts = [count.to(device) for count in counts]
     workspace = Workspace(6, 3, device)
-    got = verify(logits, tokens, *counts, noise=noise, undrawn=undrawn, workspace=workspace, config=config)
-    assert undrawn.tolist() == UNDRAWN
+    got = verify(
+        logits, tokens, *counts, noise=noise, invalid_positions=invalid_positions, workspace=workspace, config=config
+    )
+    assert invalid_positions.tolist() == INVALID_POSITIONS
     assert not workspace.words.any()
     assert torch.equal(got[0], verify(logits, tokens, *counts, noise=noise, config=config)[0])
 

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from pipespec.config import SpeculationConfig
 from pipespec.engine.forward import described
 from pipespec.engine.inputs import StageInputs
-from pipespec.engine.sampler import ScoreRecord
-from pipespec.engine.sampling import SamplingParams
+from pipespec.engine.sampling import SamplingParams, ScoreRecord
 from pipespec.errors import NotCapturable
 from pipespec.models.loading import is_out_of_memory
 from pipespec.models.properties import embedding_size
@@ -284,7 +283,7 @@ class GraphedDriver(Driver):
 
     def _committed(self, request: GenerationRequest) -> None:
         """Called after steps of the target."""
-        self.target.check_drawn()
+        self.target.check_distributions()
         self._read_record(request)
         request.committed(self.block)
 
