@@ -96,21 +96,20 @@ def load_chain(
         load_model(m, dtype=loading.dtype, device=d, trust_remote_code=remote)
         for m, d in zip(given, devices, strict=True)
     ]
-    translated = with_translations(
-        own, loaded, given, loading.tokenizer, loading.draft_tokenizers, trust_remote_code=remote
-    )
-    is_translated = any(draft.translates for draft in translated)
-    check_chain(loaded, given, translated=is_translated)
-    is_known = is_translated or loading.tokenizer is not None or loading.draft_tokenizers is not None
-    own_models, own_specs = iter(loaded), iter(translated)
+    own = with_translations(own, loaded, given, loading.tokenizer, loading.draft_tokenizers, trust_remote_code=remote)
+    translated = [i for i, draft in enumerate(own) if draft.translates]
+    check_chain(loaded, given, translated=translated)
+    is_known = bool(translated) or loading.tokenizer is not None or loading.draft_tokenizers is not None
+    own_drafts = iter(zip(own, loaded, strict=False))
     specs, models = [], []
     for draft in drafts:
+        model = None
         if draft.own_model:
-            draft = next(own_specs)
-            models.append(next(own_models))
+            draft, model = next(own_drafts)
         elif not draft.inline:
-            models.append(draft.load(loaded[-1], loading.dtype))
+            model = draft.load(loaded[-1], loading.dtype)
         specs.append(draft.for_target(target, loaded[-1]))
+        models += [model] * (not draft.inline)
     models.append(loaded[-1])
     if formats[-1] is not None:
         models[-1] = quantized(models[-1], formats[-1])

@@ -232,7 +232,7 @@ class Pipeline(BasePipeline):
         schedule, captured, joins = default_schedule(
             [str(input_device(model)) for model in self.models],
             options["graphs"],
-            in_turn=any(draft.reads_target for draft in drafts) or (bool(drafts) and all(d.inline for d in drafts)),
+            in_turn=_runs_in_turn(drafts),
             uncaptured=not can_be_captured(drafts),
             whole=all(why_not_whole(model) is None for model in self.models),
             coupled=options["acceptance"] == "coupled",
@@ -351,6 +351,12 @@ def _make_driver_or_fallback(models: Sequence[PreTrainedModel], config: Speculat
             reason = f"{reason}; worker processes cannot be used either ({error})"
     warn_of(f"{reason}; the steps run one by one, in lockstep, without graphs")
     return make_driver(models, _eager(config))
+
+
+def _runs_in_turn(drafts: Sequence[DraftSpec]) -> bool:
+    """Whether drafts are for the target's process, or for an order that only the controller gives them."""
+    without_models = bool(drafts) and all(draft.inline for draft in drafts)
+    return without_models or any(d.reads_target or (i > 0 and not d.verifies) for i, d in enumerate(drafts))
 
 
 def _eager(config: SpeculationConfig) -> SpeculationConfig:
