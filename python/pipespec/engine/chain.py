@@ -28,7 +28,7 @@ class DraftSpec(ABC):
     A spec is small and can be pickled: it is sent to the process where the stage runs. The model that runs is not part of it.
 
     Attributes:
-        name: Of the stage, in reports. It also stands for the draft with its defaults where a user names drafts. Empty: ``"draft 0"`` and so on.
+        name: Of the stage, in reports. Empty: ``"draft 0"`` and so on.
         label: How messages call the kind.
         form: Of an inline stage, in place of how a model's forward runs, for reports.
         inline: Whether the stage has no model. It then runs in the process of the stage downstream, which lets it draft before each of its own steps, see
@@ -61,8 +61,8 @@ class DraftSpec(ABC):
 
     @classmethod
     def recognise(cls, given: Any) -> DraftSpec | None:
-        """The draft that a user means by ``given``, if it is of this kind."""
-        return cls() if cls.name and isinstance(given, str) and given == cls.name else None
+        """The draft that a user means by ``given``, if it is of this kind. The name in its row need not be recognised."""
+        return None
 
     def check(self, target: PretrainedConfig) -> None:
         """Raise ``ValueError`` if it cannot draft for a target of this configuration. Before models are loaded."""
@@ -153,8 +153,12 @@ def as_draft(given: Any) -> DraftSpec:
     """The draft that a user means by ``given``: a spec, a model, a path, or the name of a kind."""
     if isinstance(given, DraftSpec):
         return given
-    found = (row.spec_class().recognise(given) for row in DRAFTS)
-    return next(spec for spec in found if spec is not None)  # the last row takes anything
+    for row in DRAFTS:
+        kind = row.spec_class()
+        spec: DraftSpec | None = kind() if isinstance(given, str) and given == row.name else kind.recognise(given)
+        if spec is not None:
+            return spec
+    raise TypeError(f"{given!r} is no draft")
 
 
 def make_upstream(
