@@ -198,6 +198,11 @@ def with_option(option: str) -> list[Schedule]:
     return [row for row in SCHEDULES.values() if option in row.options and (row.has_drafts or option == "graphs")]
 
 
+def with_draft(draft: Any) -> list[Schedule]:
+    """The schedules in which a draft can run."""
+    return [row for row in SCHEDULES.values() if row.takes(draft)]
+
+
 def table() -> str:
     """The table of schedules in ``docs/how-to/schedules.md``."""
     lines = ["| schedule | where the stages run | use it for |", "|---|---|---|"]

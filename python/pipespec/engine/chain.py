@@ -22,7 +22,7 @@ from pipespec_kernels.state import StateBlock
 
 
 @dataclass(frozen=True, eq=False)
-class DraftSpec(ABC):
+class DraftSpec:
     """One draft of a chain. A subclass is a kind of draft; its fields are what a user chooses.
 
     A spec is small and can be pickled: it is sent to the process where the stage runs. The model that runs is not part of it.
@@ -30,6 +30,7 @@ class DraftSpec(ABC):
     Attributes:
         name: Of the stage, in reports. Empty: ``"draft 0"`` and so on.
         label: How messages call the kind.
+        stage_class: Of its stages: a :class:`pipespec.engine.stage.Stage`, or an :class:`InlineStage`.
         form: Of an inline stage, in place of how a model's forward runs, for reports.
         inline: Whether the stage has no model. It then runs in the process of the stage downstream, which lets it draft before each of its own steps, see
             :class:`InlineStage`.
@@ -45,6 +46,7 @@ class DraftSpec(ABC):
 
     name: ClassVar[str] = ""
     label: ClassVar[str]
+    stage_class: ClassVar[Any]
     form: ClassVar[str] = ""
     inline: ClassVar[bool] = False
     own_model: ClassVar[bool] = False
@@ -83,19 +85,19 @@ class DraftSpec(ABC):
         """Bytes of the weights that a step of the model reads."""
         return weight_bytes(model)
 
-    @abstractmethod
     def make_stage(
         self, model: Any, block: StateBlock, index: int, trace: _native.TraceBuffer | None = None, **options: Any
     ) -> Any:
-        """Make the stage: a :class:`pipespec.engine.stage.Stage`, or an :class:`InlineStage`.
+        """Make the stage, by default one of ``stage_class``.
 
         Args:
             model: What it runs; None for an inline stage.
             block: The state block of the chain.
             index: Place in the chain.
             trace: Buffer for the times of its steps; None: no trace.
-            **options: The others of :class:`pipespec.engine.stage.Stage`: ``native``, ``upstream``, ``acceptance``.
+            **options: The others of the class of the stage.
         """
+        return self.stage_class(self if self.inline else model, block, index, trace, **options)
 
 
 class InlineStage(ABC):
@@ -104,13 +106,23 @@ class InlineStage(ABC):
     It is never set alive in the block: what it can draft is there when the stage downstream plans, so that no stage waits for it.
 
     Args:
+        spec: Of the draft.
         block: The state block of the chain.
         index: Place in the chain.
+        trace: Buffer for the times of its steps; None: no trace.
         upstream: The stage upstream, if it is an inline one, too.
     """
 
-    def __init__(self, block: StateBlock, index: int, upstream: InlineStage | None = None) -> None:
-        self.block, self.index, self.upstream = block, index, upstream
+    def __init__(
+        self,
+        spec: Any,
+        block: StateBlock,
+        index: int,
+        trace: _native.TraceBuffer | None = None,
+        *,
+        upstream: InlineStage | None = None,
+    ) -> None:
+        self.spec, self.block, self.index, self.trace, self.upstream = spec, block, index, trace, upstream
 
     def start(self, prompts: Sequence[np.ndarray]) -> None:
         """Start a call, and so do the inline stages upstream. ``prompts``: per row, int32 ``[P_r]``."""
@@ -167,17 +179,8 @@ def make_upstream(
     first: int,
     trace_of: Callable[[int], _native.TraceBuffer | None] = lambda stage: None,
 ) -> InlineStage | None:
-    """Make the inline stages in front of a stage that runs in this process.
-
-    Args:
-        drafts: Their specs, see :meth:`pipespec.config.SpeculationConfig.inline_before`.
-        block: The state block of the chain.
-        first: The place of the first one.
-        trace_of: By place, the buffer for the times of its steps.
-
-    Returns:
-        The last one. None: there is none.
-    """
+    """Make the inline stages, from place ``first`` on, that a stage in this process has directly upstream. Returns the last one; None if there is none.
+    ``trace_of``: by place, the buffer for the times of its steps."""
     upstream: InlineStage | None = None
     for index, draft in enumerate(drafts, first):
         upstream = draft.make_stage(None, block, index, trace_of(index), upstream=upstream)

@@ -360,12 +360,12 @@ class WorkersDriver(Driver):
     def forms(self) -> Sequence[str]:
         for worker in self._workers.values():
             worker.receive_sent()
-        said = {i: worker.status.form for i, worker in self._workers.items()}
+        said = {i: worker.status.form for i, worker in self._workers.items() if worker.status}
         return self._forms(said | {self.block.target: self._target.form})
 
     @property
     def translated(self) -> Mapping[int, tuple[int, int]]:
-        said = {i: worker.status for i, worker in self._workers.items()}
+        said = {i: worker.status for i, worker in self._workers.items() if worker.status}
         return {i: s.translated for i, s in said.items() if s.translated and s.generation == self._generation}
 
     def reusable_bytes(self, request: GenerationRequest) -> Counter[str]:
