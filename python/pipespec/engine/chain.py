@@ -85,19 +85,10 @@ class DraftSpec:
         """Bytes of the weights that a step of the model reads."""
         return weight_bytes(model)
 
-    def make_stage(
-        self, model: Any, block: StateBlock, index: int, trace: _native.TraceBuffer | None = None, **options: Any
-    ) -> Any:
-        """Make the stage, by default one of ``stage_class``.
-
-        Args:
-            model: What it runs; None for an inline stage.
-            block: The state block of the chain.
-            index: Place in the chain.
-            trace: Buffer for the times of its steps; None: no trace.
-            **options: The others of the class of the stage.
-        """
-        return self.stage_class(self if self.inline else model, block, index, trace, **options)
+    def make_stage(self, model: Any, *place: Any, **options: Any) -> Any:
+        """Make the stage, by default one of ``stage_class``, which takes ``place`` (block, index, trace) and ``options``, too. ``model``: what it runs; None for
+        an inline stage, which takes this spec."""
+        return self.stage_class(self if self.inline else model, *place, **options)
 
 
 class InlineStage(ABC):
