@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from pipespec.config import WIDTH
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampling import SamplingParams, ScoreRecord
-from pipespec.engine.stage import Stage
+from pipespec.engine.stage import ModelDraft, Stage
 from pipespec.models.properties import embedding_size
 from pipespec.models.tokenizers import ByteTokenizer
 from pipespec_kernels import _native
@@ -372,7 +372,6 @@ class TranslatedStage(Stage):
 
     @property
     def translated(self) -> tuple[int, int]:
-        """Tokens that the draft has generated in this call, and those that could not become tokens of the target."""
         return sum(row.generated for row in self._translated), sum(row.lost for row in self._translated)
 
     def prefill(self, inputs: StageInputs, record: ScoreRecord | None = None) -> None:
@@ -506,3 +505,28 @@ def _best(logits: torch.Tensor, among: np.ndarray | None) -> int | None:
         return int(logits.argmax())
     ids = torch.from_numpy(among[among < logits.shape[0]])
     return int(ids[int(logits[ids.to(logits.device)].argmax())]) if len(ids) else None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TranslatedDraft(ModelDraft):
+    """A model with another tokenizer than the target's.
+
+    Args:
+        target: The target's tokenizer.
+        own: The draft's.
+    """
+
+    label = "a draft with another tokenizer"
+    verifies = False  # it has no ids for the tokens of a stage upstream
+    draws = False
+    translates = True
+
+    target: ByteTokenizer
+    own: ByteTokenizer
+
+    @classmethod
+    def recognise(cls, given: Any) -> None:
+        """None: the tokenizers of models tell, see :func:`pipespec.preflight.tokenizers.with_translations`."""
+
+    def make_stage(self, *place: Any, native: bool = True, **options: Any) -> TranslatedStage:
+        return TranslatedStage(*place, native=native, translation=Translation(self.target, self.own))

@@ -10,8 +10,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
+from pipespec.engine.chain import make_upstream
 from pipespec.engine.inputs import StageInputs
-from pipespec.engine.ngram import NgramStage
 from pipespec.engine.stage import Stage
 from pipespec.process.ranks import RankError, Ranks, break_group
 from pipespec.process.signals import draft_errors, handlers_watched
@@ -106,11 +106,15 @@ class DraftRank(Decoder):
 
     def __init__(self, model: PreTrainedModel, config: SpeculationConfig, ranks: Ranks) -> None:
         super().__init__()
-        first, rank = int(config.ngram is not None), ranks.rank
-        self.block: StateBlock = StateBlock.create(len(config.lookahead) + 1, 1, 64)
-        ngram = NgramStage(config.ngram, self.block) if config.ngram is not None and rank == 1 else None
-        self._stage = Stage(model, self.block, first + rank - 1, native=config.native, ngram=ngram)
-        self._party = _DraftParty(ranks, first, self.block)
+        rank = ranks.rank
+        index = config.model_stages[rank - 1]
+        first = config.stages_of(index)[0]
+        self.block: StateBlock = StateBlock.create(len(config.drafts) + 1, 1, 64)
+        upstream = make_upstream(config.drafts[first:index], self.block, first)
+        self._stage: Stage = config.drafts[index].make_stage(
+            model, self.block, index, native=config.native, upstream=upstream
+        )
+        self._party = _DraftParty(ranks, config, self.block)
         self.rank = rank
         weakref.finalize(self, self._party.close)
 

@@ -11,7 +11,6 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.engine.ngram import NgramStage
 from pipespec.engine.stage import Stage
 from pipespec.process.ranks import Ranks
 from pipespec.schedules.base import Decoder, Driver
@@ -62,24 +61,22 @@ class RanksDriver(Driver):
     def __init__(self, model: PreTrainedModel, config: SpeculationConfig, ranks: Ranks) -> None:
         super().__init__([model], config)
         at = self.block.target
-        ngram = self._make_ngram() if ranks.world == 1 else None
-        self._target = Stage(model, self.block, at, self._trace_of(at), native=config.native, ngram=ngram)
+        self._target = self._make_stage(at)
         self.block.set_alive(at, True)
         self._generation = 0
         self._lost_at: dict[int, float] = {}
         self._events: list[str] = []
-        self._party = _TargetParty(ranks, self._first, self.block)
+        self._party = _TargetParty(ranks, config, self.block)
         weakref.finalize(self, self._party.close)
 
-    @property
-    def _stage_count(self) -> int:
-        return len(self.config.lookahead) + 1
+    def _model_of(self, i: int) -> PreTrainedModel:
+        return self.models[0]  # those of other stages are on other ranks
 
     def _draft_name(self, i: int) -> str:
         return f"{super()._draft_name(i)} (rank {self._rank_of(i)})"
 
     def _rank_of(self, i: int) -> int:
-        return i - self._first + 1
+        return self.config.model_stages.index(i) + 1
 
     @property
     def target(self) -> Stage:
@@ -132,7 +129,7 @@ class RanksDriver(Driver):
         """Continue without the drafts that are gone, and take back those that have returned. The user is warned of each once per call."""
         now = time.monotonic()
         for rank in self._party.links:
-            i = rank - 1 + self._first
+            i = self.config.model_stages[rank - 1]
             cause, away = self._party.trouble(rank), i in self._lost_at
             if cause is not None and not away:
                 self._lost_at[i] = now
@@ -151,8 +148,8 @@ class RanksDriver(Driver):
 
     @property
     def forms(self) -> Sequence[str]:
-        drafts = [self._party.forms.get(rank, "") for rank in self._party.links]
-        return [*[NgramStage.form] * self._first, *drafts, self._target.form]
+        said = {self.config.model_stages[rank - 1]: form for rank, form in self._party.forms.items()}
+        return self._forms(said | {self.block.target: self._target.form})
 
     def traces(self) -> dict[str, np.ndarray]:
         # The other ranks keep no trace.

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipespec.config import SpeculationConfig
 from pipespec.process import ranks as transport
 from pipespec.process.ranks import FOREVER, Ranks, break_group, first_line
 from pipespec_kernels import _native
@@ -127,16 +128,9 @@ class Link:
             posted.append((self._group.recv([message], self.peer, _MESSAGES), message))
 
 
-def stages_of(rank: int, world: int, first: int) -> list[int]:
-    """The stages that a rank runs: rank 0 the target, the others the drafts, smallest first.
-
-    Args:
-        rank: The rank.
-        world: Number of ranks, one per model.
-        first: Number of stages without a model. They belong to the rank of the first model.
-    """
-    own = [first + (rank - 1) % world]
-    return [*range(first), *own] if rank == 1 % world else own
+def stages_of(rank: int, config: SpeculationConfig) -> range:
+    """The stages that a rank runs: rank 0 the target, the others a draft each, and each the inline ones upstream of it."""
+    return config.stages_of(config.model_stages[rank - 1])
 
 
 class Party:
@@ -148,7 +142,7 @@ class Party:
 
     Args:
         ranks: All ranks.
-        first: Number of stages without a model.
+        config: Of the whole chain.
         block: This rank's block.
 
     Attributes:
@@ -157,8 +151,8 @@ class Party:
         running: Whether it has not ended.
     """
 
-    def __init__(self, ranks: Ranks, first: int, block: StateBlock) -> None:
-        self.ranks, self._first, self.block = ranks, first, block
+    def __init__(self, ranks: Ranks, config: SpeculationConfig, block: StateBlock) -> None:
+        self.ranks, self._config, self.block = ranks, config, block
         self.rank, self._world = rank, world = ranks.rank, ranks.world
         self.lock = threading.Lock()
         self.generation, self.running, self.closed = 0, False, False
@@ -182,7 +176,7 @@ class Party:
         """Take part in a generation, whose rows lie in the block. While the lock is held."""
         self.generation, self.running = generation, True
         for peer in self.links:
-            own, theirs = (stages_of(rank, self._world, self._first) for rank in (self.rank, peer))
+            own, theirs = (list(stages_of(rank, self._config)) for rank in (self.rank, peer))
             tokens = self._reads_tokens(peer, self.rank)
             outbox = self.block.outbox(own, tokens=tokens, counters=peer == 0, controls=self.rank == 0)
             self._boxes[peer] = outbox, self.block.inbox(theirs, controls=peer == 0)

@@ -21,7 +21,6 @@ from itertools import chain
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.engine.ngram import NgramStage
 from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.stage import Stage
 from pipespec.models.layout import CacheLayout
@@ -253,12 +252,11 @@ class WorkersDriver(Driver):
         super().__init__(models, config)
         drafts = len(models) - 1
         self._target_threads = target_threads(drafts)
-        at, ngram = self.block.target, None if drafts else self._make_ngram()
-        self._target = self._make_stage(at, ngram)
-        self.block.set_alive(at, True)
+        self._target = self._make_stage(self.block.target)
+        self.block.set_alive(self.block.target, True)
         self._generation = 0
         # By stage.
-        self._weights = {i: share(model) for i, model in enumerate(models[:-1], self._first)}
+        self._weights = {i: share(model) for i, model in zip(config.model_stages[:-1], models[:-1], strict=True)}
         self._workers: dict[int, _Worker] = {}
         # At interpreter exit, too, and when the driver is collected as garbage.
         weakref.finalize(self, _shut_down, self._workers)
@@ -267,7 +265,7 @@ class WorkersDriver(Driver):
             raise failure
 
     def _make_block(self) -> StateBlock:
-        return StateBlock.create(self._first + len(self.models), 1, 64, SharedMemory.create([1]))
+        return StateBlock.create(self._stage_count, 1, 64, SharedMemory.create([1]))
 
     @property
     def target(self) -> Stage:
@@ -299,13 +297,12 @@ class WorkersDriver(Driver):
         self.block.set_alive(i, False)
         assert isinstance(self.block.memory, SharedMemory)
         (weights, memory), trace = self._weights[i], self._trace_memory
-        upstream = (self.config.ngram or self.config.translation) if i == self._first else None
-        # An n-gram index upstream runs in the same process.
-        stages = {0, i} if upstream is not None and upstream is self.config.ngram else {i}
-        parts = [(memory, {0}), (self.block.memory, self.block.parts_of(stages))]
+        stages = self.config.stages_of(i)
+        parts = [(memory, {0}), (self.block.memory, self.block.parts_of(set(stages)))]
         if trace is not None:
-            parts.append((trace.memory, stages))
-        setup = Setup(i, weights, [], trace.entries if trace else 0, self.config.native, upstream)
+            parts.append((trace.memory, set(stages)))
+        drafts = self.config.drafts[stages[0] : i + 1]
+        setup = Setup(i, weights, [], trace.entries if trace else 0, self.config.native, drafts)
         self._workers[i] = _Worker(self._draft_name(i), setup, parts)
 
     def _begin(self, request: GenerationRequest) -> None:
@@ -354,7 +351,7 @@ class WorkersDriver(Driver):
                     request.committed(self.block)
         finally:
             self.block.start(0)
-        if self._trace_memory is not None or self.config.translation is not None:
+        if self._trace_memory is not None or any(draft.translates for draft in self.config.drafts):
             # The steps under way belong to the call, so that its trace and its counters agree.
             for worker in self._workers.values():
                 worker.await_idle()
@@ -363,20 +360,19 @@ class WorkersDriver(Driver):
     def forms(self) -> Sequence[str]:
         for worker in self._workers.values():
             worker.receive_sent()
-        said = [self._workers[i].status if i in self._workers else None for i in self._weights]
-        drafts = [status.form if status else "" for status in said]
-        return [*[NgramStage.form] * self._first, *drafts, self._target.form]
+        said = {i: worker.status.form for i, worker in self._workers.items() if worker.status}
+        return self._forms(said | {self.block.target: self._target.form})
 
     @property
     def translated(self) -> Mapping[int, tuple[int, int]]:
-        status = self._workers[0].status if self.config.translation is not None and 0 in self._workers else None
-        return {0: status.translated} if status and status.generation == self._generation else {}
+        said = {i: worker.status for i, worker in self._workers.items() if worker.status}
+        return {i: s.translated for i, s in said.items() if s.translated and s.generation == self._generation}
 
     def reusable_bytes(self, request: GenerationRequest) -> Counter[str]:
         found, inputs = super().reusable_bytes(request), request.inputs
         rows = len(inputs.prompts)
         for i, worker in self._workers.items():
-            model, (had_rows, had) = self.models[i - self._first], worker.cache
+            model, (had_rows, had) = self._model_of(i), worker.cache
             # A cache that grows exists twice while it is copied.
             grows = inputs.reuse and rows == had_rows and inputs.capacity > had
             if not grows and not worker.is_dead():

@@ -20,13 +20,13 @@ from typing import Any, NoReturn
 import torch
 from transformers import PreTrainedModel
 
+from pipespec.engine.chain import DraftSpec, make_upstream
 from pipespec.engine.inputs import StageInputs
-from pipespec.engine.ngram import NgramDraft, NgramStage
 from pipespec.engine.stage import Stage
-from pipespec.engine.translation import TranslatedStage, Translation
 from pipespec.schedules.asynchronous import drafting
 from pipespec.schedules.workers.channel import Channel, ChannelError, Closed
 from pipespec.schedules.workers.weights import SharedWeights
+from pipespec_kernels import _native
 from pipespec_kernels.state import SharedMemory, StateBlock
 from pipespec_kernels.trace import TraceMemory
 
@@ -50,8 +50,7 @@ class Setup:
         parts: Number of file descriptors of each shared memory: the weights, the state block, the trace if the calls are traced.
         trace: Entries of the trace for each stage.
         native: Whether the model may run in the native form.
-        upstream: The draft upstream, if it is an n-gram index, which runs in this process; or the tokenizers, if the draft has another one than
-            the target.
+        drafts: The specs of the stages in this process: the inline ones upstream, and the draft.
     """
 
     index: int
@@ -59,15 +58,21 @@ class Setup:
     parts: Sequence[int]
     trace: int
     native: bool
-    upstream: NgramDraft | Translation | None
+    drafts: Sequence[DraftSpec]
 
     def stage(self, model: PreTrainedModel, block: StateBlock, trace: SharedMemory | None) -> Stage:
+        """The stage of the draft."""
         traces = None if trace is None else TraceMemory(block.stages, self.trace, trace)
-        own, ngrams = (None, None) if traces is None else (traces.buffer(self.index), traces.buffer(0))
-        if isinstance(self.upstream, Translation):
-            return TranslatedStage(model, block, self.index, own, native=self.native, translation=self.upstream)
-        ngram = None if self.upstream is None else NgramStage(self.upstream, block, ngrams)
-        return Stage(model, block, self.index, own, native=self.native, ngram=ngram)
+
+        def trace_of(stage: int) -> _native.TraceBuffer | None:
+            return None if traces is None else traces.buffer(stage)
+
+        *inline, draft = self.drafts
+        upstream = make_upstream(inline, block, self.index - len(inline), trace_of)
+        stage: Stage = draft.make_stage(
+            model, block, self.index, trace_of(self.index), native=self.native, upstream=upstream
+        )
+        return stage
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class Status:
 
     generation: int = 0
     form: str = ""
-    translated: tuple[int, int] = (0, 0)
+    translated: tuple[int, int] | None = None
     failure: str = ""
     details: str = ""
 
@@ -131,8 +136,7 @@ class _Worker:
         while True:
             stage.block.refresh()
             self._take_part(stage, call)
-            translated = stage.translated if isinstance(stage, TranslatedStage) else (0, 0)
-            self._tell(generation=call.generation, translated=translated)
+            self._tell(generation=call.generation, translated=stage.translated)
             call, _ = self._next()
 
     def _take_part(self, stage: Stage, call: WorkerCall) -> None:
