@@ -306,10 +306,10 @@ def busy_rows(query_lens: Tensor) -> list[int]:
 
 
 def check_filter_values(values: Iterable[Tensor]) -> None:
-    for column, (name, (_, most)) in zip(values, _FILTERS.items(), strict=True):
+    for column, (name, (_, limit)) in zip(values, _FILTERS.items(), strict=True):
         if column.is_cpu:
             for row, value in enumerate(column.tolist()):
-                if not 0 <= value <= most or (name == "inv_temperature" and not 0 < value < math.inf):
+                if not 0 <= value <= limit or (name == "inv_temperature" and not 0 < value < math.inf):
                     raise ValueError(f"row {row}: {name} {value} is not valid")
 
 

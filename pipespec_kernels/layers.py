@@ -118,7 +118,7 @@ def _check_outs(x: Tensor, residual: Tensor | None, out: Tensor | None, residual
 
 
 def silu_mul(gate_up: Tensor, *, activation: str = "silu", out: Tensor | None = None) -> Tensor:
-    """``activation(gate) * up`` of rows that hold the gate and, behind it, the other half (Shazeer, "GLU Variants Improve Transformer", 2020).
+    """``activation(gate) * up`` of rows that hold the gate and, after it, the other half (Shazeer, "GLU Variants Improve Transformer", 2020).
 
     The activation is computed in float32 and rounded to the dtype of ``gate_up``, as is its product with ``up``: the result of transformers'
     ``act_fn(gate_proj(x)) * up_proj(x)``, for one product with both matrices.
@@ -196,7 +196,7 @@ def rope_append(
     out: Tensor | None = None,
     check_counts: bool = False,
 ) -> Tensor:
-    """Rotate new queries and keys to their positions (RoPE), and write keys and values behind the ``lengths[r]`` tokens of each row.
+    """Rotate new queries and keys to their positions (RoPE), and write keys and values after the ``lengths[r]`` tokens of each row.
 
     With ``p = positions[r, j]``, ``R = cos.shape[1]`` and ``turned(x) = x * cos[p] + rotate_half(x) * sin[p]`` on the first ``R`` dimensions,
     where ``rotate_half(x) = [-x[R / 2 :], x[: R / 2]]`` (Su et al., "RoFormer", 2021; transformers' ``apply_rotary_pos_emb``):

@@ -245,7 +245,7 @@ def verify(
     Row ``r`` was fed ``tokens[r, :query_lens[r]]``, of which the last ``num_draft_tokens[r]`` are draft tokens. With
     ``s = query_lens[r] - 1 - num_draft_tokens[r]``, ``selected[r, j]`` is the argmax of ``logits[r, s + j]`` for
     ``j = 0 .. accepted[r]``; the walk continues while ``selected[r, j] == tokens[r, s + 1 + j]`` and draft tokens are left.
-    Logits behind the first mismatch change nothing; the CPU does not read them, and a GPU not all of them. With ``noise``, ``selected[r, j]`` is what :func:`sample` draws in
+    Logits after the first mismatch change nothing; the CPU does not read them, and a GPU not all of them. With ``noise``, ``selected[r, j]`` is what :func:`sample` draws in
     column ``s + j`` instead.
 
     Args:
@@ -382,7 +382,7 @@ def rejection_sample(
     threads: int | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rejection sampling: the accepted draft tokens of each row, and one token drawn behind them.
+    """Rejection sampling: the accepted draft tokens of each row, and one token drawn after them.
 
     As in :func:`verify`, row ``r`` was fed ``tokens[r, :query_lens[r]]``, the last ``num_draft_tokens[r]`` of them draft tokens. The draft token ``h`` in
     column ``q + 1`` is accepted if ``u q(h) < p(h)``, with ``p`` the softmax of ``logits[r, q] * inv_temperature[r]`` over

@@ -94,8 +94,8 @@ def cutoff(
     batch, width, vocab = logits.shape
     out = torch.full((batch, width), -torch.inf, dtype=torch.float32, device="cpu")
     for row in range(batch):
-        k, p, least = int(top_k[row]), float(top_p[row]), float(min_p[row])
-        if (k == 0 or k >= vocab) and p >= 1 and least <= 0:
+        k, p, share = int(top_k[row]), float(top_p[row]), float(min_p[row])
+        if (k == 0 or k >= vocab) and p >= 1 and share <= 0:
             continue
         columns = range(width)
         if query_lens is not None and num_draft_tokens is not None:
@@ -115,7 +115,7 @@ def cutoff(
                 reached = torch.cumsum(weight, 0) >= p * weight.sum()
                 last = int(reached.int().argmax()) if bool(reached.any()) else len(x) - 1
                 weight = weight[x >= x[last]]
-            kept = x[: len(weight)][weight >= least]
+            kept = x[: len(weight)][weight >= share]
             bar = kept[-1].float()
             if bar > kept[-1]:
                 bar = torch.nextafter(bar, torch.tensor(-torch.inf))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from pipespec_kernels.decoder import DecoderShape, LayerWeights, NativeDecoder, Taps
 
-from .selection import simd, simd_variants
+from .implementations import simd, simd_variants
 
 VARIANTS = simd_variants()
 FEW = DecoderShape(

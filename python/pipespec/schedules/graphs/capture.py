@@ -23,7 +23,7 @@ from pipespec.schedules.graphs.shadow import PinnedMemory
 from pipespec.schedules.graphs.stage import GraphedStage
 from pipespec.schedules.graphs.tracker import ModuleTracker
 from pipespec_kernels.device_state import DevicePort, PolicyRing
-from pipespec_kernels.env import LEAST_CAPABILITY
+from pipespec_kernels.env import MIN_CAPABILITY
 from pipespec_kernels.state import StateBlock
 
 _DRAFT_PRIORITY = -1
@@ -55,8 +55,8 @@ def check_device(device: torch.device) -> None:
     if torch.version.hip is not None:
         raise _refused("ROCm", "captured steps need a GPU of NVIDIA")
     major, minor = torch.cuda.get_device_capability(device)
-    if 10 * major + minor < LEAST_CAPABILITY:
-        least = LEAST_CAPABILITY / 10
+    if 10 * major + minor < MIN_CAPABILITY:
+        least = MIN_CAPABILITY / 10
         raise _refused(str(device), f"the kernels need compute capability {least}, and this GPU has {major}.{minor}")
     if torch.cuda.get_allocator_backend() == "cudaMallocAsync":
         cause = "it has no memory pools for captures: unset PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync"
