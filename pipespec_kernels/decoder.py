@@ -503,13 +503,8 @@ def _layer_shapes(shape: DecoderShape, layer: LayerWeights) -> dict[str, tuple[i
         "up": (i, h),
         "down": (h, i),
     }
-    norms: dict[str, tuple[int, ...]] = {
-        "input_norm": (h,),
-        "post_norm": (h,),
-        "q_norm": (shape.head_dim,),
-        "k_norm": (shape.head_dim,),
-        "side_norm": (h,),
-    }
+    norms: dict[str, tuple[int, ...]] = dict.fromkeys(("input_norm", "post_norm", "side_norm"), (h,))
+    norms |= dict.fromkeys(("q_norm", "k_norm"), (shape.head_dim,))
     biases = {f"{name}_bias": size[:1] for name, size in matrices.items()}
     found = matrices | biases | norms
     return {f.name: found[f.name] for f in fields(LayerWeights) if f.name in found}

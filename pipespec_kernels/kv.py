@@ -21,14 +21,7 @@ from torch import Tensor
 
 from pipespec_kernels import arguments, dispatch, reference
 from pipespec_kernels.library import call, register, traced
-from pipespec_kernels.specs import (
-    check,
-    check_last,
-    check_out,
-    check_storage,
-    check_tensor,
-    shape_of,
-)
+from pipespec_kernels.specs import check, check_last, check_out, check_storage, check_tensor, shape_of
 
 # Dtypes that the native code computes with, with its names.
 NATIVE_DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16"}
@@ -73,13 +66,7 @@ def kv_append(
 
 
 def _check_append(
-    keys: Tensor,
-    values: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    n_new: Tensor | None = None,
-    _: bool = False,
+    keys: Tensor, values: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, n_new: Any = None, *_: Any
 ) -> None:
     check("kv_append", k_cache, v_cache, keys, values, lengths, n_new)
 

@@ -291,7 +291,7 @@ def verify(
     query_lens, num_draft_tokens, drawn = _verify_arguments(logits, tokens, query_lens, num_draft_tokens, flat, device)
     selected, accepted = arguments.results(out, query_lens, batch, width)
     if native is not None:
-        call = _native_arguments(native, tokens, query_lens, num_draft_tokens, selected, accepted, threads)
+        call = _native_arguments(native, tokens, (query_lens, num_draft_tokens), (selected, accepted), threads)
         if drawn is None:
             arguments.native.verify(*call)
         else:
@@ -341,28 +341,13 @@ def _verify_arguments(
 
 
 def _native_arguments(
-    native: tuple[int, ...],
-    tokens: Tensor,
-    query_lens: Tensor,
-    num_draft_tokens: Tensor,
-    selected: Tensor,
-    accepted: Tensor,
-    threads: int | None,
+    native: tuple[int, ...], tokens: Tensor, counts: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor], threads: Any
 ) -> tuple[int, ...]:
     """The first arguments of both verifications of the native code."""
-    row_stride, column_stride = tokens.stride()
-    return (
-        *native,
-        tokens.data_ptr(),
-        arguments.TOKEN_BYTES[tokens.dtype],
-        row_stride,
-        column_stride,
-        query_lens.data_ptr(),
-        num_draft_tokens.data_ptr(),
-        selected.data_ptr(),
-        accepted.data_ptr(),
-        arguments.num_threads(threads),
-    )
+    fed = tokens.data_ptr(), arguments.TOKEN_BYTES[tokens.dtype], *tokens.stride()
+    (query_lens, num_draft_tokens), (selected, accepted) = counts, out
+    addresses = query_lens.data_ptr(), num_draft_tokens.data_ptr(), selected.data_ptr(), accepted.data_ptr()
+    return (*native, *fed, *addresses, arguments.num_threads(threads))
 
 
 # --- rejection_sample ----------------------------------------------------------------------------------------------------
@@ -441,7 +426,7 @@ def rejection_sample(
     selected, accepted = arguments.results(out, query_lens, batch, width)
     if native is not None and drafts is not None:
         arguments.native.rejection_sample(
-            *_native_arguments(native, tokens, query_lens, num_draft_tokens, selected, accepted, threads),
+            *_native_arguments(native, tokens, (query_lens, num_draft_tokens), (selected, accepted), threads),
             *arguments.addresses(drawn)[:4],
             streams.accept,
             streams.residual,

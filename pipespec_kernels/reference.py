@@ -338,18 +338,8 @@ def gumbel(r: Tensor) -> Tensor:
 
 
 _LN2 = float.fromhex("0x1.62e43p-1")
-_P = [
-    float.fromhex(c)
-    for c in (
-        "0x1.71548ep+0",
-        "-0x1.715692p-1",
-        "0x1.ec296cp-2",
-        "-0x1.6fff1ep-2",
-        "0x1.2ecbdap-2",
-        "-0x1.13c8aep-2",
-        "0x1.5f7cb2p-3",
-    )
-]
+_POLYNOMIAL = "0x1.71548ep+0 -0x1.715692p-1 0x1.ec296cp-2 -0x1.6fff1ep-2 0x1.2ecbdap-2 -0x1.13c8aep-2 0x1.5f7cb2p-3"
+_P = [float.fromhex(coefficient) for coefficient in _POLYNOMIAL.split()]
 
 
 def _lg2(x: Tensor) -> Tensor:

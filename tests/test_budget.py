@@ -20,11 +20,11 @@ PYTHON = ("python/pipespec", "pipespec_kernels", "bench", "tools")
 
 FOLDERS = {
     "csrc": 12_500,
-    "pipespec_kernels": 8_470,
+    "pipespec_kernels": 8_400,
     "python/pipespec": 30_700,
     "bench": 7_660,
     "tools": 1_370,
-    "tests": 49_850,
+    "tests": 48_450,
 }
 """Most lines of C++, CUDA and Python. The design's goals of the first five: 12,500, 8,000, 20,000, 7,000 and 1,200."""
 
