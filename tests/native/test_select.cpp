@@ -1,5 +1,6 @@
 // Row selection on the host: every SIMD variant and dtype against a scalar oracle, between pages
-// that must not be touched, with threads and across fork().
+// that must not be touched, with threads and across fork(). NaNs of all kinds and rows further apart
+// than 32 bits count are in tests/kernels (test_matrix.py, test_edges.py).
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -134,27 +135,6 @@ TEST(every_position_can_win) {
   });
 }
 
-TEST(the_first_nan_wins_whatever_its_sign_and_payload) {
-  const uint16_t bfloat[] = {0x7F81, 0x7FC0, 0x7FFF, 0xFF81, 0xFFC0, 0xFFFF};
-  const uint16_t half[] = {0x7C01, 0x7E00, 0x7FFF, 0xFC01, 0xFE00, 0xFFFF};
-  const uint32_t single[] = {0x7F800001, 0x7FC00000, 0x7FFFFFFF,
-                             0xFF800001, 0xFFC00000, 0xFFFFFFFF};
-  with_each_variant([&](const std::string&) {
-    for (int first = 0; first < 6; ++first) {
-      for (int second = 0; second < 6; ++second) {
-        std::vector<uint16_t> b(300, 0x7F80), h(300, 0x7C00);
-        std::vector<uint32_t> s(300, 0x7F800000);
-        b[77] = bfloat[first], b[200] = bfloat[second];
-        h[77] = half[first], h[200] = half[second];
-        s[77] = single[first], s[200] = single[second];
-        CHECK_EQ(select_row(DType::kBFloat16, b.data(), 300), 77);
-        CHECK_EQ(select_row(DType::kFloat16, h.data(), 300), 77);
-        CHECK_EQ(select_row(DType::kFloat32, s.data(), 300), 77);
-      }
-    }
-  });
-}
-
 TEST(verify_reads_nothing_behind_the_first_mismatch) {
   with_each_variant([&](const std::string&) {
     for (DType dtype : kDTypes) {
@@ -208,28 +188,6 @@ TEST(verify_reads_nothing_behind_the_first_mismatch) {
       }
     }
   });
-}
-
-TEST(offsets_beyond_32_bits) {
-  const int64_t stride = int64_t{3} << 30;  // elements: 6 GiB apart
-  const size_t bytes = size_t(3 * stride) * 2;
-  void* p = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (p == MAP_FAILED) {
-    std::printf("       (skipped: no address space)\n");
-    return;
-  }
-  auto* const data = static_cast<uint16_t*>(p);
-  for (int64_t i = 0; i < 3; ++i) {
-    uint16_t* row = data + i * stride;
-    CHECK_EQ(mprotect(row, 4096, PROT_READ | PROT_WRITE), 0);
-    row[i + 1] = 0x3F80;
-  }
-  std::vector<int32_t> selected(3);
-  argmax({data, DType::kBFloat16, 3, 1, 100, stride, 0}, selected.data(), 1);
-  CHECK_EQ(selected, (std::vector<int32_t>{1, 2, 3}));
-  argmax({data + 2 * stride, DType::kBFloat16, 1, 3, 100, 0, -stride}, selected.data(), 1);
-  CHECK_EQ(selected, (std::vector<int32_t>{3, 2, 1}));
-  munmap(p, bytes);
 }
 
 TEST(many_callers_share_one_pool) {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -46,29 +44,28 @@ def check(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("window", some([20, 1, 64, 139], 0, 3))
-def test_windows_and_caps(window: int, device: torch.device) -> None:
-    """Windows that begin within a block of keys, and the bits of the invariant form column by column."""
-    k_cache, v_cache = make_storage(2, 1, 150, 32, torch.float32, device)
-    q = make_queries(2, 2, 3, 32, torch.float32, device)
-    n = on_device([130, 7], device)
-    expected = reference.verify_attention(q, k_cache, v_cache, n, None, 1.0, window, 3.0)
-    options: dict[str, Any] = {"scale": 1.0, "window": window, "softcap": 3.0}
+BLOCKS = [
+    # Windows that begin within a block of keys.
+    *((torch.float32, 32, 2, 3, [130, 7], None, {"scale": 1.0, "window": w, "softcap": 3.0}) for w in (20, 1, 64, 139)),
+    # Several tiles of columns, of which some end in the middle of a column's heads.
+    (torch.bfloat16, 256, 3, 35, [40, 0], [35, 3], {}),
+    (torch.float32, 80, 3, 35, [40, 0], [35, 3], {}),
+    (torch.bfloat16, 64, 3, 11, [130, 2], None, {}),
+]
+
+
+@pytest.mark.parametrize(("dtype", "dim", "heads", "width", "lengths", "fed", "options"), some(BLOCKS, 0, 3))
+def test_any_division_of_the_keys(dtype, dim, heads, width, lengths, fed, options, device) -> None:
+    """One block of threads for all pairs of a tile takes two launches, without tickets."""
+    k_cache, v_cache = make_storage(2, 1, 150, dim, dtype, device)
+    q, n = make_queries(2, heads, width, dim, dtype, device), on_device(lengths, device)
+    counts = None if fed is None else on_device(fed, device)
+    expected = reference.verify_attention(q, k_cache, v_cache, n, counts, **options)
     for more in ({}, {"splits": 4}, {"invariant": True}):
-        got = kernels.verify_attention(q, k_cache, v_cache, n, **options, **more)
-        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(steps(q, k_cache, v_cache, n, **options, invariant=True), got)
-
-
-@pytest.mark.parametrize(("dtype", "dim"), some([(torch.bfloat16, 256), (torch.float32, 80)], 0, 2))
-def test_wide_blocks_and_heads(dtype: torch.dtype, dim: int, device: torch.device) -> None:
-    """Several tiles of columns, of which some end in the middle of a column's heads."""
-    k_cache, v_cache = make_storage(2, 1, 75, dim, dtype, device)
-    q = make_queries(2, 3, 35, dim, dtype, device)
-    n, fed = on_device([40, 0], device), on_device([35, 3], device)
-    expected = reference.verify_attention(q, k_cache, v_cache, n, fed)
-    for options in ({}, {"splits": 4}, {"invariant": True}):
-        check(kernels.verify_attention(q, k_cache, v_cache, n, fed, **options), expected, dtype)
+        tickets = torch.full((4,), 77 if width > 10 else 0, dtype=torch.int32, device=device)
+        got = kernels.verify_attention(q, k_cache, v_cache, n, counts, **options, **more, workspace=tickets)
+        check(got, expected, dtype)
+        assert tickets.tolist() == [77 if width > 10 else 0] * 4
 
 
 def steps(q: Tensor, k_cache: Tensor, v_cache: Tensor, n: Tensor, **options: object) -> Tensor:
@@ -125,16 +122,6 @@ def test_one_launch_has_the_bits_of_two(dtype, dim, width, invariant, device, mo
             assert torch.equal(one[[0, 1, 3]], two[[0, 1, 3]])
         with pytest.raises(TypeError):
             kernels.verify_attention(q, k_cache, v_cache, n, fed, **options)
-
-
-def test_a_wide_block_takes_two_launches(device: torch.device) -> None:
-    """One block would combine all pairs of a tile."""
-    k_cache, v_cache = make_storage(1, 1, 150, 64, torch.bfloat16, device)
-    q = make_queries(1, 3, 11, 64, torch.bfloat16, device)
-    tickets = torch.full((2,), 77, dtype=torch.int32, device=device)
-    got = kernels.verify_attention(q, k_cache, v_cache, on_device([130], device), splits=3, workspace=tickets)
-    assert tickets.tolist() == [77, 77]
-    check(got, reference.verify_attention(q, k_cache, v_cache, torch.tensor([130])), torch.bfloat16)
 
 
 @pytest.mark.gpu
