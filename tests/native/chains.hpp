@@ -53,6 +53,15 @@ struct Task : fake::Task {
   }
 };
 
+// A long generation with drafts that are always right.
+struct LongTask : Task {
+  LongTask(u32 stages, u32 rows, u64 of, u32 length = 60) : Task(stages, rows, 1, of) {
+    truth.eos_rate = 0;
+    for (u32 r = 0; r < rows; ++r) limits[r] = static_cast<u32>(prompts[r].size()) + length;
+    for (Model& model : models) model.accuracy = 1.0;
+  }
+};
+
 struct Failure : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

@@ -310,10 +310,7 @@ void check_script(const Tokens& prompt, const Tokens& continuation, const Tokens
     Chain chain(truth, models, prompt, limit);
     if (!CHECK_EQ(chain.text().size(), expected_length)) return;
     run_any_order(chain, random, false);
-    if (!CHECK(chain.good())) {
-      std::fprintf(stderr, "  seed %u\n", seed);
-      return;
-    }
+    if (!check::in_trial(seed, CHECK(chain.good()))) return;
   }
 }
 
@@ -533,10 +530,7 @@ TEST(ports_run_several_rows_of_different_length) {
       CHECK_EQ(widest, port.columns());
       port.commit(selected.data(), port.columns());
     }
-    if (!CHECK(finished) || !task.check_text(memory.block())) {
-      std::fprintf(stderr, "  seed %u\n", seed);
-      return;
-    }
+    if (!check::in_trial(seed, CHECK(finished) && task.check_text(memory.block()))) return;
   }
 }
 

@@ -1,6 +1,6 @@
 // Row selection on the host: every SIMD variant and dtype against a scalar oracle, between pages
-// that must not be touched, with threads and across fork(). NaNs of all kinds and rows further apart
-// than 32 bits count are in tests/kernels (test_matrix.py, test_edges.py).
+// that must not be touched, with threads and across fork(). NaNs of all kinds and rows further
+// apart than 32 bits count are in tests/kernels (test_matrix.py, test_edges.py).
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>

@@ -479,10 +479,8 @@ TEST(threads_give_the_plain_text) {
     const u32 stages = 2 + seed % 4, rows = 1 + random.below(4);
     const fake::Task task(stages, rows, 240, seed);
     fake::BlockMemory memory(stages, rows, 256);
-    if (!run_threads(memory, task, 1, seed, std::vector<u32>(stages, ~0u))) {
-      std::fprintf(stderr, "  seed %u\n", seed);
+    if (!check::in_trial(seed, run_threads(memory, task, 1, seed, std::vector<u32>(stages, ~0u))))
       return;
-    }
   }
 }
 
@@ -495,10 +493,7 @@ TEST(drafts_die_at_any_moment_and_the_next_text_starts_clean) {
     for (u32 s = 0; s < 3; ++s) {
       if (random.chance(0.5)) deaths[s] = random.below(random.pick({3u, 100u}));
     }
-    if (!run_threads(memory, task, seed + 1, seed, deaths)) {
-      std::fprintf(stderr, "  seed %u\n", seed);
-      return;
-    }
+    if (!check::in_trial(seed, run_threads(memory, task, seed + 1, seed, deaths))) return;
   }
 }
 
