@@ -254,8 +254,8 @@ def test_offsets_beyond_32_bits() -> None:
 # ---- forms of arguments
 
 
-def test_arrays_columns_and_scalars(everywhere: torch.device) -> None:
-    """Numbers per row of numpy, columns of a matrix, positions in int32 with an offset; filters as scalars of numpy and torch."""
+def test_arrays_and_columns(everywhere: torch.device) -> None:
+    """Numbers per row of numpy, columns of a matrix, positions in int32 with an offset."""
     generator = torch.Generator().manual_seed(9)
     logits, tokens = there(everywhere, torch.randn(2, 3, 50, generator=generator), torch.zeros(2, 3, dtype=torch.int64))
     lens, drafts, at = int32(3, 2), int32(2, 1), torch.tensor([7, 701])
@@ -272,11 +272,16 @@ def test_arrays_columns_and_scalars(everywhere: torch.device) -> None:
             got = ops.verify(logits, tokens, *counts, noise=noise)
             assert torch.equal(got[0], expected[0])
             assert torch.equal(got[1], expected[1])
+
+
+@pytest.mark.parametrize("scalar", [np.float32, np.float64, torch.tensor])
+def test_filters_that_are_scalars(scalar: Any) -> None:
+    """Of numpy and torch; the host reads them alike for all implementations."""
+    logits = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(6))
     wanted = ops.cutoff(logits, inv_temperature=0.5, top_k=7, top_p=0.75, min_p=0.25)
-    for scalar in (np.float32,) if INTERPRETED else (np.float32, np.float64, torch.tensor):
-        filters = {"inv_temperature": scalar(0.5), "top_p": scalar(0.75), "min_p": scalar(0.25)}
-        assert torch.equal(ops.cutoff(logits, top_k=np.int64(7), **filters), wanted)
-        assert torch.equal(ops.cutoff(logits, top_k=torch.tensor(7), **filters), wanted)
+    filters = {"inv_temperature": scalar(0.5), "top_p": scalar(0.75), "min_p": scalar(0.25)}
+    for top_k in (np.int64(7), torch.tensor(7)):
+        assert torch.equal(ops.cutoff(logits, top_k=top_k, **filters), wanted)
 
 
 def test_another_default_device(everywhere: torch.device) -> None:
