@@ -24,7 +24,7 @@ FOLDERS = {
     "python/pipespec": 30_700,
     "bench": 7_660,
     "tools": 1_370,
-    "tests": 48_450,
+    "tests": 48_250,
 }
 """Most lines of C++, CUDA and Python. The design's goals of the first five: 12,500, 8,000, 20,000, 7,000 and 1,200."""
 

@@ -77,7 +77,7 @@ def draw(seed: int, dtype: torch.dtype, layout: str, device: torch.device, **siz
 @pytest.mark.parametrize("layout", LAYOUTS)
 @EVERY
 def test_results(name: str, dtype: torch.dtype, layout: str, device: torch.device) -> None:
-    for seed in seeds(name, ci=1 if INTERPRETED else 6, nightly=15 if INTERPRETED else 60):
+    for seed in seeds(name, ci=1 if INTERPRETED else 4, nightly=15 if INTERPRETED else 60):
         case = Case(name, draw(seed * len(LAYOUTS) + LAYOUTS.index(layout), dtype, layout, device))
         for implementation in implementations(device):
             given = moved(case.arguments, device, on_host=name in ON_HOST and seed % 2 == 0)
