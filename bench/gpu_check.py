@@ -127,7 +127,7 @@ def parts_of(dry: bool) -> tuple[Part, ...]:
     """The parts, on the GPU or for a dry run."""
     if dry:
         sizes = ("--prompt-tokens", "8", "--new-tokens", "12", "--repeats", "1", "--threads", "1", "--dtype", "float32")
-        few = ("tests/kernels/test_noise.py", "tests/kernels/test_argmax.py")
+        few = ("tests/kernels/test_noise.py", "tests/kernels/test_native.py")
         return (
             _tests("smoke", "not gpu", (FIRST,), 300, processes=1, call=""),
             _tests("tests", "not gpu", few, 300, processes=2),

@@ -118,7 +118,9 @@ def problems(env: dict[str, Any]) -> list[str]:
 
     cores = min(env["cpu"]["usable_cores"], env["cpu"]["quota_cores"] or env["cpu"]["usable_cores"])
     if cores < 2 and not has_gpu:
-        found.append("Only one CPU core may be used: nothing can run beside the target, so expect no gain on this CPU.")
+        found.append(
+            "Only one CPU core may be used: nothing runs at the same time as the target, so expect no gain on this CPU."
+        )
     return found
 
 

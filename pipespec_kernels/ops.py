@@ -245,7 +245,7 @@ def verify(
     Row ``r`` was fed ``tokens[r, :query_lens[r]]``, of which the last ``num_draft_tokens[r]`` are draft tokens. With
     ``s = query_lens[r] - 1 - num_draft_tokens[r]``, ``selected[r, j]`` is the argmax of ``logits[r, s + j]`` for
     ``j = 0 .. accepted[r]``; the walk continues while ``selected[r, j] == tokens[r, s + 1 + j]`` and draft tokens are left.
-    Logits behind the first mismatch change nothing; the CPU does not read them, and a GPU not all of them. With ``noise``, ``selected[r, j]`` is what :func:`sample` draws in
+    Logits after the first mismatch change nothing; the CPU does not read them, and a GPU not all of them. With ``noise``, ``selected[r, j]`` is what :func:`sample` draws in
     column ``s + j`` instead.
 
     Args:
@@ -291,7 +291,7 @@ def verify(
     query_lens, num_draft_tokens, drawn = _verify_arguments(logits, tokens, query_lens, num_draft_tokens, flat, device)
     selected, accepted = arguments.results(out, query_lens, batch, width)
     if native is not None:
-        call = _native_arguments(native, tokens, query_lens, num_draft_tokens, selected, accepted, threads)
+        call = _native_arguments(native, tokens, (query_lens, num_draft_tokens), (selected, accepted), threads)
         if drawn is None:
             arguments.native.verify(*call)
         else:
@@ -343,28 +343,13 @@ def _verify_arguments(
 
 
 def _native_arguments(
-    native: tuple[int, ...],
-    tokens: Tensor,
-    query_lens: Tensor,
-    num_draft_tokens: Tensor,
-    selected: Tensor,
-    accepted: Tensor,
-    threads: int | None,
+    native: tuple[int, ...], tokens: Tensor, counts: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor], threads: Any
 ) -> tuple[int, ...]:
     """The first arguments of both verifications of the native code."""
-    row_stride, column_stride = tokens.stride()
-    return (
-        *native,
-        tokens.data_ptr(),
-        arguments.TOKEN_BYTES[tokens.dtype],
-        row_stride,
-        column_stride,
-        query_lens.data_ptr(),
-        num_draft_tokens.data_ptr(),
-        selected.data_ptr(),
-        accepted.data_ptr(),
-        arguments.num_threads(threads),
-    )
+    fed = tokens.data_ptr(), arguments.TOKEN_BYTES[tokens.dtype], *tokens.stride()
+    (query_lens, num_draft_tokens), (selected, accepted) = counts, out
+    addresses = query_lens.data_ptr(), num_draft_tokens.data_ptr(), selected.data_ptr(), accepted.data_ptr()
+    return (*native, *fed, *addresses, arguments.num_threads(threads))
 
 
 # --- rejection_sample ----------------------------------------------------------------------------------------------------
@@ -384,7 +369,7 @@ def rejection_sample(
     threads: int | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rejection sampling: the accepted draft tokens of each row, and one token drawn behind them.
+    """Rejection sampling: the accepted draft tokens of each row, and one token drawn after them.
 
     As in :func:`verify`, row ``r`` was fed ``tokens[r, :query_lens[r]]``, the last ``num_draft_tokens[r]`` of them draft tokens. The draft token ``h`` in
     column ``q + 1`` is accepted if ``u q(h) < p(h)``, with ``p`` the softmax of ``logits[r, q] * inv_temperature[r]`` over
@@ -443,7 +428,7 @@ def rejection_sample(
     selected, accepted = arguments.results(out, query_lens, batch, width)
     if native is not None and drafts is not None:
         arguments.native.rejection_sample(
-            *_native_arguments(native, tokens, query_lens, num_draft_tokens, selected, accepted, threads),
+            *_native_arguments(native, tokens, (query_lens, num_draft_tokens), (selected, accepted), threads),
             *arguments.addresses(drawn)[:4],
             streams.accept,
             streams.residual,

@@ -20,13 +20,13 @@ PYTHON = ("python/pipespec", "python/pipespec_spd", "python/pipespec_train", "pi
 
 FOLDERS = {
     "csrc": 12_500,
-    "pipespec_kernels": 8_470,
-    "python/pipespec": 25_400,
+    "pipespec_kernels": 8_400,
+    "python/pipespec": 25_900,
     "python/pipespec_spd": 3_600,
     "python/pipespec_train": 1_800,
     "bench": 7_660,
     "tools": 1_370,
-    "tests": 49_850,
+    "tests": 48_250,
 }
 """Most lines of C++, CUDA and Python. The design's goals: 12,000, 8,400, 21,500, 3,200, 2,000, 7,500, 600 and 42,000."""
 

@@ -5,7 +5,7 @@ word, in an atomic maximum. Then it takes a ticket of its row. When a block take
 along the draft tokens, writes the row's selected tokens and state, and resets the work space, so that the launch can be replayed.
 
 Where there are more blocks than the device holds at once, the first columns of all rows come first. A block that finds a draft token beaten notes it,
-and blocks that start later read nothing of the columns behind it. No result depends on that: columns up to the first rejected draft token are always read.
+and blocks that start later read nothing of the columns after it. No result depends on that: columns up to the first rejected draft token are always read.
 
 Greedy, the score is the logit. Coupled, it is ``logit * inv_temperature + G`` with Gumbel noise ``G`` that depends on
 (seed, position, token id) only, so that equal ids mean agreement at any temperature: Daliri, Musco, Suresh, "Coupling
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pipespec_kernels.noise import Noise
 from pipespec_kernels.triton.launch import (
-    LEAST_WIDTH_BLOCK,
+    MIN_WIDTH_BLOCK,
     UNSPECIALIZED,
     Config,
     RowState,
@@ -214,7 +214,7 @@ def verify_kernel(
         if tl.atomic_add(ticket + row, 1, sem="acq_rel") == (draft_tokens + 1) * splits - 1:
             columns = tl.arange(0, WIDTH_BLOCK)
             words = as_words(best) + row.to(tl.int64) * width + columns
-            # A choice behind the first rejected draft token may be incomplete, and is not used.
+            # A choice after the first rejected draft token may be incomplete, and is not used.
             choice = unpack_id(tl.load(words, mask=columns <= draft_tokens, other=0, cache_modifier=".cg"))
             agrees = columns < draft_tokens
             if WALK:
@@ -375,7 +375,7 @@ def _launch(
             FAST=not (exact or INTERPRETED),
             WALK=fed is not None,
             BLOCK=config.block,
-            WIDTH_BLOCK=max(LEAST_WIDTH_BLOCK, triton.next_power_of_2(width)),
+            WIDTH_BLOCK=max(MIN_WIDTH_BLOCK, triton.next_power_of_2(width)),
             **dependent(device),
             num_warps=config.warps,
         )
