@@ -162,21 +162,6 @@ def test_a_draft_without_a_distribution(target, monkeypatch) -> None:
     assert (generated(pipe, 500) < 0).any()
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"acceptance": "ratio"}, "acceptance='ratio' is not one of 'coupled', 'rejection'"),
-        ({"acceptance": "rejection", "exact": True}, "does not go with exact=True"),
-        ({"acceptance": "rejection", "num_drafts": 2}, "is for one draft model"),
-        ({"acceptance": "rejection", "ngram": object()}, "does not go with an n-gram draft"),
-    ],
-)
-def test_what_is_not_supported(given, message) -> None:
-    given = {"num_drafts": 1} | given
-    with pytest.raises(ValueError, match=message):
-        SpeculationConfig.of(given.pop("num_drafts"), **given)
-
-
 def test_without_drafts_it_has_no_effect() -> None:
     assert SpeculationConfig.of(0, acceptance="rejection").acceptance == "coupled"
     assert SpeculationConfig.of(1, schedule="plain", acceptance="rejection").acceptance == "coupled"

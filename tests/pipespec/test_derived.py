@@ -8,12 +8,11 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from pipespec import Pipeline
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import described, forward
 from pipespec.models.quantized import Int8Linear
 from pipespec.models.quantizing import quantized
-from tests.conftest import noisy, random_llama, random_prompts
+from tests.conftest import random_llama, random_prompts
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +53,3 @@ def test_a_derived_draft_that_no_checkpoint_describes_is_not_saved(model, tmp_pa
             one.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
     model.save_pretrained(tmp_path)
-
-
-def test_ranks_load_their_own_models(model):
-    with pytest.raises(ValueError, match=r"weights is not for .* as its folder or GGUF file has it: leave it out"):
-        Pipeline(model, noisy(model, 0.02), schedule="ranks", weights={"drafts": "int8"})

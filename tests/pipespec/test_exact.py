@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 import pipespec
 from pipespec import Pipeline
-from pipespec.config import SpeculationConfig
 from pipespec.engine import fused
 from pipespec.engine.attention import ATTENTION
 from pipespec.engine.cache import RowCache
@@ -77,20 +76,6 @@ def test_an_attached_model_is_exact(target, expected):
     ids = PROMPTS[0][None]
     got = model.generate(ids, max_new_tokens=NEW, do_sample=False)
     assert got[0, ids.shape[1] :].tolist() == expected["greedy"][0]
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"native": False}, "leave native=False out"),
-        ({"native": False, "schedule": "streams"}, "leave native=False out"),
-    ],
-)
-def test_options_that_exclude_it(target, options, says):
-    with pytest.raises(ValueError, match=says):
-        Pipeline(target, [noisy(target, 0.05)], exact=True, **options)
-    with pytest.raises(ValueError, match=says):
-        SpeculationConfig(exact=True, **options)
 
 
 def test_targets_without_a_native_form_are_refused_by_name(target):

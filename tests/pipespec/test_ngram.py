@@ -11,7 +11,7 @@ import torch
 import pipespec
 from pipespec import NgramDraft, Pipeline
 from pipespec.registry import default_schedule
-from tests.conftest import VOCABULARY, always_wrong, noisy, random_llama, random_prompts
+from tests.conftest import always_wrong, noisy, random_llama, random_prompts
 from tests.support.processes import kill_worker
 from tests.waiting import drafts_keep_up
 
@@ -212,50 +212,6 @@ def test_defaults(model):
     assert default_schedule(["cuda:0"], light=True) == ("lockstep", True, False)  # a draft head
     assert default_schedule(["cuda:0", "cuda:0"], light=True, uncaptured=True) == ("lockstep", False, False)
     assert default_schedule(["cpu", "cpu"], places=2, light=True) == ("workers", False, False)
-
-
-@pytest.mark.parametrize(
-    ("drafts", "options", "error", "message"),
-    [
-        (lambda m: [noisy(m, 0.1), "ngram"], {}, ValueError, "can only be the first of the drafts"),
-        (lambda m: ["ngram", NgramDraft()], {}, ValueError, "can only be the first of the drafts"),
-        (lambda m: ["ngram"], {"schedule": "lockstep", "lookahead": [4, 4]}, ValueError, "one per draft, 1, not 2"),
-        (lambda m: NgramDraft(corpus=[5, VOCABULARY]), {}, ValueError, f"ids from 5 to {VOCABULARY}"),
-        (lambda m: NgramDraft(corpus=[-1, 5]), {}, ValueError, "ids from -1 to 5"),
-        (lambda m: NgramDraft(corpus="no such file"), {}, FileNotFoundError, "no such file"),
-    ],
-)
-def test_refused_chains(model, drafts, options, error, message):
-    with pytest.raises(error, match=message):
-        Pipeline(model, drafts(model), **options)
-
-
-def test_a_corpus_without_a_tokenizer(model, tmp_path):
-    file = tmp_path / "corpus.txt"
-    file.write_text("some text")
-    with pytest.raises(FileNotFoundError, match=r"no tokenizer beside the target .*give its token ids instead"):
-        Pipeline(model, NgramDraft(corpus=file))
-    file.write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="is not UTF-8 text"):
-        Pipeline(model, NgramDraft(corpus=file))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"min_match": 0}, ValueError, "1 <= min_match"),
-        ({"min_match": 5, "max_match": 4}, ValueError, "not 5 and 4"),
-        ({"max_match": 33}, ValueError, "max_match <= 32"),
-        ({"min_match": 2.0}, TypeError, "min_match must be a number of tokens"),
-        ({"max_match": True}, TypeError, "max_match must be a number of tokens"),
-        ({"corpus": []}, ValueError, "a path, or a sequence of token ids"),
-        ({"corpus": [[1, 2]]}, ValueError, "a path, or a sequence of token ids"),
-        ({"corpus": np.zeros(3)}, ValueError, "a path, or a sequence of token ids"),
-    ],
-)
-def test_refused_arguments(arguments, error, message):
-    with pytest.raises(error, match=message):
-        NgramDraft(**arguments)
 
 
 def test_the_command(capfd):

@@ -144,15 +144,6 @@ def test_weights_by_stage():
     assert weights_of_each({"drafts": "int8", "draft 1": None}, names) == ["int8", None, None]
     assert weights_of_each({"target": "q4_0"}, names) == [None, None, "q4_0"]
     assert weights_of_each(None, names) == [None] * 3
-    with pytest.raises(ValueError, match="there is no stage 'draft 2'"):
-        weights_of_each({"draft 2": "q8_0"}, names)
-    with pytest.raises(ValueError, match="one for all, or one per stage"):
-        weights_of_each(["q8_0"], names)
-    with pytest.raises(ValueError, match=f"weights='q3_k': the weight formats are {', '.join(NAMES)}"):
-        weights_of_each("q3_k", names)
-    for wrong in (5, [5, 5, 5]):
-        with pytest.raises(TypeError, match="weights: "):
-            weights_of_each(wrong, names)
 
 
 @pytest.mark.parametrize("seed", range(3))
