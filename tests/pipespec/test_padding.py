@@ -14,6 +14,8 @@ from pipespec.schedules.base import SpeedWarning
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import left_pad, noisy, random_prompts
 from tests.pipespec.faulty import Faulty
+from tests.support.texts import chunk, own_text, same_text
+from tests.support.texts import one_prompt as prompt
 
 NEW = 12
 
@@ -56,12 +58,12 @@ def masked(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(rows), mask
 
 
-def prompt(seed: int, length: int = 8) -> torch.Tensor:
-    return random_prompts(1, seed=seed, shortest=length, longest=length)[0][None]
-
-
 def plain(model, ids, **kwargs):
-    return model.generate(ids, do_sample=False, **{"max_new_tokens": NEW} | kwargs)
+    return own_text(model, ids, **{"max_new_tokens": NEW} | kwargs)
+
+
+def prompts(first: int, length: int, rows: int) -> torch.Tensor:
+    return torch.cat([prompt(first + row, length) for row in range(rows)])
 
 
 # ---- masks
@@ -72,13 +74,12 @@ def plain(model, ids, **kwargs):
 def test_masks_of_all_kinds(pipes, model, schedule, name):
     ids, mask = masked(name)
     pipe, kwargs = pipes[schedule], {"attention_mask": mask, "max_new_tokens": NEW}
-    wanted = plain(model, ids, **kwargs)
-    assert torch.equal(pipe.generate(ids, **kwargs), wanted)
+    wanted = same_text(pipe, ids, **kwargs)
     if schedule == "lockstep":
         assert torch.equal(model.generate(ids, custom_generate=pipe, do_sample=False, **kwargs), wanted)
         assert pipe.report.stages[-1].accepted > 0 or name == "one token"
     # The next call, of another kind, has its own positions.
-    assert torch.equal(pipe.generate(ids, max_new_tokens=NEW), plain(model, ids))
+    same_text(pipe, ids, max_new_tokens=NEW)
 
 
 @pytest.mark.parametrize("name", ["all kinds", "left"])
@@ -108,7 +109,7 @@ def test_the_pad_token_stands_for_a_mask(pipe, model):
     ids, mask = masked("all kinds")
     ids = ids.masked_fill(mask == 0, 0)
     for kwargs in ({}, {"eos_token_id": [0, 3]}):
-        assert torch.equal(pipe.generate(ids, max_new_tokens=NEW, **kwargs), plain(model, ids, **kwargs))
+        same_text(pipe, ids, max_new_tokens=NEW, **kwargs)
     assert not torch.equal(plain(model, ids), plain(model, ids, attention_mask=torch.ones_like(ids)))
 
 
@@ -134,8 +135,7 @@ def test_a_cache_of_a_text_with_holes_goes_on(pipe, model, kind):
     cache = DynamicCache() if kind == "dynamic" else None
     out = pipe.generate(ids, attention_mask=mask, max_new_tokens=NEW, past_key_values=cache, return_dict_in_generate=True)  # fmt: skip
     assert torch.equal(out.sequences, plain(model, ids, attention_mask=mask))
-    longer = torch.cat([out.sequences, torch.cat([prompt(5, 3), prompt(6, 3)])], dim=1)
-    mask = torch.cat([mask, torch.ones(2, NEW + 3, dtype=mask.dtype)], dim=1)
+    longer, mask = chunk(out.sequences, mask, prompts(5, 3, 2))
     wanted = plain(model, longer, attention_mask=mask)
     if kind == "dynamic":
         assert cache.get_seq_length() == out.sequences.shape[1] - 1
@@ -166,9 +166,8 @@ def test_a_chat_with_the_new_tokens_only(pipes, model, schedule, kind, rows):
         text, cache = out.sequences, out.past_key_values
     for turn in range(2):
         # The cache holds all but the last token.
-        new = torch.cat([text[:, -1:], torch.cat([prompt(20 + 3 * turn + row, 4) for row in range(rows)])], dim=1)
-        text = torch.cat([text[:, :-1], new], dim=1)
-        mask = torch.cat([mask, mask.new_ones((rows, text.shape[1] - mask.shape[1]))], dim=1)
+        text, mask = chunk(text, mask, prompts(20 + 3 * turn, 4, rows))
+        new = text[:, -5:]
         wanted = plain(model, text, attention_mask=mask)
         if TAKES_NEW_TOKENS_ONLY and kind != "ours":
             theirs = plain(model, new, attention_mask=mask, past_key_values=copy.deepcopy(cache))
@@ -187,8 +186,8 @@ def test_processors_and_criteria_see_the_new_tokens_only(pipe, model):
     ids, mask = left_pad(random_prompts(2, seed=9, shortest=3, longest=9))
     cache = DynamicCache()
     text = plain(model, ids, attention_mask=mask, past_key_values=cache)
-    new = torch.cat([text[:, -1:], torch.cat([prompt(30, 2), prompt(31, 2)])], dim=1)
-    mask = torch.cat([mask, mask.new_ones((2, NEW + 2))], dim=1)
+    text, mask = chunk(text, mask, prompts(30, 2, 2))
+    new = text[:, -3:]
     words = plain(model, new, attention_mask=mask, past_key_values=copy.deepcopy(cache))
     for given in (
         {"repetition_penalty": 1.9},
@@ -198,11 +197,7 @@ def test_processors_and_criteria_see_the_new_tokens_only(pipe, model):
         {"eos_token_id": [int(words[0, 6])], "pad_token_id": 0},
     ):
         kwargs = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False} | given
-        got, wanted = (
-            generate(new, past_key_values=copy.deepcopy(cache), **kwargs)
-            for generate in (pipe.generate, model.generate)
-        )
-        assert torch.equal(got, wanted), given
+        same_text(pipe, new, **kwargs, fresh=lambda: {"past_key_values": copy.deepcopy(cache)})
 
 
 def test_draws_do_not_depend_on_how_the_text_is_given(pipe, model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -19,7 +20,7 @@ from pipespec import NgramDraft, Pipeline, SpeedWarning
 from pipespec.process import ranks as transport
 from pipespec.registry import SCHEDULES, UNCAPTURED
 from pipespec.spd import SpeculativePipeline
-from tests.conftest import DEVICE, random_llama
+from tests.conftest import DEVICE, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.chains_of_ranks import in_process
 from tests.same_text.table import CALLS, CHAINS, NEW, TOP, VOCABULARY, WAYS, WORD, Call, Chain, Way, calls_of
 from tests.support.reference import transformers_text
@@ -298,3 +299,79 @@ def test_what_a_schedule_does_not_take_is_refused(target: Any, way: str, chain: 
     )
     with pytest.raises(ValueError, match=says):
         Pipeline(target, given.drafts(target), schedule=row.name, graphs=WAYS[way].captured or None, **given.options)
+
+
+# ---- random prompts through chains of drafts of every quality, in every place
+
+
+KINDS = {"right": 0.0, "good": 0.02, "bad": 0.2, "wrong": None}
+"""By name: the noise on the target's weights; None: :func:`always_wrong`."""
+ENDS = [17, 101, 230]
+PROMPTS = trials(ci=24, nightly=200)
+NEAR_TIE = 1e-6
+"""Two logits this close (relative to the largest) may change places with the shape of the matrix product that made them."""
+
+
+@pytest.fixture(scope="module")
+def random_texts() -> tuple[Any, dict[str, Any], list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+    """A target, models that become its drafts, and batches of 1, 3 and 8 rows, some of which end early: ids, mask and text."""
+    target, batches = random_llama(7), []
+    kinds = {
+        kind: always_wrong(target) if noise is None else noisy(target, noise, seed=1) for kind, noise in KINDS.items()
+    }
+    prompts = random_prompts(PROMPTS, seed=11, longest=20)
+    for rows in (1, 3, 8):
+        for begin in range(0, PROMPTS, rows):
+            ids, mask = left_pad(prompts[begin : begin + rows])
+            call = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": ENDS, "pad_token_id": 0}
+            batches.append((ids, mask, target.generate(ids, attention_mask=mask, **call)))
+    return target, kinds, batches
+
+
+def margin(target: Any, mask: torch.Tensor, wanted: torch.Tensor, got: torch.Tensor) -> float:
+    """The target's relative margin between its two best tokens where two texts of a row differ first."""
+    at = next(i for i, (a, b) in enumerate(zip(wanted, got, strict=True)) if a != b)
+    with torch.inference_mode():
+        logits = target(wanted[int((mask == 0).sum()) : at][None]).logits[0, -1].double()
+    best = logits.topk(2).values
+    return float((best[0] - best[1]) / logits.abs().max())
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the texts of transformers are those of a CPU")
+@pytest.mark.parametrize("schedule", ["lockstep", "workers"])
+@pytest.mark.parametrize("models", [1, 2, 3])
+def test_random_prompts(random_texts: Any, models: int, schedule: str) -> None:
+    target, kinds, batches = random_texts
+    drafts = [copy.deepcopy(target) for _ in range(models)]
+    chains = list(itertools.product(KINDS, repeat=models))
+    # This step visits all chains in mixed order.
+    step = next(s for s in range(len(chains) // 3 + 1, len(chains)) if len(chains) % s and s % 2)
+    counts = {kind: [0, 0] for kind in KINDS}
+    with Pipeline(target, drafts, schedule=schedule, lookahead=[4, 3, 3][:models]) as pipe:
+        for number, (ids, mask, wanted) in enumerate(batches):
+            chain = chains[number * step % len(chains)]
+            with torch.no_grad():  # in place, in the process where the draft runs
+                for draft, kind in zip(drafts, chain, strict=True):
+                    for mine, theirs in zip(draft.parameters(), kinds[kind].parameters(), strict=True):
+                        mine.copy_(theirs)
+            # In every fifth call the target waits for its drafts.
+            keeps_up = schedule == "workers" and number % 5 == 0
+            limits = (mask.sum(1) + NEW).tolist()
+            with drafts_keep_up(pipe, limits, ENDS) if keeps_up else nullcontext():
+                call = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": ENDS, "pad_token_id": 0}
+                got = pipe.generate(ids, attention_mask=mask, **call)
+            for row in range(len(ids)):
+                if got.shape != wanted.shape or not torch.equal(got[row], wanted[row]):
+                    assert margin(target, mask[row], wanted[row], got[row]) < NEAR_TIE, (chain, number, row)
+            if keeps_up or schedule == "lockstep":
+                last = pipe.report.stages[-1]
+                counts[chain[-1]][0] += last.accepted
+                counts[chain[-1]][1] += last.drafted - last.accepted
+    # Without draft tokens of the intended acceptance the test would show nothing.
+    # (A wrong middle stage passes no right token on, and a stage may verify at a row's last place.)
+    assert counts["right"][0] > 50 * counts["right"][1]
+    assert counts["wrong"][0] == 0 < counts["wrong"][1]
+    if schedule == "lockstep":  # "workers" has too few calls in which the target waits
+        assert counts["good"][0] > counts["good"][1] > 0
+        assert counts["bad"][1] > counts["bad"][0]
+        assert counts["wrong"][1] > trials(ci=20, nightly=100)
