@@ -227,6 +227,7 @@ CHAINS = {
     "three": Chain(lambda t: [bad(t), good(t), always_right(t)]),
     "index": Chain(lambda t: ["ngram"], frozenset({"ngram"}), agrees=None),
     "index and one": Chain(lambda t: ["ngram", good(t)], frozenset({"ngram"})),
+    "index and wrong": Chain(lambda t: ["ngram", always_wrong(t)], frozenset({"ngram"}), agrees=False),
     "index and two": Chain(lambda t: ["ngram", bad(t), good(t)], frozenset({"ngram"})),
     "other tokenizer": Chain(lambda t: [foreign(t)], frozenset({"translation"}), TRANSLATED, agrees=None),
     "other tokenizer and one": Chain(

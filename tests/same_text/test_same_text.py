@@ -179,23 +179,39 @@ def test_same_text(opened: Opened, expected: Expected, name: str) -> None:
 INTERRUPTED = [pipeline for pipeline in PIPELINES if pipeline[1] in ("alone", "two", "index", "index and one")]
 
 
+ERRORS = (LookupError, KeyboardInterrupt, SystemExit)
+
+
 @pytest.mark.parametrize(
-    ("opened", "at"),
-    [(pipeline, (1, 7)[(i + k) % 2]) for i, pipeline in enumerate(INTERRUPTED) for k in range(trials(ci=1, nightly=2))],
-    ids=lambda part: "-".join(part) if isinstance(part, tuple) else str(part),
+    ("opened", "at", "error"),
+    [
+        (pipeline, (0, 1, 7)[(i + k) % 3], ERRORS[(i + k + i // 3) % 3])
+        for i, pipeline in enumerate(INTERRUPTED)
+        for k in range(trials(ci=1, nightly=3))
+    ],
+    ids=lambda part: "-".join(part) if isinstance(part, tuple) else getattr(part, "__name__", str(part)),
     indirect=["opened"],
 )
-def test_a_call_after_an_interrupted_one(opened: Opened, expected: Expected, at: int) -> None:
-    """What was committed is at hand, and the next call is complete."""
+def test_a_call_after_an_interrupted_one(
+    opened: Opened, expected: Expected, at: int, error: type[BaseException]
+) -> None:
+    """What was committed is at hand, the streamer's ``end()`` is not called, as in transformers, and the next call is complete."""
     call, (_, [(wanted, _)]) = CALLS["one row"], expected.of("one row")
     ids, mask = prompts_of(call, DEVICE)
-    given = call.arguments([])
-    with pytest.raises(LookupError, match="enough"):
-        opened.generate(ids, attention_mask=mask, streamer=failing(at, LookupError, "enough"), **given)
-    partial = opened.pipe.partial.cpu()
-    assert ids.shape[1] + at <= partial.shape[1]
-    assert torch.equal(partial, wanted[:, : partial.shape[1]])
+    given, recorder = call.arguments([]), failing(at, error, "enough")
+    with pytest.raises(error, match="enough") as caught:
+        opened.generate(ids, attention_mask=mask, streamer=recorder, **given)
+    assert recorder.ends == 0
+    if at > 0:
+        assert any("partial" in note for note in caught.value.__notes__)
+        partial = opened.pipe.partial.cpu()
+        assert ids.shape[1] + at <= partial.shape[1]
+        assert torch.equal(partial, wanted[:, : partial.shape[1]])
+        # A streamer gets one token at a time. The target may have committed more.
+        assert recorder.new == partial[0, ids.shape[1] :].tolist()[: len(recorder.new)]
+        assert len(recorder.new) >= at
     assert torch.equal(text_of(opened.generate(ids, attention_mask=mask, **given)), wanted)
+    assert opened.pipe.partial is None
 
 
 def objects(given: dict[str, Any]) -> list[Any]:
