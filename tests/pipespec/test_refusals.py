@@ -28,7 +28,7 @@ from pipespec.models.tokenizers import load_tokenizer
 from pipespec.preflight.devices import weights_of_each
 from pipespec.preflight.support import check_runnable
 from pipespec.schedules.workers import driver as workers
-from pipespec.spd import SpeculativePipeline
+from pipespec_spd import SpeculativePipeline
 from tests.conftest import VOCABULARY, always_right, noisy, random_llama
 from tests.pipespec.checkpoints import packed, save, split
 from tests.support.texts import own_text, same_text
