@@ -138,11 +138,6 @@ def test_doctor(capsys, monkeypatch):
     assert main(["doctor"]) == 1
 
 
-WITHOUT = (
-    "import sys; sys.modules[sys.argv[1]] = None; from pipespec.cli.main import main; sys.exit(main(sys.argv[2:]))"
-)
-
-
 @pytest.mark.parametrize("missing", ["torch", "transformers", "pipespec_kernels._native"])
 def test_where_something_is_missing(missing):
     done = run_python(WITHOUT, missing, "doctor")

@@ -13,23 +13,23 @@ import transformers
 from transformers import DynamicCache, GenerationConfig, MaxLengthCriteria, StaticCache, StoppingCriteriaList
 
 import pipespec.api.prepare
-import pipespec.engine.cached_text
 from pipespec import Pipeline
 from pipespec.engine.attention import MaskKind
 from pipespec.engine.cache import RowCache
 from pipespec.schedules.base import SpeedWarning
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.support.streamers import Recorder, failing
-from tests.support.texts import chunk, own_text, same_text
 from tests.support.texts import one_prompt as prompt
+from tests.support.texts import own_text, same_text
 
 NEW = 12
 
 
 @pytest.fixture(scope="module")
 def pipes(model):
-    with Pipeline(model, noisy(model, 0.02), schedule="workers") as workers:
-        yield {"lockstep": Pipeline(model, noisy(model, 0.02), lookahead=3, schedule="lockstep"), "workers": workers}
+    draft = noisy(model, 0.02)
+    with Pipeline(model, draft, schedule="workers", trace=64) as workers:
+        yield {"lockstep": Pipeline(model, draft, lookahead=3, schedule="lockstep", trace=64), "workers": workers}
 
 
 @pytest.fixture
@@ -37,19 +37,9 @@ def pipe(pipes):
     return pipes["lockstep"]
 
 
-@pytest.fixture
-def prefilled(model, monkeypatch):
-    """Columns that the target was fed in prefills, but for the last token, one entry per forward."""
-    columns: list[int] = []
-    inner = pipespec.engine.cached_text.forward
-
-    def counting(which, tokens, cache, *, keep, **options):
-        if which is model and keep < tokens.shape[1]:
-            columns.append(tokens.shape[1] - keep)
-        return inner(which, tokens, cache, keep=keep, **options)
-
-    monkeypatch.setattr(pipespec.engine.cached_text, "forward", counting)
-    return columns
+def read(pipe) -> int:
+    """Tokens of the prompts that the target has read in the last call, but for each row's last one."""
+    return int(pipe.report.trace["target"]["prefill"].sum())
 
 
 def held(cache) -> tuple:
@@ -70,7 +60,7 @@ def untouched(cache, before) -> bool:
 
 
 @pytest.mark.parametrize("schedule", ["lockstep", "workers"])
-def test_a_chat_of_three_ragged_rows(pipes, model, prefilled, schedule):
+def test_a_chat_of_three_ragged_rows(pipes, model, schedule):
     """Rows begin and end at different places. Each turn pads them again, and the cache holds no padding."""
     pipe, cache = pipes[schedule], None
     rows = random_prompts(3, seed=2, shortest=3, longest=14)
@@ -80,10 +70,9 @@ def test_a_chat_of_three_ragged_rows(pipes, model, prefilled, schedule):
         ends = {"eos_token_id": [int(texts[0, 3]), int(texts[1, 7])], "pad_token_id": 0}
         kwargs = {"attention_mask": mask, "max_new_tokens": NEW} | ends
         held_before = cache.lengths if cache is not None else (0, 0, 0)
-        prefilled.clear()
         out = pipe.generate(ids, past_key_values=cache, return_dict_in_generate=True, **kwargs)
         assert torch.equal(out.sequences, own_text(model, ids, **kwargs))
-        assert sum(prefilled) == max(len(row) - 1 - n for row, n in zip(rows, held_before, strict=True))
+        assert read(pipe) == sum(len(row) - 1 - n for row, n in zip(rows, held_before, strict=True))
         cache = out.past_key_values
         new = [torch.tensor([t for t in row if t != 0]) for row in out.sequences[:, ids.shape[1] :].tolist()]
         said = [torch.cat(pair) for pair in zip(rows, new, strict=True)]
@@ -103,20 +92,19 @@ def test_a_cache_given_is_a_cache_grown_also_without_a_dict(pipe, model):
         text = torch.cat([out, more], dim=1)
 
 
-def test_the_same_prompt_again(pipe, model, prefilled):
+def test_the_same_prompt_again(pipe, model):
     """A cache that holds all of the text, or all but its last token."""
     text = prompt(5)
     cache = pipe.generate(text, max_new_tokens=NEW, return_dict_in_generate=True).past_key_values
     cache.truncate([text.shape[1]])
     for _ in range(2):
-        prefilled.clear()
         out = pipe.generate(text, max_new_tokens=NEW, past_key_values=cache)
         assert torch.equal(out, own_text(model, text, max_new_tokens=NEW))
-        assert prefilled == []
+        assert read(pipe) == 0
         cache.crop(-NEW)
 
 
-def test_one_cache_for_several_continuations(pipe, model, prefilled):
+def test_one_cache_for_several_continuations(pipe, model):
     """HuggingFace's recipe: a deep copy of the cache of their common prefix."""
     common = prompt(6, 20)
     cache = pipe.generate(common, max_new_tokens=1, return_dict_in_generate=True).past_key_values
@@ -124,10 +112,9 @@ def test_one_cache_for_several_continuations(pipe, model, prefilled):
     before = held(cache)
     for seed in (7, 8):
         text = torch.cat([common, prompt(seed, 4)], dim=1)
-        prefilled.clear()
         out = pipe.generate(text, max_new_tokens=NEW, past_key_values=copy.deepcopy(cache))
         assert torch.equal(out, own_text(model, text, max_new_tokens=NEW))
-        assert sum(prefilled) == 3
+        assert read(pipe) == 3
     other = torch.cat([prompt(9, 20), prompt(8, 4)], dim=1)
     with pytest.raises(ValueError, match="past_key_values was made with another text than row 0"):
         pipe.generate(other, max_new_tokens=NEW, past_key_values=copy.deepcopy(cache))
@@ -149,30 +136,6 @@ def test_transformers_goes_on_with_a_cache_of_ours(pipe, model):
     assert torch.equal(
         pipe.generate(text, max_new_tokens=9, past_key_values=cache), own_text(model, text, max_new_tokens=9)
     )
-
-
-@pytest.mark.parametrize("how", ["empty", "filled"])
-@pytest.mark.parametrize("name", ["lockstep", "workers"])
-def test_a_dynamic_cache_of_several_rows(pipes, model, prefilled, name, how):
-    """Its columns are those of the batch, padding included. Turn by turn, the pipeline and transformers alternate."""
-    pipe = pipes[name]
-    ids, mask = left_pad(random_prompts(3, seed=51, shortest=3, longest=9))
-    assert (mask == 0).any()
-    cache = DynamicCache()
-    if how == "filled":
-        # All but the last three columns; the longest row's padding is in them, too.
-        with torch.no_grad():
-            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, :-3]
-            model(ids[:, :-3], attention_mask=mask[:, :-3], position_ids=positions, past_key_values=cache)
-    for turn, generate in enumerate((pipe.generate, model.generate, pipe.generate)):
-        already = cache.get_seq_length()
-        prefilled.clear()
-        out = generate(ids, attention_mask=mask, max_new_tokens=NEW, past_key_values=cache, do_sample=False)
-        assert torch.equal(out, own_text(model, ids, attention_mask=mask, max_new_tokens=NEW)), f"turn {turn}"
-        assert cache.get_seq_length() == out.shape[1] - 1
-        if generate == pipe.generate:
-            assert sum(prefilled) == ids.shape[1] - 1 - already
-        ids, mask = chunk(out, mask, torch.cat([prompt(52 + row, 4) for row in range(3)]))
 
 
 def test_a_dynamic_cache_of_rows_that_end_early(pipe, model):
@@ -355,7 +318,7 @@ def test_what_a_cache_remembers_of_its_text(pipe, model):
 
 @pytest.mark.parametrize("kind", ["ours", "dynamic"])
 @pytest.mark.parametrize("at", [1, 5])
-def test_a_call_that_fails_midway_leaves_the_cache_as_it_was(pipe, model, prefilled, kind, at):
+def test_a_call_that_fails_midway_leaves_the_cache_as_it_was(pipe, model, kind, at):
     text = prompt(21)
     cache = DynamicCache() if kind == "dynamic" else None
     first = pipe.generate(text, max_new_tokens=NEW, past_key_values=cache, return_dict_in_generate=True)
@@ -369,9 +332,8 @@ def test_a_call_that_fails_midway_leaves_the_cache_as_it_was(pipe, model, prefil
     committed = pipe.partial.shape[1] - longer.shape[1]
     assert at <= committed < NEW
     assert torch.equal(pipe.partial, wanted[:, : pipe.partial.shape[1]])
-    prefilled.clear()
     assert torch.equal(pipe.generate(longer, max_new_tokens=NEW, past_key_values=cache), wanted)
-    assert sum(prefilled) == 4  # nothing is fed twice
+    assert read(pipe) == 4  # nothing is fed twice
 
 
 # ---- what comes back

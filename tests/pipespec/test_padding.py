@@ -37,13 +37,12 @@ MASKS = {
 
 @pytest.fixture(scope="module")
 def pipes(model):
-    drafts = [noisy(model, 0.02)]
-    with Pipeline(model, drafts, schedule="workers") as workers:
-        yield {
-            "plain": Pipeline(model, drafts, schedule="plain"),
-            "lockstep": Pipeline(model, [noisy(model, 0.02)], lookahead=3, schedule="lockstep"),
-            "workers": workers,
-        }
+    draft = noisy(model, 0.02)
+    with Pipeline(model, draft, schedule="workers", trace=64) as workers:
+        plain, lockstep = (
+            Pipeline(model, draft, schedule=name, lookahead=3, trace=64) for name in ("plain", "lockstep")
+        )
+        yield {"plain": plain, "lockstep": lockstep, "workers": workers}
 
 
 @pytest.fixture
@@ -129,56 +128,48 @@ def test_rows_that_end_with_padding(pipes, model):
         assert pipe.report is None
 
 
-@pytest.mark.parametrize("kind", ["ours", "dynamic"])
-def test_a_cache_of_a_text_with_holes_goes_on(pipe, model, kind):
-    ids, mask = masked("holes on the left")
-    cache = DynamicCache() if kind == "dynamic" else None
-    out = pipe.generate(ids, attention_mask=mask, max_new_tokens=NEW, past_key_values=cache, return_dict_in_generate=True)  # fmt: skip
-    assert torch.equal(out.sequences, plain(model, ids, attention_mask=mask))
-    longer, mask = chunk(out.sequences, mask, prompts(5, 3, 2))
-    wanted = plain(model, longer, attention_mask=mask)
-    if kind == "dynamic":
-        assert cache.get_seq_length() == out.sequences.shape[1] - 1
-        theirs = copy.deepcopy(cache)
-        assert torch.equal(plain(model, longer, attention_mask=mask, past_key_values=theirs), wanted)
-    got = pipe.generate(longer, attention_mask=mask, max_new_tokens=NEW, past_key_values=out.past_key_values)
-    assert torch.equal(got, wanted)
+# ---- chats
 
 
-# ---- new tokens only
+CHATS = [(name, kind, "whole", "left of three") for name in ("lockstep", "workers") for kind in ("dynamic", "theirs")]
+CHATS += [("lockstep", kind, "whole", "holes on the left") for kind in ("ours", "dynamic")]
+CHATS += [
+    (name, kind, "new", mask)
+    for name in ("plain", "lockstep", "workers")
+    for kind in ("ours", "dynamic", "theirs")
+    for mask in ("one row", "left of three")
+]
 
 
-@pytest.mark.parametrize("schedule", ["plain", "lockstep", "workers"])
-@pytest.mark.parametrize("kind", ["ours", "dynamic", "theirs"])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_chat_with_the_new_tokens_only(pipes, model, schedule, kind, rows):
-    """``theirs``: transformers filled the cache, so its text is not known here."""
+@pytest.mark.parametrize(("schedule", "kind", "given", "mask"), CHATS, ids="-".join)
+def test_a_chat(pipes, model, schedule, kind, given, mask):
+    """Three turns, each with the whole text or the new tokens. ``theirs``: transformers filled the cache, so its text is not known here."""
     pipe = pipes[schedule]
-    ids, mask = left_pad(random_prompts(rows, seed=8, shortest=3, longest=9))
-    cache = None
-    if kind != "ours":
-        cache = DynamicCache()
-    if kind == "theirs":
-        text = plain(model, ids, attention_mask=mask, past_key_values=cache)
+    if mask in MASKS:
+        text, mask = masked(mask)
     else:
-        given = {"attention_mask": mask, "max_new_tokens": NEW, "return_dict_in_generate": True}
-        out = pipe.generate(ids, past_key_values=cache, **given)
-        text, cache = out.sequences, out.past_key_values
-    for turn in range(2):
+        text, mask = left_pad(random_prompts(1 if mask == "one row" else 3, seed=8, shortest=3, longest=9))
+    rows, cache = len(text), None if kind == "ours" else DynamicCache()
+    begin = int((mask == 0).sum(dim=1).min()) if kind == "ours" else 0  # padding of all rows
+    for turn in range(3):
         # The cache holds all but the last token.
-        text, mask = chunk(text, mask, prompts(20 + 3 * turn, 4, rows))
-        new = text[:, -5:]
-        wanted = plain(model, text, attention_mask=mask)
-        if TAKES_NEW_TOKENS_ONLY and kind != "ours":
-            theirs = plain(model, new, attention_mask=mask, past_key_values=copy.deepcopy(cache))
+        fed = text[:, -5:] if turn and given == "new" else text
+        call, wanted = {"attention_mask": mask, "do_sample": False}, plain(model, text, attention_mask=mask)
+        if turn and kind != "ours" and (given == "whole" or TAKES_NEW_TOKENS_ONLY):
+            theirs = plain(model, fed, attention_mask=mask, past_key_values=copy.deepcopy(cache))
             assert torch.equal(theirs[:, -NEW:], wanted[:, -NEW:])
-        got = pipe.generate(new, attention_mask=mask, max_new_tokens=NEW, past_key_values=cache)
-        assert torch.equal(got, torch.cat([new, wanted[:, -NEW:]], dim=1))
-        if schedule == "lockstep" and kind != "theirs":
+        by_transformers = turn == (0 if kind == "theirs" else 1) and kind != "ours" and given == "whole"
+        generate = model.generate if by_transformers or (kind == "theirs" and turn == 0) else pipe.generate
+        out = generate(fed, **call, max_new_tokens=NEW, past_key_values=cache, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, torch.cat([fed, wanted[:, -NEW:]], dim=1))
+        cache = out.past_key_values
+        assert cache.get_seq_length() == wanted.shape[1] - 1 - begin
+        if generate == pipe.generate and turn:
+            assert pipe.report.trace["target"]["prefill"].sum() == 4 * rows  # nothing is read twice
             # The drafts know the cached text, so they are right as often as with the whole text.
-            assert pipe.report.stages[-1].accepted >= NEW // 2 * rows
-        text = wanted
-        assert cache.get_seq_length() == text.shape[1] - 1 - (int((mask == 0).sum(dim=1).min()) if kind == "ours" else 0)  # fmt: skip
+            if schedule == "lockstep" and kind != "theirs" and given == "new":
+                assert pipe.report.stages[-1].accepted >= NEW // 2 * rows
+        text, mask = chunk(wanted, mask, prompts(20 + 3 * turn, 4, rows))
 
 
 @pytest.mark.skipif(not TAKES_NEW_TOKENS_ONLY, reason="transformers 5.0 does not take the new tokens only")

@@ -6,14 +6,18 @@ A row does not name the schedules that it is for: the table of :mod:`pipespec.re
 from __future__ import annotations
 
 import copy
+import hashlib
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
 
 from pipespec.registry import LOCKSTEP, SCHEDULES, UNCAPTURED, Schedule
+from pipespec_train.heads import head_for
 from tests.conftest import DEVICE, always_right, always_wrong, left_pad, noisy, random_llama
 from tests.pipespec.vocabularies import byte_level, sentencepiece
 from tests.support.grammars import END, Classes
@@ -217,6 +221,18 @@ def foreign(target: Any) -> Any:
     return random_llama(6, layers=1, vocabulary=byte_level().get_vocab_size())
 
 
+HEADS = tempfile.TemporaryDirectory()
+
+
+def head(target: Any) -> str:
+    """The folder of a draft head that drafts half of the tokens."""
+    folder = Path(HEADS.name, hashlib.sha256(target.lm_head.weight.detach().cpu().numpy()).hexdigest())
+    if not folder.exists():
+        cpu = copy.deepcopy(target).cpu()
+        head_for(cpu, range(0, VOCABULARY, 2)).save(folder, cpu)
+    return str(folder)
+
+
 TRANSLATED = {"tokenizer": sentencepiece(), "draft_tokenizers": [byte_level()]}
 CHAINS = {
     "alone": Chain(agrees=None),
@@ -235,6 +251,14 @@ CHAINS = {
         frozenset({"translation"}),
         TRANSLATED | {"draft_tokenizers": [byte_level(), None]},
     ),
+    "head": Chain(
+        lambda t: [head(t)], frozenset({"head"}), agrees=None,
+        calls=("greedy", "rows that end", "sampled", "penalties and biases, sampled", "cache", "grammar", "forbidden repetition, sampled"),
+    ),
+    "head, its own modules": Chain(lambda t: [head(t)], frozenset({"head"}), {"native": False}, agrees=None),
+    "head in blocks": Chain(lambda t: [head(t)], frozenset({"head"}), {"weights": {"draft 0": "q5_0"}}, agrees=None),
+    "exact head": Chain(lambda t: [head(t)], frozenset({"head"}), {"exact": True}, agrees=None),
+    "index and head": Chain(lambda t: ["ngram", head(t)], frozenset({"ngram", "head"}), agrees=None),
     "int8": Chain(lambda t: [good(t)], options={"weights": {"drafts": "int8"}}),
     "exact": Chain(lambda t: [good(t)], options={"exact": True}),
     "the models' own modules": Chain(lambda t: [good(t)], options={"native": False}),
@@ -262,6 +286,8 @@ class Way:
             return chain in (CHAINS["alone"], CHAINS["right"])
         if DEVICE != "cpu" and "weights" in chain.options:
             return False  # blocks are for the CPU
+        if self.fixed and {"ngram", "head"} <= chain.uses:
+            return False  # the controller chooses between them
         if DEVICE != "cpu" and "exact" in chain.options and not self.captured:
             return False
         if self.door != "generate" and chain not in (CHAINS["two"], CHAINS["index"], CHAINS["other tokenizer"]):
