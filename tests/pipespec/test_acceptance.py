@@ -54,20 +54,11 @@ def exact(target, length: int, given: dict[str, float], prompt: torch.Tensor = P
 
 
 def generated(pipe: Pipeline, count: int, **given) -> torch.Tensor:
-    rows = 500
-    found = []
+    rows, found = 500, []
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0} | given
     for i in range(0, count, rows):
-        ids = PROMPT.expand(rows, -1)
-        seeds = list(range(i, i + rows))
-        options = {
-            "do_sample": True,
-            "top_k": 0,
-            "max_new_tokens": NEW,
-            "eos_token_id": None,
-            "pad_token_id": 0,
-        } | given
-        out = pipe.generate(ids, seed=seeds, **options)
-        found.append(out[:, ids.shape[1] :])
+        out = pipe.generate(PROMPT.expand(rows, -1), seed=list(range(i, i + rows)), **options)
+        found.append(out[:, PROMPT.shape[1] :])
     return torch.cat(found)
 
 

@@ -18,7 +18,7 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward, native_unsupported_reason
 from pipespec.errors import NotCapturable
 from pipespec.models import families
-from pipespec.models.layout import CacheLayout
+from pipespec.models.layout import STATES, CacheLayout
 from pipespec.preflight.checks import check_architecture
 from pipespec.preflight.support import check_streams
 from pipespec_spd import SpeculativePipeline
@@ -125,35 +125,51 @@ def test_windows_matter(name):
 # ---- rollback
 
 
-@pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("name", ["mistral, window", "qwen2, mixed", GEMMA, "deepseek_v3, latents"])
+ROLLED = [
+    (name, native)
+    for name in ("mistral, window", "qwen2, mixed", GEMMA, "deepseek_v3, latents")
+    for native in (True, False)
+]
+ROLLED += [(name, True) for name in ("qwen3_next, recurrent", "qwen3_5, recurrent") if name in TINY_MODELS]
+
+
+@pytest.mark.parametrize(("name", "native"), ROLLED)
 def test_rollback_at_every_depth(name, native):
-    """After a rollback of any depth, ragged ones too, the logits are bit for bit those of a cache that never held more."""
-    model, length = model_of(name), 2 * WINDOW + 3
+    """After a rollback of any depth, ragged ones too, the logits and states are bit for bit those of a cache that never held more."""
+    model = model_of(name)
+    recurrent = CacheLayout.of(model.config).states
+    length = STATES + 6 if recurrent else 2 * WINDOW + 3
     generator = torch.Generator().manual_seed(0)
-    text = torch.randint(2, VOCABULARY, (2, length + 4), generator=generator)
-    other = torch.randint(2, VOCABULARY, (2, length), generator=generator)
+    text, other = (torch.randint(2, VOCABULARY, (2, length + 4), generator=generator) for _ in range(2))
 
     def fed(cache: RowCache, tokens: torch.Tensor) -> torch.Tensor:
         return forward(model, tokens, cache, keep=tokens.shape[1], native=native)
 
-    once = RowCache.for_model(model, 2, 64)
-    steps = [fed(once, text[:, at : at + 1]) for at in range(length)]
-    assert len(steps) == length
-    for depth in range(length):
-        for lengths in ([length - depth] * 2, [length - depth, length]):
-            cache, never = copy.deepcopy(once), copy.deepcopy(once)
+    cache, shorter = RowCache.for_model(model, 2, 64), []
+    for at in range(length):
+        shorter.append(copy.deepcopy(cache))
+        fed(cache, text[:, at : at + 1])
+    for depth in range(STATES - 4 if recurrent else length):
+        n = length - depth
+        for lengths in ([n, n], [n, length]):
+            rolled, held, fresh = copy.deepcopy(cache), copy.deepcopy(cache), RowCache.for_model(model, 2, 64)
+            rolled.truncate(lengths)
             # What is rolled back was something else.
-            cache.truncate(lengths)
-            more = cache.capacity - max(lengths)
-            fed(cache, other[:, : min(length, more)])
-            cache.truncate(lengths)
-            never.truncate(lengths)
-            for store in never._stores:
-                for row, n in enumerate(lengths):
-                    store[:, row, :, n:] = 0
-            next_tokens = torch.stack([text[row, n : n + 3] for row, n in enumerate(lengths)])
-            assert torch.equal(fed(cache, next_tokens), fed(never, next_tokens))
+            fed(rolled, other[:, : 3 if recurrent else length])
+            rolled.truncate(lengths)
+            held.truncate(lengths)
+            for layer in recurrent.layers if recurrent else ():
+                singles = [copy.deepcopy(cache if m == length else shorter[m]).states()[layer] for m in lengths]
+                for part, mine in enumerate(rolled.states()[layer]):
+                    assert all(torch.equal(mine[row], singles[row][part][row]) for row in range(2))
+            # The same keys, values and states in a cache that has held nothing else.
+            fresh.load(held.states(), lengths)
+            for store in fresh._stores:
+                for row, m in enumerate(lengths):
+                    store[:, row, :, m:] = 0
+            for begin, end in ((0, 3), (3, 4)):
+                tokens = torch.stack([text[row, m + begin : m + end] for row, m in enumerate(lengths)])
+                assert torch.equal(fed(rolled, tokens), fed(fresh, tokens))
 
 
 @pytest.mark.parametrize("name", [GEMMA, "deepseek_v3, latents", SINKS])

@@ -141,7 +141,7 @@ CHATS += [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "kind", "given", "mask"), CHATS, ids="-".join)
+@pytest.mark.parametrize(("schedule", "kind", "given", "mask"), CHATS, ids=str)
 def test_a_chat(pipes, model, schedule, kind, given, mask):
     """Three turns, each with the whole text or the new tokens. ``theirs``: transformers filled the cache, so its text is not known here."""
     pipe = pipes[schedule]
