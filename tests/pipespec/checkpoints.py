@@ -129,3 +129,22 @@ def some_gpus(*free):
         DeviceFacts("cpu", 64 * GIB, 60 * GIB),
         *(DeviceFacts(f"cuda:{i}", 80 * GIB, n * GIB) for i, n in enumerate(free)),
     ]
+
+
+class Elsewhere(nn.Parameter):
+    """A weight that claims to be on a second device, on a machine without GPUs."""
+
+    device = torch.device("cuda:1")
+
+
+def split(model, *, has_hook=False):
+    """A copy whose layers from the second on claim to be elsewhere. ``has_hook``: one that might move hidden states there."""
+    other = copy.deepcopy(model)
+    for layer in other.model.layers[1:]:
+        for module in layer.modules():
+            for name, weight in module._parameters.items():
+                if weight is not None:
+                    module._parameters[name] = Elsewhere(weight.data)
+    if has_hook:
+        other.model.register_forward_pre_hook(lambda *_: None)
+    return other

@@ -1,20 +1,15 @@
-"""Models over several devices, and models whose weights are elsewhere between calls: the text of the whole model.
-
-Without accelerate, hooks of this file bring the weights. With it, its own do. Two real devices need GPUs.
-"""
+"""Models over several devices, and models whose weights are elsewhere between calls: the text of the whole model. Two real devices need GPUs."""
 
 from __future__ import annotations
 
 import copy
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from pipespec import Pipeline, attach, detach, trust
+from pipespec import Pipeline, attach, detach
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward
 from pipespec.errors import DoesNotFit, NotCapturable
@@ -28,15 +23,13 @@ from pipespec.schedules.ranks import membership
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.chains_of_ranks import in_process
 from tests.pipespec.checkpoints import GIB, PROMPT, folder_of, gpus, llama, save, some_gpus
+from tests.pipespec.tiny_models import TINY_MODELS, model_of
+from tests.support.texts import own_text
 from tests.trials import trials
 
+accelerate = pytest.importorskip("accelerate")
+
 LAYERS = 3
-
-
-class PlacementHook(SimpleNamespace):
-    """What accelerate leaves on a module."""
-
-    __module__ = "accelerate.hooks"
 
 
 @pytest.fixture(scope="module")
@@ -45,62 +38,59 @@ def model():
 
 
 def offloaded(model, within=""):
-    """A copy of which modules with names that begin with ``within`` have their weights only while they run."""
+    """A copy of which a module has its weights only while it runs."""
     other = copy.deepcopy(model)
-    brought = []
-    for name, module in other.named_modules():
-        weights = dict(module._parameters)
-        if not name.startswith(within) or not weights:
-            continue
-
-        def bring(module, _, weights=weights):
-            brought.append(module)
-            module._parameters.update(weights)
-
-        def drop(module, *_):
-            for at, weight in module._parameters.items():
-                module._parameters[at] = None if weight is None else nn.Parameter(weight.to("meta"))
-
-        drop(module)
-        trust(bring, drop)
-        module.register_forward_pre_hook(bring)
-        module.register_forward_hook(drop)
-        module._hf_hook = PlacementHook(offload=True, execution_device="cpu")
-    return other, brought
+    accelerate.cpu_offload(other.get_submodule(within), execution_device=torch.device("cpu"))
+    return other
 
 
-@pytest.mark.parametrize(
-    ("schedule", "within"), [("plain", ""), ("lockstep", "model.layers.1"), ("lockstep", "lm_head"), ("workers", "")]
-)
-def test_weights_that_hooks_bring(model, schedule, within):
+HOW = {
+    "all in memory": lambda model, folder: offloaded(model),
+    "the head in memory": lambda model, folder: offloaded(model, "lm_head"),
+    "all on disk": lambda model, folder: accelerate.disk_offload(copy.deepcopy(model), folder),
+    "some on disk": lambda model, folder: accelerate.dispatch_model(
+        copy.deepcopy(model), PLACES, main_device="cpu", offload_dir=folder
+    ),
+    "from_pretrained": lambda model, folder: AutoModelForCausalLM.from_pretrained(
+        save(model, folder / "m"), device_map=PLACES, offload_folder=folder / "o"
+    ),
+}
+PLACES = dict.fromkeys(["model.embed_tokens", "model.rotary_emb", "model.norm"], "cpu")
+PLACES |= {"model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "cpu", "lm_head": "disk"}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_the_text_of_the_whole_model(model, how, tmp_path):
     """As target; greedy, sampled, batches of different lengths, and a cache that goes on."""
-    target, brought = offloaded(model, within)
-    ids, mask = left_pad(random_prompts(3, seed=1))
+    target = HOW[how](model, tmp_path)
+    assert offloaded_modules(target)
+    assert LayerDevices.of(target) == LayerDevices.of(model)
     reference = Pipeline(model, schedule="plain")
-    with Pipeline(target, noisy(model, 0.02), schedule=schedule) as pipe:
-        for options in ({"do_sample": False}, {"do_sample": True, "seed": 5, "top_p": 0.9}):
-            wanted = reference.generate(ids, attention_mask=mask, max_new_tokens=12, **options)
-            assert torch.equal(pipe.generate(ids, attention_mask=mask, max_new_tokens=12, **options), wanted)
-        assert pipe.report.stages[-1].forward.startswith("transformers: accelerate brings the weights of ")
-        assert brought
-        first = pipe.generate(PROMPT, max_new_tokens=8, return_dict_in_generate=True)
-        again = pipe.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=8)
-        assert torch.equal(again, model.generate(PROMPT, max_new_tokens=16, do_sample=False))
+    for schedule in ("plain", "lockstep") if how != "some on disk" else ("lockstep", "workers"):
+        with Pipeline(target, noisy(model, 0.02), schedule=schedule) as pipe:
+            for seed in range(trials(ci=1, nightly=25)):
+                ids, mask = left_pad(random_prompts(4, seed=seed))
+                for options in ({"do_sample": False}, {"do_sample": True, "seed": seed, "top_p": 0.9}):
+                    call = {"attention_mask": mask, "max_new_tokens": 14, **options}
+                    assert torch.equal(pipe.generate(ids, **call), reference.generate(ids, **call))
+            assert pipe.report.stages[-1].forward.startswith("transformers: accelerate brings the weights of ")
+            first = pipe.generate(PROMPT, max_new_tokens=8, return_dict_in_generate=True)
+            again = pipe.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=8)
+            assert torch.equal(again, own_text(model, PROMPT, max_new_tokens=16))
 
 
 def test_drafts_and_other_entries(model):
     """An offloaded draft in lockstep, the default schedule, ``attach()``, and what is refused by name."""
-    draft, brought = offloaded(noisy(model, 0.02))
+    draft = offloaded(noisy(model, 0.02))
     wanted = model.generate(PROMPT, max_new_tokens=10, do_sample=False)
     pipe = Pipeline(model, draft, schedule="lockstep", lookahead=4)
     assert torch.equal(pipe.generate(PROMPT, max_new_tokens=10), wanted)
     assert pipe.report.stages[1].accepted > 0
-    assert brought
     with pytest.raises(
         ValueError, match=r"draft 0: a worker process .* accelerate brings the weights of model.embed_tokens"
     ):
         Pipeline(model, draft, schedule="workers")
-    target, _ = offloaded(model, "model.layers.2")
+    target = offloaded(model, "model.layers.2")
     plain = Pipeline(target)
     assert plain.schedule == "lockstep"  # an n-gram index joins it
     attach(target, noisy(model, 0.02), schedule="lockstep", lookahead=4)
@@ -116,14 +106,14 @@ def test_drafts_and_other_entries(model):
 
 def test_drafts_are_made_out_of_whole_models(model):
     """A derived draft shares modules' weights. It has no hooks that bring them."""
-    part, _ = offloaded(model, "model.layers.1")
+    part = offloaded(model, "model.layers.1")
     with pytest.raises(ValueError, match=r"made out of a model that is whole on one device.*accelerate brings"):
         Pipeline(model, part, schedule="lockstep", weights={"drafts": "int8"})
 
 
 def test_rejection_sampling_and_no_prompt(model):
     """What has a device: the draft's distributions, and the begin token of a call without a prompt."""
-    target, _ = offloaded(model)
+    target = offloaded(model)
     texts = []
     for its in (model, target):
         pipe = Pipeline(its, noisy(model, 0.02), acceptance="rejection", native=False)
@@ -134,12 +124,11 @@ def test_rejection_sampling_and_no_prompt(model):
 
 def test_ranks(model, monkeypatch):
     """An offloaded target and an offloaded draft, each in its rank."""
-    target, brought = offloaded(model)
-    draft, _ = offloaded(noisy(model, 0.02), "model.layers.1")
+    target = offloaded(model)
+    draft = offloaded(noisy(model, 0.02), "model.layers.1")
     with in_process(monkeypatch, [draft, target]) as (pipe, _):
         wanted = model.generate(PROMPT, max_new_tokens=10, do_sample=False)
         assert torch.equal(pipe.generate(PROMPT, max_new_tokens=10), wanted)
-        assert brought
 
 
 def test_a_rank_takes_several_gpus(monkeypatch):
@@ -154,7 +143,7 @@ def test_a_rank_takes_several_gpus(monkeypatch):
 
 
 def test_what_offloaded_weights_take(model):
-    target, _ = offloaded(model)
+    target = offloaded(model)
     some, whole = (estimate([StageFacts.of_model("target", m)], 2, 100).needs[0] for m in (target, model))
     assert some.device == "cpu"
     assert some.activations - whole.activations == model.lm_head.weight.nbytes  # the largest
@@ -168,71 +157,61 @@ NEAR, FAR = torch.device("cpu"), torch.device("cpu", 0)
 
 
 def caches(model, rows):
-    whole = RowCache.for_model(model, rows, 24)
-    apart = RowCache(
-        model.config,
-        rows,
-        24,
-        dtype=torch.float32,
-        device=NEAR,
-        layer_devices=[NEAR, FAR, NEAR][: model.config.num_hidden_layers],
-    )
-    return whole, apart
+    """The same cache with one storage, and with one per device. The layers are interleaved."""
+    places = [FAR if layer % 2 else NEAR for layer in range(model.config.num_hidden_layers)]
+    apart = RowCache(model.config, rows, 24, dtype=torch.float32, device=NEAR, layer_devices=places)
+    return RowCache.for_model(model, rows, 24), apart
 
 
 def same(whole, apart):
-    assert whole.lengths == apart.lengths
+    assert (whole.lengths, whole.windows) == (apart.lengths, apart.windows)
+    assert whole.nbytes == apart.nbytes == sum(apart.nbytes_on().values())
     for one, other in zip(whole.states(), apart.states(), strict=True):
-        assert torch.equal(one[0], other[0])
-        assert torch.equal(one[1], other[1])
+        assert all(map(torch.equal, one, other))
     for one, other in zip(whole.layers, apart.layers, strict=True):
         assert torch.equal(one.keys, other.keys)
         assert torch.equal(one.values, other.values)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_storages_apart_hold_what_one_storage_holds(model, attention):
-    """Every operation of a cache, in lengths that are equal and that differ. The layers are interleaved."""
-    model = copy.deepcopy(model)
-    model.set_attn_implementation(attention)
-    whole, apart = caches(model, 3)
+FAMILIES = ["mistral, window", "gemma3, mixed, two RoPE bases", "deepseek_v2, latents", "gpt_oss, mixed, sinks"]
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager", *(name for name in FAMILIES if name in TINY_MODELS)])
+def test_storages_apart_hold_what_one_storage_holds(model, name):
+    """Every operation of a cache, in lengths that are equal and that differ."""
+    if name in TINY_MODELS:
+        model = model_of(name)
+    else:
+        model = copy.deepcopy(model)
+        model.set_attn_implementation(name)
+    both = caches(model, 3)
     ids = torch.arange(3 * 12).view(3, 12) * 7 % model.config.vocab_size
-    assert apart.nbytes == whole.nbytes
 
     def feed(q):
-        logits = [forward(model, ids[:, :q], cache, keep=q, native=False) for cache in (whole, apart)]
-        assert torch.equal(*logits)
-        same(whole, apart)
+        assert torch.equal(*(forward(model, ids[:, :q], cache, keep=q, native=False) for cache in both))
+        same(*both)
 
-    def both(change):
-        change(whole)
-        change(apart)
-        same(whole, apart)
+    def each(change):
+        for cache in both:
+            change(cache)
+        same(*both)
 
     feed(6)
-    both(lambda cache: cache.truncate([6, 2, 4]))
+    each(lambda cache: cache.truncate([6, 2, 4]))
     feed(3)
-    both(lambda cache: cache.reserve(40))
-    feed(5)
-    both(lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])))
+    each(lambda cache: cache.reserve(40))
+    feed(9)
+    each(lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])))
     feed(1)
-    for cache in (copy.deepcopy(whole), copy.deepcopy(apart)):
-        same(whole, cache)
-    both(lambda cache: cache.batch_select_indices(torch.tensor([1, 2, 2])))
+    both = copy.deepcopy(both)
+    same(*both)
+    each(lambda cache: cache.batch_select_indices(torch.tensor([1, 2, 2])))
     feed(2)
-    other_whole, other_apart = caches(model, 3)
-    other_whole.reserve(40)
-    other_apart.reserve(40)
-    other_whole.copy_from(whole, [3, 1, 2])
-    other_apart.copy_from(apart, [3, 1, 2])
-    same(other_whole, other_apart)
+    source, whole, both = both[0], both[0], caches(model, 3)
+    each(lambda cache: cache.reserve(40))
+    each(lambda cache: cache.copy_from(source, [3, 1, 2]))
     states = [(k.clone(), v.clone()) for k, v in whole.states()]
-    other_whole.load(states)
-    other_apart.load(states)
-    same(other_whole, other_apart)
-    other_apart.copy_from(whole, [3, 1, 2])
-    other_whole.truncate([3, 1, 2])
-    same(other_whole, other_apart)
+    each(lambda cache: cache.load(states))
 
 
 # ---- which layer where
@@ -320,51 +299,6 @@ def test_a_split_model_is_read_by_its_device_map(model, tmp_path, monkeypatch):
     assert asked == [where]
 
 
-# ---- accelerate's own hooks
-
-
-@pytest.fixture(scope="module")
-def accelerate():
-    return pytest.importorskip("accelerate")
-
-
-def dispatched(model, accelerate, how, folder):
-    other = copy.deepcopy(model)
-    if how == "all on disk":
-        return accelerate.disk_offload(other, folder)
-    if how == "in memory":
-        return accelerate.cpu_offload(other, execution_device=torch.device("cpu"))
-    names = [
-        "model.embed_tokens",
-        "model.rotary_emb",
-        *(f"model.layers.{i}" for i in range(LAYERS)),
-        "model.norm",
-        "lm_head",
-    ]
-    places = {name: "disk" if name in ("model.layers.1", "lm_head") else "cpu" for name in names}
-    if how == "some on disk":
-        return accelerate.dispatch_model(other, places, main_device="cpu", offload_dir=folder)
-    return AutoModelForCausalLM.from_pretrained(
-        save(model, folder / "m"), device_map=places, offload_folder=folder / "o"
-    )
-
-
-@pytest.mark.parametrize("how", ["all on disk", "in memory", "some on disk", "from_pretrained"])
-def test_the_text_of_the_whole_model(model, accelerate, how, tmp_path):
-    target = dispatched(model, accelerate, how, tmp_path)
-    assert offloaded_modules(target)
-    assert LayerDevices.of(target) == LayerDevices.of(model)
-    reference = Pipeline(model, schedule="plain")
-    for schedule in ("plain", "lockstep") if how != "some on disk" else ("lockstep", "workers"):
-        with Pipeline(target, noisy(model, 0.02), schedule=schedule) as pipe:
-            for seed in range(trials(ci=1, nightly=25)):
-                ids, mask = left_pad(random_prompts(4, seed=seed))
-                for options in ({"do_sample": False}, {"do_sample": True, "seed": seed}):
-                    wanted = reference.generate(ids, attention_mask=mask, max_new_tokens=16, **options)
-                    assert torch.equal(pipe.generate(ids, attention_mask=mask, max_new_tokens=16, **options), wanted)
-            assert "accelerate brings the weights" in pipe.report.stages[-1].forward
-
-
 # ---- on GPUs
 
 
@@ -375,7 +309,7 @@ TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA d
 @TWO
 @pytest.mark.parametrize("attention", ["sdpa", "pipespec"])
 @pytest.mark.parametrize("schedule", ["plain", "lockstep", "workers"])
-def test_layers_on_two_gpus(model, accelerate, tmp_path, schedule, attention):
+def test_layers_on_two_gpus(model, tmp_path, schedule, attention):
     """Each layer's keys and values beside it; rows of different lengths; a DynamicCache of the caller's."""
     folder = save(model, tmp_path / "model")
     with Pipeline(
@@ -401,7 +335,7 @@ def test_layers_on_two_gpus(model, accelerate, tmp_path, schedule, attention):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("schedule", ["plain", "lockstep"])
-def test_a_gpu_with_weights_on_the_cpu_and_on_disk(model, accelerate, tmp_path, schedule):
+def test_a_gpu_with_weights_on_the_cpu_and_on_disk(model, tmp_path, schedule):
     places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": "cpu", "lm_head": 0}
     places |= {f"model.layers.{i}": [0, "cpu", "disk"][i] for i in range(LAYERS)}
     target = accelerate.dispatch_model(copy.deepcopy(model), places, offload_dir=tmp_path)
