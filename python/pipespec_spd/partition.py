@@ -22,13 +22,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import cached_file
 
+from pipespec.checks.devices import device_name
+from pipespec.checks.models import check_architecture
 from pipespec.engine.cache import RowCache
 from pipespec.models.families import IN_STAGES
 from pipespec.models.loading import is_gguf, load_config, load_model, read_stored
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import text_config
-from pipespec.preflight.checks import check_architecture
-from pipespec.preflight.devices import device_name
 from pipespec_spd.sections import ModelSection, open_sections
 
 _INITIAL_CAPACITY = 1024

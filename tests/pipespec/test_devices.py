@@ -10,10 +10,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausa
 
 from pipespec import Pipeline, attach
 from pipespec.api import chain
+from pipespec.checks.devices import DeviceFacts, device_facts, requested
+from pipespec.checks.placement import arrange
 from pipespec.cli.main import main
 from pipespec.errors import DoesNotFit
-from pipespec.preflight.devices import DeviceFacts, device_facts, requested
-from pipespec.preflight.placement import arrange
 from tests.conftest import noisy, random_llama
 from tests.pipespec.checkpoints import GIB, PROMPT, folder_of, gpus, llama, save, some_gpus
 
@@ -93,7 +93,7 @@ def test_a_loaded_model_stays_on_its_device(model, monkeypatch, tmp_path):
     loads = []
     monkeypatch.setattr(chain, "load_model", lambda m, device, **kwargs: loads.append(device))
     facts = [DeviceFacts("cuda:0", GIB, GIB), DeviceFacts("cuda:1", GIB, GIB)]
-    monkeypatch.setattr("pipespec.preflight.placement.device_facts", lambda names=None: facts)
+    monkeypatch.setattr("pipespec.checks.placement.device_facts", lambda names=None: facts)
     for device, expected in (
         ({"draft 1": "cuda:1", "target": "cuda:0"}, ["cpu", "cuda:1", "cuda:0"]),
         (["cuda:1", "cpu", "cuda:0"], ["cuda:1", "cpu", "cuda:0"]),

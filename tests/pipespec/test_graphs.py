@@ -21,11 +21,11 @@ import torch
 import pipespec_kernels
 from pipespec import Pipeline
 from pipespec.api import base
+from pipespec.checks.memory import DoesNotFit
 from pipespec.config import SpeculationConfig
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampling import SamplingParams
 from pipespec.errors import NotCapturable
-from pipespec.preflight.memory import DoesNotFit
 from pipespec.schedules.base import SpeedWarning
 from pipespec.schedules.graphs import capture as capturing
 from pipespec.schedules.graphs.rounds import RoundsDriver, round_steps

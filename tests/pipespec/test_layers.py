@@ -22,7 +22,7 @@ LAYERS = [
     ["bench"],
     ["api"],
     ["schedules"],
-    ["preflight"],
+    ["checks"],
     ["engine"],
     ["models"],
     ["process"],

@@ -14,6 +14,10 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from pipespec import Pipeline
 from pipespec.api import base, chain
+from pipespec.checks.devices import DeviceFacts
+from pipespec.checks.memory import HEADROOM, StageFacts, check_memory, estimate
+from pipespec.checks.placement import arrange
+from pipespec.checks.support import check_shareable
 from pipespec.cli.main import main
 from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
@@ -22,10 +26,6 @@ from pipespec.errors import DoesNotFit
 from pipespec.models import loading
 from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import weight_bytes
-from pipespec.preflight.devices import DeviceFacts
-from pipespec.preflight.memory import HEADROOM, StageFacts, check_memory, estimate
-from pipespec.preflight.placement import arrange
-from pipespec.preflight.support import check_shareable
 from pipespec_spd import SpeculativePipeline
 from tests.conftest import noisy, random_llama
 from tests.pipespec.checkpoints import GIB, PROMPT, folder_of, llama, on_gpu, save
@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_refused_before_a_weight_is_read(tmp_path, monkeypa
     draft = folder_of(llama("8B"), tmp_path / "draft", dtype="bfloat16")
     target = folder_of(llama("70B"), tmp_path / "target", dtype="bfloat16")
     facts = [DeviceFacts("cpu", 64 * GIB, 60 * GIB)]
-    monkeypatch.setattr("pipespec.preflight.placement.device_facts", lambda names=None: facts)
+    monkeypatch.setattr("pipespec.checks.placement.device_facts", lambda names=None: facts)
     monkeypatch.setattr(chain, "load_model", None)
     with pytest.raises(DoesNotFit) as caught:
         Pipeline(target, draft, schedule="lockstep")
@@ -197,7 +197,7 @@ def test_what_does_not_fit_is_refused_before_a_weight_is_read(tmp_path, monkeypa
 
 def test_the_command_line_shows_the_table(tmp_path, monkeypatch, capsys):
     target = folder_of(llama("70B"), tmp_path / "target", dtype="bfloat16")
-    monkeypatch.setattr("pipespec.preflight.devices.host_memory", lambda: (64 * GIB, 60 * GIB))
+    monkeypatch.setattr("pipespec.checks.devices.host_memory", lambda: (64 * GIB, 60 * GIB))
     assert main(["generate", "--target", str(target), "--prompt", "x"]) == 2
     lines = capsys.readouterr().err.splitlines()
     begin = next(i for i, line in enumerate(lines) if "error: the stages need" in line)
@@ -228,7 +228,7 @@ def test_a_call_must_fit_beside_what_is_there(model, monkeypatch):
         nonlocal free
         free = available
         monkeypatch.setattr(
-            "pipespec.preflight.memory.device_facts",
+            "pipespec.checks.memory.device_facts",
             lambda names: [DeviceFacts("cuda:0", total, free), DeviceFacts("cuda:1", total, total)],
         )
         check_memory(models, rows=2, longest=10, limit=limit, graphs=graphs, **kwargs)
@@ -271,7 +271,7 @@ class Live:
             use(cache, *stores)
 
         monkeypatch.setattr(RowCache, "_use", watched)
-        monkeypatch.setattr("pipespec.preflight.devices.host_memory", lambda: (GIB, self.total - self.bytes()))
+        monkeypatch.setattr("pipespec.checks.devices.host_memory", lambda: (GIB, self.total - self.bytes()))
 
     def bytes(self) -> int:
         return sum(cache.nbytes for cache in self.caches)
@@ -378,7 +378,7 @@ def test_a_copy_takes_memory_on_the_targets_device(model, monkeypatch):
     copy_of_it = 2 * 100 * CacheLayout.of(model.config).bytes_for(1, 1, torch.float32)
     for free, fits in ((need.sum + copy_of_it, True), (need.sum + copy_of_it - 1, False)):
         facts = [DeviceFacts("cuda:0", GIB, free), DeviceFacts("cuda:1", GIB, need.sum)]
-        monkeypatch.setattr("pipespec.preflight.memory.device_facts", lambda names, facts=facts: facts)
+        monkeypatch.setattr("pipespec.checks.memory.device_facts", lambda names, facts=facts: facts)
         with contextlib.nullcontext() if fits else pytest.raises(DoesNotFit, match="its copy  cuda:0"):
             check_memory(models, rows=2, longest=4, limit=100, graphs=True, copied=True)
 
@@ -400,7 +400,7 @@ def test_each_call_is_checked(model, monkeypatch):
     pipe = Pipeline(model, noisy(model, 0.02), schedule="lockstep")
     wanted = model.generate(PROMPT, max_new_tokens=5, do_sample=False)
     total = 2 * HEADROOM + (8 << 20)
-    monkeypatch.setattr("pipespec.preflight.devices.host_memory", lambda: (total, total))
+    monkeypatch.setattr("pipespec.checks.devices.host_memory", lambda: (total, total))
     with pytest.raises(ValueError, match="lower max_new_tokens or the batch"):
         pipe.generate(PROMPT.repeat(64, 1), max_new_tokens=400)
     assert torch.equal(pipe.generate(PROMPT, max_new_tokens=5), wanted)

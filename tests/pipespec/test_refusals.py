@@ -24,9 +24,9 @@ from torch import nn
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, LlamaModel
 
 from pipespec import NgramDraft, Pipeline
+from pipespec.checks.devices import weights_of_each
+from pipespec.checks.support import check_runnable
 from pipespec.models.tokenizers import load_tokenizer
-from pipespec.preflight.devices import weights_of_each
-from pipespec.preflight.support import check_runnable
 from pipespec.schedules.workers import driver as workers
 from pipespec_spd import SpeculativePipeline
 from tests.conftest import VOCABULARY, always_right, noisy, random_llama

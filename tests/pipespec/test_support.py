@@ -13,9 +13,9 @@ from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 from pipespec import Pipeline, SpeedWarning
 from pipespec.api import pipeline
+from pipespec.checks.support import check_runnable, check_shareable, check_streams
 from pipespec.errors import NotCapturable
 from pipespec.models.properties import quantisation
-from pipespec.preflight.support import check_runnable, check_shareable, check_streams
 from tests.conftest import always_right, noisy
 from tests.pipespec.checkpoints import PROMPT, Packed, on_gpu, packed, replaced, split
 

@@ -31,15 +31,15 @@ from pipespec.api.output import output_of, report_of, warn_of_room
 from pipespec.api.prepare import CallOptions, PreparedCall, prepare
 from pipespec.api.report import Report
 from pipespec.api.text_stream import notify_reader_of_failure
+from pipespec.checks.memory import check_memory, shortage_explained
+from pipespec.checks.models import check_rope
+from pipespec.checks.support import check_checkpointing, check_runnable
 from pipespec.engine.inputs import stage_names
-from pipespec.engine.known import one_call, why_unknown
+from pipespec.engine.known import one_call, unknown_reason
 from pipespec.errors import NotKnown, is_final, mark_final, user_stacklevel
 from pipespec.models.compat import lost_arguments
 from pipespec.models.devices import LayerDevices
 from pipespec.models.properties import reset_rope
-from pipespec.preflight.checks import check_rope
-from pipespec.preflight.memory import check_memory, shortage_explained
-from pipespec.preflight.support import check_checkpointing, check_runnable
 from pipespec.process import shutdown
 from pipespec.process.signals import handlers_watched, is_handlers_error
 from pipespec.process.threads import Lock, keep_to_one, renew_pool
@@ -275,7 +275,7 @@ class BasePipeline:
 
     def _check_known(self) -> None:
         """Raise ``NotKnown`` if the target runs other people's code."""
-        reason = why_unknown(self.target)
+        reason = unknown_reason(self.target)
         if reason is not None:
             raise NotKnown("model", f"generate(): drafts cannot speed this model up: {reason}")
 
@@ -321,7 +321,7 @@ class BasePipeline:
         _keep_to_one_thread()
 
     def _check_memory(self, request: GenerationRequest) -> None:
-        """See :func:`pipespec.preflight.memory.check_memory`."""
+        """See :func:`pipespec.checks.memory.check_memory`."""
         driver, inputs = self._driver, request.inputs
         static = driver.has_static_caches(request)
         names = {id(m): name for m, name in zip(self.models, stage_names(len(self.models)), strict=True)}

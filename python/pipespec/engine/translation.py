@@ -526,7 +526,7 @@ class TranslatedDraft(ModelDraft):
 
     @classmethod
     def recognise(cls, given: Any) -> None:
-        """None: the tokenizers of models tell, see :func:`pipespec.preflight.tokenizers.with_translations`."""
+        """None: the tokenizers of models tell, see :func:`pipespec.checks.tokenizers.with_translations`."""
 
     def make_stage(self, *place: Any, native: bool = True, **options: Any) -> TranslatedStage:
         return TranslatedStage(*place, native=native, translation=Translation(self.target, self.own))

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pipespec.checks.memory import HEADROOM
+from pipespec.checks.models import check_exact
 from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
 from pipespec.engine.features import Features
@@ -27,8 +29,6 @@ from pipespec.engine.sampling import ScoreRecord, Step
 from pipespec.engine.stage import Stage
 from pipespec.errors import NotCapturable, user_stacklevel
 from pipespec.models.properties import text_config
-from pipespec.preflight.checks import check_exact
-from pipespec.preflight.memory import HEADROOM
 from pipespec.schedules.base import SpeedWarning
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep, StaticBuffers, StaticSampler
 from pipespec_kernels import _native

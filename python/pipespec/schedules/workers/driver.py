@@ -20,12 +20,12 @@ from itertools import chain
 
 from transformers import PreTrainedModel
 
+from pipespec.checks.support import check_shareable
 from pipespec.config import SpeculationConfig
 from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.stage import Stage
 from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import compute_dtype
-from pipespec.preflight.support import check_shareable
 from pipespec.process.threads import lowered_threads, target_threads
 from pipespec.schedules.base import Driver
 from pipespec.schedules.request import GenerationRequest

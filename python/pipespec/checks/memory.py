@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from pipespec.checks.devices import DeviceFacts, device_facts
 from pipespec.config import WIDTH
 from pipespec.engine.inputs import first_capacity, prefill_chunk, static_capacity
 from pipespec.errors import DoesNotFit, user_stacklevel
@@ -24,7 +25,6 @@ from pipespec.models.devices import LayerDevices, local_kv_heads, offloaded_modu
 from pipespec.models.layout import CacheLayout
 from pipespec.models.loading import file_in_blocks, is_out_of_memory, load_config, readable, stored_bytes, stored_dtype
 from pipespec.models.properties import compute_dtype, quantisation, text_config, weight_bytes
-from pipespec.preflight.devices import DeviceFacts, device_facts
 
 HEADROOM = 256 << 20
 """Bytes for each stage beside its weights, cache and activations: work spaces, the memory pool of captured graphs. Assumed, not measured. A worker

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from pipespec.checks.devices import AUTO, DeviceFacts, Devices, device_facts, requested
+from pipespec.checks.memory import Share, StageFacts, estimate
 from pipespec.config import WIDTH
 from pipespec.engine.inputs import INITIAL_CAPACITY, stage_names
 from pipespec.models.devices import decoder_layers
 from pipespec.models.properties import quantisation, text_config
-from pipespec.preflight.devices import AUTO, DeviceFacts, Devices, device_facts, requested
-from pipespec.preflight.memory import Share, StageFacts, estimate
 
 DeviceMap = dict[str, str]
 """The device of each module by its name, as ``from_pretrained`` takes it."""
@@ -37,7 +37,7 @@ def arrange(
     Args:
         given: models or paths, drafts first, target last.
         dtype: as ``from_pretrained`` takes it, like ``trust_remote_code``: of all stages, or one per stage.
-        shares_weights: whether drafts run in processes of their own, see :func:`pipespec.preflight.memory.estimate`.
+        shares_weights: whether drafts run in processes of their own, see :func:`pipespec.checks.memory.estimate`.
         facts: of the devices; None queries them.
         names: of the stages; None: ``given`` is the whole chain.
 
