@@ -20,9 +20,9 @@ from pipespec.models.devices import (
     input_device,
     is_dispatched,
     local_kv_heads,
+    not_whole_reason,
     offloaded_modules,
     tensor_parallel_size,
-    not_whole_reason,
 )
 from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import compute_dtype, is_dynamic, quantisation, text_config
