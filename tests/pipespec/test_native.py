@@ -29,12 +29,12 @@ from transformers import (
 from transformers.models.gemma import modeling_gemma
 
 import pipespec
-from pipespec.engine import forward as forward_module
 from pipespec.engine import native
 from pipespec.engine import sections as sections_module
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import TOLERANCE
 from pipespec.engine.forward import described, forward, recheck, release
+from pipespec.engine.runtime import runtime_of
 from pipespec.engine.sections import ModelSection, open_sections
 from pipespec.models import families
 from pipespec.models.parts import ModelParts
@@ -110,7 +110,7 @@ def ids(*shape, seed=3, vocabulary=97):
 
 
 def chosen(model, name="native"):
-    choices = forward_module._choices[model]
+    choices = runtime_of(model).forms
     return choices[name].form or choices["own"].form
 
 

@@ -8,7 +8,6 @@ Announcements go over a gloo group of its own. So they neither wait for a GPU no
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from pipespec.engine.runtime import runtime_of
 from pipespec.models.compat import tensor_parallel_group
 
 
@@ -57,9 +57,10 @@ class ForwardGroup:
     @classmethod
     def of(cls, model: PreTrainedModel) -> ForwardGroup:
         """The group of a model that is spread over processes. All pipelines on it share the group."""
-        if model not in _groups:
-            _groups[model] = cls(model)
-        return _groups[model]
+        runtime = runtime_of(model)
+        if runtime.group is None:
+            runtime.group = cls(model)
+        return runtime.group
 
     @property
     def is_leader(self) -> bool:
@@ -132,6 +133,3 @@ class ForwardGroup:
                 f"generate() was called with other inputs in rank {other} than in rank 0: with a tensor-parallel target, every rank makes the "
                 "same calls"
             )
-
-
-_groups: weakref.WeakKeyDictionary[PreTrainedModel, ForwardGroup] = weakref.WeakKeyDictionary()

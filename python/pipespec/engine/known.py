@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import operator
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from pipespec.engine.originals import (
     package_of,
 )
 from pipespec.engine.recurrent import recurrent_signature
+from pipespec.engine.runtime import forget_records, runtime_of
 from pipespec.models import families
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import LayerDevices, each_module, hooks_of
@@ -140,7 +140,8 @@ class Record:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._moves = _moves.get(model, 0)
+        # Calls in other threads hold records from before, which need not be that of the runtime.
+        self._moves = runtime_of(model).moves
         self.identities: dict[str, Identity] = {}
         modules = list(model.modules())
         kinds = frozenset(map(type, modules))
@@ -176,7 +177,7 @@ class Record:
     def successor(self, model: PreTrainedModel) -> Record | None:
         """The record of a model now; None if its code or its weights are others than those of this record. They may lie elsewhere only where
         :func:`moving` has moved them, for the merge of another call."""
-        if self._moves == _moves.get(model, 0) and self.is_current(model):
+        if self._moves == runtime_of(model).moves and self.is_current(model):
             return self
         with _moving:
             now = Record(model)
@@ -221,11 +222,6 @@ def _has_pointer(tensor: torch.Tensor) -> bool:
     return type(tensor) in _TENSORS and tensor.layout is torch.strided
 
 
-_records: weakref.WeakKeyDictionary[PreTrainedModel, Record] = weakref.WeakKeyDictionary()
-
-_moves: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
-"""How often :func:`moving` surrounded a model's weights. Calls in other threads hold records from before, which need not be in ``_records``."""
-
 _moving = Lock()
 
 _call = threading.local()
@@ -243,18 +239,19 @@ def one_call() -> Iterator[None]:
 
 
 def _record(model: PreTrainedModel) -> Record:
-    found, token = _records.get(model), getattr(_call, "token", None)
+    runtime, token = runtime_of(model), getattr(_call, "token", None)
+    found = runtime.record
     if found is not None and token is not None and found.verified_in is token:
         return found
     if found is None or not found.is_current(model):
-        found = _records[model] = Record(model)
+        found = runtime.record = Record(model)
     found.verified_in = token
     return found
 
 
 def record_within(model: PreTrainedModel) -> Record | None:
     """What a call compares a model with while it runs; None where it cannot: the model is not known, or its own forwards may change it."""
-    found = _records.get(model)
+    found = runtime_of(model).record
     if found is None or found.reason is not None:
         return None
     for module in model.modules():
@@ -276,9 +273,9 @@ def refresh(model: PreTrainedModel | None = None) -> None:
     _refreshed += 1
     forget_code()
     if model is None:
-        _records.clear()
+        forget_records()
     else:
-        _records.pop(without_wrapper(model), None)
+        runtime_of(without_wrapper(model)).record = None
 
 
 @contextmanager
@@ -288,8 +285,8 @@ def moving(model: PreTrainedModel) -> Iterator[None]:
         try:
             yield
         finally:
-            _moves[model] = _moves.get(model, 0) + 1
-            _records.pop(model, None)
+            runtime = runtime_of(model)
+            runtime.moves, runtime.record = runtime.moves + 1, None
 
 
 def why_unknown(model: PreTrainedModel) -> str | None:
