@@ -33,7 +33,7 @@ from pipespec.engine import native
 from pipespec.engine import sections as sections_module
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import TOLERANCE
-from pipespec.engine.forward import described, forward, recheck, release
+from pipespec.engine.forward import described, forward, recheck
 from pipespec.engine.runtime import runtime_of
 from pipespec.engine.sections import ModelSection, open_sections
 from pipespec.models import families
@@ -443,7 +443,7 @@ def test_copies_are_freed_with_the_model_and_on_request():
     packed = weakref.ref(chosen(model))
     twin = copy.deepcopy(model)
     assert torch.equal(logits_of(pickle.loads(pickle.dumps(twin)), ids(1, 4)), logits_of(twin, ids(1, 4)))
-    release(model)
+    runtime_of(model).forms.clear()
     gc.collect()
     assert packed() is None
     logits_of(model, ids(1, 4))

@@ -321,22 +321,18 @@ class BasePipeline:
         _keep_to_one_thread()
 
     def _check_memory(self, request: GenerationRequest) -> None:
-        """See :func:`pipespec.preflight.memory.check_memory`."""
+        """See :func:`pipespec.preflight.memory.check_memory`. The caches of a call are there already if the one before had its size."""
         driver, inputs = self._driver, request.inputs
-        static = driver.has_static_caches(request)
+        rows, longest, limit = len(inputs.prompts), max(map(len, inputs.prompts)), inputs.most
+        if rows == driver.checked[0] and longest <= driver.checked[1] and limit <= driver.checked[2]:
+            return
         names = {id(m): name for m, name in zip(self.models, stage_names(len(self.models)), strict=True)}
         caching = {names[id(model)]: model for model in self._caching()}
-        check_memory(
-            caching,
-            rows=len(inputs.prompts),
-            longest=max(map(len, inputs.prompts)),
-            limit=inputs.most,
-            graphs=static,
-            copied="target" in caching and request.copies_cache(static or driver.keeps_cache),
-            distributions=driver.distribution_bytes(request),
-            reusable_bytes=lambda: driver.reusable_bytes(request),
-            release_unused=lambda: driver.release_unused(request),
-        )
+        static = driver.has_static_caches
+        if request.cache is not None and request.cache.fits(rows, inputs.capacity) and not static:
+            caching.pop("target", None)
+        check_memory(caching, rows=rows, longest=longest, limit=limit, is_static=static, release=driver.release)
+        driver.checked = rows, longest, limit
 
     @contextmanager
     def _turn(self, what: str, instead: str) -> Iterator[None]:

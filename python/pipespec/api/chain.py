@@ -42,6 +42,12 @@ class Loading:
     draft_tokenizers: Any = None
     trust_remote_code: bool = False
 
+    def __post_init__(self) -> None:
+        if self.dtype != "auto" and not isinstance(getattr(torch, str(self.dtype), self.dtype), torch.dtype):
+            raise ValueError(
+                f"dtype={self.dtype!r} is not a dtype of torch; use 'float32', 'bfloat16', 'float16' or 'auto'"
+            )
+
 
 @dataclass(frozen=True)
 class Chain:
@@ -99,10 +105,7 @@ def load_chain(
         names = names[1:]
     else:
         formats = weights_of_each(loading.weights, names)
-    shares_weights = config.schedule_row.has_processes
-    devices = arrange(
-        given, device=loading.device, shares_weights=shares_weights, dtype=loading.dtype, trust_remote_code=remote
-    )
+    devices = arrange(given, device=loading.device, dtype=loading.dtype, trust_remote_code=remote)
     models = [
         load_model(m, dtype=loading.dtype, device=d, trust_remote_code=remote)
         for m, d in zip(given, devices, strict=True)

@@ -276,9 +276,8 @@ class Pipeline(BasePipeline):
             super()._check_memory(request)
         except DoesNotFit as error:
             # Growing caches have other addresses, and the exact form has other bits than the modules.
-            if self.config.exact or not isinstance(driver, Driver) or not driver.has_static_caches(request):
+            if self.config.exact or not isinstance(driver, Driver) or not driver.has_static_caches:
                 raise
-            driver.release()
             driver.close()
             self._captured, self._driver = driver, make_driver(driver.models, _eager(driver.config))
             super()._check_memory(request)

@@ -146,7 +146,6 @@ def prepare(
         record,
         cache=row_cache,
         returns_cache=options.cache is not None or bool(config.return_dict_in_generate and config.use_cache),
-        converts_cache=options.cache is not row_cache,
     )
     return PreparedCall(config, options, columns, is_text_known, seeds, progress, request)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.features import Features
-from pipespec.engine.forward import described, forward, forward_row, native_form_of, recheck, release, wide_columns
+from pipespec.engine.forward import described, forward, forward_row, native_form_of, recheck, wide_columns
 from pipespec.engine.inputs import StageInputs
 from pipespec.models.devices import input_device, tensor_parallel_size
 from pipespec.models.properties import embedding_size
@@ -88,26 +87,6 @@ class CachedText:
     def release(self) -> None:
         """Free the cache. The next prefill allocates a new one."""
         self._cache = None
-
-    def reusable_bytes(self, inputs: StageInputs, given: RowCache | None) -> Counter[str]:
-        """Bytes per device that a call takes over instead of allocating them.
-
-        Args:
-            inputs: of the call.
-            given: the cache that the stage will adopt for it; None: its own.
-        """
-        cache, capacity = self._cache if given is None else given, inputs.capacity
-        if cache is None or not cache.fits(len(inputs.prompts), capacity) or not cache.matches(self.model):
-            return Counter()
-        # The rest of a larger cache saves no allocation.
-        return Counter({device: n * capacity // cache.capacity for device, n in cache.nbytes_on().items()})
-
-    def release_unused(self, inputs: StageInputs, given: RowCache | None) -> None:
-        """Free the cache unless the call continues from its content, and the packed weights. Arguments are those of :meth:`reusable_bytes`."""
-        cache = self._cache
-        if cache is None or given is not None or not (inputs.reuse and cache.rows == len(inputs.prompts)):
-            self.release()
-        release(self.model)
 
     def return_cache(self, lengths: Sequence[int]) -> RowCache:
         """Give the cache to the caller, with the tokens it holds in its ``text``.

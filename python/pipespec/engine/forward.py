@@ -151,11 +151,6 @@ def recheck(model: PreTrainedModel, *, native: bool = True) -> None:
     forget_changed(runtime_of(model).forms, model, OWN, *((NATIVE,) if native else ()))
 
 
-def release(model: PreTrainedModel) -> None:
-    """Free what the forms of a model have copied. The next forward chooses again."""
-    runtime_of(model).forms.clear()
-
-
 def choose_fused(model: PreTrainedModel, *, exact: bool = False) -> FusedForm | None:
     """Choose the form of the forwards over static caches: the fused one, or None for the model's modules. Not within a capture.
 

@@ -60,7 +60,8 @@ class ForwardGroup:
         runtime = runtime_of(model)
         if runtime.group is None:
             runtime.group = cls(model)
-        return runtime.group
+        found: ForwardGroup = runtime.group
+        return found
 
     @property
     def is_leader(self) -> bool:

@@ -12,7 +12,7 @@ import operator
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.modules.module as torch_module
@@ -31,7 +31,7 @@ from pipespec.engine.originals import (
     package_of,
 )
 from pipespec.engine.recurrent import recurrent_signature
-from pipespec.engine.runtime import forget_records, runtime_of
+from pipespec.engine.runtime import Identity, forget_records, runtime_of
 from pipespec.models import families
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import LayerDevices, each_module, hooks_of
@@ -50,18 +50,6 @@ CAPTURED = "captured"
 
 AUTOCAST = "autocast"
 NOT_ASKED_FOR = "native=False"
-
-
-class Identity(NamedTuple):
-    """What the form of a model, or of parts of one, depends on, so that a change is noticed.
-
-    Attributes:
-        reason: why there is no such form; None where there may be one.
-        seen: addresses and versions of the weights, and numbers in the modules; of their own modules what recurrent states depend on.
-    """
-
-    reason: str | None
-    seen: tuple[Any, ...] | None = None
 
 
 def identify(model: PreTrainedModel | ModelParts, form: str) -> Identity:
@@ -240,7 +228,7 @@ def one_call() -> Iterator[None]:
 
 def _record(model: PreTrainedModel) -> Record:
     runtime, token = runtime_of(model), getattr(_call, "token", None)
-    found = runtime.record
+    found: Record | None = runtime.record
     if found is not None and token is not None and found.verified_in is token:
         return found
     if found is None or not found.is_current(model):
@@ -251,7 +239,7 @@ def _record(model: PreTrainedModel) -> Record:
 
 def record_within(model: PreTrainedModel) -> Record | None:
     """What a call compares a model with while it runs; None where it cannot: the model is not known, or its own forwards may change it."""
-    found = runtime_of(model).record
+    found: Record | None = runtime_of(model).record
     if found is None or found.reason is not None:
         return None
     for module in model.modules():

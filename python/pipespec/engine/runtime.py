@@ -7,15 +7,23 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-if TYPE_CHECKING:
-    from pipespec.engine.group import ForwardGroup
-    from pipespec.engine.known import Identity, Record
+
+class Identity(NamedTuple):
+    """What the form of a model, or of parts of one, depends on, so that a change is noticed.
+
+    Attributes:
+        reason: why there is no such form; None where there may be one.
+        seen: addresses and versions of the weights, and numbers in the modules; of their own modules what recurrent states depend on.
+    """
+
+    reason: str | None
+    seen: tuple[Any, ...] | None = None
 
 
 class ChosenForm(NamedTuple):
@@ -41,19 +49,19 @@ class ModelRuntime:
     """The state of one model. All pipelines on the model share it.
 
     Attributes:
-        record: what the model was when it was last read; None: it is to be read.
+        record: a :class:`pipespec.engine.known.Record`: what the model was when it was last read; None: it is to be read.
         moves: how often :func:`pipespec.engine.known.moving` surrounded its weights.
         forms: see :mod:`pipespec.engine.forward`.
-        group: the processes that hold the model, if it is tensor-parallel.
+        group: a :class:`pipespec.engine.group.ForwardGroup`: the processes that hold a tensor-parallel model.
         borrowed: its own attention, and how many have borrowed it; None: it has its own.
         shared: its weights in shared memory, for worker processes.
         rotaries: copies of its rotary embeddings on other devices.
     """
 
-    record: Record | None = None
+    record: Any = None
     moves: int = 0
     forms: Forms = field(default_factory=dict)
-    group: ForwardGroup | None = None
+    group: Any = None
     borrowed: tuple[str, int] | None = None
     shared: Any = None
     rotaries: dict[tuple[nn.Module, torch.device], nn.Module] = field(default_factory=dict)

@@ -1,143 +1,126 @@
-"""Placement: the device of each stage of a chain, before any weight is read. accelerate plans a stage that is split."""
+"""Placement: the device of each stage of a chain, before any weight is read. accelerate plans ``"auto"`` and a stage that is split."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from pipespec.config import WIDTH
-from pipespec.engine.inputs import INITIAL_CAPACITY, stage_names
-from pipespec.models.devices import decoder_layers
+from pipespec.engine.inputs import stage_names
+from pipespec.errors import DoesNotFit
+from pipespec.models.devices import LayerDevices
+from pipespec.models.loading import file_in_blocks, load_config, readable, stored_bytes
 from pipespec.models.properties import quantisation, text_config
-from pipespec.preflight.devices import AUTO, DeviceFacts, Devices, device_facts, requested
-from pipespec.preflight.memory import Share, StageFacts, estimate
+from pipespec.preflight.devices import AUTO, Devices, device_facts, requested
+from pipespec.preflight.memory import gib
 
 DeviceMap = dict[str, str]
 """The device of each module by its name, as ``from_pretrained`` takes it."""
+
+SHARE = 0.9
+"""Of the free memory, the part for weights. transformers takes as much with ``device_map="auto"``."""
 
 
 def arrange(
     given: Sequence[PreTrainedModel | str | Path],
     *,
     device: Devices = None,
-    dtype: torch.dtype | str | Sequence[torch.dtype | str] = "auto",
-    shares_weights: bool = False,
+    dtype: torch.dtype | str = "auto",
     trust_remote_code: bool = False,
-    facts: Sequence[DeviceFacts] | None = None,
     names: Sequence[str] | None = None,
 ) -> list[str | DeviceMap | None]:
-    """Choose the device of each stage, and check that weights and the caches of one text fit there.
+    """Choose the device of each stage, and read the configurations of those that are to be loaded.
 
-    A stage with ``device="auto"`` goes to the GPU with the most free memory, the target first; where none has enough, accelerate splits it over all of
-    them. Without GPUs it goes to the CPU.
+    A stage with ``device="auto"`` goes to the GPU with the most free memory, the target first; where none has enough, accelerate splits it over them,
+    in the order of their free memory. Without GPUs it goes to the CPU.
 
     Args:
         given: models or paths, drafts first, target last.
-        dtype: as ``from_pretrained`` takes it, like ``trust_remote_code``: of all stages, or one per stage.
-        shares_weights: whether drafts run in processes of their own, see :func:`pipespec.preflight.memory.estimate`.
-        facts: of the devices; None queries them.
+        dtype: as ``from_pretrained`` takes it, like ``trust_remote_code``.
         names: of the stages; None: ``given`` is the whole chain.
 
     Returns:
         Per stage the device to load it to, or for one that is split a device map; None for a model that is loaded.
 
     Raises:
-        DoesNotFit: the weights, or the caches of one text, do not fit.
-        ImportError: a stage is to be split, and accelerate is not installed.
+        DoesNotFit: the weights of a stage to be split do not fit its devices.
+        ImportError: accelerate is needed, and not installed.
         ValueError: a device that cannot be used, or a stage that cannot be split.
         Exception: those of :func:`pipespec.models.loading.load_config`.
     """
-    places = requested(device, len(given))
-    dtypes = [dtype] * len(given) if isinstance(dtype, (str, torch.dtype)) else dtype
-    stages = [
-        StageFacts.of_model(name, model)
-        if isinstance(model, PreTrainedModel)
-        else StageFacts.of_path(name, model, of_stage, trust_remote_code=trust_remote_code)
-        for name, model, of_stage in zip(names or stage_names(len(given)), given, dtypes, strict=True)
-    ]
-    loaded = [isinstance(model, PreTrainedModel) for model in given]
-    for stage, place, is_loaded in zip(stages, places, loaded, strict=True):
-        on = tuple(share.device for share in stage.shares)
-        if is_loaded and place not in (None, AUTO, on[0], on):
+    places, names = requested(device, len(given)), names or stage_names(len(given))
+    configs: list[Any] = []
+    for name, model, place in zip(names, given, places, strict=True):
+        if not isinstance(model, PreTrainedModel):
+            configs.append(load_config(model, trust_remote_code=trust_remote_code))
+            continue
+        on = tuple(map(str, LayerDevices.of(model).devices))
+        if place not in (None, AUTO, on[0], on):
             raise ValueError(
-                f"{stage.name} was given as a model on {', '.join(on)}, which contradicts device={place!r}: move it with "
+                f"{name} was given as a model on {', '.join(on)}, which contradicts device={place!r}: move it with "
                 "model.to(...), leave device out, or give its path"
             )
-    configs = [text_config(stage.model.config) for stage in stages]
-    used = {share.device for stage in stages for share in stage.shares}
-    if (all(loaded) and used == {"cpu"}) or not all(hasattr(config, "num_attention_heads") for config in configs):
-        # check_architecture() refuses a model that is not a decoder by its name once it is loaded.
-        return [None if is_loaded else "cpu" for is_loaded in loaded]
-    longest = [getattr(config, "max_position_embeddings", None) or INITIAL_CAPACITY for config in configs]
-    capacity = min(*longest, INITIAL_CAPACITY) + WIDTH
-    if facts is None:
-        used |= {name for place in places for name in ([place] if isinstance(place, str) else place or ())}
-        facts = device_facts(None if AUTO in used else sorted({"cpu"} | used))
-    free, found = {fact.name: fact.free for fact in facts}, list[str | DeviceMap | None]()
+        configs.append(None)
+    free: dict[str, int] = {}
+    if any(place == AUTO or isinstance(place, tuple) for place in places):
+        free = {fact.name: int(SHARE * fact.free) for fact in device_facts() if fact.name != "cpu"}
+    found: list[str | DeviceMap | None] = []
     # The target chooses first, then the drafts, the last one first.
-    for i in reversed(range(len(stages))):
-        where = None
-        if not loaded[i]:
-            stages[i], where = _place(stages[i], places[i], free, capacity)
-        found.insert(0, where)
-        for need in estimate([stages[i]], 1, capacity).needs:
-            free[need.device] = free.get(need.device, 0) - need.sum
-    needed = estimate(stages, 1, capacity, shares_weights=shares_weights)
-    needed.check([fact for fact in facts if needed.on(fact.name)])
+    for name, model, config, place in reversed(list(zip(names, given, configs, places, strict=True))):
+        if config is None:
+            found.insert(0, None)
+        elif isinstance(place, tuple) or (place == AUTO and free):
+            found.insert(0, _planned(name, model, config, place, free, dtype, trust_remote_code))
+        else:
+            found.insert(0, "cpu" if place in (None, AUTO) else place)
     return found
 
 
-def _place(
-    stage: StageFacts, place: str | tuple[str, ...] | None, free: dict[str, int], capacity: int
-) -> tuple[StageFacts, str | DeviceMap]:
-    """A stage on the device or the devices that were requested. ``"auto"``: the GPU with the most free memory if it fits there, else all GPUs."""
-    if is_auto := place == AUTO:
-        gpus = sorted((name for name in free if name != "cpu"), key=lambda name: -free[name])
-        is_whole = not gpus or len(gpus) == 1 or quantisation(stage.model) is not None
-        is_whole = is_whole or estimate([stage], 1, capacity).needs[0].sum <= free[gpus[0]]
-        place = (gpus or ["cpu"])[0] if is_whole else tuple(gpus)
-    if isinstance(place, tuple):
-        return _split(stage, place, free, capacity, is_even=not is_auto)
-    return stage._replace(shares=(stage.shares[0]._replace(device=place or "cpu"),)), place or "cpu"
-
-
-def _split(
-    stage: StageFacts, devices: tuple[str, ...], free: dict[str, int], capacity: int, *, is_even: bool
-) -> tuple[StageFacts, DeviceMap]:
-    """Split a stage into runs of layers: about equal bytes on each device (``is_even``) where that fits, otherwise each device in turn is filled."""
-    model = stage.model
-    if quantisation(model) is not None:
-        raise ValueError(
-            f"{stage.name} cannot be split over {', '.join(devices)}: its parts are not known before it is loaded; load it with device_map="
-        )
+def _planned(
+    name: str, path: Any, config: Any, place: str | tuple[str, ...], free: dict[str, int], dtype: Any, remote: bool
+) -> str | DeviceMap:
+    """Plan one stage by accelerate: whole on the GPU with the most free memory (``"auto"``) where it fits, else in runs of layers. Lowers ``free``."""
     try:
         from accelerate import infer_auto_device_map
-        from accelerate.utils import compute_module_sizes
+        from accelerate.utils import compute_module_sizes, get_balanced_memory
     except ImportError as error:
         raise ImportError(
-            f"{stage.name}: a model over several devices needs the package accelerate, which moves its hidden states between them: pip install "
-            "accelerate"
+            f"{name}: device='auto', and a model over several devices, need the package accelerate, which chooses the device of each layer: pip "
+            "install accelerate"
         ) from error
-
-    (need,) = estimate([stage], 1, capacity).needs
-    beside = need.activations + need.headroom + need.caches // len(devices)
-    limits = {i: max(0, free.get(name, 0) - beside) for i, name in enumerate(devices)}
-    # accelerate leaves room for the largest part on the first device.
-    parts = (*decoder_layers(model), model.get_input_embeddings())
-    even = stage.weights // len(devices) + max(sum(p.nbytes for p in part.parameters()) for part in parts)
-    if is_even and even <= min(limits.values()):
-        limits = dict.fromkeys(limits, even)
-    # What fits nowhere goes to the last device: the check of the memory names what is lacking.
-    limits[len(devices) - 1] = 1 << 60
-    blocks, layers = list(model._no_split_modules or ()), {id(layer) for layer in decoder_layers(model)}
-    planned = infer_auto_device_map(model, limits, no_split_module_classes=blocks, dtype=model.dtype)
-    sizes, shares = compute_module_sizes(model), dict.fromkeys(devices, (0, 0))
-    for name, at in planned.items():
-        weights, count = shares[devices[at]]
-        inside = sum(id(module) in layers for module in model.get_submodule(name).modules())
-        shares[devices[at]] = (weights + sizes.get(name, 0), count + inside)
-    on = tuple(Share(device, *share) for device, share in shares.items() if any(share))
-    return stage._replace(shares=on), {name: devices[at] for name, at in planned.items()}
+    gpus = sorted(free, key=lambda gpu: -free[gpu]) if place == AUTO else list(place)
+    file = file_in_blocks(path)
+    if file is not None or quantisation(config) is not None:
+        if place != AUTO:
+            raise ValueError(
+                f"{name} cannot be split over {', '.join(gpus)}: its parts are not known before it is loaded; load it with device_map="
+            )
+        free[gpus[0]] -= stored_bytes(path) if file is None else file.nbytes
+        return gpus[0]
+    wanted = getattr(text_config(config), "dtype", None) if dtype == "auto" else dtype
+    wanted = getattr(torch, wanted) if isinstance(wanted, str) else wanted
+    with readable(path), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=wanted, trust_remote_code=remote)
+    model.tie_weights()  # transformers 5.0 ties in from_pretrained only
+    sizes = compute_module_sizes(model)
+    if place == AUTO and (sizes[""] <= free[gpus[0]] or len(gpus) == 1):
+        free[gpus[0]] -= sizes[""]
+        return gpus[0]
+    blocks, limits = list(model._no_split_modules or ()), {i: max(0, free.get(gpu, 0)) for i, gpu in enumerate(gpus)}
+    # About equal shares of named GPUs where that fits, else each in turn is filled.
+    tries = [limits] if place == AUTO else [get_balanced_memory(model, limits, no_split_module_classes=blocks), limits]
+    plans = (infer_auto_device_map(model, room, no_split_module_classes=blocks) for room in tries)
+    planned = next((plan for plan in plans if all(isinstance(at, int) for at in plan.values())), None)
+    if planned is None:
+        rooms = ", ".join(f"{gpu} {gib(free.get(gpu, 0))}" for gpu in gpus)
+        raise DoesNotFit(
+            f"{name} has {gib(sizes[''])} GiB of weights, and these GPUs have room for less ({rooms}): use a smaller dtype (dtype='bfloat16'), "
+            "quantised weights, or more GPUs"
+        )
+    for part, at in planned.items():
+        free[gpus[at]] = free.get(gpus[at], 0) - sizes.get(part, 0)
+    return {part: gpus[at] for part, at in planned.items()}
