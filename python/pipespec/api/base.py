@@ -34,7 +34,7 @@ from pipespec.api.text_stream import notify_reader_of_failure
 from pipespec.engine.inputs import stage_names
 from pipespec.engine.known import one_call, why_unknown
 from pipespec.errors import NotKnown, is_final, mark_final, user_stacklevel
-from pipespec.models.compat import lost_arguments
+from pipespec.models.compat import callers_cache
 from pipespec.models.devices import LayerDevices
 from pipespec.models.properties import reset_rope
 from pipespec.preflight.checks import check_rope
@@ -49,9 +49,6 @@ from pipespec.schedules.request import GenerationRequest
 if TYPE_CHECKING:
     from pipespec.api.text import Progress
     from pipespec.engine.group import ForwardGroup
-
-ONLY_KNOWN = "only where all code is known"
-"""Keyword of :meth:`BasePipeline.generate` that no caller can write as an argument: True raises ``NotKnown`` where transformers' loop would decode."""
 
 
 class BasePipeline:
@@ -134,6 +131,7 @@ class BasePipeline:
         logit_bias: Mapping[int, float] | None = None,
         grammar: Any = None,
         logprobs: int | None = None,
+        _only_known: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Generate the text of the target: arguments and result are those of ``target.generate()``.
@@ -157,6 +155,7 @@ class BasePipeline:
                 per row of the batch, None for a free row.
             logprobs: 0: log-probabilities of the generated tokens; ``n``: those of the ``n`` likeliest tokens at each position, too. The result has them as
                 ``logprobs``, see :class:`pipespec.api.output.Logprobs`.
+            _only_known: Of :func:`pipespec.attach` only: raise ``NotKnown`` where transformers' loop would decode.
             **kwargs: Fields of ``GenerationConfig``, and all else that ``generate()`` takes.
 
         Returns:
@@ -170,8 +169,7 @@ class BasePipeline:
             DoesNotFit: The memory does not suffice.
             RuntimeError: The call comes from inside of a call of this pipeline: from a streamer or a processor.
         """
-        only_known = kwargs.pop(ONLY_KNOWN, False)
-        with _around_call(None if only_known else streamer):
+        with _around_call(None if _only_known else streamer):
             if inputs is not None and input_ids is not None:
                 raise ValueError("give inputs or input_ids, not both: they mean the same")
             check_callables(logits_processor, stopping_criteria, streamer)
@@ -190,7 +188,7 @@ class BasePipeline:
                 penalties=check_penalties(presence_penalty, frequency_penalty, logit_bias),
                 grammar=grammar,
                 logprobs=logprobs,
-                only_known=only_known,
+                only_known=_only_known,
             )
             return GenerationMixin.generate(
                 self.target,
@@ -216,24 +214,24 @@ class BasePipeline:
         logprobs: int | None = None,
         **prepared: Any,
     ) -> Any:
-        """Run a call of ``model.generate(..., custom_generate=pipe)``. ``ValueError`` if ``model`` is not the target."""
-        lost = lost_arguments()
-        with _around_call(lost.get("streamer")):
+        """Run a call of ``model.generate(..., custom_generate=pipe)``. ``ValueError`` if ``model`` is not the target.
+
+        transformers passes neither ``streamer`` nor ``assistant_model`` nor ``synced_gpus`` to it, without an error: :func:`pipespec.attach` has them.
+        """
+        with _around_call(None):
             if model is not self.target:
                 raise ValueError(
                     f"custom_generate: this pipeline generates the text of its own target, not of the {type(model).__name__} whose "
                     "generate() was called"
                 )
             check_options(prepared["generation_config"], model.generation_config)
-            check_others(lost | {name: value for name, value in prepared.items() if name not in PREPARED})
+            check_others({name: value for name, value in prepared.items() if name not in PREPARED})
             options = CallOptions(
-                streamer=lost.get("streamer"),
-                cache=lost.get("past_key_values", prepared.get("past_key_values")),
+                cache=callers_cache(prepared.get("past_key_values")),
                 seed=seed,
                 penalties=check_penalties(presence_penalty, frequency_penalty, logit_bias),
                 grammar=grammar,
                 logprobs=logprobs,
-                prompt_streamed=True,
             )
             return self._decode(model, input_ids, call_options=options, **prepared)
 

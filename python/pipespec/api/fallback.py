@@ -115,7 +115,7 @@ def decode(
     keeps = bool(config.return_dict_in_generate and config.output_scores)
     # Per row, columns of input_ids that are padding, less the tokens that the mask has before them.
     choice = _Choice(seeds, width - (mask != 0).sum(1), keeps)
-    if options.streamer is not None and not options.prompt_streamed:
+    if options.streamer is not None:
         options.streamer.put(input_ids.cpu())
     began = time.perf_counter()
     try:
