@@ -43,7 +43,7 @@ from pipespec.schedules.request import GenerationRequest
 if TYPE_CHECKING:
     from pipespec.schedules.follower import FollowerDriver
 
-_ENOUGH, _HARDLY = 64, 0.02
+_MIN_DRAFTED, _MAX_MISMATCH_RATE = 64, 0.02
 """Draft tokens after which, and acceptance rate up to which, a draft probably has another tokenizer."""
 
 
@@ -316,7 +316,7 @@ class Pipeline(BasePipeline):
     def _note_other_tokenizers(self, report: Report) -> None:
         """Note, once, that a draft which is hardly ever accepted may have another tokenizer, if nothing tells that it has not."""
         given, last = self._unchecked, report.stages[-1]
-        if not given or last.drafted < _ENOUGH or last.acceptance_rate > _HARDLY:
+        if not given or last.drafted < _MIN_DRAFTED or last.acceptance_rate > _MAX_MISMATCH_RATE:
             return
         self._unchecked = []
         if any(tokenizer_digest(source, model) is None for source, model in zip(given, self.models, strict=True)):

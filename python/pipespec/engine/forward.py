@@ -15,7 +15,7 @@ from pipespec.engine.known import (
     EXACT,
     FUSED,
     NATIVE,
-    NOT_ASKED_FOR,
+    NATIVE_DISABLED,
     OWN,
     identify,
     refusal_of_cache,
@@ -181,12 +181,12 @@ def described(model: PreTrainedModel, cache: RowCache, *, native: bool = True) -
     forms, reason = runtime_of(model).forms, refusal_of_cache(cache)
     if cache.is_static and reason != AUTOCAST:
         chosen = forms.get(FUSED)
-        reason = (NOT_ASKED_FOR if not native else chosen and chosen.reason) or reason
+        reason = (NATIVE_DISABLED if not native else chosen and chosen.reason) or reason
     if reason is None:
         chosen = forms.get(NATIVE if native else OWN)
         if chosen is None:
             return ""
-        reason = chosen.reason if native else NOT_ASKED_FOR
+        reason = chosen.reason if native else NATIVE_DISABLED
     return NATIVE if reason is None else f"transformers: {reason}"
 
 

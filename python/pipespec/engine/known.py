@@ -49,7 +49,7 @@ CAPTURED = "captured"
 """As the form of an identity: what the graphs of a model's modules depend on."""
 
 AUTOCAST = "autocast"
-NOT_ASKED_FOR = "native=False"
+NATIVE_DISABLED = "native=False"
 
 
 def identify(model: PreTrainedModel | ModelParts, form: str) -> Identity:
@@ -78,7 +78,7 @@ def _identify(model: PreTrainedModel | ModelParts, form: str) -> Identity:
     except NotReadable as error:
         return Identity(str(error))
     except (AttributeError, TypeError, IndexError, KeyError) as error:
-        # A structure of other people's.
+        # An unknown module structure.
         return Identity(f"its parts are not where they are expected ({error})")
     reason = None if isinstance(model, ModelParts) else _record(model).reason
     return Identity(reason, None if reason else seen)
@@ -171,12 +171,12 @@ class Record:
             now = Record(model)
         if self.reason is not None or now.reason is not None:
             return None
-        mine, its = ((r._values, list(map(id, r._tensors))) for r in (self, now))
+        before, after = ((r._values, list(map(id, r._tensors))) for r in (self, now))
         is_there = self._moves != now._moves or self._places == now._places
-        return now if mine == its and is_there else None
+        return now if before == after and is_there else None
 
     def is_current(self, model: PreTrainedModel) -> bool:
-        """Whether the model is what it was. Most of the time is that for the versions and addresses of the weights, a tenth of a microsecond each."""
+        """Whether the model is what it was."""
         if self.reason is not None or not (self._code.is_current() and self._stamp.is_current()):
             return False
         try:
@@ -304,7 +304,7 @@ def _why_foreign(model: PreTrainedModel, modules: list[nn.Module]) -> str | None
     if compute_dtype(model) == torch.float16 and "cpu" in {device.type for device in LayerDevices.of(model).devices}:
         return "it is float16 on the CPU, where many operations are slow or missing; use float32 or bfloat16"
     for name in sorted(_REPLACED & vars(model).keys()):
-        if vars(model)[name] is not None and not _is_its_own(type(model), name, vars(model)[name]):
+        if vars(model)[name] is not None and not _is_of_class(type(model), name, vars(model)[name]):
             return f"it has a {name}() of its own"
     adapters = getattr(model, "peft_config", None)
     if isinstance(adapters, dict) and any(getattr(a, "alora_invocation_tokens", None) for a in adapters.values()):
@@ -329,7 +329,7 @@ def _why_module(model: PreTrainedModel, module: nn.Module) -> str | None:
     for name in space.keys() - _STANDARD:
         # A part of a module may be a function, as an activation.
         is_run = callable(getattr(kind, name, None)) or (module is not model and callable(space[name]))
-        if is_run and not (_is_its_own(kind, name, space[name]) or is_original(space[name])):
+        if is_run and not (_is_of_class(kind, name, space[name]) or is_original(space[name])):
             return f"has a {name}() of its own"
     if not all(_is_known_hook(hook) for hook in hooks_of(module)):
         return "has hooks of accelerate's kind"
@@ -380,7 +380,7 @@ def _why_other_layers(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _is_its_own(kind: type, name: str, value: Any) -> bool:
+def _is_of_class(kind: type, name: str, value: Any) -> bool:
     """Whether an attribute of an instance is the method of its class."""
     function = getattr(value, "__func__", None)
     return function is not None and function is getattr(kind, name, None)

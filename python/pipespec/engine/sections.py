@@ -9,7 +9,7 @@ import torch
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import PartsForm
 from pipespec.engine.forward import choose, forget_changed
-from pipespec.engine.known import NATIVE, NOT_ASKED_FOR, OWN, identify
+from pipespec.engine.known import NATIVE, NATIVE_DISABLED, OWN, identify
 from pipespec.engine.native import native_form
 from pipespec.engine.own import LayerLoop
 from pipespec.engine.runtime import Forms
@@ -101,7 +101,7 @@ def open_sections(sections: Sequence[ModelSection], *, native: bool = True, besi
     Returns:
         The form, as :func:`described`.
     """
-    reason: str | None = NOT_ASKED_FOR
+    reason: str | None = NATIVE_DISABLED
     if native:
         reasons = [section.why_not_native() for section in sections]
         reason = next(filter(None, reasons), None)
