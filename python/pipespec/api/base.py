@@ -11,7 +11,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Self
 
@@ -250,7 +250,7 @@ class BasePipeline:
                 is_drawn = prepared["generation_config"].do_sample and call_options.seed is None
                 with _generator_restored() if is_drawn else nullcontext():
                     call = prepare(self.target, input_ids, call_options, **prepared)
-                    _check_on_all_ranks(self._group, call, self._check_call)
+                    self._check_on_all_ranks(call)
                     return self._run(call)
             except NotKnown as error:
                 if call_options.only_known:
@@ -297,6 +297,20 @@ class BasePipeline:
                 self.partial = error.partial = progress.text.sequences()  # type: ignore[attr-defined]
                 error.add_note("What was generated until then is in the pipeline's .partial")
             raise
+
+    def _check_on_all_ranks(self, call: PreparedCall) -> None:
+        """Check a call, and that of a tensor-parallel target on all ranks."""
+        inputs, error = call.request.inputs, None
+        try:
+            self._check_call(call.request)
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            if self._group is not None:
+                self._group.agree(inputs.prompts, inputs.limits, error)
+        if self._group is not None and not self._group.is_leader:
+            call.follow()
 
     def _check_call(self, request: GenerationRequest) -> None:
         """Refuse what the target or the decoder cannot do, and what does not fit the memory."""
@@ -368,23 +382,6 @@ def _generator_restored() -> Iterator[None]:
         if not is_final(error):
             torch.set_rng_state(before)
         raise
-
-
-def _check_on_all_ranks(
-    group: ForwardGroup | None, call: PreparedCall, check: Callable[[GenerationRequest], None]
-) -> None:
-    """Check a call, and that of a tensor-parallel target on all ranks."""
-    prompts, limits = call.request.inputs.prompts, call.request.inputs.limits
-    try:
-        check(call.request)
-    except BaseException as error:
-        if group is not None:
-            group.agree(prompts, limits, error)
-        raise
-    if group is not None:
-        group.agree(prompts, limits)
-        if not group.is_leader:
-            call.follow()
 
 
 @contextmanager

@@ -216,7 +216,13 @@ def _form(model: PreTrainedModel, cache: RowCache, native: bool) -> Form:
         recheck(model, native=native)
     chosen = _native(model, cache) if native else None
     if chosen is None or chosen.form is None:
-        chosen = choose(runtime_of(model).forms, model, OWN, lambda: _own(model, cache))
+        with torch.inference_mode():
+            chosen = choose(
+                runtime_of(model).forms,
+                model,
+                OWN,
+                lambda: LayerLoop(ModelParts.of(model)) if cache.is_recurrent else WholeModel(model),
+            )
     form: Form = chosen.form
     return form
 
@@ -224,11 +230,6 @@ def _form(model: PreTrainedModel, cache: RowCache, native: bool) -> Form:
 def _native(model: PreTrainedModel, cache: RowCache) -> ChosenForm:
     """The native form, which runs over a cache."""
     return choose(runtime_of(model).forms, model, NATIVE, lambda: native_form(model, cache.nbytes))
-
-
-def _own(model: PreTrainedModel, cache: RowCache) -> Form:
-    with torch.inference_mode():
-        return LayerLoop(ModelParts.of(model)) if cache.is_recurrent else WholeModel(model)
 
 
 def _fused(model: PreTrainedModel, cache: RowCache) -> FusedForm | None:
