@@ -13,6 +13,7 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.features import Features
 from pipespec.engine.forward import described, forward, forward_row, native_form_of, recheck, wide_columns
 from pipespec.engine.inputs import StageInputs
+from pipespec.engine.runtime import runtime_of
 from pipespec.models.devices import input_device, tensor_parallel_size
 from pipespec.models.properties import embedding_size
 
@@ -24,9 +25,13 @@ def forward_group(model: PreTrainedModel) -> ForwardGroup | None:
     """The processes that share a model's tensors; None for one that is whole in this process. All pipelines on a model share it."""
     if tensor_parallel_size(model) == 1:
         return None
-    from pipespec.engine.group import ForwardGroup
+    runtime = runtime_of(model)
+    if runtime.group is None:
+        from pipespec.engine.group import ForwardGroup
 
-    return ForwardGroup.of(model)
+        runtime.group = ForwardGroup(model)
+    found: ForwardGroup = runtime.group
+    return found
 
 
 PROMPT_TAIL = 64

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from pipespec.engine.runtime import runtime_of
 from pipespec.models.compat import tensor_parallel_group
 
 
@@ -53,15 +52,6 @@ class ForwardGroup:
         self._leader, self.size = ranks[0], len(ranks)
         self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         self.rank = dist.get_group_rank(self._group, dist.get_rank())
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> ForwardGroup:
-        """The group of a model that is spread over processes. All pipelines on it share the group."""
-        runtime = runtime_of(model)
-        if runtime.group is None:
-            runtime.group = cls(model)
-        found: ForwardGroup = runtime.group
-        return found
 
     @property
     def is_leader(self) -> bool:
