@@ -330,13 +330,14 @@ class RowCache(ForwardCache, Cache):
         """``(max(lengths) + q, 0)``, for transformers' masks. Raises ``RuntimeError`` if the lengths differ, or a call with padding has left the cache."""
         if not self._even:
             raise RuntimeError(self._trap())
-        if self.had_padding and self.text is not None:
-            # Columns of a mask would silently be taken for those of other tokens.
+        columns = query_length(query)
+        if self.had_padding and self.text is not None and self._placed_q != columns:
+            # The positions are not those of this cache, so a mask has columns for padding, which would silently be taken for those of other tokens.
             raise RuntimeError(
                 f"this RowCache holds {self._top} tokens per row and no columns for padding, which attention_mask counts: pass "
                 "past_key_values.as_dynamic(attention_mask)"
             )
-        return self._top + query_length(query), 0
+        return self._top + columns, 0
 
 
 def _copied(
