@@ -84,14 +84,6 @@ def _planned(
     name: str, path: Any, config: Any, place: str | tuple[str, ...], free: dict[str, int], dtype: Any, remote: bool
 ) -> str | DeviceMap:
     """Plan one stage by accelerate: whole on the GPU with the most free memory (``"auto"``) where it fits, else in runs of layers. Lowers ``free``."""
-    try:
-        from accelerate import infer_auto_device_map
-        from accelerate.utils import compute_module_sizes, get_balanced_memory
-    except ImportError as error:
-        raise ImportError(
-            f"{name}: device='auto', and a model over several devices, need the package accelerate, which chooses the device of each layer: pip "
-            "install accelerate"
-        ) from error
     gpus = sorted(free, key=lambda gpu: -free[gpu]) if place == AUTO else list(place)
     file = file_in_blocks(path)
     if file is not None or quantisation(config) is not None:
@@ -101,13 +93,23 @@ def _planned(
             )
         free[gpus[0]] -= stored_bytes(path) if file is None else file.nbytes
         return gpus[0]
+    if place == AUTO and len(gpus) == 1:
+        return gpus[0]
+    try:
+        from accelerate import infer_auto_device_map
+        from accelerate.utils import compute_module_sizes, get_balanced_memory
+    except ImportError as error:
+        raise ImportError(
+            f"{name}: device='auto' among several GPUs, and a model over several devices, need the package accelerate, which chooses the device of "
+            "each layer: pip install accelerate"
+        ) from error
     wanted = getattr(text_config(config), "dtype", None) if dtype == "auto" else dtype
     wanted = getattr(torch, wanted) if isinstance(wanted, str) else wanted
     with readable(path), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=wanted, trust_remote_code=remote)
     model.tie_weights()  # transformers 5.0 ties in from_pretrained only
     sizes = compute_module_sizes(model)
-    if place == AUTO and (sizes[""] <= free[gpus[0]] or len(gpus) == 1):
+    if place == AUTO and sizes[""] <= free[gpus[0]]:
         free[gpus[0]] -= sizes[""]
         return gpus[0]
     blocks, limits = list(model._no_split_modules or ()), {i: max(0, free.get(gpu, 0)) for i, gpu in enumerate(gpus)}
