@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 class DoesNotFit(ValueError):
     """The stages do not fit the memory.
 
-    The message has several lines: what does not fit, a table of the numbers in GiB, and what helps.
+    The message says what does not fit, and what helps. It may have several lines.
     """
 
     in_lines = True
