@@ -47,7 +47,7 @@ class NotCapturable(RuntimeError):
 
 
 class NotKnown(Unsupported):
-    """A call that runs other people's code where a pipeline would run its own: transformers decodes it, token by token, also for a ``Pipeline``."""
+    """A call that runs unknown code where a pipeline would run its own: transformers decodes it, token by token, also for a ``Pipeline``."""
 
 
 def mark_final(error: BaseException) -> None:

@@ -238,7 +238,7 @@ class BasePipeline:
     def _decode(
         self, model: PreTrainedModel, input_ids: torch.Tensor, *, call_options: CallOptions, **prepared: Any
     ) -> Any:
-        """Run a call whose arguments transformers has prepared; in transformers' loop where other people's code takes part."""
+        """Run a call whose arguments transformers has prepared; in transformers' loop where unknown code takes part."""
         with self._turn("generate()", "use another Pipeline there"):
             shutdown.check()
             self._leave_parent()
@@ -272,7 +272,7 @@ class BasePipeline:
             return result
 
     def _check_known(self) -> None:
-        """Raise ``NotKnown`` if the target runs other people's code."""
+        """Raise ``NotKnown`` if the target runs unknown code."""
         reason = why_unknown(self.target)
         if reason is not None:
             raise NotKnown("model", f"generate(): drafts cannot speed this model up: {reason}")

@@ -1,4 +1,4 @@
-"""Calls that are left to transformers' own decoding loop, because other people's code takes part in them: see :mod:`pipespec.engine.known`.
+"""Calls that are left to transformers' own decoding loop, because unknown code takes part in them: see :mod:`pipespec.engine.known`.
 
 The loop runs the model, its cache, the processors and the criteria as without a pipeline. What it chooses is still coupled: the last processor leaves
 one token per row, drawn with the noise of the row's key.

@@ -24,8 +24,8 @@ class Logprobs(NamedTuple):
     from ``scores``, and vLLM with ``logprobs_mode="processed_logprobs"``.
 
     Attributes:
-        chosen: Float32 ``[B, new]``, of the generated tokens; 0 behind the end of a row, so that the sum of a row is that of its text.
-        top_ids: Int64 ``[B, new, n]``, the likeliest tokens, likeliest first; -1 where processors and filters leave fewer, and behind the end of a row.
+        chosen: Float32 ``[B, new]``, of the generated tokens; 0 after the end of a row, so that the sum of a row is that of its text.
+        top_ids: Int64 ``[B, new, n]``, the likeliest tokens, likeliest first; -1 where processors and filters leave fewer, and after the end of a row.
         top: Float32 ``[B, new, n]``, theirs; -inf where ``top_ids`` is -1.
     """
 

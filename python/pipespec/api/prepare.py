@@ -35,7 +35,7 @@ class CallOptions:
     Attributes:
         cache: The caller's ``past_key_values``.
         penalties: Arguments of :func:`pipespec.engine.sampling.with_penalties`.
-        only_known: Whether a call with other people's code is refused instead of left to transformers' loop.
+        only_known: Whether a call with unknown code is refused instead of left to transformers' loop.
     """
 
     streamer: Any = None
@@ -221,5 +221,5 @@ def _check_padding(target: PreTrainedModel, columns: Columns, limit: int) -> Non
         if int(places[0]) + len(places) != columns.count:
             raise UnsupportedInput(
                 "attention_mask",
-                f"attention_mask: row {row} has padding behind its first token, {what}; pad on the left",
+                f"attention_mask: row {row} has padding after its first token, {what}; pad on the left",
             )

@@ -232,7 +232,7 @@ class CachedText:
             self._complete(cache, logits, end)
 
     def _can_read_last(self, cache: RowCache, begin: list[int], end: list[int]) -> bool:
-        """Whether a forward of several columns gives the logits behind each prompt, with the bits of a forward of its last token."""
+        """Whether a forward of several columns gives the logits after each prompt, with the bits of a forward of its last token."""
         return (
             self.reads_last
             and self._group is None
@@ -245,7 +245,7 @@ class CachedText:
     def _fill_by_library(
         self, cache: RowCache, begin: list[int], end: list[int], logits: dict[int, torch.Tensor] | None
     ) -> list[int]:
-        """Cache the tokens that belong to wide forwards, row by row, and add the logits behind whole prompts. Returns where the rest begins."""
+        """Cache the tokens that belong to wide forwards, row by row, and add the logits after whole prompts. Returns where the rest begins."""
         last, begin = [e + (logits is not None) for e in end], list(begin)
         wide = wide_columns(
             self.model, cache, max(e - b for b, e in zip(begin, last, strict=True)), native=self._native

@@ -70,7 +70,7 @@ def call_with_ids(argument: str, function: Callable[..., Any], ids: torch.Tensor
 def run_processors(
     processors: Iterable[Callable[..., torch.Tensor]], ids: torch.Tensor, scores: torch.Tensor
 ) -> torch.Tensor:
-    """Scores ``[1, V]`` of a row behind its processors, without gradients.
+    """Scores ``[1, V]`` of a row after its processors, without gradients.
 
     Args:
         processors: called one after the other.

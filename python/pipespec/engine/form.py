@@ -66,7 +66,7 @@ class PartsForm(Form):
             features: indices in transformers' ``hidden_states`` (k + 1 after layer k). Those of other layers do not matter.
 
         Returns:
-            The hidden states behind the last layer, and by index those of ``features``, each ``[rows, q, H]``.
+            The hidden states after the last layer, and by index those of ``features``, each ``[rows, q, H]``.
         """
         raise NotImplementedError
 
