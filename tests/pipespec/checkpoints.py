@@ -10,7 +10,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, LlamaConfig
 
 from pipespec import trust
-from pipespec.preflight.devices import DeviceFacts
+from pipespec.checks.devices import DeviceFacts
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
 
@@ -128,4 +128,4 @@ def some_gpus(monkeypatch, *free):
     gpus(monkeypatch, len(free))
     facts = [DeviceFacts("cpu", 64 * GIB, 60 * GIB)]
     facts += [DeviceFacts(f"cuda:{i}", 80 * GIB, n * GIB) for i, n in enumerate(free)]
-    monkeypatch.setattr("pipespec.preflight.placement.device_facts", lambda: facts)
+    monkeypatch.setattr("pipespec.checks.placement.device_facts", lambda: facts)

@@ -10,10 +10,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausa
 
 from pipespec import Pipeline, attach
 from pipespec.api import chain
+from pipespec.checks.devices import device_facts, requested
+from pipespec.checks.placement import arrange
 from pipespec.cli.main import main
 from pipespec.errors import DoesNotFit
-from pipespec.preflight.devices import device_facts, requested
-from pipespec.preflight.placement import arrange
 from tests.conftest import noisy, random_llama
 from tests.pipespec.checkpoints import PROMPT, folder_of, gpus, llama, save, some_gpus
 

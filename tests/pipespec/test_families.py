@@ -13,13 +13,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from pipespec import Pipeline
+from pipespec.checks.models import check_architecture
+from pipespec.checks.support import check_streams
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward, native_unsupported_reason
 from pipespec.errors import NotCapturable
 from pipespec.models import families
 from pipespec.models.layout import CacheLayout
-from pipespec.preflight.checks import check_architecture
-from pipespec.preflight.support import check_streams
 from pipespec.spd import SpeculativePipeline
 from pipespec.spd.partition import check_target
 from tests.conftest import left_pad, noisy

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipespec import Pipeline
+from pipespec.checks.tokenizers import tokenizer_digest
 from pipespec.cli.main import main
 from pipespec.engine.forward import native_unsupported_reason
 from pipespec.models import families
@@ -20,7 +21,6 @@ from pipespec.models.gguf_models import gguf_tokenizer
 from pipespec.models.loading import load_model
 from pipespec.models.quantized import QuantizedEmbedding, QuantizedLinear, pages_released
 from pipespec.models.tokenizers import load_tokenizer
-from pipespec.preflight.tokenizers import tokenizer_digest
 from pipespec.spd.partition import Partition, load_ends, load_stage
 from pipespec.spd.pipeline import SpeculativePipeline
 from pipespec_kernels.formats import FORMATS, dequantize

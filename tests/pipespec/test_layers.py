@@ -19,7 +19,7 @@ LAYERS = [
     ["spd"],
     ["api"],
     ["schedules"],
-    ["preflight"],
+    ["checks"],
     ["engine"],
     ["models"],
     ["process"],

@@ -12,13 +12,13 @@ import transformers
 from transformers import DynamicCache
 
 from pipespec import Pipeline, SpeedWarning
+from pipespec.checks.models import check_architecture
+from pipespec.checks.support import check_streams
 from pipespec.engine import recurrent, states
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward
 from pipespec.errors import NotCapturable
 from pipespec.models.layout import STATES, CacheLayout
-from pipespec.preflight.checks import check_architecture
-from pipespec.preflight.support import check_streams
 from pipespec.spd import SpeculativePipeline
 from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
 from tests.conftest import left_pad, noisy

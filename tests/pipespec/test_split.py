@@ -15,14 +15,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from pipespec import Pipeline, attach, detach, trust
+from pipespec.checks.devices import requested
+from pipespec.checks.placement import arrange
+from pipespec.checks.support import check_streams
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward
 from pipespec.errors import DoesNotFit, NotCapturable
 from pipespec.models import loading
 from pipespec.models.devices import LayerDevices, offloaded_modules
-from pipespec.preflight.devices import requested
-from pipespec.preflight.placement import arrange
-from pipespec.preflight.support import check_streams
 from pipespec.schedules.ranks import membership
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.chains_of_ranks import in_process

@@ -13,10 +13,10 @@ from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 from pipespec import Pipeline, SpeedWarning
 from pipespec.api import pipeline
+from pipespec.checks.support import check_runnable, check_shareable, check_streams
 from pipespec.config import SpeculationConfig
 from pipespec.errors import NotCapturable
 from pipespec.models.properties import quantisation
-from pipespec.preflight.support import check_runnable, check_shareable, check_streams
 from pipespec.schedules.workers import driver as workers
 from pipespec.schedules.workers.driver import WorkersDriver
 from pipespec.spd import SpeculativePipeline

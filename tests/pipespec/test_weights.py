@@ -7,10 +7,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipespec import Pipeline
+from pipespec.checks.devices import weights_of_each
 from pipespec.engine.forward import native_unsupported_reason
 from pipespec.models.quantized import QuantizedEmbedding, QuantizedLinear
 from pipespec.models.quantizing import NAMES, quantized
-from pipespec.preflight.devices import weights_of_each
 from pipespec_kernels.decoder import NativeDecoder
 from pipespec_kernels.formats import FORMATS, dequantize
 from tests.conftest import random_llama

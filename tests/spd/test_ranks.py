@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from pipespec.api.base import BasePipeline
+from pipespec.checks.devices import rank_device
 from pipespec.demo import load_family
-from pipespec.preflight.devices import rank_device
 from pipespec.process import ranks as transport
 from pipespec.process.ranks import RankError, Ranks
 from pipespec.spd import SpeculativePipeline

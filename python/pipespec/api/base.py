@@ -31,15 +31,15 @@ from pipespec.api.output import output_of, report_of, warn_of_room
 from pipespec.api.prepare import CallOptions, PreparedCall, prepare
 from pipespec.api.report import Report
 from pipespec.api.text_stream import notify_reader_of_failure
+from pipespec.checks.memory import check_memory, shortage_explained
+from pipespec.checks.models import check_rope
+from pipespec.checks.support import check_checkpointing, check_runnable
 from pipespec.engine.inputs import stage_names
 from pipespec.engine.known import one_call, why_unknown
 from pipespec.errors import NotKnown, is_final, mark_final, user_stacklevel
 from pipespec.models.compat import callers_cache
 from pipespec.models.devices import LayerDevices
 from pipespec.models.properties import reset_rope
-from pipespec.preflight.checks import check_rope
-from pipespec.preflight.memory import check_memory, shortage_explained
-from pipespec.preflight.support import check_checkpointing, check_runnable
 from pipespec.process import shutdown
 from pipespec.process.signals import handlers_watched, is_handlers_error
 from pipespec.process.threads import Lock, keep_to_one, renew_pool
@@ -333,7 +333,7 @@ class BasePipeline:
         _keep_to_one_thread()
 
     def _check_memory(self, request: GenerationRequest) -> None:
-        """See :func:`pipespec.preflight.memory.check_memory`. The caches of a call are there already if the one before had its size."""
+        """See :func:`pipespec.checks.memory.check_memory`. The caches of a call are there already if the one before had its size."""
         driver, inputs = self._driver, request.inputs
         rows, longest, limit = len(inputs.prompts), max(map(len, inputs.prompts)), inputs.most
         if rows == driver.checked[0] and longest <= driver.checked[1] and limit <= driver.checked[2]:

@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from transformers import PreTrainedModel
 
+from pipespec.checks.devices import Devices, weights_of_each
+from pipespec.checks.models import check_chain
+from pipespec.checks.placement import arrange
+from pipespec.checks.tokenizers import translation_for
 from pipespec.config import SpeculationConfig
 from pipespec.engine.head import DraftHead, HeadConfig, is_head
 from pipespec.engine.inputs import stage_names
@@ -18,10 +22,6 @@ from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import tensor_parallel_size
 from pipespec.models.loading import load_config, load_model
 from pipespec.models.quantizing import Weights, quantized
-from pipespec.preflight.checks import check_chain
-from pipespec.preflight.devices import Devices, weights_of_each
-from pipespec.preflight.placement import arrange
-from pipespec.preflight.tokenizers import translation_for
 from pipespec.registry import SCHEDULES
 
 if TYPE_CHECKING:

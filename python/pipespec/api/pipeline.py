@@ -23,6 +23,10 @@ from pipespec.api.chain import (
 )
 from pipespec.api.prepare import PreparedCall
 from pipespec.api.report import Report
+from pipespec.checks.devices import Devices
+from pipespec.checks.models import check_exact
+from pipespec.checks.support import cost_of_width
+from pipespec.checks.tokenizers import tokenizer_digest
 from pipespec.config import SpeculationConfig
 from pipespec.engine.cached_text import forward_group
 from pipespec.engine.ngram import NgramDraft, first_of
@@ -31,10 +35,6 @@ from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import input_device, why_not_whole
 from pipespec.models.loading import gguf_path
 from pipespec.models.quantizing import Weights
-from pipespec.preflight.checks import check_exact
-from pipespec.preflight.devices import Devices
-from pipespec.preflight.support import cost_of_width
-from pipespec.preflight.tokenizers import tokenizer_digest
 from pipespec.process.signals import handlers_watched, raise_handlers_error
 from pipespec.registry import LOCKSTEP, WORKERS, default_schedule
 from pipespec.schedules.base import Driver, make_driver
@@ -83,7 +83,7 @@ class Pipeline(BasePipeline):
             merged before. A model given as an object stays as it is, and the pipeline has a copy that shares the rest. The text is that of the quantised
             target. For models on a CPU; those out of GGUF files are in blocks already.
         device: For models given as paths: one device for all, one per stage (drafts first, target last), ``{"draft 0": "cuda:1"}``, or
-            ``"auto"``, see :func:`pipespec.preflight.placement.arrange`. ``{"target": ["cuda:1", "cuda:2"]}`` splits a stage over several GPUs, which
+            ``"auto"``, see :func:`pipespec.checks.placement.arrange`. ``{"target": ["cuda:1", "cuda:2"]}`` splits a stage over several GPUs, which
             needs the package accelerate. Default: the CPU. Models given as objects stay where they are, also over several devices and offloaded
             (``device_map``).
         gguf_file: The name of a GGUF file in the target's folder or repository, as ``from_pretrained`` takes it.

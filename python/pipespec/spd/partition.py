@@ -21,6 +21,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import cached_file
 
+from pipespec.checks.devices import device_name
+from pipespec.checks.models import check_architecture
 from pipespec.engine.cache import RowCache
 from pipespec.engine.runtime import runtime_of
 from pipespec.engine.sections import ModelSection, open_sections
@@ -28,8 +30,6 @@ from pipespec.models.families import IN_STAGES
 from pipespec.models.loading import is_gguf, load_config, load_model, read_stored
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import text_config
-from pipespec.preflight.checks import check_architecture
-from pipespec.preflight.devices import device_name
 
 _INITIAL_CAPACITY = 1024
 """New tokens that a cache has room for at first. Its capacity doubles when it is full."""

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 from pipespec.api.base import BasePipeline
 from pipespec.api.output import report_of
 from pipespec.api.prepare import PreparedCall
+from pipespec.checks.devices import device_name
+from pipespec.checks.models import check_chain
+from pipespec.checks.support import check_whole
 from pipespec.errors import UnsupportedInput
 from pipespec.models.devices import LayerDevices
 from pipespec.models.layout import CacheLayout
 from pipespec.models.loading import load_model
-from pipespec.preflight.checks import check_chain
-from pipespec.preflight.devices import device_name
-from pipespec.preflight.support import check_whole
 from pipespec.schedules.request import GenerationRequest
 from pipespec.spd.chain import ChainDrafter
 from pipespec.spd.decoding import SpeculativeDriver

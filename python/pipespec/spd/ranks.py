@@ -34,10 +34,10 @@ from transformers import PreTrainedModel
 
 from pipespec.api.base import BasePipeline
 from pipespec.api.prepare import PreparedCall
+from pipespec.checks.devices import rank_device
 from pipespec.engine.cache import RowCache
 from pipespec.engine.known import NATIVE
 from pipespec.engine.sections import open_sections, stream_dtype
-from pipespec.preflight.devices import rank_device
 from pipespec.process.ranks import START_S, RankError, rank_and_world
 from pipespec.process.signals import delayed, handlers_watched
 from pipespec.registry import RANKS

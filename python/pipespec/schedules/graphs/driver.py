@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from pipespec.checks.models import check_exact
+from pipespec.checks.support import check_streams
 from pipespec.config import SpeculationConfig
 from pipespec.engine.forward import described
 from pipespec.engine.inputs import StageInputs
@@ -21,8 +23,6 @@ from pipespec.engine.sampling import SamplingParams
 from pipespec.errors import NotCapturable
 from pipespec.models.loading import is_out_of_memory
 from pipespec.models.properties import embedding_size
-from pipespec.preflight.checks import check_exact
-from pipespec.preflight.support import check_streams
 from pipespec.process.progress import working
 from pipespec.process.signals import raise_handlers_error
 from pipespec.schedules.base import Driver, GenerationRequest

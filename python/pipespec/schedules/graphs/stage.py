@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pipespec.checks.models import check_exact
 from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
 from pipespec.engine.features import Features
@@ -26,7 +27,6 @@ from pipespec.engine.sampler import ScoreRecord
 from pipespec.engine.stage import Stage
 from pipespec.errors import NotCapturable, user_stacklevel
 from pipespec.models.properties import text_config
-from pipespec.preflight.checks import check_exact
 from pipespec.schedules.base import SpeedWarning
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep, StaticBuffers, StaticSampler
 from pipespec_kernels import _native

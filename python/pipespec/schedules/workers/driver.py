@@ -19,11 +19,11 @@ from itertools import chain
 
 from transformers import PreTrainedModel
 
+from pipespec.checks.support import check_shareable
 from pipespec.config import SpeculationConfig
 from pipespec.engine.ngram import NgramStage
 from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.stage import Stage
-from pipespec.preflight.support import check_shareable
 from pipespec.process.threads import lowered_threads, target_threads
 from pipespec.schedules.base import Driver
 from pipespec.schedules.request import GenerationRequest

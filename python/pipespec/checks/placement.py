@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from pipespec.checks.devices import AUTO, Devices, device_facts, requested
+from pipespec.checks.memory import gib
 from pipespec.engine.inputs import stage_names
 from pipespec.errors import DoesNotFit
 from pipespec.models.devices import LayerDevices
 from pipespec.models.loading import file_in_blocks, load_config, readable, stored_bytes
 from pipespec.models.properties import quantisation, text_config
-from pipespec.preflight.devices import AUTO, Devices, device_facts, requested
-from pipespec.preflight.memory import gib
 
 DeviceMap = dict[str, str]
 """The device of each module by its name, as ``from_pretrained`` takes it."""

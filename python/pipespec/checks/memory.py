@@ -10,13 +10,13 @@ from contextlib import contextmanager
 
 from transformers import PreTrainedModel
 
+from pipespec.checks.devices import device_facts
 from pipespec.engine.inputs import first_capacity, static_capacity
 from pipespec.errors import DoesNotFit, user_stacklevel
 from pipespec.models.devices import LayerDevices, local_kv_heads
 from pipespec.models.layout import CacheLayout
 from pipespec.models.loading import is_out_of_memory
 from pipespec.models.properties import compute_dtype
-from pipespec.preflight.devices import device_facts
 
 HEADROOM = 256 << 20
 """Bytes for each stage beside its caches: activations, logits, work spaces, the memory pool of captured graphs. Assumed, not measured."""

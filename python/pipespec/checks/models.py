@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from pipespec.checks.support import check_recurrent, check_runnable
+from pipespec.checks.tokenizers import tokenizer_digest
 from pipespec.config import WIDTH
 from pipespec.engine.forward import exact_unsupported_reason, native_unsupported_reason
 from pipespec.engine.inputs import stage_names
@@ -18,8 +20,6 @@ from pipespec.errors import UnsupportedInput
 from pipespec.models.families import NATIVE_CLASSES
 from pipespec.models.layout import CacheLayout, UnsupportedLayers, takes_mask_per_type
 from pipespec.models.properties import embedding_size, head_size, rope_changes_at, rope_type, text_config
-from pipespec.preflight.support import check_recurrent, check_runnable
-from pipespec.preflight.tokenizers import tokenizer_digest
 from pipespec_kernels.state import MAX_STAGES
 
 _NEEDED = {"input_ids", "attention_mask", "position_ids", "past_key_values", "logits_to_keep"}
@@ -34,7 +34,7 @@ def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any], *, tran
 
     Raises:
         ValueError: too many models, one model twice, another vocabulary or tokenizer, or a model that no stage can run
-            (:func:`pipespec.preflight.support.check_runnable`).
+            (:func:`pipespec.checks.support.check_runnable`).
         TypeError: an architecture that is not LLaMA-like.
     """
     if len(models) > MAX_STAGES:
