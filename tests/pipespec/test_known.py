@@ -57,16 +57,16 @@ def attached(model):
 
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_models_of_transformers_are_known(name):
-    assert known.why_unknown(make(name)) is None
+    assert known.unknown_reason(make(name)) is None
 
 
 def test_a_known_model_is_looked_at_once(model, monkeypatch):
-    assert known.why_unknown(model) is None
-    monkeypatch.setattr(known, "_why_foreign", None)  # a second look would fail
-    assert known.why_unknown(model) is None
+    assert known.unknown_reason(model) is None
+    monkeypatch.setattr(known, "_foreign_reason", None)  # a second look would fail
+    assert known.unknown_reason(model) is None
     pipespec.refresh(model)
     with pytest.raises(TypeError):
-        known.why_unknown(model)
+        known.unknown_reason(model)
 
 
 CODE = [name for name in hostile.CHANGES if name.startswith(("class", "forward", "apply", "rotate", "F.", "torch", "attention", "hook", "pre-", "global", "wrapped", "own", "get_interface", "another registry", "another torch", "RoPE", "property"))]  # fmt: skip
@@ -78,26 +78,26 @@ def test_changed_code_is_seen(name, when):
     """Before and after the model was first looked at; undone, the model is known again."""
     model = make("llama")
     if when == "after":
-        assert known.why_unknown(model) is None
+        assert known.unknown_reason(model) is None
     undo = hostile.CHANGES[name](model)
-    assert known.why_unknown(model) is not None
+    assert known.unknown_reason(model) is not None
     if undo is not None:
         undo()
-        assert known.why_unknown(model) is None
+        assert known.unknown_reason(model) is None
 
 
 def test_jitter_is_seen():
     model = make("phimoe, window")
-    assert known.why_unknown(model) is None
+    assert known.unknown_reason(model) is None
     model.train()
-    assert "training mode" in known.why_unknown(model)
+    assert "training mode" in known.unknown_reason(model)
 
 
 def test_modes_are_seen(model):
     with hostile._Scaling():
-        assert known.why_unknown(model) == "a TorchFunctionMode is active"
+        assert known.unknown_reason(model) == "a TorchFunctionMode is active"
     with torch.device("cpu"):
-        assert known.why_unknown(model) is None
+        assert known.unknown_reason(model) is None
 
 
 class _Base:
@@ -300,7 +300,7 @@ def test_a_learned_prompt_put_on_later(model, attached):
 
 def test_an_activated_adapter_sees_whole_prompts(model):
     model.peft_config = {"default": types.SimpleNamespace(alora_invocation_tokens=[7, 8])}
-    assert "activated LoRA" in known.why_unknown(model)
+    assert "activated LoRA" in known.unknown_reason(model)
 
 
 def test_a_forward_in_place_of_another_attribute(model, attached):
@@ -371,7 +371,7 @@ def test_a_function_of_a_file_named_like_one_of_pythons(model):
     space: dict[str, Any] = {"__name__": "profile"}
     exec("def hook(module, args): pass", space)
     model.model.norm.register_forward_pre_hook(space["hook"])
-    assert "has hooks" in known.why_unknown(model)
+    assert "has hooks" in known.unknown_reason(model)
 
 
 def test_a_class_that_is_trusted_after_a_call(model):
@@ -385,9 +385,9 @@ def test_a_class_that_is_trusted_after_a_call(model):
 
     layer = model.model.layers[0]
     layer.mlp = Mlp(layer.mlp)
-    assert "has its own forward()" in known.why_unknown(model)
+    assert "has its own forward()" in known.unknown_reason(model)
     pipespec.trust(Mlp)
-    assert known.why_unknown(model) is None
+    assert known.unknown_reason(model) is None
 
 
 def test_an_attached_model_is_loaded_without_pipespec(model, attached, tmp_path: Path):

@@ -35,7 +35,7 @@ from pipespec.checks.memory import check_memory, shortage_explained
 from pipespec.checks.models import check_rope
 from pipespec.checks.support import check_checkpointing, check_runnable
 from pipespec.engine.inputs import stage_names
-from pipespec.engine.known import one_call, why_unknown
+from pipespec.engine.known import one_call, unknown_reason
 from pipespec.errors import NotKnown, is_final, mark_final, user_stacklevel
 from pipespec.models.compat import callers_cache
 from pipespec.models.devices import LayerDevices
@@ -273,7 +273,7 @@ class BasePipeline:
 
     def _check_known(self) -> None:
         """Raise ``NotKnown`` if the target runs unknown code."""
-        reason = why_unknown(self.target)
+        reason = unknown_reason(self.target)
         if reason is not None:
             raise NotKnown("model", f"generate(): drafts cannot speed this model up: {reason}")
 

@@ -32,7 +32,7 @@ from pipespec.engine.cached_text import forward_group
 from pipespec.engine.ngram import NgramDraft, first_of
 from pipespec.errors import DoesNotFit, NotCapturable, NotKnown, UnsupportedInput, mark_final
 from pipespec.models.adapters import without_wrapper
-from pipespec.models.devices import input_device, why_not_whole
+from pipespec.models.devices import input_device, not_whole_reason
 from pipespec.models.loading import gguf_path
 from pipespec.models.quantizing import Weights
 from pipespec.process.signals import handlers_watched, raise_handlers_error
@@ -216,7 +216,7 @@ class Pipeline(BasePipeline):
                 options["graphs"],
                 light=options["ngram"] is not None or chain.head is not None,
                 uncaptured=options["ngram"] is not None or chain.translation is not None,
-                whole=all(why_not_whole(model) is None for model in chain.models),
+                whole=all(not_whole_reason(model) is None for model in chain.models),
                 coupled=options["acceptance"] == "coupled",
                 controlled=in_turn.controlled and options["ngram"] is None and self._group is None,
             )

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.engine.inputs import stage_names
-from pipespec.engine.recurrent import why_not_recurrent
+from pipespec.engine.recurrent import recurrent_unsupported_reason
 from pipespec.errors import NotCapturable, Unsupported
 from pipespec.models.adapters import named_tensors
 from pipespec.models.devices import (
@@ -20,9 +20,9 @@ from pipespec.models.devices import (
     input_device,
     is_dispatched,
     local_kv_heads,
+    not_whole_reason,
     offloaded_modules,
     tensor_parallel_size,
-    why_not_whole,
 )
 from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import compute_dtype, is_dynamic, quantisation, text_config
@@ -65,7 +65,11 @@ def check_runnable(models: Sequence[PreTrainedModel], *, target_is_placed: bool 
 
 def check_recurrent(name: str, model: PreTrainedModel, *, is_placed: bool = False) -> None:
     """Raise ``TypeError`` for recurrent layers of which no state per column can be kept."""
-    why = None if CacheLayout.of(model.config).states is None else why_not_recurrent(model, is_placed=is_placed)
+    why = (
+        None
+        if CacheLayout.of(model.config).states is None
+        else recurrent_unsupported_reason(model, is_placed=is_placed)
+    )
     if why is not None:
         raise TypeError(f"{name} is a {type(model).__name__}: {why}")
 
@@ -113,7 +117,7 @@ def _check_weights(name: str, model: PreTrainedModel, is_target: bool) -> None:
 def check_whole(models: Sequence[PreTrainedModel], where: str) -> None:
     """Raise ``ValueError`` for a model that is split, offloaded or sharded. ``where``: what needs whole models, for the message."""
     for name, model in zip(stage_names(len(models)), models, strict=True):
-        if (why := why_not_whole(model)) is not None:
+        if (why := not_whole_reason(model)) is not None:
             raise ValueError(
                 f"{where} needs each model whole on one device, and {name} is not: {why}; use schedule='plain', 'lockstep' or 'workers'"
             )
@@ -127,7 +131,7 @@ def check_shareable(models: Sequence[PreTrainedModel]) -> None:
     """
     for name, model in zip(stage_names(len(models)), models[:-1], strict=False):
         quantised = quantisation(model)
-        if (whole := f"it is quantised ({quantised})" if quantised else why_not_whole(model)) is not None:
+        if (whole := f"it is quantised ({quantised})" if quantised else not_whole_reason(model)) is not None:
             raise ValueError(
                 f"{name}: a worker process builds a draft whole on one device, around plain weights in shared memory, and {whole}; use "
                 "schedule='lockstep', or another draft (the target may be)"
@@ -189,7 +193,7 @@ def check_streams(models: Sequence[PreTrainedModel]) -> None:
 
 def _not_static(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     """Parts that cannot work with a static cache and padding columns, captured or not, and why."""
-    if (why := why_not_whole(model)) is not None:
+    if (why := not_whole_reason(model)) is not None:
         yield "its weights", why
     config, layout = text_config(model.config), CacheLayout.of(model.config)
     first = next((at for at, module in model.named_modules() if "Attention" in type(module).__name__), "its attention")

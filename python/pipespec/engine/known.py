@@ -134,7 +134,7 @@ class Record:
         modules = list(model.modules())
         kinds = frozenset(map(type, modules))
         self._code = code_of(kinds, getattr(model.config, "_attn_implementation", None))
-        self.reason = _why_foreign(model, modules) or self._code.reason
+        self.reason = _foreign_reason(model, modules) or self._code.reason
         self.verified_in: object = None
         if self.reason is None:
             self._take(model, modules)
@@ -277,12 +277,12 @@ def moving(model: PreTrainedModel) -> Iterator[None]:
             runtime.moves, runtime.record = runtime.moves + 1, None
 
 
-def why_unknown(model: PreTrainedModel) -> str | None:
+def unknown_reason(model: PreTrainedModel) -> str | None:
     """Why a model has to be decoded by transformers now, as a phrase; None if it is known, see :mod:`pipespec.engine.known`."""
-    return _why_watched() or _record(model).reason
+    return _watched_reason() or _record(model).reason
 
 
-def _why_watched() -> str | None:
+def _watched_reason() -> str | None:
     """What sees or changes the operations of this process now."""
     if any(_GLOBAL_HOOKS):
         hooks = itertools.chain.from_iterable(hooks.values() for hooks in _GLOBAL_HOOKS)
@@ -299,7 +299,7 @@ def _why_watched() -> str | None:
     return None
 
 
-def _why_foreign(model: PreTrainedModel, modules: list[nn.Module]) -> str | None:
+def _foreign_reason(model: PreTrainedModel, modules: list[nn.Module]) -> str | None:
     """What the instances of a model's modules have that their classes have not."""
     if compute_dtype(model) == torch.float16 and "cpu" in {device.type for device in LayerDevices.of(model).devices}:
         return "it is float16 on the CPU, where many operations are slow or missing; use float32 or bfloat16"
@@ -310,15 +310,15 @@ def _why_foreign(model: PreTrainedModel, modules: list[nn.Module]) -> str | None
     if isinstance(adapters, dict) and any(getattr(a, "alora_invocation_tokens", None) for a in adapters.values()):
         return "it has an activated LoRA adapter, which counts from the end of each forward"
     for module in modules:
-        what = _why_module(model, module)
+        what = _module_reason(model, module)
         if what is not None:
             return f"{_name_of(model, module)} {what}"
         if module.training and _has_dropout(module):
             return "it is in training mode with dropout or jitter, whose draws depend on the widths of the forwards"
-    return _why_other_layers(model)
+    return _layers_reason(model)
 
 
-def _why_module(model: PreTrainedModel, module: nn.Module) -> str | None:
+def _module_reason(model: PreTrainedModel, module: nn.Module) -> str | None:
     """What an instance has that its class has not, as a phrase without a subject."""
     space, kind = vars(module), type(module)
     if not all(is_original(hook) for place in _HOOKS for hook in space[place].values()):
@@ -360,7 +360,7 @@ def _has_dropout(module: nn.Module) -> bool:
     return any(isinstance(number, (int, float)) and number > 0 for number in numbers)
 
 
-def _why_other_layers(model: PreTrainedModel) -> str | None:
+def _layers_reason(model: PreTrainedModel) -> str | None:
     """Whether the layers are those of the configuration, in their order."""
     layers = getattr(getattr(model, model.base_model_prefix, None), "layers", None)
     if not isinstance(layers, nn.ModuleList):

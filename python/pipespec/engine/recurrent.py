@@ -18,7 +18,7 @@ from transformers.activations import ACT2FN
 
 from pipespec.engine.states import LayerStates, StateRing
 from pipespec.models.compat import chunked_delta_rule
-from pipespec.models.devices import why_not_whole
+from pipespec.models.devices import not_whole_reason
 from pipespec.models.layout import StateLayout
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import has_hooks, has_own_forward
@@ -198,7 +198,7 @@ def recurrent_signature(parts: ModelParts) -> tuple[Any, ...] | None:
     return (*map(id, (parts.embed, parts.norm, parts.head)), *map(id, modules))
 
 
-def why_not_recurrent(model: PreTrainedModel, *, is_placed: bool = False) -> str | None:
+def recurrent_unsupported_reason(model: PreTrainedModel, *, is_placed: bool = False) -> str | None:
     """Why the recurrent layers of a model cannot keep a state per column; None if they can.
 
     Args:
@@ -208,7 +208,7 @@ def why_not_recurrent(model: PreTrainedModel, *, is_placed: bool = False) -> str
     Returns:
         A sentence without an end.
     """
-    why = None if is_placed else why_not_whole(model)
+    why = None if is_placed else not_whole_reason(model)
     if why is not None:
         return (
             f"it has recurrent layers, whose states are kept on one device, by this process, and {why}; load it whole"

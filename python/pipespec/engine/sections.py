@@ -43,7 +43,7 @@ class ModelSection:
         if NATIVE in self._forms and self._forms[NATIVE].form is not None:
             del self._forms[NATIVE]
 
-    def why_not_native(self) -> str | None:
+    def native_unsupported_reason(self) -> str | None:
         """Why there is no native form, as far as that shows without packing the weights; None if there may be one."""
         forget_changed(self._forms, self.parts, NATIVE)
         return (self._forms.get(NATIVE) or identify(self.parts, NATIVE)).reason
@@ -103,7 +103,7 @@ def open_sections(sections: Sequence[ModelSection], *, native: bool = True, besi
     """
     reason: str | None = NATIVE_DISABLED
     if native:
-        reasons = [section.why_not_native() for section in sections]
+        reasons = [section.native_unsupported_reason() for section in sections]
         reason = next(filter(None, reasons), None)
     sizes = [packed_bytes(section.parts) for section in sections]
     for i, section in enumerate(sections):

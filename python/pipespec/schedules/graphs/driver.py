@@ -67,7 +67,7 @@ def host_reason(request: GenerationRequest, device: str) -> str | None:
     return None
 
 
-def why_by_modules(stage: GraphedStage) -> str | None:
+def by_modules_reason(stage: GraphedStage) -> str | None:
     """Why the graphs of a stage run its model's own modules; None if they run the fused form, which has a quarter of the launches."""
     if isinstance(stage, GraphedHead):
         return None
@@ -79,7 +79,7 @@ def why_by_modules(stage: GraphedStage) -> str | None:
     )
 
 
-def why_not_prepared(drafts: Sequence[GraphedStage], inputs: StageInputs, reason: str | None) -> str | None:
+def capture_unsupported_reason(drafts: Sequence[GraphedStage], inputs: StageInputs, reason: str | None) -> str | None:
     """Prepare the drafts of a call. Returns why it cannot run in captured steps: ``reason`` if there is one."""
     for stage in drafts:
         try:
@@ -90,7 +90,7 @@ def why_not_prepared(drafts: Sequence[GraphedStage], inputs: StageInputs, reason
     return reason
 
 
-def why_not_recorded(target: GraphedStage, record: ScoreRecord, inputs: StageInputs) -> str | None:
+def record_unsupported_reason(target: GraphedStage, record: ScoreRecord, inputs: StageInputs) -> str | None:
     """Let the captured steps of a call fill ``record``. Returns why they cannot."""
     try:
         target.keep(record, inputs)
@@ -261,9 +261,9 @@ class GraphedDriver(Driver):
         with torch.inference_mode(False), torch.no_grad():
             self.target.prepare(request.inputs)
             reason = host_reason(request, self.models[-1].device.type)
-            reason = why_not_prepared(self._stages[:-1], draft_inputs, reason)
+            reason = capture_unsupported_reason(self._stages[:-1], draft_inputs, reason)
             if reason is None and request.record is not None:
-                reason = why_not_recorded(self.target, request.record, request.inputs)
+                reason = record_unsupported_reason(self.target, request.record, request.inputs)
             if reason is not None:
                 return reason
             self._ensure(request)
@@ -362,7 +362,11 @@ class GraphedDriver(Driver):
         """Drop the graphs that were launched long ago, but for those of the present call, so many per stage."""
         for stage, number, own in zip(self._stages, present, resources, strict=True):
             stage.capture_prompt = None if stage.index in self.refused else own.capture_prompt
-            if stage.capture_prompt is not None and (why := why_by_modules(stage)) is not None and self.config.native:
+            if (
+                stage.capture_prompt is not None
+                and (why := by_modules_reason(stage)) is not None
+                and self.config.native
+            ):
                 self.warn_slower(why)
             for key in list(stage.buffers.graphs)[: -max(_MAX_GRAPHS, number)]:
                 del stage.buffers.graphs[key]
