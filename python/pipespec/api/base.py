@@ -250,7 +250,7 @@ class BasePipeline:
                 is_drawn = prepared["generation_config"].do_sample and call_options.seed is None
                 with _generator_restored() if is_drawn else nullcontext():
                     call = prepare(self.target, input_ids, call_options, **prepared)
-                    self._check_on_all_ranks(call)
+                    self._check_call(call)
                     return self._run(call)
             except NotKnown as error:
                 if call_options.only_known:
@@ -273,8 +273,7 @@ class BasePipeline:
 
     def _check_known(self) -> None:
         """Raise ``NotKnown`` if the target runs unknown code."""
-        reason = unknown_reason(self.target)
-        if reason is not None:
+        if (reason := unknown_reason(self.target)) is not None:
             raise NotKnown("model", f"generate(): drafts cannot speed this model up: {reason}")
 
     def _run(self, call: PreparedCall) -> Any:
@@ -298,27 +297,23 @@ class BasePipeline:
                 error.add_note("What was generated until then is in the pipeline's .partial")
             raise
 
-    def _check_on_all_ranks(self, call: PreparedCall) -> None:
-        """Check a call, and that of a tensor-parallel target on all ranks."""
-        inputs, error = call.request.inputs, None
+    def _check_call(self, call: PreparedCall) -> None:
+        """Refuse what the target or the decoder cannot do, and what does not fit the memory, on all ranks of a tensor-parallel target."""
+        request, error = call.request, None
         try:
-            self._check_call(call.request)
+            check_rope(self.target, request.inputs.most)
+            for model in self._caching():
+                reset_rope(model)
+            self._check_request(request)
+            self._check_memory(request)
         except BaseException as failure:
             error = failure
             raise
         finally:
             if self._group is not None:
-                self._group.agree(inputs.prompts, inputs.limits, error)
+                self._group.agree(request.inputs.prompts, request.inputs.limits, error)
         if self._group is not None and not self._group.is_leader:
             call.follow()
-
-    def _check_call(self, request: GenerationRequest) -> None:
-        """Refuse what the target or the decoder cannot do, and what does not fit the memory."""
-        check_rope(self.target, request.inputs.most)
-        for model in self._caching():
-            reset_rope(model)
-        self._check_request(request)
-        self._check_memory(request)
 
     def _leave_parent(self) -> None:
         """In a fork, get a decoder of this process. ``RuntimeError`` where a fork cannot run the models."""
@@ -334,13 +329,12 @@ class BasePipeline:
 
     def _check_memory(self, request: GenerationRequest) -> None:
         """See :func:`pipespec.checks.memory.check_memory`. The caches of a call are there already if the one before had its size."""
-        driver, inputs = self._driver, request.inputs
+        driver, inputs, static = self._driver, request.inputs, self._driver.has_static_caches
         rows, longest, limit = len(inputs.prompts), max(map(len, inputs.prompts)), inputs.most
         if rows == driver.checked[0] and longest <= driver.checked[1] and limit <= driver.checked[2]:
             return
         names = {id(m): name for m, name in zip(self.models, stage_names(len(self.models)), strict=True)}
         caching = {names[id(model)]: model for model in self._caching()}
-        static = driver.has_static_caches
         if request.cache is not None and request.cache.fits(rows, inputs.capacity) and not static:
             caching.pop("target", None)
         check_memory(caching, rows=rows, longest=longest, limit=limit, is_static=static, release=driver.release)

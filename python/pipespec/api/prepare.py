@@ -115,11 +115,6 @@ def prepare(
     processors = with_penalties(logits_processor, width, **options.penalties)
     sampling_params = SamplingParams.of(processors, seeds=seeds, prompts=shown, ends=eos)
     sampling_params.check_ids(head_size(target))
-    grammar = options.grammar
-    if grammar is not None:
-        from pipespec.engine.grammar import Grammar
-
-        grammar = Grammar.of(grammar, [len(prompt) for prompt in prompts])
     inputs = StageInputs(
         prompts,
         limits,
@@ -127,7 +122,7 @@ def prepare(
         head_size(target),
         chunk=config.prefill_chunk_size or prefill_chunk(rows, str(input_device(target))),
         reuse=options.cache is not None,
-        grammar=grammar,
+        grammar=_grammar(options, prompts),
     )
     record = _record_of(config, options, inputs)
     if options.cache is not None and not config.use_cache:
@@ -188,6 +183,14 @@ def _read_criteria(stopping_criteria: Sequence[Any], width: int) -> tuple[list[i
 
 def _is_eos(criterion: Any) -> bool:
     return type(criterion) is EosTokenCriteria and getattr(criterion, "new_token_length", 1) == 1
+
+
+def _grammar(options: CallOptions, prompts: Sequence[np.ndarray]) -> Any:
+    if options.grammar is None:
+        return None
+    from pipespec.engine.grammar import Grammar
+
+    return Grammar.of(options.grammar, [len(prompt) for prompt in prompts])
 
 
 def _record_of(config: GenerationConfig, options: CallOptions, inputs: StageInputs) -> ScoreRecord | None:

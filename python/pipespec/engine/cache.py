@@ -141,6 +141,8 @@ class RowCache(ForwardCache, Cache):
             devices, or recurrent layers with ``static`` or on several devices.
     """
 
+    had_padding = False
+
     def __init__(
         self,
         config: Any,

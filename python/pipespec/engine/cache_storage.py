@@ -23,7 +23,6 @@ class RowStorage:
     """
 
     text: Sequence[np.ndarray] | None = None
-    had_padding = False
     features: Features | RowFeatures | None = None
     """Where forwards keep hidden states for a draft that reads them; None: nowhere."""
     _aim: Sequence[int] | None = None
