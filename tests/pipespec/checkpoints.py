@@ -128,4 +128,4 @@ def some_gpus(monkeypatch, *free):
     gpus(monkeypatch, len(free))
     facts = [DeviceFacts("cpu", 64 * GIB, 60 * GIB)]
     facts += [DeviceFacts(f"cuda:{i}", 80 * GIB, n * GIB) for i, n in enumerate(free)]
-    monkeypatch.setattr("pipespec.checks.placement.device_facts", lambda: facts)
+    monkeypatch.setattr("pipespec.checks.devices.device_facts", lambda: facts)

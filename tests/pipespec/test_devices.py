@@ -10,8 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausa
 
 from pipespec import Pipeline, attach
 from pipespec.api import chain
-from pipespec.checks.devices import device_facts, requested
-from pipespec.checks.placement import arrange
+from pipespec.checks.devices import arrange, device_facts, requested
 from pipespec.cli.main import main
 from pipespec.errors import DoesNotFit
 from tests.conftest import noisy, random_llama

@@ -15,8 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from pipespec import Pipeline, attach, detach, trust
-from pipespec.checks.devices import requested
-from pipespec.checks.placement import arrange
+from pipespec.checks.devices import arrange, requested
 from pipespec.checks.support import check_streams
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from transformers import PreTrainedModel
 
-from pipespec.checks.devices import Devices, weights_of_each
+from pipespec.checks.devices import Devices, arrange, weights_of_each
 from pipespec.checks.models import check_chain
-from pipespec.checks.placement import arrange
 from pipespec.checks.tokenizers import translation_for
 from pipespec.config import SpeculationConfig
 from pipespec.engine.head import DraftHead, HeadConfig, is_head

@@ -83,7 +83,7 @@ class Pipeline(BasePipeline):
             merged before. A model given as an object stays as it is, and the pipeline has a copy that shares the rest. The text is that of the quantised
             target. For models on a CPU; those out of GGUF files are in blocks already.
         device: For models given as paths: one device for all, one per stage (drafts first, target last), ``{"draft 0": "cuda:1"}``, or
-            ``"auto"``, see :func:`pipespec.checks.placement.arrange`. ``{"target": ["cuda:1", "cuda:2"]}`` splits a stage over several GPUs, which
+            ``"auto"``, see :func:`pipespec.checks.devices.arrange`. ``{"target": ["cuda:1", "cuda:2"]}`` splits a stage over several GPUs, which
             needs the package accelerate. Default: the CPU. Models given as objects stay where they are, also over several devices and offloaded
             (``device_map``).
         gguf_file: The name of a GGUF file in the target's folder or repository, as ``from_pretrained`` takes it.

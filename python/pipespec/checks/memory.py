@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from transformers import PreTrainedModel
 
-from pipespec.checks.devices import device_facts
+from pipespec.checks.devices import device_facts, gib
 from pipespec.engine.inputs import first_capacity, static_capacity
 from pipespec.errors import DoesNotFit, user_stacklevel
 from pipespec.models.devices import LayerDevices, local_kv_heads
@@ -35,11 +35,6 @@ def shortage_explained() -> Iterator[None]:
             limited = f", or raise this process's limit of {gib(limit)} GiB (ulimit -v)" if is_limited else ""
             error.add_note(f"There was not enough memory for this call: lower max_new_tokens or the batch{limited}")
         raise
-
-
-def gib(size: int) -> str:
-    """A number of bytes in GiB."""
-    return f"{size / (1 << 30):.{2 if size < 100 << 30 else 0}f}"
 
 
 def cache_bytes(model: PreTrainedModel, rows: int, capacity: int) -> dict[str, int]:
