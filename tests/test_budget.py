@@ -111,3 +111,13 @@ def test_what_an_import_draws_in() -> None:
     files = [Path(line) for line in ran.stdout.split("\n") if line]
     assert len(files) <= MODULES
     assert sum(map(lines_of, files)) <= LINES
+
+
+def test_the_state_of_a_model_is_in_one_weak_dictionary() -> None:
+    found = []
+    for file in sorted((ROOT / "python").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.AnnAssign) and "WeakKeyDictionary[" in (kind := ast.unparse(node.annotation)):
+                found.append((kind.partition("[")[2].partition(",")[0], file.name))
+            assert not isinstance(node, ast.Assign) or "WeakKeyDictionary()" not in ast.unparse(node), "annotate it"
+    assert [file for key, file in found if key not in ("Cache", "RowCache")] == ["runtime.py"]

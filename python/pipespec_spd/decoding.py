@@ -101,7 +101,6 @@ class SpeculativeDriver(Decoder):
     ``native``: whether sections of the target may run in the native form. ``ValueError``: the drafter reads a residual stream that the target does not have.
     """
 
-    keeps_cache = True
     ran_as = "spd"
     starts_ahead = False
     """Whether a cycle starts before streamers and stopping criteria have the last one's tokens. What it runs for rows that they end is dropped."""
@@ -202,8 +201,7 @@ class SpeculativeDriver(Decoder):
             # Also after a failure, since the drafter may hold memory.
             self._guarded(self.drafter.finish, always=True)
 
-    def release_unused(self, request: GenerationRequest) -> None:
-        """Release the caches in this process. Never runs during a call."""
+    def release(self) -> None:
         self.drafter.release()
 
     def close(self) -> None:

@@ -63,8 +63,8 @@ class LocalDriver(SpeculativeDriver):
         super()._generate(request)
         self._complete = True
 
-    def release_unused(self, request: GenerationRequest) -> None:
-        super().release_unused(request)
+    def release(self) -> None:
+        super().release()
         for stage in self.stages:
             stage.close()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from transformers.utils import cached_file
 from pipespec.checks.devices import device_name
 from pipespec.checks.models import check_architecture
 from pipespec.engine.cache import RowCache
+from pipespec.engine.runtime import runtime_of
 from pipespec.models.families import IN_STAGES
 from pipespec.models.loading import is_gguf, load_config, load_model, read_stored
 from pipespec.models.parts import ModelParts
@@ -206,7 +206,7 @@ class LayerStage:
         """Stage ``stage`` of a loaded model."""
         base, span = model.model, partition.span(stage)
         layers = [base.layers[i] for i in span]
-        rotary = _rotary_on(base.rotary_emb, next(layers[0].parameters()).device)
+        rotary = _rotary_on(model, next(layers[0].parameters()).device)
         embed = base.embed_tokens if span.start == 0 else None
         return cls(ModelParts(model.config, layers, span.start, rotary, embed), partition.stages)
 
@@ -271,18 +271,15 @@ class LayerStage:
         return hidden, {0: embedded} | streams if 0 in features else streams
 
 
-_rotaries: weakref.WeakKeyDictionary[nn.Module, dict[torch.device, nn.Module]] = weakref.WeakKeyDictionary()
-"""Copies of rotary embeddings by device."""
-
-
-def _rotary_on(rotary: nn.Module, device: torch.device) -> nn.Module:
-    """A rotary embedding on ``device``: itself, or always the same copy."""
+def _rotary_on(model: PreTrainedModel, device: torch.device) -> nn.Module:
+    """A model's rotary embedding on ``device``: itself, or always the same copy."""
+    rotary: nn.Module = model.model.rotary_emb
     if all(buffer.device == device for buffer in rotary.buffers()):
         return rotary
-    copies = _rotaries.setdefault(rotary, {})
-    if device not in copies:
-        copies[device] = copy.deepcopy(rotary).to(device)
-    return copies[device]
+    copies = runtime_of(model).rotaries
+    if (rotary, device) not in copies:
+        copies[rotary, device] = copy.deepcopy(rotary).to(device)
+    return copies[rotary, device]
 
 
 def stage_devices(devices: Sequence[torch.device | str], partition: Partition) -> list[torch.device]:

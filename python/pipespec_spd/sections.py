@@ -8,10 +8,11 @@ import torch
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import PartsForm
-from pipespec.engine.forward import Choices, choose, forget_changed
-from pipespec.engine.known import NATIVE, NOT_ASKED_FOR, OWN, identify
+from pipespec.engine.forward import choose, forget_changed
+from pipespec.engine.known import NATIVE, NATIVE_DISABLED, OWN, identify
 from pipespec.engine.native import native_form
 from pipespec.engine.own import LayerLoop
+from pipespec.engine.runtime import Forms
 from pipespec.models.families import packed_bytes
 from pipespec.models.parts import ModelParts
 
@@ -31,21 +32,21 @@ class ModelSection:
 
     def __init__(self, parts: ModelParts) -> None:
         self.parts = parts
-        self._choices: Choices = {}
+        self._forms: Forms = {}
         self.use_modules()
 
     def use_modules(self) -> None:
         """Use the form of the parts' own modules, and free a packed copy."""
-        forget_changed(self._choices, self.parts, OWN)
-        self._modules = self._call = choose(self._choices, self.parts, OWN, lambda: LayerLoop(self.parts)).form
+        forget_changed(self._forms, self.parts, OWN)
+        self._modules = self._call = choose(self._forms, self.parts, OWN, lambda: LayerLoop(self.parts)).form
         self.stream_dtype = stream_dtype(self.parts.dtype, self.parts.device)
-        if NATIVE in self._choices and self._choices[NATIVE].form is not None:
-            del self._choices[NATIVE]
+        if NATIVE in self._forms and self._forms[NATIVE].form is not None:
+            del self._forms[NATIVE]
 
     def native_unsupported_reason(self) -> str | None:
         """Why there is no native form, as far as that shows without packing the weights; None if there may be one."""
-        forget_changed(self._choices, self.parts, NATIVE)
-        return (self._choices.get(NATIVE) or identify(self.parts, NATIVE)).reason
+        forget_changed(self._forms, self.parts, NATIVE)
+        return (self._forms.get(NATIVE) or identify(self.parts, NATIVE)).reason
 
     def pack(self, beside: int) -> str | None:
         """Use the native form.
@@ -56,9 +57,9 @@ class ModelSection:
         Returns:
             Why there is no native form; None if there is.
         """
-        if NATIVE not in self._choices:
+        if NATIVE not in self._forms:
             self.use_modules()  # before another copy is made
-        choice = choose(self._choices, self.parts, NATIVE, lambda: native_form(self.parts, beside))
+        choice = choose(self._forms, self.parts, NATIVE, lambda: native_form(self.parts, beside))
         if choice.form is not None:
             self._call = choice.form
         return choice.reason
@@ -100,7 +101,7 @@ def open_sections(sections: Sequence[ModelSection], *, native: bool = True, besi
     Returns:
         The form, as :func:`described`.
     """
-    reason: str | None = NOT_ASKED_FOR
+    reason: str | None = NATIVE_DISABLED
     if native:
         reasons = [section.native_unsupported_reason() for section in sections]
         reason = next(filter(None, reasons), None)

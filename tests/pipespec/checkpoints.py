@@ -123,12 +123,12 @@ def packed(model, *, head=False, **settings):
     return other
 
 
-def some_gpus(*free):
-    """Facts of the CPU and of GPUs with so many GiB free."""
-    return [
-        DeviceFacts("cpu", 64 * GIB, 60 * GIB),
-        *(DeviceFacts(f"cuda:{i}", 80 * GIB, n * GIB) for i, n in enumerate(free)),
-    ]
+def some_gpus(monkeypatch, *free):
+    """A machine that has GPUs with so many GiB free."""
+    gpus(monkeypatch, len(free))
+    facts = [DeviceFacts("cpu", 64 * GIB, 60 * GIB)]
+    facts += [DeviceFacts(f"cuda:{i}", 80 * GIB, n * GIB) for i, n in enumerate(free)]
+    monkeypatch.setattr("pipespec.checks.devices.device_facts", lambda: facts)
 
 
 class Elsewhere(nn.Parameter):

@@ -174,17 +174,6 @@ def test_rows_that_end_early(target, draft) -> None:
     assert statistic < threshold
 
 
-def test_memory_of_the_distributions_is_counted(target, draft, monkeypatch) -> None:
-    counted = []
-    monkeypatch.setattr(
-        "pipespec.api.base.check_memory", lambda models, *, distributions, **_: counted.append(distributions)
-    )
-    pipe, ids = Pipeline(target, draft, lookahead=3, acceptance="rejection"), PROMPT.repeat(7, 1)
-    pipe.generate(ids, do_sample=True, max_new_tokens=2, pad_token_id=0)
-    pipe.generate(ids, do_sample=False, max_new_tokens=2, pad_token_id=0)
-    assert counted == [{"cpu": 7 * (3 + 1) * (4 * IDS + 12)}, {}]
-
-
 def test_what_runs_position_by_position_is_named():
     """A penalty that float32 holds only in steps is no longer fused."""
     target = random_llama(3)

@@ -228,7 +228,7 @@ def test_padding_within_a_window_is_refused():
         holes = mask.clone()
         holes[0, column] = 0
         with pytest.raises(
-            NotImplementedError, match=r"row 0 (ends with padding|has padding behind its first token).*pad on the left"
+            NotImplementedError, match=r"row 0 (ends with padding|has padding after its first token).*pad on the left"
         ):
             pipe.generate(ids, attention_mask=holes, max_new_tokens=4)
     wide = Pipeline(make("mistral", sliding_window=64), schedule="plain")

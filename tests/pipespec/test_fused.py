@@ -12,7 +12,8 @@ from pipespec.engine import form as forms
 from pipespec.engine import fused
 from pipespec.engine.attention import ATTENTION
 from pipespec.engine.cache import RowCache
-from pipespec.engine.forward import choose_fused, described, forward, release
+from pipespec.engine.forward import choose_fused, described, forward
+from pipespec.engine.runtime import runtime_of
 from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
 from pipespec_kernels import ops
@@ -134,7 +135,7 @@ def test_a_changed_model_is_looked_at_again():
     other = choose_fused(model)
     assert other is not None
     assert other.number != form.number
-    release(model)
+    runtime_of(model).forms.clear()
     assert described(model, RowCache.for_model(model, 1, 16, static=True)).startswith("transformers: ")
 
 

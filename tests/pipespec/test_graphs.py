@@ -21,11 +21,10 @@ import torch
 import pipespec_kernels
 from pipespec import Pipeline
 from pipespec.api import base
-from pipespec.checks.memory import DoesNotFit
 from pipespec.config import SpeculationConfig
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampling import SamplingParams
-from pipespec.errors import NotCapturable
+from pipespec.errors import DoesNotFit, NotCapturable
 from pipespec.schedules.base import SpeedWarning
 from pipespec.schedules.graphs import capture as capturing
 from pipespec.schedules.graphs.rounds import RoundsDriver, round_steps
@@ -584,10 +583,10 @@ def test_static_caches_that_do_not_fit(model, gpu, monkeypatch, how):
     """The call runs over caches that grow, with a warning, and the next one that fits is captured again."""
     check_memory = base.check_memory
 
-    def little(models, *, graphs, limit, **rest):
-        if graphs and limit > 100:
+    def little(models, *, is_static, limit, **rest):
+        if is_static and limit > 100:
             raise DoesNotFit("the stages need 9 GiB on cuda:0")
-        check_memory(models, graphs=graphs, limit=limit, **rest)
+        check_memory(models, is_static=is_static, limit=limit, **rest)
 
     monkeypatch.setattr(base, "check_memory", little)
     with chain(model, **how) as pipe:

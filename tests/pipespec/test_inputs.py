@@ -18,7 +18,7 @@ from pipespec.engine.attention import MaskKind
 from pipespec.engine.cache import RowCache
 from pipespec.schedules.base import SpeedWarning
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
-from tests.support.streamers import Recorder, failing
+from tests.support.streamers import failing
 from tests.support.texts import one_prompt as prompt
 from tests.support.texts import own_text, same_text
 
@@ -397,23 +397,16 @@ def test_custom_generate(pipe, model):
         assert pipe.report is not None
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_custom_generate_streams_everything(pipe, model, rows):
-    ids, mask = left_pad(random_prompts(rows, seed=37))
-    recorder = Recorder()
-    kwargs = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False, "custom_generate": pipe}
-    out = model.generate(ids, streamer=recorder, **kwargs)
-    assert recorder.ends == 1
-    assert torch.equal(recorder.values[0], ids)  # once: transformers has streamed it already
-    new = torch.cat([v.view(rows, -1) for v in recorder.values[1:]], dim=1)
-    assert torch.equal(new, out[:, ids.shape[1] :])
+def test_custom_generate_fills_the_callers_cache(pipe, model):
+    """And no other: transformers makes one for each call."""
+    ids, cache = prompt(37), DynamicCache(config=model.config)
+    options = {"max_new_tokens": 3, "do_sample": False, "custom_generate": pipe}
+    text = model.generate(ids, past_key_values=cache, **options)
+    assert cache.get_seq_length() == text.shape[1] - 1
+    out = model.generate(ids, return_dict_in_generate=True, **options)
+    assert isinstance(out.past_key_values, RowCache)
 
 
-def test_what_custom_generate_refuses(pipe, model):
-    """What transformers would drop, and another model."""
-    call = {"max_new_tokens": 3, "do_sample": False, "custom_generate": pipe}
-    for name, value in {"assistant_model": noisy(model, 0.02), "synced_gpus": True}.items():
-        with pytest.raises(NotImplementedError, match=name):
-            model.generate(prompt(38), **call, **{name: value})
+def test_custom_generate_of_another_model(pipe, model):
     with pytest.raises(ValueError, match="custom_generate: this pipeline generates the text of its own target"):
-        copy.deepcopy(model).generate(prompt(39), **call)
+        copy.deepcopy(model).generate(prompt(39), max_new_tokens=3, do_sample=False, custom_generate=pipe)

@@ -300,10 +300,11 @@ def test_new_memory_is_noticed(change):
 def test_other_forms_do_not_hold_the_old_weights():
     """The packed form reads the embedding of the model. The merge ends it."""
     from pipespec.engine import forward as forward_module
+    from pipespec.engine.runtime import runtime_of
 
     model = make()
     forward_module.forward(model, ids(1, 4), RowCache.for_model(model, 1, 16), keep=1)
-    assert "native" in forward_module._choices[model]
+    assert "native" in runtime_of(model).forms
     model.set_attn_implementation(ATTENTION)
     assert choose_fused(model) is not None
-    assert "native" not in forward_module._choices[model]
+    assert "native" not in runtime_of(model).forms

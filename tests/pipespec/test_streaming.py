@@ -200,7 +200,7 @@ def test_an_interruption_inside_of_the_target(model, chain):
     assert torch.equal(chain.generate(PROMPT, max_new_tokens=NEW), whole)
 
 
-@pytest.mark.parametrize("how", ["target", "processor", "arguments", "cache", "custom_generate"])
+@pytest.mark.parametrize("how", ["target", "processor", "arguments", "cache"])
 def test_a_waiting_consumer_gets_the_error(model, chain, how):
     """generate() fails in its thread. The loop over the streamer in the other thread ends with the same error."""
 
@@ -210,7 +210,6 @@ def test_a_waiting_consumer_gets_the_error(model, chain, how):
     kwargs = {
         "target": {},
         "processor": {"logits_processor": [fail]},
-        "custom_generate": {"logits_processor": [fail]},
         "arguments": {"num_beams": 4},
         "cache": {"past_key_values": object()},
     }[how]
@@ -218,11 +217,10 @@ def test_a_waiting_consumer_gets_the_error(model, chain, how):
         model.set(fail_at=5)
     streamer = TextIteratorStreamer(Letters(), skip_prompt=True, timeout=SECONDS)
     errors = []
-    call = functools.partial(model.generate, custom_generate=chain) if how == "custom_generate" else chain.generate
 
     def work():
         try:
-            call(PROMPT, max_new_tokens=NEW, streamer=streamer, **kwargs)
+            chain.generate(PROMPT, max_new_tokens=NEW, streamer=streamer, **kwargs)
         except Exception as error:
             errors.append(error)
 
@@ -234,7 +232,7 @@ def test_a_waiting_consumer_gets_the_error(model, chain, how):
     thread.join(SECONDS)
     model.set()
     assert caught.value.__cause__ is errors[0]
-    kinds = {"target": ArithmeticError, "processor": Enough, "custom_generate": Enough}
+    kinds = {"target": ArithmeticError, "processor": Enough}
     assert isinstance(errors[0], kinds.get(how, Exception))
     assert words(wanted(chain), PROMPT.shape[1]).startswith("".join(pieces))
     assert bool(pieces) == (how == "target")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 import warnings
@@ -147,7 +148,13 @@ class Opened:
         self.pipe = stack.enter_context(Pipeline(target, drafts, **options))
         self.generate = self.pipe.generate
         if way.door == "custom_generate":
-            self.generate = lambda ids, **given: target.generate(ids, custom_generate=self.pipe, **given)
+            self.generate = functools.partial(by_hook, self.pipe, target)
+
+
+def by_hook(pipe: Pipeline, target: Any, ids: torch.Tensor, streamer: Any = None, **given: Any) -> Any:
+    if streamer is not None:  # transformers does not pass it on
+        return pipe.generate(ids, streamer=streamer, **given)
+    return target.generate(ids, custom_generate=pipe, **given)
 
 
 @pytest.fixture(scope="module")

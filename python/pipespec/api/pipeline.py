@@ -42,7 +42,7 @@ from pipespec.schedules.request import GenerationRequest
 if TYPE_CHECKING:
     from pipespec.schedules.follower import FollowerDriver
 
-_ENOUGH, _HARDLY = 64, 0.02
+_MIN_DRAFTED, _MAX_MISMATCH_RATE = 64, 0.02
 """Draft tokens after which, and acceptance rate up to which, a draft probably has another tokenizer."""
 
 
@@ -83,7 +83,7 @@ class Pipeline(BasePipeline):
             merged before. A model given as an object stays as it is, and the pipeline has a copy that shares the rest. The text is that of the quantised
             target. For models on a CPU; those out of GGUF files are in blocks already.
         device: For models given as paths: one device for all, one per stage (drafts first, target last), ``{"draft 0": "cuda:1"}``, or
-            ``"auto"``, see :func:`pipespec.checks.placement.arrange`. ``{"target": ["cuda:1", "cuda:2"]}`` splits a stage over several GPUs, which
+            ``"auto"``, see :func:`pipespec.checks.devices.arrange`. ``{"target": ["cuda:1", "cuda:2"]}`` splits a stage over several GPUs, which
             needs the package accelerate. Default: the CPU. Models given as objects stay where they are, also over several devices and offloaded
             (``device_map``).
         gguf_file: The name of a GGUF file in the target's folder or repository, as ``from_pretrained`` takes it.
@@ -276,9 +276,8 @@ class Pipeline(BasePipeline):
             super()._check_memory(request)
         except DoesNotFit as error:
             # Growing caches have other addresses, and the exact form has other bits than the modules.
-            if self.config.exact or not isinstance(driver, Driver) or not driver.has_static_caches(request):
+            if self.config.exact or not isinstance(driver, Driver) or not driver.has_static_caches:
                 raise
-            driver.release()
             driver.close()
             self._captured, self._driver = driver, make_driver(driver.models, _eager(driver.config))
             super()._check_memory(request)
@@ -317,7 +316,7 @@ class Pipeline(BasePipeline):
     def _note_other_tokenizers(self, report: Report) -> None:
         """Note, once, that a draft which is hardly ever accepted may have another tokenizer, if nothing tells that it has not."""
         given, last = self._unchecked, report.stages[-1]
-        if not given or last.drafted < _ENOUGH or last.acceptance_rate > _HARDLY:
+        if not given or last.drafted < _MIN_DRAFTED or last.acceptance_rate > _MAX_MISMATCH_RATE:
             return
         self._unchecked = []
         if any(tokenizer_digest(source, model) is None for source, model in zip(given, self.models, strict=True)):

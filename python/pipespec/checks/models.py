@@ -171,10 +171,10 @@ def _stores(model: PreTrainedModel, layout: CacheLayout) -> bool:
     """
     stored, expected = _Stored(), [(i, *layout[:3]) for i in range(len(layout.windows))]
     with suppress(Exception), torch.device("meta"), torch.inference_mode():
-        hollow = type(model)(copy.deepcopy(model.config)).eval()
-        hollow(
+        meta_model = type(model)(copy.deepcopy(model.config)).eval()
+        meta_model(
             input_ids=torch.zeros((1, 1), dtype=torch.long),
-            attention_mask=torch.zeros((1, 1, 1, 1), dtype=hollow.dtype),
+            attention_mask=torch.zeros((1, 1, 1, 1), dtype=meta_model.dtype),
             position_ids=torch.zeros((1, 1), dtype=torch.long),
             past_key_values=stored,
             use_cache=True,

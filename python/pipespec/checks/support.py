@@ -164,9 +164,8 @@ def cost_of_width(model: PreTrainedModel) -> str | None:
         return None
     weights, size = sum(m.in_features * m.out_features for m in packed), compute_dtype(model).itemsize
     return (
-        f"the target is quantised with bitsandbytes in 4 bits, whose products of several tokens write each matrix in {8 * size} bits and read it again: a step "
-        f"that verifies draft tokens moves {weights * (0.5 + 2 * size) / 1e9:.1f} GB of weights, a plain one {weights / 2e9:.1f}. Use schedule='plain', "
-        "or another quantisation"
+        f"bitsandbytes' 4-bit products of several tokens write each matrix in {8 * size} bits and read it again: a step with draft tokens moves "
+        f"{weights * (0.5 + 2 * size) / 1e9:.1f} GB of weights, a plain one {weights / 2e9:.1f}. Use schedule='plain', or another quantisation"
     )
 
 

@@ -32,10 +32,6 @@ class RejectionAcceptance:
         self.lookahead = lookahead
         self._room = lookahead + 1
 
-    def nbytes(self, rows: int, vocabulary: int) -> int:
-        """Bytes that the distributions take in a call."""
-        return rows * self._room * (8 + 4 + 4 * vocabulary)
-
     def begin(self, rows: int, vocabulary: int, device: torch.device) -> None:
         """Begin a call: forget the draft tokens of the one before.
 

@@ -222,18 +222,18 @@ def _is_read_first(value: Any) -> bool:
 
 def _is_patched(kind: type, name: str, value: Any) -> bool:
     """Whether a method is not the one that the file of its class defines, and replaces one, or is called without being named."""
-    codes, mine = _codes_of(kind.__module__), f"{kind.__qualname__}.{name}"
+    codes, qualified = _codes_of(kind.__module__), f"{kind.__qualname__}.{name}"
     is_ours = package_of(kind.__module__) in PACKAGES
     matters = (
         name in _CALLED
-        or (is_ours and (mine in codes or _is_read_first(value)))
+        or (is_ours and (qualified in codes or _is_read_first(value)))
         or any(hasattr(base, name) for base in kind.__mro__[1:-1])
     )
     if name in _NEVER_CALLED or not matters or is_trusted(value):
         return False
     # The method of another class is not this one's.
-    is_its = mine not in codes or any(function.__code__ in codes[mine] for function in _functions_of(value))
-    return not (is_ours and is_its and is_original(value))
+    belongs_to_class = qualified not in codes or any(f.__code__ in codes[qualified] for f in _functions_of(value))
+    return not (is_ours and belongs_to_class and is_original(value))
 
 
 @functools.cache
@@ -260,10 +260,11 @@ def _is_of(module: ModuleType, name: str, value: Any) -> bool:
     found = {function.__code__ for function in _functions_of(value)}
     if name in codes:
         # One of another module may have its name.
-        is_its = not found.isdisjoint(codes[name])
+        is_of_module = not found.isdisjoint(codes[name])
     else:
-        is_its = not found or any(code.co_name == name or code.co_name in _imported(module.__name__) for code in found)
-    return is_its and is_original(value)
+        imported = _imported(module.__name__)
+        is_of_module = not found or any(code.co_name == name or code.co_name in imported for code in found)
+    return is_of_module and is_original(value)
 
 
 # ---- all code of a model

@@ -8,7 +8,6 @@ form of the model's own module between the states that are kept.
 from __future__ import annotations
 
 import copy
-import weakref
 from typing import Any
 
 import torch
@@ -33,10 +32,6 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 4e-2}
 """Largest deviation from the outputs of the model's own module on the probe, relative to the largest output."""
 
 
-_probed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules that have passed the probe."""
-
-
 class GatedDeltaNet(nn.Module):
     """A gated delta net of transformers with the weights and sub-modules of its own, and a state per column.
 
@@ -51,9 +46,7 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         self.own = own
         self._act = ACT2FN[own.activation]
-        if own not in _probed:
-            self._probe()
-            _probed.add(own)
+        self._probe()
 
     def forward(self, hidden_states: torch.Tensor, cache_params: Any, **kwargs: Any) -> torch.Tensor:
         """Run ``hidden_states [rows, q, H]``. ``cache_params``: a :class:`pipespec.engine.cache.RowCache`. Others are ignored: rows have no padding."""

@@ -143,7 +143,7 @@ class GraphedDriver(Driver):
     """
 
     block: HostShadow
-    keeps_cache = True
+    has_static_caches = True
 
     def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
         # What is no model of transformers is where the target is, and its own attention is the one that its graphs need.
@@ -393,20 +393,9 @@ class GraphedDriver(Driver):
             raise NotCapturable("the chain", "its static buffers and graphs", str(error)) from error
         self.release()
 
-    # ---- memory
-
-    def has_static_caches(self, request: GenerationRequest) -> bool:
-        return True
-
     def release(self) -> None:
         self.scheduled.drop()
         super().release()
-
-    def release_unused(self, request: GenerationRequest) -> None:
-        if self.on_gpu:
-            # It holds the graphs of the last call.
-            self.scheduled.drop()
-        super().release_unused(request)
 
     def close(self) -> None:
         self._drop_graphs()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipespec.checks.memory import HEADROOM
 from pipespec.checks.models import check_exact
 from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
@@ -186,26 +184,6 @@ class GraphedStage(Stage):
         starts = [len(prompt) for prompt in inputs.prompts]
         tokens = max(limit - start for limit, start in zip(inputs.limits, starts, strict=True))
         self.buffers.sampler.keep(record, starts, tokens, self._scored)
-
-    def reusable_bytes(self, inputs: StageInputs, given: RowCache | None) -> Counter[str]:
-        """As :meth:`Stage.reusable_bytes`, graphs included. ``given`` does not count, as it is copied."""
-        rows, capacity = len(inputs.prompts), static_capacity(inputs.most)
-        buffers = self._buffers.get(rows)
-        if buffers is None or not self._can_use(buffers.cache, rows, capacity):
-            return Counter()
-        kept = buffers.cache.nbytes * capacity // buffers.cache.capacity + (HEADROOM if buffers.graphs else 0)
-        return Counter({str(buffers.cache.device): kept})
-
-    def release_unused(self, inputs: StageInputs, given: RowCache | None) -> None:
-        """Release the buffers for other numbers of rows, and those that are larger than needed unless the call reuses their content."""
-        rows = len(inputs.prompts)
-        own = self._buffers.get(rows)
-        is_reused = given is None and inputs.reuse and own is not None and own.cache is self._cache
-        stays = own is not None and (is_reused or own.cache.capacity == static_capacity(inputs.most))
-        self._buffers = {rows: own} if own is not None and stays else {}
-        if own is None or not stays or own.cache is not self._cache:
-            self._cache = None
-        self._current = None
 
     def release(self) -> None:
         super().release()

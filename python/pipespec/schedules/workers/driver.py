@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -24,8 +23,6 @@ from pipespec.checks.support import check_shareable
 from pipespec.config import SpeculationConfig
 from pipespec.engine.sampling import SamplingParams
 from pipespec.engine.stage import Stage
-from pipespec.models.layout import CacheLayout
-from pipespec.models.properties import compute_dtype
 from pipespec.process.threads import lowered_threads, target_threads
 from pipespec.schedules.base import Driver
 from pipespec.schedules.request import GenerationRequest
@@ -73,7 +70,6 @@ class _Worker:
         self.name = name
         self.status: Status | None = None
         self.cause = ""
-        self.cache = (0, 0)
         self._generation = 0  # the last one that it was sent
         if not sys.executable:
             raise CannotStart(
@@ -147,8 +143,6 @@ class _Worker:
         return f"killed by {_signal_name(-code)}" if code < 0 else f"its process ended with status {code}"
 
     def run(self, call: WorkerCall) -> None:
-        rows, capacity = len(call.inputs.prompts), call.inputs.capacity
-        self.cache = (rows, max(capacity, self.cache[1]) if rows == self.cache[0] else capacity)
         self._generation = call.generation
         with self._whole("a call to it was interrupted"), suppress(Closed):
             self.conn.send(call)
@@ -367,20 +361,6 @@ class WorkersDriver(Driver):
     def translated(self) -> Mapping[int, tuple[int, int]]:
         said = {i: worker.status for i, worker in self._workers.items() if worker.status}
         return {i: s.translated for i, s in said.items() if s.translated and s.generation == self._generation}
-
-    def reusable_bytes(self, request: GenerationRequest) -> Counter[str]:
-        found, inputs = super().reusable_bytes(request), request.inputs
-        rows = len(inputs.prompts)
-        for i, worker in self._workers.items():
-            model, (had_rows, had) = self._model_of(i), worker.cache
-            # A cache that grows exists twice while it is copied.
-            grows = inputs.reuse and rows == had_rows and inputs.capacity > had
-            if not grows and not worker.is_dead():
-                sizes = ((had_rows, had), (rows, inputs.capacity))
-                found[str(model.device)] += min(
-                    CacheLayout.of(model.config).bytes_for(*size, compute_dtype(model)) for size in sizes
-                )
-        return found
 
     def close(self) -> None:
         """Shut the workers down. A later ``run`` starts them again."""
