@@ -1,6 +1,6 @@
 """Which files of bench/results are older than the code that they measure, or quoted nowhere. ``python -m bench.check_results``
 
-Each file names the commit that it measured (``pipespec.bench.machine``). A file is outdated where one of its sources in
+Each file names the commit that it measured (``bench.machine``). A file is outdated where one of its sources in
 :data:`SOURCES` differs from that commit's; comments and docstrings of Python do not count. README.md and the pages of docs/ quote a file by its path. Exit status: 0, or 1 if a file is not current (but for
 :data:`MAY_BE_OLDER`), or not quoted, or quoted and not there."""
 

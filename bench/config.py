@@ -1,16 +1,18 @@
-"""What ``pipespec bench`` is asked for."""
+"""What a run is asked for: options of ``python -m bench.run``, and keys of its TOML files, of which ``[[dataset]]`` is a table per dataset."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import argparse
+import tomllib
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
-from pipespec.bench.datasets import FORMATS
+from bench.datasets import FORMATS
+from pipespec.process.records import build
 from pipespec.registry import LOCKSTEP, PLAIN, WORKERS
 
 CHAINS = ("each", "whole", "both")
-"""Which chains the drafts form: each draft alone, all drafts in one chain, or both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +21,7 @@ class DatasetRequest:
 
     Attributes:
         name: Name in the results.
-        format: One of :data:`pipespec.bench.datasets.FORMATS`; None: by the fields of the file.
+        format: One of :data:`bench.datasets.FORMATS`; None: by the fields of the file.
         file: Where it lies; None: it has no file, as planted prompts, or none was given yet.
         prompt_tokens: Tokens of a planted prompt; None: typical of the format.
     """
@@ -41,63 +43,58 @@ class DatasetRequest:
         return self.prompt_tokens or FORMATS[self.format or "jsonl"].prompt_tokens
 
 
+def _option(default: Any, about: str, **options: Any) -> Any:
+    """A field that is an option of the command line, too."""
+    return field(default=default, metadata={"help": about, **options})
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """One run.
-
-    Attributes:
-        title: What it reproduces.
-        target: Path or hub name; None: the bundled family.
-        drafts: Paths or hub names, smallest first.
-        module: Folders of draft modules for SPD.
-        systems: Kinds of systems, see :data:`pipespec.bench.systems.KINDS`.
-        chains: One of :data:`CHAINS`.
-        lookahead: Values to sweep; empty: each system's default.
-        stages: Numbers of layer stages for SPD and PPSD. A draft module has the stages that it was trained for.
-        drafters: Of SPD: ``"module"``, ``"ngram"``, ``"chain"``; empty: all that are possible.
-        dataset: What is generated.
-        samples: Maximum number of prompts per dataset; None: all.
-        new_tokens: Maximum number of new tokens per prompt.
-        chat_template: Wrap prompts in the target's chat template.
-        ignore_eos: Write ``new_tokens`` tokens behind every prompt, past end-of-text tokens.
-        temperature: None: greedy.
-        top_k: With a temperature, as for ``generate()``, like ``top_p``.
-        seed: Of sampling and of planted weights.
-        device: One device for all models, or one per model, drafts first.
-        dtype: Of the models; None: as stored, float32 for the bundled family and for planted models on a CPU.
-        threads: CPU threads; None: all cores.
-        tuning: Candidates tried of each system that is tuned; 0: none, the default runs.
-        planted: Shapes of models without weights, drafts first; for ``python -m bench.run --planted``.
-        agreement: Of planted drafts with the target, one per draft or that of the smallest.
-    """
+    """One run. The help of a field says what it means."""
 
     title: str = ""
-    target: str | None = None
-    drafts: tuple[str, ...] = ()
-    module: tuple[str, ...] = ()
-    systems: tuple[str, ...] = ("hf", PLAIN.name, "assisted", "lookup", LOCKSTEP.name, WORKERS.name)
-    chains: str = "both"
-    lookahead: tuple[int, ...] = ()
-    stages: tuple[int, ...] = (4,)
-    drafters: tuple[str, ...] = ()
     dataset: tuple[DatasetRequest, ...] = ()
-    samples: int | None = None
-    new_tokens: int = 128
-    chat_template: bool = False
-    ignore_eos: bool = False
-    temperature: float | None = None
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    device: tuple[str, ...] = ("cpu",)
-    dtype: str | None = None
-    threads: int | None = None
-    tuning: int = 4
-    planted: tuple[str, ...] = ()
-    agreement: tuple[float, ...] = (0.8,)
+    target: str | None = _option(None, "folder or hub name of the target; default: the bundled family")
+    drafts: tuple[str, ...] = _option((), "draft models, smallest first")
+    module: tuple[str, ...] = _option((), "draft modules of the target, for spd")
+    planted: tuple[str, ...] = _option(
+        (), "shapes of models without weights, smallest first; none: those of --config", nargs="*"
+    )
+    agreement: tuple[float, ...] = _option(
+        (0.8,), "of planted drafts with the target: one per draft, or that of the smallest (0.8)"
+    )
+    full_size: bool = _option(False, "planted models of their whole size, not divided until they fit the machine")
+    calibrated: bool = _option(True, "without: planted models all agree; for rows without drafts")
+    device: tuple[str, ...] = _option(("cpu",), "one device for all models, or one per model, drafts first; auto (cpu)")
+    dtype: str | None = _option(
+        None, "default: as stored; float32 for the bundled family, and for planted models on a CPU"
+    )
+    trust_remote_code: bool = _option(False, "allow a model's own Python code to run")
+    systems: tuple[str, ...] = _option(
+        ("hf", PLAIN.name, "assisted", "lookup", LOCKSTEP.name, WORKERS.name), "kinds of systems; --list shows all"
+    )
+    chains: str = _option("both", "drafts alone, all in one chain, or both (default)", choices=CHAINS)
+    lookahead: tuple[int, ...] = _option((), "sweep these values")
+    stages: tuple[int, ...] = _option(
+        (4,), "numbers of layer stages of spd and ppsd (4); a draft module has those that it was trained for"
+    )
+    drafters: tuple[str, ...] = _option((), "of spd: module, ngram, chain; default: all that are possible")
+    tuning: int = _option(4, "settings tried of each tuned system (4); 0: its default")
+    tuning_tokens: int | None = _option(None, "new tokens per prompt while tuning (--new-tokens)")
+    samples: int | None = _option(None, "maximum number of prompts of each dataset (all)")
+    new_tokens: int = _option(128, "maximum number of new tokens per prompt (128)")
+    repeats: int = _option(1, "of each prompt (1)")
+    chat_template: bool = _option(False, "wrap prompts in the target's chat template")
+    ignore_eos: bool = _option(False, "write --new-tokens tokens, past end-of-text tokens")
+    temperature: float | None = _option(None, "sample (greedy)")
+    top_k: int = _option(0, "with --temperature")
+    top_p: float = _option(1.0, "with --temperature")
+    seed: int = _option(0, "of sampling and of planted weights (0)")
+    threads: int | None = _option(None, "CPU threads of all processes of a system (all cores)")
+    seconds: float = _option(float("inf"), "time limit: no new round begins after it")
 
     def __post_init__(self) -> None:
-        for name in ("new_tokens", "samples", "threads"):
+        for name in ("new_tokens", "samples", "threads", "repeats", "tuning_tokens"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.tuning < 0:
@@ -129,6 +126,54 @@ class BenchConfig:
         return ends | {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """An option per field, without defaults: an option that is not given leaves the field as it is."""
+    kinds = get_type_hints(BenchConfig)
+    for f in fields(BenchConfig):
+        if "help" not in f.metadata:
+            continue
+        kind, about = kinds[f.name], dict(f.metadata)
+        if kind is bool:
+            about["action"] = argparse.BooleanOptionalAction
+        else:
+            about["type"] = next(k for k in (get_args(kind) or (kind,)) if k is not type(None))
+        if get_origin(kind) is tuple:
+            about.setdefault("nargs", "+")
+        parser.add_argument(f"--{f.name.replace('_', '-')}", default=None, **about)
+
+
+def configured(args: argparse.Namespace, config: BenchConfig) -> BenchConfig:
+    """A configuration with the given options in place of its fields."""
+    known = {f.name for f in fields(config)}
+    given = {name: value for name, value in vars(args).items() if name in known and value not in (None, [])}
+    return replace(
+        config, **{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    )
+
+
+def load_config(file: Path) -> BenchConfig:
+    """Read a configuration file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is not TOML, or a key or value is unknown.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no configuration file {file}")
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # also numbers that are too long for Python
+        raise ValueError(f"{file} is not TOML: {error}") from error
+    # One value of a list needs no brackets.
+    lists = {name for name, kind in get_type_hints(BenchConfig).items() if get_origin(kind) is tuple}
+    data = {name: [v] if name in lists and not isinstance(v, list) else v for name, v in data.items()}
+    try:
+        config: BenchConfig = build(BenchConfig, data)
+        return config
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
 def with_prompts(config: BenchConfig, given: list[str]) -> BenchConfig:
     """Add files: ``NAME=FILE`` gives the dataset of that name its file, or is a new one; ``FILE`` alone is named after the file.
 
@@ -138,18 +183,16 @@ def with_prompts(config: BenchConfig, given: list[str]) -> BenchConfig:
         ValueError: Two files have one name.
     """
     datasets = {d.name: d for d in config.dataset}
-    seen: set[str] = set()
+    found: dict[str, DatasetRequest] = {}
     for text in given:
         name, has_name, file = text.partition("=")
         if not has_name:
             name, file = Path(text).name.split(".")[0], text
             if len(given) == len(datasets) == 1:
                 name = next(iter(datasets))
-        if name in seen:
+        if name in found:
             raise ValueError(f"two files of prompts have the name {name!r}: give NAME=FILE")
-        seen.add(name)
         before = datasets.get(name, DatasetRequest(name=name, format=name if has_name and name in FORMATS else None))
-        datasets[name] = replace(before, file=file)
-    if given:  # the others of a configuration were not asked for
-        datasets = {name: d for name, d in datasets.items() if name in seen}
-    return replace(config, dataset=tuple(datasets.values()))
+        found[name] = replace(before, file=file)
+    # The other datasets of a configuration were not asked for.
+    return replace(config, dataset=tuple(found.values())) if given else config

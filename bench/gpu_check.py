@@ -240,7 +240,7 @@ def show(part: Part, found: dict[str, Any]) -> None:
         print("".join(f"    | {line[:200]}\n" for line in found["last_lines"]), end="", flush=True)
 
 
-_FACTS = "import json; from pipespec.bench.machine import provenance; print(json.dumps(provenance()))"
+_FACTS = "import json; from bench.machine import provenance; print(json.dumps(provenance()))"
 _ARCHITECTURE = "import torch; print('%d%d' % torch.cuda.get_device_capability())"
 
 

@@ -1,4 +1,4 @@
-"""Perf model: one chain in virtual time, over the engine's own protocol code in csrc/runtime/perf_model.cpp.
+"""Perf model: one chain in virtual time, over the engine's own protocol code. ``bench/native/perf_model.cpp`` is compiled on first use.
 
 The schedule ``asynchronous`` runs the protocol code of the engine. Only the duration of a forward and the tokens of each stage are modelled. Each stage has a
 device of its own. ``reference`` and ``reference-lockstep`` follow the description of the published system (arXiv 2505.01572).
@@ -9,15 +9,57 @@ length of the text (give the mean), and end-of-sequence tokens (give the length 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from pipespec.config import WIDTH
 
 Schedule = Literal["asynchronous", "reference", "reference-lockstep"]
+SCHEDULES = ("asynchronous", "reference", "reference-lockstep")
+
+ROOT = Path(__file__).parents[1]
+_COUNTS = 4 + 101
+"""Numbers per stage: four counters, and the steps by the tokens that they appended, at most 100."""
+
+
+class _Request(ctypes.Structure):
+    """``Request`` of the C++ file."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint32) for name in ("schedule", "stages", "tokens", "width", "lookahead", "decode_meanwhile", "preempt")),
+        *((name, ctypes.c_uint64) for name in ("seed", "positions")),
+        *((name, ctypes.c_double) for name in ("patience", "handshake_s")),
+        *((name, ctypes.c_void_p) for name in ("acceptance", "table", "step_s", "step_widths", "start_s", "policy")),
+    ]  # fmt: skip
+
+
+@functools.cache
+def _native() -> Callable[..., float]:
+    """The compiled simulation, in ``build/bench``, by the digest of its sources."""
+    source = ROOT / "bench" / "native" / "perf_model.cpp"
+    files = [source, *sorted((ROOT / "csrc").glob("protocol/*.hpp")), *sorted((ROOT / "csrc").glob("runtime/*.hpp"))]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    library = ROOT / "build" / "bench" / f"perf_model-{digest}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        half = library.with_suffix(f".{os.getpid()}")
+        # Without fused multiply-add, so that every machine gives the same numbers.
+        flags = ("-std=c++20", "-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-shared", "-fPIC")
+        command = [os.environ.get("CXX", "c++"), *flags, "-I", str(ROOT / "csrc"), str(source), "-o", str(half)]
+        subprocess.run(command, check=True)
+        half.replace(library)
+    function = ctypes.CDLL(str(library)).pipespec_simulate
+    function.restype = ctypes.c_double
+    return function
 
 
 @dataclass(frozen=True)
@@ -151,36 +193,34 @@ def simulate(
         handshake_s: Fixed cost of an acknowledgement.
         preempt: A corrected draft drops its running step.
 
-    ``preempt``, and ``handshake_s`` with ``asynchronous``, are idealisations for checks of closed forms, see csrc/runtime/perf_model.hpp.
+    ``preempt``, and ``handshake_s`` with ``asynchronous``, are idealisations for checks of closed forms, see the C++ file.
 
     Raises:
         RuntimeError: The chain waits without a deadline for draft tokens that cannot come.
     """
-    names = {"asynchronous": "asynchronous", "reference": "reference_async", "reference-lockstep": "reference_sync"}
     if not isinstance(answers, Answers):
         answers = Answers(acceptance=tuple(answers))
     policy = policy or SimulatedPolicy()
-    from pipespec_kernels import _native
-
-    setting = _native.SimSetting()
-    built = []
-    for stage, (ahead, draft_tokens, minimum) in zip(stages, policy.per_stage(len(stages)), strict=True):
-        out = _native.SimStage()
-        out.step_s, out.start_s = stage.times(), stage.start_s
-        out.lookahead, out.max_draft_tokens, out.min_draft_tokens = ahead, draft_tokens, minimum
-        built.append(out)
-    setting.stages = built
-    if answers.table is not None:
-        setting.set_table(np.ascontiguousarray(answers.table).tobytes())
-    else:
-        setting.set_acceptance([float(a) for a in answers.acceptance])
-    setting.tokens, setting.width, setting.seed = tokens, policy.width, seed
-    setting.patience, setting.decode_meanwhile = policy.patience, policy.decode_meanwhile
-    setting.preempt, setting.handshake_s = preempt, handshake_s
-    setting.lookahead = lookahead
-    result: dict[str, Any] = getattr(_native, f"simulate_{names[schedule]}")(setting)
-    counts = [StageCounts(**s | {"histogram": np.asarray(s["histogram"], dtype=np.int64)}) for s in result["stages"]]
-    return Simulation(result["seconds"], result["tokens"], tuple(counts))
+    table = np.zeros((0, 0), np.uint8) if answers.table is None else answers.table
+    times = [stage.times() for stage in stages]
+    arrays = {
+        "acceptance": np.array(answers.acceptance, np.float64),
+        "table": np.ascontiguousarray(table),
+        "step_s": np.concatenate(times),
+        "step_widths": np.array([len(t) for t in times], np.uint32),
+        "start_s": np.array([stage.start_s for stage in stages], np.float64),
+        "policy": np.array(policy.per_stage(len(stages)), np.uint32),
+    }
+    request = _Request(
+        SCHEDULES.index(schedule), len(stages), tokens, policy.width, lookahead, policy.decode_meanwhile, preempt,
+        seed, len(table), policy.patience, handshake_s, *(array.ctypes.data for array in arrays.values()),
+    )  # fmt: skip
+    counts, message = np.zeros((len(stages), _COUNTS), np.uint64), ctypes.create_string_buffer(256)
+    counted = ctypes.c_void_p(counts.ctypes.data)
+    seconds = _native()(ctypes.byref(request), counted, ctypes.c_uint32(_COUNTS), message)
+    if seconds < 0:
+        raise RuntimeError(message.value.decode())
+    return Simulation(seconds, tokens, tuple(StageCounts(*map(int, c[:4]), c[4:].astype(np.int64)) for c in counts))
 
 
 @dataclass(frozen=True)

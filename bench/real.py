@@ -1,12 +1,13 @@
-"""Speed on real models, row beside row: transformers' ways, and ours with each option.
+"""Speed on real models, row beside row: transformers' ways, other programs, and ours with each option.
 
     python -m tools.real_models build/real
-    python -m bench.bench_real --models build/real --target q15 --draft q05 --prompts code=humaneval.jsonl chat=mt_bench.jsonl edit=docs/how-to/troubleshooting.md
-    python -m bench.bench_real --readme README.md bench/results/real.json
+    python -m bench.real --models build/real --target q15 --draft q05 --prompts code=humaneval.jsonl chat=mt_bench.jsonl edit=docs/how-to/troubleshooting.md --out run
+    python -m bench.real --readme README.md bench/results/real.json
 
-Prompts are the first turns of datasets as they are published (:mod:`bench.datasets`); any other file is a text to edit, in one prompt. All rows generate each prompt in turn, in whole calls, so that a machine that becomes
-slower does so for all. Per row: tokens/s of whole calls (sum of tokens over the sum of each prompt's median time), the ratio to our plain decoding, the worst
-prompt's ratio to it, milliseconds to the first token, tokens/s behind it, and the share of texts that are those of :func:`own_plain`. Sampled rows have one seed per prompt.
+Prompts are the first turns of datasets as they are published (:mod:`bench.datasets`); any other file is a text to edit, in one prompt. :mod:`bench.runner` generates each
+prompt in all rows in turn, in whole calls, so that a machine that becomes slower does so for all. Per row and kind of prompt, ``--json`` has the tokens/s of whole calls
+(sum of tokens over the sum of each prompt's median time), the ratio to our plain decoding, the worst prompt's ratio to it, milliseconds to the first token, tokens/s
+after it, and the share of texts that are those of :func:`own_plain`. Sampled rows have one seed per prompt.
 """
 
 from __future__ import annotations
@@ -14,26 +15,29 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import statistics
+import socket
+import subprocess
 import time
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import bench.datasets  # noqa: F401  adds the published formats
+from bench import tables
+from bench.datasets import read
 from bench.harness import markdown_table, replace_table, save
-from bench.real_rivals import LlamaServer, OpenVino
-from pipespec import Pipeline
-from pipespec.bench.contenders import CommitClock, private_copies
-from pipespec.bench.datasets import read
-from pipespec.bench.machine import provenance
+from bench.machine import provenance
+from bench.runner import Dataset, Runner
+from bench.samples import ResultsFolder, Sample, StepCounts
+from bench.systems import Family, HFSystem, PipelineSystem, System, Workload
 from pipespec.cli.options import option
-from pipespec.process.progress import quiet_transformers, say
+from pipespec.process.progress import quiet_transformers
 from pipespec.process.record_files import is_dataset
 from pipespec.registry import LOCKSTEP, PLAIN, WORKERS
 
@@ -41,8 +45,10 @@ LLAMA_NGRAM = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3",
 EDIT_TOKENS = 1400
 """Of a text to edit."""
 
-Row = Callable[[torch.Tensor, dict[str, Any]], tuple[list[int], float, float]]
-"""Token ids of a prompt and arguments of ``generate()`` to the new tokens, the seconds of the call, and those to the first token."""
+PACKED = "GGUF"
+"""Rows of the models' GGUF files begin with it."""
+
+START_SECONDS = 120
 
 
 def shuffled(model: Any) -> Any:
@@ -56,32 +62,6 @@ def shuffled(model: Any) -> Any:
     return twin
 
 
-def options_of(draft: Any, third: Any) -> dict[str, tuple[list[Any], dict[str, Any]]]:
-    """By row: drafts and options of the pipeline."""
-    fixed = {f"lockstep, draft x{n}": ([draft], {"schedule": LOCKSTEP.name, "lookahead": n}) for n in (1, 2, 3, 4, 6)}
-    ngram = {f"lockstep, n-gram x{n}": (["ngram"], {"schedule": LOCKSTEP.name, "lookahead": n}) for n in (2, 4, 8, 16)}
-    return {
-        PLAIN.name: ([], {"schedule": PLAIN.name}),
-        "default": ([draft], {}),
-        "default, no draft": ([], {}),
-        "default, useless draft": ([shuffled], {}),
-        "default, a copy of itself as draft": ([copy.deepcopy], {}),
-        **fixed,
-        **ngram,
-        "n-gram before the draft": (["ngram", draft], {"schedule": LOCKSTEP.name, "lookahead": 4}),
-        "workers": ([draft], {"schedule": WORKERS.name}),
-        "exact": ([draft], {"exact": True}),
-        "rejection": ([draft], {"acceptance": "rejection"}),
-        "int8 draft": ([draft], {"schedule": LOCKSTEP.name, "lookahead": 3, "weights": {"drafts": "int8"}}),
-        "other tokenizer x2": ([third], {"schedule": LOCKSTEP.name, "lookahead": 2}),
-        "three models": ([third, draft], {"schedule": LOCKSTEP.name, "lookahead": 2}),
-    }
-
-
-PACKED = "GGUF"
-"""Rows of the models' GGUF files begin with it."""
-
-
 def own_plain(row: str) -> str:
     """The row that a row's texts are compared with: plain decoding by its program with its weights; plain rows of other programs with ours."""
     if row.startswith(("llama.cpp", "OpenVINO")) and "," in row:
@@ -90,58 +70,50 @@ def own_plain(row: str) -> str:
     return f"{PACKED}, plain" if row.startswith(PACKED) else hf if row.startswith("HF") else PLAIN.name
 
 
-def packed_rows(target: Path, draft: Path) -> dict[str, tuple[Path, list[Any], dict[str, Any]]]:
-    """Rows of GGUF files: target, drafts and options."""
-    return {
-        f"{PACKED}, plain": (target, [], {"schedule": PLAIN.name}),
-        f"{PACKED}, default, no draft": (target, [], {}),
-        f"{PACKED}, default": (target, [draft], {}),
+def our_rows(options: argparse.Namespace) -> Iterator[System]:
+    """Rows of ours. Drafts are named in :func:`family_of`."""
+
+    def lockstep(drafts: Sequence[str], n: int, **more: Any) -> dict[str, Any]:
+        return {"drafts": drafts, "schedule": LOCKSTEP.name, "lookahead": n, **more}
+
+    fixed: dict[str, dict[str, Any]] = {f"lockstep, draft x{n}": lockstep(["draft"], n) for n in (1, 2, 3, 4, 6)}
+    ngram = {f"lockstep, n-gram x{n}": lockstep(["ngram"], n) for n in (2, 4, 8, 16)}
+    packed: dict[str, Any] = {"target": options.models / f"{options.target}.gguf"}
+    found: dict[str, dict[str, Any]] = {
+        PLAIN.name: {"schedule": PLAIN.name},
+        "default": {"drafts": ["draft"]},
+        "default, no draft": {},
+        "default, useless draft": {"drafts": ["useless"]},
+        "default, a copy of itself as draft": {"drafts": ["itself"]},
+        **fixed,
+        **ngram,
+        "n-gram before the draft": lockstep(["ngram", "draft"], 4),
+        "workers": {"drafts": ["draft"], "schedule": WORKERS.name},
+        "exact": {"drafts": ["draft"], "exact": True},
+        "rejection": {"drafts": ["draft"], "acceptance": "rejection"},
+        "int8 draft": lockstep(["draft"], 3, weights={"drafts": "int8"}),
+        "other tokenizer x2": lockstep(["third"], 2),
+        "three models": lockstep(["third", "draft"], 2),
+        f"{PACKED}, plain": {"schedule": PLAIN.name, **packed},
+        f"{PACKED}, default, no draft": packed,
+        f"{PACKED}, default": {"drafts": ["packed"], **packed},
     }
+    if options.head is not None:
+        found |= {f"head x{n}": {"drafts": ["head"], "lookahead": n} for n in range(1, 7)}
+        found |= {"head": {"drafts": ["head"]}, "head, n-gram": {"drafts": ["ngram", "head"]}}
+        found["head in 8 bits x3"] = {"drafts": ["head"], "lookahead": 3, "weights": {"draft 0": "q8_0"}}
+    for name, given in found.items():
+        if name == PLAIN.name or not options.rows or name in options.rows:
+            yield PipelineSystem(name, name, **{"schedule": None, **given})
 
 
-def head_rows(head: Path) -> dict[str, tuple[list[Any], dict[str, Any]]]:
-    """Rows of a draft head: drafts and options."""
-    fixed = {f"head x{n}": ([head], {"lookahead": n}) for n in range(1, 7)}
-    packed = {"lookahead": 3, "weights": {"draft 0": "q8_0"}}
-    return fixed | {"head": ([head], {}), "head, n-gram": (["ngram", head], {}), "head in 8 bits x3": ([head], packed)}
-
-
-def pipeline_row(
-    target: Any, drafts: list[Any], options: dict[str, Any], verified: Counter[int]
-) -> tuple[Row, Pipeline]:
-    """A row of ours, and its pipeline. ``verified`` counts the target's steps by the tokens that each one commits."""
-    drafts = [draft(target) if draft in (shuffled, copy.deepcopy) else draft for draft in drafts]
-    drafts = private_copies(drafts) if options.get("schedule") == WORKERS.name else drafts
-    pipe = Pipeline(target, drafts, **options)
-
-    def run(ids: torch.Tensor, arguments: dict[str, Any]) -> tuple[list[int], float, float]:
-        result = timed(pipe.generate, ids, arguments)
-        if pipe.report is not None:
-            verified.update(dict(enumerate(pipe.report.stages[-1].histogram, 1)))
-        return result
-
-    return run, pipe
-
-
-def hf_row(target: Any, **options: Any) -> Row:
-    """A row of transformers."""
-
-    def run(ids: torch.Tensor, arguments: dict[str, Any]) -> tuple[list[int], float, float]:
-        arguments = dict(arguments)
-        torch.manual_seed(arguments.pop("seed", 0))
-        return timed(target.generate, ids, arguments | options)
-
-    return run
-
-
-def timed(generate: Callable[..., Any], ids: torch.Tensor, arguments: dict[str, Any]) -> tuple[list[int], float, float]:
-    """Run a call with a clock as its streamer."""
-    clock = CommitClock()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        out = generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **arguments)
-    seconds = time.perf_counter() - clock.began
-    return out[0, ids.shape[1] :].tolist(), seconds, clock.commits[0][0]
+def hf_rows(target: Any) -> Iterator[System]:
+    """Rows of transformers, with fixed settings."""
+    yield HFSystem("HF generate()", "HF generate()", target=target)
+    for n in (3, 10):
+        yield HFSystem(f"HF prompt lookup, {n}", f"HF prompt lookup, {n}", candidates=[(n,)], target=target)
+    # transformers' default
+    yield HFSystem("HF assisted", "HF assisted", ["assistant"], candidates=[(20, 0.4)], target=target)
 
 
 def read_prompts(given: Sequence[str], tokenizer: Any, count: int, most: int) -> list[tuple[str, torch.Tensor]]:
@@ -163,15 +135,14 @@ def read_prompts(given: Sequence[str], tokenizer: Any, count: int, most: int) ->
     return found
 
 
-def rivals(options: argparse.Namespace) -> Iterator[tuple[str, LlamaServer | OpenVino]]:
+def rivals(options: argparse.Namespace) -> Iterator[System]:
     """Rows of other programs: the files and folders next to the models that are there."""
     gguf = {name: options.models / f"{name}.gguf" for name in (options.target, options.draft)}
     if options.llama is not None:
-        threads = torch.get_num_threads()
         draft = ("--spec-type", "draft-simple", "-md", str(gguf[options.draft]), "--spec-draft-n-max", "4")
         ways: dict[str, tuple[str, ...]] = {"": (), ", n-gram": LLAMA_NGRAM, ", draft": draft}
         for way, more in ways.items():
-            yield f"llama.cpp Q4_K_M{way}", LlamaServer(options.llama, gguf[options.target], threads, more)
+            yield LlamaServer(f"llama.cpp Q4_K_M{way}", options.llama, gguf[options.target], more)
     if options.openvino is not None:
         python, folder = options.openvino
         for kind in ("fp16", "int8", "int4"):
@@ -179,68 +150,174 @@ def rivals(options: argparse.Namespace) -> Iterator[tuple[str, LlamaServer | Ope
             if not target.exists():
                 continue
             label = "bfloat16" if kind == "fp16" else kind
-            yield f"OpenVINO {label}", OpenVino(python, target)
+            yield OpenVino(f"OpenVINO {label}", python, target)
             if kind != "fp16":
-                yield f"OpenVINO {label}, lookup", OpenVino(python, target, lookup=8)
-                yield f"OpenVINO {label}, draft", OpenVino(python, target, draft=draft_folder)
+                yield OpenVino(f"OpenVINO {label}, lookup", python, target, lookup=8)
+                yield OpenVino(f"OpenVINO {label}, draft", python, target, draft=draft_folder)
 
 
-def summary(texts: dict[str, list[list[tuple[list[int], float, float]]]], kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """One record per row and kind of prompt. ``texts[row][prompt]``: the results of the repeats."""
-    records = []
-    for kind in [*dict.fromkeys(kinds), "all"]:
-        places = [i for i, k in enumerate(kinds) if kind in (k, "all")]
-        plain = {i: statistics.median(seconds for _, seconds, _ in texts[PLAIN.name][i]) for i in places}
-        plain_rate = {i: len(texts[PLAIN.name][i][0][0]) / plain[i] for i in places}
-        for row, results in texts.items():
-            if any(not results[i] for i in places):
-                continue
-            seconds = {i: statistics.median(s for _, s, _ in results[i]) for i in places}
-            first = {i: statistics.median(f for _, _, f in results[i]) for i in places}
-            tokens = {i: len(results[i][0][0]) for i in places}
-            ratios = [tokens[i] / seconds[i] / plain_rate[i] for i in places]
-            own = texts.get(own_plain(row), [[] for _ in kinds])
-            known = [i for i in places if own[i]]
-            same = sum(results[i][0][0] == own[i][0][0] for i in known)
-            rate = sum(tokens.values()) / sum(seconds.values())
-            records.append(
-                {
-                    "row": row,
-                    "prompts": kind,
-                    "tokens_per_second": rate,
-                    "of_plain": rate / (sum(len(texts[PLAIN.name][i][0][0]) for i in places) / sum(plain.values())),
-                    "worst_prompt_of_plain": min(ratios),
-                    "first_token_ms": 1000 * statistics.median(first.values()),
-                    "decoding_tokens_per_second": (sum(tokens.values()) - len(places))
-                    / (sum(seconds.values()) - sum(first.values())),
-                    "same_text": [same, len(known)],
-                }
-            )
-    return records
+class LlamaServer(System):
+    """One ``llama-server`` process. ``options`` are its own, after the model's file.
+
+    It takes and gives token ids, so that all rows read the same prompt, and stops at the model's end of the text, as ours do.
+    """
+
+    def __init__(self, label: str, binary: Path, model: Path, options: Sequence[str] = ()) -> None:
+        super().__init__(label, label, "rival")
+        self.command = [str(binary), "-m", str(model), "-np", "1", "-c", "4096", "-fit", "off", *options]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, workload: Workload) -> None:
+        super().start(workload)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [*self.command, "--port", str(port), "-t", str(workload.threads), "-tb", str(workload.threads)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + START_SECONDS
+        while not self._ready():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.close()
+                raise RuntimeError(f"does not start: {' '.join(command)}")
+            time.sleep(0.2)
+
+    def _ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
+        """Seconds to the first token are those of the call less the server's own time of decoding."""
+        temperature = self.workload.sampling.get("temperature", 0.0)
+        body = {"prompt": ids[0].tolist(), "n_predict": new_tokens, "temperature": temperature}
+        body |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "cache_prompt": False, "return_tokens": True}
+        request = urllib.request.Request(
+            f"{self.url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        begin = time.perf_counter()
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            found = json.load(answer)
+        seconds = time.perf_counter() - begin
+        return of_tokens(found["tokens"], seconds - found["timings"]["predicted_ms"] / 1000, seconds)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
 
-def table(records: list[dict[str, Any]]) -> str:
-    """The records as Markdown."""
-    rows = []
-    for r in records:
-        numbers = [f"{r['tokens_per_second']:.2f}", f"{r['of_plain']:.2f}x", f"{r['worst_prompt_of_plain']:.2f}x"]
-        numbers += [
-            f"{r['first_token_ms']:.0f}",
-            f"{r['decoding_tokens_per_second']:.2f}",
-            "/".join(map(str, r["same_text"])),
-        ]
-        rows.append([r["row"], r["prompts"], *numbers])
-    header = (
-        "row",
-        "prompts",
-        "tokens/s",
-        "of plain",
-        "worst prompt",
-        "first token, ms",
-        "decoding, tokens/s",
-        "same text as plain",
-    )
-    return markdown_table(header, rows)
+def of_tokens(tokens: list[int], first: float, seconds: float) -> Sample:
+    """The sample of a program that tells nothing of its steps: its tokens, and the seconds to the first one and to the last."""
+    return Sample(tokens=tokens, commits=[(first, 1), (seconds, len(tokens))], stages=[StepCounts("target", 0)])
+
+
+# Runs in the interpreter that has openvino_genai: a job per line, an answer per line.
+_WORKER = """
+import json, sys, time
+import numpy, openvino, openvino_genai as genai
+folder, options = json.loads(sys.argv[1])
+draft = options.pop("draft", None)
+if draft: options["draft_model"] = genai.draft_model(draft, "CPU")
+per_call = options.pop("per_call", {})
+pipe = genai.LLMPipeline(folder, "CPU", **options)
+print(json.dumps("ready"), flush=True)
+for line in sys.stdin:
+    job = json.loads(line)
+    config = pipe.get_generation_config()
+    config.max_new_tokens = job["max_new_tokens"]
+    config.do_sample = False
+    for name, value in per_call.items(): setattr(config, name, value)
+    ids = openvino.Tensor(numpy.array(job["ids"], dtype=numpy.int64))
+    begin = time.perf_counter()
+    out = pipe.generate(ids, config)
+    seconds = time.perf_counter() - begin
+    print(json.dumps([list(map(int, out.tokens[0])), seconds, out.perf_metrics.get_ttft().mean / 1000]), flush=True)
+"""
+
+
+class OpenVino(System):
+    """One process with an OpenVINO GenAI pipeline, greedy only.
+
+    ``python`` is an interpreter with ``openvino_genai``; ``folder`` and ``draft`` are exported models; ``lookup`` is the number of tokens per
+    step that its prompt lookup proposes.
+    """
+
+    def __init__(self, label: str, python: Path, folder: Path, draft: Path | None = None, lookup: int = 0) -> None:
+        super().__init__(label, label, "rival")
+        given: dict[str, Any] = {}
+        if draft is not None:
+            given |= {"draft": str(draft), "per_call": {"num_assistant_tokens": 3}}
+        if lookup:
+            given |= {"prompt_lookup": True, "per_call": {"num_assistant_tokens": lookup, "max_ngram_size": 3}}
+        self.command = [str(python), "-c", _WORKER, json.dumps([str(folder), given])]
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self, workload: Workload) -> None:
+        if not workload.is_greedy:
+            raise NotImplementedError("greedy only")
+        super().start(workload)
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self._process = subprocess.Popen(self.command, text=True, **pipes)
+        if self._answer() != "ready":
+            raise RuntimeError(f"does not start: {self.label}")
+
+    def _answer(self) -> Any:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"OpenVINO's process ended with status {self._process.wait()}")
+        return json.loads(line)
+
+    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"ids": ids.tolist(), "max_new_tokens": new_tokens}) + "\n")
+        self._process.stdin.flush()
+        tokens, seconds, first = self._answer()
+        return of_tokens(tokens, first, seconds)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+# ---- tables
+
+
+def record_of(folder: ResultsFolder, about: dict[str, Any]) -> dict[str, Any]:
+    """The samples of a run as a file of ``bench/results``: a record per row and kind of prompt, and per row over all of them."""
+    settings, samples = folder.settings(), list(folder.samples.values())
+    all_prompts = {f"{d['name']} {name}": n for d in settings["datasets"] for name, n in d["prompt_tokens"].items()}
+    whole = settings | {"datasets": [{"name": "all", "prompt_tokens": all_prompts}]}
+    merged = [replace(s, dataset="all", sample=f"{s.dataset} {s.sample}") for s in samples]
+    summaries = tables.summarise(settings, samples), tables.summarise(whole, merged)
+    rows = [row for summary in summaries for row in tables.rows_of(summary)]
+    found = []
+    for r in rows:
+        if r.tokens_per_second is None:
+            continue
+        record = {
+            "row": r.label,
+            "prompts": r.dataset,
+            "tokens_per_second": r.tokens_per_second,
+            "of_plain": r.vs_plain,
+        }
+        record |= {"worst_prompt_of_plain": r.worst, "first_token_ms": 1000 * (r.seconds_to_first_token or 0.0)}
+        record |= {"decoding_tokens_per_second": r.decode_tokens_per_second, "same_text": [r.identical or 0, r.runs]}
+        if r.dataset == "all" and sum(r.histogram):
+            record["tokens_per_step"] = sum((n + 1) * count for n, count in enumerate(r.histogram)) / sum(r.histogram)
+            record["steps_by_tokens"] = {n + 1: count for n, count in enumerate(r.histogram) if count}
+        found.append(record)
+    forms = {r.label: r.forward for r in rows if r.forward is not None}
+    lengths = [tokens for d in settings["datasets"] for tokens in d["prompt_tokens"].values()]
+    failed = {r.label: r.reason for r in rows if r.reason is not None}
+    record = {"benchmark": "real", "machine": settings["machine"], "settings": about, "prompt_tokens": lengths}
+    return record | {"forward": forms, "rows": found, "failed": failed}
 
 
 README_ROWS = {
@@ -309,7 +386,8 @@ def parser() -> argparse.ArgumentParser:
     option(out, "openvino", ("PYTHON", "FOLDER"), Path, "OpenVINO GenAI's rows: an interpreter with openvino_genai, and a folder of exports NAME-fp16, -int8, -int4",
            nargs=2)
     option(out, "rows", None, str, "all without; plain is always there", nargs="+")
-    option(out, "json", None, Path, "write the measurement")
+    option(out, "out", "DIR", Path, "folder of results (%(default)s); one that exists is continued", default=Path("build/bench/real"))
+    option(out, "json", None, Path, "write the table's figures")
     return out
 # fmt: on
 
@@ -322,90 +400,56 @@ def main() -> None:
         replace_table(page, readme_table(json.loads(measured.read_text(encoding="utf-8"))))
         return
     if not options.prompts:
-        raise SystemExit("bench_real: --prompts NAME=FILE is missing: the prompts to measure")
+        raise SystemExit("bench.real: --prompts NAME=FILE is missing: the prompts to measure")
     with quiet_transformers():
         measure(options)
 
 
 def measure(options: argparse.Namespace) -> None:
     """Run all rows in turn."""
-    tokenizer = AutoTokenizer.from_pretrained(options.models / f"{options.target}-hf")
 
     def load(name: str, dtype: str) -> Any:
         return AutoModelForCausalLM.from_pretrained(options.models / f"{name}-hf", dtype=getattr(torch, dtype)).eval()
 
+    tokenizer = AutoTokenizer.from_pretrained(options.models / f"{options.target}-hf")
     target, draft = load(options.target, options.dtype), load(options.draft, options.dtype)
-    arguments: dict[str, Any] = {"max_new_tokens": options.new_tokens, "do_sample": False}
-    if options.temperature:
-        arguments |= {"do_sample": True, "temperature": options.temperature, "top_k": 0, "top_p": 1.0}
-    prompts = read_prompts(options.prompts, tokenizer, options.count, options.prompt_tokens)
-    kinds = [kind for kind, _ in prompts]
-    rows: dict[str, Row] = {}
-    running: dict[str, Pipeline | LlamaServer | OpenVino] = {}
-    verified: dict[str, Counter[int]] = {}
-    failed: dict[str, str] = {}
-    third = load(options.third, options.dtype)
-    named = options_of(draft, third) | (head_rows(options.head) if options.head is not None else {})
-    ours = {name: (target, drafts, more) for name, (drafts, more) in named.items()}
-    ours |= packed_rows(*(options.models / f"{name}.gguf" for name in (options.target, options.draft)))
-    for name, (model, drafts, more) in ours.items():
-        if name != PLAIN.name and options.rows and name not in options.rows:
-            continue
-        try:
-            verified[name] = Counter()
-            rows[name], running[name] = pipeline_row(model, drafts, more, verified[name])
-        except Exception as error:
-            failed[name] = f"{type(error).__name__}: {error}"
+    drafts: dict[str, Any] = {
+        "draft": draft,
+        "third": partial(load, options.third, options.dtype),
+        "useless": partial(shuffled, target),
+        "itself": partial(copy.deepcopy, target),
+        "packed": options.models / f"{options.draft}.gguf",
+        "head": options.head,
+        "assistant": draft if options.hf in ("none", options.dtype) else load(options.draft, options.hf),
+    }
+    systems = list(our_rows(options))
     if options.hf != "none":
-        theirs = target if options.hf == options.dtype else load(options.target, options.hf)
-        assistant = draft if options.hf == options.dtype else load(options.draft, options.hf)
-        rows["HF generate()"] = hf_row(theirs)
-        for n in (3, 10):
-            rows[f"HF prompt lookup, {n}"] = hf_row(theirs, prompt_lookup_num_tokens=n)
-        rows["HF assisted"] = hf_row(theirs, assistant_model=assistant)
-    for name, rival in rivals(options):
-        rows[name] = running[name] = rival
-    texts: dict[str, list[list[tuple[list[int], float, float]]]] = {row: [[] for _ in prompts] for row in rows}
-    for repeat in range(options.repeats):
-        for i, (kind, ids) in enumerate(prompts):
-            for row, run in rows.items():
-                if row in failed:
-                    continue
-                seeded = arguments | ({"seed": 1000 + i} if arguments["do_sample"] else {})
-                try:
-                    if repeat == 0 and i == 0:  # packs weights, starts processes
-                        run(prompts[0][1], seeded | {"max_new_tokens": 2})
-                    texts[row][i].append(run(ids, seeded))
-                except Exception as error:
-                    failed[row] = f"{type(error).__name__}: {error}"
-            say(f"repeat {repeat + 1}, prompt {i + 1} of {len(prompts)} ({kind})")
-        record = {
-            "benchmark": "real",
-            "machine": provenance(),
-            "settings": {key: value for key, value in vars(options).items() if not isinstance(value, Path)}
-            | {
-                "prompts": [
-                    f"{name}={Path(file).name}" for name, _, file in (p.partition("=") for p in options.prompts)
-                ]
-            }
-            | {"repeats": repeat + 1, "llama": options.llama is not None, "openvino": options.openvino is not None},
-            "prompt_tokens": [ids.shape[1] for _, ids in prompts],
-            "forward": {
-                name: p.report.stages[-1].forward for name, p in running.items() if isinstance(p, Pipeline) and p.report
-            },
-            "rows": summary(texts, kinds),
-            "failed": failed,
-        }
-        for row in record["rows"]:
-            if row["prompts"] == "all" and (steps := verified.get(row["row"])):
-                row["tokens_per_step"] = sum(n * count for n, count in steps.items()) / steps.total()
-                row["steps_by_tokens"] = dict(sorted(steps.items()))
-        save(options.json, record)  # a run that is stopped has its complete repeats
-    print(table(record["rows"]))
-    for name, why in failed.items():
-        print(f"failed: {name}: {why}")
-    for pipe in running.values():
-        pipe.close()
+        systems += hf_rows(target if options.hf == options.dtype else load(options.target, options.hf))
+    systems += rivals(options)
+    for system in systems:
+        system.compared_with = own_plain(system.key)
+    kinds: dict[str, dict[str, torch.Tensor]] = {}
+    for kind, ids in read_prompts(options.prompts, tokenizer, options.count, options.prompt_tokens):
+        kinds.setdefault(kind, {})[str(len(kinds.get(kind, ())))] = ids
+    datasets = [Dataset(kind, "first turns", found, [next(iter(found.values()))]) for kind, found in kinds.items()]
+    sampling: dict[str, Any] = {"do_sample": False}
+    if options.temperature:
+        sampling = {"do_sample": True, "temperature": options.temperature, "top_k": 0, "top_p": 1.0}
+    threads, longest = torch.get_num_threads(), max(ids.shape[1] for found in kinds.values() for ids in found.values())
+    run = {"dtype": options.dtype, "device": "cpu", "sampling": sampling, "seed": 1000, "threads": threads}
+    run |= {"new_tokens": options.new_tokens, "repeats": options.repeats}
+    family = Family(options.target, target, drafts, tokenizer)
+    about = {"family": {"name": options.target, "target": options.target, "drafts": {"draft": options.draft}}}
+    about |= {"machine": provenance(), "run": run, "reference": PLAIN.name, "ratio_to": PLAIN.name}
+    workload = Workload(family, options.new_tokens, longest, threads, sampling)
+    folder = ResultsFolder(options.out)
+    summary = Runner(folder, workload, systems, datasets, about, tuning=0).run()
+    settings = {key: value for key, value in vars(options).items() if not isinstance(value, Path)}
+    settings["prompts"] = [f"{name}={Path(file).name}" for name, _, file in (p.partition("=") for p in options.prompts)]
+    settings |= {"llama": options.llama is not None, "openvino": options.openvino is not None}
+    record = record_of(folder, settings)
+    save(options.json, record)
+    print(tables.text(summary))
     print(readme_table(record))
 
 

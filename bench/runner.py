@@ -1,180 +1,81 @@
-"""Run the systems of a configuration over its prompts into a folder of results.
+"""The runner of all whole generations: systems x prompts -> JSON lines in a folder of results, of which the tables are views.
 
-A run can be interrupted at any time and started again: it does what is missing. Systems take turns prompt by prompt, the first one changing with each
-prompt. Every text is compared with the reference's.
+Systems take turns prompt by prompt, the first one changing with each prompt. They share the models, the prompts and one process, and do not see the attention
+implementations that others set. transformers' systems are tuned first, on prompts that are not measured; ours run with their defaults. The number of CPU threads is
+tuned for every system that runs in one process. Every text is compared with the reference's. A run can be interrupted at any time and started again: it does what
+is missing.
 """
 
 from __future__ import annotations
 
 import gc
-import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from pipespec.bench import datasets
-from pipespec.bench.comparison import IsolatedComparison, differs_at
-from pipespec.bench.config import BenchConfig, DatasetRequest
-from pipespec.bench.contenders import Contender, Family, Workload
-from pipespec.bench.datasets import Conversation
-from pipespec.bench.machine import provenance, utc
-from pipespec.bench.results import DatasetSettings, ResultsFolder, Sample, Settings, Summary, SystemSettings
-from pipespec.bench.summary import summarise
-from pipespec.bench.systems import KINDS, REFERENCE, contender_of, draft_names, systems_of
-from pipespec.preflight.placement import arrange
+from bench import tables
+from bench.machine import utc
+from bench.samples import VERSION, ResultsFolder, Sample
+from bench.systems import REFERENCE, System, Workload
 from pipespec.process.progress import RemainingWork, say
-from pipespec.registry import PLAIN
-
-CALIBRATION = 2
-"""Prompts that tune and warm up. They are not measured where a dataset has enough others."""
 
 TRIES = 2
 """Failures of a system in a row, after which it is not tried again in this process."""
 
 OPEN = 6
-"""Systems that keep processes or graphs at the same time. The others start again, and warm up, before their turn."""
+"""Systems that may keep processes or graphs at the same time. The others of this kind start again, and warm up, before their turn."""
+
+SLOW_START_SHARE, TUNING_SHARE = 0.3, 0.5
+"""Shares of the time limit: slow systems start before the first, and tuning ends at the second."""
+
+TURN_SHARE, MIN_TURN_S = 0.3, 10.0
+"""A start or a text that takes longer than this share of the time limit and longer than these seconds has failed."""
 
 _WARM_UP_TOKENS = 8
 
 
 @dataclass
-class PreparedDataset:
-    """One dataset: its prompts by sample, and prompts for calibration, LongTensors ``[1, S]``."""
+class Dataset:
+    """One dataset: its prompts by sample, and prompts for calibration, LongTensors ``[1, S]``. ``files``: where the prompts come from."""
 
-    settings: DatasetSettings
+    name: str
+    format: str
     prompts: dict[str, torch.Tensor]
     calibration: list[torch.Tensor]
+    files: tuple[str, ...] = ()
+
+    def record(self) -> dict[str, Any]:
+        """The dataset in the results."""
+        lengths = {name: ids.shape[1] for name, ids in self.prompts.items()}
+        return {"name": self.name, "format": self.format, "files": list(self.files), "prompt_tokens": lengths}
 
 
-@dataclass
-class PreparedRun:
-    settings: Settings
-    family: Family
-    datasets: list[PreparedDataset]
+_SAME = {
+    "family": ("target", "drafts", "parameters"),
+    "run": ("dtype", "device", "sampling", "seed", "threads", "new_tokens", "chat_template"),
+    "machine": ("cpu", "gpus", "torch", "transformers", "pipespec"),
+}
+_SYSTEM = ("kind", "drafts", "options")
+_DATASET = ("format", "files")
 
 
-def prepare(config: BenchConfig, *, trust_remote_code: bool = False, source: str | None = None) -> PreparedRun:
-    """Load the models and read the prompts. The target of ``config`` is a path. ``source``: name of the configuration file.
-
-    Raises:
-        ValueError: The options do not fit together, or no prompt fits the models.
-        FileNotFoundError: A model or a file is missing.
-        DoesNotFit: The models do not fit the memory.
-    """
-    threads(config)
-    family, paths = load_models(config, trust_remote_code)
-    if not config.dataset:
-        raise ValueError("no prompts: give --prompts FILE")
-    run = prepared(config, family, paths, [read_prompts(config, d, family) for d in config.dataset])
-    run.settings.config = source
-    return run
-
-
-def threads(config: BenchConfig) -> int:
-    """Set torch's number of threads; returns it."""
-    count = config.threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(count)
-    return count
-
-
-def prepared(
-    config: BenchConfig, family: Family, paths: dict[str, str], found: list[PreparedDataset], **about: Any
-) -> PreparedRun:
-    """The settings of a run over models and prompts. ``about``: further fields of :class:`Settings`."""
-    models = family.models
-    settings = Settings(
-        target=config.target or family.name,
-        drafts=paths,
-        parameters={name: m.num_parameters() for name, m in models.items()},
-        layers={name: m.config.num_hidden_layers for name, m in models.items()},
-        devices={name: str(m.device) for name, m in models.items()},
-        dtype=str(family.target.dtype).removeprefix("torch."),
-        sampling=config.sampling,
-        seed=config.seed,
-        systems=systems_of(config, list(family.drafts)),
-        datasets=[d.settings for d in found],
-        reference=REFERENCE if config.temperature is None else PLAIN.name,
-        machine=provenance(torch.get_num_threads()),
-        threads=torch.get_num_threads(),
-        started=utc(),
-        **about,
-    )
-    settings.baselines = [s.key for s in settings.systems if not KINDS[s.kind].has_drafts]
-    return PreparedRun(settings, family, found)
-
-
-def load_models(config: BenchConfig, trust_remote_code: bool = False) -> tuple[Family, dict[str, str]]:
-    """Load the models of a configuration. Returns them, and the paths of the drafts by name. Raises as :func:`prepare`."""
-    if config.target is None:
-        raise ValueError("no target: give --target, or leave out both --target and --draft for the bundled family")
-    names = draft_names(config.drafts)
-    dtype = config.dtype or "auto"
-    device: Any = config.device[0] if len(config.device) == 1 else list(config.device)
-    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-    devices = arrange([*config.drafts, config.target], device=device, **options)
-    paths = dict(zip(names, config.drafts, strict=True))
-    family = Family.load(Path(config.target).name, config.target, paths, devices=devices, **options)
-    return family, paths
-
-
-def read_prompts(config: BenchConfig, request: DatasetRequest, family: Family) -> PreparedDataset:
-    """The first prompts of a file that fit the target."""
-    if request.file is None:
-        raise ValueError(f"no file for the dataset {request.name!r}: give --prompts {request.name}=FILE")
-    if config.chat_template and not family.tokenizer.chat_template:
-        raise ValueError("the target's tokenizer has no chat template: leave out --chat")
-    form, conversations = datasets.read(Path(request.file), request.format)
-    limit = getattr(family.target.config, "max_position_embeddings", None) or 1 << 30
-    encoded = {c.name: encode(family, c, config.chat_template) for c in conversations}
-    fitting = {name: ids for name, ids in encoded.items() if ids.shape[1] + config.new_tokens <= limit}
-    if not fitting:
-        raise ValueError(f"{request.file}: no prompt fits the {limit} tokens of the target; lower --new-tokens")
-    if left_out := len(encoded) - len(fitting):
-        what = f"with {config.new_tokens} new tokens they exceed {limit} tokens"
-        say(f"{request.name}: {left_out} prompts are left out, as {what}")
-    chosen = dict(list(fitting.items())[: config.samples])
-    rest = list(fitting.values())[len(chosen) :][:CALIBRATION]
-    settings = DatasetSettings(
-        name=request.name,
-        format=form,
-        files=[request.file],
-        samples=list(chosen),
-        new_tokens=config.new_tokens,
-        chat_template=config.chat_template,
-    )
-    return PreparedDataset(settings, chosen, rest or [list(chosen.values())[-1]])
-
-
-def encode(family: Family, conversation: Conversation, chat: bool) -> torch.Tensor:
-    """The ids of the first turn's prompt, LongTensor ``[1, S]``."""
-    if not chat:
-        return family.encode(conversation.turns[0])
-    ids: torch.Tensor = family.tokenizer.apply_chat_template(
-        datasets.messages(conversation), add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )["input_ids"]
-    return ids
-
-
-_RUN = ("target", "drafts", "parameters", "devices", "dtype", "sampling", "seed", "threads", "reference")
-_MACHINE = ("cpu", "gpus", "torch", "transformers", "pipespec")
-_SYSTEM = ("kind", "drafts", "lookahead", "options")
-_DATASET = ("format", "files", "new_tokens", "chat_template")
-
-
-def continued(before: Settings, now: Settings) -> Settings:
-    """The settings of a run that a second start continues. Systems, datasets and samples may be added.
+def continued(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run that a second start continues. Systems, datasets, samples and repeats may be added.
 
     Raises:
         ValueError: Something else differs, so that the new samples would not compare with the old ones.
     """
-    systems = {s.key: s for s in before.systems}
-    data = {d.name: d for d in before.datasets}
-    pairs = [("", asdict(before), asdict(now), _RUN), ("", before.machine, now.machine, _MACHINE)]
-    pairs += [(f" of {s.key}", asdict(systems[s.key]), asdict(s), _SYSTEM) for s in now.systems if s.key in systems]
-    pairs += [(f" of {d.name}", asdict(data[d.name]), asdict(d), _DATASET) for d in now.datasets if d.name in data]
+    systems, data = {s["key"]: s for s in before["systems"]}, {d["name"]: d for d in before["datasets"]}
+    pairs = [("", before.get(part, {}), now.get(part, {}), names) for part, names in _SAME.items()]
+    pairs += [(f" of {s['key']}", systems[s["key"]], s, _SYSTEM) for s in now["systems"] if s["key"] in systems]
+    pairs += [(f" of {d['name']}", data[d["name"]], d, _DATASET) for d in now["datasets"] if d["name"] in data]
     differing = [
         f"{name}{what} is {old.get(name)!r} there and {new.get(name)!r} here"
         for what, old, new, names in pairs
@@ -183,23 +84,51 @@ def continued(before: Settings, now: Settings) -> Settings:
     ]
     if differing:
         raise ValueError(f"the folder holds a run with other settings: {'; '.join(differing)}. Give another --out")
-    merged = replace(before, resumed=[*before.resumed, now.machine], finished=None)
-    reasons = {s.key: s.not_measured for s in now.systems}
-    merged.systems = [*before.systems, *(s for s in now.systems if s.key not in systems)]
-    for system in merged.systems:
-        system.not_measured = reasons.get(system.key, system.not_measured)
-    merged.datasets = [*before.datasets, *(d for d in now.datasets if d.name not in data)]
-    for dataset in now.datasets:
-        if (earlier := data.get(dataset.name)) is not None:
-            earlier.samples = list(dict.fromkeys([*earlier.samples, *dataset.samples]))
-    merged.baselines = list(dict.fromkeys([*before.baselines, *now.baselines]))
-    return merged
+    for dataset in now["datasets"]:
+        found = data.setdefault(dataset["name"], dataset)
+        found["prompt_tokens"] |= dataset["prompt_tokens"]
+    for system in now["systems"]:
+        systems.setdefault(system["key"], system).pop("not_measured", None)
+    repeats = max(before["run"]["repeats"], now["run"]["repeats"])
+    return before | {
+        "run": before["run"] | {"repeats": repeats, "finished": None},
+        "systems": list(systems.values()),
+        "datasets": list(data.values()),
+        "resumed": [*before.get("resumed", []), now["machine"]],
+    }
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Raise ``TimeoutError`` in a block that takes longer, where Python handles signals: only in the main thread."""
+    if seconds == float("inf") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def over(number: int, frame: object) -> None:
+        raise TimeoutError(f"not over after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class Runner:
     """Measures what is missing in a results folder.
 
-    ``tuning``: candidates tried of each system that is tuned; 0: none. ``make`` makes the contender of a system.
+    Args:
+        folder: Where.
+        workload: What the systems generate.
+        systems: The rows.
+        datasets: The prompts.
+        about: ``machine``, ``family`` and ``run`` of the settings, and whatever a table needs besides.
+        tuning: Candidates tried of each system that is tuned; 0: none.
+        tuning_tokens: New tokens of the runs that tune; None: the workload's.
+        limit: Seconds after which no new round begins.
 
     Raises:
         ValueError: The folder holds a run with other settings.
@@ -207,149 +136,240 @@ class Runner:
 
     def __init__(
         self,
-        prepared: PreparedRun,
         folder: ResultsFolder,
+        workload: Workload,
+        systems: Sequence[System],
+        datasets: Sequence[Dataset],
+        about: dict[str, Any],
         *,
         tuning: int = 4,
-        make: Callable[[SystemSettings], Contender] = contender_of,
+        tuning_tokens: int | None = None,
+        limit: float = float("inf"),
     ) -> None:
-        self.folder, self.family, self.tuning = folder, prepared.family, tuning
-        self.settings = continued(folder.settings(), prepared.settings) if folder.exists else prepared.settings
+        self.folder, self.workload, self.datasets = folder, workload, list(datasets)
+        self.systems = {system.key: system for system in systems}
+        self.tuning, self.tuning_tokens, self.limit = tuning, tuning_tokens, limit
+        now = {"version": VERSION, "reference": REFERENCE, **about}
+        now["run"] = {"repeats": 1, "started": utc(), "finished": None} | now["run"]
+        now |= {"systems": [s.record() for s in systems], "datasets": [d.record() for d in datasets]}
+        self.repeats: int = now["run"]["repeats"]
         # Samples of systems and datasets that this start does not name are kept, and not continued.
-        asked = {system.key for system in prepared.settings.systems}
-        self.systems = [s for s in self.settings.systems if s.key in asked and s.not_measured is None]
-        self.datasets = prepared.datasets
-        self.workload = Workload(
-            self.family,
-            max(d.settings.new_tokens for d in self.datasets),
-            max(ids.shape[1] for d in self.datasets for ids in (*d.prompts.values(), *d.calibration)),
-            self.settings.threads,
-            self.settings.sampling,
-            times_commits=True,
-        )
-        self.contenders = {s.key: make(s) for s in self.systems}
-        self._failures: dict[str, int] = {}
+        self.settings = continued(folder.settings(), now) if folder.exists else now
+        self.records = {record["key"]: record for record in self.settings["systems"]}
+        self._failures: Counter[str] = Counter()
         self._open: list[str] = []
+        self._started: set[str] = set()
+        self._attention: dict[str, list[str | None]] = {}
+        """By system: the attention implementation of each model that it used last."""
+        self._began = time.monotonic()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self._began
+
+    def _rounds(self) -> list[tuple[int, Dataset, str]]:
+        return [(repeat, d, name) for repeat in range(self.repeats) for d in self.datasets for name in d.prompts]
+
+    def _is_missing(self, key: str, repeat: int, dataset: Dataset, name: str) -> bool:
+        sample = self.folder.samples.get((dataset.name, key, name, repeat))
+        return "not_measured" not in self.records[key] and (sample is None or sample.error is not None)
 
     def missing(self) -> int:
         """Number of samples that are not complete."""
-        return sum(
-            self._is_missing(d, s, name) for d in self.datasets for s in self.systems for name in d.settings.samples
-        )
+        return sum(self._is_missing(key, *round_) for round_ in self._rounds() for key in self.systems)
 
-    def _is_missing(self, dataset: PreparedDataset, system: SystemSettings, name: str) -> bool:
-        sample = self.folder.samples.get((dataset.settings.name, system.key, name))
-        return sample is None or sample.error is not None
-
-    def run(self) -> Summary:
-        """Measure; returns the summary. Whatever is raised, the samples that are complete are in the folder."""
-        self.folder.write("settings.json", self.settings)
-        total = len(self.systems) * sum(len(d.settings.samples) for d in self.datasets)
-        todo = self.missing()
+    def run(self) -> dict[str, Any]:
+        """Measure; returns the summary, which is also written after each round. Whatever is raised, the samples that are complete are in the folder."""
+        rounds, todo = self._rounds(), self.missing()
+        total = len(self.systems) * len(rounds)
         if 0 < todo < total:
             say(f"{total - todo} of {total} samples are there already")
-        contenders = list(self.contenders.values())
-        with (
-            RemainingWork(total, total - todo) as bar,
-            IsolatedComparison(
-                self.workload, contenders, seed=self.settings.seed, progress=lambda what, done, parts: bar.show(what)
-            ) as comparison,
-        ):
-            self.comparison, self.bar = comparison, bar
+        longest = 0.0
+        self.save()
+        with RemainingWork(total, total - todo) as self.bar:
             try:
-                for dataset in self.datasets:
-                    for i, name in enumerate(dataset.settings.samples):
-                        self._round(dataset, i, name)
+                for number, (repeat, dataset, name) in enumerate(rounds):
+                    # A round begins only if it can be expected to end within the time limit; one always runs.
+                    if number and self.elapsed + longest > self.limit:
+                        break
+                    began = self.elapsed
+                    self._round(number, repeat, dataset, name)
+                    longest = max(longest, self.elapsed - began)
+                    self.save()
             finally:
-                self.folder.write("settings.json", self.settings)
-                summary = summarise(self.folder, self.settings)
-                self.folder.write("summary.json", summary)
-        if summary.complete:
-            self.settings.finished = utc()
-            self.folder.write("settings.json", self.settings)
+                for system in self.systems.values():
+                    system.close()
+                summary = self.save()
+        if summary["complete"]:
+            self.settings["run"]["finished"] = utc()
+            summary = self.save()
         return summary
 
-    def _round(self, dataset: PreparedDataset, number: int, name: str) -> None:
-        """One sample in all systems that lack it."""
-        first = number % max(1, len(self.systems))
-        order = [*self.systems[first:], *self.systems[:first]]
-        pending = [s for s in order if self._is_missing(dataset, s, name) and self._failures.get(s.key, 0) < TRIES]
-        for system in pending:
-            self.bar.show(f"{dataset.settings.name} {name}: {system.label}")
-            self._measure(dataset, system, name, dataset.prompts[name])
+    def save(self) -> dict[str, Any]:
+        """Write the settings and the summary; returns the summary."""
+        self.folder.write("settings.json", self.settings)
+        summary = tables.summarise(self.settings, self.folder.samples.values())
+        self.folder.write("summary.json", summary)
+        return summary
+
+    def _round(self, number: int, repeat: int, dataset: Dataset, name: str) -> None:
+        """One prompt in all systems that lack it. The first system changes, so that no system always follows the same one."""
+        keys = list(self.systems)
+        first = number % max(1, len(keys))
+        for key in (*keys[first:], *keys[:first]):
+            if self._is_missing(key, repeat, dataset, name) and self._failures[key] < TRIES:
+                self.bar.show(f"{dataset.name} {name}: {self.systems[key].label}")
+                self._measure(self.systems[key], repeat, dataset, name)
         self._compare(dataset, name)
 
-    def _measure(self, dataset: PreparedDataset, system: SystemSettings, name: str, ids: torch.Tensor) -> None:
+    def _measure(self, system: System, repeat: int, dataset: Dataset, name: str) -> None:
         """Write one sample: a text, or the error."""
-        contender = self.contenders[system.key]
-        sample = None
-        if self._ready(system, contender, dataset):
-            sample = self.comparison.run(contender, ids, dataset.settings.new_tokens)
-        if self.comparison.lost:
-            raise RuntimeError(f"{self.comparison.lost}; start the command again to continue")
-        sample = sample or Sample(error=self.comparison.reasons.get(system.key))
-        sample.dataset, sample.system, sample.sample = dataset.settings.name, system.key, name
+        ids = dataset.prompts[name]
+        try:
+            if not self._ready(system, dataset):
+                return
+            sample = self.call(system, ids, self.workload.new_tokens, list(dataset.prompts).index(name))
+        except Exception as error:
+            sample = Sample(error=self._failed(system, error))
+        sample.dataset, sample.system, sample.sample, sample.repeat = dataset.name, system.key, name, repeat
         sample.prompt_tokens = ids.shape[1]
-        sample.seconds_to_first_token = sample.commits[0][0] if sample.commits else None
         self.folder.add(sample)
         if sample.error is None:
             self._failures[system.key] = 0
             self.bar.done += 1
             return
-        self._failures[system.key] = self._failures.get(system.key, 0) + 1
-        if self._failures[system.key] < TRIES:
-            self.comparison.retry(contender)
-            if system.key in self._open:
-                self._open.remove(system.key)
-        else:
+        self._failures[system.key] += 1
+        if self._failures[system.key] == TRIES:
             say(f"{system.label}: not tried again in this run ({sample.error})")
 
-    def _ready(self, system: SystemSettings, contender: Contender, dataset: PreparedDataset) -> bool:
-        """Start, tune and warm up a contender where it needs that. False where it failed."""
-        warm_up = dataset.calibration[0][:, : self.workload.longest]
+    def _failed(self, system: System, error: Exception) -> str:
+        """Close a system that failed; returns the message. Raises ``RuntimeError`` where it has destroyed the GPU's context."""
+        text = str(error).strip() or "no reason given"
+        message = f"{type(error).__name__}: {text.splitlines()[0]}"
+        say(f"{system.label}: {message}")
+        if system.key in self._open:
+            self._open.remove(system.key)
+        try:
+            system.close()
+        except Exception as further:
+            say(f"{system.label}, closing: {type(further).__name__}: {further}")
+        if self.workload.family.target.device.type == "cuda":
+            try:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            except Exception as lost:
+                raise RuntimeError(
+                    f"the GPU could not be used any more after {system.label} had failed ({message}); start the command again to continue"
+                ) from lost
+        return message
+
+    @contextmanager
+    def turn(self, system: System) -> Iterator[None]:
+        """A context around everything that a system does: the attention that it sets on the shared models is its own, and its time is limited."""
+        configs = [model.config for model in self.workload.family.models.values()]
+        first = [config._attn_implementation for config in configs]
+
+        def use(wanted: list[str | None]) -> None:
+            for config, implementation in zip(configs, wanted, strict=True):
+                if config._attn_implementation != implementation:
+                    config._attn_implementation = implementation
+
+        use(self._attention.get(system.key, first))
+        try:
+            with within(max(MIN_TURN_S, TURN_SHARE * self.limit)):
+                yield
+        finally:
+            self._attention[system.key] = [config._attn_implementation for config in configs]
+            use(first)
+            torch.set_num_threads(self.workload.threads)
+
+    def call(self, system: System, ids: torch.Tensor, new_tokens: int, number: int = 0) -> Sample:
+        """Let a system that has started generate once after ``ids``, LongTensor ``[1, S]``. The seed follows from the prompt's ``number``."""
+        on_gpu = self.workload.family.target.device.type == "cuda"
+        with self.turn(system):
+            ids = ids.to(self.workload.family.target.device)
+            torch.set_num_threads(system.threads)
+            if on_gpu:
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            sample = system.run(ids, new_tokens, self.settings["run"].get("seed", 0) + number)
+            if on_gpu:
+                torch.cuda.synchronize()
+            sample.seconds = time.perf_counter() - began
+        return sample
+
+    def _ready(self, system: System, dataset: Dataset) -> bool:
+        """Start, tune and warm up a system where it needs that. False where it is not measured."""
         if system.key not in self._open:
-            fresh = system.key not in self.comparison.started
-            self.comparison.start(warm_up, system.key)
-            if system.key in self.comparison.reasons:
+            fresh = system.key not in self._started
+            if system.slow and fresh and self.elapsed > self.limit * SLOW_START_SHARE:
+                self.records[system.key]["not_measured"] = "not started: the time was over"
                 return False
-            if fresh and len(contender.settings) > 1 and self.tuning:
-                self._tune(system, contender, dataset)
-            if not fresh:
-                self.comparison.run(contender, warm_up, _WARM_UP_TOKENS)
-            self._open.append(system.key)
-        self._open.remove(system.key)
+            self._started.add(system.key)
+            try:
+                with self.turn(system):
+                    system.start(self.workload)
+            except NotImplementedError as error:
+                self.records[system.key]["not_measured"] = str(error)
+                return False
+            warm_up = dataset.calibration[0][:, : self.workload.longest]
+            self.call(system, warm_up, self.workload.new_tokens if fresh else _WARM_UP_TOKENS)
+            if len(system.settings) > 1 and self.tuning:
+                self._tune(system, dataset)
+        else:
+            self._open.remove(system.key)
         self._open.append(system.key)
-        while len(self._open) > OPEN:
-            oldest = self._open.pop(0)
-            self.contenders[oldest].pause()
+        held = [key for key in self._open if self.systems[key].is_heavy]
+        for key in held[:-OPEN]:
+            self._open.remove(key)
+            self.systems[key].pause()
             gc.collect()
-        return system.key not in self.comparison.reasons
+        return True
 
-    def _tune(self, system: SystemSettings, contender: Contender, dataset: PreparedDataset) -> None:
-        """Use the setting that an earlier process found, or find the fastest one."""
-        known = {str(setting): setting for setting in contender.settings}
-        if system.setting in known:
-            contender.use(known[system.setting])
+    def _tune(self, system: System, dataset: Dataset) -> None:
+        """Use the setting that was found before, or find the fastest one."""
+        record, known = self.records[system.key], {str(setting): setting for setting in system.settings}
+        if record.get("setting") in known:
+            system.use(known[record["setting"]])
             return
-        self.comparison.tune(dataset.calibration, self.tuning, [contender])
-        if system.key in self.comparison.reasons:
-            return
-        system.tuning = self.comparison.tuning.get(system.key, [])
-        system.setting = str(contender.setting)
-        self.folder.write("settings.json", self.settings)
+        found: list[dict[str, Any]] = []
+        for i, setting in enumerate(system.settings[: self.tuning]):
+            if self.elapsed > self.limit * TUNING_SHARE:
+                break
+            self.bar.show(f"tuning: {system.label}, {setting}")
+            system.use(setting)
+            tokens = self.tuning_tokens or self.workload.new_tokens
+            # The start of another system may change the storage of the weights, and the next call then packs them again. A
+            # compiled system compiles again for each number of threads. Neither belongs to the speed of a setting.
+            if i == 0 or system.slow:
+                self.call(system, dataset.calibration[0], tokens)
+            runs = [self.call(system, ids, tokens) for ids in dataset.calibration]
+            speed = sum(len(run.tokens) for run in runs) / sum(run.seconds for run in runs)
+            found.append({"setting": str(setting), "tokens_per_second": speed})
+        best = max(range(len(found)), key=lambda i: found[i]["tokens_per_second"], default=0)
+        system.use(system.settings[best])
+        record |= {"setting": str(system.setting), "tuning": found}
 
-    def _compare(self, dataset: PreparedDataset, name: str) -> None:
-        """Compare the texts of a sample with the reference's."""
-        where = dataset.settings.name
-        reference = self.folder.samples.get((where, self.settings.reference, name))
-        if reference is None or reference.error is not None:
-            return
-        for system in self.systems:
-            sample = self.folder.samples.get((where, system.key, name))
-            if sample is None or sample.error is not None or sample.identical is not None:
+    def _compare(self, dataset: Dataset, name: str) -> None:
+        """Compare the texts of a prompt with the reference's."""
+        samples = self.folder.samples
+        for key, system in self.systems.items():
+            reference = samples.get((dataset.name, system.compared_with or self.settings["reference"], name, 0))
+            if reference is None or reference.error is not None or not system.is_exact(self.workload):
                 continue
-            if not self.contenders[system.key].is_exact(self.workload):
-                continue
-            sample.differs_at = differs_at(sample.tokens, reference.tokens)
-            sample.identical = sample.differs_at is None
-            self.folder.add(sample)
+            for repeat in range(self.repeats):
+                sample = samples.get((dataset.name, key, name, repeat))
+                if sample is None or sample.error is not None or sample.identical is not None:
+                    continue
+                sample.differs_at = differs_at(sample.tokens, reference.tokens)
+                sample.identical = sample.differs_at is None
+                self.folder.add(sample)
+
+
+def differs_at(text: Sequence[int], reference: Sequence[int]) -> int | None:
+    """The first position at which two texts differ (the shorter length for a prefix); None if they are equal."""
+    for i, (a, b) in enumerate(zip(text, reference, strict=False)):
+        if a != b:
+            return i
+    return None if len(text) == len(reference) else min(len(text), len(reference))

@@ -1,4 +1,4 @@
-"""Contenders of a speed comparison: ways to generate the target's text, behind one interface."""
+"""Systems of a run: ways to generate the target's text, behind one interface, and :data:`KINDS`, the table of those that a configuration can name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -17,17 +17,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from bench.config import BenchConfig
+from bench.samples import Sample, StepCounts
 from pipespec.api.pipeline import Pipeline
 from pipespec.api.report import StageReport
-from pipespec.bench.results import Sample, StepCounts
-from pipespec.engine.ngram import NGRAM
-from pipespec.models.loading import load_model
+from pipespec.config import SpeculationConfig
+from pipespec.engine.ngram import NGRAM, NgramDraft
 from pipespec.models.properties import end_tokens
-from pipespec.models.tokenizers import load_tokenizer
-from pipespec.registry import LOCKSTEP, PLAIN, SCHEDULES, WORKERS
+from pipespec.registry import LOCKSTEP, PLAIN, SCHEDULES
 from pipespec.schedules.base import StageFailure
 
-GREEDY: dict[str, Any] = {"do_sample": False}
+REFERENCE = "hf"
+"""Key of the system whose greedy texts the others are compared with."""
 
 Commits = list[tuple[float, int]]
 """``(seconds since the call, new tokens until then)`` per commit."""
@@ -35,70 +36,31 @@ Commits = list[tuple[float, int]]
 
 @dataclass(frozen=True)
 class Family:
-    """A target, its drafts by name (smallest first), and their tokenizer (None: prompts are token ids)."""
+    """A target, its drafts by name (smallest first), and their tokenizer (None: prompts are token ids).
+
+    A draft is a model, something else that a pipeline takes, or a function that makes one of these.
+    """
 
     name: str
     target: PreTrainedModel
-    drafts: dict[str, PreTrainedModel]
-    tokenizer: Any
-
-    @staticmethod
-    def load(
-        name: str,
-        target: Path | str,
-        drafts: Mapping[str, Path | str],
-        *,
-        dtype: torch.dtype | str = torch.float32,
-        devices: Sequence[str | dict[str, str] | None] | None = None,
-        trust_remote_code: bool = False,
-    ) -> Family:
-        """Load models.
-
-        Args:
-            name: Of the family, for reports.
-            target: Path of the target, which has the tokenizer, too.
-            drafts: Paths by name, smallest first.
-            dtype: As :func:`pipespec.models.loading.load_model` takes it.
-            devices: One per model, drafts first, as ``load_model`` takes it. None: the CPU for all.
-            trust_remote_code: As ``load_model`` takes it.
-
-        Raises:
-            FileNotFoundError, ValueError, DoesNotFit: Those of ``load_model``.
-        """
-        options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-        places = devices or [None] * (len(drafts) + 1)
-        models = {
-            n: load_model(path, device=d, **options) for (n, path), d in zip(drafts.items(), places, strict=False)
-        }
-        model = load_model(target, device=places[-1], **options)
-        tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
-        return Family(name, model, models, tokenizer)
+    drafts: dict[str, Any]
+    tokenizer: Any = None
 
     @property
     def models(self) -> dict[str, PreTrainedModel]:
-        """All models by name, the target last."""
-        return {**self.drafts, "target": self.target}
+        """The models by name, the target last."""
+        drafts = {name: draft for name, draft in self.drafts.items() if isinstance(draft, PreTrainedModel)}
+        return {**drafts, "target": self.target}
 
-    def encode(self, text: str) -> torch.Tensor:
-        """Return the token ids, LongTensor ``[1, S]``."""
-        return self.tokenizer(text, return_tensors="pt").input_ids
-
-    def most_new_tokens(self, texts: Sequence[str]) -> int:
-        """Return how many tokens fit behind each of ``texts``.
-
-        Raises:
-            ValueError: One of the texts fills the target's position range.
-        """
-        limit: int = self.target.config.max_position_embeddings
-        longest = max(self.encode(text).shape[1] for text in texts)
-        if longest >= limit:
-            raise ValueError(f"the prompt has {longest} tokens; the family's limit, the answer included, is {limit}")
-        return limit - longest
+    def draft(self, name: str) -> Any:
+        """What a pipeline takes for a draft of this name."""
+        draft = self.drafts.get(name, name)
+        return draft() if callable(draft) and not isinstance(draft, torch.nn.Module) else draft
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What every contender generates.
+    """What every system generates.
 
     Args:
         family: The models.
@@ -106,15 +68,13 @@ class Workload:
         longest: Tokens of the longest prompt.
         threads: CPU threads of torch, for all processes together; rows in one process also try other numbers.
         sampling: Arguments of ``generate()``: ``do_sample`` and the sampling parameters.
-        times_commits: Texts have the time of each commit.
     """
 
     family: Family
     new_tokens: int
     longest: int
     threads: int
-    sampling: dict[str, Any] = field(default_factory=lambda: GREEDY)
-    times_commits: bool = False
+    sampling: dict[str, Any] = field(default_factory=lambda: {"do_sample": False})
 
     @property
     def is_greedy(self) -> bool:
@@ -159,51 +119,6 @@ class CommitClock:
         return [(at, min(length, tokens)) for at, length in self.commits]
 
 
-class Contender(ABC):
-    """One row of a comparison.
-
-    Attributes:
-        group: ``"hf"``, ``"reference"`` (a published schedule) or ``"ours"``.
-        settings: Candidates of tuning, the default first; empty: nothing to tune.
-        slow: The start may take a minute.
-    """
-
-    settings: Sequence[Any] = ()
-    slow = False
-
-    def __init__(self, key: str, label: str, group: str, drafts: Sequence[str] = ()) -> None:
-        self.key, self.label, self.group, self.drafts = key, label, group, tuple(drafts)
-        self.setting: Any = None
-
-    @property
-    def threads(self) -> int:
-        """CPU threads of torch in this process during a turn."""
-        return self.setting.threads if isinstance(self.setting, TunedSetting) else self.workload.threads
-
-    def start(self, workload: Workload) -> None:
-        """Prepare; an exception of any type means that the contender cannot take part."""
-        self.workload = workload
-        self.use(self.settings[0] if self.settings else None)
-
-    def use(self, setting: Any) -> None:
-        """Use one of ``settings`` from now on."""
-        self.setting = setting
-
-    @abstractmethod
-    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
-        """Generate at most ``new_tokens`` tokens behind ``ids``, LongTensor ``[1, S]``. The sample has no time yet."""
-
-    def is_exact(self, workload: Workload) -> bool:
-        """Whether the text has to equal the reference. transformers draws its samples from other numbers."""
-        return self.group != "hf" or workload.is_greedy
-
-    def pause(self) -> None:
-        """Release processes and graphs until the next turn, which starts them again."""
-
-    def close(self) -> None:
-        """Release all resources; also called after a failed ``start``."""
-
-
 @dataclass(frozen=True)
 class TunedSetting:
     """What tuning chooses: CPU threads of torch, and HuggingFace's settings of assisted generation or prompt lookup.
@@ -229,6 +144,65 @@ class TunedSetting:
         return ", ".join([*parts, f"{self.threads} thread{'s' if self.threads > 1 else ''}"])
 
 
+class System(ABC):
+    """One way to generate the target's text: a row of the tables.
+
+    Args:
+        key: Unique in a run: ``"hf"``, ``"assisted-small"``, ``"workers-small+medium-L5"``.
+        label: For tables.
+        group: ``"hf"``, ``"reference"`` (a published schedule), ``"rival"`` (another program) or ``"ours"``.
+        drafts: Names of the draft models, smallest first.
+        about: What the results say besides, for example ``axes``: what a sweep varied.
+
+    Attributes:
+        settings: Candidates of tuning, the default first; empty: nothing to tune.
+        slow: The start may take a minute.
+        is_heavy: It keeps processes or graphs, which :meth:`pause` releases.
+        compared_with: Key of the system whose texts these have to be; None: the run's reference.
+    """
+
+    settings: Sequence[Any] = ()
+    slow = False
+    is_heavy = False
+    compared_with: str | None = None
+
+    def __init__(self, key: str, label: str, group: str = "ours", drafts: Sequence[str] = (), **about: Any) -> None:
+        self.key, self.label, self.group, self.drafts, self.about = key, label, group, tuple(drafts), about
+        self.setting: Any = None
+
+    def record(self) -> dict[str, Any]:
+        """The system in the results."""
+        return {"key": self.key, "label": self.label, "group": self.group, "drafts": list(self.drafts), **self.about}
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of torch in this process during a turn."""
+        return self.setting.threads if isinstance(self.setting, TunedSetting) else self.workload.threads
+
+    def start(self, workload: Workload) -> None:
+        """Prepare; an exception of any type means that the system cannot take part."""
+        self.workload = workload
+        self.use(self.settings[0] if self.settings else None)
+
+    def use(self, setting: Any) -> None:
+        """Use one of ``settings`` from now on."""
+        self.setting = setting
+
+    @abstractmethod
+    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
+        """Generate at most ``new_tokens`` tokens behind ``ids``, LongTensor ``[1, S]``. The sample has no time yet."""
+
+    def is_exact(self, workload: Workload) -> bool:
+        """Whether the text has to equal the reference. transformers draws its samples from other numbers."""
+        return self.group != "hf" or workload.is_greedy
+
+    def pause(self) -> None:
+        """Release processes and graphs until the next turn, which starts them again."""
+
+    def close(self) -> None:
+        """Release all resources; also called after a failed ``start``."""
+
+
 # (number of draft tokens, confidence threshold, schedule of transformers). (20, 0.4) is transformers' default.
 ASSISTED = (
     *((tokens, threshold, "constant") for tokens in (5, 3, 8) for threshold in (0.0, 0.4)),
@@ -238,39 +212,44 @@ ASSISTED = (
     (5, 0.4, "heuristic"),
 )
 LOOKUP = ((3,), (10,), (20,))
+OWN_LAYERS = "own layers"
+"""Name of a draft that consists of layers of the target, in counts."""
 
 
-class HFContender(Contender):
+class HFSystem(System):
     """transformers' ``generate()``: plain, with an assistant model, or with prompt lookup. Tuned, also over the number of threads.
 
     Args:
         key: See the base class, as for ``label`` and ``drafts``.
-        options: Further arguments of ``generate()``.
+        candidates: Values of :class:`TunedSetting` after the threads, the default first.
+        target: Instead of the family's.
     """
 
-    def __init__(self, key: str, label: str, drafts: Sequence[str] = (), **options: Any) -> None:
+    def __init__(
+        self, key: str, label: str, drafts: Sequence[str] = (), candidates: Sequence[tuple[Any, ...]] | None = None, target: Any = None
+    ) -> None:  # fmt: skip
         super().__init__(key, label, "hf", drafts)
-        self.options = options
+        self.candidates, self.target = candidates, target
 
     def start(self, workload: Workload) -> None:
-        self.settings = [
-            TunedSetting(threads, *c)
-            for c, threads in itertools.product(self._candidates(workload), workload.thread_numbers)
-        ]
+        found = itertools.product(self._candidates(workload), workload.thread_numbers)
+        self.settings = [TunedSetting(threads, *candidate) for candidate, threads in found]
+        self.target = self.target or workload.family.target
         super().start(workload)
 
     def _candidates(self, workload: Workload) -> Sequence[tuple[Any, ...]]:
-        """Values of :class:`TunedSetting` behind the threads, the default first."""
+        if self.candidates is not None:
+            return self.candidates
         return ASSISTED if self.drafts else LOOKUP if self.key == "lookup" else ((),)
 
     def _assistant(self) -> PreTrainedModel | None:
         """The model that drafts."""
-        return self.workload.family.drafts[self.drafts[0]] if self.drafts else None
+        return self.workload.family.draft(self.drafts[0]) if self.drafts else None
 
     def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
-        target, setting, assistant = self.workload.family.target, self.setting, self._assistant()
-        options: dict[str, Any] = {"max_new_tokens": new_tokens, **self.workload.sampling, **self.options}
-        counted: dict[str, PreTrainedModel] = {"target": target}
+        setting, assistant = self.setting, self._assistant()
+        options: dict[str, Any] = {"max_new_tokens": new_tokens, **self.workload.sampling}
+        counted: dict[str, PreTrainedModel] = {"target": self.target}
         if assistant is not None:
             use_assistant_setting(assistant, setting)
             options["assistant_model"] = assistant
@@ -287,15 +266,10 @@ class HFContender(Contender):
     def _generate(self, ids: torch.Tensor, seed: int, options: dict[str, Any]) -> tuple[list[int], Commits]:
         """Call ``generate()``; returns the new tokens and the commits."""
         torch.manual_seed(seed)
-        clock = CommitClock() if self.workload.times_commits else None
-        mask = torch.ones_like(ids)
-        output = self.workload.family.target.generate(ids, attention_mask=mask, streamer=clock, **options)
+        clock = CommitClock()
+        output = self.target.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **options)
         tokens = output[0, ids.shape[1] :].tolist()
-        return tokens, clock.until(len(tokens)) if clock else []
-
-
-OWN_LAYERS = "own layers"
-"""Name of a draft that consists of layers of the target, in counts."""
+        return tokens, clock.until(len(tokens))
 
 
 def use_assistant_setting(assistant: PreTrainedModel, setting: TunedSetting) -> None:
@@ -303,100 +277,6 @@ def use_assistant_setting(assistant: PreTrainedModel, setting: TunedSetting) -> 
     assistant.generation_config.num_assistant_tokens = setting.num_draft_tokens
     assistant.generation_config.num_assistant_tokens_schedule = setting.schedule
     assistant.generation_config.assistant_confidence_threshold = setting.confidence_threshold
-
-
-class PipelineContender(Contender):
-    """A pipeline of ours, with its defaults except for ``schedule`` and ``options``. In one process, the number of threads is tuned."""
-
-    def __init__(self, key: str, label: str, schedule: str, drafts: Sequence[str] = (), **options: Any) -> None:
-        super().__init__(key, label, "ours", drafts)
-        self.schedule, self.options = schedule, options
-        self.pipe: Pipeline | None = None
-
-    def start(self, workload: Workload) -> None:
-        if self.schedule in (PLAIN.name, LOCKSTEP.name):
-            self.settings = [TunedSetting(n) for n in workload.thread_numbers]
-        super().start(workload)
-        drafts: list[Any] = [workload.family.drafts.get(name, name) for name in self.drafts]
-        if SCHEDULES[self.schedule].has_processes:
-            drafts = private_copies(drafts)
-        self.pipe = Pipeline(workload.family.target, drafts, schedule=self.schedule, **self.options)
-
-    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
-        assert self.pipe is not None
-        sample = generated(self.pipe, self.workload, ids, new_tokens, seed)
-        report = self.pipe.report
-        assert report is not None
-        if report.schedule != self.schedule:
-            sample.notes.append(f"ran as {report.schedule}")
-        sample.notes += report.decisions or ()
-        # The index is the last draft where the controller chooses. "draft 0" is the first of the models.
-        models = [name for name in self.drafts if name != NGRAM]
-        names = [models[int(s.name.split()[1])] if s.name.startswith("draft ") else s.name for s in report.stages]
-        sample.stages = [counts_of(name, stage) for name, stage in zip(names, report.stages, strict=True)]
-        return sample
-
-    def pause(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        if self.pipe is not None:
-            self.pipe.close()
-
-
-def generated(pipe: Any, workload: Workload, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
-    """Call a pipeline of ours; returns tokens, times of commits, the schedule, and failures of stages as notes."""
-    options = workload.sampling | ({} if workload.is_greedy else {"seed": seed})
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        clock = CommitClock() if workload.times_commits else None
-        output = pipe.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, streamer=clock, **options
-        )
-    tokens = output[0, ids.shape[1] :].tolist()
-    return Sample(
-        tokens=tokens,
-        commits=clock.until(len(tokens)) if clock else [],
-        schedule=pipe.report.schedule,
-        notes=[str(w.message) for w in seen if issubclass(w.category, StageFailure)],
-    )
-
-
-def counts_of(name: str, stage: StageReport) -> StepCounts:
-    """The counters of a stage of a report, under ``name``."""
-    same = (f.name for f in fields(StepCounts) if f.name != "name")
-    return StepCounts(name, **{field: getattr(stage, field) for field in same})
-
-
-def standard_contenders(
-    drafts: Sequence[str], schedules: Sequence[str] = (LOCKSTEP.name, WORKERS.name)
-) -> list[Contender]:
-    """The rows of the demo and of the README: HuggingFace's, then ours: prompt lookup, chains of two with each draft, and one with all."""
-    found: list[Contender] = [HFContender("plain", "HF generate()")]
-    found += [HFContender(f"assisted-{name}", f"HF assisted, {name}", (name,)) for name in drafts]
-    found += [
-        HFContender("lookup", "HF prompt lookup"),
-        PipelineContender("ours-plain", "ours, target alone", PLAIN.name),
-    ]
-    found.append(PipelineContender("lockstep-ngram", "lockstep, n-gram", LOCKSTEP.name, (NGRAM,)))
-    for schedule, chain in itertools.product(schedules, chains(drafts)):
-        label = f"{schedule}, {' + '.join(chain)}"
-        found.append(PipelineContender(f"{schedule}-{'+'.join(chain)}", label, schedule, chain))
-    return found
-
-
-def chains(drafts: Sequence[str]) -> list[tuple[str, ...]]:
-    """Each draft alone, and all of them together."""
-    return [(name,) for name in drafts] + ([tuple(drafts)] if len(drafts) > 1 else [])
-
-
-def private_copies(drafts: Sequence[Any]) -> list[Any]:
-    """Copies of draft models on the CPU, for a contender that moves their weights into shared memory. Other drafts stay as they are."""
-
-    def is_here(draft: Any) -> bool:
-        return isinstance(draft, PreTrainedModel) and draft.device.type == "cpu"
-
-    return [copy.deepcopy(draft) if is_here(draft) else draft for draft in drafts]
 
 
 @contextmanager
@@ -416,3 +296,209 @@ def forwards_of(models: dict[str, PreTrainedModel]) -> Iterator[dict[str, int]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+class PipelineSystem(System):
+    """A pipeline of ours with ``options``, the defaults otherwise. In one process, the number of threads is tuned.
+
+    Args:
+        key: See the base class, as for ``label`` and ``drafts``.
+        schedule: None: the pipeline chooses, and may let drafts rest.
+        target: Instead of the family's.
+        axes: What a sweep varied.
+    """
+
+    def __init__(
+        self, key: str, label: str, schedule: str | None, drafts: Sequence[str] = (), target: Any = None,
+        axes: dict[str, Any] | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(key, label, "ours", drafts, schedule=schedule, options=options, axes=axes or {})
+        self.schedule, self.options, self.target = schedule, options, target
+        self.pipe: Any = None
+
+    def start(self, workload: Workload) -> None:
+        has_processes = self.schedule is not None and SCHEDULES[self.schedule].has_processes
+        self.is_heavy = has_processes or bool(self.options.get("graphs"))
+        if self.schedule in (PLAIN.name, LOCKSTEP.name):
+            self.settings = [TunedSetting(n) for n in workload.thread_numbers]
+        super().start(workload)
+        drafts = [workload.family.draft(name) for name in self.drafts]
+        drafts = private_copies(drafts) if has_processes else drafts
+        options = self.options | ({} if self.schedule is None else {"schedule": self.schedule})
+        self.pipe = Pipeline(self.target or workload.family.target, drafts, **options)
+
+    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
+        sample, report = generated(self.pipe, self.workload, ids, new_tokens, seed), self.pipe.report
+        if self.schedule not in (None, report.schedule):
+            sample.notes.append(f"ran as {report.schedule}")
+        sample.notes += report.decisions or ()
+        # The index is the last draft where the controller chooses. "draft 0" is the first of the models.
+        models = [name for name in self.drafts if name != NGRAM]
+        names = [models[int(s.name.split()[1])] if s.name.startswith("draft ") else s.name for s in report.stages]
+        sample.stages = [counts_of(name, stage) for name, stage in zip(names, report.stages, strict=True)]
+        sample.forward = report.stages[-1].forward
+        return sample
+
+    def pause(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self.pipe is not None:
+            self.pipe.close()
+
+
+def generated(pipe: Any, workload: Workload, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
+    """Call a pipeline of ours; returns tokens, times of commits, the schedule, and failures of stages as notes."""
+    options = workload.sampling | ({} if workload.is_greedy else {"seed": seed})
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        clock = CommitClock()
+        output = pipe.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, streamer=clock, **options
+        )
+    tokens = output[0, ids.shape[1] :].tolist()
+    return Sample(
+        tokens=tokens,
+        commits=clock.until(len(tokens)),
+        schedule=pipe.report.schedule,
+        notes=[str(w.message) for w in seen if issubclass(w.category, StageFailure)],
+    )
+
+
+def counts_of(name: str, stage: StageReport) -> StepCounts:
+    """The counters of a stage of a report, under ``name``."""
+    same = (f.name for f in fields(StepCounts) if f.name != "name")
+    return StepCounts(name, **{field: getattr(stage, field) for field in same})
+
+
+def private_copies(drafts: Sequence[Any]) -> list[Any]:
+    """Copies of draft models on the CPU, for a system that moves their weights into shared memory. Other drafts stay as they are."""
+
+    def is_here(draft: Any) -> bool:
+        return isinstance(draft, PreTrainedModel) and draft.device.type == "cpu"
+
+    return [copy.deepcopy(draft) if is_here(draft) else draft for draft in drafts]
+
+
+class Unmeasured(System):
+    """A row of a paper's table that cannot be measured here. ``reason``: why."""
+
+    def __init__(self, key: str, label: str, reason: str) -> None:
+        super().__init__(key, label)
+        self.reason = reason
+
+    def start(self, workload: Workload) -> None:
+        raise NotImplementedError(self.reason)
+
+    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
+        raise NotImplementedError(self.reason)
+
+
+# ---- from a configuration to systems
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of systems: what it is, and a function of its name, the configuration and the names of the drafts that makes its rows.
+
+    ``has_drafts``: whether drafts propose tokens. Speed-ups refer to the fastest system without drafts.
+    """
+
+    about: str
+    rows: Callable[[str, BenchConfig, Sequence[str]], Iterator[System]]
+    has_drafts: bool = True
+
+
+def draft_names(paths: Sequence[str]) -> list[str]:
+    """Names of models by the last parts of their paths; numbered where these are equal."""
+    names = [Path(path).name for path in paths]
+    return names if len({*names, "target"}) == len(names) + 1 else [f"draft {i}" for i in range(len(paths))]
+
+
+def systems_of(config: BenchConfig, drafts: Sequence[str]) -> list[System]:
+    """The rows that a configuration asks for, with ``hf`` first. When sampling, also ``plain``, whose text is the reference then.
+
+    ``drafts``: names of the draft models, smallest first.
+
+    Raises:
+        ValueError: A kind does not exist, or needs a draft and there is none, or a draft module is damaged.
+        FileNotFoundError: A folder has no draft module.
+    """
+    if unknown := [kind for kind in config.systems if kind not in KINDS]:
+        raise ValueError(f"no system {', '.join(map(repr, unknown))}: there are {', '.join(KINDS)}")
+    kinds = dict.fromkeys([REFERENCE, *([PLAIN.name] if config.temperature is not None else []), *config.systems])
+    found = []
+    for kind in kinds:
+        for system in KINDS[kind].rows(kind, config, drafts):
+            system.about = {"kind": kind, "has_drafts": KINDS[kind].has_drafts} | system.about
+            found.append(system)
+    if repeated := sorted({s.key for s in found if sum(o.key == s.key for o in found) > 1}):
+        raise ValueError(f"two systems have one key: {', '.join(repeated)}")
+    return found
+
+
+def single(make: Callable[[], System]) -> Callable[[str, BenchConfig, Sequence[str]], Iterator[System]]:
+    """A kind that is one row."""
+    return lambda kind, config, drafts: iter([make()])
+
+
+def chains(drafts: Sequence[str]) -> list[tuple[str, ...]]:
+    """Each draft alone, and all of them together."""
+    return [(name,) for name in drafts] + ([tuple(drafts)] if len(drafts) > 1 else [])
+
+
+def each_chain(kind: str, config: BenchConfig, drafts: Sequence[str]) -> list[tuple[str, ...]]:
+    """The chains that a configuration asks for. ``ValueError`` without a draft."""
+    if not drafts:
+        raise ValueError(f"the system {kind!r} needs a draft: give --drafts")
+    both = chains(drafts)
+    if config.chains == "whole":
+        return both[-1:]
+    return both if config.chains == "both" or len(drafts) == 1 else both[:-1]
+
+
+def _assisted(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[System]:
+    for (name,) in [c for c in chains(drafts) if len(c) == 1] or each_chain(kind, config, drafts):
+        yield HFSystem(f"assisted-{name}", f"HF assisted, {name}", [name])
+
+
+def _swept(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[System]:
+    """One system per chain and point of the axes."""
+    schedule = LOCKSTEP.name if kind == NGRAM else kind.removesuffix("-graphs")
+    for chain in [(NGRAM,)] if kind == NGRAM else each_chain(kind, config, drafts):
+        for lookahead in [n for n in config.lookahead if n >= 1] or [None]:
+            ngram = NgramDraft() if kind == NGRAM else None
+            checked = SpeculationConfig.of(len(chain), schedule=schedule, lookahead=lookahead, ngram=ngram)
+            point = "" if lookahead is None else f"L{lookahead}"
+            options: dict[str, Any] = {} if lookahead is None else {"lookahead": list(checked.lookahead)}
+            key = "-".join(filter(None, [kind, "" if ngram else "+".join(chain), point]))
+            label = "lockstep, n-gram" if ngram else f"{kind}, {' + '.join(chain)}"
+            if kind.endswith("-graphs"):
+                options["graphs"] = True
+            axes = {} if lookahead is None else {"lookahead": lookahead}
+            yield PipelineSystem(key, ", ".join(filter(None, [label, point])), schedule, chain, axes=axes, **options)
+
+
+def _plain(label: str, **options: Any) -> Callable[[str, BenchConfig, Sequence[str]], Iterator[System]]:
+    return lambda kind, config, drafts: iter([PipelineSystem(kind, label, PLAIN.name, **options)])
+
+
+KINDS: dict[str, Kind] = {
+    REFERENCE: Kind(
+        "transformers' generate(): the reference, always measured",
+        single(lambda: HFSystem("hf", "HF generate()")),
+        False,
+    ),
+    "assisted": Kind("generate() with an assistant model, tuned", _assisted),
+    "lookup": Kind("generate() with prompt lookup, tuned", single(lambda: HFSystem("lookup", "HF prompt lookup"))),
+    PLAIN.name: Kind("pipespec, the target alone", _plain("target alone"), False),
+    "plain-graphs": Kind("the same in captured steps", _plain("target alone, graphs", graphs=True), False),
+    NGRAM: Kind("pipespec, prompt lookup", _swept),
+    "lockstep-graphs": Kind("pipespec, captured rounds", _swept),
+    **{
+        row.name: Kind(f"pipespec, stages {row.stages.partition(';')[0]}", _swept)
+        for row in SCHEDULES.values()
+        if row.has_drafts and not row.needs_ranks
+    },
+}
+"""The table of kinds. ``bench.baselines`` adds those of the papers."""

@@ -1,22 +1,86 @@
-#include "perf_model.hpp"
-
+// Discrete-event simulation of a chain in virtual time, to predict what a schedule gives before it
+// is run. bench/perf_model.py compiles this file, calls simulate(), and checks no setting.
+//
+// The asynchronous schedule calls the product's own StagePort, plan() and commit(). The protocol is
+// executed and not modelled, so the simulation cannot differ from it. Only the forwards are
+// modelled: their duration, and the tokens that the stages choose. The two published schedules
+// (arXiv 2505.01572) are there for comparison. Each stage has a device of its own, and there is one
+// row. Every function gives the same result for the same seed on every machine with IEEE doubles.
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <limits>
 #include <memory>
 #include <new>
 #include <stdexcept>
 #include <utility>
+#include <vector>
 
-#include "generation.hpp"
-#include "stage_port.hpp"
+#include "runtime/generation.hpp"
+#include "runtime/stage_port.hpp"
 
 namespace pipespec::perf {
 namespace {
 
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
+
+// The token that each stage chooses. Exactly one of `acceptance` and `table` is set.
+//
+// `acceptance[s]`: probability that stages s and s+1 choose the same token after the same text,
+// independent between positions, contexts and pairs. Two texts that have parted never become equal
+// again by chance.
+//
+// `table`: [positions][stages - 1] bytes, one row per position of the target's text: 0 where the
+// draft chooses the target's token; equal numbers are equal tokens. The table replays a text, with
+// its correlations between stages and along the text. After a text that is not the target's, the
+// row of a pseudo-random position applies. Positions past the end begin again.
+struct Answers {
+  std::vector<double> acceptance;
+  std::vector<std::uint8_t> table;
+};
+
+struct StageModel {
+  std::vector<double>
+      step_s;  // seconds of a step that feeds [i] + 1 columns; the last for all wider ones
+  double start_s = 0.0;      // when its prompt is ready
+  u32 lookahead = 0;         // as in StepPolicy
+  u32 max_draft_tokens = 0;  // as in StepPolicy
+  u32 min_draft_tokens = 0;  // as in StepPolicy, with a deadline
+};
+
+struct Setting {
+  std::vector<StageModel> stages;
+  Answers answers;
+  u32 tokens = 0;  // new tokens
+  u32 width = 64;  // columns of a step
+  u64 seed = 0;
+  // The asynchronous schedule only:
+  double patience = 1.5;  // deadline of a wait: this * min_draft_tokens * mean step of upstream
+  // With fewer draft tokens than `min_draft_tokens`, decode one token and leave the draft tokens
+  // alone, instead of sleeping. For targets whose one-token steps cost much less than wider ones.
+  bool decode_meanwhile = false;
+  // Idealisations, to check closed forms; no driver has them:
+  bool preempt = false;      // a draft drops its running forward when a correction makes it useless
+  double handshake_s = 0.0;  // pause of a verifier and its upstream after each step of the verifier
+  // The published schedules only; their handshake_s is the fixed cost of one acknowledgement:
+  u32 lookahead = 0;
+};
+
+struct StageResult {
+  u64 steps = 0;     // forwards
+  u64 drafted = 0;   // draft tokens fed
+  u64 accepted = 0;  // draft tokens that survived
+  u64 rollbacks = 0;
+  std::vector<u64> histogram;  // [n]: steps that appended n tokens
+};
+
+struct Result {
+  double seconds = 0.0;  // until the target's text is complete
+  u64 tokens = 0;
+  std::vector<StageResult> stages;
+};
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr u32 kReferenceCap = 100;  // the reference feeds at most this many tokens per verification
@@ -453,10 +517,64 @@ class Reference {
   double now_ = 0.0;
 };
 
+// What Python passes; bench/perf_model.py has the same fields in the same order.
+struct Request {
+  u32 schedule;  // 0: asynchronous, 1: the published asynchronous one, 2: the published lockstep
+  u32 stages, tokens, width, lookahead, decode_meanwhile, preempt;
+  u64 seed, positions;
+  double patience, handshake_s;
+  const double* acceptance;   // [stages - 1], without a table
+  const std::uint8_t* table;  // [positions][stages - 1]
+  const double* step_s;       // of all stages, one after the other
+  const u32* step_widths;     // [stages]: entries of step_s
+  const double* start_s;      // [stages]
+  const u32* policy;          // [stages][3]: lookahead, maximum and minimum of draft tokens
+};
+
+Setting setting_of(const Request& r) {
+  Setting out;
+  const double* step = r.step_s;
+  for (u32 s = 0; s < r.stages; ++s) {
+    const u32* policy = r.policy + 3 * s;
+    out.stages.push_back(
+        {{step, step + r.step_widths[s]}, r.start_s[s], policy[0], policy[1], policy[2]});
+    step += r.step_widths[s];
+  }
+  if (r.positions > 0)
+    out.answers.table.assign(r.table, r.table + r.positions * (r.stages - 1));
+  else
+    out.answers.acceptance.assign(r.acceptance, r.acceptance + r.stages - 1);
+  out.tokens = r.tokens, out.width = r.width, out.seed = r.seed, out.patience = r.patience;
+  out.decode_meanwhile = r.decode_meanwhile, out.preempt = r.preempt;
+  out.handshake_s = r.handshake_s, out.lookahead = r.lookahead;
+  return out;
+}
+
+Result run(u32 schedule, const Setting& setting) {
+  if (schedule == 0) return Workers(setting).run();
+  Reference reference(setting);
+  return schedule == 1 ? reference.asynchronous() : reference.synchronous();
+}
+
 }  // namespace
-
-Result asynchronous(const Setting& setting) { return Workers(setting).run(); }
-Result reference_async(const Setting& setting) { return Reference(setting).asynchronous(); }
-Result reference_sync(const Setting& setting) { return Reference(setting).synchronous(); }
-
 }  // namespace pipespec::perf
+
+// Returns the seconds, or -1 with a `message` of at most 256 bytes. `counts`: [stages][row] zeros,
+// filled with steps, drafted, accepted, rollbacks and the histogram.
+extern "C" double pipespec_simulate(const pipespec::perf::Request* request, std::uint64_t* counts,
+                                    std::uint32_t row, char* message) {
+  try {
+    const auto result = run(request->schedule, setting_of(*request));
+    for (const auto& stage : result.stages) {
+      const std::uint64_t first[] = {stage.steps, stage.drafted, stage.accepted, stage.rollbacks};
+      std::copy_n(first, 4, counts);
+      std::copy_n(stage.histogram.data(), std::min<std::size_t>(stage.histogram.size(), row - 4),
+                  counts + 4);
+      counts += row;
+    }
+    return result.seconds;
+  } catch (const std::exception& error) {
+    std::strncpy(message, error.what(), 255);
+    return -1.0;
+  }
+}
