@@ -197,7 +197,7 @@ class PublishedSystem(System):
 
     def start(self, workload: Workload) -> None:
         if not workload.is_greedy:
-            raise ValueError("the published system is greedy only")
+            raise NotImplementedError("the published system is greedy only")
         drafts = [workload.family.draft(name) for name in self.drafts]
         lookahead = self.settings[0]
         if self.schedule == "asynchronous":

@@ -198,8 +198,8 @@ class Runner:
                     longest = max(longest, self.elapsed - began)
                     self.save()
             finally:
-                for system in self.systems.values():
-                    system.close()
+                for key in self._started:
+                    self.systems[key].close()
                 summary = self.save()
         if summary["complete"]:
             self.settings["run"]["finished"] = utc()

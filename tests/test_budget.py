@@ -46,17 +46,11 @@ LONGER = {
     "pipespec_kernels/decoder.py:__init__": 80,
     "python/pipespec/spd/ranks.py:__init__": 70,
     # One case or one row of a report, from its inputs to its numbers.
-    "bench/bench_real.py:measure": 90,
     "bench/bench_spd.py:row": 70,
     "bench/bench_spd.py:record": 70,
     "bench/compile_gate.py:compile_case": 70,
     "bench/planted.py:plant": 70,
     "bench/published_runs.py:as_text": 70,
-    # The bundled models' cards name this program; it is the record of how they were made.
-    "tools/demo_family/train.py": 1010,
-    "tools/demo_family/train.py:TrainingRun": 430,
-    "tools/demo_family/train.py:train_loop": 80,
-    "tools/demo_family/train.py:module": 90,
 }
 """What is longer, and how long at most."""
 
