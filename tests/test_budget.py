@@ -65,7 +65,7 @@ def lines_of(file: Path) -> int:
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_folders(folder: str) -> None:
     files = [f for f in (ROOT / folder).rglob("*") if f.suffix in (".py", ".cpp", ".hpp", ".cu", ".cuh")]
-    assert len(files) > 3
+    assert files
     assert sum(map(lines_of, files)) <= FOLDERS[folder]
 
 
@@ -92,6 +92,16 @@ def test_files_classes_and_functions() -> None:
     assert found.keys() <= LONGER.keys(), "split these, or make them shorter"
     assert not [name for name in LONGER if LONGER[name] < found.get(name, 0)], "these have grown"
     assert LONGER.keys() <= found.keys(), "these are short enough: take them off the list"
+
+
+def test_nothing_that_is_installed_imports_the_measurement() -> None:
+    """``bench`` and ``tools`` are no part of the wheel."""
+    packages = [*(ROOT / "python").iterdir(), ROOT / "pipespec_kernels"]
+    for file in (file for package in packages for file in package.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not {name.partition(".")[0] for name in names} & {"bench", "tools", "tests"}, file
 
 
 def test_what_an_import_draws_in() -> None:
