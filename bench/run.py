@@ -106,6 +106,11 @@ def plant_models(config: BenchConfig, rate: float) -> tuple[Family, dict[str, An
     return family, {"target": family.name, "drafts": paths, "planted": record}
 
 
+def _has_matrices(model: Any) -> bool:
+    """Whether the embedding and the head are matrices of weights: those of a GGUF file lie there in blocks."""
+    return all(hasattr(module, "weight") for module in (model.get_input_embeddings(), model.get_output_embeddings()))
+
+
 def _here(config: BenchConfig) -> BenchConfig:
     """A configuration of planted models on a device of this machine: its file may name GPUs that are not here."""
     if torch.cuda.is_available() and len(set(config.device)) == 1 and config.device[0].startswith("cuda"):
@@ -217,7 +222,9 @@ def prepare(config: BenchConfig, folder: ResultsFolder, source: str | None = Non
     about |= {
         "name": family.name,
         "parameters": {name: model.num_parameters() for name, model in models.items()},
-        "bytes_per_step": {name: planted.bytes_per_step(model) for name, model in models.items()},
+        "bytes_per_step": {
+            name: planted.bytes_per_step(model) for name, model in models.items() if _has_matrices(model)
+        },
     }
     return Runner(
         folder,
@@ -284,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             summary = runner.run()
         except KeyboardInterrupt:
             say(f"interrupted: {folder.path} keeps the complete samples, and the same command continues")
-            raise
+            return 130
     print(tables.text(summary))
     if not summary["complete"]:
         say(

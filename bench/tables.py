@@ -4,7 +4,7 @@
     python -m bench.tables DIR/summary.json --docs docs/speed.md     rewrite the table between its comments there
 
 A row is one system on one dataset. Columns: *tokens/s*, tokens of all prompts over the sum of each prompt's median seconds, prompt included; the ratios to
-``generate()`` and to transformers' fastest row; *speed-up*, the ratio to the fastest system without drafts; *same text*, texts equal to the reference
+plain ``generate()`` (of ``bench.real``: to our plain decoding) and to transformers' fastest row; *speed-up*, the ratio to the fastest system without drafts; *same text*, texts equal to the reference
 (``generate()``'s; sampled: our plain decoding's with the same seed) and the median position of the first difference; *accepted length*, tokens per step of each
 verifying model; *acceptance*, accepted per verified draft token; *weights/s*, bytes of weights that all forwards read per second, relative to a plain copy (GPU) or
 read (CPU); *of floor*, speed relative to plain decoding that only reads the target's weights at that rate; *first token*, milliseconds until it is there; *decoding*,
@@ -34,7 +34,7 @@ class Row:
     Attributes:
         reason: Why there are no figures.
         note: Remarks of the system.
-        worst: The smallest ratio of a prompt to ``generate()``.
+        worst: The smallest ratio of a prompt to plain decoding.
         identical: Texts equal to the reference, of ``runs``.
         accepted_length: By verifying model.
         acceptance_rate: By verifying model, where it is known.
@@ -187,8 +187,8 @@ def _row(
         rest = [(speeds.tokens[n] - 1, speeds.seconds[n] - first) for n, first in speeds.first.items()]
         tokens, seconds = (sum(column) for column in zip(*rest, strict=True))
         row.decode_tokens_per_second = tokens / seconds if tokens > 0 and seconds > 0 else None
-    if rate := settings.get("bytes_per_second"):
-        weights = settings["family"]["bytes_per_step"]
+    weights = settings["family"].get("bytes_per_step", {})
+    if (rate := settings.get("bytes_per_second")) and "target" in weights:
         # An n-gram index has no weights. No bytes: the row does not report its forwards.
         read = sum(weights.get(stage.name, 0) * stage.steps for s in good for stage in s.stages)
         row.weights_of_copy = read / sum(s.seconds for s in good) / rate if read else None
@@ -216,7 +216,7 @@ def _lengths(row: Row) -> str:
 
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "tokens/s": lambda r: shown(r.tokens_per_second, "{:.1f}"),
-    "vs generate()": lambda r: shown(r.vs_plain, "{:.2f}x"),
+    "vs plain": lambda r: shown(r.vs_plain, "{:.2f}x"),
     "vs best HF": lambda r: shown(r.vs_best_hf, "{:.2f}x"),
     "speed-up": lambda r: shown(r.speedup, "{:.2f}x"),
     "same text": _same,
@@ -276,7 +276,7 @@ def verdict(rows: Sequence[Row]) -> list[str]:
         lines.append(f"Where we lose against {rival}: {shares}.")
     slower = [r.label for r in rows if r.group == "ours" and r.vs_plain is not None and r.vs_plain < 1]
     if slower:
-        lines.append(f"Slower than plain generate(): {'; '.join(slower)}.")
+        lines.append(f"Slower than plain decoding: {'; '.join(slower)}.")
     differ = [r.label for r in rows if r.group == "ours" and not r.is_identical]
     if differ:
         lines.append(f"Not always the same text: {'; '.join(differ)}.")
@@ -292,7 +292,7 @@ def caption(record: dict[str, Any]) -> str:
     is_greedy = sampled is None or not sampled.get("do_sample", True)
     how = "greedy" if is_greedy else f"temperature {sampled['temperature']:g}, top-p {sampled['top_p']:g}"
     rate, floor = record.get("bytes_per_second"), ""
-    if rate:
+    if rate and "target" in family["bytes_per_step"]:
         floor = (
             f" Plain {'copy' if on_gpu else 'read'}: {rate / 1e9:.1f} GB/s; floor of plain decoding: "
             f"{rate / family['bytes_per_step']['target']:.1f} tokens/s."

@@ -365,7 +365,7 @@ def test_slower_rows_are_named() -> None:
     lines = tables.verdict(found)
     assert lines[0] == "WE LOSE, even at our best: row b, 0.91 times the best of the others (row hf)."
     assert "row a 0.80x" in lines[1]
-    assert lines[2] == "Slower than plain generate(): row a; row b."
+    assert lines[2] == "Slower than plain decoding: row a; row b."
     assert tables.verdict(found[:1]) == ["Nothing to compare: none of ours ran."]
 
 
