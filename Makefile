@@ -59,6 +59,7 @@ demo: $(RUNTIME) native
 # Fetches the real family (1.7 GB, once) and shows a small version of the README's table.
 demo-real: $(DEV) native
 	$(PY) -m tools.real_models $(REAL)
+	rm -rf build/bench/demo_real
 	$(PY) -m bench.real --models $(REAL) --hf bfloat16 --rows default "GGUF, plain" "GGUF, default" --new-tokens 32 --repeats 1 \
 	  --prompts code=bench/configs/demo_code.jsonl chat=bench/configs/demo_chat.jsonl --out build/bench/demo_real
 
@@ -141,6 +142,7 @@ test-real: $(DEV) native
 	PIPESPEC_REAL_MODELS=$(abspath $(REAL)) $(PY) -m pytest -m real --durations=0 --durations-min=1
 
 bench: $(RUNTIME) native
+	rm -rf build/bench/generate
 	$(PY) -m bench.run --out build/bench/generate --repeats 3
 
 # Fails where README or docs quote figures of bench/results that are older than the code that they measure. Needs the history.

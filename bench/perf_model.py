@@ -17,7 +17,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,15 +31,26 @@ _COUNTS = 4 + 101
 """Numbers per stage: four counters, and the steps by the tokens that they appended, at most 100."""
 
 
-class _Request(ctypes.Structure):
-    """``Request`` of the C++ file."""
+def _fields(**kinds: str) -> list[tuple[str, Any]]:
+    """Fields of a structure, by their types."""
+    return [(name, getattr(ctypes, f"c_{kind}")) for kind, names in kinds.items() for name in names.split()]
 
-    _fields_ = [
-        *((name, ctypes.c_uint32) for name in ("schedule", "stages", "tokens", "width", "lookahead", "decode_meanwhile", "preempt")),
-        *((name, ctypes.c_uint64) for name in ("seed", "positions")),
-        *((name, ctypes.c_double) for name in ("patience", "handshake_s")),
-        *((name, ctypes.c_void_p) for name in ("acceptance", "table", "step_s", "step_widths", "start_s", "policy")),
-    ]  # fmt: skip
+
+class _Stage(ctypes.Structure):
+    """``StageModel`` of the C++ file."""
+
+    _fields_ = _fields(void_p="step_s", uint32="widths lookahead max_draft_tokens min_draft_tokens", double="start_s")
+
+
+class _Setting(ctypes.Structure):
+    """``Setting`` of the C++ file."""
+
+    _fields_ = _fields(
+        void_p="models acceptance table",
+        uint64="positions seed",
+        uint32="n_stages tokens width lookahead decode_meanwhile preempt",
+        double="patience handshake_s",
+    )
 
 
 @functools.cache
@@ -201,23 +212,27 @@ def simulate(
     if not isinstance(answers, Answers):
         answers = Answers(acceptance=tuple(answers))
     policy = policy or SimulatedPolicy()
-    table = np.zeros((0, 0), np.uint8) if answers.table is None else answers.table
-    times = [stage.times() for stage in stages]
-    arrays = {
-        "acceptance": np.array(answers.acceptance, np.float64),
-        "table": np.ascontiguousarray(table),
-        "step_s": np.concatenate(times),
-        "step_widths": np.array([len(t) for t in times], np.uint32),
-        "start_s": np.array([stage.start_s for stage in stages], np.float64),
-        "policy": np.array(policy.per_stage(len(stages)), np.uint32),
-    }
-    request = _Request(
-        SCHEDULES.index(schedule), len(stages), tokens, policy.width, lookahead, policy.decode_meanwhile, preempt,
-        seed, len(table), policy.patience, handshake_s, *(array.ctypes.data for array in arrays.values()),
+    times = [np.array(stage.times()) for stage in stages]
+    acceptance = np.array(answers.acceptance, np.float64)
+    table = None if answers.table is None else np.ascontiguousarray(answers.table)
+    models = (_Stage * len(stages))(
+        *(
+            _Stage(t.ctypes.data, len(t), *limits, stage.start_s)
+            for t, stage, limits in zip(times, stages, policy.per_stage(len(stages)), strict=True)
+        )
+    )
+    setting = _Setting(
+        models=ctypes.addressof(models), acceptance=acceptance.ctypes.data, seed=seed, n_stages=len(stages), tokens=tokens,
+        width=policy.width, lookahead=lookahead, decode_meanwhile=policy.decode_meanwhile, preempt=preempt,
+        patience=policy.patience, handshake_s=handshake_s,
     )  # fmt: skip
+    if table is not None:
+        setting.table, setting.positions = table.ctypes.data, len(table)
     counts, message = np.zeros((len(stages), _COUNTS), np.uint64), ctypes.create_string_buffer(256)
     counted = ctypes.c_void_p(counts.ctypes.data)
-    seconds = _native()(ctypes.byref(request), counted, ctypes.c_uint32(_COUNTS), message)
+    seconds = _native()(
+        ctypes.c_uint32(SCHEDULES.index(schedule)), ctypes.byref(setting), counted, ctypes.c_uint32(_COUNTS), message
+    )
     if seconds < 0:
         raise RuntimeError(message.value.decode())
     return Simulation(seconds, tokens, tuple(StageCounts(*map(int, c[:4]), c[4:].astype(np.int64)) for c in counts))

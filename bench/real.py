@@ -386,7 +386,7 @@ def parser() -> argparse.ArgumentParser:
     option(out, "openvino", ("PYTHON", "FOLDER"), Path, "OpenVINO GenAI's rows: an interpreter with openvino_genai, and a folder of exports NAME-fp16, -int8, -int4",
            nargs=2)
     option(out, "rows", None, str, "all without; plain is always there", nargs="+")
-    option(out, "out", "DIR", Path, "folder of results (%(default)s); one that exists is continued", default=Path("build/bench/real"))
+    option(out, "out", "DIR", Path, "folder of results; one that exists is continued")
     option(out, "json", None, Path, "write the table's figures")
     return out
 # fmt: on
@@ -399,8 +399,10 @@ def main() -> None:
         page, measured = options.readme
         replace_table(page, readme_table(json.loads(measured.read_text(encoding="utf-8"))))
         return
-    if not options.prompts:
-        raise SystemExit("bench.real: --prompts NAME=FILE is missing: the prompts to measure")
+    if not options.prompts or options.out is None:
+        raise SystemExit(
+            "bench.real: give --prompts NAME=FILE, the prompts to measure, and --out DIR, the folder of results"
+        )
     with quiet_transformers():
         measure(options)
 

@@ -13,6 +13,7 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <span>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -26,7 +27,7 @@ namespace {
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
 
-// The token that each stage chooses. Exactly one of `acceptance` and `table` is set.
+// The token that each stage chooses. Exactly one of `acceptance` and `table` is given.
 //
 // `acceptance[s]`: probability that stages s and s+1 choose the same token after the same text,
 // independent between positions, contexts and pairs. Two texts that have parted never become equal
@@ -36,36 +37,37 @@ using u64 = std::uint64_t;
 // draft chooses the target's token; equal numbers are equal tokens. The table replays a text, with
 // its correlations between stages and along the text. After a text that is not the target's, the
 // row of a pseudo-random position applies. Positions past the end begin again.
-struct Answers {
-  std::vector<double> acceptance;
-  std::vector<std::uint8_t> table;
-};
-
 struct StageModel {
-  std::vector<double>
-      step_s;  // seconds of a step that feeds [i] + 1 columns; the last for all wider ones
-  double start_s = 0.0;      // when its prompt is ready
-  u32 lookahead = 0;         // as in StepPolicy
-  u32 max_draft_tokens = 0;  // as in StepPolicy
-  u32 min_draft_tokens = 0;  // as in StepPolicy, with a deadline
+  const double* step_s;  // seconds of a step that feeds [i] + 1 columns; the last for wider ones
+  u32 widths;            // entries of step_s
+  // As in StepPolicy; the minimum has a deadline.
+  u32 lookahead, max_draft_tokens, min_draft_tokens;
+  double start_s;  // when its prompt is ready
 };
 
+// bench/perf_model.py has the same fields in the same order, as of StageModel.
 struct Setting {
-  std::vector<StageModel> stages;
-  Answers answers;
-  u32 tokens = 0;  // new tokens
-  u32 width = 64;  // columns of a step
-  u64 seed = 0;
-  // The asynchronous schedule only:
-  double patience = 1.5;  // deadline of a wait: this * min_draft_tokens * mean step of upstream
-  // With fewer draft tokens than `min_draft_tokens`, decode one token and leave the draft tokens
-  // alone, instead of sleeping. For targets whose one-token steps cost much less than wider ones.
-  bool decode_meanwhile = false;
-  // Idealisations, to check closed forms; no driver has them:
-  bool preempt = false;      // a draft drops its running forward when a correction makes it useless
-  double handshake_s = 0.0;  // pause of a verifier and its upstream after each step of the verifier
-  // The published schedules only; their handshake_s is the fixed cost of one acknowledgement:
-  u32 lookahead = 0;
+  const StageModel* models;
+  const double* acceptance;
+  const std::uint8_t* table;  // null: acceptance counts
+  u64 positions;              // of the table
+  u64 seed;
+  u32 n_stages;
+  u32 tokens;     // new tokens
+  u32 width;      // columns of a step
+  u32 lookahead;  // the published schedules only
+  // The asynchronous schedule only. decode_meanwhile: with fewer draft tokens than
+  // `min_draft_tokens`, decode one token and leave the draft tokens alone, instead of sleeping. For
+  // targets whose one-token steps cost much less than wider ones. preempt is an idealisation, to
+  // check closed forms; no driver has it: a draft drops its running forward when a correction
+  // makes it useless.
+  u32 decode_meanwhile, preempt;
+  double patience;  // deadline of a wait: this * min_draft_tokens * mean step of upstream
+  // Asynchronous: pause of a verifier and its upstream after each step of the verifier, an
+  // idealisation, too. The published schedules: the fixed cost of one acknowledgement.
+  double handshake_s;
+
+  std::span<const StageModel> stages() const { return {models, n_stages}; }
 };
 
 struct StageResult {
@@ -78,7 +80,6 @@ struct StageResult {
 
 struct Result {
   double seconds = 0.0;  // until the target's text is complete
-  u64 tokens = 0;
   std::vector<StageResult> stages;
 };
 
@@ -98,14 +99,16 @@ constexpr std::int32_t kTrue = 0;
 
 class Oracle {
  public:
-  Oracle(const Answers& answers, u32 stages, u64 seed)
-      : table_(answers.table), target_(stages - 1), seed_(mix(seed + 1)) {
-    for (const double a : answers.acceptance) {
+  explicit Oracle(const Setting& setting)
+      : table_(setting.table),
+        target_(setting.n_stages - 1),
+        positions_(setting.positions),
+        seed_(mix(setting.seed + 1)) {
+    for (const double a : std::span(setting.acceptance, table_ ? 0 : target_)) {
       // 2^64 does not fit, so certainty is one step below it. The flag keeps exact certainty.
       threshold_.push_back(a >= 1.0 ? ~u64{0} : static_cast<u64>(std::ldexp(a, 64)));
       certain_.push_back(a >= 1.0);
     }
-    positions_ = table_.empty() ? 0 : table_.size() / target_;
   }
 
   // The choice of `stage` at the `index`-th generated position, after the token `prev`.
@@ -124,23 +127,23 @@ class Oracle {
 
   u32 answer_of(u32 stage, u32 index, bool on_path, u64 node) const {
     if (stage == target_) return 0;
-    if (positions_ > 0) return table_[(on_path ? index : mix(node)) % positions_ * target_ + stage];
+    if (table_) return table_[(on_path ? index : mix(node)) % positions_ * target_ + stage];
     // A stage's class is named after the last stage, going downstream, that still agrees with it.
     u32 s = stage;
     while (s < target_ && (certain_[s] || mix(node + (s + 1) * kOdd) < threshold_[s])) ++s;
     return target_ - s;
   }
 
-  const std::vector<std::uint8_t>& table_;
+  const std::uint8_t* table_;
   std::vector<u64> threshold_;
   std::vector<bool> certain_;
   u32 target_;
-  u64 positions_ = 0;
+  u64 positions_;
   u64 seed_;
 };
 
 double step_time(const StageModel& stage, u32 columns) {
-  return stage.step_s[std::min<std::size_t>(columns, stage.step_s.size()) - 1];
+  return stage.step_s[std::min(columns, stage.widths) - 1];
 }
 
 u32 power_of_two(u32 n) {
@@ -154,8 +157,8 @@ class Chain {
  public:
   explicit Chain(const Setting& setting)
       : setting_(setting),
-        target_(static_cast<u32>(setting.stages.size()) - 1),
-        oracle_(setting.answers, target_ + 1, setting.seed),
+        target_(setting.n_stages - 1),
+        oracle_(setting),
         selected_(setting.width) {
     const u32 capacity = power_of_two(setting.tokens + 2);
     const std::size_t bytes = Block::bytes(target_ + 1, 1, capacity);
@@ -175,14 +178,14 @@ class Chain {
   u32 target() const { return target_; }
 
   Action plan(u32 stage, u32 min_draft_tokens) {
-    const StageModel& model = setting_.stages[stage];
+    const StageModel& model = setting_.models[stage];
     return ports_[stage].plan(model.lookahead, model.max_draft_tokens, min_draft_tokens);
   }
   Action plan_plain(u32 stage) {
-    return ports_[stage].plan(setting_.stages[stage].lookahead, 0, 0);
+    return ports_[stage].plan(setting_.models[stage].lookahead, 0, 0);
   }
   double planned_time(u32 stage) const {
-    return step_time(setting_.stages[stage], ports_[stage].columns());
+    return step_time(setting_.models[stage], ports_[stage].columns());
   }
 
   void commit(u32 stage) {
@@ -213,7 +216,7 @@ class Chain {
   }
 
   Result result(double seconds) const {
-    Result out{seconds, setting_.tokens, {}};
+    Result out{seconds, {}};
     for (u32 s = 0; s <= target_; ++s) {
       const Counters& c = block_.priv(s, 0).counters;
       StageResult stage{c.steps, c.drafted, c.accepted, c.rollbacks, {0}};
@@ -243,7 +246,7 @@ class Workers {
  public:
   explicit Workers(const Setting& setting) : setting_(setting), chain_(setting) {
     // As after earlier generations: the mean is known from the start.
-    for (const StageModel& model : setting.stages)
+    for (const StageModel& model : setting.stages())
       runners_.push_back({State::kReady, model.start_s, 0.0, model.step_s[0], false, kNever});
   }
 
@@ -315,7 +318,7 @@ class Workers {
   bool look(u32 s) {
     Runner& r = runners_[s];
     const u32 bell = chain_.block().status(s).bell;
-    u32 min_draft_tokens = setting_.stages[s].min_draft_tokens;
+    u32 min_draft_tokens = setting_.models[s].min_draft_tokens;
     if (r.waiting && now_ >= r.deadline) min_draft_tokens = 0;
     Action action = plan(s, min_draft_tokens);
     if (action == Action::kWait) {
@@ -348,14 +351,12 @@ class Workers {
 class Reference {
  public:
   explicit Reference(const Setting& setting)
-      : setting_(setting),
-        target_(static_cast<u32>(setting.stages.size()) - 1),
-        oracle_(setting.answers, target_ + 1, setting.seed) {
+      : setting_(setting), target_(setting.n_stages - 1), oracle_(setting) {
     for (u32 s = 0; s <= target_; ++s) {
       Stage stage;
       // The prompt's last token, and the first token, which each stage takes from its own prefill.
       stage.out = {kTrue, oracle_.next(s, 0, kTrue)};
-      stage.at = setting.stages[s].start_s;
+      stage.at = setting.models[s].start_s;
       stage.result.histogram.resize(kReferenceCap + 1);
       stages_.push_back(std::move(stage));
     }
@@ -454,7 +455,7 @@ class Reference {
     }
   }
   double duration(u32 s) const {
-    return step_time(setting_.stages[s], 1 + static_cast<u32>(stages_[s].draft_tokens.size()));
+    return step_time(setting_.models[s], 1 + static_cast<u32>(stages_[s].draft_tokens.size()));
   }
 
   void append(u32 s) {
@@ -505,7 +506,7 @@ class Reference {
   }
 
   Result result() const {
-    Result out{now_, setting_.tokens, {}};
+    Result out{now_, {}};
     for (const Stage& stage : stages_) out.stages.push_back(stage.result);
     return out;
   }
@@ -517,39 +518,7 @@ class Reference {
   double now_ = 0.0;
 };
 
-// What Python passes; bench/perf_model.py has the same fields in the same order.
-struct Request {
-  u32 schedule;  // 0: asynchronous, 1: the published asynchronous one, 2: the published lockstep
-  u32 stages, tokens, width, lookahead, decode_meanwhile, preempt;
-  u64 seed, positions;
-  double patience, handshake_s;
-  const double* acceptance;   // [stages - 1], without a table
-  const std::uint8_t* table;  // [positions][stages - 1]
-  const double* step_s;       // of all stages, one after the other
-  const u32* step_widths;     // [stages]: entries of step_s
-  const double* start_s;      // [stages]
-  const u32* policy;          // [stages][3]: lookahead, maximum and minimum of draft tokens
-};
-
-Setting setting_of(const Request& r) {
-  Setting out;
-  const double* step = r.step_s;
-  for (u32 s = 0; s < r.stages; ++s) {
-    const u32* policy = r.policy + 3 * s;
-    out.stages.push_back(
-        {{step, step + r.step_widths[s]}, r.start_s[s], policy[0], policy[1], policy[2]});
-    step += r.step_widths[s];
-  }
-  if (r.positions > 0)
-    out.answers.table.assign(r.table, r.table + r.positions * (r.stages - 1));
-  else
-    out.answers.acceptance.assign(r.acceptance, r.acceptance + r.stages - 1);
-  out.tokens = r.tokens, out.width = r.width, out.seed = r.seed, out.patience = r.patience;
-  out.decode_meanwhile = r.decode_meanwhile, out.preempt = r.preempt;
-  out.handshake_s = r.handshake_s, out.lookahead = r.lookahead;
-  return out;
-}
-
+// 0: asynchronous, 1: the published asynchronous schedule, 2: the published lockstep.
 Result run(u32 schedule, const Setting& setting) {
   if (schedule == 0) return Workers(setting).run();
   Reference reference(setting);
@@ -561,10 +530,10 @@ Result run(u32 schedule, const Setting& setting) {
 
 // Returns the seconds, or -1 with a `message` of at most 256 bytes. `counts`: [stages][row] zeros,
 // filled with steps, drafted, accepted, rollbacks and the histogram.
-extern "C" double pipespec_simulate(const pipespec::perf::Request* request, std::uint64_t* counts,
-                                    std::uint32_t row, char* message) {
+extern "C" double pipespec_simulate(std::uint32_t schedule, const pipespec::perf::Setting* setting,
+                                    std::uint64_t* counts, std::uint32_t row, char* message) {
   try {
-    const auto result = run(request->schedule, setting_of(*request));
+    const auto result = run(schedule, *setting);
     for (const auto& stage : result.stages) {
       const std::uint64_t first[] = {stage.steps, stage.drafted, stage.accepted, stage.rollbacks};
       std::copy_n(first, 4, counts);
