@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     """Run candidates for the drafts of a target on the CPU, one after the other: none, prompt lookup (ngram), each --draft, and pairs of them. The last line
     is code to copy."""
     target, drafts, dtype = _given(args)
-    prompts = None if args.prompts is None else _read_prompts(args.prompts)
+    prompts = None if args.prompts is None else read_prompts(args.prompts)
     with quiet_transformers():
         found = _measured(args, target, drafts, dtype, prompts)
     plain = next(c for c in found if not c.drafts)
@@ -106,7 +106,7 @@ def _given(args: argparse.Namespace) -> tuple[str, list[str], str]:
     return str(family_path("target")), list(dict.fromkeys(drafts)), args.dtype or "float32"
 
 
-def _read_prompts(file: Path) -> list[str]:
+def read_prompts(file: Path) -> list[str]:
     """The first prompts of JSON lines: strings, or objects with ``prompt``, ``text``, ``question``, or ``turns``, of which the first counts. Any other file is one
     prompt."""
     text = read_text(file)
