@@ -22,9 +22,9 @@ FOLDERS = {
     "csrc": 11_880,
     "pipespec_kernels": 8_470,
     "python/pipespec": 28_460,
-    "bench": 9_640,
+    "bench": 9_630,
     "tools": 250,
-    "tests": 49_540,
+    "tests": 49_630,
 }
 """Most lines of C++, CUDA and Python. The design's goals of the first five: 12,500, 8,000, 20,000, 7,000 and 1,200."""
 
