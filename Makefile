@@ -22,7 +22,7 @@ export PIPESPEC_WERROR ?= $(if $(ENV)$(shell test -e .venv/dev.stamp && echo yes
 PY := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check install -c constraints.txt
 JOBS ?= $(shell nproc)
-CPP_FILES = $(shell find csrc tests/native -name '*.?pp' -o -name '*.cu' -o -name '*.cuh')
+CPP_FILES = $(shell find csrc bench/native tests/native -name '*.?pp' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo demo-real test test-all lint format types native native-test pytest test-oldest bench check-results docs \
@@ -59,8 +59,9 @@ demo: $(RUNTIME) native
 # Fetches the real family (1.7 GB, once) and shows a small version of the README's table.
 demo-real: $(DEV) native
 	$(PY) -m tools.real_models $(REAL)
-	$(PY) -m bench.bench_real --models $(REAL) --hf bfloat16 --rows default "GGUF, plain" "GGUF, default" --new-tokens 32 --repeats 1 \
-	  --prompts code=bench/configs/demo_code.jsonl chat=bench/configs/demo_chat.jsonl --json build/bench/demo_real.json
+	rm -rf build/bench/demo_real
+	$(PY) -m bench.real --models $(REAL) --hf bfloat16 --rows default "GGUF, plain" "GGUF, default" --new-tokens 32 --repeats 1 \
+	  --prompts code=bench/configs/demo_code.jsonl chat=bench/configs/demo_chat.jsonl --out build/bench/demo_real
 
 # The steps in order, with the time of each; the first failure ends it.
 STEPS = lint types native native-test pytest test-oldest
@@ -141,7 +142,8 @@ test-real: $(DEV) native
 	PIPESPEC_REAL_MODELS=$(abspath $(REAL)) $(PY) -m pytest -m real --durations=0 --durations-min=1
 
 bench: $(RUNTIME) native
-	$(PY) -m bench.bench_generate --rows assisted lookup ours-plain lockstep workers --json build/bench/generate.json
+	rm -rf build/bench/generate
+	$(PY) -m bench.run --out build/bench/generate --repeats 3
 
 # Fails where README or docs quote figures of bench/results that are older than the code that they measure. Needs the history.
 check-results:

@@ -1,4 +1,4 @@
-"""Baselines of the papers: HuggingFace's compiled generation, self-speculation, the published schedules, PPSD; and their kinds for a run."""
+"""Baselines of the papers: HuggingFace's compiled generation, self-speculation, the published schedules, SPD, PPSD. Importing this adds their kinds."""
 
 from __future__ import annotations
 
@@ -6,57 +6,76 @@ import copy
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel, StaticCache
 
-from bench import staged
-from bench.own_layers import kept_layers, with_layers
+from bench.config import BenchConfig
 from bench.published import Asynchronous, Lockstep
-from pipespec.bench.config import BenchConfig
-from pipespec.bench.contenders import (
+from bench.samples import Sample, StepCounts
+from bench.systems import (
+    KINDS,
     OWN_LAYERS,
-    Contender,
-    HFContender,
-    PipelineContender,
+    HFSystem,
+    Kind,
+    System,
     TunedSetting,
+    Unmeasured,
     Workload,
-    chains,
+    each_chain,
+    generated,
     private_copies,
-    standard_contenders,
+    single,
     use_assistant_setting,
 )
-from pipespec.bench.results import Sample, StepCounts, SystemSettings
-from pipespec.bench.systems import KINDS, Kind, each_chain, single
-from pipespec.registry import LOCKSTEP, PLAIN, STREAMS, WORKERS
+from pipespec.models.properties import text_config
+from pipespec.models.quantizing import sharing
+from pipespec_spd import SpeculativePipeline
+from pipespec_spd.draft_module import DraftModuleConfig
+from pipespec_spd.partition import partition_of
 
 LOOKAHEADS = {"asynchronous": (3, 0, 5), "lockstep": (5, 3, 8, 12)}
 """Minimum lookahead tried for the published schedules; 3 is the best asynchronous one in the publication."""
 
 
-def all_contenders(drafts: Sequence[str]) -> list[Contender]:
-    """Every row for a target with these drafts, smallest first."""
-    captured = torch.cuda.is_available()
-    standard = standard_contenders(drafts, (LOCKSTEP.name, WORKERS.name, *([STREAMS.name] if captured else [])))
-    hf = [c for c in standard if c.group == "hf"]
-    ours = [c for c in standard if c.group == "ours"]
-    if captured:
-        ours.append(PipelineContender("ours-plain-graphs", "ours, target alone, graphs", PLAIN.name, graphs=True))
-    for chain in chains(drafts) if captured else ():
-        name, label = "+".join(chain), f"lockstep, {' + '.join(chain)}, graphs"
-        ours.append(PipelineContender(f"lockstep-graphs-{name}", label, LOCKSTEP.name, chain, graphs=True))
-    published = [PublishedContender(*pair) for pair in itertools.product(LOOKAHEADS, chains(drafts))]
-    return [*hf, CompiledContender(), *published, *ours]
+def kept_layers(layers: int, kept: int) -> list[int]:
+    """The layers of a draft: ``kept`` of ``layers``, the first and the last one among them, evenly spaced."""
+    if not 1 <= kept <= layers:
+        raise ValueError(f"a draft of {kept} layers of a target with {layers}")
+    return [round(i * (layers - 1) / max(1, kept - 1)) for i in range(kept)]
 
 
-class CompiledContender(HFContender):
+def with_layers(target: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
+    """A model of some of the target's layers, with its embedding, norm and head. It shares the target's parameters.
+
+    Args:
+        target: a model whose layers are all alike, such as LLaMA.
+        kept: indices of layers, ascending.
+    """
+    draft = sharing(target)
+    decoder: Any = getattr(draft, draft.base_model_prefix)
+    total = len(decoder.layers)
+    decoder.layers = nn.ModuleList(decoder.layers[i] for i in kept)
+    for place, layer in enumerate(decoder.layers):
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):  # where its keys and values lie in the cache
+                module.layer_idx = place
+    # Often one object.
+    for config in (draft.config, text_config(draft.config), decoder.config):
+        types = getattr(config, "layer_types", None)
+        if types is not None and len(types) == total:
+            config.layer_types = [types[i] for i in kept]
+        config.num_hidden_layers = len(kept)
+    return draft
+
+
+class CompiledSystem(HFSystem):
     """transformers' ``generate()`` with a static cache and a compiled forward."""
 
     slow = True
-
-    def __init__(self) -> None:
-        super().__init__("static", "HF static cache, compiled")
 
     def start(self, workload: Workload) -> None:
         super().start(workload)
@@ -77,16 +96,16 @@ class CompiledContender(HFContender):
         self.cache = None
 
 
-class OwnLayersContender(HFContender):
+class OwnLayersSystem(HFSystem):
     """Draft&Verify (Zhang et al. 2024): the target without some of its layers drafts, and drafting ends at a low confidence.
 
     transformers' assisted generation, where the assistant shares the target's weights. The publication searches the layers to skip for each model
     and task; here they are fixed (:func:`kept_layers`).
     """
 
-    def __init__(self) -> None:
-        super().__init__("draft-verify", "HF assisted, skipped layers")
+    def start(self, workload: Workload) -> None:
         self._drafts: dict[int, PreTrainedModel] = {}
+        super().start(workload)
 
     def _candidates(self, workload: Workload) -> Sequence[tuple[Any, ...]]:
         layers = workload.family.target.config.num_hidden_layers
@@ -105,14 +124,11 @@ class OwnLayersContender(HFContender):
         self._drafts.clear()
 
 
-class EarlyExitContender(HFContender):
+class EarlyExitSystem(HFSystem):
     """LayerSkip's schedule (Elhoushi et al. 2024): the target's first layers and its head draft, all layers verify.
 
     transformers' ``assistant_early_exit``. LayerSkip also trains the target for it; other targets draft worse.
     """
-
-    def __init__(self) -> None:
-        super().__init__("layerskip", "HF early exit")
 
     def start(self, workload: Workload) -> None:
         if not hasattr(GenerationConfig(), "assistant_early_exit"):
@@ -154,12 +170,14 @@ def _setting_in(config: GenerationConfig) -> TunedSetting:
     )
 
 
-class PublishedContender(Contender):
+class PublishedSystem(System):
     """The published schedules of :mod:`bench.published`."""
 
     def __init__(self, schedule: str, drafts: Sequence[str], lookahead: int | None = None) -> None:
-        key = f"reference-{schedule}-{'+'.join(drafts)}"
-        super().__init__(key, f"published, {schedule}, {' + '.join(drafts)}", "reference", drafts)
+        point = [] if lookahead is None else [f"L{lookahead}"]
+        kind, axes = f"published-{schedule}", {} if lookahead is None else {"lookahead": lookahead}
+        label = ", ".join([kind, " + ".join(drafts), *point])
+        super().__init__("-".join([kind, "+".join(drafts), *point]), label, "reference", drafts, axes=axes)
         self.schedule = schedule
         self.settings = LOOKAHEADS[schedule] if lookahead is None else (lookahead,)
         self.chain: Asynchronous | Lockstep | None = None
@@ -179,8 +197,8 @@ class PublishedContender(Contender):
 
     def start(self, workload: Workload) -> None:
         if not workload.is_greedy:
-            raise ValueError("the published system is greedy only")
-        drafts = [workload.family.drafts[name] for name in self.drafts]
+            raise NotImplementedError("the published system is greedy only")
+        drafts = [workload.family.draft(name) for name in self.drafts]
         lookahead = self.settings[0]
         if self.schedule == "asynchronous":
             models = [*private_copies(drafts), workload.family.target]
@@ -205,71 +223,122 @@ class PublishedContender(Contender):
         histogram = tuple(target.histogram[j] for j in range(max(target.histogram, default=0) + 1))
         stages.append(StepCounts("target", steps + 1, steps + accepted + 1, drafted, accepted, histogram=histogram))
         commits = [(at - began, min(length, len(tokens))) for at, length in target.commits]
-        return Sample(tokens=tokens, stages=stages, commits=commits if self.workload.times_commits else [])
+        return Sample(tokens=tokens, stages=stages, commits=commits)
 
     def close(self) -> None:
         if self.chain is not None:
             self.chain.close()
 
 
-def _published(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[SystemSettings]:
+class StagedSystem(System):
+    """SPD: the target in stages with one token in flight in each, all in this process (:class:`pipespec_spd.SpeculativePipeline`).
+
+    Args:
+        key: See the base class, as for ``label`` and ``drafts``.
+        stages: As the pipeline takes it.
+        drafter: ``"ngram"``, the folder of a draft module, ``"chain"``: the models ``drafts``, or ``"exit"``: the layers of the first stage
+            with the target's own norm and head.
+    """
+
+    def __init__(
+        self, key: str, label: str, stages: int | Sequence[int], drafter: str, axes: dict[str, Any], drafts: Sequence[str] = ()
+    ) -> None:  # fmt: skip
+        super().__init__(key, label, "ours", drafts, options={"stages": stages, "drafter": drafter}, axes=axes)
+        self.stages, self.drafter = stages, drafter
+        self.pipe: Any = None
+
+    def start(self, workload: Workload) -> None:
+        self.settings = [TunedSetting(n) for n in workload.thread_numbers]
+        super().start(workload)
+        target, drafter = workload.family.target, self.drafter
+        found: Any = drafter
+        if drafter == "chain":
+            found = [workload.family.draft(name) for name in self.drafts]
+        elif drafter == "exit":
+            found = [with_layers(target, range(partition_of(target, self.stages).counts[0]))]
+        self.pipe = SpeculativePipeline(target, found, stages=self.stages)
+
+    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
+        sample, report = generated(self.pipe, self.workload, ids, new_tokens, seed), self.pipe.report
+        # A cycle decides at most one token. Accepted drafts are those that a cycle confirmed.
+        target = StepCounts("target", report.cycles, report.verified, report.checked, report.accepted)
+        target.rollbacks = report.flushes
+        sample.stages, sample.phases = [target], dict(report.phases)
+        sample.cycles, sample.verified = report.cycles, report.verified
+        sample.stage_seconds, sample.parallel_seconds = list(report.stage_seconds), report.parallel_seconds
+        return sample
+
+
+def _published(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[System]:
     least = 0 if kind == "published-asynchronous" else 1
     lookaheads: list[int | None] = [n for n in config.lookahead if n >= least] or [None]
     for chain, lookahead in itertools.product(each_chain(kind, config, drafts), lookaheads):
-        point = "" if lookahead is None else f"L{lookahead}"
-        yield SystemSettings(
-            key=f"{kind}-{'+'.join(chain)}" + f"-{point}" * bool(point),
-            kind=kind,
-            label=f"{kind}, {' + '.join(chain)}" + f", {point}" * bool(point),
-            drafts=list(chain),
-            lookahead=None if lookahead is None else [lookahead] * len(chain),
-            axes={} if lookahead is None else {"lookahead": lookahead},
-        )
+        yield PublishedSystem(kind.removeprefix("published-"), chain, lookahead)
+
+
+def _staged(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[System]:
+    """SPD: one system per number of stages and drafter, and one per draft module, which belongs to one split."""
+    needs = {"module": "a draft module that was trained for the target: --module", "chain": "a draft: --drafts"}
+    possible = {"module": bool(config.module), "ngram": True, "chain": bool(drafts)}
+    wanted = config.drafters or tuple(name for name, is_possible in possible.items() if is_possible)
+    if unknown := [name for name in wanted if name not in possible]:
+        raise ValueError(f"no drafter {', '.join(map(repr, unknown))} for spd: there are {', '.join(possible)}")
+    if "module" in wanted:
+        yield from map(_with_module, config.module, _module_names(config.module))
+    for stages, drafter in itertools.product(config.stages, wanted):
+        if drafter == "module" and config.module:
+            continue
+        names = list(drafts) if drafter == "chain" else []
+        by = "+".join(names) or drafter
+        key, label = f"spd-{by}-n{stages}", f"spd, {stages} stages, {by}"
+        if possible[drafter]:
+            yield StagedSystem(key, label, stages, drafter, {"stages": stages, "drafter": drafter}, names)
+        else:
+            yield Unmeasured(key, label, f"it needs {needs[drafter]}")
+
+
+def _module_names(folders: Sequence[str]) -> list[str]:
+    """Names of draft modules: those of their folders, numbered where these are equal."""
+    names = [Path(folder).name for folder in folders] if len(folders) > 1 else ["module"]
+    return [name if names.count(name) == 1 else f"{name}-{i}" for i, name in enumerate(names)]
+
+
+def _with_module(folder: str, name: str) -> System:
+    """SPD with a draft module, in the stages that it was trained for. Its anchors are an axis: which stages feed the module."""
+    trained = DraftModuleConfig.load(folder)
+    label = f"spd, {trained.n} stages, {'' if name == 'module' else 'module '}{name}"
+    axes = {"stages": trained.n, "drafter": name, "anchors": list(trained.anchors)}
+    return StagedSystem(f"spd-{name}-n{trained.n}", label, [end - begin for begin, end in trained.stages], folder, axes)
+
+
+def _ppsd(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[System]:
+    for stages in config.stages:
+        axes = {"stages": stages, "drafter": "exit"}
+        yield StagedSystem(f"ppsd-n{stages}", f"PPSD, {stages} stages, the target's own head", stages, "exit", axes)
 
 
 NOT_MEASURED = (
     "its draft head has to be trained for each target, and the published figures come from another engine (SGLang)"
 )
 
-
-def _eagle3(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[SystemSettings]:
-    yield SystemSettings(key=kind, kind=kind, label=kind, not_measured=NOT_MEASURED)
-
-
-def _refuse(system: SystemSettings) -> Contender:
-    raise ValueError(f"{system.key} is not measured")
-
-
-def _make_published(system: SystemSettings) -> Contender:
-    lookahead = None if system.lookahead is None else system.lookahead[0]
-    return PublishedContender(system.kind.removeprefix("published-"), system.drafts, lookahead)
-
-
 BASELINES = {
     "static": Kind(
         "generate() with a static cache and a compiled forward",
-        single("HF static cache, compiled"),
-        lambda system: CompiledContender(),
+        single(lambda: CompiledSystem("static", "HF static cache, compiled")),
         has_drafts=False,
     ),
     "draft-verify": Kind(
         "Draft&Verify: the target without some of its layers drafts",
-        single("HF assisted, skipped layers (Draft&Verify)"),
-        lambda system: OwnLayersContender(),
+        single(lambda: OwnLayersSystem("draft-verify", "HF assisted, skipped layers (Draft&Verify)")),
     ),
     "layerskip": Kind(
         "LayerSkip's schedule: the target's first layers draft",
-        single("HF early exit (LayerSkip)"),
-        lambda system: EarlyExitContender(),
+        single(lambda: EarlyExitSystem("layerskip", "HF early exit (LayerSkip)")),
     ),
-    "published-lockstep": Kind("the lockstep baseline as published with PipeSpec", _published, _make_published),
-    "published-asynchronous": Kind("PipeSpec as published", _published, _make_published),
-    **staged.KINDS,
-    "eagle3": Kind(f"not measured: {NOT_MEASURED}", _eagle3, _refuse),
+    "published-lockstep": Kind("the lockstep baseline as published with PipeSpec", _published),
+    "published-asynchronous": Kind("PipeSpec as published", _published),
+    "spd": Kind("pipespec, the target in stages with one token in each", _staged),
+    "ppsd": Kind("PPSD's schedule: the target in stages, and what the first one has read drafts", _ppsd),
+    "eagle3": Kind(f"not measured: {NOT_MEASURED}", single(lambda: Unmeasured("eagle3", "eagle3", NOT_MEASURED))),
 }
-"""Kinds of systems for :data:`pipespec.bench.systems.KINDS`."""
-
-
-def register() -> None:
-    """Add the baselines to the kinds of systems."""
-    KINDS.update(BASELINES)
+KINDS.update(BASELINES)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.controller_replay import WIDTHS, step_times
 from bench.harness import markdown_table, save
-from pipespec.bench.machine import provenance
+from bench.machine import provenance
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import described
 from pipespec.models.loading import load_model

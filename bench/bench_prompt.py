@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from bench.harness import choose_sizes, markdown_table, save
-from pipespec.bench.machine import provenance
+from bench.machine import provenance
 from pipespec.registry import PLAIN
 
 LENGTHS = (32, 150, 512, 2048)

@@ -29,11 +29,10 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.harness import choose_sizes, markdown_table, replace_table, save
+from bench.machine import provenance
 from bench.perf_model import simulate_spd
 from pipespec import Pipeline
-from pipespec.bench.contenders import Family
-from pipespec.bench.machine import provenance
-from pipespec.demo import MODULE_STAGES, draft_module_path, family_path, load_family, prompts
+from pipespec.demo import MODULE_STAGES, Family, draft_module_path, family_path, load_family, prompts
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.registry import PLAIN
 from pipespec_spd import RanksPipeline, SpeculativePipeline

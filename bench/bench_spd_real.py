@@ -27,7 +27,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from bench.harness import save
-from pipespec.bench.machine import provenance
+from bench.machine import provenance
 from pipespec.models.loading import load_model
 from pipespec.models.properties import end_tokens
 from pipespec.process.progress import say

@@ -1,7 +1,7 @@
 """Which files of bench/results are older than the code that they measure, or quoted nowhere. ``python -m bench.check_results``
 
-Each file names the commit that it measured (``pipespec.bench.machine``). A file is outdated where one of its sources in
-:data:`SOURCES` differs from that commit's; comments and docstrings of Python do not count. README.md and the pages of docs/ quote a file by its path. Exit status: 0, or 1 if a file is not current (but for
+Each file names the commit that it measured (:mod:`bench.machine`). A file is outdated where one of its sources in
+:data:`SOURCES` differs from that commit's. Comments, docstrings and imports of Python do not count, nor does another name of a file. README.md and the pages of docs/ quote a file by its path. Exit status: 0, or 1 if a file is not current (but for
 :data:`MAY_BE_OLDER`), or not quoted, or quoted and not there."""
 
 from __future__ import annotations
@@ -20,25 +20,18 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path("bench/results")
 
 _GPU = ("csrc/cuda", "pipespec_kernels/triton", "python/pipespec/engine/fused.py", "python/pipespec/schedules/graphs")
-_MODEL = ("csrc/runtime/perf_model.hpp", "csrc/runtime/perf_model.cpp")  # of times; no text runs it
-_KERNELS = ("csrc", "pipespec_kernels", *(f":(exclude){place}" for place in (*_GPU, *_MODEL)))
+_KERNELS = ("csrc", "pipespec_kernels", *(f":(exclude){place}" for place in _GPU))
 _ENGINE = (*_KERNELS, "python/pipespec/engine", "python/pipespec/schedules", "python/pipespec/models")
 
-_GENERATE = (
-    *_ENGINE,
-    "python/pipespec/bench/comparison.py",
-    "python/pipespec/bench/contenders.py",
-    "bench/published.py",
-    "bench/baselines.py",
-    "bench/bench_generate.py",
-)
+_RUNNER = ("bench/runner.py", "bench/systems.py")
+_GENERATE = (*_ENGINE, *_RUNNER, "bench/published.py", "bench/baselines.py", "bench/run.py")
 
 SOURCES: dict[str, tuple[str, ...]] = {
     "controller.json": ("python/pipespec/engine/controller.py", "bench/controller_replay.py"),
     "exact.json": (*_ENGINE, "bench/exact.py"),
     "exact_long.json": (*_ENGINE, "bench/exact.py"),
     "generate_cpu.json": (*_GENERATE, "python/pipespec/demo"),
-    "head.json": (*_ENGINE, "bench/bench_real.py"),
+    "head.json": (*_ENGINE, *_RUNNER, "bench/real.py"),
     "gpu_h200.json": (*(place for place in _GENERATE if place[0] != ":"), "bench/planted.py"),
     "price.json": (
         "csrc/cpu",
@@ -49,7 +42,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     ),
     "prompt.json": (*_ENGINE, "bench/bench_prompt.py"),
     "quality.json": ("csrc/cpu/formats", "python/pipespec/models/quantizing.py", "bench/quality.py"),
-    "real.json": (*_ENGINE, "bench/bench_real.py"),
+    "real.json": (*_ENGINE, *_RUNNER, "bench/real.py"),
     "spd.json": (*_KERNELS, "python/pipespec/engine", "python/pipespec_spd", "bench/bench_spd.py"),
     "spd_real.json": ("python/pipespec_spd", "python/pipespec_train", "bench/bench_spd_real.py", "bench/recipes"),
 }
@@ -72,7 +65,7 @@ def commit_of(results: Any) -> str | None:
 
 
 def _code(root: Path, revision: str, source: str) -> str:
-    """A source at a revision; of Python the code without comments and docstrings. Empty where it is not there."""
+    """A source at a revision; of Python the code without comments, docstrings and imports, which a move changes. Empty where it is not there."""
     text = _git(root, "show", f"{revision}:{source}").stdout
     if not source.endswith(".py"):
         return text
@@ -80,6 +73,7 @@ def _code(root: Path, revision: str, source: str) -> str:
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
             body[:] = [s for s in body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
+            body[:] = [s for s in body if not isinstance(s, (ast.Import, ast.ImportFrom))]
     return ast.dump(tree)
 
 
@@ -91,8 +85,15 @@ def state(root: Path, file: Path, sources: Sequence[str]) -> tuple[bool, str]:
     commit = named.removesuffix("-dirty")
     if _git(root, "merge-base", "--is-ancestor", commit, "HEAD").returncode:
         return False, f"measured {named}, which is not in the history of HEAD"
-    changed = _git(root, "diff", "--name-only", commit, "HEAD", "--", *sources).stdout.split()
-    changed = [source for source in changed if _code(root, commit, source) != _code(root, "HEAD", source)]
+    changed = _git(root, "diff", "--name-only", "--no-renames", commit, "HEAD", "--", *sources).stdout.split()
+    moves = [
+        line.split("\t")[1:]
+        for line in _git(root, "diff", "--name-status", "-M", "--diff-filter=R", commit, "HEAD").stdout.splitlines()
+    ]
+    before = {new: old for old, new in moves}
+    # Where a source has moved to another source, the new name stands for both.
+    changed = [source for source in changed if not any(old == source and new in changed for old, new in moves)]
+    changed = [s for s in changed if _code(root, commit, before.get(s, s)) != _code(root, "HEAD", s)]
     if changed:
         return False, f"measured {named}; {len(changed)} of its sources differ from that commit's: {changed[0]}"
     if named != commit:

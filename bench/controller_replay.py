@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.bench_real import read_prompts, shuffled
 from bench.harness import markdown_table, save
-from pipespec.bench.machine import provenance
+from bench.machine import provenance
+from bench.real import read_prompts, shuffled
 from pipespec.engine.cached_text import PROMPT_TAIL
 from pipespec.engine.controller import MAX_DRAFT_TOKENS, Choice, Controller
 from pipespec.engine.ngram import NgramDraft

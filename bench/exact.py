@@ -18,8 +18,8 @@ import torch
 
 import pipespec
 from bench.harness import choose_sizes, markdown_table, save
+from bench.machine import provenance
 from pipespec import Pipeline
-from pipespec.bench.machine import provenance
 from pipespec.checks.tokenizers import tokenizer_digest
 from pipespec.demo import family_path
 from pipespec.models.loading import load_model

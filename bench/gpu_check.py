@@ -2,7 +2,7 @@
 
 The parts run one after the other, in two calls that may be made apart. ``--call tests``: the first minute (:data:`FIRST`), the tests marked ``gpu``,
 and those under compute-sanitizer. ``--call figures``: the first minute again, whole generations by planted models of LLaMA's sizes
-(``bench.bench_generate``), transformers' compiled ``generate()``, the kernels' benchmarks (``bench.kernels``), and ``bench.gpu_more``. Each part is a process with a time limit
+(``bench.run``), transformers' compiled ``generate()``, the kernels' benchmarks (``bench.kernels``), and ``bench.gpu_more``. Each part is a process with a time limit
 that writes its results as it goes. ``DIR/gpu_check.json`` has them and is written after each part; ``DIR/gpu_check.log`` has the output of all parts.
 
 The check runs the source tree that contains it, with or without git. It builds the native modules, for the GPU's architecture alone, where they do not
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,8 +114,8 @@ def _tests(name: str, marked: str, paths: Sequence[str], seconds: int, *, proces
 def _generations(
     name: str, models: Sequence[str], rows: Sequence[str], seconds: int, *options: str, **more: Any
 ) -> Part:
-    chosen = ("--planted", *models, "--rows", *rows, "--first-token", "--json", "{file}", "--prompts", "1")
-    command = ("-m", "bench.bench_generate", *chosen, "--seconds", str(seconds - 20), *options)
+    chosen = ("--planted", *models, "--full-size", "--systems", *rows, "--out", "{file}", "--samples", "1")
+    command = ("-m", "bench.run", *chosen, "--seconds", str(seconds - 20), *options)
     return Part(name, command, seconds, call="figures", **more)
 
 
@@ -126,17 +127,17 @@ def _kernels(seconds: int, *options: str) -> Part:
 def parts_of(dry: bool) -> tuple[Part, ...]:
     """The parts, on the GPU or for a dry run."""
     if dry:
-        sizes = ("--prompt-tokens", "8", "--new-tokens", "12", "--repeats", "1", "--threads", "1", "--dtype", "float32")
+        sizes = ("--new-tokens", "12", "--repeats", "1", "--threads", "1", "--dtype", "float32")
         few = ("tests/kernels/test_noise.py", "tests/kernels/test_native.py")
         return (
             _tests("smoke", "not gpu", (FIRST,), 300, processes=1, call=""),
             _tests("tests", "not gpu", few, 300, processes=2),
-            _generations("1B -> 8B", ("tiny-small", "tiny-target"), ROWS, 120, *sizes, "--uncalibrated"),
-            _generations("compiled", ("tiny-small",), ("static",), 120, *sizes, "--uncalibrated", "--seconds", "inf"),
+            _generations("1B -> 8B", ("tiny-small", "tiny-target"), ROWS, 120, *sizes, "--no-calibrated"),
+            _generations("compiled", ("tiny-small",), ("static",), 120, *sizes, "--no-calibrated", "--seconds", "inf"),
             _kernels(120, "--threads", "1", "--only", "kv_append"),
         )
-    sizes = ("--prompt-tokens", "64", "--new-tokens", "256", "--repeats", "2", "--device", "cuda")
-    tuning = ("--agreement", "0.8", "--settings", "3", "--tuning-tokens", "48")
+    sizes = ("--new-tokens", "256", "--repeats", "2", "--device", "cuda")
+    tuning = ("--agreement", "0.8", "--tuning", "3", "--tuning-tokens", "48")
     marked = "gpu and not sanitizer"
     # One core each for the launcher's threads and the check itself.
     processes = max(1, min(12, len(os.sched_getaffinity(0)) - 2))
@@ -146,8 +147,8 @@ def parts_of(dry: bool) -> tuple[Part, ...]:
         _tests("device", "not gpu", DEVICE_TESTS, 200, processes=processes, variables=ON_DEVICE),
         _tests("memcheck", "gpu and sanitizer", GPU_TESTS[:1], 80, processes=1, required=False),
         _generations("1B -> 8B", ("1B", "8B"), ROWS, 240, *sizes, *tuning),
-        # Compilation takes longer than bench_generate allows of a time limit.
-        _generations("compiled", ("8B",), ("static",), 150, *sizes, "--uncalibrated", "--seconds", "inf"),
+        # Compilation takes longer than bench.run allows of a time limit.
+        _generations("compiled", ("8B",), ("static",), 150, *sizes, "--no-calibrated", "--seconds", "inf"),
         _kernels(60, "--device", "cuda", "--only", *KERNELS),
         Part("more", ("-m", "bench.gpu_more", "--json", "{file}"), 200, required=False, call="figures"),
         _tests("dependent", marked, GPU_TESTS, 150, processes=processes, required=False, variables=DEPENDENT),
@@ -197,7 +198,7 @@ def run(command: Sequence[str], log: Path, seconds: float, **variables: str) -> 
 def results_of(part: Part, file: Path) -> dict[str, Any]:
     """What a part has written; empty where it has written nothing."""
     with suppress(OSError, ValueError):
-        text = file.read_text(encoding="utf-8")
+        text = (file / "summary.json" if file.is_dir() else file).read_text(encoding="utf-8")
         if not part.is_tests:
             return dict(json.loads(text))
         # A process that was killed may have written half of the last line.
@@ -244,7 +245,7 @@ def show(part: Part, found: dict[str, Any]) -> None:
         print("".join(f"    | {line[:200]}\n" for line in found["last_lines"]), end="", flush=True)
 
 
-_FACTS = "import json; from pipespec.bench.machine import provenance; print(json.dumps(provenance()))"
+_FACTS = "import json; from bench.machine import provenance; print(json.dumps(provenance()))"
 _ARCHITECTURE = "import torch; print('%d%d' % torch.cuda.get_device_capability())"
 
 
@@ -299,7 +300,7 @@ def check(out: Path, parts: Sequence[Part], seconds: float = CALL_SECONDS, dry: 
             command = [str(file) if word == "{file}" else word for word in part.command]
             found = run(command, log, limit, **dict(part.variables))
             found |= results_of(part, file)
-            file.unlink(missing_ok=True)
+            shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
         found["passed"] = has_passed(part, found)
         passed = passed and (found["passed"] or not part.required)
         record["parts"][part.name] = found

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from bench.harness import save
+from bench.machine import provenance
 from bench.planted import plant, random_prompts
 from pipespec import Pipeline
-from pipespec.bench.machine import provenance
 from pipespec.schedules import base
 from pipespec_train.heads import head_for
 

@@ -1,95 +1,21 @@
-"""Helpers of all benchmarks: cases, results files and tables in documents. Times and the machine: ``pipespec.bench``."""
+"""Helpers of all benchmarks: results files, tables in documents, and how times and bandwidths are taken."""
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
+import statistics
+import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.machine import last_level_cache_bytes
 from pipespec.process.files import replace
-
-Call = Callable[[int], object]  # with the number of the copy of the inputs to work on
-Shape = tuple[int, int, int]  # rows, columns, and what they are of: logits or tokens
-
-
-@dataclass
-class KernelCase:
-    """One shape of a kernel's benchmark: our call, the bytes that it moves, and other implementations of the operation."""
-
-    bytes_moved: int
-    ours: Call
-    rivals: dict[str, Call] = field(default_factory=dict)
-
-
-Maker = Callable[[Shape, torch.dtype, int], KernelCase]  # of a shape, a dtype and a number of copies
-
-
-BATCHES, WIDTHS, VOCABS = (1, 4, 16, 64), (1, 5, 9, 17), (32000, 128256, 151936)
-QUICK = [(1, 1, 128256), (1, 5, 128256), (4, 5, 128256), (8, 5, 128256), (16, 5, 128256), (64, 5, 32000)]
-
-
-def logits_shapes(device: str, quick: bool) -> list[Shape]:
-    return QUICK if quick else list(itertools.product(BATCHES, WIDTHS, VOCABS))
-
-
-def logits_dtypes(device: str, quick: bool) -> list[torch.dtype]:
-    # On the CPU one dtype, since the others differ only by their bytes.
-    return [torch.bfloat16] if quick or device == "cpu" else [torch.bfloat16, torch.float32]
-
-
-def logits_bytes(shape: Shape, dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """An operation.
-
-    Attributes:
-        name: In the results.
-        make: Of a device, ``quick``, a shape, a dtype and a number of copies: a case.
-        axes: Headings of a shape.
-        shapes: Of a device and ``quick``: the shapes to measure.
-        dtypes: Of a device and ``quick``: the dtypes to measure.
-        input_bytes: Bytes of one copy of the inputs that a call touches.
-    """
-
-    name: str
-    make: Callable[[str, bool, Shape, torch.dtype, int], KernelCase]
-    axes: tuple[str, str, str] = ("B", "Q", "V")
-    shapes: Callable[[str, bool], list[Shape]] = logits_shapes
-    dtypes: Callable[[str, bool], list[torch.dtype]] = logits_dtypes
-    input_bytes: Callable[[Shape, torch.dtype], int] = logits_bytes
-
-
-def rivals(
-    device: str, quick: bool, eager: Callable[..., object], arguments: Callable[[int], tuple[Any, ...]]
-) -> dict[str, Call]:
-    """Eager torch, and its compiled form where that is measured, on the arguments of a copy."""
-    found = {"eager": eager}
-    if device == "cuda" and not quick:
-        from bench.gpu import compiled
-
-        found["compile"] = compiled(eager)
-    return {name: lambda i, rival=rival: rival(*arguments(i)) for name, rival in found.items()}  # type: ignore[misc]
-
-
-def normal(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Normal random numbers. On the CPU a tile of some millions repeats, since drawing all would take longer than measuring."""
-    out = torch.empty(shape, dtype=dtype, device=device)
-    if device != "cpu":
-        return out.normal_()
-    tile = torch.randn(min(out.numel(), (1 << 22) + 1)).to(dtype)
-    for piece in out.view(-1).split(tile.numel()):
-        piece.copy_(tile[: piece.numel()])
-    return out
 
 
 def save(path: Path | None, record: dict[str, Any]) -> None:
@@ -127,3 +53,70 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(line) + " |" for line in (header, *rows)]
     lines.insert(1, "|---" + "|---:" * (len(header) - 1) + "|")
     return "\n".join(lines)
+
+
+# ---- times
+
+COPIED_BYTES = 1 << 30
+"""Of a copy that measures a GPU's bandwidth. It exceeds every cache."""
+
+
+def seconds(call: Callable[..., object], *arguments: object) -> float:
+    """Return the seconds of one call by the host's clock."""
+    began = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - began
+
+
+def repeated(
+    call: Callable[[], object], repeats: int, device: torch.device | str = "cpu", warm_up: int = 1
+) -> list[float]:
+    """Return the seconds of each of ``repeats`` calls. On a GPU they count between events on the current stream.
+
+    Args:
+        call: What is timed.
+        repeats: Calls that count.
+        device: Where the work of a call runs.
+        warm_up: Calls before them that do not count.
+    """
+    device = torch.device(device)
+    for _ in range(warm_up):
+        call()
+    if device.type != "cuda":
+        return [seconds(call) for _ in range(repeats)]
+    times = []
+    with torch.cuda.device(device):
+        for _ in range(repeats):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+    return times
+
+
+def copy_bytes_per_second(device: torch.device | str = "cuda", nbytes: int = COPIED_BYTES, repeats: int = 20) -> float:
+    """Rate of a plain copy on ``device``, read and written bytes counted: the median of ``repeats``."""
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * nbytes / statistics.median(repeated(lambda: target.copy_(source), repeats, device, warm_up=2))
+
+
+def read_bytes_per_second(threads: int) -> float:
+    """Rate of a plain read of uncached memory on the CPU: the median of nine."""
+    size, before = max(256 << 20, 4 * last_level_cache_bytes()), torch.get_num_threads()
+    buffer = torch.ones(size // 4)
+    torch.set_num_threads(threads)
+    try:
+        return size / statistics.median(repeated(buffer.sum, 9))
+    finally:
+        torch.set_num_threads(before)
+
+
+def refuse_without_gpu(program: str) -> None:
+    """End the program with status 2 and a message where torch sees no GPU."""
+    if not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        print(f"{program}: no GPU is visible to torch {torch.__version__} ({built}); nothing was run.", file=sys.stderr)
+        sys.exit(2)

@@ -1,7 +1,7 @@
 """The kernels' benchmarks: ``python -m bench.kernels [--device cuda] [--quick] [--only NAME] [--json FILE]``
 
 ``bench/selection_cases.py``, ``bench/layer_cases.py`` and ``bench/packed_cases.py`` are the table of cases. The rivals are eager torch, on a GPU also ``torch.compile`` (not with
-``--quick``), FlashInfer for rejection sampling where it is installed, and FlexAttention for attention. ``bench/cpu.py`` and ``bench/gpu.py`` describe the
+``--quick``), FlashInfer for rejection sampling where it is installed, and FlexAttention for attention. ``bench/kernel_timing.py`` describes the
 timing. GB/s counts the bytes that must be moved once; the share of a plain read with the same threads (CPU) or of a copy (GPU) stands beside it. A star: the
 call was not in a graph. A shape that does not fit the memory is left out. Exit status 1: a shape failed.
 """
@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from bench import cpu, gpu, layer_cases, packed_cases, selection_cases
-from bench.harness import Benchmark, save
-from bench.timing import copy_bytes_per_second
-from pipespec.bench.machine import provenance
+from bench import kernel_timing, layer_cases, packed_cases, selection_cases
+from bench.harness import copy_bytes_per_second, refuse_without_gpu, save
+from bench.kernel_timing import Benchmark
+from bench.machine import provenance
 
 BENCHMARKS = [*selection_cases.BENCHMARKS, *layer_cases.BENCHMARKS, *packed_cases.BENCHMARKS]
 
@@ -31,14 +31,14 @@ def run(benchmarks: Sequence[Benchmark], options: argparse.Namespace) -> int:
     on_gpu = options.device == "cuda"
     torch.manual_seed(0)
     if on_gpu:
-        gpu.refuse_without_gpu("bench.kernels")
+        refuse_without_gpu("bench.kernels")
         info = provenance() | {"copy_gb_per_s": copy_bytes_per_second() / 1e9}
         print(
             f"{info['gpus'][0]['name']}, torch {info['torch']}, triton {info['triton']}; a copy moves {info['copy_gb_per_s']:.0f} GB/s"
         )
     else:
         torch.set_num_threads(options.threads)
-        info = provenance(options.threads) | {"cold_bytes": cpu.cold_bytes()}
+        info = provenance(options.threads) | {"cold_bytes": kernel_timing.cold_bytes()}
         print(
             f"{info['cpu']}, {info['cores']} cores, {info['simd']}, {options.threads} threads, torch {info['torch']}, "
             f"load {info['load_average'][0]:.1f}"
@@ -58,19 +58,20 @@ def measure(benchmark: Benchmark, device: str, quick: bool, copy: float | None) 
 
     ``copy``: GB/s of a copy on a GPU, which the result relates to.
     """
-    place = gpu if device == "cuda" else cpu
+    copies_for = kernel_timing.gpu_copies if device == "cuda" else kernel_timing.cpu_copies
+    measure_one = kernel_timing.measure_on_gpu if device == "cuda" else kernel_timing.measure_on_cpu
     make = functools.partial(benchmark.make, device, quick)
     print(f"\n{benchmark.name}")
     heads = (*benchmark.axes, "dtype", "us", "GB/s", "of copy" if copy else "of read")
     print("{:>4}{:>4}{:>8}  {:10}{:>10} {:>9}{:>9}   times ours".format(*heads))
     for dtype, shape in itertools.product(benchmark.dtypes(device, quick), benchmark.shapes(device, quick)):
-        copies = place.copies_for(benchmark.input_bytes(shape, dtype))
+        copies = copies_for(benchmark.input_bytes(shape, dtype))
         if not copies:
             continue
         result = {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "copies": copies}
         line = "{:4}{:4}{:8}  {:10}".format(*shape, result["dtype"])
         try:
-            result |= place.measure_one(make, shape, dtype, copies, 15 if quick and copy else 40)
+            result |= measure_one(make, shape, dtype, copies, 15 if quick and copy else 40)
         except Exception as error:
             result["error"] = f"{type(error).__name__}: {error}"
             print(f"{line}FAILED: {result['error'].splitlines()[0][:120]}", flush=True)

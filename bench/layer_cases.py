@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench import gpu
-from bench.harness import BATCHES, WIDTHS, Benchmark, Call, KernelCase, Shape, normal, rivals
+from bench import kernel_timing
+from bench.kernel_timing import BATCHES, WIDTHS, Benchmark, Call, KernelCase, Shape, normal, rivals
 from pipespec_kernels import ops, reference
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -85,7 +85,7 @@ def flexible(lengths: Tensor, width: int, keys: int) -> Callable[[Tensor, Tensor
             return kv <= lengths[b] + q
 
         mask = create_block_mask(mask_mod, len(lengths), None, width, keys, device=str(lengths.device))
-        return gpu.compiled(flex_attention), mask
+        return kernel_timing.compiled(flex_attention), mask
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Any:
         compiled, mask = made()

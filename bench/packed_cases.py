@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from bench.harness import Benchmark, Call, KernelCase, Shape, normal
+from bench.kernel_timing import Benchmark, Call, KernelCase, Shape, normal
 from pipespec_kernels.formats import FORMATS, QuantizedMatrix, quantize
 from pipespec_kernels.packed import PackedMatrix, matmul_reference
 

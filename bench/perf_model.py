@@ -1,4 +1,4 @@
-"""Perf model: one chain in virtual time, over the engine's own protocol code in csrc/runtime/perf_model.cpp.
+"""Perf model: one chain in virtual time, over the engine's own protocol code. ``bench/native/perf_model.cpp`` is compiled on first use.
 
 The schedule ``asynchronous`` runs the protocol code of the engine. Only the duration of a forward and the tokens of each stage are modelled. Each stage has a
 device of its own. ``reference`` and ``reference-lockstep`` follow the description of the published system (arXiv 2505.01572).
@@ -9,8 +9,14 @@ length of the text (give the mean), and end-of-sequence tokens (give the length 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +24,53 @@ import numpy as np
 from pipespec.config import WIDTH
 
 Schedule = Literal["asynchronous", "reference", "reference-lockstep"]
+SCHEDULES = ("asynchronous", "reference", "reference-lockstep")
+
+ROOT = Path(__file__).parents[1]
+_COUNTS = 4 + 101
+"""Numbers per stage: four counters, and the steps by the tokens that they appended, at most 100."""
+
+
+def _fields(**kinds: str) -> list[tuple[str, Any]]:
+    """Fields of a structure, by their types."""
+    return [(name, getattr(ctypes, f"c_{kind}")) for kind, names in kinds.items() for name in names.split()]
+
+
+class _Stage(ctypes.Structure):
+    """``StageModel`` of the C++ file."""
+
+    _fields_ = _fields(void_p="step_s", uint32="widths lookahead max_draft_tokens min_draft_tokens", double="start_s")
+
+
+class _Setting(ctypes.Structure):
+    """``Setting`` of the C++ file."""
+
+    _fields_ = _fields(
+        void_p="models acceptance table",
+        uint64="positions seed",
+        uint32="n_stages tokens width lookahead decode_meanwhile preempt",
+        double="patience handshake_s",
+    )
+
+
+@functools.cache
+def _native() -> Callable[..., float]:
+    """The compiled simulation, in ``build/bench``, by the digest of its sources."""
+    source = ROOT / "bench" / "native" / "perf_model.cpp"
+    files = [source, *sorted((ROOT / "csrc").glob("protocol/*.hpp")), *sorted((ROOT / "csrc").glob("runtime/*.hpp"))]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    library = ROOT / "build" / "bench" / f"perf_model-{digest}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        half = library.with_suffix(f".{os.getpid()}")
+        # Without fused multiply-add, so that every machine gives the same numbers.
+        flags = ("-std=c++20", "-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-shared", "-fPIC")
+        command = [os.environ.get("CXX", "c++"), *flags, "-I", str(ROOT / "csrc"), str(source), "-o", str(half)]
+        subprocess.run(command, check=True)
+        half.replace(library)
+    function = ctypes.CDLL(str(library)).pipespec_simulate
+    function.restype = ctypes.c_double
+    return function
 
 
 @dataclass(frozen=True)
@@ -151,36 +204,38 @@ def simulate(
         handshake_s: Fixed cost of an acknowledgement.
         preempt: A corrected draft drops its running step.
 
-    ``preempt``, and ``handshake_s`` with ``asynchronous``, are idealisations for checks of closed forms, see csrc/runtime/perf_model.hpp.
+    ``preempt``, and ``handshake_s`` with ``asynchronous``, are idealisations for checks of closed forms, see the C++ file.
 
     Raises:
         RuntimeError: The chain waits without a deadline for draft tokens that cannot come.
     """
-    names = {"asynchronous": "asynchronous", "reference": "reference_async", "reference-lockstep": "reference_sync"}
     if not isinstance(answers, Answers):
         answers = Answers(acceptance=tuple(answers))
     policy = policy or SimulatedPolicy()
-    from pipespec_kernels import _native
-
-    setting = _native.SimSetting()
-    built = []
-    for stage, (ahead, draft_tokens, minimum) in zip(stages, policy.per_stage(len(stages)), strict=True):
-        out = _native.SimStage()
-        out.step_s, out.start_s = stage.times(), stage.start_s
-        out.lookahead, out.max_draft_tokens, out.min_draft_tokens = ahead, draft_tokens, minimum
-        built.append(out)
-    setting.stages = built
-    if answers.table is not None:
-        setting.set_table(np.ascontiguousarray(answers.table).tobytes())
-    else:
-        setting.set_acceptance([float(a) for a in answers.acceptance])
-    setting.tokens, setting.width, setting.seed = tokens, policy.width, seed
-    setting.patience, setting.decode_meanwhile = policy.patience, policy.decode_meanwhile
-    setting.preempt, setting.handshake_s = preempt, handshake_s
-    setting.lookahead = lookahead
-    result: dict[str, Any] = getattr(_native, f"simulate_{names[schedule]}")(setting)
-    counts = [StageCounts(**s | {"histogram": np.asarray(s["histogram"], dtype=np.int64)}) for s in result["stages"]]
-    return Simulation(result["seconds"], result["tokens"], tuple(counts))
+    times = [np.array(stage.times()) for stage in stages]
+    acceptance = np.array(answers.acceptance, np.float64)
+    table = None if answers.table is None else np.ascontiguousarray(answers.table)
+    models = (_Stage * len(stages))(
+        *(
+            _Stage(t.ctypes.data, len(t), *limits, stage.start_s)
+            for t, stage, limits in zip(times, stages, policy.per_stage(len(stages)), strict=True)
+        )
+    )
+    setting = _Setting(
+        models=ctypes.addressof(models), acceptance=acceptance.ctypes.data, seed=seed, n_stages=len(stages), tokens=tokens,
+        width=policy.width, lookahead=lookahead, decode_meanwhile=policy.decode_meanwhile, preempt=preempt,
+        patience=policy.patience, handshake_s=handshake_s,
+    )  # fmt: skip
+    if table is not None:
+        setting.table, setting.positions = table.ctypes.data, len(table)
+    counts, message = np.zeros((len(stages), _COUNTS), np.uint64), ctypes.create_string_buffer(256)
+    counted = ctypes.c_void_p(counts.ctypes.data)
+    seconds = _native()(
+        ctypes.c_uint32(SCHEDULES.index(schedule)), ctypes.byref(setting), counted, ctypes.c_uint32(_COUNTS), message
+    )
+    if seconds < 0:
+        raise RuntimeError(message.value.decode())
+    return Simulation(seconds, tokens, tuple(StageCounts(*map(int, c[:4]), c[4:].astype(np.int64)) for c in counts))
 
 
 @dataclass(frozen=True)

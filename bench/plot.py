@@ -1,8 +1,8 @@
 """All figures of the benchmarks, drawn by matplotlib; tables by pandas. ``pip install 'pipespec[bench]'``
 
-    python -m bench.plot RESULTS                   figures and report.html of a run of ``pipespec bench`` or ``bench.run``
+    python -m bench.plot RESULTS                   figures and report.html of a run of ``bench.run``
     python -m bench.plot training.json             the curves of ``pipespec spd train``, as training.svg beside it
-    python -m bench.plot bench/results/real.json   README's table of real models, as real.svg beside it
+    python -m bench.plot bench/results/real.json   README's table of real models, as real.svg beside it; the same for the summary.json of a run
 
 Other benchmarks call :func:`bars` and :func:`chart`, which return SVG. The same input gives the same file.
 """
@@ -17,14 +17,14 @@ import math
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise, zip_longest
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.bench.machine import describe
-from pipespec.bench.results import ResultsFolder, Sample, Settings, Summary, SystemSettings
-from pipespec.bench.summary import summarise
+from bench import tables
+from bench.machine import describe
+from bench.samples import ResultsFolder, Sample
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ OURS, OTHERS, LOSS = "#0072b2", "#c9c9c9", "#d55e00"
 """Colours of bars."""
 
 MODELS = {"q15": "Qwen2.5-Coder-1.5B-Instruct"}
-"""Names of the models in the files of ``bench.bench_real``."""
+"""Names of the models in the files of ``bench.real``."""
 
 MAX_CURVES = len(COLOURS)
 """Systems in one panel."""
@@ -147,56 +147,56 @@ def bars(title: str, rows: Sequence[Bar], note: str = "", reference: float | Non
 
 @dataclass
 class Run:
-    """Everything that a run has measured."""
+    """Everything that a run has measured: its summary, and its samples."""
 
-    settings: Settings
-    summary: Summary
+    summary: dict[str, Any]
     samples: list[Sample]
 
     @classmethod
     def load(cls, folder: ResultsFolder) -> Run:
         """Read a run's folder. Raises ``FileNotFoundError`` and ``ValueError`` as :meth:`ResultsFolder.settings` does."""
-        settings = folder.settings()
-        return cls(settings, summarise(folder, settings), list(folder.samples.values()))
+        samples = list(folder.samples.values())
+        return cls(tables.summarise(folder.settings(), samples), samples)
 
-    def texts(self, dataset: str) -> Iterator[tuple[SystemSettings, list[Sample]]]:
-        """Each system on a dataset that has texts, with those that did not fail."""
-        for system in self.settings.systems:
-            own = [s for s in self.samples if (s.dataset, s.system) == (dataset, system.key) and not s.error]
-            if any(s.tokens for s in own):
-                yield system, [s for s in own if s.tokens]
+    def rows(self, dataset: str) -> list[tuple[dict[str, Any], tables.Row]]:
+        """The record and the row of each system on a dataset."""
+        systems = {system["key"]: system for system in self.summary["systems"]}
+        return [(systems[row.key], row) for row in tables.rows_of(self.summary) if row.dataset == dataset]
+
+    def texts(self, dataset: str) -> Iterator[tuple[str, list[Sample]]]:
+        """The label of each system on a dataset that has texts, with those that did not fail."""
+        for system, _ in self.rows(dataset):
+            own = [s for s in self.samples if (s.dataset, s.system) == (dataset, system["key"]) and s.tokens]
+            if own:
+                yield system["label"], own
 
 
 def speedups(run: Run, dataset: str) -> str:
     """The speed-up of each system against the fastest one without drafts."""
     rows = []
-    for system in run.settings.systems:
-        row = run.summary.row(dataset, system.key)
-        if row is None or row.speedup is None:
-            why = (row and row.not_measured) or "no complete sample"
-            rows.append(Bar(system.label, None, f"not measured: {why[:60]}"))
+    for _, row in run.rows(dataset):
+        if row.speedup is None:
+            rows.append(Bar(row.label, None, f"not measured: {(row.reason or 'no complete sample')[:60]}"))
         else:
-            is_base = run.summary.baseline.get(dataset) == system.key
-            colour = OTHERS if is_base else OURS if row.speedup >= 1 else LOSS
-            rows.append(Bar(system.label, row.speedup, f"{row.speedup:.2f}x", colour))
+            colour = OTHERS if row.speedup == 1 else OURS if row.speedup > 1 else LOSS
+            rows.append(Bar(row.label, row.speedup, f"{row.speedup:.2f}x", colour))
     note = "Dashed: the fastest system without drafts. Orange: slower than that."
-    return bars(f"Speed-up on {dataset}, median over samples", rows, note, 1.0)
+    return bars(f"Speed-up on {dataset}", rows, note, 1.0)
 
 
 def sweeps(run: Run, dataset: str) -> str:
     """Speed-up over each setting that a sweep varied, and over the number of models in the chain."""
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for system in run.settings.systems:
-        row = run.summary.row(dataset, system.key)
-        if row is None or row.speedup is None:
+    for system, row in run.rows(dataset):
+        if row.speedup is None:
             continue
-        chain = " > ".join([system.kind, *system.drafts])
-        for axis, value in system.axes.items():
+        chain = " > ".join([system["kind"], *system["drafts"]])
+        for axis, value in (system.get("axes") or {}).items():
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 found.setdefault(axis, {}).setdefault(chain, []).append((value, row.speedup))
-        if system.drafts:
-            depth = found.setdefault("models in the chain", {}).setdefault(system.kind, [])
-            depth.append((len(system.drafts) + 1, row.speedup))
+        if system["drafts"]:
+            depth = found.setdefault("models in the chain", {}).setdefault(system["kind"], [])
+            depth.append((len(system["drafts"]) + 1, row.speedup))
     panels = []
     for axis, groups in found.items():
         # Several systems at one point differ in another setting: the fastest one counts.
@@ -214,11 +214,10 @@ def sweeps(run: Run, dataset: str) -> str:
 def accepted(run: Run, dataset: str) -> str:
     """The share of the target's steps by accepted draft tokens."""
     series = []
-    for system, texts in run.texts(dataset):
-        counts = [sum(same) for same in zip_longest(*(text.stages[-1].histogram for text in texts), fillvalue=0)]
-        if any(counts):
-            shares = [count / sum(counts) for count in counts]
-            series.append(Series(system.label, range(len(shares)), shares, len(series), marks=True, joined=True))
+    for _, row in run.rows(dataset):
+        if any(row.histogram):
+            shares = [count / sum(row.histogram) for count in row.histogram]
+            series.append(Series(row.label, range(len(shares)), shares, len(series), marks=True, joined=True))
     panel = Panel(series[:MAX_CURVES], "", "accepted draft tokens of a step", "share of the target's steps")
     return chart(f"Accepted draft tokens on {dataset}", [panel])
 
@@ -226,10 +225,10 @@ def accepted(run: Run, dataset: str) -> str:
 def over_time(run: Run, dataset: str) -> str:
     """Tokens of the first sample over time, and the distribution of the time per token."""
     growth, times = [], []
-    for i, (system, texts) in enumerate(list(run.texts(dataset))[:MAX_CURVES]):
+    for i, (label, texts) in enumerate(list(run.texts(dataset))[:MAX_CURVES]):
         if texts[0].commits:
             at, tokens = zip((0.0, 0), *texts[0].commits, strict=True)
-            growth.append(Series(system.label, at, tokens, i, steps=True))
+            growth.append(Series(label, at, tokens, i, steps=True))
         gaps = sorted(
             1e3 * (b[0] - a[0]) / (b[1] - a[1])
             for text in texts
@@ -237,7 +236,7 @@ def over_time(run: Run, dataset: str) -> str:
             for _ in range(b[1] - a[1])
         )
         if gaps:
-            times.append(Series(system.label, gaps, [(j + 1) / len(gaps) for j in range(len(gaps))], i))
+            times.append(Series(label, gaps, [(j + 1) / len(gaps) for j in range(len(gaps))], i))
     panels = [
         Panel(growth, "one text", "s", "new tokens"),
         Panel(times, "all texts", "ms per token, at most", "share of the tokens", 1.0),
@@ -252,7 +251,7 @@ def cycles(run: Run, dataset: str) -> str:
     """SPD: the parts of a cycle."""
     import pandas
 
-    rows = [(s.label, texts) for s, texts in run.texts(dataset) if all(t.phases and t.cycles for t in texts)]
+    rows = [(label, texts) for label, texts in run.texts(dataset) if all(t.phases and t.cycles for t in texts)]
     if not rows:
         raise ValueError("no system has cycles")
     figure, (ax,) = _figure(f"SPD on {dataset}: parts of a cycle", 8.0, 1.2 + 0.3 * len(rows))
@@ -273,18 +272,16 @@ def report(run: Run, out: Path) -> list[Path]:
     import pandas
 
     out.mkdir(parents=True, exist_ok=True)
-    settings, files, parts = run.settings, [], list[str]()
-    parts.append(f"<p>{html.escape(f'Target {settings.target} ({settings.dtype}), {settings.sampling}.')}</p>")
-    if settings.machine:
-        parts.append(f"<p>{html.escape(describe(settings.machine))}</p>")
-    for dataset in settings.datasets:
-        parts.append(f"<h2>{html.escape(dataset.name)}</h2>")
-        rows = [asdict(row) for row in run.summary.rows if row.dataset == dataset.name]
-        table = pandas.json_normalize(rows).drop(columns="dataset").dropna(axis="columns", how="all")
+    summary, files = run.summary, list[Path]()
+    parts = [f"<p>{html.escape(tables.caption(summary))}</p>", f"<p>{html.escape(describe(summary['machine']))}</p>"]
+    for dataset in (d["name"] for d in summary["datasets"]):
+        parts.append(f"<h2>{html.escape(dataset)}</h2>")
+        rows = [row for row in summary["rows"] if row["dataset"] == dataset]
+        table = pandas.json_normalize(rows).drop(columns=["dataset", "histogram"]).dropna(axis="columns", how="all")
         parts.append(table.to_html(index=False, na_rep="-", float_format="{:.3f}".format, border=0))
         for name, draw in FIGURES.items():
             try:
-                picture = draw(run, dataset.name)
+                picture = draw(run, dataset)
             except ValueError:
                 continue  # the samples have nothing for this figure
             files.append(out / f"{name}-{len(files)}.svg")
@@ -294,7 +291,7 @@ def report(run: Run, out: Path) -> list[Path]:
     style = "body{font-family:sans-serif;margin:2em}td,th{padding:.2em .6em;text-align:right}"
     body = "\n".join(parts)
     page.write_text(
-        f"<!doctype html><meta charset=utf-8><title>pipespec bench</title><style>{style}</style>{body}\n",
+        f"<!doctype html><meta charset=utf-8><title>bench.run</title><style>{style}</style>{body}\n",
         encoding="utf-8",
     )
     return [page, *files]
@@ -328,8 +325,8 @@ def training(history: Sequence[dict[str, Any]]) -> str:
 
 
 def real(record: dict[str, Any]) -> str:
-    """Tokens/s of the rows of README's table, from a file of ``bench.bench_real``."""
-    from bench.bench_real import readme_table
+    """Tokens/s of the rows of README's table, from a file of ``bench.real``."""
+    from bench.real import readme_table
 
     heads, _, *table = ([cell.strip() for cell in line.split("|")[1:-1]] for line in readme_table(record).splitlines())
     rows = []
@@ -344,15 +341,27 @@ def real(record: dict[str, Any]) -> str:
     return bars(title, rows, note)
 
 
+def generations(record: dict[str, Any]) -> str:
+    """The rows of a summary that ran, as bars."""
+    rows = []
+    for r in tables.rows_of(record):
+        if r.tokens_per_second is not None:
+            colour = {"ours": OURS, "reference": "#d1603d"}.get(r.group, "#888888" if r.vs_plain == 1 else OTHERS)
+            text = f"{r.tokens_per_second:.1f}{tables.shown(r.vs_plain, '  ({:.2f}x)', '')}"
+            rows.append(Bar(r.label, r.tokens_per_second, text, colour))
+    return bars("tokens/s, from prompt to last token", rows, tables.caption(record))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("bench.plot", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("results", type=Path, help="folder of a run, training.json, or real.json")
+    parser.add_argument("results", type=Path, help="folder of a run, training.json, real.json, or summary.json")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the files go (default: beside the results)")
     args = parser.parse_args(arguments)
     if args.results.is_file():
         record = json.loads(args.results.read_text(encoding="utf-8"))
-        picture = training(record["history"]) if "history" in record else real(record)
-        files = [(args.out or args.results.parent) / ("training.svg" if "history" in record else "real.svg")]
+        draw = real if record.get("benchmark") == "real" else generations
+        picture = training(record["history"]) if "history" in record else draw(record)
+        files = [(args.out or args.results.parent) / args.results.with_suffix(".svg").name]
         files[0].write_text(picture, encoding="utf-8")
     else:
         files = report(Run.load(ResultsFolder(args.results)), args.out or args.results)

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bench.harness import markdown_table, save
-from pipespec.bench.machine import provenance
+from bench.machine import provenance
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import described, forward
 from pipespec.models.loading import load_model

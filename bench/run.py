@@ -1,35 +1,47 @@
-"""``pipespec bench`` with the papers' baselines, and with planted models: ``python -m bench.run --help``
+"""Measure how fast systems generate the same texts, into a folder of results.
 
-    python -m bench.run --config bench/configs/pipespec_lookahead.toml --prompts HumanEval.jsonl --out sweep
+    python -m bench.run --out build/bench/generate                                       # the bundled family
+    python -m bench.run --prompts HumanEval.jsonl --samples 20 --lookahead 2 4 8 --out sweep
     python -m bench.run --config bench/configs/pipespec_lookahead.toml --planted --out shapes    # without weights and prompts
+    python -m bench.run --planted 160M 1B --full-size --dtype bfloat16 --systems static assisted --out planted
 
-``bench/baselines.py`` has the baselines, ``bench/planted.py`` the planted models, and ``python -m bench.plot DIR`` draws the results.
+Systems take turns prompt by prompt, and every text is compared with that of generate(). Each text is a JSON line in --out. A second start with the
+same options does what is missing. Exit status 1 if texts differ in float32. ``python -m bench.tables DIR/summary.json`` prints the tables again,
+and ``python -m bench.plot DIR`` draws the results.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-import bench.datasets  # noqa: F401  adds the published formats
-from bench import baselines, planted
-from bench.configuration import load_config
-from bench.timing import read_bytes_per_second
-from pipespec.bench import runner
-from pipespec.bench.config import BenchConfig, DatasetRequest
-from pipespec.bench.contenders import Family
-from pipespec.bench.results import DatasetSettings
-from pipespec.bench.runner import CALIBRATION, PreparedDataset, PreparedRun, prepared, threads
-from pipespec.checks.devices import device_facts
-from pipespec.cli import bench as command
-from pipespec.demo import draft_module_path
-from pipespec.process.progress import say
+import bench.baselines  # noqa: F401  adds the kinds of the papers
+from bench import datasets, planted, tables
+from bench.config import BenchConfig, DatasetRequest, add_options, configured, load_config, with_prompts
+from bench.harness import copy_bytes_per_second, read_bytes_per_second, refuse_without_gpu
+from bench.machine import provenance
+from bench.runner import Dataset, Runner
+from bench.samples import ResultsFolder
+from bench.systems import KINDS, REFERENCE, Family, Workload, draft_names, systems_of
+from pipespec.checks.devices import arrange, device_facts
+from pipespec.cli.options import check_output_folder
+from pipespec.demo import draft_module_path, family_path, prompts
+from pipespec.models.loading import load_model
+from pipespec.models.tokenizers import load_tokenizer
+from pipespec.process.progress import quiet_transformers, say, working
+from pipespec.process.table import aligned
+from pipespec.registry import PLAIN
+
+CALIBRATION = 2
+"""Prompts that tune and warm up. They are not measured where a dataset has enough others."""
 
 STEP_S = 0.03
 """Most seconds of a planted target's step: its shapes are divided until the weights can be read in this time."""
@@ -37,79 +49,254 @@ STEP_S = 0.03
 MEMORY_SHARE = 0.4
 """Share of the free memory that planted weights may take."""
 
+POSITIONS = 1024
+"""At least as many positions calibrate the agreement of planted models, and as many measure it."""
 
-def prepare(config: BenchConfig) -> PreparedRun:
-    """Make models of the configuration's shapes, divided until they fit this machine, and random prompts.
+
+def load_models(config: BenchConfig) -> tuple[Family, dict[str, Any]]:
+    """Load the models of a configuration; returns them and what the results say of them.
 
     Raises:
-        ValueError: The shapes do not fit, or the new tokens exceed the models' positions.
+        FileNotFoundError, ValueError, DoesNotFit: Those of ``load_model``.
     """
-    count = threads(config)
-    is_on_gpu = torch.cuda.is_available() and len(set(config.device)) == 1 and config.device[0].startswith("cuda")
-    device = config.device[0] if is_on_gpu else "cpu"
-    dtype = getattr(torch, config.dtype or ("bfloat16" if is_on_gpu else "float32"))
-    if not is_on_gpu and "cpu" not in config.device:
-        dtype = torch.float32  # the file names the dtype of GPUs that are not here
-    rate = 1e12 if is_on_gpu else read_bytes_per_second(count)
-    least = max(config.stages, default=2) if {"spd", "ppsd"} & set(config.systems) else 2
-    memory = MEMORY_SHARE * device_facts([device])[0].free
-    shapes, divisors = planted.fitted(config.planted, memory, STEP_S * rate, dtype.itemsize, least)
-    datasets = config.dataset or (DatasetRequest(name="planted"),)
+    assert config.target is not None
+    options: dict[str, Any] = {"dtype": config.dtype or "auto", "trust_remote_code": config.trust_remote_code}
+    device: Any = config.device[0] if len(config.device) == 1 else list(config.device)
+    places = arrange([*config.drafts, config.target], device=device, **options) or [None] * (len(config.drafts) + 1)
+    paths = dict(zip(draft_names(config.drafts), config.drafts, strict=True))
+    drafts = {n: load_model(path, device=d, **options) for (n, path), d in zip(paths.items(), places, strict=False)}
+    target = load_model(config.target, device=places[-1], **options)
+    tokenizer = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
+    return Family(Path(config.target).name, target, drafts, tokenizer), {"target": config.target, "drafts": paths}
+
+
+def plant_models(config: BenchConfig, rate: float) -> tuple[Family, dict[str, Any]]:
+    """Make models of the configuration's shapes, divided until they fit this machine, which reads ``rate`` bytes per second.
+
+    Raises:
+        ValueError: The shapes do not fit.
+    """
+    on_gpu = config.device[0].startswith("cuda")
+    dtype = getattr(torch, config.dtype or ("bfloat16" if on_gpu else "float32"))
+    shapes, divisors = planted.SHAPES, (1, 1)
+    if not config.full_size:
+        least = max(config.stages, default=2) if {"spd", "ppsd"} & set(config.systems) else 2
+        memory = MEMORY_SHARE * device_facts([config.device[0]])[0].free
+        shapes, divisors = planted.fitted(config.planted, memory, STEP_S * rate, dtype.itemsize, least)
+    prompt_tokens = min(64, *(d.typical_tokens for d in config.dataset))
+    new_tokens = min(config.new_tokens, 128)
     chain = planted.plant(
         config.planted,
         config.agreement[0] if len(config.agreement) == 1 else config.agreement,
         seed=config.seed,
-        device=device,
+        device=config.device[0],
         dtype=dtype,
-        prompt_tokens=min(64, *(d.typical_tokens for d in datasets)),
-        new_tokens=min(config.new_tokens, 128),
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        texts=max(8, -(-POSITIONS // new_tokens)) if config.calibrated else 0,
         known=shapes,
         progress=say,
     )
     *drafts, target = chain.models
     names = config.planted[:-1]
-    family = Family("planted " + " -> ".join(config.planted), target, dict(zip(names, drafts, strict=True)), None)
+    family = Family("planted " + " -> ".join(config.planted), target, dict(zip(names, drafts, strict=True)))
     record = chain.record() | {"divided": {"widths": divisors[0], "layers": divisors[1]}}
     paths = {name: f"planted {name}" for name in names}
-    return prepared(config, family, paths, [_prompts(config, d, family) for d in datasets], planted=record)
+    return family, {"target": family.name, "drafts": paths, "planted": record}
 
 
-def _prompts(config: BenchConfig, request: DatasetRequest, family: Family) -> PreparedDataset:
-    limit = family.target.config.max_position_embeddings
-    if config.new_tokens >= limit:
-        raise ValueError(f"{config.new_tokens} new tokens: planted models take {limit} tokens; lower --new-tokens")
-    count, tokens = config.samples or 8, min(request.typical_tokens, limit - config.new_tokens)
-    ids = planted.random_prompts(family.target.config.vocab_size, count + CALIBRATION, tokens, config.seed + 3)
-    names = [str(i) for i in range(count)]
-    settings = DatasetSettings(name=request.name, format="planted", samples=names, new_tokens=config.new_tokens)
-    return PreparedDataset(settings, dict(zip(names, ids[:, None], strict=False)), [row[None] for row in ids[count:]])
+def _has_matrices(model: Any) -> bool:
+    """Whether the embedding and the head are matrices of weights: those of a GGUF file lie there in blocks."""
+    return all(hasattr(module, "weight") for module in (model.get_input_embeddings(), model.get_output_embeddings()))
+
+
+def _here(config: BenchConfig) -> BenchConfig:
+    """A configuration of planted models on a device of this machine: its file may name GPUs that are not here."""
+    if torch.cuda.is_available() and len(set(config.device)) == 1 and config.device[0].startswith("cuda"):
+        return config
+    is_cpu = config.device == ("cpu",)
+    return replace(config, device=("cpu",), dtype=config.dtype if is_cpu else "float32")
+
+
+def prompts_of(config: BenchConfig, request: DatasetRequest, family: Family) -> Dataset:
+    """The prompts of a dataset that fit the target: of a file, function heads for the bundled family, or random tokens for planted models.
+
+    Raises:
+        ValueError: No prompt fits, or there is no file, or no chat template for ``chat_template``.
+    """
+    limit = getattr(family.target.config, "max_position_embeddings", None) or 1 << 30
+    if family.tokenizer is None:
+        count, tokens = config.samples or 8, min(request.typical_tokens, limit - config.new_tokens)
+        if tokens < 1:
+            raise ValueError(f"{config.new_tokens} new tokens: planted models take {limit} tokens; lower --new-tokens")
+        ids = planted.random_prompts(family.target.config.vocab_size, count + CALIBRATION, tokens, config.seed + 3)
+        rows = list(ids[:, None])
+        return Dataset(request.name, "planted", {str(i): row for i, row in enumerate(rows[:count])}, rows[count:])
+    if request.name == HEADS.name and request.file is None:
+        count = config.samples or 6
+        form, files = "heads", ()
+        asked = [datasets.Conversation(str(i), (t,)) for i, t in enumerate(prompts(count + CALIBRATION))]
+    elif request.file is None:
+        raise ValueError(f"no file for the dataset {request.name!r}: give --prompts {request.name}=FILE")
+    else:
+        files = (request.file,)
+        form, asked = datasets.read(Path(request.file), request.format)
+        count = config.samples or len(asked)
+    if config.chat_template and not family.tokenizer.chat_template:
+        raise ValueError("the target's tokenizer has no chat template: leave out --chat-template")
+    encoded = {c.name: encode(family.tokenizer, c, config.chat_template) for c in asked}
+    fitting = {name: ids for name, ids in encoded.items() if ids.shape[1] + config.new_tokens <= limit}
+    if not fitting:
+        raise ValueError(f"{request.name}: no prompt fits the {limit} tokens of the target; lower --new-tokens")
+    if left_out := len(encoded) - len(fitting):
+        what = f"with {config.new_tokens} new tokens they exceed {limit} tokens"
+        say(f"{request.name}: {left_out} prompts are left out, as {what}")
+    chosen = dict(list(fitting.items())[:count])
+    rest = list(fitting.values())[len(chosen) :][:CALIBRATION]
+    return Dataset(request.name, form, chosen, rest or [list(chosen.values())[-1]], files)
+
+
+def encode(tokenizer: Any, conversation: datasets.Conversation, chat: bool) -> torch.Tensor:
+    """The ids of the first turn's prompt, LongTensor ``[1, S]``."""
+    if not chat:
+        return tokenizer(conversation.turns[0], return_tensors="pt").input_ids
+    return tokenizer.apply_chat_template(
+        datasets.messages(conversation), add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )["input_ids"]
+
+
+HEADS = DatasetRequest(name="heads")
+"""Function heads of the standard library, which the bundled family was not trained on."""
+
+
+def completed(config: BenchConfig) -> BenchConfig:
+    """A configuration with the bundled family where it names no model, and with prompts where it names none."""
+    if config.planted:
+        return _here(replace(config, target=None, dataset=config.dataset or (DatasetRequest(name="planted"),)))
+    if config.target is None:
+        if config.drafts:
+            raise ValueError("--drafts needs a --target: the bundled family has its own drafts")
+        say("no --target: using the bundled demo family, target + small + medium")
+        paths = tuple(str(family_path(name)) for name in ("small", "medium"))
+        module = config.module or (str(draft_module_path()),)
+        config = replace(
+            config, target=str(family_path("target")), drafts=paths, module=module, dtype=config.dtype or "float32"
+        )
+        config = replace(config, dataset=config.dataset or (HEADS,))
+    if not config.dataset:
+        raise ValueError("no prompts: give --prompts FILE")
+    return config
+
+
+def prepare(config: BenchConfig, folder: ResultsFolder, source: str | None = None) -> Runner:
+    """Load the models and read the prompts. ``source``: name of the configuration file.
+
+    Raises:
+        ValueError: The options do not fit together, or no prompt fits the models.
+        FileNotFoundError: A model or a file is missing.
+        DoesNotFit: The models do not fit the memory.
+    """
+    began, config = time.monotonic(), completed(config)
+    threads = config.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    on_gpu = config.device[0].startswith("cuda")
+    rate = copy_bytes_per_second(config.device[0]) if on_gpu else read_bytes_per_second(threads)
+    family, about = plant_models(config, rate) if config.planted else load_models(config)
+    found = [prompts_of(config, request, family) for request in config.dataset]
+    longest = max(ids.shape[1] for d in found for ids in (*d.prompts.values(), *d.calibration))
+    models = family.models
+    run = {
+        "title": config.title,
+        "config": source,
+        "dtype": str(family.target.dtype).removeprefix("torch."),
+        "device": str(family.target.device),
+        "devices": {name: str(model.device) for name, model in models.items()},
+        "sampling": config.sampling,
+        "seed": config.seed,
+        "threads": threads,
+        "new_tokens": config.new_tokens,
+        "chat_template": config.chat_template,
+        "repeats": config.repeats,
+    }
+    about |= {
+        "name": family.name,
+        "parameters": {name: model.num_parameters() for name, model in models.items()},
+        "bytes_per_step": {
+            name: planted.bytes_per_step(model) for name, model in models.items() if _has_matrices(model)
+        },
+    }
+    return Runner(
+        folder,
+        Workload(family, config.new_tokens, longest, threads, config.sampling),
+        systems_of(config, list(family.drafts)),
+        found,
+        {
+            "machine": provenance(threads),
+            "family": about,
+            "run": run,
+            "bytes_per_second": rate,
+            "reference": REFERENCE if config.temperature is None else PLAIN.name,
+        },
+        tuning=config.tuning,
+        tuning_tokens=config.tuning_tokens,
+        limit=config.seconds - (time.monotonic() - began),
+    )
+
+
+def _list() -> None:
+    formats = [(name, ", ".join(f.fields) or datasets.FIELDS) for name, f in datasets.FORMATS.items()]
+    print(aligned([("system", ""), *((name, kind.about) for name, kind in KINDS.items())], left=2))
+    print()
+    print(aligned([("format", "fields"), *formats], left=2))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    baselines.register()
     parser = argparse.ArgumentParser("bench.run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    command.add_options(parser)
     add = parser.add_argument
+    add("--out", metavar="DIR", type=Path, help="folder of results; one that exists is continued")
     add("--config", metavar="FILE", type=Path, help="TOML file with these options; those of the command line are first")
-    shapes = ", ".join(planted.SHAPES)
-    add("--planted", nargs="*", metavar="SHAPE", help=f"smallest first, or those of --config: {shapes}")
-    add("--agreement", type=float, nargs="+", metavar="A", help="of planted drafts with the target (0.8)")
-    add("--module", metavar="FOLDER", nargs="+", help="draft modules of the target, for spd")
-    add("--stages", type=int, nargs="+", metavar="N", help="layer stages of spd and ppsd (4)")
+    add(
+        "--prompts",
+        metavar="[NAME=]FILE",
+        nargs="+",
+        default=[],
+        help="jsonl, json, csv or parquet, also .gz; the format follows from NAME or the fields",
+    )
+    add("--list", action="store_true", help="list systems and formats of prompts")
+    add_options(parser)
     args = parser.parse_args(arguments)
     if args.list:
-        return command.run(args)
-    config = command.configured(args, BenchConfig() if args.config is None else load_config(args.config))
+        _list()
+        return 0
+    if args.out is None:
+        parser.error("no folder for the results: give --out DIR")
+    config = with_prompts(
+        configured(args, BenchConfig() if args.config is None else load_config(args.config)), args.prompts
+    )
     if args.planted is None:
-        if config.target is None and not config.module:
-            config = replace(config, module=(str(draft_module_path()),))
-        source = None if args.config is None else args.config.name
-        load = partial(runner.prepare, trust_remote_code=args.trust_remote_code, source=source)
-        return command.measure(args, command.with_bundled(config), load)
-    config = replace(config, target=None)
-    if not config.planted:
+        config = replace(config, planted=())
+    elif not config.planted:
         parser.error("--planted: name the shapes, smallest first, or give a --config that names them")
-    return command.measure(args, config, prepare)
+    if config.device[0].startswith("cuda") and not config.planted:
+        refuse_without_gpu("bench.run")
+    check_output_folder(args.out)
+    folder = ResultsFolder(args.out)
+    if args.out.is_dir() and any(args.out.iterdir()) and not folder.exists:
+        parser.error(f"{args.out} holds other files: give a new folder, or one that bench.run wrote")
+    with quiet_transformers():
+        with working("loading the models and the prompts"):
+            runner = prepare(config, folder, args.config and args.config.name)
+        try:
+            summary = runner.run()
+        except KeyboardInterrupt:
+            say(f"interrupted: {folder.path} keeps the complete samples, and the same command continues")
+            return 130
+    print(tables.text(summary))
+    if not summary["complete"]:
+        say(
+            f"some samples are missing or failed: start the same command again to measure them; {folder.path} keeps the others"
+        )
+    return tables.status(summary)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.harness import Benchmark, KernelCase, Shape, logits_bytes, normal, rivals
+from bench.kernel_timing import Benchmark, KernelCase, Shape, logits_bytes, normal, rivals
 from pipespec_kernels import ops
 from pipespec_kernels.noise import DRAFT, Noise
 

@@ -15,7 +15,6 @@ void bind_replica(pybind11::module_& m);     // replica.cpp: messages between ra
 void bind_ngram(pybind11::module_& m);       // ngram.cpp: prompt lookup
 void bind_schedule(pybind11::module_& m);    // schedule.cpp: the scheduler and the host launcher
 void bind_trace(pybind11::module_& m);       // trace.cpp: what the steps of a stage did
-void bind_perf_model(pybind11::module_& m);  // perf_model.cpp
 void bind_watch(pybind11::module_& m);  // watch.cpp: what notices changes of objects and memory
 
 }  // namespace pipespec

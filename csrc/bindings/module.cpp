@@ -14,6 +14,5 @@ PYBIND11_MODULE(_native, m) {
   pipespec::bind_replica(m);
   pipespec::bind_ngram(m);
   pipespec::bind_schedule(m);
-  pipespec::bind_perf_model(m);
   pipespec::bind_watch(m);
 }

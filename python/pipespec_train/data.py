@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from pipespec.process.record_files import records
+from pipespec_train.record_files import records
 from pipespec_train.trainer import TrainingBatch
 
 _STRUCTURED = (".jsonl", ".json", ".parquet")

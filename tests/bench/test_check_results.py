@@ -69,6 +69,22 @@ def test_a_docstring_is_no_change(
     assert run(root, capsys)[0] == 1
 
 
+def test_another_name_is_no_change(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source moves, with imports of other names; then its code changes."""
+    code = "import {}\n\n\ndef f():\n    first = [1, 2, 3]\n    return sum(first) + {}\n"
+    (root / "old").mkdir()
+    measured(root, "a.json", commit=commit(root, **{"old/source.py": code.format("a.module", 1)}))
+    git(root, "mv", "old", "new")
+    commit(root, **{"new/source.py": code.format("b.module", 1)})
+    for sources in (("new",), ("old", "new")):
+        monkeypatch.setattr(check_results, "SOURCES", {"a.json": sources})
+        assert run(root, capsys)[0] == 0
+    commit(root, **{"new/source.py": code.format("b.module", 2)})
+    assert run(root, capsys)[0] == 1
+
+
 def test_results_of_hardware_elsewhere_may_be_older(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import bench.datasets  # noqa: F401  adds the published formats
-from pipespec.bench.datasets import Conversation, guessed, messages, read
+from bench.datasets import Conversation, guessed, messages, read
 
 HUMAN_EVAL = {
     "task_id": "HumanEval/0",

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from bench import bench_real, plot
+from bench import plot, real
 from bench.plot import Bar, Panel, Series, bars, chart
 
 
@@ -54,8 +54,8 @@ def test_the_table_of_real_models_as_bars(tmp_path: Path) -> None:
     assert plot.main([str(file), "--out", str(tmp_path)]) == 0
     shown = texts((tmp_path / "real.svg").read_text())
     assert shown == texts(file.with_suffix(".svg").read_text()), "draw the committed picture again"
-    table = bench_real.readme_table(record).splitlines()[2:]
-    assert len(table) == len(bench_real.README_ROWS)
+    table = real.readme_table(record).splitlines()[2:]
+    assert len(table) == len(real.README_ROWS)
     for line in table:
         label, code, of_alone, chat, *_ = (cell.strip().replace("`", "") for cell in line.split("|")[1:-1])
         assert f"code: {label} " in shown
@@ -64,4 +64,4 @@ def test_the_table_of_real_models_as_bars(tmp_path: Path) -> None:
         assert f"{chat}  (" in shown
     assert record["machine"]["commit"][:10] in shown
     readme = Path(plot.__file__).parents[1] / "README.md"
-    assert bench_real.readme_table(record) in readme.read_text(encoding="utf-8"), "write the README's table again"
+    assert real.readme_table(record) in readme.read_text(encoding="utf-8"), "write the README's table again"

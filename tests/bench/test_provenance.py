@@ -6,7 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from pipespec.bench.machine import commit, provenance
+from bench.machine import commit, provenance
 
 
 def git(folder: Path, *arguments: str) -> str:

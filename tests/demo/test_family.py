@@ -11,7 +11,6 @@ import pytest
 
 from pipespec import demo
 from pipespec.demo import corpus
-from tools.demo_family.train import training_files
 
 # Measured agreement is in family/README.md. The bound only separates trained drafts from broken files,
 # on few prompts and for the library of whatever interpreter runs the tests.
@@ -25,22 +24,6 @@ def test_import_loads_no_framework() -> None:
     assert found.stdout.strip() == "[]"
 
 
-def test_training_text_has_no_held_out_module() -> None:
-    training = training_files()
-    assert len(training) > 300
-    assert {f.module for f in training}.isdisjoint(corpus.HELD_OUT)
-    assert {f.module for f in corpus.held_out_files()} == set(corpus.HELD_OUT)
-    texts = {f.text for f in training}
-    assert not any(f.text in texts for f in corpus.held_out_files())
-
-
-def test_training_text_has_no_tests_and_no_tables() -> None:
-    names = [f.name for f in training_files()]
-    assert not any("site-packages" in n or "/test/" in n or "/tests/" in n for n in names)
-    assert "pydoc_data/topics.py" not in names
-    assert not any(n.startswith("encodings/cp") for n in names)
-
-
 def test_held_out_packages_are_held_out_as_a_whole(tmp_path: Path) -> None:
     (tmp_path / "zipfile").mkdir()
     (tmp_path / "zipfile" / "__init__.py").write_text("x = 1\n")
@@ -48,7 +31,6 @@ def test_held_out_packages_are_held_out_as_a_whole(tmp_path: Path) -> None:
     (tmp_path / "zipimport.py").write_text("z = 1\n")
     (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
     assert [f.name for f in corpus.held_out_files(tmp_path)] == ["zipfile/__init__.py", "zipfile/_path.py"]
-    assert [f.name for f in training_files(tmp_path)] == ["zipimport.py"]
 
 
 def test_heads_are_distinct_and_deterministic() -> None:

@@ -1,4 +1,4 @@
-"""The command line, and the comparison that the demo and the benchmark share."""
+"""The command line, the demo, and the benchmark of stages."""
 
 from __future__ import annotations
 
@@ -20,9 +20,6 @@ from transformers import PreTrainedTokenizerFast
 
 from bench import bench_spd
 from pipespec.api.text_stream import TextStream
-from pipespec.bench import comparison
-from pipespec.bench.comparison import IsolatedComparison, Measurement, cells
-from pipespec.bench.contenders import PipelineContender, Workload, standard_contenders
 from pipespec.cli import doctor
 from pipespec.cli.main import main
 from pipespec.demo import family_path, load_family
@@ -357,32 +354,6 @@ def test_text_stream_marks_the_targets_own_token():
 
 # --- demo and benchmark ----------------------------------------------------------------------------------------------
 
-LOCAL_ROWS = ("plain", "assisted-small", "lookup", "ours-plain", "lockstep-small+medium")
-
-
-def test_comparison(family):
-    loaded = load_family(family)
-    texts, calibration = ([loaded.encode(t) for t in group] for group in (["def f(x):", "hello"], ["x = "]))
-    contenders = [c for c in standard_contenders(list(loaded.drafts)) if c.key in LOCAL_ROWS]
-    with IsolatedComparison(Workload(loaded, 8, 9, 1), contenders) as comparison:
-        comparison.start(calibration[0])
-        comparison.tune(calibration, 4)
-        tables = [comparison.results() for _ in comparison.measure(texts, 2)]
-    assert len(tables) == 4
-    rows = {row.key: row for row in tables[-1]}
-    assert tuple(rows) == LOCAL_ROWS
-    for row in rows.values():
-        assert row.identical == row.runs == 4
-        assert row.tokens_per_second > 0
-        assert cells(row)[4] == "4/4"
-    assert rows["plain"].vs_plain == 1
-    assert "draft tokens" in rows["assisted-small"].setting
-    assert len(comparison.tuning["assisted-small"]) == 4
-    # The controller may let the drafts rest.
-    assert set(rows["lockstep-small+medium"].accepted_length) <= {"medium", "target"}
-    assert rows["lockstep-small+medium"].accepted_length["target"] >= 1
-
-
 QUICK_DEMO = ["demo", "--quick", "--prompts", "1", "--new-tokens", "6", "--family"]
 
 
@@ -392,13 +363,6 @@ def test_demo(family, capsys):
     assert "three models at once" in out
     assert "workers, small + medium" in out
     assert "Every row generated the same text" in out
-
-
-def test_demo_where_no_draft_token_is_accepted(family, capsys, monkeypatch):
-    monkeypatch.setattr(demo_run, "standard_contenders", local_contenders)
-    monkeypatch.setattr(comparison, "accepted_by_model", lambda stages: ({}, {}))
-    assert main([*QUICK_DEMO, str(family)]) == 0
-    assert "No row of pipespec had a draft token accepted" in capsys.readouterr().out
 
 
 def test_benchmark_of_stages(tmp_path, capsys):
@@ -416,29 +380,25 @@ def test_benchmark_of_stages(tmp_path, capsys):
     assert "n-gram, n = 2, 2 ranks" in capsys.readouterr().out
 
 
-def local_contenders(drafts):
-    return [c for c in standard_contenders(drafts) if c.key in ("plain", "lockstep-small+medium")]
-
-
 def test_demo_fails_where_a_text_differs(family, capsys, monkeypatch):
-    monkeypatch.setattr(demo_run, "standard_contenders", local_contenders)
-    monkeypatch.setattr(Measurement, "is_identical", property(lambda result: result.key == "plain"))
+    def wrong(loaded, opened):
+        generate = loaded.target.generate
+        return {"HF generate()": generate, "wrong": lambda ids, **how: generate(ids, **how | {"max_new_tokens": 3})}
+
+    monkeypatch.setattr(demo_run, "rows_of", wrong)
+    monkeypatch.setattr(demo_run, "stream_text", lambda *arguments: None)
+    monkeypatch.setattr(demo_run, "pipe_of", lambda generate: None)
     assert main([*QUICK_DEMO, str(family)]) == 1
-    out = capsys.readouterr().out
-    assert "lockstep, small + medium" in out
-    assert "NOT every row generated the same text" in out
+    assert "NOT every row generated the same text: wrong" in capsys.readouterr().out
 
 
-def test_demo_fails_where_a_row_does_not_run(family, capsys, monkeypatch):
-    def refuse(self, workload):
+def test_demo_where_a_row_does_not_run(family, capsys, monkeypatch):
+    def refuse(*arguments, **options):
         raise OSError("no more processes")
 
-    monkeypatch.setattr(demo_run, "standard_contenders", local_contenders)
-    monkeypatch.setattr(PipelineContender, "start", refuse)
-    assert main([*QUICK_DEMO, str(family)]) == 1
-    out = capsys.readouterr().out
-    assert "Not measured: lockstep, small + medium (OSError: no more processes)." in out
-    assert "NOT every row ran" in out
+    monkeypatch.setattr(demo_run, "Pipeline", refuse)
+    assert main([*QUICK_DEMO, str(family)]) == 2
+    assert "error: no more processes" in capsys.readouterr().err
 
 
 # ---- streams that are closed or full

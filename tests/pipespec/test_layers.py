@@ -19,7 +19,6 @@ PACKAGES = ["pipespec_train", "pipespec_spd", "pipespec", "pipespec_kernels"]
 LAYERS = [
     ["cli"],
     ["demo"],
-    ["bench"],
     ["api"],
     ["schedules"],
     ["checks"],
@@ -98,7 +97,7 @@ def test_every_entry_has_a_layer_and_there_are_at_most_13(edges):
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_package_imports_one_above(package):
     """`pipespec` imports SPD and training by name only, when somebody asks for them (`pipespec.spd`, and their commands)."""
-    above = {"bench", "tools", "tests", *PACKAGES[: PACKAGES.index(package)]}
+    above = {"tools", "tests", *PACKAGES[: PACKAGES.index(package)]}
     assert {name: found for name, source in sources(package).items() if (found := imports(source, above))} == {}
 
 

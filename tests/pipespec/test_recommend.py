@@ -7,7 +7,7 @@ import json
 import pytest
 
 from pipespec.cli.main import main
-from pipespec.cli.recommend import Candidate, candidates, table
+from pipespec.cli.recommend import Candidate, candidates, read_prompts, table
 
 
 def test_candidates_are_none_the_index_each_draft_and_pairs() -> None:
@@ -42,6 +42,20 @@ def test_the_table_and_the_code() -> None:
         "pipe = pipespec.Pipeline('t', drafts=['a/small', 'b/large'], schedule='lockstep', dtype='float32')"
     )
     assert plain.code("t", "auto") == "pipe = pipespec.Pipeline('t', schedule='plain')"
+
+
+def test_prompts_are_a_text_or_json_lines(tmp_path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("one text\nof two lines\n")
+    assert read_prompts(file) == ["one text\nof two lines"]
+    file = tmp_path / "prompts.jsonl"
+    records = ["a", {"prompt": "b"}, {"id": 1, "question": "c"}, {"turns": ["d", "then"]}, {"text": "one too many"}]
+    file.write_text("\n".join(map(json.dumps, records)))
+    assert read_prompts(file) == ["a", "b", "c", "d"]
+    for wrong in ("{", "3", "{}", '{"prompt": 3}', '{"turns": []}', '{"prompt": " "}'):
+        file.write_text(f'"a"\n{wrong}')
+        with pytest.raises(ValueError, match=r"jsonl, entry 2, is no prompt: a string, or an object with prompt"):
+            read_prompts(file)
 
 
 def test_what_is_refused(capsys: pytest.CaptureFixture[str], tmp_path) -> None:

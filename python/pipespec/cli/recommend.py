@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.cli.options import DTYPES, Subparsers, flag, option, positive, read_text
+from pipespec.cli.options import DTYPES, Subparsers, flag, option, positive, read_text, require_text
 from pipespec.config import SpeculationConfig
 from pipespec.process.progress import quiet_transformers, say, working
+from pipespec.process.records import parse_json
 from pipespec.process.table import aligned
 from pipespec.registry import LOCKSTEP, PLAIN
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 MARGIN = 1.05
 """Least measured speed-up for which drafts are recommended."""
 _MOST_PROMPTS = 4
+_FIELDS = ("prompt", "text", "question", "turns")
 _NGRAM = "ngram"
 _BUILT_IN = (
     "The main reasons why a program is slower than expected are",
@@ -63,7 +65,7 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     parser.set_defaults(command=run)
     option(parser, "target", "PATH", str, "model that defines the text (default: the bundled family)")
     option(parser, "draft", "PATH", str, "a candidate; may be repeated", action="append", default=[])
-    prompts = f"a text, or prompts as `pipespec bench` reads them; the first {_MOST_PROMPTS} count (default: a few built-in ones)"
+    prompts = f"a text, or JSON lines with prompts; the first {_MOST_PROMPTS} count (default: a few built-in ones)"
     option(parser, "prompts", "FILE", Path, prompts)
     option(parser, "new-tokens", "N", positive, "new tokens per prompt (%(default)s)", default=32)
     option(parser, "dtype", None, str, "default: as stored; float32 for the bundled family", choices=DTYPES)
@@ -76,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     """Run candidates for the drafts of a target on the CPU, one after the other: none, prompt lookup (ngram), each --draft, and pairs of them. The last line
     is code to copy."""
     target, drafts, dtype = _given(args)
-    prompts = None if args.prompts is None else _read_prompts(args.prompts)[:_MOST_PROMPTS]
+    prompts = None if args.prompts is None else read_prompts(args.prompts)
     with quiet_transformers():
         found = _measured(args, target, drafts, dtype, prompts)
     plain = next(c for c in found if not c.drafts)
@@ -104,12 +106,25 @@ def _given(args: argparse.Namespace) -> tuple[str, list[str], str]:
     return str(family_path("target")), list(dict.fromkeys(drafts)), args.dtype or "float32"
 
 
-def _read_prompts(file: Path) -> list[str]:
-    """A dataset's prompts (their first turns), as ``pipespec bench`` reads them; any other file is one prompt."""
-    from pipespec.bench.datasets import read
-    from pipespec.process.record_files import is_dataset
-
-    return [conversation.turns[0] for conversation in read(file)[1]] if is_dataset(file) else [read_text(file)]
+def read_prompts(file: Path) -> list[str]:
+    """The first prompts of JSON lines: strings, or objects with ``prompt``, ``text``, ``question``, or ``turns``, of which the first counts. Any other file is one
+    prompt."""
+    text = read_text(file)
+    if file.suffix != ".jsonl":
+        return [text]
+    found = []
+    for number, line in enumerate((line for line in text.split("\n") if line.strip()), 1):
+        try:
+            record = parse_json(line)
+            said = record if isinstance(record, str) else next(record[name] for name in _FIELDS if name in record)
+            found.append(require_text(said if isinstance(said, str) else said[0], f"{file}, entry {number}"))
+        except (ValueError, TypeError, LookupError, StopIteration, AttributeError) as error:
+            raise ValueError(
+                f"{file}, entry {number}, is no prompt: a string, or an object with {', '.join(_FIELDS)}"
+            ) from error
+        if number == _MOST_PROMPTS:
+            break
+    return found
 
 
 def _measured(

@@ -5,13 +5,12 @@ Importing this package imports neither PyTorch nor Transformers.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-
-    from pipespec.bench.contenders import Family
 
 #: The family's models, from the slowest to the fastest.
 FAMILY = ("target", "medium", "small")
@@ -19,7 +18,7 @@ FAMILY = ("target", "medium", "small")
 #: Stages of the target that the bundled draft module is for.
 MODULE_STAGES = 4
 
-__all__ = ["FAMILY", "MODULE_STAGES", "draft_module_path", "family_path", "load_family", "prompts"]
+__all__ = ["FAMILY", "MODULE_STAGES", "Family", "draft_module_path", "family_path", "load_family", "prompts"]
 
 
 def family_path(name: str) -> Path:
@@ -37,13 +36,29 @@ def family_path(name: str) -> Path:
     return folder
 
 
+@dataclass(frozen=True)
+class Family:
+    """A target, its drafts by name (smallest first), and their tokenizer."""
+
+    target: Any
+    drafts: dict[str, Any]
+    tokenizer: Any
+
+    def encode(self, text: str) -> torch.Tensor:
+        """Return the token ids, LongTensor ``[1, S]``."""
+        ids: torch.Tensor = self.tokenizer(text, return_tensors="pt").input_ids
+        return ids
+
+
 def load_family(folder: Path | None = None, dtype: torch.dtype | str = "float32") -> Family:
     """Load the bundled family, or the one in ``folder`` (``target/``, ``medium/``, ``small/``), on the CPU."""
-    from pipespec.bench.contenders import Family
+    from pipespec.models.loading import load_model
+    from pipespec.models.tokenizers import load_tokenizer
 
     paths = {name: folder / name if folder else family_path(name) for name in FAMILY}
-    drafts = {name: paths[name] for name in reversed(FAMILY) if name != "target"}
-    return Family.load(folder.name if folder else "bundled", paths["target"], drafts, dtype=dtype)
+    models = {name: load_model(path, dtype=dtype) for name, path in paths.items()}
+    drafts = {name: models[name] for name in reversed(FAMILY) if name != "target"}
+    return Family(models["target"], drafts, load_tokenizer(paths["target"]))
 
 
 def draft_module_path() -> Path:

@@ -1,6 +1,6 @@
 """The demo's prompts: function heads from held-out modules of the interpreter's own standard library.
 
-Nothing is downloaded. The bundled models are trained on the other modules (``tools/demo_family``). Every
+Nothing is downloaded. The bundled models are trained on the other modules (the cards of the family say how). Every
 result depends only on the interpreter: its version and its files.
 
 This module imports the standard library alone, so that it works without PyTorch.

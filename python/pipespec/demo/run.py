@@ -3,41 +3,74 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.text import Text
 
 from pipespec.api.base import BasePipeline
+from pipespec.api.pipeline import Pipeline
 from pipespec.api.text_stream import TextStream
-from pipespec.bench.comparison import HEADER, IsolatedComparison, cells, footnotes
-from pipespec.bench.contenders import Family, PipelineContender, Workload, standard_contenders
-from pipespec.bench.machine import describe, provenance
-from pipespec.demo import load_family, prompts
+from pipespec.demo import Family, load_family, prompts
 from pipespec.process.progress import RemainingWork, quiet_transformers, working
 from pipespec.process.table import aligned
-
-_CALIBRATION = 2
+from pipespec.registry import LOCKSTEP, PLAIN, WORKERS
 
 
 @dataclass(frozen=True)
 class DemoSize:
-    """How much the demo measures; ``settings``: candidates tried of each row that is tuned."""
+    """How much the demo measures."""
 
     prompts: int
     new_tokens: int
     repeats: int
-    settings: int
 
 
-FULL = DemoSize(prompts=4, new_tokens=64, repeats=3, settings=8)
-"""About a minute and a half on two cores."""
+FULL = DemoSize(prompts=4, new_tokens=64, repeats=3)
+"""About a minute on two cores."""
 
-QUICK = DemoSize(prompts=2, new_tokens=24, repeats=1, settings=1)
+QUICK = DemoSize(prompts=2, new_tokens=24, repeats=1)
+
+Call = Callable[..., Any]
+"""``generate`` of a model or of a pipeline."""
+
+
+def rows_of(family: Family, opened: ExitStack) -> dict[str, Call]:
+    """By label: transformers' ways with a setting each, and pipelines, which ``opened`` closes. The last one runs all models at once."""
+    target, found = family.target, dict[str, Call]()
+    found["HF generate()"] = target.generate
+    for name, draft in family.drafts.items():
+        draft.generation_config.update(
+            num_assistant_tokens=5, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+        )
+        found[f"HF assisted, {name}"] = lambda *ids, draft=draft, **how: target.generate(
+            *ids, assistant_model=draft, **how
+        )
+    found["HF prompt lookup"] = lambda *ids, **how: target.generate(*ids, prompt_lookup_num_tokens=10, **how)
+    chains = [[name] for name in family.drafts] + [list(family.drafts)]
+    ours = [
+        (PLAIN.name, []),
+        (LOCKSTEP.name, ["ngram"]),
+        *((LOCKSTEP.name, chain) for chain in chains),
+        (WORKERS.name, chains[-1]),
+    ]
+    for schedule, chain in ours:
+        drafts = [family.drafts.get(name, name) for name in chain]
+        pipe = opened.enter_context(Pipeline(target, drafts, schedule=schedule))
+        found[", ".join(filter(None, [schedule, " + ".join(chain)]))] = pipe.generate
+    return found
+
+
+def pipe_of(generate: Call) -> Any:
+    """The pipeline of a row."""
+    return generate.__self__  # type: ignore[attr-defined]
 
 
 def run_demo(size: DemoSize, prompt: str | None = None, folder: Path | None = None) -> bool:
@@ -49,94 +82,98 @@ def run_demo(size: DemoSize, prompt: str | None = None, folder: Path | None = No
         folder: Another family than the bundled one.
 
     Returns:
-        Whether every row ran and its text was the one of ``generate()``.
+        Whether the text of every row was the one of ``generate()``.
     """
-    with working("reading the held-out modules of the standard library"):
-        held_out = prompts((1 if prompt else size.prompts) + _CALIBRATION)
-    measured, calibration = held_out[:-_CALIBRATION], held_out[-_CALIBRATION:]
-    if prompt:
-        measured = [prompt]
-    console = Console(highlight=False, soft_wrap=True)
-    with quiet_transformers():
+    console, threads = Console(highlight=False, soft_wrap=True), len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    with ExitStack() as opened:
+        opened.enter_context(quiet_transformers())
         with working("loading the models"):
             family = load_family(folder)
-        new_tokens = min(size.new_tokens, family.most_new_tokens(measured + calibration))
-        texts, others = ([family.encode(text) for text in group] for group in (measured, calibration))
-        threads = len(os.sched_getaffinity(0))
-        workload = Workload(family, new_tokens, max(ids.shape[1] for ids in texts + others), threads)
-        contenders = standard_contenders(list(family.drafts))
-        with IsolatedComparison(workload, contenders) as comparison:
-            torch.set_num_threads(threads)
-            first = contenders[-1]
-            with working("starting a worker process for each draft"):
-                comparison.start(others[0], first.key)
-            if isinstance(first, PipelineContender) and first.pipe is not None and first in comparison.active:
-                sizes = ", ".join(f"{model.num_parameters() / 1e6:.1f} M" for model in family.models.values())
-                title = f"three models at once ({sizes} parameters), one text"
-                most = min(2 * new_tokens, family.most_new_tokens(measured[:1]))
-                stream_text(console, family, first.pipe, measured[0], most, title)
-            with _shown(comparison):
-                comparison.start(others[0])
-            with _shown(comparison):
-                comparison.tune(others, size.settings)
-            try:
-                with _shown(comparison):
-                    for _ in comparison.measure(texts, size.repeats):
-                        pass
-            finally:
-                results = comparison.results()
-                console.print(aligned([HEADER, *map(cells, results)]), markup=False)
-    for line in footnotes(results):
-        console.print(line, markup=False)
+            ids = [family.encode(text) for text in ([prompt] if prompt else prompts(size.prompts))]
+            room = family.target.config.max_position_embeddings - max(i.shape[1] for i in ids)
+            if room < 1:
+                raise ValueError(
+                    f"the prompt is longer than the family's limit of {family.target.config.max_position_embeddings} tokens"
+                )
+            rows = rows_of(family, opened)
+        pipe = pipe_of(list(rows.values())[-1])
+        sizes = ", ".join(f"{model.num_parameters() / 1e6:.1f} M" for model in (*family.drafts.values(), family.target))
+        stream_text(
+            console,
+            family,
+            pipe,
+            ids[0],
+            min(2 * size.new_tokens, room),
+            f"three models at once ({sizes} parameters), one text",
+        )
+        return measure(console, rows, ids, min(size.new_tokens, room), size.repeats)
+
+
+def measure(console: Console, rows: dict[str, Call], ids: list[torch.Tensor], new_tokens: int, repeats: int) -> bool:
+    """Let the rows generate each prompt in turn, and print the table of medians; returns whether all texts are those of the first row."""
+    seconds: dict[str, list[float]] = {label: [] for label in rows}
+    texts: dict[str, list[list[int]]] = {label: [] for label in rows}
+    with RemainingWork(len(rows) * (1 + repeats)) as bar:
+        # The first round, of one prompt, starts processes and packs weights.
+        for repeat in range(1 + repeats):
+            for label, generate in rows.items():
+                bar.show(f"measuring: {label}")
+                began = time.perf_counter()
+                found = [
+                    generate(i, attention_mask=torch.ones_like(i), max_new_tokens=new_tokens, do_sample=False)[
+                        0, i.shape[1] :
+                    ].tolist()
+                    for i in (ids if repeat else ids[:1])
+                ]
+                if repeat:
+                    seconds[label].append(time.perf_counter() - began)
+                    texts[label] += found
+                bar.done += 1
+    first, *_ = rows
+    rates = {label: sum(map(len, texts[label])) / repeats / median(seconds[label]) for label in rows}
+    same = {label: sum(a == b for a, b in zip(texts[label], texts[first], strict=True)) for label in rows}
+    lines = [
+        [label, f"{rates[label]:.1f}", f"{rates[label] / rates[first]:.2f}x", f"{same[label]}/{len(texts[label])}"]
+        for label in rows
+    ]
+    console.print(aligned([["", "tokens/s", "vs generate()", "same text"], *lines]), markup=False)
     console.print(
-        f"Medians over repeats: {size.repeats}; prompts: {len(measured)}; up to {new_tokens} tokens each. "
-        f"{describe(provenance(threads))}, fp32.",
-        markup=False,
+        f"Medians over repeats: {repeats}; prompts: {len(ids)}; up to {new_tokens} tokens each; fp32, {torch.get_num_threads()} threads."
     )
-    if any(result.reason for result in results):
-        console.print("NOT every row ran: this is a bug, please report it.", style="bold red")
+    if different := [label for label in rows if same[label] < len(texts[label])]:
+        console.print(
+            f"NOT every row generated the same text: {'; '.join(different)}. This is a bug, please report it.",
+            style="bold red",
+        )
         return False
-    if not all(result.is_identical for result in results):
-        console.print("NOT every row generated the same text: this is a bug, please report it.", style="bold red")
-        return False
-    # On a slow machine the drafts of a short text may all rest.
-    drafting = [result for result in results if result.acceptance_rate]
-    fastest = "No row of pipespec had a draft token accepted: the texts are too short."
-    if drafting:
-        best = max(drafting, key=lambda result: result.tokens_per_second or 0.0)
-        fastest = f"Fastest row of pipespec: {best.label}, {best.vs_plain:.2f} times generate()."
-    console.print(f"Every row generated the same text, token for token. {fastest}", markup=False)
+    best = max((label for label in rows if not label.startswith("HF")), key=rates.__getitem__)
+    console.print(
+        f"Every row generated the same text, token for token. Fastest row of pipespec: {best}, {rates[best] / rates[first]:.2f} times generate()."
+    )
     return True
 
 
-def stream_text(console: Console, family: Family, pipe: BasePipeline, prompt: str, new_tokens: int, title: str) -> None:
+def stream_text(
+    console: Console, family: Family, pipe: BasePipeline, ids: torch.Tensor, new_tokens: int, title: str
+) -> None:
     """Generate for one prompt, showing the text as it is committed, in two colours, for accepted and for own tokens."""
     drafted_style, own_style = "green", "bold yellow"
 
     def write(text: str, drafted: bool) -> None:
         console.print(Text(text, style=drafted_style if drafted else own_style), end="")
 
-    stream = TextStream(lambda tokens: family.tokenizer.decode(tokens, skip_special_tokens=True), write)
-    ids = family.encode(prompt)
-    pipe.generate(ids, max_new_tokens=1, do_sample=False)  # the first call is slow
+    def decode(tokens: list[int]) -> str:
+        text: str = family.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    with working("starting a worker process for each draft"):
+        pipe.generate(ids, max_new_tokens=1, do_sample=False)  # the first call is slow
     console.rule(title)
     console.print(Text("drafted and accepted", style=drafted_style), "/", Text("the target's own", style=own_style))
     console.print()
-    console.print(Text(prompt, style="dim"), end="")
-    pipe.generate(ids, max_new_tokens=new_tokens, do_sample=False, streamer=stream)
+    console.print(Text(decode(ids[0].tolist()), style="dim"), end="")
+    pipe.generate(ids, max_new_tokens=new_tokens, do_sample=False, streamer=TextStream(decode, write))
     console.print("\n")
     console.print(str(pipe.report), markup=False)
     console.rule()
-
-
-@contextmanager
-def _shown(comparison: IsolatedComparison) -> Iterator[None]:
-    """Show on stderr how far the body's part of a comparison is."""
-    with RemainingWork(1) as bar:
-
-        def progress(what: str, done: int, total: int) -> None:
-            bar.done, bar.total = done, total
-            bar.show(what)
-
-        comparison.progress = progress
-        yield

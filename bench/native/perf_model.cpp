@@ -1,22 +1,87 @@
-#include "perf_model.hpp"
-
+// Discrete-event simulation of a chain in virtual time, to predict what a schedule gives before it
+// is run. bench/perf_model.py compiles this file, calls simulate(), and checks no setting.
+//
+// The asynchronous schedule calls the product's own StagePort, plan() and commit(). The protocol is
+// executed and not modelled, so the simulation cannot differ from it. Only the forwards are
+// modelled: their duration, and the tokens that the stages choose. The two published schedules
+// (arXiv 2505.01572) are there for comparison. Each stage has a device of its own, and there is one
+// row. Every function gives the same result for the same seed on every machine with IEEE doubles.
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <limits>
 #include <memory>
 #include <new>
+#include <span>
 #include <stdexcept>
 #include <utility>
+#include <vector>
 
-#include "generation.hpp"
-#include "stage_port.hpp"
+#include "runtime/generation.hpp"
+#include "runtime/stage_port.hpp"
 
 namespace pipespec::perf {
 namespace {
 
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
+
+// The token that each stage chooses. Exactly one of `acceptance` and `table` is given.
+//
+// `acceptance[s]`: probability that stages s and s+1 choose the same token after the same text,
+// independent between positions, contexts and pairs. Two texts that have parted never become equal
+// again by chance.
+//
+// `table`: [positions][stages - 1] bytes, one row per position of the target's text: 0 where the
+// draft chooses the target's token; equal numbers are equal tokens. The table replays a text, with
+// its correlations between stages and along the text. After a text that is not the target's, the
+// row of a pseudo-random position applies. Positions past the end begin again.
+struct StageModel {
+  const double* step_s;  // seconds of a step that feeds [i] + 1 columns; the last for wider ones
+  u32 widths;            // entries of step_s
+  // As in StepPolicy; the minimum has a deadline.
+  u32 lookahead, max_draft_tokens, min_draft_tokens;
+  double start_s;  // when its prompt is ready
+};
+
+// bench/perf_model.py has the same fields in the same order, as of StageModel.
+struct Setting {
+  const StageModel* models;
+  const double* acceptance;
+  const std::uint8_t* table;  // null: acceptance counts
+  u64 positions;              // of the table
+  u64 seed;
+  u32 n_stages;
+  u32 tokens;     // new tokens
+  u32 width;      // columns of a step
+  u32 lookahead;  // the published schedules only
+  // The asynchronous schedule only. decode_meanwhile: with fewer draft tokens than
+  // `min_draft_tokens`, decode one token and leave the draft tokens alone, instead of sleeping. For
+  // targets whose one-token steps cost much less than wider ones. preempt is an idealisation, to
+  // check closed forms; no driver has it: a draft drops its running forward when a correction
+  // makes it useless.
+  u32 decode_meanwhile, preempt;
+  double patience;  // deadline of a wait: this * min_draft_tokens * mean step of upstream
+  // Asynchronous: pause of a verifier and its upstream after each step of the verifier, an
+  // idealisation, too. The published schedules: the fixed cost of one acknowledgement.
+  double handshake_s;
+
+  std::span<const StageModel> stages() const { return {models, n_stages}; }
+};
+
+struct StageResult {
+  u64 steps = 0;     // forwards
+  u64 drafted = 0;   // draft tokens fed
+  u64 accepted = 0;  // draft tokens that survived
+  u64 rollbacks = 0;
+  std::vector<u64> histogram;  // [n]: steps that appended n tokens
+};
+
+struct Result {
+  double seconds = 0.0;  // until the target's text is complete
+  std::vector<StageResult> stages;
+};
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr u32 kReferenceCap = 100;  // the reference feeds at most this many tokens per verification
@@ -34,14 +99,16 @@ constexpr std::int32_t kTrue = 0;
 
 class Oracle {
  public:
-  Oracle(const Answers& answers, u32 stages, u64 seed)
-      : table_(answers.table), target_(stages - 1), seed_(mix(seed + 1)) {
-    for (const double a : answers.acceptance) {
+  explicit Oracle(const Setting& setting)
+      : table_(setting.table),
+        target_(setting.n_stages - 1),
+        positions_(setting.positions),
+        seed_(mix(setting.seed + 1)) {
+    for (const double a : std::span(setting.acceptance, table_ ? 0 : target_)) {
       // 2^64 does not fit, so certainty is one step below it. The flag keeps exact certainty.
       threshold_.push_back(a >= 1.0 ? ~u64{0} : static_cast<u64>(std::ldexp(a, 64)));
       certain_.push_back(a >= 1.0);
     }
-    positions_ = table_.empty() ? 0 : table_.size() / target_;
   }
 
   // The choice of `stage` at the `index`-th generated position, after the token `prev`.
@@ -60,23 +127,23 @@ class Oracle {
 
   u32 answer_of(u32 stage, u32 index, bool on_path, u64 node) const {
     if (stage == target_) return 0;
-    if (positions_ > 0) return table_[(on_path ? index : mix(node)) % positions_ * target_ + stage];
+    if (table_) return table_[(on_path ? index : mix(node)) % positions_ * target_ + stage];
     // A stage's class is named after the last stage, going downstream, that still agrees with it.
     u32 s = stage;
     while (s < target_ && (certain_[s] || mix(node + (s + 1) * kOdd) < threshold_[s])) ++s;
     return target_ - s;
   }
 
-  const std::vector<std::uint8_t>& table_;
+  const std::uint8_t* table_;
   std::vector<u64> threshold_;
   std::vector<bool> certain_;
   u32 target_;
-  u64 positions_ = 0;
+  u64 positions_;
   u64 seed_;
 };
 
 double step_time(const StageModel& stage, u32 columns) {
-  return stage.step_s[std::min<std::size_t>(columns, stage.step_s.size()) - 1];
+  return stage.step_s[std::min(columns, stage.widths) - 1];
 }
 
 u32 power_of_two(u32 n) {
@@ -90,8 +157,8 @@ class Chain {
  public:
   explicit Chain(const Setting& setting)
       : setting_(setting),
-        target_(static_cast<u32>(setting.stages.size()) - 1),
-        oracle_(setting.answers, target_ + 1, setting.seed),
+        target_(setting.n_stages - 1),
+        oracle_(setting),
         selected_(setting.width) {
     const u32 capacity = power_of_two(setting.tokens + 2);
     const std::size_t bytes = Block::bytes(target_ + 1, 1, capacity);
@@ -111,14 +178,14 @@ class Chain {
   u32 target() const { return target_; }
 
   Action plan(u32 stage, u32 min_draft_tokens) {
-    const StageModel& model = setting_.stages[stage];
+    const StageModel& model = setting_.models[stage];
     return ports_[stage].plan(model.lookahead, model.max_draft_tokens, min_draft_tokens);
   }
   Action plan_plain(u32 stage) {
-    return ports_[stage].plan(setting_.stages[stage].lookahead, 0, 0);
+    return ports_[stage].plan(setting_.models[stage].lookahead, 0, 0);
   }
   double planned_time(u32 stage) const {
-    return step_time(setting_.stages[stage], ports_[stage].columns());
+    return step_time(setting_.models[stage], ports_[stage].columns());
   }
 
   void commit(u32 stage) {
@@ -149,7 +216,7 @@ class Chain {
   }
 
   Result result(double seconds) const {
-    Result out{seconds, setting_.tokens, {}};
+    Result out{seconds, {}};
     for (u32 s = 0; s <= target_; ++s) {
       const Counters& c = block_.priv(s, 0).counters;
       StageResult stage{c.steps, c.drafted, c.accepted, c.rollbacks, {0}};
@@ -179,7 +246,7 @@ class Workers {
  public:
   explicit Workers(const Setting& setting) : setting_(setting), chain_(setting) {
     // As after earlier generations: the mean is known from the start.
-    for (const StageModel& model : setting.stages)
+    for (const StageModel& model : setting.stages())
       runners_.push_back({State::kReady, model.start_s, 0.0, model.step_s[0], false, kNever});
   }
 
@@ -251,7 +318,7 @@ class Workers {
   bool look(u32 s) {
     Runner& r = runners_[s];
     const u32 bell = chain_.block().status(s).bell;
-    u32 min_draft_tokens = setting_.stages[s].min_draft_tokens;
+    u32 min_draft_tokens = setting_.models[s].min_draft_tokens;
     if (r.waiting && now_ >= r.deadline) min_draft_tokens = 0;
     Action action = plan(s, min_draft_tokens);
     if (action == Action::kWait) {
@@ -284,14 +351,12 @@ class Workers {
 class Reference {
  public:
   explicit Reference(const Setting& setting)
-      : setting_(setting),
-        target_(static_cast<u32>(setting.stages.size()) - 1),
-        oracle_(setting.answers, target_ + 1, setting.seed) {
+      : setting_(setting), target_(setting.n_stages - 1), oracle_(setting) {
     for (u32 s = 0; s <= target_; ++s) {
       Stage stage;
       // The prompt's last token, and the first token, which each stage takes from its own prefill.
       stage.out = {kTrue, oracle_.next(s, 0, kTrue)};
-      stage.at = setting.stages[s].start_s;
+      stage.at = setting.models[s].start_s;
       stage.result.histogram.resize(kReferenceCap + 1);
       stages_.push_back(std::move(stage));
     }
@@ -390,7 +455,7 @@ class Reference {
     }
   }
   double duration(u32 s) const {
-    return step_time(setting_.stages[s], 1 + static_cast<u32>(stages_[s].draft_tokens.size()));
+    return step_time(setting_.models[s], 1 + static_cast<u32>(stages_[s].draft_tokens.size()));
   }
 
   void append(u32 s) {
@@ -441,7 +506,7 @@ class Reference {
   }
 
   Result result() const {
-    Result out{now_, setting_.tokens, {}};
+    Result out{now_, {}};
     for (const Stage& stage : stages_) out.stages.push_back(stage.result);
     return out;
   }
@@ -453,10 +518,32 @@ class Reference {
   double now_ = 0.0;
 };
 
+// 0: asynchronous, 1: the published asynchronous schedule, 2: the published lockstep.
+Result run(u32 schedule, const Setting& setting) {
+  if (schedule == 0) return Workers(setting).run();
+  Reference reference(setting);
+  return schedule == 1 ? reference.asynchronous() : reference.synchronous();
+}
+
 }  // namespace
-
-Result asynchronous(const Setting& setting) { return Workers(setting).run(); }
-Result reference_async(const Setting& setting) { return Reference(setting).asynchronous(); }
-Result reference_sync(const Setting& setting) { return Reference(setting).synchronous(); }
-
 }  // namespace pipespec::perf
+
+// Returns the seconds, or -1 with a `message` of at most 256 bytes. `counts`: [stages][row] zeros,
+// filled with steps, drafted, accepted, rollbacks and the histogram.
+extern "C" double pipespec_simulate(std::uint32_t schedule, const pipespec::perf::Setting* setting,
+                                    std::uint64_t* counts, std::uint32_t row, char* message) {
+  try {
+    const auto result = run(schedule, *setting);
+    for (const auto& stage : result.stages) {
+      const std::uint64_t first[] = {stage.steps, stage.drafted, stage.accepted, stage.rollbacks};
+      std::copy_n(first, 4, counts);
+      std::copy_n(stage.histogram.data(), std::min<std::size_t>(stage.histogram.size(), row - 4),
+                  counts + 4);
+      counts += row;
+    }
+    return result.seconds;
+  } catch (const std::exception& error) {
+    std::strncpy(message, error.what(), 255);
+    return -1.0;
+  }
+}
