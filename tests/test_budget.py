@@ -22,7 +22,7 @@ FOLDERS = {
     "csrc": 12_500,
     "pipespec_kernels": 8_400,
     "python/pipespec": 25_900,
-    "python/pipespec_spd": 3_600,
+    "python/pipespec_spd": 3_200,
     "python/pipespec_train": 1_800,
     "bench": 7_660,
     "tools": 1_370,

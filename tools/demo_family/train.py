@@ -861,19 +861,19 @@ class TrainingRun:
         # The target's own forward is half of a step: what it says of its own text is kept from the first pass on.
         known = torch.zeros(len(own), dtype=torch.bool)
         k, hidden = len(module.config.anchors), module.config.hidden
-        kept = training.Taught(
+        kept = training.TeacherOutput(
             torch.empty(*own.shape, k, hidden, dtype=torch.bfloat16),
             torch.empty(*own.shape, hidden, dtype=torch.bfloat16),
         )
 
-        def taught(rows: Any) -> training.Taught:
+        def taught(rows: Any) -> training.TeacherOutput:
             if not known[rows].all():
                 with autocast(self.amp):
-                    fresh = training.teach(target, own[rows], module.config.anchors)
+                    fresh = training.teacher_forward(target, own[rows], module.config.anchors)
                 for store, values in zip(kept, fresh, strict=True):
                     store[rows] = values.bfloat16()
                 known[rows] = True
-            return training.Taught(*(store[rows] for store in kept))
+            return training.TeacherOutput(*(store[rows] for store in kept))
 
         def batch(number: int) -> training.TrainingBatch:
             cycle, place = divmod(number, 4)

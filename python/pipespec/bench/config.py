@@ -54,7 +54,7 @@ class BenchConfig:
         chains: One of :data:`CHAINS`.
         lookahead: Values to sweep; empty: each system's default.
         stages: Numbers of layer stages for SPD and PPSD. A draft module has the stages that it was trained for.
-        drafters: Of SPD: ``"module"``, ``"ngram"``, ``"chain"``; empty: all that are possible.
+        drafters: Of SPD: ``"module"``, ``"ngram"``, ``"model"``; empty: all that are possible.
         dataset: What is generated.
         samples: Maximum number of prompts per dataset; None: all.
         new_tokens: Maximum number of new tokens per prompt.

@@ -205,17 +205,16 @@ def recurrent_signature(parts: ModelParts) -> tuple[Any, ...] | None:
     return (*map(id, (parts.embed, parts.norm, parts.head)), *map(id, modules))
 
 
-def why_not_recurrent(model: PreTrainedModel, *, is_placed: bool = False) -> str | None:
+def why_not_recurrent(model: PreTrainedModel) -> str | None:
     """Why the recurrent layers of a model cannot keep a state per column; None if they can.
 
     Args:
         model: one whose layout has states.
-        is_placed: whether its driver keeps the states of each part on the device of that part.
 
     Returns:
         A sentence without an end.
     """
-    why = None if is_placed else why_not_whole(model)
+    why = why_not_whole(model)
     if why is not None:
         return (
             f"it has recurrent layers, whose states are kept on one device, by this process, and {why}; load it whole"
