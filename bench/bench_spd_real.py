@@ -147,7 +147,7 @@ def train_module(args: argparse.Namespace) -> None:
     model = load_model(args.target, dtype="float32")
     examples, states = read_text(args.work, args.kept)
     vocabulary = draft_vocabulary(examples, options["vocabulary"], end_tokens(model))
-    ranges = cut(model.config.num_hidden_layers, args.stages, list).ranges
+    ranges = cut(model.config.num_hidden_layers, args.stages).ranges
     config = DraftModuleConfig.for_target(model, ranges, layers=options["layers"], vocabulary=vocabulary)
     module = DraftModule.of_target(model, config)
     columns = [args.kept.index(k) for k in config.anchors[1:]]

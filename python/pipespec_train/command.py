@@ -315,7 +315,7 @@ def _ranges(args: argparse.Namespace, config: Any) -> Any:
     """The layers of each of ``--stages``."""
     from pipespec_spd.partition import cut
 
-    return cut(config.num_hidden_layers, args.stages if len(args.stages) > 1 else args.stages[0], list).ranges
+    return cut(config.num_hidden_layers, args.stages if len(args.stages) > 1 else args.stages[0]).ranges
 
 
 def _student(args: argparse.Namespace, model: Any, vocabulary: list[int] | None) -> Any:
