@@ -134,7 +134,7 @@ def resolve_drafter(
     given = [] if is_module or isinstance(drafter, Drafter) or drafter == "ngram" else [drafter]
     models = [load_model(m, **options) for m in given]
     check_chain([*models, target], [*given, given_target])
-    check_whole([*models, target], "SPD")
+    check_whole([*models, target], "a SpeculativePipeline")
     if isinstance(drafter, Drafter):
         return drafter, []
     if models:
