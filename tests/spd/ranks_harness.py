@@ -82,12 +82,8 @@ def fork_ranks(world: int, work: Callable[[int], None], logs: str) -> list[int]:
         try:
             # Only standard error, to which a rank reports its end.
             os.dup2(os.open(f"{logs}/{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-            os.environ |= {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             work(rank)
             status = 0
         except BaseException:

@@ -135,7 +135,8 @@ SETTINGS = {
 @pytest.mark.parametrize("begin", ["ours", "dynamic"])
 def test_caches_go_on(model, drafter, begin):
     """A conversation: each call continues the cache of the one before, whatever streams its drafter reads."""
-    pipeline = SpeculativePipeline(model, "ngram" if drafter == "ngram" else Observer(LAYERS), stages=[1, 3, 1])
+    stages = [1, 3, 1]
+    pipeline = SpeculativePipeline(model, "ngram" if drafter == "ngram" else Observer(stages), stages=stages)
     cache = None if begin == "ours" else DynamicCache()
     one = greedy(pipeline, return_dict_in_generate=True, past_key_values=cache)
     assert one.past_key_values.get_seq_length() == one.sequences.shape[1] - 1
@@ -175,7 +176,7 @@ def test_caches_grow_with_the_text(model, good, monkeypatch):
 @pytest.mark.parametrize("chunk", [1, 3, 64])
 def test_prefill_in_chunks(model, chunk):
     ids, mask = left_pad(random_prompts(3, seed=9, longest=20))
-    observer = Observer(LAYERS)
+    observer = Observer(3)
     pipeline = SpeculativePipeline(model, observer, stages=3)
     got = greedy(pipeline, ids, attention_mask=mask, prefill_chunk_size=chunk)
     assert torch.equal(got, greedy(model, ids, attention_mask=mask))
@@ -188,9 +189,9 @@ def test_prefill_in_chunks(model, chunk):
 class Observer(Drafter):
     """Keeps every stream that it observes. Three of four drafts are right, so that some flushes occur."""
 
-    def __init__(self, layers: int) -> None:
-        self.features = tuple(range(layers + 1))
-        self.oracle = ModelDrafter(random_llama(3, layers=layers))
+    def __init__(self, stages: int | list[int]) -> None:
+        self.partition, self.features = runtime.cut(LAYERS, stages), tuple(range(LAYERS + 1))
+        self.oracle = ModelDrafter(random_llama(3, layers=LAYERS))
 
     def start(self, prompts, capacity, select):
         self.streams = [{k: {} for k in self.features} for _ in prompts]
@@ -234,22 +235,11 @@ class Observer(Drafter):
                     torch.testing.assert_close(value, hidden[k][0, position], rtol=1e-4, atol=1e-4)
 
 
-@pytest.fixture(autouse=True)
-def _observers_know_the_partition(monkeypatch):
-    real = SpeculativePipeline.__init__
-
-    def init(self, *args, **kwargs):
-        real(self, *args, **kwargs)
-        self.drafter.partition = self.partition
-
-    monkeypatch.setattr(SpeculativePipeline, "__init__", init)
-
-
 @pytest.mark.parametrize("stages", [2, 4, LAYERS, [3, 1, 1]], ids=str)
 def test_what_a_drafter_sees(model, stages):
     """In every cycle the drafter has exactly the streams that existed before it, each with the value of a full forward."""
     ids, mask = left_pad(random_prompts(3, seed=9, longest=6))
-    observer = Observer(LAYERS)
+    observer = Observer(stages)
     pipeline = SpeculativePipeline(model, observer, stages=stages)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
