@@ -21,12 +21,12 @@ PYTHON = ("python/pipespec", "python/pipespec_spd", "python/pipespec_train", "pi
 FOLDERS = {
     "csrc": 12_500,
     "pipespec_kernels": 8_400,
-    "python/pipespec": 25_900,
+    "python/pipespec": 25_700,
     "python/pipespec_spd": 3_200,
     "python/pipespec_train": 1_800,
     "bench": 7_660,
     "tools": 1_370,
-    "tests": 48_250,
+    "tests": 47_520,
 }
 """Most lines of C++, CUDA and Python. The design's goals: 12,000, 8,400, 21,500, 3,200, 2,000, 7,500, 600 and 42,000."""
 
