@@ -315,8 +315,9 @@ def phases(folder: str, *cases: str) -> None:
                 if not pipe.has_target:
                     pipe.serve()
                     return
-                for _ in itertools.count() if how.endswith("-soon") else range(2):
-                    pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=30, do_sample=False)
+                is_soon = how.endswith("-soon")  # then it comes within a long call
+                for _ in itertools.count() if is_soon else range(2):
+                    pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=500 if is_soon else 30, do_sample=False)
 
         everywhere(work)
 
