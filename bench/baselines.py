@@ -35,7 +35,7 @@ from pipespec.models.properties import text_config
 from pipespec.models.quantizing import sharing
 from pipespec_spd import SpeculativePipeline
 from pipespec_spd.draft_module import DraftModuleConfig
-from pipespec_spd.partition import partition_of
+from pipespec_spd.partition import cut
 
 LOOKAHEADS = {"asynchronous": (3, 0, 5), "lockstep": (5, 3, 8, 12)}
 """Minimum lookahead tried for the published schedules; 3 is the best asynchronous one in the publication."""
@@ -236,7 +236,7 @@ class StagedSystem(System):
     Args:
         key: See the base class, as for ``label`` and ``drafts``.
         stages: As the pipeline takes it.
-        drafter: ``"ngram"``, the folder of a draft module, ``"chain"``: the models ``drafts``, or ``"exit"``: the layers of the first stage
+        drafter: ``"ngram"``, the folder of a draft module, ``"model"``: the last of the models ``drafts``, or ``"exit"``: the layers of the first stage
             with the target's own norm and head.
     """
 
@@ -252,10 +252,10 @@ class StagedSystem(System):
         super().start(workload)
         target, drafter = workload.family.target, self.drafter
         found: Any = drafter
-        if drafter == "chain":
-            found = [workload.family.draft(name) for name in self.drafts]
+        if drafter == "model":
+            found = workload.family.draft(self.drafts[-1])
         elif drafter == "exit":
-            found = [with_layers(target, range(partition_of(target, self.stages).counts[0]))]
+            found = with_layers(target, range(cut(target.config.num_hidden_layers, self.stages).counts[0]))
         self.pipe = SpeculativePipeline(target, found, stages=self.stages)
 
     def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
@@ -278,8 +278,8 @@ def _published(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterato
 
 def _staged(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[System]:
     """SPD: one system per number of stages and drafter, and one per draft module, which belongs to one split."""
-    needs = {"module": "a draft module that was trained for the target: --module", "chain": "a draft: --drafts"}
-    possible = {"module": bool(config.module), "ngram": True, "chain": bool(drafts)}
+    needs = {"module": "a draft module that was trained for the target: --module", "model": "a draft: --drafts"}
+    possible = {"module": bool(config.module), "ngram": True, "model": bool(drafts)}
     wanted = config.drafters or tuple(name for name, is_possible in possible.items() if is_possible)
     if unknown := [name for name in wanted if name not in possible]:
         raise ValueError(f"no drafter {', '.join(map(repr, unknown))} for spd: there are {', '.join(possible)}")
@@ -288,8 +288,8 @@ def _staged(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[S
     for stages, drafter in itertools.product(config.stages, wanted):
         if drafter == "module" and config.module:
             continue
-        names = list(drafts) if drafter == "chain" else []
-        by = "+".join(names) or drafter
+        names = list(drafts[-1:]) if drafter == "model" else []
+        by = names[0] if names else drafter
         key, label = f"spd-{by}-n{stages}", f"spd, {stages} stages, {by}"
         if possible[drafter]:
             yield StagedSystem(key, label, stages, drafter, {"stages": stages, "drafter": drafter}, names)

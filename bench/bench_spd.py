@@ -96,10 +96,9 @@ def settings(modules: Sequence[Path], quick: bool, ranks: Sequence[int]) -> Iter
         yield StagedSetting("one stage, nothing drafted", "ngram", 1)
     for n in (MODULE_STAGES,) if quick else (2, MODULE_STAGES):
         yield StagedSetting(f"n-gram, n = {n}", "ngram", n)
-    yield StagedSetting(f"chain of medium, n = {MODULE_STAGES}", [medium], MODULE_STAGES)
+    yield StagedSetting(f"medium, n = {MODULE_STAGES}", medium, MODULE_STAGES)
     if not quick:
-        yield StagedSetting(f"chain of small, n = {MODULE_STAGES}", [small], MODULE_STAGES)
-        yield StagedSetting(f"chain of small + medium, n = {MODULE_STAGES}", [small, medium], MODULE_STAGES)
+        yield StagedSetting(f"small, n = {MODULE_STAGES}", small, MODULE_STAGES)
     for world in ranks:
         for spans, folder in trained.items():
             if len(spans) in (world - 1, world):
@@ -109,7 +108,7 @@ def settings(modules: Sequence[Path], quick: bool, ranks: Sequence[int]) -> Iter
         if world <= 3:
             yield StagedSetting(f"n-gram, n = 2, {world} ranks", "ngram", 2, world)
             if not quick:
-                yield StagedSetting(f"chain of small, n = 2, {world} ranks", [small], 2, world)
+                yield StagedSetting(f"small, n = 2, {world} ranks", small, 2, world)
 
 
 # ---- measuring

@@ -38,7 +38,7 @@ from pipespec_train import recipe
 from pipespec_train.acceptance import Acceptance, drafts_right, replay
 from pipespec_train.data import Batches, TrainingExample, collate, frequent_tokens
 from pipespec_train.settings import TrainingSettings
-from pipespec_train.trainer import RECORD, Taught, TrainingBatch, train
+from pipespec_train.trainer import RECORD, TeacherOutput, TrainingBatch, train
 
 PROMPTS = Path(__file__).with_name("recipes") / "smollm2-135m-prompts.toml"
 NEW_TOKENS, BATCH, HELD_OUT, SEED, ANSWER = 96, 48, 8, 42, 64
@@ -147,7 +147,7 @@ def train_module(args: argparse.Namespace) -> None:
     model = load_model(args.target, dtype="float32")
     examples, states = read_text(args.work, args.kept)
     vocabulary = draft_vocabulary(examples, options["vocabulary"], end_tokens(model))
-    ranges = cut(model.config.num_hidden_layers, args.stages, list).ranges
+    ranges = cut(model.config.num_hidden_layers, args.stages).ranges
     config = DraftModuleConfig.for_target(model, ranges, layers=options["layers"], vocabulary=vocabulary)
     module = DraftModule.of_target(model, config)
     columns = [args.kept.index(k) for k in config.anchors[1:]]
@@ -162,13 +162,13 @@ def train_module(args: argparse.Namespace) -> None:
             known[row, : len(states[i])] = states[i]
         with torch.no_grad():
             anchors = torch.cat([model.get_input_embeddings()(plain.ids)[:, :, None], known[:, :, columns]], 2)
-        return plain._replace(taught=Taught(anchors, known[:, :, -1]))
+        return plain._replace(teacher_output=TeacherOutput(anchors, known[:, :, -1]))
 
     fields = {field.name for field in dataclasses.fields(TrainingSettings)}
     settings = TrainingSettings(**{k: v for k, v in options.items() if k in fields} | {"minutes": args.minutes})
-    learnt = sum(int(e.wanted.sum()) for e in examples)
+    trained = sum(int(e.wanted.sum()) for e in examples)
     say(
-        f"{len(examples)} examples, {sum(len(e.ids) for e in examples):,} tokens, {learnt:,} to learn; anchors {config.anchors}"
+        f"{len(examples)} examples, {sum(len(e.ids) for e in examples):,} tokens, {trained:,} to learn; anchors {config.anchors}"
     )
     train(
         model, module, lambda number: batch([used[i] for i in order.rows(number)]), settings, args.work / f"module-{args.stages}",

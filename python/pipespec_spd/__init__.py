@@ -1,4 +1,4 @@
-"""Speculative pipeline decoding: a target in n stages, one token in flight per stage, and a drafter beside them."""
+"""Speculative pipeline decoding: a target in n stages, one token in flight per stage, and a drafter that works at the same time."""
 
 from __future__ import annotations
 

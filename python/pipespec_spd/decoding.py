@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from pipespec.engine.cached_text import prompt_chunks
 from pipespec.engine.sampler import HostSampler
 from pipespec.engine.sampling import SamplingParams, Step
 from pipespec.errors import user_stacklevel
@@ -23,30 +24,27 @@ from pipespec.models.layout import CacheLayout
 from pipespec.process.signals import draft_errors
 from pipespec.schedules.base import Decoder, StageFailure
 from pipespec.schedules.request import GenerationRequest
-from pipespec_spd.drafting import Drafter
+from pipespec_spd.drafting import Drafter, SampleTokens
 from pipespec_spd.machine import DraftRequest, Entry, Machine
 from pipespec_spd.partition import Partition, Verifier
 from pipespec_spd.report import PHASES
 
 
-class DraftSampler:
-    """Samples draft tokens as the target's sampler would, with its noise and the logits processors that drafts may run.
+def _draft_choice(sampling_params: SamplingParams, text: np.ndarray, vocabulary: int) -> SampleTokens:
+    """A function that samples draft tokens as the target's sampler would, with its noise and the logits processors that drafts may run.
 
     ``text`` is ``[B, positions]`` int32, the rows' tokens, which the driver keeps up to date.
     """
+    sampler = HostSampler(sampling_params, text, None, vocabulary, is_target=False)
 
-    def __init__(self, sampling_params: SamplingParams, text: np.ndarray, vocabulary: int) -> None:
-        self.sampling_params, self.vocabulary = sampling_params, vocabulary
-        self._rows = text.shape[0]
-        self._sampler = HostSampler(sampling_params, text, None, vocabulary, is_target=False)
-
-    def __call__(self, logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
-        """Sample one token for each of R different ``rows`` from ``logits [R, V]``. ``positions``: of these tokens. ``ValueError``: a row occurs twice."""
+    def select(logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
         if len(set(rows)) != len(rows):
             raise ValueError(f"one token per row can be chosen at a time, not rows {rows}")
-        block = logits.new_zeros((self._rows, 1, logits.shape[1]))
+        block = logits.new_zeros((len(text), 1, logits.shape[1]))
         block[rows, 0] = logits
-        return _choose(self._sampler, block, rows, positions)
+        return _choose(sampler, block, rows, positions)
+
+    return select
 
 
 def _choose(sampler: HostSampler, logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
@@ -84,7 +82,7 @@ Streams = dict[int, torch.Tensor]
 """Residual streams ``[B, q, H]`` that the drafter reads, by HF index."""
 
 
-class Fed(NamedTuple):
+class PromptChunk(NamedTuple):
     """Residual streams of a part of the prompts: of the first ``real[r]`` columns of each row r, from position ``begin[r]`` on."""
 
     streams: Streams
@@ -125,11 +123,11 @@ class SpeculativeDriver(Decoder):
     # ---- where the stages are
 
     @abstractmethod
-    def _open(self, rows: int, longest: int, most: int) -> None:
-        """Empty the caches for ``rows`` rows with prompts of up to ``longest`` tokens, which may grow to ``most`` positions."""
+    def _open(self, rows: int, longest: int, max_positions: int) -> None:
+        """Empty the caches for ``rows`` rows with prompts of up to ``longest`` tokens, which may grow to ``max_positions`` positions."""
 
     @abstractmethod
-    def _feed(self, columns: np.ndarray, begin: Sequence[int], real: Sequence[int]) -> list[Fed]:
+    def _feed(self, columns: np.ndarray, begin: Sequence[int], real: Sequence[int]) -> list[PromptChunk]:
         """Run columns of the prompts through all stages. Cached positions from ``begin`` on are dropped first.
 
         Args:
@@ -142,12 +140,11 @@ class SpeculativeDriver(Decoder):
         """
 
     @abstractmethod
-    def _answer(self, columns: np.ndarray, begin: Sequence[int]) -> tuple[torch.Tensor, list[Fed]]:
+    def _answer(self, columns: np.ndarray, begin: Sequence[int]) -> tuple[torch.Tensor, list[PromptChunk]]:
         """Run the last column of the prompts, ``[B, 1]``. Return the output of the last stage, and all that no :meth:`_feed` has returned."""
 
-    @abstractmethod
     def _launch(self, work: list[list[Entry]]) -> None:
-        """Start a cycle in which stage s runs ``work[s]``. Called outside of inference mode."""
+        """Start a cycle in which stage s runs ``work[s]``, where stages run while the drafter does. Called outside of inference mode."""
 
     @abstractmethod
     def _collect(self, work: list[list[Entry]]) -> tuple[torch.Tensor | None, Streams, list[float]]:
@@ -164,23 +161,23 @@ class SpeculativeDriver(Decoder):
         inputs = request.inputs
         prompts = [p.tolist() for p in inputs.prompts]
         rows, longest = len(prompts), max(map(len, prompts))
-        self._most = max(inputs.limits) + 1  # idle rows of a batch are fed a padding column
+        self._max_positions = max(inputs.limits) + 1  # idle rows of a batch are fed a padding column
         self.clock, self.rounds = PhaseClock(self.partition.stages), 0
-        self._text = np.zeros((rows, self._most), dtype=np.int32)
+        self._text = np.zeros((rows, self._max_positions), dtype=np.int32)
         for row, prompt in enumerate(prompts):
             self._text[row, : len(prompt)] = prompt
         self.machine.reset(prompts, inputs.limits, request.eos)
         self._select = HostSampler(
             inputs.sampling_params, self._text, request.record, inputs.vocabulary, grammar=inputs.grammar
         )
-        select = DraftSampler(pickle.loads(request.draft_sampling_params), self._text, inputs.vocabulary)
+        select = _draft_choice(pickle.loads(request.draft_sampling_params), self._text, inputs.vocabulary)
         self._vocabulary = inputs.vocabulary
         self._drafts = True
         try:
             began = time.perf_counter()
             with torch.inference_mode():
                 self._guarded(self.drafter.start, prompts, max(inputs.limits), select)
-                self._open(rows, longest, self._most)
+                self._open(rows, longest, self._max_positions)
                 first = self._prefill(prompts, inputs.chunk)
             self.clock.add("prefill", began)
             self.machine.begin(first)
@@ -220,20 +217,13 @@ class SpeculativeDriver(Decoder):
         begin = self._begin(end)
         # Recurrent states of complete rows do not survive further columns.
         level = not any(begin) and not self._is_recurrent
-        while (missing := max(e - b for b, e in zip(begin, end, strict=True))) > 0:
-            q = min(chunk, missing)
-            columns = np.zeros((len(prompts), q), dtype=np.int32)
-            real = [max(0, min(q, e - b)) for b, e in zip(begin, end, strict=True)]
-            for row, (b, n) in enumerate(zip(begin, real, strict=True)):
-                columns[row, :n] = self._text[row, b : b + n]
-            self._show(self._feed(columns, begin, real))
-            # As long as all rows begin together, complete rows continue with padding columns, which needs no mask.
-            begin = [b + q if level else min(b + q, e) for b, e in zip(begin, end, strict=True)]
+        for columns, at, real in prompt_chunks(self._text, begin, end, level, lambda: chunk):
+            self._show(self._feed(columns, at, real))
         hidden, arrived = self._answer(np.array([[p[-1]] for p in prompts], dtype=np.int32), end)
         self._show(arrived)
         return _choose(self._select, self.verifier.logits(hidden), list(range(len(prompts))), [len(p) for p in prompts])
 
-    def _show(self, arrived: list[Fed]) -> None:
+    def _show(self, arrived: list[PromptChunk]) -> None:
         """Pass residual streams of the prompts to the drafter."""
         for streams, begin, real in arrived:
             rows = [row for row, n in enumerate(real) for _ in range(n)]
@@ -262,13 +252,18 @@ class SpeculativeDriver(Decoder):
         began = time.perf_counter()
         for index, values in streams.items():
             entries = work[self.partition.owner(index)]
-            if not entries:  # a criterion has ended the rows behind their start
+            if not entries:  # a criterion has ended the rows after their start
                 continue
             rows = [e.row for e in entries]
             self._guarded(self.drafter.observe, index, rows, [e.position for e in entries], values[rows, 0])
         clock.add("draft", began)
         began = time.perf_counter()
-        chosen = self._verify(work[-1], hidden)
+        chosen: dict[int, int] = {}
+        if leaving := work[-1]:
+            assert hidden is not None
+            rows = [e.row for e in leaving]
+            tokens = _choose(self._select, self.verifier.logits(hidden), rows, [e.position + 1 for e in leaving])
+            chosen = dict(zip(rows, tokens, strict=True))
         clock.add("verify", began)
         flushes = machine.commit(drafts, chosen)
         for row in drafts.keys() | chosen.keys():
@@ -281,19 +276,10 @@ class SpeculativeDriver(Decoder):
             clock.add("draft", began)
         return bool(chosen)
 
-    def _verify(self, leaving: list[Entry], hidden: torch.Tensor | None) -> dict[int, int]:
-        """The target's tokens after the entries that left the last stage, by row."""
-        if not leaving:
-            return {}
-        assert hidden is not None
-        rows = [e.row for e in leaving]
-        tokens = _choose(self._select, self.verifier.logits(hidden), rows, [e.position + 1 for e in leaving])
-        return dict(zip(rows, tokens, strict=True))
-
     # ---- the drafter, which may fail
 
     def _draft(self, wanted: list[DraftRequest]) -> dict[int, int]:
-        # With one stage nothing is in flight behind the token that leaves, and a draft saves nothing.
+        # With one stage nothing is in flight after the token that leaves, and a draft saves nothing.
         if not wanted or self.partition.stages == 1:
             return {}
         drafts: dict[int, int] | None = self._guarded(self._checked, wanted)
@@ -326,11 +312,3 @@ class SpeculativeDriver(Decoder):
                 StageFailure,
                 stacklevel=user_stacklevel(),
             )
-
-
-def column(entries: Sequence[Entry], rows: int) -> torch.Tensor:
-    """The tokens of ``entries`` as ``[rows, 1]`` int64, 0 in rows without an entry."""
-    tokens = torch.zeros((rows, 1), dtype=torch.int64, device="cpu")
-    for entry in entries:
-        tokens[entry.row, 0] = entry.token
-    return tokens

@@ -42,7 +42,7 @@ def anchors_for(stages: LayerRanges, types: int | None = None) -> tuple[int, ...
 
     Args:
         stages: Layer ranges of the stages.
-        types: Most anchors, evenly chosen with the first and the last among them. None: all.
+        types: Maximum number of anchors, evenly chosen with the first and the last among them. None: all.
 
     Raises:
         ValueError: ``types`` is below 2.
@@ -242,7 +242,7 @@ def target_digest(target: PreTrainedModel | str | Path) -> str:
 
 
 _COUNTED = (".weight", ".bias")
-"""Names of parameters end with these. Old checkpoints have buffers beside them."""
+"""Names of parameters end with these. Old checkpoints have buffers, too."""
 
 
 def _grid(size: int, points: int) -> list[int]:

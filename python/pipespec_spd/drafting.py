@@ -12,13 +12,16 @@ from pipespec_kernels import _native
 from pipespec_spd.machine import DraftRequest
 
 SampleTokens = Callable[[torch.Tensor, list[int], list[int]], list[int]]
-"""Logits ``[R, V]`` over the target's vocabulary, the row and the absolute position of each, to token ids (greedy or coupled)."""
+"""Logits ``[R, V]`` over the target's vocabulary, the row and the absolute position of each, to token ids (greedy or coupled). A row occurs once."""
+
+CHUNK = 64
+"""Maximum number of columns of a drafter's forward over the prompt."""
 
 
 class Drafter(abc.ABC):
     """Proposes the next token of each row, once per cycle, while the stages run.
 
-    A drafter sees only what earlier cycles computed (SPD, arXiv 2605.30852: the draft of position t + 1 runs beside the stages).
+    A drafter sees only what earlier cycles computed (SPD, arXiv 2605.30852: the draft of position t + 1 runs while the stages do).
     An error in a drafter costs speed and never changes the text.
 
     Attributes:
@@ -67,8 +70,8 @@ class Drafter(abc.ABC):
         return self
 
 
-_LONGEST = 3
-"""Most tokens of the suffix."""
+_MAX_SUFFIX = 3
+"""Maximum number of tokens of the suffix."""
 
 
 class NgramDrafter(Drafter):
@@ -82,7 +85,7 @@ class NgramDrafter(Drafter):
         self._rows: list[_native.NgramIndex] = []
 
     def start(self, prompts: list[list[int]], capacity: int, select: SampleTokens) -> None:
-        self._rows = [_native.NgramIndex(1, _LONGEST) for _ in prompts]
+        self._rows = [_native.NgramIndex(1, _MAX_SUFFIX) for _ in prompts]
         for index, prompt in zip(self._rows, prompts, strict=True):
             index.write(0, np.array(prompt, dtype=np.int32))
 

@@ -3,7 +3,7 @@
 Three events end a wait: the message arrives; the connection breaks, because a peer has ended; or the process ends
 (:meth:`pipespec.process.ranks.Ranks.watch`), because the message is overdue or a rank gives no sign of life.
 
-A line has the messages of one kind from one rank to another, in buffers that are allocated once. A message is some words, and some tensors behind them, in
+A line has the messages of one kind from one rank to another, in buffers that are allocated once. A message is some words, and some tensors after them, in
 one gloo message through host memory. Receives are posted ahead. Otherwise gloo asks the receiver for a buffer before it sends, which takes two more delays of
 the link.
 """
@@ -30,7 +30,7 @@ _TIMEOUT = "timeout_s, on the command line --timeout"
 """How a user sets that time."""
 
 _OUTSTANDING = 64
-"""Most sends that may be under way."""
+"""Maximum number of sends under way."""
 
 _WORD = 8
 """Bytes of a word, an int64."""
@@ -179,7 +179,7 @@ class Sender(_Line):
             value.copy_(tensor)
         self._works[at] = self._link.post_send(self._messages[at][len(tensors)], self.peer, self._tag)
         self._next = at = (at + 1) % len(self._buffers)
-        if self._works[at] is not None:  # behind the message, which does not wait for it
+        if self._works[at] is not None:  # after the message, which does not wait for it
             self._link.finish(self._works[at], self.peer, "sending to")
             self._works[at] = None
 

@@ -2,7 +2,7 @@
 
 One token of a row is in flight per stage. In each cycle every token in flight passes one stage, while the token after the newest one is
 drafted. The oldest token leaves the last stage. Its logits give the target's token of the next position, whose draft is in flight
-behind it. If the two agree, the newly drafted token enters. If not, everything younger than the token that left is flushed, and the
+after it. If the two agree, the newly drafted token enters. If not, everything younger than the token that left is flushed, and the
 target's token enters an empty pipeline (SPD, arXiv 2605.30852). The rows of a batch are independent machines with common cycles.
 
 Order of a cycle: ``requests()`` and drafts for them, ``entries()`` and the forwards of the stages, ``exits()`` and the target's tokens for
@@ -87,7 +87,7 @@ class _Row:
         self.start, self.limit = len(prompt), limit
         self.tokens = list(prompt)  # verified ones, then those in flight
         self.verified = len(prompt)
-        self.flying: list[_InFlight] = []  # oldest first
+        self.in_flight: list[_InFlight] = []  # oldest first
         self.held = [len(prompt)] * stages  # for each stage, positions whose keys and values it holds
         self.ended = False
         self.counters = RowCounters()
@@ -147,18 +147,18 @@ class Machine:
     def requests(self) -> list[DraftRequest]:
         """The drafts of this cycle. A row gets none if no token can follow: at its limit, or with an end token in flight."""
         return [
-            DraftRequest(i, row.tokens, len(row.flying))
+            DraftRequest(i, row.tokens, len(row.in_flight))
             for i, row in enumerate(self._rows)
             if not row.ended
             and len(row.tokens) < row.limit
-            and not any(row.tokens[entry.position] in self._eos for entry in row.flying)
+            and not any(row.tokens[entry.position] in self._eos for entry in row.in_flight)
         ]
 
     def entries(self) -> list[list[Entry]]:
         """The entries of each stage, at most one per row."""
         out: list[list[Entry]] = [[] for _ in range(self.stages)]
         for i, row in enumerate(self._rows):
-            for entry in row.flying:
+            for entry in row.in_flight:
                 out[entry.stage].append(Entry(i, entry.position, row.tokens[entry.position]))
         return out
 
@@ -169,7 +169,7 @@ class Machine:
     def commit(self, drafts: Mapping[int, int], chosen: Mapping[int, int]) -> list[Flush]:
         """End the cycle after all stages have run.
 
-        A row without a draft continues: nothing is in flight behind its oldest token, so the target's token enters directly. With n = 1 the
+        A row without a draft continues: nothing is in flight after its oldest token, so the target's token enters directly. With n = 1 the
         target's token always enters directly, and the draft of the same cycle is the one that is checked.
 
         Args:
@@ -192,8 +192,8 @@ class Machine:
             if row.ended:
                 continue
             row.counters.cycles += 1
-            row.counters.fed += len(row.flying)
-            for entry in row.flying:
+            row.counters.fed += len(row.in_flight)
+            for entry in row.in_flight:
                 assert row.held[entry.stage] == entry.position, "stages see the positions of a row in order"
                 row.held[entry.stage] += 1
                 entry.stage += 1
@@ -201,7 +201,7 @@ class Machine:
             if i not in chosen:
                 self._push(row, draft)
                 continue
-            token, place = chosen[i], row.flying.pop(0).position + 1
+            token, place = chosen[i], row.in_flight.pop(0).position + 1
             follows = place < len(row.tokens)  # else the pipeline is empty now
             proposed = row.tokens[place] if follows else draft
             if proposed is not None:
@@ -211,7 +211,7 @@ class Machine:
                 row.counters.flushes += 1
                 row.counters.wasted += len(row.tokens) - place
                 del row.tokens[place:]
-                row.flying.clear()
+                row.in_flight.clear()
                 row.held = [min(n, place) for n in row.held]
             if proposed is not None and proposed != token:
                 flushes.append(Flush(i, place))
@@ -226,7 +226,7 @@ class Machine:
     def _push(self, row: _Row, token: int | None) -> None:
         if token is not None and not row.ended:
             row.tokens.append(token)
-            row.flying.append(_InFlight(len(row.tokens) - 1))
+            row.in_flight.append(_InFlight(len(row.tokens) - 1))
 
     def _verify(self, row: _Row, token: int) -> None:
         row.verified += 1
@@ -236,7 +236,7 @@ class Machine:
 
     def _end(self, row: _Row) -> None:
         row.ended = True
-        row.flying.clear()
+        row.in_flight.clear()
 
     # ---- state
 

@@ -10,12 +10,9 @@ import torch
 from pipespec.engine.cache import RowCache
 from pipespec.models.parts import ModelParts
 from pipespec_spd.draft_module import DraftModule
-from pipespec_spd.drafting import Drafter, SampleTokens
+from pipespec_spd.drafting import CHUNK, Drafter, SampleTokens
 from pipespec_spd.machine import DraftRequest
 from pipespec_spd.sections import ModelSection, open_sections
-
-_CHUNK = 64
-"""Most columns of one forward over the prompt."""
 
 
 class ModuleDrafter(Drafter):
@@ -23,7 +20,7 @@ class ModuleDrafter(Drafter):
 
     A forward runs two kinds of positions. Complete positions that are not cached yet, at most one after the prompt, stay in the cache.
     Positions in flight are rolled back after the forward. So the cache holds complete positions only, and a flush needs no rollback of it.
-    The anchors of a position are kept until it is cached: beside the cache, memory depends on the stages and not on the text.
+    The anchors of a position are kept until it is cached: apart from the cache, memory depends on the stages and not on the text.
 
     Args:
         module: The draft module.
@@ -47,12 +44,12 @@ class ModuleDrafter(Drafter):
 
     def start(self, prompts: list[list[int]], capacity: int, select: SampleTokens) -> None:
         rows, n = len(prompts), self.module.config.n
-        room = capacity + max(_CHUNK, n + 1)
+        room = capacity + max(CHUNK, n + 1)
         if self._cache is not None and self._cache.fits(rows, room):
             self._cache.reset()
         else:
             self._cache = RowCache(self.module.block_config, rows, room, dtype=self._dtype, device=self._device)
-        open_sections([self._blocks, self._head], beside=self._cache.nbytes)
+        open_sections([self._blocks, self._head], reserved=self._cache.nbytes)
         self._select = select
         self._small = 2 * (n + 1)
         self._allocate(rows, self._small)
@@ -101,8 +98,8 @@ class ModuleDrafter(Drafter):
             newest[request.row] = len(request.tokens)
             done[request.row] = len(request.tokens) - request.fill
         tokens = {request.row: request.tokens for request in requests}
-        while max(d - b for b, d in zip(begin, done, strict=True)) > _CHUNK:  # prompts
-            until = [min(d, b + _CHUNK) for b, d in zip(begin, done, strict=True)]
+        while max(d - b for b, d in zip(begin, done, strict=True)) > CHUNK:  # prompts
+            until = [min(d, b + CHUNK) for b, d in zip(begin, done, strict=True)]
             self._feed(tokens, begin, until, until)
             begin = until
         rows = self._feed(tokens, begin, done, newest)

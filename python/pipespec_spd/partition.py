@@ -6,30 +6,23 @@ stream has its HuggingFace index: 0 is the output of the embedding, k >= 1 the o
 
 from __future__ import annotations
 
-import copy
-import json
-import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
-from transformers.utils import cached_file
 
-from pipespec.checks.devices import device_name
 from pipespec.checks.models import check_architecture
 from pipespec.engine.cache import RowCache
-from pipespec.engine.runtime import runtime_of
 from pipespec.models.families import IN_STAGES
-from pipespec.models.loading import is_gguf, load_config, load_model, read_stored
+from pipespec.models.loading import is_gguf, load_config, load_model, read_stored, weight_files
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import text_config
-from pipespec_spd.sections import ModelSection, open_sections
+from pipespec_spd.sections import ModelSection
 
 _INITIAL_CAPACITY = 1024
 """New tokens that a cache has room for at first. Its capacity doubles when it is full."""
@@ -59,40 +52,12 @@ class Partition:
         Raises:
             ValueError: Not ``1 <= stages <= layers``.
         """
-        _check_stages(layers, stages)
+        if not isinstance(stages, int) or isinstance(stages, bool):
+            raise TypeError(f"the number of stages must be an integer, not {stages!r}")
+        if not 1 <= stages <= layers:
+            raise ValueError(f"a model of {layers} layers can be cut into 1 to {layers} stages, not {stages}")
         each, more = divmod(layers, stages)
         return cls(tuple(each + (s < more) for s in range(stages)))
-
-    @classmethod
-    def balanced(cls, costs: Sequence[float], stages: int) -> Partition:
-        """A cut whose slowest stage is fastest, by dynamic programming. Of equal ones it takes the more even one.
-
-        Args:
-            costs: Cost of each layer, in any unit.
-            stages: Number of stages.
-
-        Raises:
-            ValueError: A cost is negative or not finite, or not ``1 <= stages <= layers``.
-        """
-        _check_stages(len(costs), stages)
-        if any(not 0 <= c < float("inf") for c in costs):
-            raise ValueError(f"the costs of layers must be finite and not negative, got {list(costs)}")
-        layers = len(costs)
-        before = [0.0]
-        for cost in costs:
-            before.append(before[-1] + cost)
-        # By the layer after the last one, the best cut of the layers so far: cost of its slowest stage, sum of squares, counts.
-        best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
-        for s in range(1, stages + 1):
-            best = {
-                end: min(
-                    (max(slowest, cost := before[end] - before[begin]), squares + cost**2, (*counts, end - begin))
-                    for begin, (slowest, squares, counts) in best.items()
-                    if begin < end
-                )
-                for end in range(s, layers - stages + s + 1)
-            }
-        return cls(best[layers][2])
 
     def check(self, layers: int) -> None:
         """Raise ``ValueError`` unless the stages have ``layers`` layers together."""
@@ -128,41 +93,20 @@ class Partition:
         return next(s for s in range(self.stages) if max(index - 1, 0) in self.span(s))
 
 
-def _check_stages(layers: int, stages: int) -> None:
-    if not isinstance(stages, int) or isinstance(stages, bool):
-        raise TypeError(f"the number of stages must be an integer, not {stages!r}")
-    if not 1 <= stages <= layers:
-        raise ValueError(f"a model of {layers} layers can be cut into 1 to {layers} stages, not {stages}")
-
-
-def cut(layers: int, stages: int | Sequence[int] | str | Partition, costs: Callable[[], Sequence[float]]) -> Partition:
-    """Turn a user's argument ``stages`` into a partition of ``layers``: a number of stages, the layers of each stage, or ``"balanced:n"`` by ``costs``.
+def cut(layers: int, stages: int | Sequence[int] | Partition) -> Partition:
+    """Turn a user's argument ``stages`` into a partition of ``layers``: a number of stages, or the layers of each stage.
 
     Raises:
         TypeError: ``stages`` has another type.
-        ValueError: ``stages`` has another format, or does not add up to ``layers``.
+        ValueError: ``stages`` does not add up to ``layers``.
     """
-    if isinstance(stages, str):
-        kind, _, number = stages.partition(":")
-        if kind != "balanced" or not number.isdecimal():
-            raise ValueError(
-                f"stages={stages!r}: give a number, layers per stage, or 'balanced:n' with n stages, such as 'balanced:4'"
-            )
-        _check_stages(layers, int(number))
-        return Partition.balanced(costs(), int(number))
     if isinstance(stages, int):
         return Partition.uniform(layers, stages)
     if not isinstance(stages, (list, tuple, Partition)):
-        raise TypeError(f"stages must be an integer, layers per stage, or 'balanced:n', not {stages!r}")
+        raise TypeError(f"stages must be an integer, or a list with the layers of each stage, not {stages!r}")
     found = stages if isinstance(stages, Partition) else Partition(tuple(stages))
     found.check(layers)
     return found
-
-
-def partition_of(model: PreTrainedModel, stages: int | Sequence[int] | str | Partition) -> Partition:
-    """:func:`cut` for a model, by its measured layers."""
-    config, base = model.config, model.model
-    return cut(config.num_hidden_layers, stages, lambda: seconds_of(base.layers, 0, config, base.rotary_emb))
 
 
 def check_target(model: PreTrainedModel) -> None:
@@ -206,9 +150,8 @@ class LayerStage:
         """Stage ``stage`` of a loaded model."""
         base, span = model.model, partition.span(stage)
         layers = [base.layers[i] for i in span]
-        rotary = _rotary_on(model, next(layers[0].parameters()).device)
         embed = base.embed_tokens if span.start == 0 else None
-        return cls(ModelParts(model.config, layers, span.start, rotary, embed), partition.stages)
+        return cls(ModelParts(model.config, layers, span.start, base.rotary_emb, embed), partition.stages)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -223,13 +166,13 @@ class LayerStage:
         assert self._cache is not None, "open() comes first"
         return self._cache
 
-    def open(self, rows: int, longest: int, most: int) -> None:
+    def open(self, rows: int, longest: int, max_positions: int) -> None:
         """Start with empty rows. The storage of the previous call is reused if it fits.
 
-        The cache has room for the ``longest`` prompt and some more tokens. :meth:`step` grows it, up to ``most`` positions of a row.
+        The cache has room for the ``longest`` prompt and some more tokens. :meth:`step` grows it, up to ``max_positions`` positions of a row.
         """
-        capacity, cache = min(most, longest + _INITIAL_CAPACITY), self._cache
-        self._most = most
+        capacity, cache = min(max_positions, longest + _INITIAL_CAPACITY), self._cache
+        self._max_positions = max_positions
         # The user may have moved or cast the model.
         is_alike = cache is not None and (cache.dtype, cache.device) == (self.dtype, self.device)
         if cache is None or not is_alike or not cache.fits(rows, capacity):
@@ -260,7 +203,7 @@ class LayerStage:
         cache.truncate(held)
         need = cache.get_seq_length() + fed.shape[1]
         if need > cache.capacity:
-            cache.reserve(max(need, min(2 * cache.capacity, self._most)))
+            cache.reserve(max(need, min(2 * cache.capacity, self._max_positions)))
         if until is not None:
             cache.aim(until)
         hidden = fed.to(self.device)
@@ -271,61 +214,10 @@ class LayerStage:
         return hidden, {0: embedded} | streams if 0 in features else streams
 
 
-def _rotary_on(model: PreTrainedModel, device: torch.device) -> nn.Module:
-    """A model's rotary embedding on ``device``: itself, or always the same copy."""
-    rotary: nn.Module = model.model.rotary_emb
-    if all(buffer.device == device for buffer in rotary.buffers()):
-        return rotary
-    copies = runtime_of(model).rotaries
-    if (rotary, device) not in copies:
-        copies[rotary, device] = copy.deepcopy(rotary).to(device)
-    return copies[rotary, device]
-
-
-def stage_devices(devices: Sequence[torch.device | str], partition: Partition) -> list[torch.device]:
-    """Check a user's argument ``devices``, and return the device of each stage.
-
-    Raises:
-        TypeError: No list of devices.
-        ValueError: Not one device per stage, or one that does not exist.
-    """
-    if isinstance(devices, str) or not isinstance(devices, Sequence):
-        raise TypeError(
-            f"devices must be a list with one device per stage, such as ['cuda:0', 'cuda:1'], not {devices!r}; device= is one for all stages"
-        )
-    if len(devices) != partition.stages:
-        raise ValueError(
-            f"{len(devices)} devices for {partition.stages} stages: name one per stage, such as devices=['cuda:0', 'cuda:1']"
-        )
-    return [torch.device(device_name(device)) for device in devices]
-
-
-def place(model: PreTrainedModel, partition: Partition, devices: Sequence[torch.device]) -> None:
-    """Move the layers of each stage to its device, the embedding to the first one, and norm and head to the last one.
-
-    A head that is the embedding, too, stays with it.
-    """
-    base, head = model.model, model.get_output_embeddings()
-    for s, device in enumerate(devices):
-        for layer in partition.span(s):
-            base.layers[layer].to(device)
-    base.embed_tokens.to(devices[0])
-    ends = devices[0] if _weight(head) is _weight(base.embed_tokens) else devices[-1]
-    base.norm.to(ends)
-    head.to(ends)
-
-
-def _weight(module: Any) -> torch.Tensor:
-    """The matrix of a linear module or an embedding, in blocks or not, or any other tensor of a module without one."""
-    tensors = (getattr(module, "blocks", None), getattr(module, "weight", None), *module.parameters())
-    return next(tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
-
-
 class Verifier:
     """Final norm and LM head: the output of the last stage to logits."""
 
     def __init__(self, norm: nn.Module, head: nn.Module, config: Any) -> None:
-        self.head = head
         self.section = ModelSection(ModelParts(config, norm=norm, head=head))
 
     @classmethod
@@ -334,40 +226,7 @@ class Verifier:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[rows, q, V]`` of the last residual stream, ``hidden [rows, q, H]``."""
-        return self.section.logits(hidden.to(_weight(self.head).device))
-
-
-def seconds_of(
-    layers: Iterable[nn.Module], first: int, config: Any, rotary: nn.Module, repeats: int = 7
-) -> list[float]:
-    """Measure the seconds of consecutive layers, from number ``first`` on: of one new token of one row after 64 others, the median of ``repeats``."""
-    context = 64
-    hidden = torch.randn((1, context, config.hidden_size), generator=torch.Generator().manual_seed(0), device="cpu")
-    out = []
-    with torch.inference_mode():
-        for number, layer in enumerate(layers, first):
-            # Without the embedding, the first layer takes hidden states like the others.
-            stage = LayerStage(ModelParts(config, [layer], number, rotary))
-            given = hidden.to(stage.device, stage.dtype)
-            stage.open(1, context, context + 1)
-            open_sections([stage.section])
-            stage.step(given, [0])
-            took = []
-            for _ in range(repeats + 1):  # the first one warms up
-                synchronise(stage.device)
-                began = time.perf_counter()
-                stage.step(given[:, :1], [context])
-                synchronise(stage.device)
-                took.append(time.perf_counter() - began)
-            out.append(median(took[1:]))
-    return out
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what the current stream was asked for."""
-    if device.type == "cuda":
-        # Not for the whole device, which would invalidate the capture of another thread.
-        torch.cuda.current_stream(device).synchronize()
+        return self.section.logits(hidden.to(self.section.parts.device))
 
 
 # ---- loading a part of the safetensors
@@ -429,7 +288,7 @@ def load_ends(
     _filled(model, path, ["model.embed_tokens.", "model.norm.", *([] if tied else ["lm_head."])], dtype, device)
     if tied:
         model.lm_head.weight = model.model.embed_tokens.weight
-    if _file(path, "generation_config.json") is not None:
+    with suppress(OSError):  # it has none
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model
 
@@ -444,7 +303,11 @@ def _filled(
     """A skeleton with the stored weights whose names begin with one of ``parts``. ``dtype``: None for that of config.json."""
     prefixes, dtype = tuple(parts), dtype or model.config.dtype or torch.float32
     found: dict[str, torch.Tensor] = {}
-    for file in _files(path, prefixes):
+    try:
+        files = weight_files(path, prefixes)
+    except OSError as error:
+        raise ValueError(f"{path}: {error}; get the complete weights") from error
+    for file in files:
         found |= {name: value.to(device, dtype) for name, value in read_stored(file, prefixes).items()}
     try:
         lacking = model.requires_grad_(False).load_state_dict(found, strict=False, assign=True).missing_keys
@@ -461,26 +324,3 @@ def _filled(
     # Its buffers follow from the configuration.
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device).eval()
     return model
-
-
-def _files(path: str | Path, prefixes: tuple[str, ...]) -> list[str]:
-    """The files that hold the weights whose names begin with one of ``prefixes``. Raises ``ValueError`` where one is not there."""
-    index, names = _file(path, "model.safetensors.index.json"), {"model.safetensors"}
-    if index is not None:
-        where: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-        names = {file for name, file in where.items() if name.startswith(prefixes)}
-    found = []
-    for name in sorted(names):
-        file = _file(path, name)
-        if file is None:
-            raise ValueError(f"{path}: the file {name} of its weights is not there; get the complete weights")
-        found.append(file)
-    return found
-
-
-def _file(path: str | Path, name: str) -> str | None:
-    """Path of a file in a model's folder, or in the local cache of a hub name; None if there is none."""
-    with suppress(OSError):
-        found: str | None = cached_file(str(path), name, local_files_only=True)
-        return found
-    return None

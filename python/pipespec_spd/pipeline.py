@@ -15,18 +15,14 @@ from pipespec.api.prepare import PreparedCall
 from pipespec.checks.devices import device_name
 from pipespec.checks.models import check_chain
 from pipespec.checks.support import check_whole
-from pipespec.errors import UnsupportedInput
-from pipespec.models.devices import LayerDevices
-from pipespec.models.layout import CacheLayout
 from pipespec.models.loading import load_model
-from pipespec.schedules.request import GenerationRequest
-from pipespec_spd.chain import ChainDrafter
 from pipespec_spd.decoding import SpeculativeDriver
 from pipespec_spd.draft_module import CONFIG_FILE, DraftModule, DraftModuleConfig
 from pipespec_spd.drafting import Drafter, NgramDrafter
 from pipespec_spd.local import LocalDriver
+from pipespec_spd.model_drafter import ModelDrafter
 from pipespec_spd.module_drafter import ModuleDrafter
-from pipespec_spd.partition import Partition, check_target, cut, load_skeleton, partition_of, place, stage_devices
+from pipespec_spd.partition import Partition, check_target, cut, load_skeleton
 from pipespec_spd.report import SpeculativeReport
 
 _Model: TypeAlias = PreTrainedModel | str | Path
@@ -37,22 +33,17 @@ class SpeculativePipeline(BasePipeline):
 
     The text depends on target, prompt and seed only, and not on the partition, on the drafter or on its failure.
 
-    All stages run in this process: one after the other, or with ``devices`` at the same time. On one device SPD cannot beat plain decoding, since each
-    cycle reads all weights.
+    All stages run in this process, one after the other. On one device SPD cannot beat plain decoding, since each cycle reads all weights.
+    :class:`pipespec_spd.RanksPipeline` runs the stages at the same time.
 
     Args:
         target: A causal language model of the LLaMA family, or its path.
-        drafter: The folder of a draft module that was trained for this target and these stages; ``"ngram"`` (prompt lookup); one or
-            several models or paths, smallest first, which draft as a PipeSpec chain (:mod:`pipespec_spd.chain`); or any
-            :class:`pipespec_spd.Drafter`.
-        stages: The number of equal stages, where the first ones get one layer more if it does not divide; the layers of each stage; or
-            ``"balanced:n"``, by the measured time of each layer. With one stage the target decodes plainly, without the drafter.
+        drafter: The folder of a draft module that was trained for this target and these stages; ``"ngram"`` (prompt lookup); a smaller model
+            or its path; or any :class:`pipespec_spd.Drafter`.
+        stages: The number of equal stages, where the first ones get one layer more if it does not divide; or the layers of each stage. With
+            one stage the target decodes plainly, without the drafter.
         dtype: For models given as paths, as for :class:`pipespec.Pipeline`.
         device: As ``dtype``.
-        devices: One device per stage. The stages of a cycle then run at the same time, each in a thread of its own, while the drafter runs, and
-            hidden states are copied from device to device. The layers of a model that is given move there, and drafts that are given as paths are
-            loaded on the first device. ``["cpu"] * n`` runs n stages at the same time on one CPU. None: all stages run one after the other where the
-            model lies. Two GPUs have not been tried.
         trust_remote_code: As ``dtype``.
         native: As for :class:`pipespec.Pipeline`. ``report.stages[0].forward`` says how the target ran.
 
@@ -69,57 +60,32 @@ class SpeculativePipeline(BasePipeline):
     def __init__(
         self,
         target: _Model,
-        drafter: Drafter | _Model | Sequence[_Model] = "ngram",
+        drafter: Drafter | _Model = "ngram",
         *,
-        stages: int | Sequence[int] | str | Partition,
+        stages: int | Sequence[int] | Partition,
         dtype: torch.dtype | str = "auto",
         device: torch.device | str | None = None,
-        devices: Sequence[torch.device | str] | None = None,
         trust_remote_code: bool = False,
         native: bool = True,
     ) -> None:
-        if devices is not None and device is not None:
-            raise ValueError("give either device=, for all stages, or devices=, one per stage")
         place_name = None if device is None else device_name(device)
         options: dict[str, Any] = {"dtype": dtype, "device": place_name, "trust_remote_code": trust_remote_code}
         if isinstance(target, (str, Path)):  # before any weight is loaded
-            layers = load_skeleton(target).config.num_hidden_layers
-            found = cut(layers, stages, lambda: [1.0] * layers)
+            found = cut(load_skeleton(target).config.num_hidden_layers, stages)
             config = module_config(drafter)
-            if config is not None and not isinstance(stages, str):
+            if config is not None:
                 config.require(target, found.ranges)
-            if devices is not None:
-                stage_devices(devices, found)
         model = load_model(target, **options)
         check_target(model)
-        self.partition = partition_of(model, stages)
-        places = None if devices is None else stage_devices(devices, self.partition)
-        if places is not None:
-            options["device"] = places[0]
-        found_drafter, drafts = resolve_drafter(
-            drafter, model, target, self.partition, inputs=None if places is None else places[0], **options
-        )
-        if places is not None:  # after all checks of the whole target
-            place(model, self.partition, places)
-            self._is_placed = True
+        self.partition = cut(model.config.num_hidden_layers, stages)
+        found_drafter, drafts = resolve_drafter(drafter, model, target, self.partition, **options)
         super().__init__([*drafts, model])
-        self._driver: SpeculativeDriver = LocalDriver(
-            self.target, self.partition, found_drafter, native, at_once=devices is not None
-        )
+        self._driver: SpeculativeDriver = LocalDriver(self.target, self.partition, found_drafter, native)
 
     @property
     def drafter(self) -> Drafter:
         """The drafter of this process."""
         return self._driver.drafter
-
-    def _check_request(self, request: GenerationRequest) -> None:
-        is_spread = self._is_placed and LayerDevices.of(self.target).is_split
-        if request.returns_cache and is_spread and CacheLayout.of(self.target.config).states is not None:
-            raise UnsupportedInput(
-                "return_dict_in_generate",
-                "generate(): the target has recurrent layers, whose states no cache holds for stages on several devices (devices=), so the cache "
-                "cannot be returned: set use_cache=False",
-            )
 
     def _report(self, generation: PreparedCall) -> SpeculativeReport:
         return speculative_report(generation, self._driver)
@@ -154,42 +120,27 @@ def module_config(drafter: Any) -> DraftModuleConfig | None:
 
 
 def resolve_drafter(
-    drafter: Any,
-    target: PreTrainedModel,
-    given_target: Any,
-    partition: Partition,
-    inputs: torch.device | None = None,
-    **options: Any,
+    drafter: Any, target: PreTrainedModel, given_target: Any, partition: Partition, **options: Any
 ) -> tuple[Drafter, list[PreTrainedModel]]:
     """Turn the argument ``drafter`` of :class:`SpeculativePipeline` into a drafter and the models in it. Raises its errors.
 
     Args:
         given_target: The target as the user gave it, a model or a path.
-        inputs: Where the target's embedding will be; None: where it is. A draft module is loaded there.
-        options: Arguments of ``load_model`` for models given as paths.
+        options: Arguments of ``load_model`` for a model given as a path.
     """
+    if not isinstance(drafter, (Drafter, PreTrainedModel, str, Path)):
+        raise TypeError(f"drafter must be 'ngram', a model, a path or a Drafter, not {type(drafter).__name__}")
     is_module = module_config(drafter) is not None
-    given: list[Any] = []
-    if isinstance(drafter, (list, tuple)):
-        given = list(drafter)
-        if not given:
-            raise ValueError("drafter is an empty list: give a model, or 'ngram' to draft without one")
-    elif not isinstance(drafter, (Drafter, PreTrainedModel, str, Path)):
-        raise TypeError(
-            f"drafter must be 'ngram', a model, a path, a list of these, or a Drafter, not {type(drafter).__name__}"
-        )
-    elif not (is_module or isinstance(drafter, Drafter) or drafter == "ngram"):
-        given = [drafter]
+    given = [] if is_module or isinstance(drafter, Drafter) or drafter == "ngram" else [drafter]
     models = [load_model(m, **options) for m in given]
     check_chain([*models, target], [*given, given_target])
     check_whole([*models, target], "a SpeculativePipeline")
     if isinstance(drafter, Drafter):
         return drafter, []
     if models:
-        return ChainDrafter(models), models
+        return ModelDrafter(models[0]), models
     if not is_module:
         return NgramDrafter(), []
     whole = given_target if isinstance(given_target, (str, Path)) else target
-    place = inputs or target.device
-    module = DraftModule.load(drafter, target=whole, stages=partition.ranges, dtype=target.dtype, device=place)
+    module = DraftModule.load(drafter, target=whole, stages=partition.ranges, dtype=target.dtype, device=target.device)
     return ModuleDrafter(module, target.get_input_embeddings()), []

@@ -5,8 +5,8 @@ first stage on rank 0, too. The ranks form a ring: rank 0 sends a token to the f
 to rank 0. The message has all that a stage needs to know: the position of the token in each row is also the number of positions that stay in the
 caches. So in a cycle each link carries one message, and nothing waits for a command. Stages send the residual streams that the drafter reads to rank 0.
 
-After a flush, the columns that are under way go round to the end, and rank 0 drops them. They do not delay the column behind them. The prompt passes the
-stages in chunks, each stage one chunk behind the stage before it.
+After a flush, the columns that are under way go round to the end, and rank 0 drops them. They do not delay the column after them. The prompt passes the
+stages in chunks, each stage one chunk after the stage before it.
 
 Usage: the same script on all ranks (``torchrun --nproc-per-node 3 script.py``)::
 
@@ -21,7 +21,6 @@ or, as a program: ``torchrun --nproc-per-node 3 -m pipespec generate --system sp
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -42,11 +41,11 @@ from pipespec.process.signals import delayed, handlers_watched
 from pipespec.registry import RANKS
 from pipespec.schedules.base import Decoder
 from pipespec.schedules.request import GenerationRequest
-from pipespec_spd.decoding import Fed, SpeculativeDriver, Streams
+from pipespec_spd.decoding import PromptChunk, SpeculativeDriver, Streams
 from pipespec_spd.drafting import Drafter
 from pipespec_spd.link import TIMEOUT_S, Link, Receiver, Sender
 from pipespec_spd.machine import Entry
-from pipespec_spd.partition import Partition, Verifier, cut, load_ends, load_skeleton, load_stage, seconds_of
+from pipespec_spd.partition import Partition, Verifier, cut, load_ends, load_skeleton, load_stage
 from pipespec_spd.pipeline import module_config, resolve_drafter, speculative_report
 from pipespec_spd.report import SpeculativeReport
 from pipespec_spd.ring import BULK, CHUNK, CLOSE, CONTROL, END, HEAD, OPEN, RUN, STREAMS, Head, Ring, StageServer
@@ -79,7 +78,7 @@ class RanksDriver(SpeculativeDriver):
         self._running = False
         self._remote = range(1 if local is not None else 0, partition.stages)
         # Chunks of the prompt under way: number, columns, and what is here.
-        self._chunks: deque[tuple[int, int, Fed]] = deque()
+        self._chunks: deque[tuple[int, int, PromptChunk]] = deque()
 
     ran_as = RANKS.name
 
@@ -127,25 +126,25 @@ class RanksDriver(SpeculativeDriver):
             raise
 
     @delayed
-    def _open(self, rows: int, longest: int, most: int) -> None:
+    def _open(self, rows: int, longest: int, max_positions: int) -> None:
         self._rows = rows
         # By stage: the number of the column that entered so many cycles ago; None: there was none.
         self._entered: deque[int | None] = deque([None] * self.partition.stages, maxlen=self.partition.stages)
         self._last_column = -1
         self._chunks.clear()
         self._form = open_sections([self.verifier.section], native=self.native)
-        control = torch.tensor([OPEN, rows, longest, most], dtype=torch.int64)
+        control = torch.tensor([OPEN, rows, longest, max_positions], dtype=torch.int64)
         with self._whole("opened"):
             self._running = True
             for s in self._remote:
                 self._link.send(control, self._rank_of[s], CONTROL)
             if self._remote:
                 self._ring.open(rows)
-                self._leaving = self._ring.behind(self._remote.start - 1, Sender)
-                self._arriving = self._ring.behind(self.partition.stages - 1, Receiver)
+                self._leaving = self._ring.line_after(self._remote.start - 1, Sender)
+                self._arriving = self._ring.line_after(self.partition.stages - 1, Receiver)
                 self._streams = {s: line for s in self._remote if (line := self._ring.streams(s, Receiver)) is not None}
         if self._local is not None:
-            self._local.open(rows, longest, most)
+            self._local.open(rows, longest, max_positions)
             self._form = self._form if self._form != NATIVE else self._local.form
 
     @delayed
@@ -181,19 +180,19 @@ class RanksDriver(SpeculativeDriver):
                 raise self._link.failed(f"rank {line.peer} sent message {words[at]} in place of {number}")
 
     def _enter(
-        self, head: Head, positions: Sequence[int], behind: Sequence[int], columns: torch.Tensor | None = None
+        self, head: Head, positions: Sequence[int], payload: Sequence[int], columns: torch.Tensor | None = None
     ) -> Streams:
         """Let columns enter, and return the residual streams that are known now.
 
         Args:
             head: Of their message, but for its number.
             positions: Of each row's first column.
-            behind: Per row the token of a column, or of a chunk the number of ``real`` columns.
-            columns: Tokens ``[B, q]``; None: one column, ``behind``.
+            payload: Per row the token of a column, or of a chunk the number of ``real`` columns.
+            columns: Tokens ``[B, q]``; None: one column, ``payload``.
         """
         self._number += 1
         head = head._replace(number=self._number)
-        words = self._ring.words(head, [*positions, *behind]) if self._remote else []
+        words = self._ring.words(head, [*positions, *payload]) if self._remote else []
         if self._local is None:
             self._leaving.send(words)  # first, since the first stage waits for it
             if columns is not None:
@@ -201,12 +200,12 @@ class RanksDriver(SpeculativeDriver):
         streams: Streams = {}
         if self._local is not None or 0 in self.features:
             with torch.inference_mode():
-                tokens = torch.tensor(behind, device="cpu")[:, None] if columns is None else columns
+                tokens = torch.tensor(payload, device="cpu")[:, None] if columns is None else columns
                 if 0 in self.features:
                     streams[0] = self._embed(tokens.to(self._embed.weight.device))
                 if self._local is not None:
                     is_chunk = head.kind == CHUNK
-                    self._own, more = self._local.run(head, positions, tokens, behind if is_chunk else None)
+                    self._own, more = self._local.run(head, positions, tokens, payload if is_chunk else None)
                     streams |= more
                     if self._remote:
                         self._leaving.send(words, [] if is_chunk else [self._own])
@@ -230,22 +229,22 @@ class RanksDriver(SpeculativeDriver):
         return hidden, streams
 
     @delayed
-    def _feed(self, columns: np.ndarray, begin: Sequence[int], real: Sequence[int]) -> list[Fed]:
+    def _feed(self, columns: np.ndarray, begin: Sequence[int], real: Sequence[int]) -> list[PromptChunk]:
         tokens = torch.from_numpy(columns).long()
         arrived = self._collect_chunks(self.partition.stages - 1)
         streams = self._enter(Head(CHUNK, 0, tokens.shape[1], 0), begin, real, tokens)
         if not self._remote:
-            return [*arrived, Fed(streams, begin, real)]
-        self._chunks.append((self._number, tokens.shape[1], Fed(streams, begin, real)))
+            return [*arrived, PromptChunk(streams, begin, real)]
+        self._chunks.append((self._number, tokens.shape[1], PromptChunk(streams, begin, real)))
         return arrived
 
-    def _collect_chunks(self, most: int) -> list[Fed]:
-        """Wait until at most ``most`` chunks of the prompt are under way. Return what came of the others."""
+    def _collect_chunks(self, allowed: int) -> list[PromptChunk]:
+        """Wait until at most ``allowed`` chunks of the prompt are under way. Return what came of the others."""
         out = []
-        while len(self._chunks) > most:
-            number, columns, fed = self._chunks[0]
+        while len(self._chunks) > allowed:
+            number, columns, chunk = self._chunks[0]
             self._await(self._arriving, number)
-            streams = dict(fed.streams)
+            streams = dict(chunk.streams)
             for s in self._remote:
                 wanted = self._ring.features[s]
                 if wanted:
@@ -253,15 +252,15 @@ class RanksDriver(SpeculativeDriver):
                     values = self._link.receive(shape, self._dtype, self._rank_of[s], STREAMS)
                     streams |= dict(zip(wanted, values, strict=True))
             self._chunks.popleft()
-            out.append(fed._replace(streams=streams))
+            out.append(chunk._replace(streams=streams))
         return out
 
     @delayed
-    def _answer(self, columns: np.ndarray, begin: Sequence[int]) -> tuple[torch.Tensor, list[Fed]]:
+    def _answer(self, columns: np.ndarray, begin: Sequence[int]) -> tuple[torch.Tensor, list[PromptChunk]]:
         arrived = self._collect_chunks(0)
         streams = self._enter(Head(RUN, 0, 1, 0), begin, columns[:, 0].tolist())
         hidden, more = self._gather(dict.fromkeys(self._remote, self._number))
-        arrived.append(Fed(streams | more, begin, [1] * self._rows))
+        arrived.append(PromptChunk(streams | more, begin, [1] * self._rows))
         return self._own if hidden is None else hidden, arrived
 
     @delayed
@@ -288,7 +287,7 @@ def ranks_of(stages: int, world: int) -> list[int]:
     """The rank of each stage. Raises ``ValueError`` unless there are as many ranks as stages, or one more."""
     if world not in (stages, stages + 1):
         raise ValueError(
-            f"{stages} stages need {stages + 1} ranks, or {stages} with the first stage beside the drafter; there are {world}: start with "
+            f"{stages} stages need {stages + 1} ranks, or {stages} with the first stage on the rank of the drafter; there are {world}: start with "
             f"torchrun --nproc-per-node {stages + 1}"
         )
     return [s + world - stages for s in range(stages)]
@@ -303,7 +302,7 @@ class RanksPipeline(BasePipeline):
     Args:
         target: Path of a LLaMA-family model. Each rank reads its own part of the safetensors.
         drafter: As for ``SpeculativePipeline``, the same on all ranks. Only rank 0 runs it; the others read its ``features``.
-        stages: As for ``SpeculativePipeline``, the same on all ranks. For ``"balanced:n"`` each rank measures the layers that an even cut gives it.
+        stages: As for ``SpeculativePipeline``, the same on all ranks.
         timeout_s: Longest time of a rank for its part of a cycle or of a chunk of the prompt, with rank 0's streamers and processors. If a
             rank takes longer, dies or stops, the call ends on all ranks with :class:`RankError`, or the process ends.
         start_s: Longest time until all ranks are there, and again until all have loaded their weights.
@@ -335,18 +334,16 @@ class RanksPipeline(BasePipeline):
             raise TypeError(f"target must be a path, of which each rank reads its part, not {type(target).__name__}")
         device = torch.device(rank_device(device))
         skeleton = load_skeleton(target).config
-        layers = skeleton.num_hidden_layers
-        # An even cut stands for a balanced one until the layers are measured.
-        self.partition = cut(layers, stages, lambda: [1.0] * layers)
+        self.partition = cut(skeleton.num_hidden_layers, stages)
         rank_of = ranks_of(self.partition.stages, world)
         config = module_config(drafter)
-        if config is not None and not isinstance(stages, str):
+        if config is not None:
             config.require(target, self.partition.ranges)
         features = tuple(getattr(drafter, "features", ())) if config is None else config.anchors[1:]
         for index in features:
             self.partition.owner(index)
         terms = {
-            "stages": stages if isinstance(stages, str) else self.partition.counts,
+            "stages": self.partition.counts,
             "features": features,
             "dtype": str(dtype or "of the model"),
             "native": native,
@@ -355,13 +352,9 @@ class RanksPipeline(BasePipeline):
         self.has_target = rank == 0
         self._server: StageServer | None = None
         number = rank_of.index(rank) if rank in rank_of else None
-        if isinstance(stages, str):
-            self.partition = self._balance(target, number, dtype, device)
         error = None
         models: list[PreTrainedModel] = []
         try:
-            if config is not None and isinstance(stages, str):
-                config.require(target, self.partition.ranges)
             owned = [
                 [k for k in features if k > 0 and self.partition.owner(k) == s] for s in range(self.partition.stages)
             ]
@@ -386,22 +379,6 @@ class RanksPipeline(BasePipeline):
             raise
         self._link.agree(error)
         super().__init__(models)
-
-    def _balance(
-        self, target: str | Path, number: int | None, dtype: torch.dtype | None, device: torch.device
-    ) -> Partition:
-        """The balanced cut. Each rank measures the layers that an even cut gives it."""
-        seconds: list[float] = []
-        error = None
-        try:
-            if number is not None:
-                stage = load_stage(target, self.partition, number, dtype=dtype, device=device)
-                seconds = seconds_of(stage.layers, stage.first, stage.config, stage.section.parts.rotary)
-        except Exception as failure:
-            error = failure
-        found = self._link.agree(error, "measured", json.dumps(seconds))
-        costs = [second for theirs in found for second in json.loads(theirs)]
-        return Partition.balanced(costs, self.partition.stages)
 
     def _caching(self) -> Sequence[PreTrainedModel]:
         return self.models[:-1]  # the target's caches are on other ranks

@@ -18,7 +18,7 @@ CONTROL, BULK, STREAMS, LINES = range(4)
 """Tags of messages. Those of the lines come last, one for each size of a line."""
 
 CLOSE, OPEN = range(2)
-"""First word of a control message. With ``OPEN`` follow the number of rows, the longest prompt and the most positions."""
+"""First word of a control message. With ``OPEN`` follow the number of rows, the longest prompt and the maximum number of positions."""
 
 RUN, CHUNK, END = range(3)
 """Kinds of messages that go round. See :class:`Head`."""
@@ -31,8 +31,8 @@ class Head(NamedTuple):
     none), and its token; of a chunk, how many of its columns belong to the row's prompt.
 
     Attributes:
-        kind: ``RUN``: a column of tokens, and behind the first stage its hidden states. ``CHUNK``: columns of the prompt; each stage sends them
-            separately behind this message, and the last one only confirms. ``END``: the call ends; behind the head follow, for each stage, the
+        kind: ``RUN``: a column of tokens, and after the first stage its hidden states. ``CHUNK``: columns of the prompt; each stage sends them
+            separately after this message, and the last one only confirms. ``END``: the call ends; after the head follow, for each stage, the
             nanoseconds that it was busy and whether it is native.
         number: Messages have ascending numbers.
         columns: Columns to run.
@@ -71,8 +71,8 @@ class Ring:
         self._rows = rows
         self._words = HEAD + 2 * max(rows, len(self._rank_of))
 
-    def words(self, head: Head, behind: Sequence[int] = ()) -> list[int]:
-        return [*head, *behind, *[0] * (self._words - HEAD - len(behind))]
+    def words(self, head: Head, payload: Sequence[int] = ()) -> list[int]:
+        return [*head, *payload, *[0] * (self._words - HEAD - len(payload))]
 
     def _line(self, made: Any, peer: int, words: int, tensors: int, back: bool) -> Any:
         kind = (self._rows - 1).bit_length()
@@ -84,7 +84,7 @@ class Ring:
         self._made[key].fit(words, (tensors, self._rows, 1, self._hidden_size), self._dtype)
         return self._made[key]
 
-    def behind(self, stage: int, made: type[Sender] | type[Receiver]) -> Any:
+    def line_after(self, stage: int, made: type[Sender] | type[Receiver]) -> Any:
         """An end of the line from ``stage`` (-1: from rank 0) to the next stage, or from the last one to rank 0."""
         is_last = stage + 1 == len(self._rank_of)
         peers = 0 if stage < 0 else self._rank_of[stage], 0 if is_last else self._rank_of[stage + 1]
@@ -110,9 +110,9 @@ class StageServer:
         self._hidden_size: int = stage.config.hidden_size
         self.busy = 0.0
 
-    def open(self, rows: int, longest: int, most: int) -> None:
-        self.stage.open(rows, longest, most)
-        self.form = open_sections([self.stage.section], native=self._native, beside=self.stage.cache.nbytes)
+    def open(self, rows: int, longest: int, max_positions: int) -> None:
+        self.stage.open(rows, longest, max_positions)
+        self.form = open_sections([self.stage.section], native=self._native, reserved=self.stage.cache.nbytes)
         self.busy = 0.0
         self._held = [0] * rows
 
@@ -145,12 +145,12 @@ class StageServer:
             control = self._link.receive((CONTROL_WORDS,), torch.int64, 0, CONTROL, idle=True).tolist()
             if control[0] == CLOSE:
                 return
-            _, rows, longest, most = control
+            _, rows, longest, max_positions = control
             self._ring.open(rows)
-            self._arriving = self._ring.behind(self._number - 1, Receiver)
-            self._leaving = self._ring.behind(self._number, Sender)
+            self._arriving = self._ring.line_after(self._number - 1, Receiver)
+            self._leaving = self._ring.line_after(self._number, Sender)
             self._streams = self._ring.streams(self._number, Sender)
-            self.open(rows, longest, most)
+            self.open(rows, longest, max_positions)
             while self._handle():
                 pass
 

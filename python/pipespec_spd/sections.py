@@ -43,23 +43,23 @@ class ModelSection:
         if NATIVE in self._forms and self._forms[NATIVE].form is not None:
             del self._forms[NATIVE]
 
-    def native_unsupported_reason(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Why there is no native form, as far as that shows without packing the weights; None if there may be one."""
         forget_changed(self._forms, self.parts, NATIVE)
         return (self._forms.get(NATIVE) or identify(self.parts, NATIVE)).reason
 
-    def pack(self, beside: int) -> str | None:
+    def pack(self, reserved: int) -> str | None:
         """Use the native form.
 
         Args:
-            beside: bytes that are to be allocated beside the packed copy.
+            reserved: bytes that are to be allocated in addition to the packed copy.
 
         Returns:
             Why there is no native form; None if there is.
         """
         if NATIVE not in self._forms:
             self.use_modules()  # before another copy is made
-        choice = choose(self._forms, self.parts, NATIVE, lambda: native_form(self.parts, beside))
+        choice = choose(self._forms, self.parts, NATIVE, lambda: native_form(self.parts, reserved))
         if choice.form is not None:
             self._call = choice.form
         return choice.reason
@@ -90,24 +90,23 @@ class ModelSection:
         return self._modules if on_device or torch.is_autocast_enabled(given.device.type) else self._call
 
 
-def open_sections(sections: Sequence[ModelSection], *, native: bool = True, beside: int = 0) -> str:
+def open_sections(sections: Sequence[ModelSection], *, native: bool = True, reserved: int = 0) -> str:
     """Choose the forms of sections that run one after the other: all native, or none, so that a cut does not change the text.
 
     Args:
         sections: of one model.
         native: False: only forms with the bits of the model's own modules.
-        beside: bytes that are to be allocated beside the packed copies, for caches.
+        reserved: bytes that are to be allocated in addition to the packed copies, for caches.
 
     Returns:
         The form, as :func:`described`.
     """
     reason: str | None = NATIVE_DISABLED
     if native:
-        reasons = [section.native_unsupported_reason() for section in sections]
-        reason = next(filter(None, reasons), None)
+        reason = next(filter(None, (section.unsupported_reason() for section in sections)), None)
     sizes = [packed_bytes(section.parts) for section in sections]
     for i, section in enumerate(sections):
-        reason = reason or section.pack(sum(sizes[i + 1 :], beside))
+        reason = reason or section.pack(sum(sizes[i + 1 :], reserved))
     if reason is None:
         return NATIVE
     for section in sections:

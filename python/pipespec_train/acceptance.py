@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from pipespec_spd.draft_module import DraftModule
 from pipespec_train.students import full_ids, simulate
-from pipespec_train.trainer import teach
+from pipespec_train.trainer import teacher_forward
 
 
 class Acceptance(NamedTuple):
@@ -66,7 +66,7 @@ def drafts_right(target: PreTrainedModel, module: DraftModule, texts: torch.Tens
     All drafts come from one forward of the target.
     """
     ids, following = texts[:, :-1].to(module.head.weight.device), texts[:, 1:].cpu()
-    anchors = teach(target, ids, module.config.anchors).anchors
+    anchors = teacher_forward(target, ids, module.config.anchors).anchors
     full = full_ids(module)
     right = [
         (full[simulate(module, anchors, fill).argmax(-1).cpu()] == following).numpy()

@@ -41,14 +41,14 @@ _TABLE: dict[str, list[tuple[Any, ...]]] = {
         ("recipe", "FILE", str, None, f"options from a TOML file, or from a recipe of the package ({', '.join(recipes.names())}); options of the command line take "
                                       "precedence"),
         ("layers", "N", int, None, "decoder blocks of the module; default: one less than a stage has"),
-        ("types", "N", int, None, "most anchors (default: one per stage, plus one)"),
+        ("types", "N", int, None, "maximum number of anchors (default: one per stage, plus one)"),
         ("anchors", "K", int, None, "hidden states that feed the module: 0, the embedding, and outputs of layers (k: layer k - 1)", "+"),
         ("vocabulary", "N", int, None, "draft only the N most frequent tokens (default: all)"),
         ("dtype", None, str, "float32", "dtype of the target", DTYPES),
         ("device", "D", str, None, "cpu or cuda; default: cpu, or one GPU per process with several processes"),
     ],
     "data": [
-        ("length", "N", int, 512, "most tokens of an example"),
+        ("length", "N", int, 512, "maximum number of tokens of an example"),
         ("truncate", None, bool, False, "cut longer conversations instead of dropping them"),
         ("held-out", "PATH", str, [], "validate on these files", "+"),
         ("validation", "P", float, 0.02, "without --held-out: validate on this share of the data"),
@@ -76,7 +76,7 @@ _DEFAULTS["forward_steps"] = 4
 """Values of the options that neither the command line nor the recipe gives."""
 
 
-_LEAST_LAYERS = 7
+_MIN_LAYERS = 7
 """From here on the third hidden state, the middle and the third from the end are three."""
 
 _OF_SPD = ("stages", "layers", "types", "full")
@@ -103,7 +103,7 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     draft = commands.add_parser("train-draft", help=what, description=f"{what.capitalize()}. {_TRAINING}")
     draft.set_defaults(command=run)
     option(draft, "kind", None, str, kinds, choices=("eagle3", "spd"), default="eagle3")
-    what = "eagle3: draft tokens in a row that a lesson trains (4)"
+    what = "eagle3: draft tokens in a row that a batch trains (4)"
     option(draft, "forward-steps", "N", int, what, default=argparse.SUPPRESS)
     add_training_options(draft)
     return [module, convert, draft]
@@ -196,10 +196,10 @@ def run(args: argparse.Namespace) -> int:
         examples, held, lost = _examples(args, settings.seed)
         model, student = _load(args, examples, device)
     if first:
-        tokens, learnt = sum(len(e.ids) for e in examples), sum(int(e.wanted.sum()) for e in examples)
+        tokens, trained = sum(len(e.ids) for e in examples), sum(int(e.wanted.sum()) for e in examples)
         parameters = sum(p.numel() for p in student.module.parameters() if p.requires_grad)
         say(
-            f"{len(examples)} examples, {tokens:,} tokens, {learnt:,} of them to learn ({lost}); {len(held)} held out; "
+            f"{len(examples)} examples, {tokens:,} tokens, {trained:,} of them to learn ({lost}); {len(held)} held out; "
             f"{parameters:,} parameters, anchors {' '.join(map(str, student.anchors))}"
         )
     batches = data.Batches(examples, args.batch, settings.seed)
@@ -279,9 +279,9 @@ def _examples(args: argparse.Namespace, seed: int) -> tuple[Any, Any, Any]:
     size = described.vocab_size
     if args.kind == "spd":
         _ranges(args, described)
-    elif args.anchors is None and described.num_hidden_layers < _LEAST_LAYERS:
+    elif args.anchors is None and described.num_hidden_layers < _MIN_LAYERS:
         raise ValueError(
-            f"EAGLE-3's three hidden states are of a target with {_LEAST_LAYERS} layers at least, and this one has {described.num_hidden_layers}: "
+            f"EAGLE-3's three hidden states are of a target with {_MIN_LAYERS} layers at least, and this one has {described.num_hidden_layers}: "
             "name them with --anchors"
         )
     if args.vocabulary is not None and not 1 <= args.vocabulary <= size:
@@ -315,7 +315,7 @@ def _ranges(args: argparse.Namespace, config: Any) -> Any:
     """The layers of each of ``--stages``."""
     from pipespec_spd.partition import cut
 
-    return cut(config.num_hidden_layers, args.stages if len(args.stages) > 1 else args.stages[0], list).ranges
+    return cut(config.num_hidden_layers, args.stages if len(args.stages) > 1 else args.stages[0]).ranges
 
 
 def _student(args: argparse.Namespace, model: Any, vocabulary: list[int] | None) -> Any:

@@ -23,8 +23,8 @@ _TEXT = (".txt", ".md")
 _ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 """Names of the roles in ShareGPT files."""
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
-_SHORTEST = 10
-_SHORT = f"shorter than {_SHORTEST} tokens"
+_MIN_LENGTH = 10
+_SHORT = f"shorter than {_MIN_LENGTH} tokens"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def load_examples(
     for its ``.jsonl``, ``.json``, ``.parquet``, ``.txt`` and ``.md`` files. Text is cut into pieces of ``length`` tokens.
 
     Args:
-        length: Most tokens of an example.
+        length: Maximum number of tokens of an example.
         truncate: Cut longer conversations instead of leaving them out.
 
     Returns:
@@ -55,8 +55,8 @@ def load_examples(
         FileNotFoundError: A file or folder does not exist or is empty.
         ValueError: A record cannot be read, or no example is left. The message names file and record.
     """
-    if length < _SHORTEST:
-        raise ValueError(f"a length of {length} tokens is too short: at least {_SHORTEST}")
+    if length < _MIN_LENGTH:
+        raise ValueError(f"a length of {length} tokens is too short: at least {_MIN_LENGTH}")
     found: list[TrainingExample] = []
     lost: Counter[str] = Counter()
     files = list(_files(paths))
@@ -120,7 +120,7 @@ def _messages(given: Any, where: str) -> list[dict[str, str]]:
 
 
 def _windows(tokenizer: Any, text: str, length: int, lost: Counter[str]) -> list[TrainingExample]:
-    """Cut a text into consecutive pieces, each after the tokenizer's initial tokens. All tokens are learnt."""
+    """Cut a text into consecutive pieces, each after the tokenizer's initial tokens. All tokens are trained."""
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if tokenizer.eos_token_id is not None:
         ids = [*ids, tokenizer.eos_token_id]
@@ -129,7 +129,7 @@ def _windows(tokenizer: Any, text: str, length: int, lost: Counter[str]) -> list
     found = []
     for at in range(0, len(ids), body):
         piece = np.asarray([*begin, *ids[at : at + body]], dtype=np.int32)
-        if len(piece) < _SHORTEST:
+        if len(piece) < _MIN_LENGTH:
             lost[_SHORT] += 1
             continue
         found.append(TrainingExample(piece, np.ones(len(piece), dtype=bool)))
@@ -156,7 +156,7 @@ def _conversation(
             lost["longer than the limit"] += 1
             return None
         ids, said = ids[:length], said[:length]
-    if len(ids) < _SHORTEST:
+    if len(ids) < _MIN_LENGTH:
         lost[_SHORT] += 1
         return None
     wanted = np.append(said[1:], False)  # entry t is about the token after position t

@@ -14,10 +14,10 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel
 from pipespec.engine.head import DraftHead, HeadConfig
 from pipespec.models.properties import text_config
 from pipespec_train.settings import TrainingSettings
-from pipespec_train.students import Lesson, Student, loss_of
+from pipespec_train.students import Student, StudentBatch, loss_of
 
 STEPS = 4
-"""Forward steps of a lesson."""
+"""Forward steps of a batch."""
 
 _DECAY = 0.8
 """Weight of a forward step in the loss, relative to the one before: a later draft token counts only where those before it are accepted."""
@@ -82,49 +82,49 @@ def head_for(
 class HeadStudent(Student):
     """A float32 draft head and the target that it reads.
 
-    A lesson has ``steps`` forward steps. Step ``j`` reads the outputs of step ``j - 1``, as the ``j``-th draft token of a round does.
+    A batch has ``steps`` forward steps. Step ``j`` reads the outputs of step ``j - 1``, as the ``j``-th draft token of a round does.
     """
 
     def __init__(self, head: DraftHead, target: PreTrainedModel, steps: int = STEPS) -> None:
         if steps < 1:
-            raise ValueError(f"a lesson has at least one forward step, not {steps}")
+            raise ValueError(f"a batch has at least one forward step, not {steps}")
         self.module, self.head, self.columns = head, head.lm_head, head.ids
         self.anchors = head.config.layers_of(text_config(target.config).num_hidden_layers)
         self._target, self._steps = target, steps
 
-    def simulate(self, lesson: Lesson) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def simulate(self, batch: StudentBatch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Per forward step the head's logits at the positions to learn, and the target's, both ``[N_j, Vd]``.
 
         In step ``j`` each slot stands for the ``j``-th of a chain that begins there. It sees the slots with features up to the chain's first one, and those of its
         own chain.
         """
-        head, length = self.module, lesson.ids.shape[1] - 1
-        device = lesson.ids.device
-        row_of = torch.full(lesson.valid.shape, -1, device=device)
-        row_of[lesson.valid] = torch.arange(len(lesson.teacher_logits), device=device)
-        hidden = head.fuse(lesson.anchors.flatten(-2)[:, :-1])
+        head, length = self.module, batch.ids.shape[1] - 1
+        device = batch.ids.device
+        row_of = torch.full(batch.valid.shape, -1, device=device)
+        row_of[batch.valid] = torch.arange(len(batch.teacher_logits), device=device)
+        hidden = head.fuse(batch.anchors.flatten(-2)[:, :-1])
         seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
         own = torch.eye(length, dtype=torch.bool, device=device)
         cache, positions = DynamicCache(), torch.arange(length, device=device)[None]
         for step in range(min(self._steps, length)):
-            # Behind the end of the text there is nothing to learn.
-            tokens = lesson.ids[:, 1:].roll(-step, 1)
+            # After the end of the text there is nothing to learn.
+            tokens = batch.ids[:, 1:].roll(-step, 1)
             mask = torch.zeros(seen.shape, dtype=hidden.dtype, device=device).masked_fill_(~seen, -torch.inf)
             hidden = head(head.embed(tokens), hidden, positions + step, [mask[None, None]] * len(head.layers), cache)
             at = row_of[:, 1 + step :]
-            yield head.logits(hidden[:, : length - step][at >= 0]), lesson.teacher_logits[at[at >= 0]]
+            yield head.logits(hidden[:, : length - step][at >= 0]), batch.teacher_logits[at[at >= 0]]
             seen = torch.cat([seen, own], 1)
 
-    def loss(self, lesson: Lesson, settings: TrainingSettings, step: int) -> torch.Tensor:
-        total, weights = torch.zeros((), device=lesson.ids.device), 0.0
-        for i, (logits, teacher_logits) in enumerate(self.simulate(lesson)):
+    def loss(self, batch: StudentBatch, settings: TrainingSettings, step: int) -> torch.Tensor:
+        total, weights = torch.zeros((), device=batch.ids.device), 0.0
+        for i, (logits, teacher_logits) in enumerate(self.simulate(batch)):
             total = total + _DECAY**i * loss_of(logits, teacher_logits, settings.temperature, settings.argmax_weight)
             weights += _DECAY**i
         return total / weights
 
-    def cases(self, lesson: Lesson) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Each forward step; a further one stands behind the target's own tokens."""
-        for i, (logits, teacher_logits) in enumerate(self.simulate(lesson)):
+    def cases(self, batch: StudentBatch) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Each forward step; a further one stands after the target's own tokens."""
+        for i, (logits, teacher_logits) in enumerate(self.simulate(batch)):
             yield f"agreement_{i + 1}" if i else "agreement", logits, teacher_logits
 
     def identity(self) -> str:

@@ -19,7 +19,7 @@ from pipespec_spd.draft_module import DraftModule
 from pipespec_train.settings import TrainingSettings
 
 
-class Lesson(NamedTuple):
+class StudentBatch(NamedTuple):
     """What the target says about a batch.
 
     Attributes:
@@ -51,11 +51,11 @@ class Student(abc.ABC):
     columns: torch.Tensor
 
     @abc.abstractmethod
-    def loss(self, lesson: Lesson, settings: TrainingSettings, step: int) -> torch.Tensor:
+    def loss(self, batch: StudentBatch, settings: TrainingSettings, step: int) -> torch.Tensor:
         """The loss of a batch in a step, in nats per position."""
 
     @abc.abstractmethod
-    def cases(self, lesson: Lesson) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    def cases(self, batch: StudentBatch) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """What is validated: the name of a figure, logits, and the target's logits there. One case has the name ``agreement``."""
 
     @abc.abstractmethod
@@ -67,12 +67,12 @@ class Student(abc.ABC):
         """Write the draft for use."""
 
     @torch.no_grad()
-    def figures(self, lessons: Iterable[Lesson], settings: TrainingSettings) -> dict[str, float]:
+    def figures(self, batches: Iterable[StudentBatch], settings: TrainingSettings) -> dict[str, float]:
         """The agreement with the teacher's argmax in each of :meth:`cases`, and the KL in the one called ``agreement``."""
         loss, same, counts = 0.0, dict[str, int](), dict[str, int]()
-        for lesson in lessons:
-            with autocast(lesson.anchors.device, settings.amp):
-                for name, logits, teacher_logits in self.cases(lesson):
+        for batch in batches:
+            with autocast(batch.anchors.device, settings.amp):
+                for name, logits, teacher_logits in self.cases(batch):
                     found = len(teacher_logits)
                     counts[name] = counts.get(name, 0) + found
                     same[name] = same.get(name, 0) + int((logits.argmax(-1) == teacher_logits.argmax(-1)).sum())
@@ -93,17 +93,17 @@ class PipelineStudent(Student):
     def save(self, folder: Path) -> None:
         self.module.save(folder)
 
-    def loss(self, lesson: Lesson, settings: TrainingSettings, step: int) -> torch.Tensor:
+    def loss(self, batch: StudentBatch, settings: TrainingSettings, step: int) -> torch.Tensor:
         fill = fill_of(step, self.module.config.n, settings)
-        logits = simulate(self.module, lesson.anchors, fill, lesson.valid)
-        return loss_of(logits, lesson.teacher_logits, settings.temperature, settings.argmax_weight)
+        logits = simulate(self.module, batch.anchors, fill, batch.valid)
+        return loss_of(logits, batch.teacher_logits, settings.temperature, settings.argmax_weight)
 
-    def cases(self, lesson: Lesson) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    def cases(self, batch: StudentBatch) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """All stages filled, and each smaller fill."""
         n = self.module.config.n
         for fill in (n, *range(1, n)):
-            logits = simulate(self.module, lesson.anchors, fill, lesson.valid)
-            yield "agreement" if fill == n else f"agreement_{fill}", logits, lesson.teacher_logits
+            logits = simulate(self.module, batch.anchors, fill, batch.valid)
+            yield "agreement" if fill == n else f"agreement_{fill}", logits, batch.teacher_logits
 
     def identity(self) -> str:
         return json.dumps(self.module.config.to_json() | {"target": None})

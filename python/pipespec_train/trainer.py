@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from pipespec.process.progress import readable_time, say
 from pipespec_spd.draft_module import DraftModule
 from pipespec_train.settings import TrainingSettings
-from pipespec_train.students import Lesson, PipelineStudent, Student, autocast
+from pipespec_train.students import PipelineStudent, Student, StudentBatch, autocast
 
 CHECKPOINT, RECORD = "training.pt", "training.json"
 SAY_EVERY_S = 30.0
@@ -31,7 +31,7 @@ _EMPTY_STEPS = 50
 """Consecutive steps without a token to learn after which training ends with an error."""
 
 
-class Taught(NamedTuple):
+class TeacherOutput(NamedTuple):
     """The target's forward over a batch.
 
     Attributes:
@@ -49,13 +49,13 @@ class TrainingBatch(NamedTuple):
     Attributes:
         ids: ``[B, S]`` int64, padded on the right.
         wanted: ``[B, S]`` bool, whether the module learns the token after each position.
-        taught: The target's forward over the batch, if the caller has kept it.
+        teacher_output: The target's forward over the batch, if the caller has kept it.
         tokens: Tokens without the padding; None: there is none.
     """
 
     ids: torch.Tensor
     wanted: torch.Tensor
-    taught: Taught | None = None
+    teacher_output: TeacherOutput | None = None
     tokens: int | None = None
 
 
@@ -63,14 +63,14 @@ class TrainingBatch(NamedTuple):
 
 
 @torch.no_grad()
-def teach(target: PreTrainedModel, ids: torch.Tensor, anchors: Sequence[int]) -> Taught:
+def teacher_forward(target: PreTrainedModel, ids: torch.Tensor, anchors: Sequence[int]) -> TeacherOutput:
     """Run the target over ``ids [B, S]``, padded on the right, and keep the streams ``anchors``."""
     found: dict[int, torch.Tensor] = {}
 
     def keep(index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         found[index] = args[0] if args else kwargs["hidden_states"]
 
-    # Each stream is the input of the module behind it.
+    # Each stream is the input of the module after it.
     readers = [*target.base_model.layers, target.base_model.norm]
     handles = [readers[k].register_forward_pre_hook(partial(keep, k), with_kwargs=True) for k in anchors]
     try:
@@ -78,7 +78,7 @@ def teach(target: PreTrainedModel, ids: torch.Tensor, anchors: Sequence[int]) ->
     finally:
         for handle in handles:
             handle.remove()
-    return Taught(torch.stack([found[k] for k in anchors], dim=2), last)
+    return TeacherOutput(torch.stack([found[k] for k in anchors], dim=2), last)
 
 
 # ---- the run
@@ -208,18 +208,18 @@ class _Run:
     def _so_far(self) -> str:
         return f"step {self.step}, {self.tokens:,} tokens, {readable_time(self.elapsed)}"
 
-    def _lesson(self, which: TrainingBatch) -> Lesson:
+    def _student_batch(self, which: TrainingBatch) -> StudentBatch:
         """Both heads compute no position but those to learn: for a large vocabulary they are the larger part of a step and of its memory."""
         valid, ids = which.wanted.to(self.device), which.ids.to(self.device)
         with torch.no_grad(), autocast(self.device, self.settings.amp):
-            anchors, last = which.taught or teach(self.target, ids, self.student.anchors)
+            anchors, last = which.teacher_output or teacher_forward(self.target, ids, self.student.anchors)
             logits = self.target.get_output_embeddings()(last.to(self.device)[valid].to(self.target.dtype))
-        learnt = torch.isin(logits.argmax(-1), self.columns)
-        valid = valid.masked_scatter(valid, learnt)
-        return Lesson(ids, anchors.to(self.device, self.weight.dtype), valid, logits[learnt][:, self.columns])
+        trained = torch.isin(logits.argmax(-1), self.columns)
+        valid = valid.masked_scatter(valid, trained)
+        return StudentBatch(ids, anchors.to(self.device, self.weight.dtype), valid, logits[trained][:, self.columns])
 
     def _step(self, done: float, batch: Callable[[int], TrainingBatch]) -> None:
-        """One step of the optimizers, ``done`` of the run behind it."""
+        """One step of the optimizers, after ``done`` of the run."""
         settings = self.settings
         self.rate = settings.rate * learning_rate(done, settings.warmup_share, settings.rate_schedule)
         # For dropout.
@@ -228,15 +228,15 @@ class _Run:
             for group in optimizer.param_groups:
                 group["lr"] = self.rate
             optimizer.zero_grad(set_to_none=True)
-        loss, learnt, fed = self._gradients(batch)
+        loss, trained, fed = self._gradients(batch)
         if not math.isfinite(loss):
             raise RuntimeError(f"the loss is {loss} at step {self.step}: a smaller rate may help")
-        self._empty = 0 if learnt else self._empty + 1
+        self._empty = 0 if trained else self._empty + 1
         if self._empty == _EMPTY_STEPS:
             raise ValueError(
                 f"nothing to learn in {_EMPTY_STEPS} steps: no token is the assistant's and in the draft vocabulary"
             )
-        if learnt:
+        if trained:
             nn.utils.clip_grad_norm_(self.trained, settings.clip)
             for optimizer in self.optimizers:
                 optimizer.step()
@@ -245,27 +245,27 @@ class _Run:
         self.position += settings.accumulate * self.world
 
     def _gradients(self, batch: Callable[[int], TrainingBatch]) -> tuple[float, float, float]:
-        """Compute the gradients of a step. Returns loss, positions learnt and tokens fed of all processes."""
+        """Compute the gradients of a step. Returns loss, positions trained and tokens fed of all processes."""
         settings = self.settings
-        value = learnt = fed = 0.0
+        value = trained = fed = 0.0
         for part in range(settings.accumulate):
             which = batch(self.position + part * self.world + self.rank)
-            lesson = self._lesson(which)
+            given = self._student_batch(which)
             with autocast(self.device, settings.amp):
-                loss = self.student.loss(lesson, settings, self.step) / settings.accumulate
+                loss = self.student.loss(given, settings, self.step) / settings.accumulate
             loss.backward()
-            value, learnt = value + loss.item(), learnt + len(lesson.teacher_logits)
+            value, trained = value + loss.item(), trained + len(given.teacher_logits)
             fed += which.ids.numel() if which.tokens is None else which.tokens
         if self.world == 1:
-            return value, learnt, fed
+            return value, trained, fed
         for p in self.trained:
             if p.grad is not None:  # the same parameters in all processes, since the fill is the same
                 dist.all_reduce(p.grad)
                 p.grad /= self.world
-        sums = torch.tensor([value / self.world, learnt, fed], device=self.device, dtype=torch.float64)
+        sums = torch.tensor([value / self.world, trained, fed], device=self.device, dtype=torch.float64)
         dist.all_reduce(sums)
-        value, learnt, fed = sums.tolist()
-        return value, learnt, fed
+        value, trained, fed = sums.tolist()
+        return value, trained, fed
 
     def _validate(self, held_out: Sequence[TrainingBatch], extra: Callable[[Any], dict[str, float]] | None) -> None:
         if self.rank:
@@ -274,7 +274,7 @@ class _Run:
         figures |= {"rate": self.rate, "loss": self.mean}
         self.module.eval()
         if held_out:
-            figures |= self.student.figures(map(self._lesson, held_out), self.settings)
+            figures |= self.student.figures(map(self._student_batch, held_out), self.settings)
         if extra is not None:
             figures |= extra(self.module)
         self.module.train()

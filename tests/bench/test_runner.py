@@ -519,7 +519,7 @@ def test_ppsd_drafts_with_the_first_stage_and_writes_the_target_s_text(target: L
     ids = torch.tensor([[5, 6, 7, 8]])
     for contender in (plain, own):
         contender.start(workload)
-    drafting = own.pipe.drafter.models[0]
+    drafting = own.pipe.drafter.model
     depth = target.config.num_hidden_layers
     assert drafting.config.num_hidden_layers == depth - depth // 2
     assert drafting.model.layers[0].mlp.up_proj.weight is target.model.layers[0].mlp.up_proj.weight

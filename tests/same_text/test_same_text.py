@@ -128,9 +128,7 @@ class Opened:
         drafts, options = chain.drafts(target), dict(chain.options)
         lookahead = {"lookahead": 4} if way.fixed and way.row.has_drafts else {}
         if way.door == "spd":
-            self.pipe = stack.enter_context(
-                SpeculativePipeline(target, drafts[0] if drafts == ["ngram"] else drafts, stages=3)
-            )
+            self.pipe = stack.enter_context(SpeculativePipeline(target, drafts[-1], stages=3))
             self.generate = self.pipe.generate
             return
         if way.row.needs_ranks:

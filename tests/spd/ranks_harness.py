@@ -1,15 +1,11 @@
-"""Ranks without torchrun's start-up: one process that has imported everything forks them. ``python -m tests.spd.ranks_harness ...``
+"""Ranks without torchrun's start-up: one process that has imported everything forks them. ``python -m tests.spd.ranks_harness COMMAND FOLDER ... -- ...``
 
-``FOLDER texts WORLD:STAGES:DRAFTER:DTYPE ...``: calls of several kinds; rank 0 prints what came out. ``FOLDER kill TIMES [SEED]``: three ranks, one of
-them killed (the last time, and every fifth before it, stopped) at a random cycle; prints how the others ended. ``FOLDER fail``: three ranks, of which
-some cannot load; prints the error of each. ``FOLDER late``: the same for one that hangs. ``FOLDER phases PHASE:HOW:VICTIM ...``: the same for one
-that is killed, raises or is interrupted at a given place. ``FOLDER slow``: a long prompt on slow stages. ``FOLDER twice``: one pipeline after another
-in the same processes. ``FOLDER differ``: ranks that were started with different arguments. ``FOLDER behind``: a rank that comes late, and one that
-does not come. ``FOLDER interrupted``: Ctrl-C at every message.
+A command is a function of this module whose parameters are words: the folder of a model first. It prints its name, and a line of JSON for each run.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
@@ -18,6 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import types
@@ -31,7 +28,7 @@ from transformers import StoppingCriteriaList
 
 from pipespec.process import ranks as transport
 from pipespec_spd import link, ranks, ring
-from pipespec_spd.chain import ChainDrafter
+from pipespec_spd.model_drafter import ModelDrafter
 from pipespec_spd.ranks import RanksPipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.spd.drafters import Blind
@@ -85,12 +82,8 @@ def fork_ranks(world: int, work: Callable[[int], None], logs: str) -> list[int]:
         try:
             # Only standard error, to which a rank reports its end.
             os.dup2(os.open(f"{logs}/{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-            os.environ |= {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             work(rank)
             status = 0
         except BaseException:
@@ -103,18 +96,18 @@ def fork_ranks(world: int, work: Callable[[int], None], logs: str) -> list[int]:
 
 
 def wait_all(pids: list[int]) -> dict[int, int]:
-    """Per rank its exit status (negative: the signal). Ranks that do not end are killed and left out."""
+    """Per rank its exit status (negative: the signal, also of one that is stopped). Ranks that do not end are killed and left out."""
     ended: dict[int, int] = {}
     deadline = time.monotonic() + PATIENCE_S
     while len(ended) < len(pids) and time.monotonic() < deadline:
         for rank, pid in enumerate(pids):
             if rank not in ended:
-                done, status = os.waitpid(pid, os.WNOHANG)
+                done, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
                 if done:
-                    ended[rank] = os.waitstatus_to_exitcode(status)
+                    ended[rank] = -signal.SIGSTOP if os.WIFSTOPPED(status) else os.waitstatus_to_exitcode(status)
         time.sleep(0.01)
     for rank, pid in enumerate(pids):
-        if rank not in ended:
+        if ended.get(rank, -signal.SIGSTOP) == -signal.SIGSTOP:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     return ended
@@ -176,16 +169,8 @@ def calls():
     yield ids, {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": True, "seed": 5, "prefill_chunk_size": 2}
     yield one, {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True}
     stops = StoppingCriteriaList([after([ids.shape[1] + n for n in (2, 7, 5)])])
-    yield (
-        ids,
-        {
-            "attention_mask": mask,
-            "max_new_tokens": NEW,
-            "do_sample": False,
-            "stopping_criteria": stops,
-            "pad_token_id": 0,
-        },
-    )
+    ended = {"stopping_criteria": stops, "pad_token_id": 0}
+    yield ids, {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False, **ended}
 
 
 def made(kind: str, rank: int = 0):
@@ -193,10 +178,17 @@ def made(kind: str, rank: int = 0):
         return Reader(320)
     if os.sep in kind:  # a draft module's folder
         return kind
-    return ChainDrafter([noisy(random_llama(3, layers=LAYERS), 0.02)]) if kind == "model" and rank == 0 else "ngram"
+    return ModelDrafter(noisy(random_llama(3, layers=LAYERS), 0.02)) if kind == "model" and rank == 0 else "ngram"
 
 
-def texts(folder: str, world: int, stages: int, kind: str, dtype: torch.dtype) -> None:
+def texts(folder: str, *cases: str) -> None:
+    """Calls of several kinds. ``cases``: ``WORLD:STAGES:DRAFTER:DTYPE``."""
+    for case in cases:
+        world, stages, kind, dtype = case.split(":")
+        run_calls(folder, int(world), int(stages), kind, getattr(torch, dtype))
+
+
+def run_calls(folder: str, world: int, stages: int, kind: str, dtype: torch.dtype) -> None:
     def work(rank: int) -> object:
         with patient(folder, made(kind, rank), stages=stages, dtype=dtype) as pipe:
             if not pipe.has_target:
@@ -214,9 +206,8 @@ def texts(folder: str, world: int, stages: int, kind: str, dtype: torch.dtype) -
                 # The ranks are ready for the next call.
                 for fails_at in places if PROFILE == "nightly" else (places[number % 3],):
                     with suppress(ZeroDivisionError):
-                        pipe.generate(
-                            ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, streamer=failing(fails_at - 1)
-                        )
+                        every = torch.ones_like(ids)
+                        pipe.generate(ids, attention_mask=every, max_new_tokens=30, streamer=failing(fails_at - 1))
                 got = pipe.generate(ids, **options)
                 text = got if isinstance(got, torch.Tensor) else got.sequences
                 report = pipe.report
@@ -228,52 +219,6 @@ def texts(folder: str, world: int, stages: int, kind: str, dtype: torch.dtype) -
             return out
 
     everywhere(work, world)
-
-
-def kill(folder: str, times: int, seed: int = 0) -> None:
-    """One line of JSON per trial: which rank was killed and how, and for each other rank [exit status, last error]."""
-    draw = random.Random(seed)
-    for trial in range(times):
-        victim, how = draw.randrange(3), signal.SIGKILL if (times - trial) % 5 != 1 else signal.SIGSTOP
-        cycle = draw.randrange(1, 60)
-        with tempfile.TemporaryDirectory() as logs:
-            mark = f"{logs}/mark"
-
-            def work(rank: int, cycle=cycle, mark=mark) -> None:
-                with RanksPipeline(folder, "ngram", stages=2) as pipe:
-                    if not pipe.has_target:
-                        pipe.serve()
-                        return
-
-                    class Marks:
-                        seen = 0
-
-                        def put(self, value):
-                            self.seen += 1
-                            if self.seen == cycle:
-                                Path(mark).touch()
-                            if self.seen == 400:  # the text stays incomplete until the signal, however late it comes
-                                time.sleep(10 * PATIENCE_S)
-
-                        def end(self):
-                            pass
-
-                    pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=500, do_sample=False, streamer=Marks())
-
-            pids = fork_ranks(3, work, logs)
-            deadline = time.monotonic() + PATIENCE_S
-            while not os.path.exists(mark) and time.monotonic() < deadline:
-                time.sleep(0.0005)
-            os.kill(pids[victim], how)
-            others = [pid for rank, pid in enumerate(pids) if rank != victim]
-            ended = wait_all(others)
-            if how == signal.SIGSTOP:
-                os.kill(pids[victim], signal.SIGKILL)
-            os.waitpid(pids[victim], 0)
-            found = {}
-            for i, rank in enumerate(r for r in range(3) if r != victim):
-                found[rank] = [ended.get(i), last_error(logs, rank)]
-            print(json.dumps({"victim": victim, "how": how.name, "cycle": cycle, "others": found}), flush=True)
 
 
 def late(folder: str) -> None:
@@ -304,9 +249,16 @@ class Nothing:
         self.how = how
 
     def __call__(self, *args, **kwargs):
-        if self.how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise KeyboardInterrupt if self.how == "interrupt" else ArithmeticError("made to fail")
+        if self.how == "raise":
+            raise ArithmeticError("made to fail")
+        if self.how == "interrupt":
+            raise KeyboardInterrupt
+        kind, _, soon = self.how.partition("-")
+        strike = os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL
+        if soon:  # between any two instructions
+            threading.Timer(random.random() / 50, os.kill, strike).start()
+        else:
+            os.kill(*strike)
 
 
 def before(owner, name: str, what: Callable, when: Callable[..., bool] = lambda *a: True) -> None:
@@ -332,9 +284,10 @@ def lay_trap(phase: str, how: str) -> None:
     elif phase == "prefill":
         before(ring.StageServer, "run", trap, lambda server, head, *rest: head.kind == ring.CHUNK)
         before(ranks.RanksDriver, "_feed", trap)
-    elif phase == "cycle":
-        before(ring.StageServer, "run", trap, lambda server, head, positions, *rest: positions == [9])
-        before(ranks.RanksDriver, "_collect", trap, lambda driver, work: driver.rounds == 9)
+    elif phase.startswith("cycle"):
+        at = int(phase.removeprefix("cycle"))
+        before(ring.StageServer, "run", trap, lambda server, head, positions, *rest: positions == [at])
+        before(ranks.RanksDriver, "_collect", trap, lambda driver, work: driver.rounds == at)
     elif phase == "end":
         before(link.Sender, "send", trap, lambda line, words, *rest: words[0] == ring.END)
         before(ranks.RanksDriver, "_end", trap)
@@ -344,8 +297,8 @@ def lay_trap(phase: str, how: str) -> None:
             before(kind, name, trap, lambda *_: opened.append(0) or len(opened) == 2)
 
 
-def phases(folder: str, cases: Sequence[str]) -> None:
-    """One line of JSON per case: how each rank ended, and its last error."""
+def phases(folder: str, *cases: str) -> None:
+    """Three ranks, one of which is killed or stopped (at once or soon), raises or is interrupted. ``cases``: ``PHASE:HOW:VICTIM``."""
     for case in cases:
         phase, how, victim = case.split(":")
 
@@ -355,15 +308,16 @@ def phases(folder: str, cases: Sequence[str]) -> None:
             elif how == "raise":
                 transport.BEAT_S = 0.7  # a slow machine: the broken connection is found before the cause is read,
                 before(transport.Ranks, "failed", lambda: time.sleep(1))  # and not at once
-            # Only the silence of a rank that is killed before all are connected shows its end. All others leave a broken connection or a last error,
-            # however long a busy machine takes.
-            missed = how == "kill" and phase in ("connect", "load")
+            # Only its silence shows the end of a rank that is stopped, or killed before all are connected. All others leave a broken connection or a
+            # last error, however long a busy machine takes.
+            missed = how == "stop-soon" or (how == "kill" and phase in ("connect", "load"))
             with (RanksPipeline if missed else patient)(folder, "ngram", stages=2) as pipe:
                 if not pipe.has_target:
                     pipe.serve()
                     return
-                for _ in range(2):
-                    pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=30, do_sample=False)
+                is_soon = how.endswith("-soon")  # then it comes within a long call
+                for _ in itertools.count() if is_soon else range(2):
+                    pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=500 if is_soon else 30, do_sample=False)
 
         everywhere(work)
 
@@ -387,7 +341,7 @@ def slow(folder: str) -> None:
 def twice(folder: str) -> None:
     def work(rank: int) -> object:
         out = []
-        for stages in (2, [2, 1], "balanced:2"):
+        for stages in (2, [2, 1]):
             with patient(folder, "ngram", stages=stages) as pipe:
                 if not pipe.has_target:
                     pipe.serve()
@@ -474,42 +428,21 @@ def behind(folder: str) -> None:
 
 
 def differ(folder: str) -> None:
-    def work(rank: int) -> object:
-        return patient(folder, "ngram", stages=[2, 1] if rank == 2 else [1, 2])
-
-    everywhere(work)
+    """Ranks that were started with different arguments."""
+    everywhere(lambda rank: patient(folder, "ngram", stages=[2, 1] if rank == 2 else [1, 2]))
 
 
 def fail(folder: str) -> None:
-    def work(rank: int) -> None:
-        with patient(folder, "ngram", stages=2) as pipe:
-            pipe.serve()
-
-    everywhere(work)
+    """Some ranks cannot load."""
+    everywhere(lambda rank: patient(folder, "ngram", stages=2))
 
 
 def main() -> None:
     """Commands are separated by ``--``."""
     for part in " ".join(sys.argv[1:]).split(" -- "):
-        folder, command, *rest = part.split()
-        if command == "texts":
-            for case in rest:
-                world, stages, kind, dtype = case.split(":")
-                texts(folder, int(world), int(stages), kind, getattr(torch, dtype))
-        elif command == "kill":
-            kill(folder, int(rest[0]), int(rest[1]) if rest[1:] else 0)
-        elif command == "phases":
-            phases(folder, rest)
-        else:
-            {
-                "late": late,
-                "fail": fail,
-                "slow": slow,
-                "twice": twice,
-                "interrupted": interrupted,
-                "behind": behind,
-                "differ": differ,
-            }[command](folder)
+        command, *words = part.split()
+        print(command, flush=True)
+        globals()[command](*words)
 
 
 if __name__ == "__main__":

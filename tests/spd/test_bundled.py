@@ -31,14 +31,6 @@ def module() -> DraftModule:
     )
 
 
-def test_it_is_for_no_other_model_or_split() -> None:
-    folder = demo.draft_module_path()
-    with pytest.raises(ValueError, match="hidden units"):
-        DraftModule.load(folder, target=demo.family_path("medium"))
-    with pytest.raises(ValueError, match="trained for the stages"):
-        DraftModule.load(folder, stages=Partition.uniform(12, 3).ranges)
-
-
 @pytest.fixture(scope="module")
 def texts(target: LlamaForCausalLM) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Prompts, each with the target's own continuation, both ``[1, L]``."""
@@ -48,24 +40,18 @@ def texts(target: LlamaForCausalLM) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(ids, target.generate(ids, attention_mask=torch.ones_like(ids), **options)) for ids in prompts]
 
 
-def test_drafts_are_accepted(target: LlamaForCausalLM, module: DraftModule, texts) -> None:
-    counts = Acceptance(0, 0, 0, 0)
-    for ids, text in texts:
-        counts += acceptance_along(target, module, text, [ids.shape[1]], [text.shape[1]])
-    assert counts.rate > FLOOR, f"{counts.accepted} of {counts.verified} drafts"
-
-
 def test_the_bundled_module_in_the_pipeline(target: LlamaForCausalLM, module: DraftModule, texts) -> None:
     pipe = SpeculativePipeline(
         demo.family_path("target"), demo.draft_module_path(), stages=demo.MODULE_STAGES, dtype="float32"
     )
-    ids, text = texts[0]
-    assert torch.equal(pipe.generate(ids, max_new_tokens=40, do_sample=False), text)
-    assert pipe.report is not None
+    counts = Acceptance(0, 0, 0, 0)
+    for ids, text in texts:
+        assert torch.equal(pipe.generate(ids, max_new_tokens=40, do_sample=False), text)
+        along = acceptance_along(target, module, text, [ids.shape[1]], [text.shape[1]])
+        assert abs(pipe.report.accepted - along.accepted) <= 1  # a near-tie may fall either way
+        counts += along
+    assert counts.rate > FLOOR, f"{counts.accepted} of {counts.verified} drafts"
     assert pipe.report.drafter == "ModuleDrafter"
     # All parts run in the native form: a failed probe would halve the speed, and no test of texts would show it.
     assert pipe.report.stages[0].forward == "native"
     assert {type(part._call).__name__ for part in (pipe.drafter._blocks, pipe.drafter._head)} == {"NativeForm"}
-    assert pipe.report.equivalent_accepted_length > 1.5
-    along = acceptance_along(target, module, text, [ids.shape[1]], [text.shape[1]])
-    assert abs(pipe.report.accepted - along.accepted) <= 1  # a near-tie may fall either way

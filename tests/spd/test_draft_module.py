@@ -44,6 +44,7 @@ from tests.spd.replay import Machine
             (0, 1, 7),
             (0, 1, 2, 2),
         ),  # the last stage has one layer: its input is the last anchor
+        (Partition.uniform(32, 8).ranges, (0, 8, 16, 24, 31), (0, 0, 1, 1, 2, 2, 3, 3, 4)),  # fewer types than depths
         (Partition.uniform(4, 4).ranges, (0, 1, 2, 3), (0, 1, 2, 3, 3)),
         (Partition.uniform(16, 1).ranges, (0, 15), (0, 1)),
         (Partition.uniform(2, 1).ranges, (0, 1), (0, 1)),
@@ -53,8 +54,10 @@ from tests.spd.replay import Machine
 def test_anchors_come_from_the_real_ranges(
     stages: LayerRanges, anchors: tuple[int, ...], types: tuple[int, ...]
 ) -> None:
-    assert anchors_for(stages) == anchors
+    assert anchors_for(stages, len(anchors)) == anchors
     assert types_for(stages, anchors) == types
+    with pytest.raises(ValueError, match="at least 2 anchors"):
+        anchors_for(stages, 1)
 
 
 def test_every_split_has_anchors_that_exist_when_they_are_read() -> None:
@@ -72,14 +75,6 @@ def test_every_split_has_anchors_that_exist_when_they_are_read() -> None:
             for depth, kind in enumerate(types_for(stages, anchors)):
                 assert anchors[kind] <= (stages[depth - 1][1] if depth else 0)
                 assert kind == len(anchors) - 1 or anchors[kind + 1] > (stages[depth - 1][1] if depth else 0)
-
-
-def test_fewer_types_than_depths() -> None:
-    stages = Partition.uniform(32, 8).ranges
-    assert anchors_for(stages, 5) == (0, 8, 16, 24, 31)
-    assert types_for(stages, (0, 8, 16, 24, 31)) == (0, 0, 1, 1, 2, 2, 3, 3, 4)
-    with pytest.raises(ValueError, match="at least 2 anchors"):
-        anchors_for(stages, 1)
 
 
 # ---- drafting computes what training trained
@@ -199,11 +194,17 @@ def test_drafting_computes_what_training_computes(
     assert max(found) < 1e-4
 
 
-def test_one_row_and_a_subset_vocabulary() -> None:
-    ids = range(3, VOCABULARY, 7)
-    module = make(6, Partition.uniform(6, 3).ranges, 1, 1, vocabulary=ids)
-    found, _ = differences(module, [30], 30, seed=0)  # outside of inference mode, as a caller may be
+@pytest.mark.parametrize(
+    ("stages", "prompts", "how"),
+    [(3, [30], {"vocabulary": range(3, VOCABULARY, 7)}), (4, [90, 2], {})],
+    ids=["one row and a part of the vocabulary", "a long prompt"],
+)
+def test_memory_does_not_grow_with_the_text(stages, prompts, how) -> None:
+    """The first draft releases the anchors of a long prompt. Later there are never more than the stages need."""
+    module = make(12, Partition.uniform(12, stages).ranges, 1, 2, **how)
+    found, span = differences(module, prompts, 40, seed=5)  # outside of inference mode, as a caller may be
     assert max(found) < 1e-4
+    assert span == 2 * (module.config.n + 1)
 
 
 def test_tokens_outside_of_the_draft_vocabulary_are_impossible() -> None:
@@ -216,6 +217,8 @@ def test_tokens_outside_of_the_draft_vocabulary_are_impossible() -> None:
         return logits.argmax(-1).tolist()
 
     drafter = ModuleDrafter(module, torch.randn(VOCABULARY, 64).__getitem__)
+    with pytest.raises(RuntimeError, match=r"call start\(\) first"):
+        drafter.draft([DraftRequest(0, [1], 1)])
     drafter.start([[1, 2]], 20, select)
     for index in drafter.features:
         drafter.observe(index, [0, 0], [0, 1], torch.randn(2, 64))
@@ -227,15 +230,6 @@ def test_tokens_outside_of_the_draft_vocabulary_are_impossible() -> None:
     assert token in ids
 
 
-def test_memory_does_not_grow_with_the_text() -> None:
-    """The first draft releases the anchors of a long prompt. Later there are never more than the stages need."""
-    module = make(4, Partition.uniform(4, 4).ranges, 1, 2)
-    with torch.inference_mode():
-        found, span = differences(module, [90, 2], 40, seed=5)
-    assert max(found) < 1e-4
-    assert span == 2 * (module.config.n + 1)
-
-
 def test_narrow_last_block_equals_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
     from pipespec_train import students
 
@@ -245,12 +239,6 @@ def test_narrow_last_block_equals_the_whole_one(monkeypatch: pytest.MonkeyPatch)
         narrow = simulate(module, anchors, 3)
         monkeypatch.setattr(students, "LlamaDecoderLayer", type(None))
         assert torch.allclose(simulate(module, anchors, 3), narrow, atol=1e-5)
-
-
-def test_calls_out_of_order() -> None:
-    drafter = ModuleDrafter(make(4, Partition.uniform(4, 2).ranges, 1, 0), torch.randn(VOCABULARY, 64).__getitem__)
-    with pytest.raises(RuntimeError, match=r"call start\(\) first"):
-        drafter.draft([DraftRequest(0, [1], 1)])
 
 
 # ---- files
@@ -272,9 +260,7 @@ def test_round_trip(big: LlamaForCausalLM, saved: Path) -> None:
     module = DraftModule.load(saved, target=big, stages=Partition.uniform(4, 2).ranges)
     again = filled(DraftModule.of_target(big, module.config), 0)
     assert module.state_dict().keys() == again.state_dict().keys()
-    assert all(
-        torch.equal(a, b) for a, b in zip(module.state_dict().values(), again.state_dict().values(), strict=True)
-    )
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in module.state_dict().items())
     assert torch.equal(module.norm.weight, big.model.norm.weight)
     assert {f.name for f in saved.iterdir()} == {CONFIG_FILE, WEIGHTS_FILE}
 

@@ -43,7 +43,7 @@ class Trace:
     def __init__(self, prompts, limits, eos, n, right):
         """``right(row, position)``: whether the draft of that position is the target's token."""
         self.machine = made(prompts, limits, eos, n)
-        self.n, self.right = n, right
+        self.n, self.right, self.limits = n, right, limits
         self.held = [[len(p)] * n for p in prompts]  # [row][stage]
         self.flushes = []  # (row, exited, fill, held before, length)
         self.fills: list[list[int]] = [[] for _ in prompts]
@@ -82,6 +82,8 @@ class Trace:
             self.held[row] = [min(h, length) for h in self.held[row]]
         for stage in range(n):
             assert m.held(stage) == [held[stage] for held in self.held]
+        for row, limit in enumerate(self.limits):
+            assert max(len(m.all_tokens(row)), *self.held[row]) <= limit
 
     def run(self) -> Trace:
         while self.machine.running:
@@ -99,11 +101,12 @@ def prompt_of(length: int) -> list[int]:
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("prompt", [1, 2, 3, 9])
 def test_the_text_whatever_is_drafted(n, prompt):
-    """All patterns of right and wrong drafts over eight positions, so every fill level, lag and boundary occurs."""
+    """All patterns of right and wrong drafts over up to eight positions, so every fill level, lag, limit and boundary occurs."""
     start = prompt_of(prompt)
-    for pattern in range(2**8):
-        trace = Trace([start], [prompt + 8], (), n, lambda _, p, w=pattern: bool(w >> (p - prompt) & 1)).run()
-        assert trace.text() == text_of(start, prompt + 8)
+    for new in (1, 2, 5, 8):
+        for pattern in range(2**new):
+            trace = Trace([start], [prompt + new], (), n, lambda _, p, w=pattern: bool(w >> (p - prompt) & 1)).run()
+            assert trace.text() == text_of(start, prompt + new)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
@@ -122,26 +125,6 @@ def test_lengths_after_every_flush(n):
     assert seen == set(range(min(2, n), n + 1)) if n > 1 else seen == {1}
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 7])
-def test_a_mismatch_at_each_fill_level(n):
-    """The draft made with f tokens in flight is wrong, for every f. It is found n - 1 cycles later, and the pipeline starts again."""
-    for f in range(1, n + 1):
-        wrong = 5 + f
-        trace = Trace([prompt_of(5)], [60], (), n, lambda _, p, w=wrong: p != w)
-        while not trace.flushes:
-            trace.cycle()
-        ((_, exited, fill, before, length),) = trace.flushes
-        assert exited == wrong - 1
-        assert length == wrong
-        assert fill == n
-        assert before == [exited + n - s for s in range(n)]
-        assert trace.fills[0] == [*range(1, n), *[n] * f]
-        assert trace.held == [[wrong] * n]
-        assert [(e.position, e.token) for e in trace.machine.entries()[0]] == [(wrong, truth(trace.text()[:wrong]))]
-        assert not any(trace.machine.entries()[1:])
-        assert trace.run().text() == text_of(prompt_of(5), 60)
-
-
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8, 20])
 def test_the_oracle_follows_the_law_exactly(n):
     """One token per cycle after the pipe has filled, which takes n - 1 cycles. The prefill's token takes no cycle."""
@@ -157,19 +140,10 @@ def test_the_oracle_follows_the_law_exactly(n):
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
-def test_drafts_that_are_never_right(n):
-    """Every token but the prefill's takes n cycles: plain decoding."""
-    counts = Trace([prompt_of(4)], [54], (), n, lambda *_: False).run().machine.count(0)
-    assert counts.cycles == 49 * n
-    assert (counts.tokens - 1) / counts.cycles == spd_tokens_per_cycle(0.0, n)
-    assert counts.accepted == 0
-    assert counts.checked == counts.flushes == 49
-
-
-@pytest.mark.parametrize("n", [2, 3, 4, 8])
-@pytest.mark.parametrize("a", [0.3, 0.7, 0.9])
+@pytest.mark.parametrize("a", [0.0, 0.3, 0.7, 0.9])
 def test_random_drafts_follow_the_law(n, a):
-    """Within five standard errors. The number of tokens between flushes is geometric, so K varies by (n - 1) per flush."""
+    """Within five standard errors, and exactly if no draft is right: then every token but the prefill's takes n cycles. The number of tokens between
+    flushes is geometric, so K varies by (n - 1) per flush."""
     tokens, draw = 5_000, random.Random(1000 * n + int(10 * a))
     machine = made([[1]], [1 + tokens], (), n)
     machine.begin([2])
@@ -177,12 +151,10 @@ def test_random_drafts_follow_the_law(n, a):
         drafts = {row: 2 if draw.random() < a else 3 for row, _, _ in machine.requests()}
         machine.commit(drafts, dict.fromkeys((e.row for e in machine.exits()), 2))
     counts = machine.count(0)
-    assert counts.cycles - (counts.tokens - 1) in [(n - 1) * (counts.flushes + last) for last in (0, 1)]
-    found = (counts.tokens - 1) / (counts.cycles - (n - 1))
+    found = (counts.tokens - 1) / (counts.cycles - (n - 1) * (a > 0))
     error = math.sqrt(a * (1 - a) / counts.checked)
-    assert abs(counts.accepted / counts.checked - a) < 5 * error
-    rate = spd_tokens_per_cycle(a, n)
-    assert abs(1 / found - 1 / rate) < 5 * (n - 1) * error
+    assert abs(counts.accepted / counts.checked - a) <= 5 * error
+    assert abs(1 / found - 1 / spd_tokens_per_cycle(a, n)) <= 5 * (n - 1) * error
 
 
 def test_cycles_are_counted_exactly():
@@ -225,15 +197,6 @@ def test_an_end_that_is_only_drafted():
     assert idle == n - 1 + (n - 1)  # while it flew; and the limit's last ones
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 6])
-def test_limits_are_exact(n):
-    for new, wrong in itertools.product(range(1, 2 * n + 3), range(2 * n + 3)):
-        trace = Trace([prompt_of(3)], [3 + new], (), n, lambda _, p, w=wrong: p != 3 + w).run()
-        assert trace.text() == text_of(prompt_of(3), 3 + new)
-        assert len(trace.machine.all_tokens(0)) <= 3 + new
-        assert max(trace.held[0]) <= 3 + new
-
-
 def test_rows_are_machines_of_their_own():
     """Each row of a batch equals the same row alone, cycle for cycle."""
     n, prompts, limits = 3, [prompt_of(k) for k in (1, 4, 2, 7)], [25, 9, 30, 12]
@@ -249,28 +212,17 @@ def test_rows_are_machines_of_their_own():
         assert alone.fills[0] == together.fills[row]
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_cycles_without_drafts(n):
-    """The drafter fails from some cycle on: every cycle is correct, and each token takes n cycles."""
-    for since in range(12):
-        trace = Trace([prompt_of(3)], [20], (), n, lambda *_: True)
-        cycles = 0
-        while trace.machine.running:
-            trace.cycle(without=(0,) if cycles >= since else ())
-            cycles += 1
-        assert trace.text() == text_of(prompt_of(3), 20)
-        if since == 0:
-            assert cycles == 16 * n
-            assert trace.machine.count(0).checked == 0
-
-
-def test_drafts_with_gaps():
+    """The drafter gives none in any of nine cycles, again and again: the text is right, and without any draft each token takes n cycles."""
     for pattern in range(2**9):
-        trace, cycle = Trace([prompt_of(2)], [12], (), 3, lambda _, p: p % 4 > 0), 0
+        trace, cycles = Trace([prompt_of(2)], [12], (), n, lambda _, p: p % 4 > 0), 0
         while trace.machine.running:
-            trace.cycle(without=(0,) if pattern >> (cycle % 9) & 1 else ())
-            cycle += 1
+            trace.cycle(without=(0,) if pattern >> (cycles % 9) & 1 else ())
+            cycles += 1
         assert trace.text() == text_of(prompt_of(2), 12)
+    assert cycles == 9 * n
+    assert trace.machine.count(0).checked == 0
 
 
 def test_a_row_that_is_ended_from_outside():

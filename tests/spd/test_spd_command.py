@@ -39,8 +39,8 @@ def test_the_bundled_target_and_its_module(family, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--draft", "ngram", "--stages", "3,9", "--device", "cpu", "cpu"), "stages of 3, 9 layers, drafts by NgramDrafter"),
-        (("--draft", "{medium}", "--stages", "2", "--no-stream"), "stages of 6, 6 layers, drafts by ChainDrafter"),
+        (("--draft", "ngram", "--stages", "3,9", "--device", "cpu"), "stages of 3, 9 layers, drafts by NgramDrafter"),
+        (("--draft", "{medium}", "--stages", "2", "--no-stream"), "stages of 6, 6 layers, drafts by ModelDrafter"),
         (("--draft", "{module}",), "stages of 3, 3, 3, 3 layers, drafts by ModuleDrafter"),
     ],
 )  # fmt: skip
@@ -62,10 +62,11 @@ def test_drafts_and_stages_sampled(family, capsys, arguments, said):
         (("--lookahead", "4", "--exact"), "--lookahead, --exact: not with --system spd"),
         (("--acceptance", "rejection"), "--acceptance: not with --system spd"),
         (("--schedule", "workers"), "--schedule: not with --system spd"),
-        (("--stages", "four"), "stages='four': give a number, layers per stage, or 'balanced:n'"),
+        (("--stages", "four"), "--stages four: give a number, or the layers of each stage"),
         (("--stages", "13"), "a model of 12 layers can be cut into 1 to 12 stages, not 13"),
         (("--timeout", "60"), "--timeout is for ranks: start this with torchrun"),
-        (("--draft", "ngram", "--stages", "2", "--device", "cpu", "cpu", "cpu"), "3 devices for 2 stages"),
+        (("--draft", "ngram", "--device", "cpu", "cpu"), "--device: one with --system spd"),
+        (("--draft", "ngram", "--draft", "{medium}", "--target", "{medium}"), "--draft: one with --system spd, not 2"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(capsys, arguments, message):

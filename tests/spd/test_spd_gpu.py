@@ -1,4 +1,4 @@
-"""SPD on GPUs: stages at the same time on one or two of them, and ranks on them."""
+"""SPD on GPUs: stages in one process, and ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from pipespec import Pipeline
 from pipespec.demo import load_family
 from pipespec_spd import SpeculativePipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
@@ -17,18 +18,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
-@pytest.mark.parametrize("devices", [["cuda:0", "cuda:0"], pytest.param(["cuda:0", "cuda:1"], marks=TWO)])
-def test_stages_on_gpus(devices):
-    model = random_llama(3, layers=4)
-    draft = noisy(model, 0.02).to("cuda:0")
+def test_stages_on_a_gpu():
+    model = random_llama(3, layers=4).to("cuda:0")
+    pipe = SpeculativePipeline(model, noisy(model, 0.02), stages=2)
     ids, mask = (x.to("cuda:0") for x in left_pad(random_prompts(3, seed=4, longest=9)))
     for options in ({"do_sample": False}, {"do_sample": True, "seed": 5}):
-        wanted = SpeculativePipeline(model.to("cuda:0"), [draft], stages=2)
-        text = wanted.generate(ids, attention_mask=mask, max_new_tokens=16, **options)
-        pipe = SpeculativePipeline(model, [draft], stages=2, devices=devices)
-        assert torch.equal(pipe.generate(ids, attention_mask=mask, max_new_tokens=16, **options), text)
-        assert pipe.report.accepted == wanted.report.accepted
-        pipe.close()
+        options |= {"attention_mask": mask, "max_new_tokens": 16}
+        assert torch.equal(pipe.generate(ids, **options), Pipeline(model).generate(ids, **options))
+        assert pipe.report.accepted > 0
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=TWO)])

@@ -75,6 +75,10 @@ def test_from_conversations_to_a_module(target: Path, talks: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (["--stages", "2", "--out", "{file}"], "file is a file"),
+        (["--stages", "2", "--out", "{file}/module"], "file is a file"),
+        (["--stages", "2", "--target", "{empty}"], "holds no model with a tokenizer"),
+        (["--stages", "2", "--anchors", "0", "2", "--types", "2"], "give --types or --anchors"),
         (["--stages", "5"], "a model of 4 layers can be cut into 1 to 4 stages, not 5"),
         (["--stages", "2", "--vocabulary", "5000"], "between 1 and the target's 2048"),
         (["--stages", "2", "--minutes", "1"], "exactly one of --steps, --epochs, --tokens and --minutes"),
@@ -90,26 +94,13 @@ def test_refused_before_the_weights_are_loaded(
     target: Path, talks: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, more: list[str], message: str
 ) -> None:
     monkeypatch.setattr("pipespec.models.loading.load_model", None)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    more = [word.format(file=tmp_path / "file", empty=tmp_path / "empty") for word in more]
     assert spd_train(target, talks, tmp_path / "out", *more) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("below", [[], ["module"]])
-def test_a_file_in_the_place_of_the_folder(
-    target: Path, talks: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, below: list[str]
-) -> None:
-    monkeypatch.setattr("pipespec.models.loading.load_model", None)
-    file = tmp_path / "out"
-    file.write_text("mine")
-    assert spd_train(target, talks, file.joinpath(*below), "--stages", "2") == 2
-    assert f"{file} is a file" in capsys.readouterr().err
-    assert file.read_text() == "mine"
-
-
-def test_a_folder_without_a_model(talks: Path, tmp_path: Path, capsys) -> None:
-    assert spd_train(tmp_path, talks, tmp_path / "out", "--stages", "2") == 2
-    assert "holds no model with a tokenizer" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_chosen_anchors(target: Path, talks: Path, tmp_path: Path, capsys) -> None:
@@ -122,7 +113,6 @@ def test_chosen_anchors(target: Path, talks: Path, tmp_path: Path, capsys) -> No
     for given, message in (
         (("--anchors", "2", "3"), "anchors must ascend from 0"),
         (("--anchors", "0", "9"), "anchor 9 does not exist"),
-        (("--anchors", "0", "2", "--types", "2"), "give --types or --anchors"),
     ):
         assert spd_train(target, talks, tmp_path / "other", "--stages", "2", *given) == 2
         assert message in capsys.readouterr().err
@@ -140,28 +130,22 @@ def test_epochs_and_a_recipe(target: Path, talks: Path, tmp_path: Path, capsys) 
     given = ["spd", "train", "--recipe", str(file), "--data", str(talks), "--out", str(out), "--seed", "42"]
     assert main([*given, "--epochs", "2"]) == 0
     record = json.loads((out / training.RECORD).read_text())
-    settings = record["settings"]
-    assert (settings["seed"], settings["clip"], settings["rate_schedule"], settings["freeze_head"]) == (
-        42,
-        0.5,
-        "linear",
-        True,
-    )
-    assert record["steps"] == settings["steps"] == 6  # ten examples in batches of three, twice
+    expected = {"seed": 42, "clip": 0.5, "rate_schedule": "linear", "freeze_head": True, "steps": 6}
+    assert expected.items() <= record["settings"].items()
+    assert record["steps"] == 6  # ten examples in batches of three, twice
     assert record["history"][-1]["rate"] == pytest.approx(1e-4 * (1 - 5 / 6) / (1 - 2 / 6))
     assert main([*given, "--epochs", "3", "--resume"]) == 0
     assert "resumed at step 6" in capsys.readouterr().err
     assert main([*given, "--epochs", "3", "--resume", "--length", "256", "--truncate", "--batch", "2"]) == 2
     assert "belongs to other data" in capsys.readouterr().err
-    file.write_text("[options]\nstage = [2]\n")
-    assert main([*given, "--epochs", "2"]) == 2
-    assert "not options of this command: --stage 2" in capsys.readouterr().err
-    file.write_text("[options]\nstages = ['two']\n")
-    assert main([*given, "--epochs", "2"]) == 2
-    assert "argument --stages: invalid int value" in capsys.readouterr().err
-    file.write_text("[options]\nstages = [2]\n")
-    assert main([*given, "--epochs", "2"]) == 2
-    assert "--target is missing" in capsys.readouterr().err
+    for options, message in (
+        ("stage = [2]", "not options of this command: --stage 2"),
+        ("stages = ['two']", "argument --stages: invalid int value"),
+        ("stages = [2]", "--target is missing"),
+    ):
+        file.write_text(f"[options]\n{options}\n")
+        assert main([*given, "--epochs", "2"]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_recipes(tmp_path: Path) -> None:

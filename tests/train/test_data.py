@@ -42,26 +42,21 @@ def tok():
     return AutoTokenizer.from_pretrained(family_path("target"))
 
 
-def said(tok, template: str, messages=TALK) -> list[str]:
-    """The assistant's runs of tokens, as text."""
+@pytest.mark.parametrize(
+    ("template", "messages", "spans"),
+    [
+        (LLAMA, TALK, ["def def<|endoftext|>", "return self<|endoftext|>"]),
+        (MARKED, TALK, ["def def<|endoftext|>", "return self<|endoftext|>"]),
+        (LAST_IS_OTHER, TALK, ["def def", " return self\n<|endoftext|>"]),
+        (LLAMA, TALK[2:3], ["def def<|endoftext|>"]),
+    ],
+    ids=["without markers", "with markers", "the last message otherwise", "the first message is the assistant's"],
+)
+def test_spans_of_the_assistant(tok, template, messages, spans) -> None:
     tok.chat_template = template
     ids, mask = data.encode_conversation(tok, messages)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]])))
-    return [tok.decode(ids[a:b]) for a, b in edges.reshape(-1, 2)]
-
-
-def test_spans_without_markers_equal_those_with(tok) -> None:
-    expected = ["def def<|endoftext|>", "return self<|endoftext|>"]
-    assert said(tok, LLAMA) == expected
-    assert said(tok, MARKED) == expected
-
-
-def test_templates_that_render_the_last_message_otherwise(tok) -> None:
-    assert said(tok, LAST_IS_OTHER) == ["def def", " return self\n<|endoftext|>"]
-
-
-def test_the_first_message_may_be_the_assistants(tok) -> None:
-    assert said(tok, LLAMA, TALK[2:3]) == ["def def<|endoftext|>"]
+    assert [tok.decode(ids[a:b]) for a, b in edges.reshape(-1, 2)] == spans
 
 
 def write(path: Path, *records: object) -> Path:
@@ -208,7 +203,7 @@ def test_frequent_tokens() -> None:
     ids = np.array([9, 4, 4, 7, 7, 4, 2, 5], dtype=np.int32)
     example = data.TrainingExample(
         ids, np.array([1, 1, 1, 1, 1, 0, 0, 0], dtype=bool)
-    )  # the 2 and the 5 are not to be learnt
+    )  # the 2 and the 5 are not to be trained
     assert data.frequent_tokens([example], 2) == [4, 7]
     assert data.frequent_tokens([example], 2, always=[1]) == [1, 4]
     assert data.frequent_tokens([example], 10) == [4, 7]

@@ -26,7 +26,7 @@ from pipespec_train import trainer as training
 from pipespec_train.acceptance import Acceptance, acceptance_along, replay
 from pipespec_train.settings import TrainingSettings
 from pipespec_train.students import loss_of
-from pipespec_train.trainer import TrainingBatch, teach
+from pipespec_train.trainer import TrainingBatch, teacher_forward
 from tests.conftest import VOCABULARY, random_llama
 from tests.spd.replay import Machine
 from tests.waiting import SECONDS
@@ -47,16 +47,16 @@ def six() -> LlamaForCausalLM:
 
 def test_features_are_the_residual_streams(six: LlamaForCausalLM) -> None:
     ids = torch.randint(2, VOCABULARY, (2, 9))
-    teach(six, ids, (0, 2, 6))
+    teacher_forward(six, ids, (0, 2, 6))
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in six.model.layers)
     with torch.no_grad():
         expected = six(ids, output_hidden_states=True)
-        taught = teach(six, ids, (0, 2, 5))
+        teacher_output = teacher_forward(six, ids, (0, 2, 5))
         for column, index in enumerate((0, 2, 5)):
-            assert torch.equal(taught.anchors[:, :, column], expected.hidden_states[index])
-        assert torch.allclose(six.lm_head(taught.last), expected.logits)
+            assert torch.equal(teacher_output.anchors[:, :, column], expected.hidden_states[index])
+        assert torch.allclose(six.lm_head(teacher_output.last), expected.logits)
         # transformers' last hidden state comes after the final norm, and the residual stream at L before it.
-        raw = teach(six, ids, (6,)).anchors[:, :, 0]
+        raw = teacher_forward(six, ids, (6,)).anchors[:, :, 0]
         assert torch.allclose(six.model.norm(raw), expected.hidden_states[6])
 
 
@@ -115,9 +115,9 @@ def test_acceptance_along_a_text_is_that_of_decoding_it(n: int, tmp_path: Path) 
     prompt = torch.tensor([[5, 9, 33, 7]])
     ids = target.generate(prompt, max_new_tokens=41, do_sample=False)
     # Training is just long enough that some drafts are right.
-    learnt = TrainingBatch(ids, torch.ones_like(ids, dtype=torch.bool))
+    trained = TrainingBatch(ids, torch.ones_like(ids, dtype=torch.bool))
     module = fresh(target, n)
-    training.train(target, module, lambda number: learnt, TrainingSettings(steps=20, rate=3e-3), tmp_path)
+    training.train(target, module, lambda number: trained, TrainingSettings(steps=20, rate=3e-3), tmp_path)
     pipe = SpeculativePipeline(target, tmp_path, stages=n)
     assert torch.equal(pipe.generate(prompt, max_new_tokens=41, do_sample=False), ids)
     along, report = acceptance_along(target, module, ids, [4], [ids.shape[1]]), pipe.report
@@ -338,7 +338,7 @@ def test_only_wanted_tokens_are_learnt(six: LlamaForCausalLM, tmp_path: Path) ->
 def test_heads_compute_only_what_is_learnt(six: LlamaForCausalLM, tmp_path: Path) -> None:
     """With a large vocabulary, logits of the other positions would be the larger part of a step and of its memory."""
     module, ids = fresh(six), lines(0).ids
-    anchors = teach(six, ids, module.config.anchors).anchors
+    anchors = teacher_forward(six, ids, module.config.anchors).anchors
     wanted = torch.zeros(ids.shape, dtype=torch.bool)
     wanted[0, 2:5] = wanted[-1, 4] = True
     with torch.no_grad():

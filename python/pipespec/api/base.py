@@ -64,8 +64,6 @@ class BasePipeline:
 
     _driver: Decoder
     _group: ForwardGroup | None = None
-    _is_placed = False
-    """Whether the driver moves the target's hidden states between the devices of its parts."""
 
     def __init__(self, models: Sequence[PreTrainedModel]) -> None:
         self.models = list(models)
@@ -245,7 +243,7 @@ class BasePipeline:
             try:
                 self._check_known()
                 # They may have been moved, cast or hooked since.
-                check_runnable(self.models, target_is_placed=self._is_placed)
+                check_runnable(self.models)
                 check_checkpointing(self.models)
                 is_drawn = prepared["generation_config"].do_sample and call_options.seed is None
                 with _generator_restored() if is_drawn else nullcontext():

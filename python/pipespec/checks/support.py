@@ -31,10 +31,8 @@ from pipespec.models.quantizing import described, skeleton
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
-def check_runnable(models: Sequence[PreTrainedModel], *, target_is_placed: bool = False) -> None:
+def check_runnable(models: Sequence[PreTrainedModel]) -> None:
     """Check that each model, drafts first, has its weights, and computes on devices, in a dtype and with layers that stages run. Quantised models do.
-
-    ``target_is_placed``: whether the driver itself moves the target's hidden states between devices.
 
     Raises:
         ValueError: for a model that is not loaded, sharded in a way that stages do not run, spread over devices without hooks, on another kind of
@@ -44,11 +42,11 @@ def check_runnable(models: Sequence[PreTrainedModel], *, target_is_placed: bool 
     for name, model in zip(stage_names(len(models)), models, strict=True):
         is_target = model is models[-1]
         _check_weights(name, model, is_target)
-        at, dtype, is_placed = LayerDevices.of(model), compute_dtype(model), target_is_placed and is_target
+        at, dtype = LayerDevices.of(model), compute_dtype(model)
         kinds, places = {device.type for device in at.devices}, [str(device) for device in at.devices]
         if not kinds <= {"cpu", "cuda"}:
             raise ValueError(f"{name} is on {', '.join(places)}; stages run on cpu or cuda")
-        if at.is_split and not is_placed and not is_dispatched(model):
+        if at.is_split and not is_dispatched(model):
             raise ValueError(
                 f"{name} is spread over {', '.join(places)}, and no hook moves hidden states between them: load it with device_map= (package "
                 f"accelerate), give its path with device={{{name!r}: {places}}}, or move it to one device"
@@ -60,16 +58,12 @@ def check_runnable(models: Sequence[PreTrainedModel], *, target_is_placed: bool 
             raise ValueError(
                 f"{name} is float16 on the CPU, where many operations are slow or missing; use float32 or bfloat16"
             )
-        check_recurrent(name, model, is_placed=is_placed)
+        check_recurrent(name, model)
 
 
-def check_recurrent(name: str, model: PreTrainedModel, *, is_placed: bool = False) -> None:
+def check_recurrent(name: str, model: PreTrainedModel) -> None:
     """Raise ``TypeError`` for recurrent layers of which no state per column can be kept."""
-    why = (
-        None
-        if CacheLayout.of(model.config).states is None
-        else recurrent_unsupported_reason(model, is_placed=is_placed)
-    )
+    why = None if CacheLayout.of(model.config).states is None else recurrent_unsupported_reason(model)
     if why is not None:
         raise TypeError(f"{name} is a {type(model).__name__}: {why}")
 

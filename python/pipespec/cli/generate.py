@@ -44,7 +44,7 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
     add_models(parser)
     option(parser, "system", None, str, "spd: the target in stages, one token in flight in each; --draft may name a draft module's folder; under torchrun one "
            "stage per rank", choices=SYSTEMS, default="pipespec")
-    option(parser, "stages", "N", str, "with --system spd: the number of stages, the layers of each (4,4,4), or balanced:N; default: the draft module's, without "
+    option(parser, "stages", "N", str, "with --system spd: the number of stages, or the layers of each (4,4,4); default: the draft module's, without "
            "one the number of ranks, without ranks 2")
     option(parser, "timeout", "SECONDS", float, "with --system spd under torchrun: longest time of a rank for its part of a cycle, or of a chunk of the prompt "
            "(default: 6)")

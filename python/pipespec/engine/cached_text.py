@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -213,20 +213,19 @@ class CachedText:
             end = [e + 1 for e in end]
         # The states of a complete row do not survive further columns.
         level = not any(self._in_cache(begin)) and not cache.is_recurrent
-        while (missing := max(e - b for b, e in zip(begin, end, strict=True))) > 0:
-            q = min(self._chunk, missing, cache.capacity - max(cache.lengths))
-            columns = np.zeros((len(end), q), dtype=np.int32)
-            for row, (b, e) in enumerate(zip(begin, end, strict=True)):
-                columns[row, : max(0, min(q, e - b))] = self._text[row, b : min(b + q, e)]
-            cache.aim(self._in_cache([max(b, min(b + q, e)) for b, e in zip(begin, end, strict=True)]))
-            keep = int(reads_last and q == missing)
+        chunks = prompt_chunks(
+            self._text, begin, end, level, lambda: min(self._chunk, cache.capacity - max(cache.lengths))
+        )
+        for columns, at, real in chunks:
+            until = [b + n for b, n in zip(at, real, strict=True)]
+            cache.aim(self._in_cache(until))
+            keep = int(reads_last and until == end)
             kept = self._forward(torch.from_numpy(columns).to(self._device), cache, keep)
             if keep:
                 self._prompt_logits = kept
-            begin = [b + q if level else min(b + q, e) for b, e in zip(begin, end, strict=True)]
             if not level:
                 # Padding columns of complete rows must not use up the capacity.
-                cache.truncate(self._in_cache(begin))
+                cache.truncate(self._in_cache(until))
         cache.truncate(self._in_cache(end))
         if logits:
             self._complete(cache, logits, end)
@@ -307,6 +306,27 @@ class CachedText:
         """Room for ``need`` positions per row. A cache that becomes full doubles."""
         if need > cache.capacity:
             cache.reserve(max(need, min(2 * cache.capacity, self._text.shape[1])))
+
+
+def prompt_chunks(
+    text: np.ndarray, begin: Sequence[int], end: Sequence[int], level: bool, widest: Callable[[], int]
+) -> Iterator[tuple[np.ndarray, list[int], list[int]]]:
+    """The tokens ``begin[r] .. end[r] - 1`` of each row of ``text [rows, positions]``, in chunks of up to ``widest()`` columns.
+
+    With ``level``, complete rows continue with padding columns, so that rows which begin together stay together and need no mask.
+
+    Yields:
+        int32 columns ``[rows, q]``, per row the position of the first one, and how many of them are tokens of the row.
+    """
+    begin = list(begin)
+    while (missing := max(e - b for b, e in zip(begin, end, strict=True))) > 0:
+        q = min(widest(), missing)
+        real = [max(0, min(q, e - b)) for b, e in zip(begin, end, strict=True)]
+        columns = np.zeros((len(end), q), dtype=np.int32)
+        for row, (b, n) in enumerate(zip(begin, real, strict=True)):
+            columns[row, :n] = text[row, b : b + n]
+        yield columns, begin, real
+        begin = [b + (q if level else n) for b, n in zip(begin, real, strict=True)]
 
 
 def common_length(a: np.ndarray, b: np.ndarray) -> int:

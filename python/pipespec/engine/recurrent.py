@@ -198,17 +198,16 @@ def recurrent_signature(parts: ModelParts) -> tuple[Any, ...] | None:
     return (*map(id, (parts.embed, parts.norm, parts.head)), *map(id, modules))
 
 
-def recurrent_unsupported_reason(model: PreTrainedModel, *, is_placed: bool = False) -> str | None:
+def recurrent_unsupported_reason(model: PreTrainedModel) -> str | None:
     """Why the recurrent layers of a model cannot keep a state per column; None if they can.
 
     Args:
         model: one whose layout has states.
-        is_placed: whether its driver keeps the states of each part on the device of that part.
 
     Returns:
         A sentence without an end.
     """
-    why = None if is_placed else not_whole_reason(model)
+    why = not_whole_reason(model)
     if why is not None:
         return (
             f"it has recurrent layers, whose states are kept on one device, by this process, and {why}; load it whole"

@@ -9,8 +9,6 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 
@@ -55,7 +53,6 @@ class ModelRuntime:
         group: a :class:`pipespec.engine.group.ForwardGroup`: the processes that hold a tensor-parallel model.
         borrowed: its own attention, and how many have borrowed it; None: it has its own.
         shared: its weights in shared memory, for worker processes.
-        rotaries: copies of its rotary embeddings on other devices.
     """
 
     record: Any = None
@@ -64,7 +61,6 @@ class ModelRuntime:
     group: Any = None
     borrowed: tuple[str, int] | None = None
     shared: Any = None
-    rotaries: dict[tuple[nn.Module, torch.device], nn.Module] = field(default_factory=dict)
 
 
 _runtimes: weakref.WeakKeyDictionary[PreTrainedModel, ModelRuntime] = weakref.WeakKeyDictionary()

@@ -75,12 +75,13 @@ def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **more)
 
 
-def weight_files(source: str | Path) -> list[Path]:
-    """The safetensors of a folder or a hub name. Raises ``OSError`` where there are none."""
+def weight_files(source: str | Path, prefixes: tuple[str, ...] = ("",)) -> list[Path]:
+    """The safetensors of a folder or a hub name that hold weights whose names begin with one of ``prefixes``. Raises ``OSError`` where one is not there."""
     index = cached_file(str(source), "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
     names = {"model.safetensors"}
     if index is not None:
-        names = set(json.loads(Path(index).read_bytes())["weight_map"].values())
+        where: dict[str, str] = json.loads(Path(index).read_bytes())["weight_map"]
+        names = {file for name, file in where.items() if name.startswith(prefixes)}
     return [Path(cached_file(str(source), name)) for name in sorted(names)]
 
 
