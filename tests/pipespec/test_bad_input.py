@@ -18,7 +18,7 @@ from transformers import (
 
 from pipespec import NgramDraft, Pipeline
 from pipespec.models.tokenizers import load_tokenizer
-from pipespec.schedules.workers import driver as workers
+from pipespec.schedules.asynchronous import local
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import always_right, noisy, random_llama
 
@@ -37,7 +37,7 @@ def no_work(monkeypatch):
     def started(*args, **kwargs):
         raise AssertionError("a worker was started")
 
-    monkeypatch.setattr(workers, "_Worker", started)
+    monkeypatch.setattr(local, "_started", started)
 
 
 def refused(error, match, *args, **kwargs) -> str:

@@ -24,10 +24,10 @@ from pipespec.preflight.devices import requested
 from pipespec.preflight.memory import StageFacts, estimate
 from pipespec.preflight.placement import arrange
 from pipespec.preflight.support import check_streams
-from pipespec.schedules.ranks import membership
+from pipespec.schedules.asynchronous import membership
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
-from tests.pipespec.chains_of_ranks import in_process
 from tests.pipespec.checkpoints import GIB, PROMPT, folder_of, gpus, llama, save, some_gpus
+from tests.support.chains import in_process
 from tests.trials import trials
 
 LAYERS = 3

@@ -17,8 +17,8 @@ from pipespec.config import SpeculationConfig
 from pipespec.errors import NotCapturable
 from pipespec.models.properties import quantisation
 from pipespec.preflight.support import check_runnable, check_shareable, check_streams
-from pipespec.schedules.workers import driver as workers
-from pipespec.schedules.workers.driver import WorkersDriver
+from pipespec.schedules.asynchronous import local
+from pipespec.schedules.asynchronous.local import LocalDriver
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import always_right, noisy, random_llama
 from tests.pipespec.checkpoints import PROMPT, Packed, on_gpu, packed, replaced
@@ -101,7 +101,7 @@ def test_what_needs_whole_models(model, monkeypatch):
     check_runnable([other, model])
     with pytest.raises(NotCapturable, match="its weights: it is split over cpu, cuda:1"):
         check_streams([other])
-    monkeypatch.setattr(workers, "_Worker", None)
+    monkeypatch.setattr(local, "_started", None)
     refused(
         r"draft 0: a worker process builds a draft whole .* it is split over cpu, cuda:1",
         [other, model],
@@ -190,7 +190,7 @@ class StoredIn8Bits(nn.Module):
 
 
 def test_a_quantised_draft_has_no_process_of_its_own(model, monkeypatch):
-    monkeypatch.setattr(workers, "_Worker", None)
+    monkeypatch.setattr(local, "_started", None)
     drafts = [noisy(model, 0.1), packed(model)]
     refused(
         r"draft 1: a worker .* is quantised \(bitsandbytes 8-bit\); use schedule='lockstep'",
@@ -213,7 +213,7 @@ def test_what_a_worker_could_not_build(model):
         ValueError,
         match=r"draft 0: .* build model.layers.0.mlp.up_proj.base.weight, which its class LlamaForCausalLM does not create",
     ):
-        WorkersDriver([draft, model], SpeculationConfig(lookahead=(4,)))
+        LocalDriver([draft, model], SpeculationConfig(lookahead=(4,)))
 
     class Fancy(nn.Parameter):
         pass
@@ -221,7 +221,7 @@ def test_what_a_worker_could_not_build(model):
     draft = noisy(model, 0.1)
     draft.model.norm._parameters["weight"] = Fancy(draft.model.norm.weight.data)
     with pytest.raises(ValueError, match=r"draft 0: a worker process cannot share model.norm.weight, a Fancy"):
-        WorkersDriver([draft, model], SpeculationConfig(lookahead=(4,)))
+        LocalDriver([draft, model], SpeculationConfig(lookahead=(4,)))
     check_shareable([model, draft])  # the target stays here
 
 

@@ -14,14 +14,14 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import pipespec
-import pipespec.schedules.workers.driver  # here, so that its time limits are long in the fixtures, too
+import pipespec.schedules.asynchronous.local  # here, so that its time limits are long in the fixtures, too
 from pipespec import NgramDraft, Pipeline, SpeedWarning
 from pipespec.process import ranks as transport
 from pipespec.registry import SCHEDULES, UNCAPTURED
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import DEVICE, random_llama
-from tests.pipespec.chains_of_ranks import in_process
 from tests.same_text.table import CALLS, CHAINS, NEW, TOP, VOCABULARY, WAYS, WORD, Call, Chain, Way, calls_of
+from tests.support.chains import in_process
 from tests.support.reference import transformers_text
 from tests.support.streamers import failing
 from tests.trials import trials

@@ -1,4 +1,4 @@
-"""Ranks of schedule ``ranks`` as forks of one process: ``python -m tests.pipespec.ranks_processes DRAFT DRAFT TARGET``. One line of JSON per part."""
+"""Ranks of schedule ``ranks`` as forks of one process: ``python -m tests.pipespec.ranks_program DRAFT DRAFT TARGET``. One line of JSON per part."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from pipespec import Pipeline
 from pipespec.process import ranks as transport
 from tests.conftest import left_pad, random_llama, random_prompts
-from tests.pipespec.test_ranks_schedule import CALLS, NEW
-from tests.spd.ranks_harness import everywhere
+from tests.pipespec.test_remote import CALLS, NEW
+from tests.support.processes import everywhere
 from tests.support.streamers import Recorder
 from tests.waiting import until
 

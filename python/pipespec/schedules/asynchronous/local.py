@@ -1,0 +1,386 @@
+"""Schedule ``workers``: drafts in processes that this one starts. They share the state block and the drafts' weights in memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from itertools import chain
+
+from transformers import PreTrainedModel
+
+from pipespec.config import SpeculationConfig
+from pipespec.engine.inputs import StageInputs
+from pipespec.models.layout import CacheLayout
+from pipespec.models.properties import compute_dtype
+from pipespec.preflight.support import check_shareable
+from pipespec.process.threads import target_threads
+from pipespec.schedules.asynchronous.channel import Channel, ChannelError, Closed
+from pipespec.schedules.asynchronous.driver import AsynchronousDriver, Peer
+from pipespec.schedules.asynchronous.messages import Call, Status
+from pipespec.schedules.asynchronous.weights import share
+from pipespec.schedules.asynchronous.worker import Setup
+from pipespec.schedules.request import GenerationRequest
+from pipespec_kernels.state import SharedMemory, StateBlock
+
+NICE = 5
+"""Added to the niceness of a draft, whose priority is lower than the target's.
+
+So a target that wakes up takes its core at once. With equal priorities it would wait for the end of a time slice. If stages outnumber cores, the
+drafts share the time that the target leaves.
+"""
+
+_READY_TIMEOUT_S = 120.0
+"""A process is ready within this time. It imports torch and transformers, which takes many seconds on a busy machine."""
+
+_EXIT_TIMEOUT_S = 5.0
+"""A process that has reported its failure, or closed its connection, ends within this time, or is killed."""
+
+_FINISH_TIMEOUT_S = 10.0
+"""A draft finishes its current forward when a call ends. One that needs longer than this counts as hung."""
+
+_POLL_S = 0.4
+"""Poll interval for liveness while waiting for a message. A fork of another thread may keep the connection of a dead process open."""
+
+_COMMAND = "import os; os.nice({nice}); from pipespec.schedules.asynchronous.worker import main; main({fd})"
+
+
+class CannotStart(RuntimeError):
+    """The process of a draft cannot start."""
+
+
+class LocalPeer(Peer):
+    """The process of a draft.
+
+    Args:
+        setup: What the process builds, but for the ``parts`` of its memories.
+        parts: The shared memories, and the numbers of the parts of each that the process may write.
+        model: The draft.
+
+    Attributes:
+        process: None: there is none.
+    """
+
+    returns = "its process has been started again"
+
+    def __init__(self, setup: Setup, parts: Sequence[tuple[SharedMemory, set[int]]], model: PreTrainedModel) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.channel: Channel | None = None
+        self._setup, self._parts, self._model = setup, parts, model
+        self._status: Status | None = None
+        self._is_ready = False
+        self._failure: str | None = None  # until its process has been started again and is ready
+        self._generation = 0  # the last one that it was sent
+        self._ready_by = 0.0
+        self._cache = (0, 0)  # rows, and a lower bound of the positions
+        _peers.add(self)
+
+    @property
+    def status(self) -> Status | None:
+        self._receive_sent()
+        return self._status
+
+    # ---- its process
+
+    def start(self) -> None:
+        """Start the process, without waiting until it is ready. It is lost if that fails.
+
+        It has the caller's present environment, ``sys.path``, directory, output and processor affinity, and a process group of its own: the terminal's
+        Ctrl-C and Ctrl-Z do not reach it.
+        """
+        self._status, self._is_ready, self._generation, self._cache = None, False, 0, (0, 0)
+        self._ready_by = time.monotonic() + _READY_TIMEOUT_S
+        if not sys.executable:
+            self._lose(
+                "a worker process needs a Python interpreter, and sys.executable names none (an embedded Python?): set it, or use schedule='lockstep'"
+            )
+            return
+        try:
+            self.channel, theirs = Channel.pair()
+            with theirs:
+                self.process = _started(theirs.fileno())
+            with ExitStack() as stack:
+                lent = [stack.enter_context(shared.lent(writable)) for shared, writable in self._parts]
+                setup = replace(self._setup, parts=[len(fds) for fds in lent])
+                self.channel.send(pickle.dumps(setup), list(chain(*lent)))
+        except Closed:
+            pass  # it has ended already, which is found where it is awaited
+        except BaseException as error:
+            number = getattr(error, "errno", None)
+            self._lose(f"{error}{_REMEDIES.get(number, '')}")
+            # An OSError without a number is of a signal handler, not of the system.
+            if not isinstance(error, ChannelError) and number is None:
+                raise
+
+    def await_ready(self) -> None:
+        """Wait until the process has built its model. It is lost if it does not."""
+        if not self._await_idle(self._ready_by) and self.failure() is None:
+            self._lose(_not_ready())
+
+    def stop(self) -> None:
+        """End the process. In a fork of the caller this does nothing: for it, the process has ended."""
+        if self.channel is not None:
+            self.channel.close()
+        if self.process is not None:
+            # One of another user, from before this process dropped its rights, ends by itself: its connection is closed.
+            with suppress(PermissionError):
+                self.process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(_EXIT_TIMEOUT_S)
+        self.process = None
+
+    def leave(self) -> None:
+        """In a fork of the caller, whose child the process is not."""
+        if self.channel is not None:
+            self.channel.close()
+
+    # ---- its state
+
+    def failure(self) -> str | None:
+        process = self.process
+        if process is None:
+            return self._failure or "it has no process"
+        if not self._is_ready:
+            self._receive_sent()
+            if not self._is_ready and time.monotonic() > self._ready_by:
+                self._lose(_not_ready())
+        if process.poll() is not None and self.process is not None:
+            self._lose(self._exit_reason(process))
+        return self._failure
+
+    def _cause(self, cause: str) -> str:
+        return cause if self._is_ready else f"could not start: {cause}"
+
+    def _lose(self, cause: str) -> None:
+        self._failure = self._cause(cause)
+        self.stop()
+
+    def _exit_reason(self, process: subprocess.Popen[bytes]) -> str:
+        """The draft's own error, or else the exit status of its process, which has ended."""
+        self._receive_sent()
+        if self._status is not None and self._status.failure:
+            return self._status.failure
+        code = process.returncode
+        return f"killed by {_signal_name(-code)}" if code < 0 else f"its process ended with status {code}"
+
+    def _receive_sent(self) -> None:
+        """Receive the messages that have been sent, without waiting for more."""
+        with suppress(Closed):
+            while self.channel is not None and self.channel.poll():
+                self._receive()
+
+    def _receive(self) -> None:
+        assert self.channel is not None
+        with self._uninterrupted("a message of it was interrupted"):
+            text, _ = self.channel.receive()
+            status = Status.decode(text.decode())
+            self._status, self._is_ready = status, self._is_ready or not status.failure
+            self._failure = self._cause(status.failure) if status.failure else None
+
+    @contextmanager
+    def _uninterrupted(self, interrupted: str) -> Iterator[None]:
+        """Around a message. If it is interrupted, the process ends, since the message may be lost."""
+        try:
+            yield
+        except Closed:
+            raise
+        except BaseException as error:
+            self._lose(str(error) if isinstance(error, ChannelError) else interrupted)
+            if not isinstance(error, ChannelError):
+                raise
+
+    def _await_idle(self, deadline: float) -> bool:
+        """Wait until it has ended its last generation. Return False if it is lost, or has not answered at ``deadline``."""
+        try:
+            while (process := self.process) is not None and self.channel is not None:
+                status = self._status
+                if status is not None and (status.failure or status.ended == self._generation):
+                    return not status.failure and process.poll() is None
+                left = max(0.0, deadline - time.monotonic())
+                if self.channel.poll(min(_POLL_S, left)):
+                    self._receive()
+                elif left == 0 or process.poll() is not None:
+                    break
+        except Closed:
+            with suppress(subprocess.TimeoutExpired):  # the kernel closes the files of a process shortly before its end
+                process.wait(_EXIT_TIMEOUT_S)
+        return False
+
+    # ---- calls
+
+    def prepare(self, deadline: float) -> None:
+        if self._is_ready and not self._await_idle(deadline) and self.process is not None:
+            self._lose(self.failure() or f"it does not answer for {_FINISH_TIMEOUT_S:.0f} s")
+
+    def start_again(self) -> None:
+        if self.process is None:
+            self.start()
+
+    def begin(self, call: Call) -> None:
+        rows, capacity = len(call.inputs.prompts), call.inputs.capacity
+        self._cache = (rows, max(capacity, self._cache[1]) if rows == self._cache[0] else capacity)
+        self._generation = call.generation
+        assert self.channel is not None
+        with self._uninterrupted("a call to it was interrupted"), suppress(Closed):
+            self.channel.send(call.encode().encode())
+
+    def await_end(self) -> None:
+        self._await_idle(time.monotonic() + _FINISH_TIMEOUT_S)
+
+    def reusable_bytes(self, inputs: StageInputs) -> int:
+        """Bytes of its cache that a call takes over."""
+        rows, (had_rows, had) = len(inputs.prompts), self._cache
+        # A cache that grows exists twice while it is copied.
+        if (inputs.reuse and rows == had_rows and inputs.capacity > had) or self.process is None:
+            return 0
+        layout, dtype = CacheLayout.of(self._model.config), compute_dtype(self._model)
+        return min(layout.bytes_for(*size, dtype) for size in ((had_rows, had), (rows, inputs.capacity)))
+
+
+_REMEDIES = {
+    errno.EMFILE: " (`ulimit -n` allows this process no more)",
+    errno.ENFILE: " (fs.file-max allows this machine no more)",
+    errno.EAGAIN: " (`ulimit -u`, or the control group, allows no more processes)",
+}
+
+
+def _not_ready() -> str:
+    return f"its process was not ready within {_READY_TIMEOUT_S:.0f} s"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _started(fd: int) -> subprocess.Popen[bytes]:
+    """A process that runs :func:`pipespec.schedules.asynchronous.worker.main` over a copy of the socket ``fd``.
+
+    It is a plain command: multiprocessing's spawn would run an unguarded script of the user again, and a fork has none of the threads that torch needs.
+    """
+    try:
+        os.getcwd()
+        directory, path = None, map(os.path.abspath, sys.path)
+    except FileNotFoundError:  # in a directory that was deleted, transformers cannot be imported
+        directory, path = "/", filter(os.path.isabs, sys.path)
+    return subprocess.Popen(
+        # -P would leave out '', the current directory, which is in sys.path by its name.
+        [sys.executable, "-P", "-c", _COMMAND.format(nice=NICE, fd=fd)],
+        pass_fds=[fd],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+        process_group=0,
+        stdin=subprocess.DEVNULL,
+        cwd=directory,
+    )
+
+
+class LocalDriver(AsynchronousDriver):
+    """The driver of schedule ``workers``.
+
+    Args:
+        models: The chain, smallest draft first, the target last.
+        config: Lookahead, trace.
+
+    Raises:
+        ValueError: A model cannot live in shared memory.
+        CannotStart: A process cannot start.
+    """
+
+    schedule = "workers"
+    peers: dict[int, LocalPeer]
+
+    def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
+        check_shareable(models)
+        super().__init__(models, config, len(models) - 1)
+        self._target_threads = target_threads(len(models) - 1)
+        self.peers = {i: self._peer(i, model) for i, model in enumerate(models[:-1], self._first)}
+        self._is_open = False
+        # At interpreter exit, too, and when the driver is collected as garbage.
+        weakref.finalize(self, _stop, self.peers)
+        self._open()
+        for i, peer in self.peers.items():
+            if (failure := peer.failure()) is not None:
+                details = peer.status.details if peer.status else ""
+                self.close()
+                raise CannotStart(f"{self._draft_name(i)} {failure}\n{details}".rstrip())
+
+    def _make_block(self) -> StateBlock:
+        return StateBlock.create(self._first + len(self.models), 1, 64, SharedMemory.create([1]))
+
+    def _peer(self, i: int, model: PreTrainedModel) -> LocalPeer:
+        assert isinstance(self.block.memory, SharedMemory)
+        (weights, memory), trace = share(model), self._trace_memory
+        upstream = (self.config.ngram or self.config.translation) if i == self._first else None
+        # An n-gram index upstream runs in the same process.
+        stages = {0, i} if upstream is not None and upstream is self.config.ngram else {i}
+        parts = [(memory, {0}), (self.block.memory, self.block.parts_of(stages))]
+        if trace is not None:
+            parts.append((trace.memory, stages))
+        setup = Setup(i, weights, [], trace.entries if trace else 0, self.config.native, upstream)
+        return LocalPeer(setup, parts, model)
+
+    def _open(self) -> None:
+        """Start all processes, which import and build their models together, and wait until they are ready."""
+        try:
+            for peer in self.peers.values():
+                peer.start()
+            for i, peer in self.peers.items():
+                peer.await_ready()
+                self.block.set_alive(i, peer.failure() is None)
+        except BaseException:
+            self.close()
+            raise
+        self._absent.clear()
+        self._is_open = True
+
+    def _prepare_peers(self) -> None:
+        if not self._is_open:  # it has been closed
+            self._open()
+            self.tend()
+            return
+        deadline = time.monotonic() + _FINISH_TIMEOUT_S  # of all together
+        for peer in self.peers.values():
+            peer.prepare(deadline)
+        self.tend()
+        for peer in self.peers.values():
+            peer.start_again()
+
+    def reusable_bytes(self, request: GenerationRequest) -> Counter[str]:
+        found = super().reusable_bytes(request)
+        for i, peer in self.peers.items():
+            found[str(self._model_of(i).device)] += peer.reusable_bytes(request.inputs)
+        return found
+
+    def close(self) -> None:
+        """End the processes. A later ``run`` starts them again."""
+        self.block.start(0)
+        self._is_open = False
+        _stop(self.peers)
+
+
+_peers: weakref.WeakSet[LocalPeer] = weakref.WeakSet()
+
+
+def _leave() -> None:
+    """In a fork of the caller, the processes are its parent's. For the fork they have ended."""
+    for peer in _peers:
+        peer.leave()
+
+
+os.register_at_fork(after_in_child=_leave)
+
+
+def _stop(peers: dict[int, LocalPeer]) -> None:
+    for peer in peers.values():
+        peer.stop()
