@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
-from pipespec.registry import EXCLUDED, LOCKSTEP, OPTIONS, PLAIN, SCHEDULES, UNCAPTURED, Schedule, names, with_option
+from pipespec.registry import LOCKSTEP, OPTIONS, PLAIN, SCHEDULES, Schedule, has_captured_form, names, with_option
 
 ACCEPTANCES = ("coupled", "rejection")
 """Values of ``acceptance``."""
@@ -20,9 +21,6 @@ WIDTH = 64
 _MAX_TOKENS = 2**31 - 1
 """Of lookahead: stages hold it in 32 bits."""
 
-_NGRAM_LOOKAHEAD = 8
-"""Draft tokens of an n-gram index take no time, but a long verification of wrong ones does."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
@@ -31,11 +29,8 @@ class SpeculationConfig:
     :meth:`of` builds it from the arguments of :class:`pipespec.Pipeline`.
 
     Attributes that are not explained at :class:`pipespec.Pipeline`, or have another form:
+        drafts: A :class:`pipespec.engine.chain.DraftSpec` for each draft, in the order of the stages.
         lookahead: Per draft. 0: the draft rests.
-        ngram: The first draft, if it is an n-gram index instead of a model (:class:`pipespec.engine.ngram.NgramDraft`). It has its place in ``lookahead``.
-        head: The draft, if it is a head that reads the target's hidden states: its path, or once it is loaded the
-            :class:`pipespec.engine.head.DraftHead`. It has its place in ``lookahead``.
-        translation: The two tokenizers, if the first draft has another one than the target (:class:`pipespec.engine.translation.Translation`).
         controlled: The controller chooses before each round which draft proposes tokens, and how many, see :mod:`pipespec.engine.controller`.
             ``lookahead`` then limits only drafts whose tokens another draft verifies.
 
@@ -45,15 +40,13 @@ class SpeculationConfig:
     """
 
     schedule: str = LOCKSTEP.name
+    drafts: tuple[Any, ...] = ()
     lookahead: tuple[int, ...] = ()
     graphs: bool = False
     trace: int = 0
     native: bool = True
     exact: bool = False
-    ngram: Any = None
-    head: Any = None
     acceptance: str = "coupled"
-    translation: Any = None
     controlled: bool = False
 
     def __post_init__(self) -> None:
@@ -72,29 +65,52 @@ class SpeculationConfig:
         self._check_options()
 
     def _check_options(self) -> None:
-        """Check the options in use against the table of schedules."""
-        used = {name for name in (*OPTIONS, "exact") if getattr(self, name) not in (None, False, "coupled")}
-        if self.schedule_row.is_captured:
-            used.add("graphs")
-        for option in OPTIONS if self.schedule_row.has_drafts else ():
-            if option not in used:
-                continue
-            label = OPTIONS[option]
-            if option not in self.schedule_row.options:
-                takers = names(with_option(option))
-                raise ValueError(f"{label} is for schedule={takers}, not for {self.schedule!r}")
-            if option in UNCAPTURED and "graphs" in used:
-                takers = names([row for row in with_option(option) if not row.is_captured])
-                raise ValueError(f"graphs=True does not support {label}: use schedule={takers} without graphs")
-            for other in EXCLUDED.get(option, ()):
-                if other in used:
+        """Check the options in use, and each draft, against the table of schedules."""
+        row, graphs = self.schedule_row, self.graphs or self.schedule_row.is_captured
+        if row.has_drafts:
+            is_rejection = self.acceptance != "coupled"
+            for option, is_used in (("graphs", graphs), ("acceptance", is_rejection)):
+                if is_used and option not in row.options:
                     raise ValueError(
-                        f"{label} does not go with {OPTIONS.get(other, f'{other}=True')}: leave one of the two out"
+                        f"{OPTIONS[option]} is for schedule={names(with_option(option))}, not for {row.name!r}"
                     )
-        if "acceptance" in used and len(self.lookahead) > 1:
-            raise ValueError(f"acceptance={self.acceptance!r} is for one draft model: use acceptance='coupled'")
+            for draft in self.drafts:
+                takers = [each for each in SCHEDULES.values() if each.takes(draft)]
+                if row not in takers:
+                    raise ValueError(f"{draft.label} is for schedule={names(takers)}, not for {row.name!r}")
+                if graphs and not has_captured_form(draft):
+                    raise _graphs_refused(draft.label, takers)
+                if is_rejection and not draft.draws:
+                    raise ValueError(
+                        f"{draft.label} does not go with {OPTIONS['acceptance']}: leave one of the two out"
+                    )
+            if is_rejection:
+                self._check_rejection(graphs)
         if self.exact and not self.native:
             raise ValueError("exact=True runs the target in the native or the fused form: leave native=False out")
+
+    def _check_rejection(self, graphs: bool) -> None:
+        if graphs:
+            raise _graphs_refused(OPTIONS["acceptance"], with_option("acceptance"))
+        if self.exact:
+            raise ValueError(f"{OPTIONS['acceptance']} does not go with exact=True: leave one of the two out")
+        if len(self.lookahead) > 1:
+            raise ValueError(f"acceptance={self.acceptance!r} is for one draft model: use acceptance='coupled'")
+
+    def _check_order(self) -> None:
+        """Check that each draft can do what its place in the chain asks of it."""
+        for i, draft in enumerate(self.drafts):
+            if i > 0 and not draft.verifies:
+                controlled = self.is_controllable and self.drafts[i - 1].inline
+                raise ValueError(
+                    f"{self.names[i]} is {draft.label}, which can only be the first of the drafts, as it cannot verify the draft tokens of "
+                    f"{self.drafts[i - 1].label}: put it first, leave one of the two out"
+                    + (", or leave lookahead out, so that the controller chooses between them" if controlled else "")
+                )
+        if self.graphs and not can_be_captured(self.drafts):
+            raise ValueError(
+                "graphs=True supports a draft that reads the target's hidden states only as the last of the drafts: leave graphs out"
+            )
 
     @property
     def schedule_row(self) -> Schedule:
@@ -104,7 +120,7 @@ class SpeculationConfig:
     @classmethod
     def of(
         cls,
-        num_drafts: int,
+        drafts: Sequence[Any],
         *,
         schedule: str = LOCKSTEP.name,
         lookahead: int | Sequence[int] | None = None,
@@ -114,10 +130,11 @@ class SpeculationConfig:
         """Build the configuration from a user's arguments; None stands for a default.
 
         Args:
-            num_drafts: Number of drafts, an n-gram index included. With none, every schedule is plain decoding.
+            drafts: The spec of each draft. With none, every schedule is plain decoding.
             schedule: See the class.
             lookahead: One integer for all drafts, or one per draft, each at least 1. Default: ``controlled`` in lockstep where that is possible, with
-                4 for drafts of drafts; otherwise 4 in lockstep, 8 in other schedules and for an n-gram index.
+                4 for drafts of drafts; otherwise 4 in lockstep, 8 in other schedules, or the default of the kind of draft. Under the controller the
+                inline drafts are the last ones.
             graphs: See the class. Default: only in schedules whose steps are all captured.
             **options: Other fields of the class. Those of drafts have no effect without drafts.
 
@@ -127,31 +144,54 @@ class SpeculationConfig:
         """
         if graphs is not None:
             _require_bool("graphs", graphs)
-        config = cls(schedule=schedule, graphs=bool(graphs), **options)
-        config = replace(config, graphs=config.graphs or config.schedule_row.is_captured)
-        if num_drafts == 0 or not config.schedule_row.has_drafts:
+        config = cls(schedule=schedule, drafts=tuple(drafts), graphs=bool(graphs), **options)
+        row = config.schedule_row
+        config = replace(config, graphs=config.graphs or row.is_captured)
+        if not drafts or not row.has_drafts:
             of_target = {name: getattr(config, name) for name in ("graphs", "trace", "native", "exact")}
             return cls(schedule=PLAIN.name, **of_target)
         if lookahead is None:
-            config = replace(config, controlled=config.is_controllable)
-            ngram = [_NGRAM_LOOKAHEAD] * (config.ngram is not None)
-            lookahead = [*ngram, *[config.schedule_row.lookahead] * (num_drafts - len(ngram))]
-        per_draft = tuple(lookahead) if isinstance(lookahead, Sequence) else (lookahead,) * num_drafts
+            if config.is_controllable:
+                config = replace(config, controlled=True, drafts=tuple(sorted(drafts, key=lambda draft: draft.inline)))
+            lookahead = [row.lookahead if draft.lookahead is None else draft.lookahead for draft in config.drafts]
+        per_draft = tuple(lookahead) if isinstance(lookahead, Sequence) else (lookahead,) * len(drafts)
         if any(_is_integer(n) and n < 1 for n in per_draft):
             raise ValueError(f"lookahead must be at least 1, got {list(per_draft)}")
         config = replace(config, lookahead=per_draft)
-        if len(config.lookahead) != num_drafts:
-            raise ValueError(f"lookahead: one per draft, {num_drafts}, not {len(config.lookahead)}")
-        if config.head is not None and config.ngram is not None and not config.controlled:
-            raise ValueError(
-                "an n-gram draft beside a draft head needs the controller, which chooses between them: leave lookahead out"
-            )
+        if len(config.lookahead) != len(drafts):
+            raise ValueError(f"lookahead: one per draft, {len(drafts)}, not {len(config.lookahead)}")
+        config._check_order()
         return config
 
     @property
     def is_controllable(self) -> bool:
         """Whether the controller can choose the number of draft tokens."""
-        return bool(self.schedule_row.controlled) and not self.graphs and self.acceptance == "coupled"
+        is_plain_step = not self.graphs and self.acceptance == "coupled"
+        return bool(self.schedule_row.controlled) and is_plain_step and can_be_controlled(self.drafts)
+
+    # ---- the stages
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the stages, in reports and messages."""
+        found: list[str] = []
+        numbers = count()
+        for i, draft in enumerate(self.drafts):
+            name = draft.name or f"draft {next(numbers)}"
+            found.append(f"{name} {i}" if name in found else name)
+        return [*found, "target"]
+
+    @property
+    def model_stages(self) -> list[int]:
+        """The stages with a model, the target last."""
+        return [*(i for i, draft in enumerate(self.drafts) if not draft.inline), len(self.drafts)]
+
+    def stages_of(self, stage: int) -> range:
+        """The stages that run in the process of a stage with a model: the inline ones directly before it, and itself."""
+        first = stage
+        while first > 0 and self.drafts[first - 1].inline:
+            first -= 1
+        return range(first, stage + 1)
 
     def lookahead_of(self, stage: int) -> int:
         """How many tokens ``stage`` may be ahead of the next one; 0 for the target."""
@@ -160,6 +200,21 @@ class SpeculationConfig:
     def max_draft_tokens(self, stage: int) -> int:
         """Most draft tokens in a step of ``stage``: half of the columns stay free for its own tokens. 0 for the first stage."""
         return min(self.lookahead[stage - 1], WIDTH // 2) if 0 < stage <= len(self.lookahead) else 0
+
+
+def _graphs_refused(what: str, takers: Sequence[Schedule]) -> ValueError:
+    uncaptured = names([row for row in takers if not row.is_captured])
+    return ValueError(f"graphs=True does not support {what}: use schedule={uncaptured} without graphs")
+
+
+def can_be_captured(drafts: Sequence[Any]) -> bool:
+    """Whether the steps of drafts can be captured: each has a captured form, and the one that reads the target's hidden states is the last one."""
+    return all(map(has_captured_form, drafts)) and not any(draft.reads_target for draft in drafts[:-1])
+
+
+def can_be_controlled(drafts: Sequence[Any]) -> bool:
+    """Whether the controller can choose between drafts: it knows all of them, and at most one is inline."""
+    return all(draft.source for draft in drafts) and sum(draft.inline for draft in drafts) <= 1
 
 
 def _require_bool(name: str, value: object) -> None:

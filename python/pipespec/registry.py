@@ -1,6 +1,7 @@
-"""The schedules: one row each. Validation, command line, documents and tests read this table.
+"""The schedules and the kinds of drafts: one row each. Validation, command line, documents and tests read these tables.
 
-A new schedule is one file with its driver and one row here. This module imports neither torch nor a driver: the command line reads it first.
+A new schedule is one file with its driver and one row here, a new kind of draft one file with its spec and one row. This module imports neither torch nor any of
+them: the command line reads it first.
 """
 
 from __future__ import annotations
@@ -13,20 +14,63 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-OPTIONS = {
-    "graphs": "graphs=True",
-    "ngram": "an n-gram draft",
-    "head": "a draft head",
-    "translation": "a draft with another tokenizer",
-    "acceptance": "rejection sampling (acceptance=)",
-}
+OPTIONS = {"graphs": "graphs=True", "acceptance": "rejection sampling (acceptance=)"}
 """The options of :class:`pipespec.config.SpeculationConfig` that some schedules do not take, and how messages call them."""
 
-UNCAPTURED = frozenset({"ngram", "translation", "acceptance"})
-"""Options that no captured step takes."""
 
-EXCLUDED = {"acceptance": ("ngram", "translation", "exact"), "head": ("acceptance",)}
-"""By option, those that it excludes: rejection sampling needs the distribution of the one draft that drew a token."""
+@dataclass(frozen=True)
+class DraftKind:
+    """One kind of draft.
+
+    Attributes:
+        spec: Its :class:`pipespec.engine.chain.DraftSpec`, ``"module:class"``.
+        usage: What users write in place of a draft, in a few words.
+        captured: The stage class of its captured steps, ``"module:class"``. Empty: it has none.
+        joins: Whether it joins the stages on a CPU where the controller chooses the drafts.
+    """
+
+    spec: str
+    usage: str
+    captured: str = ""
+    joins: bool = False
+
+    def spec_class(self) -> Any:
+        """Import the class."""
+        return _imported(self.spec)
+
+    def captured_class(self) -> Any:
+        """Import the stage class of captured steps."""
+        return _imported(self.captured)
+
+
+TRANSLATED = DraftKind("pipespec.engine.translation:TranslatedDraft", "the first model may have another tokenizer")
+MODEL = DraftKind(
+    "pipespec.engine.stage:ModelDraft", "a model, or its path", captured="pipespec.schedules.graphs.stage:GraphedStage"
+)
+DRAFTS = (
+    DraftKind("pipespec.engine.ngram:NgramDraft", "ngram: prompt lookup", joins=True),
+    DraftKind(
+        "pipespec.engine.head_stage:HeadDraft",
+        "the folder of an EAGLE-3 head",
+        captured="pipespec.schedules.graphs.head:GraphedHead",
+    ),
+    DraftKind("pipespec.engine.proposer:ProposerDraft", "an object with propose(tokens, count)"),
+    TRANSLATED,
+    MODEL,
+)
+"""All kinds of drafts. What a user gives for a draft is of the first kind that recognises it, and the last one takes anything."""
+
+
+def kind_of(draft: Any) -> DraftKind | None:
+    """The row of a draft; None for a class of the user's."""
+    name = f"{type(draft).__module__}:{type(draft).__qualname__}"
+    return next((row for row in DRAFTS if row.spec == name), None)
+
+
+def has_captured_form(draft: Any) -> bool:
+    """Whether the steps of a draft can be captured."""
+    row = kind_of(draft)
+    return row is not None and bool(row.captured)
 
 
 @dataclass(frozen=True)
@@ -39,6 +83,7 @@ class Schedule:
         stages: Where the stages run, in one line.
         purpose: What it is for, in one line.
         options: Those of :data:`OPTIONS` that it takes.
+        in_turn: Whether the drafts run in the target's process, in turn with it.
         lookahead: Default, for each draft.
         captured: The driver class of captured steps, if there is one; the same as ``driver`` where no other steps exist.
         controlled: The driver class in which the controller chooses the number of draft tokens, if there is one.
@@ -52,7 +97,8 @@ class Schedule:
     driver: str
     stages: str
     purpose: str
-    options: frozenset[str]
+    options: frozenset[str] = frozenset()
+    in_turn: bool = False
     lookahead: int = 0
     captured: str = ""
     controlled: str = ""
@@ -70,6 +116,11 @@ class Schedule:
     def needs_ranks(self) -> bool:
         """Whether each model is in a process that a launcher has started."""
         return bool(self.join)
+
+    def takes(self, draft: Any) -> bool:
+        """Whether a draft can run in it."""
+        runs_here = self.in_turn or not draft.reads_target
+        return self.has_drafts and runs_here and (has_captured_form(draft) or not self.is_captured)
 
     def driver_class(self, *, captured: bool = False, controlled: bool = False) -> Any:
         """Import the driver class."""
@@ -99,7 +150,8 @@ LOCKSTEP = Schedule(
     "pipespec.schedules.lockstep:LockstepDriver",
     "one after the other, in one process; with `graphs=True` a round is one captured CUDA graph",
     "a CPU, one GPU",
-    frozenset({"graphs", "ngram", "head", "translation", "acceptance"}),
+    frozenset(OPTIONS),
+    in_turn=True,
     lookahead=4,  # each draft token is paid for with its own time
     captured="pipespec.schedules.graphs.rounds:RoundsDriver",
     controlled="pipespec.schedules.controlled:ControlledDriver",
@@ -109,7 +161,6 @@ WORKERS = Schedule(
     "pipespec.schedules.asynchronous.local:LocalDriver",
     "each draft in a process of its own, the target in yours, all at once",
     "stages with a NUMA node or a device each; drafts that must not share a process with the target",
-    frozenset({"ngram", "translation"}),
     lookahead=8,
     has_processes=True,
 )
@@ -128,7 +179,6 @@ RANKS = Schedule(
     "pipespec.schedules.asynchronous.remote:RemoteDriver",
     "each stage in a process that torchrun has started, on any machine",
     "[several machines](several-machines.md)",
-    frozenset({"ngram", "translation"}),
     lookahead=8,
     needs="processes that torchrun starts",
     join="pipespec.schedules.asynchronous.membership:join",
@@ -160,7 +210,7 @@ def default_schedule(
     graphs: bool | None = None,
     places: int | None = None,
     *,
-    light: bool = False,
+    in_turn: bool = False,
     uncaptured: bool = False,
     whole: bool = True,
     coupled: bool = True,
@@ -175,24 +225,24 @@ def default_schedule(
     |---|---|
     | with rejection sampling | ``"lockstep"`` |
     | no drafts | ``"plain"`` |
-    | an n-gram index as the only draft | ``"lockstep"``, as there are no steps to overlap |
-    | a draft head, with or without an n-gram index | ``"lockstep"``, with captured rounds on a GPU and without an index |
+    | only drafts without a model, such as an n-gram index | ``"lockstep"``, as there are no steps to overlap |
+    | a draft that reads the target's hidden states, such as a draft head | ``"lockstep"``, captured rounds on a GPU |
     | all on one GPU | ``"lockstep"``, captured rounds |
     | all on GPUs, more than one | ``"streams"`` |
     | all on the CPU, and a NUMA node for each stage | ``"workers"`` |
     | the target on a GPU, the drafts on the CPU, and a core for each stage | ``"workers"`` |
     | otherwise, so on a CPU with one node | ``"lockstep"`` |
 
-    Beside an n-gram index or a draft with another tokenizer, and where a model is not whole on one device, no steps are captured. On a CPU an n-gram index
-    joins the stages of ``"plain"`` and ``"lockstep"``, in ``"lockstep"``: the controller lets it rest where it does not pay.
+    Beside a draft without a captured form, as an n-gram index or a draft with another tokenizer, and where a model is not whole on one device, no steps are
+    captured. On a CPU an n-gram index joins the stages of ``"plain"`` and ``"lockstep"``, in ``"lockstep"``: the controller lets it rest where it does not pay.
 
     Args:
-        devices: Per model, drafts first, target last: ``"cpu"``, ``"cuda:0"``, ...
+        devices: Per model of transformers, drafts first, target last: ``"cpu"``, ``"cuda:0"``, ...
         graphs: The user's choice of captured steps. None: captured on GPUs, not captured on the CPU.
         places: Where stages do not share a memory bus: NUMA nodes on whose cores this process may run; for a target on a GPU, its cores. None: as the
             operating system reports.
-        light: Whether the first draft is an n-gram index, or the only model that drafts is a head, which lies with the target.
-        uncaptured: Whether no captured step takes the first draft: an n-gram index, or one with another tokenizer than the target's.
+        in_turn: Whether the drafts run in turn with the target wherever they are: one of them reads its hidden states, or none has a model.
+        uncaptured: Whether a draft has no captured form.
         whole: Whether each model lies whole on one device: not split, offloaded or sharded over processes.
         coupled: Whether the target accepts draft tokens by coupled sampling.
         controlled: Whether the controller may choose the number of draft tokens in ``"lockstep"``, so that an n-gram index may join.
@@ -207,8 +257,10 @@ def default_schedule(
         return LOCKSTEP.name, bool(graphs), False
     if places is None:
         places = len(os.sched_getaffinity(0)) if target != "cpu" else numa_nodes()
-    if not drafts:
-        row = LOCKSTEP if light else PLAIN
+    if in_turn:
+        row = LOCKSTEP
+    elif not drafts:
+        row = PLAIN
     elif captured:
         row = STREAMS if target.startswith("cuda") and len(set(devices)) > 1 else LOCKSTEP
     else:

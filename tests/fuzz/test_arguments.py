@@ -119,7 +119,7 @@ def test_values_that_are_refused_by_name(pipeline, monkeypatch, name, value) -> 
 @pytest.mark.parametrize("name", ["graphs", "native", "exact"])
 def test_options_that_are_true_or_false(name) -> None:
     with pytest.raises(TypeError, match=name):
-        SpeculationConfig.of(1, **{name: "no"})
+        SpeculationConfig.of([], **{name: "no"})
 
 
 @pytest.mark.parametrize("name", ["device", "weights"])

@@ -19,7 +19,7 @@ import pytest
 
 from bench import gpu_check, kernels
 from bench.gpu_check import Part, check
-from pipespec.schedules.graphs.driver import why_by_modules
+from pipespec.schedules.graphs.stage import GraphedStage
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -154,7 +154,7 @@ def test_graphs_of_modules_fail_a_figure(run, capsys: pytest.CaptureFixture[str]
     assert not passed
     assert [name for name, part in written["parts"].items() if part["passed"]] == ["tests"]
     assert gpu_check.BY_MODULES in capsys.readouterr().out
-    assert gpu_check.BY_MODULES in inspect.getsource(why_by_modules)
+    assert gpu_check.BY_MODULES in inspect.getsource(GraphedStage.by_modules_reason)
 
 
 def test_calls_fit_their_time() -> None:

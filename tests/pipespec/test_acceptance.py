@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from pipespec import Pipeline
+from pipespec import NgramDraft, Pipeline
 from pipespec.config import SpeculationConfig
 from pipespec.engine.acceptance import RejectionAcceptance
+from pipespec.engine.stage import ModelDraft
 from pipespec_kernels.noise import Noise
 from tests.conftest import left_pad, noisy, random_llama
 from tests.trials import trials
@@ -167,19 +168,19 @@ def test_a_draft_without_a_distribution(target, monkeypatch) -> None:
     [
         ({"acceptance": "ratio"}, "acceptance='ratio' is not one of 'coupled', 'rejection'"),
         ({"acceptance": "rejection", "exact": True}, "does not go with exact=True"),
-        ({"acceptance": "rejection", "num_drafts": 2}, "is for one draft model"),
-        ({"acceptance": "rejection", "ngram": object()}, "does not go with an n-gram draft"),
+        ({"acceptance": "rejection", "drafts": [ModelDraft()] * 2}, "is for one draft model"),
+        ({"acceptance": "rejection", "drafts": [NgramDraft()]}, "does not go with an n-gram draft"),
     ],
 )
 def test_what_is_not_supported(given, message) -> None:
-    given = {"num_drafts": 1} | given
+    given = {"drafts": [ModelDraft()]} | given
     with pytest.raises(ValueError, match=message):
-        SpeculationConfig.of(given.pop("num_drafts"), **given)
+        SpeculationConfig.of(**given)
 
 
 def test_without_drafts_it_has_no_effect() -> None:
-    assert SpeculationConfig.of(0, acceptance="rejection").acceptance == "coupled"
-    assert SpeculationConfig.of(1, schedule="plain", acceptance="rejection").acceptance == "coupled"
+    assert SpeculationConfig.of([], acceptance="rejection").acceptance == "coupled"
+    assert SpeculationConfig.of([ModelDraft()], schedule="plain", acceptance="rejection").acceptance == "coupled"
 
 
 def test_rows_that_end_early(target, draft) -> None:

@@ -12,9 +12,15 @@ import torch
 import pipespec
 from pipespec import Pipeline, config, registry
 from pipespec.config import SpeculationConfig
-from pipespec.registry import OPTIONS, SCHEDULES, default_schedule, numa_nodes
+from pipespec.engine.head_stage import HeadDraft
+from pipespec.engine.ngram import NgramDraft
+from pipespec.engine.stage import ModelDraft
+from pipespec.engine.translation import TranslatedDraft
+from pipespec.registry import OPTIONS, SCHEDULES, default_schedule, has_captured_form, numa_nodes
 from pipespec.schedules import base
 from tests.conftest import noisy, random_llama
+
+MODELS = [ModelDraft(), ModelDraft()]
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
 
@@ -101,7 +107,7 @@ def test_a_pipeline_says_what_was_chosen(model, nodes, count):
     wanted = model.generate(PROMPT, max_new_tokens=9, do_sample=False)
     with Pipeline(model, noisy(model, 0.02)) as pipe:
         assert pipe.schedule == pipe.config.schedule == chosen
-        assert (pipe.config.ngram is not None) == (chosen == "lockstep")
+        assert ("ngram" in pipe.config.names) == (chosen == "lockstep")
         assert torch.equal(pipe.generate(PROMPT, max_new_tokens=9), wanted)
         assert pipe.report.schedule == chosen
     assert Pipeline(model, schedule="plain").schedule == "plain"
@@ -128,12 +134,12 @@ def test_drafts_that_no_worker_can_run(model, nodes):
 
 
 def test_defaults_of_each_schedule():
-    assert SpeculationConfig.of(2, schedule="lockstep").lookahead == (4, 4)
-    assert SpeculationConfig.of(2, schedule="workers").lookahead == (8, 8)
-    streams = SpeculationConfig.of(1, schedule="streams", lookahead=[3])
+    assert SpeculationConfig.of(MODELS, schedule="lockstep").lookahead == (4, 4)
+    assert SpeculationConfig.of(MODELS, schedule="workers").lookahead == (8, 8)
+    streams = SpeculationConfig.of(MODELS[:1], schedule="streams", lookahead=[3])
     assert (streams.lookahead, streams.graphs) == ((3,), True)
-    assert SpeculationConfig.of(0, schedule="streams") == SpeculationConfig(schedule="plain", graphs=True)
-    assert SpeculationConfig.of(3, schedule="plain", lookahead=9) == SpeculationConfig(schedule="plain")
+    assert SpeculationConfig.of([], schedule="streams") == SpeculationConfig(schedule="plain", graphs=True)
+    assert SpeculationConfig.of(MODELS, schedule="plain", lookahead=9) == SpeculationConfig(schedule="plain")
 
 
 def test_numbers_of_a_stage():
@@ -158,13 +164,18 @@ def test_numbers_of_a_stage():
 )
 def test_what_is_refused(error, match, options):
     with pytest.raises(error, match=match):
-        SpeculationConfig.of(2, **options)
+        SpeculationConfig.of(MODELS, **options)
 
 
 # ---- the table of schedules
 
 
-VALUES = {"graphs": True, "ngram": object(), "head": object(), "translation": object(), "acceptance": "rejection"}
+VALUES = {"graphs": True, "acceptance": "rejection"}
+KINDS = {
+    "n-gram draft": NgramDraft(),
+    "draft head": HeadDraft("folder"),
+    "draft with another tokenizer": TranslatedDraft(target=None, own=None),
+}
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -173,12 +184,57 @@ def test_a_schedule_takes_the_options_of_its_row(name, option):
     """Any other is refused, and the message names the schedules that take it."""
     given = {"schedule": name, option: VALUES[option]}
     if option in SCHEDULES[name].options:
-        assert SpeculationConfig.of(1, **given).schedule in (name, registry.PLAIN.name)
+        assert SpeculationConfig.of(MODELS[:1], **given).schedule in (name, registry.PLAIN.name)
         return
     takers = [row.name for row in registry.with_option(option)]
     with pytest.raises(ValueError, match=f"is for schedule=.*not for '{name}'") as caught:
-        SpeculationConfig.of(1, **given)
+        SpeculationConfig.of(MODELS[:1], **given)
     assert all(repr(taker) in str(caught.value) for taker in takers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_takes_what_runs_where_its_stages_are(name, kind):
+    """A draft that reads the target's hidden states runs in turn with it, and captured steps need a captured form."""
+    row, draft = SCHEDULES[name], KINDS[kind]
+    if row.takes(draft) or not row.has_drafts:
+        assert SpeculationConfig.of([draft], schedule=name).schedule in (name, registry.PLAIN.name)
+    else:
+        takers = [each.name for each in SCHEDULES.values() if each.takes(draft)]
+        with pytest.raises(ValueError, match=f"{kind} is for schedule=.*not for '{name}'") as caught:
+            SpeculationConfig.of([draft], schedule=name)
+        assert all(repr(taker) in str(caught.value) for taker in takers)
+    assert row.takes(draft) <= (has_captured_form(draft) or not row.is_captured)
+
+
+def test_the_stages_of_a_chain():
+    index, model = NgramDraft(), ModelDraft()
+    mixed = SpeculationConfig.of([index, model, index, index, model, index], lookahead=3)
+    assert mixed.names == ["ngram", "draft 0", "ngram 2", "ngram 3", "draft 1", "ngram 5", "target"]
+    assert mixed.model_stages == [1, 4, 6]
+    assert [list(mixed.stages_of(i)) for i in mixed.model_stages] == [[0, 1], [2, 3, 4], [5, 6]]
+    assert not mixed.controlled
+    # Under the controller the inline draft offers its tokens beside those of the models.
+    controlled = SpeculationConfig.of([index, model])
+    assert (controlled.controlled, controlled.drafts, controlled.lookahead) == (True, (model, index), (4, 8))
+    assert not SpeculationConfig.of([index, index]).controlled
+
+
+@pytest.mark.parametrize("kind", ["draft head", "draft with another tokenizer"])
+def test_what_verifies_nothing_is_the_first_of_the_drafts(kind):
+    draft, index, model = KINDS[kind], NgramDraft(), ModelDraft()
+    assert SpeculationConfig.of([index, draft]).drafts == (draft, index)
+    assert SpeculationConfig.of([draft, index, model], lookahead=3).drafts == (draft, index, model)
+    for before, label in ((model, "a draft model"), (index, "an n-gram draft: .* so that the controller chooses")):
+        with pytest.raises(ValueError, match=f"can only be the first of the drafts, .* of {label}"):
+            SpeculationConfig.of([before, draft], lookahead=3)
+
+
+def test_captured_rounds_of_a_draft_that_reads_hidden_states():
+    head, model = KINDS["draft head"], ModelDraft()
+    assert SpeculationConfig.of([head], graphs=True).graphs
+    with pytest.raises(ValueError, match="only as the last of the drafts"):
+        SpeculationConfig.of([head, model], graphs=True)
 
 
 def test_names_of_schedules_are_literals_in_the_table_and_in_their_drivers():

@@ -14,14 +14,14 @@ from pipespec import Pipeline
 from pipespec.config import WIDTH, SpeculationConfig
 from pipespec.engine.features import Features
 from pipespec.engine.head import DraftHead, HeadConfig, is_head
-from pipespec.engine.head_stage import HeadStage
+from pipespec.engine.head_stage import HeadDraft, HeadStage
 from pipespec.engine.native import Checksums
 from pipespec.models.devices import input_device
 from pipespec.models.families import NotReadable
 from pipespec.models.properties import weight_bytes
 from pipespec.schedules.graphs.head import GraphedHead
 from pipespec.schedules.graphs.rounds import round_steps
-from tests.conftest import DEVICE, VOCABULARY, left_pad, random_prompts
+from tests.conftest import DEVICE, VOCABULARY, always_right, left_pad, noisy, random_prompts
 from tests.pipespec import heads
 from tests.support.grammars import Classes
 
@@ -295,7 +295,7 @@ def test_drafts_are_the_reference_s(shape, form, native, target, tmp_path, monke
 
 def test_the_steps_of_a_captured_round() -> None:
     """The first one has a column for each token that a round may commit, and a round drafts no more than the target verifies."""
-    config = SpeculationConfig(lookahead=(3,), head="folder", graphs=True)
+    config = SpeculationConfig(drafts=(HeadDraft("folder"),), lookahead=(3,), graphs=True)
     assert round_steps(config) == [(0, 4), (0, 1), (0, 1), (1, 4)]
     most = WIDTH // 2
     long = replace(config, lookahead=(WIDTH,))
@@ -487,10 +487,35 @@ def test_captured_rounds_of_a_head_are_for_gpus(target, folder, monkeypatch) -> 
 
 
 def test_drafts_that_exclude_a_head(target, folder) -> None:
-    with pytest.raises(ValueError, match="beside it there can be an n-gram draft, and no other draft"):
+    with pytest.raises(ValueError, match=r"draft head, which can only be the first of the drafts, .* of a draft model"):
         Pipeline(target, [heads.make_target(3), folder])
-    with pytest.raises(ValueError, match="needs the controller, which chooses between them: leave lookahead out"):
+    with pytest.raises(ValueError, match="leave lookahead out, so that the controller chooses between them"):
         Pipeline(target, ["ngram", folder], lookahead=4)
+
+
+@ON_CPU
+@pytest.mark.parametrize("lookahead", [None, 3])
+@pytest.mark.parametrize(
+    "drafts",
+    [
+        lambda head, target: [head, "ngram"],
+        lambda head, target: [head, noisy(target, 0.3, seed=2)],
+        lambda head, target: [head, noisy(target, 0.3, seed=2), "ngram"],
+        lambda head, target: [head, "ngram", always_right(target)],
+    ],
+    ids=["index", "model", "model and index", "index and model"],
+)
+def test_a_head_before_other_drafts(drafts, lookahead, folder, target) -> None:
+    """They verify its tokens, or pass them on. The model rolls it back where the target has not yet been."""
+    ids, mask = left_pad(random_prompts(2, seed=3, shortest=4, longest=9))
+    call: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, "pad_token_id": 0, **SAMPLED}
+    with (
+        Pipeline(target, drafts(folder, target), lookahead=lookahead) as pipe,
+        Pipeline(target, schedule="plain") as plain,
+    ):
+        assert torch.equal(pipe.generate(ids, **call), plain.generate(ids, **call))
+        if lookahead:
+            assert all(stage.drafted > 0 for stage in pipe.report.stages[1:])
 
 
 @ON_CPU

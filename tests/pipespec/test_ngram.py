@@ -204,22 +204,20 @@ def test_a_worker_that_dies_takes_the_index_with_it(model, repetitive):
 def test_defaults(model):
     draft = noisy(model, 0.05)
     with Pipeline(model, ["ngram", draft], schedule="lockstep") as pipe:
-        assert pipe.config.lookahead == (8, 4)
+        assert (pipe.config.names, pipe.config.lookahead) == (["draft 0", "ngram", "target"], (4, 8))
     with Pipeline(model, ["ngram", draft], schedule="plain") as pipe:
         pipe.generate(torch.tensor([[5, 6, 5, 6]]), max_new_tokens=4)
         assert [stage.name for stage in pipe.report.stages] == ["target"]
-    assert default_schedule(["cpu"], light=True) == ("lockstep", False, False)
-    assert default_schedule(["cuda:0"], light=True, uncaptured=True) == ("lockstep", False, False)
-    assert default_schedule(["cuda:0"], light=True) == ("lockstep", True, False)  # a draft head
-    assert default_schedule(["cuda:0", "cuda:0"], light=True, uncaptured=True) == ("lockstep", False, False)
-    assert default_schedule(["cpu", "cpu"], places=2, light=True) == ("workers", False, False)
+    assert default_schedule(["cpu"], in_turn=True) == ("lockstep", False, False)
+    assert default_schedule(["cuda:0"], in_turn=True, uncaptured=True) == ("lockstep", False, False)
+    assert default_schedule(["cuda:0"], in_turn=True) == ("lockstep", True, False)  # a draft head
+    assert default_schedule(["cuda:0", "cuda:1"], in_turn=True, uncaptured=True) == ("lockstep", False, False)
+    assert default_schedule(["cpu", "cpu"], places=2, in_turn=True) == ("lockstep", False, False)
 
 
 @pytest.mark.parametrize(
     ("drafts", "options", "error", "message"),
     [
-        (lambda m: [noisy(m, 0.1), "ngram"], {}, ValueError, "can only be the first of the drafts"),
-        (lambda m: ["ngram", NgramDraft()], {}, ValueError, "can only be the first of the drafts"),
         (lambda m: ["ngram"], {"schedule": "lockstep", "lookahead": [4, 4]}, ValueError, "one per draft, 1, not 2"),
         (lambda m: NgramDraft(corpus=[5, VOCABULARY]), {}, ValueError, f"ids from 5 to {VOCABULARY}"),
         (lambda m: NgramDraft(corpus=[-1, 5]), {}, ValueError, "ids from -1 to 5"),

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from pipespec import NgramDraft, Pipeline, StageFailure
 from pipespec.config import SpeculationConfig
+from pipespec.engine.stage import ModelDraft
 from pipespec.process import ranks as transport
 from pipespec.process.ranks import RankError, Ranks, difference
 from pipespec.schedules.asynchronous import membership
@@ -52,15 +53,16 @@ CALLS = {
 
 def test_an_ngram_draft_runs_beside_the_first_model(target, monkeypatch):
     ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7]])
-    config = SpeculationConfig.of(2, schedule="ranks", ngram=NgramDraft())
+    drafts = [NgramDraft(), ModelDraft()]
+    config = SpeculationConfig.of(drafts, schedule="ranks")
     assert config.lookahead == (8, 8)
-    with in_process(monkeypatch, [noisy(target, 0.02), target], ngram=NgramDraft()) as (pipe, _):
+    with in_process(monkeypatch, [noisy(target, 0.02), target], drafts=drafts) as (pipe, _):
         out = pipe.generate(ids, max_new_tokens=NEW, do_sample=False)
         assert torch.equal(out, plain(target, ids, max_new_tokens=NEW, do_sample=False))
         assert [stage.name for stage in pipe.report.stages] == ["ngram", "draft 0", "target"]
-    assert stages_of(1, 2, 1) == [0, 1]
-    assert stages_of(0, 2, 1) == [2]
-    assert stages_of(0, 1, 1) == [0, 1]
+    assert [*stages_of(1, config)] == [0, 1]
+    assert [*stages_of(0, config)] == [2]
+    assert [*stages_of(0, SpeculationConfig.of([NgramDraft()], schedule="ranks"))] == [0, 1]
 
 
 def test_a_rank_0_that_is_connected_and_silent_is_given_up(target, monkeypatch):
@@ -213,7 +215,7 @@ def test_a_damaged_message_harms_nothing_but_drafts():
     ],
 )
 def test_other_settings_are_refused_by_name(change, message):
-    config = SpeculationConfig.of(2, schedule="ranks")
+    config = SpeculationConfig.of([ModelDraft(), ModelDraft()], schedule="ranks")
     names = ("draft 0", "draft 1", "target")
     terms = json.loads(json.dumps(membership.terms_of(["/a", "/b", "/c"], config)))
     terms |= {f"config.json of the {name}": digest for name, digest in zip(names, "abc", strict=True)}

@@ -14,6 +14,7 @@ from transformers import BitsAndBytesConfig, LlamaForCausalLM
 from pipespec import Pipeline, SpeedWarning
 from pipespec.api import pipeline
 from pipespec.config import SpeculationConfig
+from pipespec.engine.stage import ModelDraft
 from pipespec.errors import NotCapturable
 from pipespec.models.properties import quantisation
 from pipespec.preflight.support import check_runnable, check_shareable, check_streams
@@ -213,7 +214,7 @@ def test_what_a_worker_could_not_build(model):
         ValueError,
         match=r"draft 0: .* build model.layers.0.mlp.up_proj.base.weight, which its class LlamaForCausalLM does not create",
     ):
-        LocalDriver([draft, model], SpeculationConfig(lookahead=(4,)))
+        LocalDriver([draft, model], SpeculationConfig.of([ModelDraft()], schedule="workers"))
 
     class Fancy(nn.Parameter):
         pass
@@ -221,7 +222,7 @@ def test_what_a_worker_could_not_build(model):
     draft = noisy(model, 0.1)
     draft.model.norm._parameters["weight"] = Fancy(draft.model.norm.weight.data)
     with pytest.raises(ValueError, match=r"draft 0: a worker process cannot share model.norm.weight, a Fancy"):
-        LocalDriver([draft, model], SpeculationConfig(lookahead=(4,)))
+        LocalDriver([draft, model], SpeculationConfig.of([ModelDraft()], schedule="workers"))
     check_shareable([model, draft])  # the target stays here
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 from pipespec import Pipeline, attach, detach
 from pipespec.config import SpeculationConfig
 from pipespec.demo import family_path
+from pipespec.engine.translation import TranslatedDraft
 from pipespec.registry import default_schedule
 from tests.conftest import always_wrong, noisy, random_llama
 from tests.pipespec.vocabularies import as_bytes, byte_level, sentencepiece, unigram
@@ -149,7 +150,7 @@ def test_folders_tell_their_tokenizers(target, folder, rows, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     with Pipeline(target, loaded) as pipe:  # by the paths that the objects come from
         assert pipe.schedule in ("lockstep", "workers")
-        assert pipe.config.translation is not None
+        assert pipe.config.drafts[0].translates
     with Pipeline(target, loaded, schedule="plain") as pipe:
         pipe.generate(rows[0][None], max_new_tokens=2)
         assert [stage.name for stage in pipe.report.stages] == ["target"]
@@ -164,7 +165,7 @@ def test_folders_tell_their_tokenizers(target, folder, rows, tmp_path):
 def test_the_targets_tokenizer_is_not_translated(target, tokenizer, tmp_path):
     small = AutoModelForCausalLM.from_pretrained(family_path("small"), dtype=torch.float32)
     with Pipeline(target, small, schedule="lockstep", tokenizer=tokenizer, draft_tokenizers=tokenizer) as pipe:
-        assert pipe.config.translation is None
+        assert not pipe.config.drafts[0].translates
 
 
 def test_a_report_hints_at_another_tokenizer():
@@ -187,10 +188,15 @@ def test_a_report_hints_at_another_tokenizer():
 
 def test_refused_chains(target, tokenizer, other, folder):
     small = str(family_path("small"))
-    with pytest.raises(ValueError, match=r"draft 1 has another tokenizer .* only be the first .* of draft 0"):
+    with pytest.raises(
+        ValueError, match=r"draft 1 is a draft with another tokenizer, which can only be the first .* of a draft model"
+    ):
         Pipeline(target, [small, folder])
-    with pytest.raises(ValueError, match=r"draft 0 has another tokenizer .* only be the first .* of an n-gram index"):
-        Pipeline(target, ["ngram", folder])
+    with pytest.raises(
+        ValueError,
+        match=r"draft 0 is a draft with another tokenizer, which can only be the first .* of an n-gram draft",
+    ):
+        Pipeline(target, ["ngram", folder], schedule="workers")
     with pytest.raises(ValueError, match=r"draft_tokenizers: one per draft model .* 1, not 2"):
         Pipeline(target, other[0], tokenizer=tokenizer, draft_tokenizers=[None, other[1]])
     with pytest.raises(TypeError, match="a str cannot be translated: use a fast tokenizer"):
@@ -208,4 +214,4 @@ def test_refused_chains(target, tokenizer, other, folder):
 def test_defaults():
     assert default_schedule(["cuda:0", "cuda:0"], uncaptured=True) == ("lockstep", False, False)
     assert default_schedule(["cpu", "cpu"], places=1, uncaptured=True) == ("lockstep", False, False)
-    assert SpeculationConfig.of(1, schedule="plain", translation=object()).translation is None
+    assert SpeculationConfig.of([TranslatedDraft(target=None, own=None)], schedule="plain").drafts == ()

@@ -13,10 +13,15 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
 
-from pipespec.registry import LOCKSTEP, SCHEDULES, UNCAPTURED, Schedule
+from pipespec import NgramDraft
+from pipespec.engine.chain import DraftSpec
+from pipespec.engine.proposer import ProposerDraft
+from pipespec.engine.translation import TranslatedDraft
+from pipespec.registry import LOCKSTEP, SCHEDULES, Schedule, has_captured_form
 from tests.conftest import DEVICE, always_right, always_wrong, left_pad, noisy, random_llama
 from tests.pipespec.vocabularies import byte_level, sentencepiece
 from tests.support.grammars import END, Classes
+from tests.support.proposers import LastToken
 from tests.support.streamers import Recorder
 from tests.trials import trials
 
@@ -191,6 +196,7 @@ class Chain:
 
     Args:
         drafts: From the target to the drafts.
+        kinds: Its drafts that not every schedule takes.
         uses: The options of :data:`pipespec.registry.OPTIONS` that it needs.
         options: Of ``Pipeline``.
         agrees: Whether the target accepts draft tokens, or all of them (1.0). None: now and then, perhaps.
@@ -198,6 +204,7 @@ class Chain:
     """
 
     drafts: Callable[[Any], list[Any]] = lambda _: []
+    kinds: tuple[DraftSpec, ...] = ()
     uses: frozenset[str] = frozenset()
     options: dict[str, Any] = field(default_factory=dict)
     agrees: float | None = True
@@ -218,6 +225,9 @@ def foreign(target: Any) -> Any:
 
 
 TRANSLATED = {"tokenizer": sentencepiece(), "draft_tokenizers": [byte_level()]}
+INDEX: tuple[DraftSpec, ...] = (NgramDraft(),)
+OWN: tuple[DraftSpec, ...] = (ProposerDraft(LastToken()),)
+FOREIGN: tuple[DraftSpec, ...] = (TranslatedDraft(target=None, own=None),)
 CHAINS = {
     "alone": Chain(agrees=None),
     "two": Chain(lambda t: [bad(t), good(t)]),
@@ -225,25 +235,33 @@ CHAINS = {
     "wrong": Chain(lambda t: [always_wrong(t)], agrees=False),
     "right after wrong": Chain(lambda t: [always_wrong(t), always_right(t)]),
     "three": Chain(lambda t: [bad(t), good(t), always_right(t)]),
-    "index": Chain(lambda t: ["ngram"], frozenset({"ngram"}), agrees=None),
-    "index and one": Chain(lambda t: ["ngram", good(t)], frozenset({"ngram"})),
-    "index and two": Chain(lambda t: ["ngram", bad(t), good(t)], frozenset({"ngram"})),
-    "other tokenizer": Chain(lambda t: [foreign(t)], frozenset({"translation"}), TRANSLATED, agrees=None),
+    "index": Chain(lambda t: ["ngram"], INDEX, agrees=None),
+    "index and one": Chain(lambda t: ["ngram", good(t)], INDEX),
+    "index and two": Chain(lambda t: ["ngram", bad(t), good(t)], INDEX),
+    "other tokenizer": Chain(lambda t: [foreign(t)], FOREIGN, options=TRANSLATED, agrees=None),
     "other tokenizer and one": Chain(
         lambda t: [foreign(t), good(t)],
-        frozenset({"translation"}),
-        TRANSLATED | {"draft_tokenizers": [byte_level(), None]},
+        FOREIGN,
+        options=TRANSLATED | {"draft_tokenizers": [byte_level(), None]},
     ),
     "int8": Chain(lambda t: [good(t)], options={"weights": {"drafts": "int8"}}),
     "exact": Chain(lambda t: [good(t)], options={"exact": True}),
     "the models' own modules": Chain(lambda t: [good(t)], options={"native": False}),
     "rejection": Chain(
-        lambda t: [good(t)], frozenset({"acceptance"}), {"acceptance": "rejection"}, calls=("greedy", "rows that end")
+        lambda t: [good(t)], uses=frozenset({"acceptance"}), options={"acceptance": "rejection"}, calls=("greedy", "rows that end")
     ),
+    "index after one": Chain(lambda t: [good(t), "ngram"], INDEX),
+    "own": Chain(lambda t: [LastToken()], OWN, agrees=None),
+    "own, index and one": Chain(lambda t: [LastToken(), "ngram", good(t)], INDEX + OWN),
 }  # fmt: skip
 
 
 # ---- ways
+
+
+def is_captured(chain: Chain) -> bool:
+    """Whether its steps have a captured form."""
+    return "acceptance" not in chain.uses and all(map(has_captured_form, chain.kinds))
 
 
 @dataclass(frozen=True)
@@ -267,13 +285,13 @@ class Way:
             return False
         if not self.fixed and "acceptance" in chain.uses:
             return False  # as with fixed steps
-        if self.captured and chain.uses & UNCAPTURED:
+        if self.captured and not is_captured(chain):
             return False
         if self.door == "spd":  # the target is in stages; its drafts propose one token at a time
             return chain in (CHAINS["two"], CHAINS["right"], CHAINS["wrong"], CHAINS["index"])
-        if self.row.needs_ranks and (chain.options or chain is CHAINS["index"]):
-            return False  # each rank loads its own model, with its tokenizer; an index has no rank
-        return chain is not CHAINS["alone"] and chain.uses <= self.row.options
+        if self.row.needs_ranks and (chain.options or chain in (CHAINS["index"], CHAINS["own"])):
+            return False  # each rank loads its own model, with its tokenizer; an inline draft has no rank
+        return chain is not CHAINS["alone"] and chain.uses <= self.row.options and all(map(self.row.takes, chain.kinds))
 
     @property
     def is_asynchronous(self) -> bool:
@@ -292,7 +310,7 @@ WAYS |= {
 }
 
 
-SPD = replace(LOCKSTEP, name="spd", options=frozenset({"ngram"}))
+SPD = replace(LOCKSTEP, name="spd", options=frozenset())
 WAYS["spd"] = Way(SPD, door="spd")
 
 

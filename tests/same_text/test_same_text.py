@@ -15,12 +15,25 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 import pipespec
 import pipespec.schedules.asynchronous.local  # here, so that its time limits are long in the fixtures, too
-from pipespec import NgramDraft, Pipeline, SpeedWarning
+from pipespec import Pipeline, SpeedWarning
+from pipespec.engine.chain import as_draft
 from pipespec.process import ranks as transport
-from pipespec.registry import SCHEDULES, UNCAPTURED
 from pipespec.spd import SpeculativePipeline
 from tests.conftest import DEVICE, random_llama
-from tests.same_text.table import CALLS, CHAINS, NEW, TOP, VOCABULARY, WAYS, WORD, Call, Chain, Way, calls_of
+from tests.same_text.table import (
+    CALLS,
+    CHAINS,
+    NEW,
+    TOP,
+    VOCABULARY,
+    WAYS,
+    WORD,
+    Call,
+    Chain,
+    Way,
+    calls_of,
+    is_captured,
+)
 from tests.support.chains import in_process
 from tests.support.reference import transformers_text
 from tests.support.streamers import failing
@@ -95,13 +108,12 @@ def expected(target: Any) -> Expected:
 @contextmanager
 def ranks(chain: Chain, target: Any) -> Iterator[Pipeline]:
     """A chain whose ranks share this process. A busy machine must not make one count as lost."""
-    drafts = chain.drafts(target)
-    models = [draft for draft in drafts if not isinstance(draft, str)]
-    options: dict[str, Any] = {"ngram": NgramDraft()} if len(models) < len(drafts) else {}
+    drafts = [as_draft(draft) for draft in chain.drafts(target)]
+    models = [draft.given for draft in drafts if not draft.inline]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transport, "SILENCE_S", 1e9)
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")  # gloo must not look up the machine's name
-        with in_process(patch, [*models, target], **options) as (pipe, ranked):
+        with in_process(patch, [*models, target], drafts=drafts) as (pipe, ranked):
             yield pipe
         assert not ranked.errors
 
@@ -229,7 +241,7 @@ def check_report(opened: Opened, name: str, leaves: bool) -> None:
 def waits(opened: Opened, name: str) -> bool:
     """Whether the target waits for its drafts in this call, so that their number does not depend on the machine."""
     # The wait is a hook, which an exact target does not take, and which a graph does not replay.
-    can_wait = not opened.chain.uses and "exact" not in opened.chain.options
+    can_wait = not opened.chain.uses and not opened.chain.kinds and "exact" not in opened.chain.options
     can_wait = can_wait and (DEVICE == "cpu" or not opened.way.captured)
     return name == "greedy" and can_wait and opened.way.is_asynchronous and not opened.way.row.needs_ranks
 
@@ -277,12 +289,17 @@ def test_every_call_shows_something(expected: Expected, name: str) -> None:
     assert text != base
 
 
+def refused_by(way: Way, chain: Chain) -> bool:
+    """Whether the schedule does not take the chain."""
+    return bool(chain.uses - way.row.options) or not all(map(way.row.takes, chain.kinds))
+
+
 EXCLUDED = [
     (name, chain)
     for name, way in WAYS.items()
     for chain in CHAINS
     if way.row.has_drafts and way.door == "generate" and way.fixed
-    if CHAINS[chain].uses - way.row.options or (way.captured and CHAINS[chain].uses & UNCAPTURED)
+    if refused_by(way, CHAINS[chain]) or (way.captured and not is_captured(CHAINS[chain]))
 ]
 
 
@@ -290,10 +307,10 @@ EXCLUDED = [
 def test_what_a_schedule_does_not_take_is_refused(target: Any, way: str, chain: str) -> None:
     """By the name of the option, with the schedules that take it."""
     row, given = WAYS[way].row, CHAINS[chain]
-    takers = [other.name for other in SCHEDULES.values() if given.uses <= other.options and other.has_drafts]
+    takers = [other.row.name for other in WAYS.values() if other.row.has_drafts and not refused_by(other, given)]
     says = (
         rf"is for schedule=.*'{takers[0]}'.*, not for '{row.name}'"
-        if given.uses - row.options
+        if refused_by(WAYS[way], given)
         else "graphs=True does not support"
     )
     with pytest.raises(ValueError, match=says):

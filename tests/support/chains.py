@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from pipespec import Pipeline
 from pipespec.config import SpeculationConfig
+from pipespec.engine.chain import as_draft
 from pipespec.process.ranks import Ranks, break_group
 from pipespec.schedules.asynchronous.remote import DraftRank, RemoteDriver
 from tests.waiting import SECONDS, until
@@ -21,9 +22,8 @@ class InProcess:
 
     def __init__(self, models: Sequence[Any], **options: Any) -> None:
         self.store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ngram = options.pop("ngram", None)
-        count = len(models) - 1 + (ngram is not None)
-        self.config = SpeculationConfig.of(count, schedule="ranks", ngram=ngram, **options)
+        drafts = options.pop("drafts", None) or [as_draft(model) for model in models[:-1]]
+        self.config = SpeculationConfig.of(drafts, schedule="ranks", **options)
         self.models, self.world = list(models), len(models)
         self.drafts: dict[int, DraftRank] = {}
         self.threads: dict[int, threading.Thread] = {}

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.engine.head import DraftHead, HeadConfig, is_head
+from pipespec.engine.chain import DraftSpec, as_draft
 from pipespec.engine.inputs import stage_names
-from pipespec.engine.ngram import NgramDraft
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import tensor_parallel_size
 from pipespec.models.loading import load_config, load_model
@@ -21,14 +20,11 @@ from pipespec.models.quantizing import Weights, quantized
 from pipespec.preflight.checks import check_chain
 from pipespec.preflight.devices import Devices, weights_of_each
 from pipespec.preflight.placement import arrange
-from pipespec.preflight.tokenizers import translation_for
+from pipespec.preflight.tokenizers import with_translations
 from pipespec.registry import SCHEDULES
 
-if TYPE_CHECKING:
-    from pipespec.engine.translation import Translation
-
-
-Draft: TypeAlias = PreTrainedModel | NgramDraft | str | Path
+Draft: TypeAlias = PreTrainedModel | DraftSpec | Any
+"""A draft as users give it: a model, its path, the name of a kind, or an object, see :data:`pipespec.registry.DRAFTS`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,92 +44,79 @@ class Chain:
     """A chain whose models are loaded.
 
     Attributes:
-        models: Drafts first, target last.
+        drafts: The spec of each draft.
+        models: Of the drafts that have one, in their order, and of the target.
         notes: About the models that were quantised.
-        translation: For a first draft with another tokenizer.
         is_known: Whether it is known that the others have the target's tokenizer.
-        head: The draft head, which is not among the models.
     """
 
-    models: list[PreTrainedModel]
+    drafts: list[DraftSpec]
+    models: list[Any]
     notes: list[str]
-    translation: Translation | None
     is_known: bool
-    head: DraftHead | None = None
 
 
-def given_drafts(drafts: Any) -> list[Any]:
-    """The drafts that a user names, as a list without wrappers. Raises ``TypeError`` for what is no list of drafts."""
+def given_drafts(drafts: Any) -> list[DraftSpec]:
+    """The drafts that a user names, without wrappers. Raises ``TypeError`` for what is no list of drafts."""
     drafts = without_wrapper(drafts)
-    if drafts is None or isinstance(drafts, (str, Path, PreTrainedModel, NgramDraft)):
-        drafts = [] if drafts is None else [drafts]
-    if not isinstance(drafts, Sequence):
+    if drafts is None:
+        return []
+    if isinstance(drafts, Sequence) and not isinstance(drafts, str):
+        return [as_draft(without_wrapper(draft)) for draft in drafts]
+    single = as_draft(drafts)
+    if single.own_model and not isinstance(drafts, (str, Path, PreTrainedModel, DraftSpec)):
         raise TypeError(f"drafts must be a list of models or paths, not {type(drafts).__name__}")
-    return [without_wrapper(draft) for draft in drafts]
-
-
-def head_of(drafts: Sequence[Any]) -> tuple[str | Path | None, list[Any]]:
-    """Split the drafts without an n-gram index into the draft head, if there is one, and the models. ``ValueError`` for a head beside others."""
-    heads = [draft for draft in drafts if is_head(draft)]
-    if not heads:
-        return None, list(drafts)
-    if len(drafts) > 1:
-        raise ValueError(
-            f"{heads[0]} is a draft head, which reads the target's hidden states: beside it there can be an n-gram draft, and no other draft"
-        )
-    return heads[0], []
+    return [single]
 
 
 def load_chain(
-    target: PreTrainedModel | str | Path, drafts: Sequence[Any], config: SpeculationConfig, loading: Loading
+    target: PreTrainedModel | str | Path, drafts: Sequence[DraftSpec], config: SpeculationConfig, loading: Loading
 ) -> Chain:
-    """Load the models of a chain, make those that are made here, and check that they form one. ``drafts``: without an n-gram index."""
-    given = [*drafts, target]
-    names, remote = stage_names(len(given)), loading.trust_remote_code
-    of_head = None
-    if config.head is not None:
-        names = stage_names(2)
+    """Load the models of a chain, make those that are made here, and check that they form one."""
+    remote = loading.trust_remote_code
+    if not config.schedule_row.has_drafts:
+        drafts = [draft for draft in drafts if draft.own_model]
+    own = [draft for draft in drafts if draft.own_model]
+    with_model = [draft for draft in drafts if not draft.inline]
+    names = stage_names(len(with_model) + 1)
+    formats = weights_of_each(loading.weights, names)
+    if len(own) < len(with_model):
         known = target.config if isinstance(target, PreTrainedModel) else load_config(target, trust_remote_code=remote)
-        HeadConfig.load(config.head).require(known)
-        of_head, *formats = weights_of_each(loading.weights, names)
-        names = names[1:]
-    else:
-        formats = weights_of_each(loading.weights, names)
-    shares_weights = config.schedule_row.has_processes
+        for draft in with_model:
+            draft.check(known)
+    given = [*(draft.given for draft in own), target]
     devices = arrange(
-        given, device=loading.device, shares_weights=shares_weights, dtype=loading.dtype, trust_remote_code=remote
+        given,
+        device=loading.device,
+        shares_weights=config.schedule_row.has_processes,
+        dtype=loading.dtype,
+        trust_remote_code=remote,
     )
-    models = [
+    loaded = [
         load_model(m, dtype=loading.dtype, device=d, trust_remote_code=remote)
         for m, d in zip(given, devices, strict=True)
     ]
-    translation = translation_for(
-        models,
-        given,
-        loading.tokenizer,
-        loading.draft_tokenizers,
-        has_ngram=config.ngram is not None,
-        trust_remote_code=remote,
-    )
-    translated = translation is not None
-    check_chain(models, given, translated=translated)
-    is_known = any(x is not None for x in (translation, loading.tokenizer, loading.draft_tokenizers))
+    own = with_translations(own, loaded, given, loading.tokenizer, loading.draft_tokenizers, trust_remote_code=remote)
+    translated = [i for i, draft in enumerate(own) if draft.translates]
+    check_chain(loaded, given, translated=translated)
+    is_known = bool(translated) or loading.tokenizer is not None or loading.draft_tokenizers is not None
+    own_drafts = iter(zip(own, loaded, strict=False))
+    specs, models = [], []
+    for draft in drafts:
+        model = None
+        if draft.own_model:
+            draft, model = next(own_drafts)
+        elif not draft.inline:
+            model = draft.load(loaded[-1], loading.dtype)
+        specs.append(draft.for_target(target, loaded[-1]))
+        models += [model] * (not draft.inline)
+    models.append(loaded[-1])
+    if formats[-1] is not None:
+        models[-1] = quantized(models[-1], formats[-1])
+    for i, draft in enumerate(draft for draft in specs if not draft.inline):
+        models[i], formats[i] = draft.fit(models[i], models[-1], formats[i])
     notes = [f"{name}: {form} weights" for name, form in zip(names, formats, strict=True) if form is not None]
-    head = None
-    if config.head is not None:
-        if tensor_parallel_size(models[-1]) > 1:
-            raise ValueError(
-                f"{config.head} is a draft head, and the target is sharded over processes (tp_plan): leave one out"
-            )
-        head = DraftHead.load(config.head, models[-1], loading.dtype)
-    for i, form in enumerate(formats):
-        if form is not None:
-            models[i] = quantized(models[i], form)
-    if head is not None:
-        head.borrow(models[-1])  # the embedding of the target that runs
-        if of_head is not None:
-            notes.insert(0, f"draft 0: {head.quantize(of_head)} weights")
-    return Chain(models, notes, translation, is_known, head)
+    return Chain(specs, models, notes, is_known)
 
 
 def check_group_drafts(drafts: Sequence[Any], schedule: str | None) -> None:

@@ -18,14 +18,13 @@ from pipespec.api.chain import (
     check_group_drafts,
     check_rank_drafts,
     given_drafts,
-    head_of,
     load_chain,
 )
 from pipespec.api.prepare import PreparedCall
 from pipespec.api.report import Report
-from pipespec.config import SpeculationConfig
+from pipespec.config import SpeculationConfig, can_be_captured, can_be_controlled
 from pipespec.engine.cached_text import forward_group
-from pipespec.engine.ngram import NgramDraft, first_of
+from pipespec.engine.chain import DraftSpec
 from pipespec.errors import DoesNotFit, NotCapturable, NotKnown, UnsupportedInput, mark_final
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import input_device, why_not_whole
@@ -36,7 +35,7 @@ from pipespec.preflight.devices import Devices
 from pipespec.preflight.support import cost_of_width
 from pipespec.preflight.tokenizers import tokenizer_digest
 from pipespec.process.signals import handlers_watched, raise_handlers_error
-from pipespec.registry import LOCKSTEP, WORKERS, default_schedule
+from pipespec.registry import DRAFTS, LOCKSTEP, WORKERS, default_schedule
 from pipespec.schedules.base import Driver, make_driver
 from pipespec.schedules.request import GenerationRequest
 
@@ -151,8 +150,6 @@ class Pipeline(BasePipeline):
             check_group_drafts(given, schedule)
             if self._follows:
                 given, draft_tokenizers = [], None  # rank 0 runs them
-        ngram, draft_models = first_of(given)
-        head, draft_models = head_of(draft_models)
         loading = Loading(
             dtype=dtype,
             weights=weights,
@@ -167,28 +164,25 @@ class Pipeline(BasePipeline):
             "trace": trace,
             "native": native,
             "exact": exact,
-            "ngram": ngram,
-            "head": head,
             "acceptance": acceptance,
         }
         # 1. The configuration: the options are checked before any model is read.
-        config = SpeculationConfig.of(len(given), schedule=schedule or LOCKSTEP.name, **options)
+        config = SpeculationConfig.of(given, schedule=schedule or LOCKSTEP.name, **options)
         self._notes: tuple[str, ...] = ()  # for every report
         self._unchecked: list[Any] = []  # models of which nothing tells that they have one tokenizer
         if config.schedule_row.needs_ranks:
-            self._join([*draft_models, target], config, loading)
+            self._join([*(draft.given for draft in given if not draft.inline), target], config, loading)
             return
         # 2. The models.
-        chain = load_chain(target, draft_models, config, loading)
-        super().__init__(chain.models)
+        chain = load_chain(target, given, config, loading)
+        super().__init__([model for model in chain.models if isinstance(model, PreTrainedModel)])
         self._notes += tuple(chain.notes)
-        self._unchecked = [] if chain.is_known or chain.head is not None else [*draft_models, target]
+        with_model = [draft for draft in given if not draft.inline]
+        if with_model and not chain.is_known and all(draft.own_model for draft in with_model):
+            self._unchecked = [*(draft.given for draft in with_model), target]
         # 3. The driver.
-        options |= {"head": chain.head, "translation": chain.translation}
-        if config.ngram is not None:
-            options["ngram"] = config.ngram.for_target(target, chain.models[-1])
         with handlers_watched():
-            self._driver = self._choose_driver(chain, len(given), schedule, options)
+            self._driver = self._choose_driver(chain, schedule, options)
         # A driver that takes the place of another one has its own configuration.
         self.config: SpeculationConfig = self._driver.config
         self.schedule = self.config.schedule
@@ -204,25 +198,12 @@ class Pipeline(BasePipeline):
         if self.has_target:
             _check_form(self.models, config)
 
-    def _choose_driver(
-        self, chain: Chain, num_drafts: int, schedule: str | None, options: dict[str, Any]
-    ) -> Driver | FollowerDriver:
+    def _choose_driver(self, chain: Chain, schedule: str | None, options: dict[str, Any]) -> Driver | FollowerDriver:
         """The driver of the named schedule, or of the default one."""
-        is_named = schedule is not None
+        is_named, drafts = schedule is not None, chain.drafts
         if schedule is None:
-            in_turn = SpeculationConfig.of(max(1, num_drafts), schedule=LOCKSTEP.name, **options)
-            schedule, options["graphs"], index_joins = default_schedule(
-                [str(input_device(model)) for model in chain.models],
-                options["graphs"],
-                light=options["ngram"] is not None or chain.head is not None,
-                uncaptured=options["ngram"] is not None or chain.translation is not None,
-                whole=all(why_not_whole(model) is None for model in chain.models),
-                coupled=options["acceptance"] == "coupled",
-                controlled=in_turn.controlled and options["ngram"] is None and self._group is None,
-            )
-            if index_joins:
-                options["ngram"], num_drafts = NgramDraft(), num_drafts + 1
-        config = SpeculationConfig.of(num_drafts, schedule=schedule, **options)
+            schedule, options["graphs"], drafts = self._default_schedule(drafts, options)
+        config = SpeculationConfig.of(drafts, schedule=schedule, **options)
         _check_form(chain.models, config)
         on_gpu = input_device(chain.models[-1]).type == "cuda"
         if on_gpu and config.schedule_row.has_drafts and (cost := cost_of_width(chain.models[-1])) is not None:
@@ -237,9 +218,27 @@ class Pipeline(BasePipeline):
             return make_driver(chain.models, config)
         except (ValueError, RuntimeError) as error:
             raise_handlers_error()
-            fallback = SpeculationConfig.of(num_drafts, schedule=LOCKSTEP.name, **options)
+            fallback = SpeculationConfig.of(drafts, schedule=LOCKSTEP.name, **options)
             self._notes += (f"schedule={fallback.schedule!r} instead of {config.schedule!r}: {error}",)
             return make_driver(chain.models, fallback)
+
+    def _default_schedule(
+        self, drafts: Sequence[DraftSpec], options: dict[str, Any]
+    ) -> tuple[str, bool, list[DraftSpec]]:
+        """The schedule by the default rule, whether its steps are captured, and the drafts with those that join."""
+        in_turn = SpeculationConfig.of(drafts, schedule=LOCKSTEP.name, **options)
+        joined = [*drafts, *(row.spec_class()() for row in DRAFTS if row.joins)]
+        may_join = in_turn.controlled if drafts else options["lookahead"] is None
+        schedule, captured, joins = default_schedule(
+            [str(input_device(model)) for model in self.models],
+            options["graphs"],
+            in_turn=_runs_in_turn(drafts),
+            uncaptured=not can_be_captured(drafts),
+            whole=all(why_not_whole(model) is None for model in self.models),
+            coupled=options["acceptance"] == "coupled",
+            controlled=may_join and can_be_controlled(joined) and self._group is None,
+        )
+        return schedule, captured, joined if joins else list(drafts)
 
     @property
     def has_target(self) -> bool:
@@ -352,6 +351,12 @@ def _make_driver_or_fallback(models: Sequence[PreTrainedModel], config: Speculat
             reason = f"{reason}; worker processes cannot be used either ({error})"
     warn_of(f"{reason}; the steps run one by one, in lockstep, without graphs")
     return make_driver(models, _eager(config))
+
+
+def _runs_in_turn(drafts: Sequence[DraftSpec]) -> bool:
+    """Whether drafts are for the target's process, or for an order that only the controller gives them."""
+    without_models = bool(drafts) and all(draft.inline for draft in drafts)
+    return without_models or any(d.reads_target or (i > 0 and not d.verifies) for i, d in enumerate(drafts))
 
 
 def _eager(config: SpeculationConfig) -> SpeculationConfig:

@@ -14,7 +14,8 @@ from pipespec.bench.config import BenchConfig
 from pipespec.bench.contenders import Contender, HFContender, PipelineContender, chains
 from pipespec.bench.results import SystemSettings
 from pipespec.config import SpeculationConfig
-from pipespec.engine.ngram import NGRAM, NgramDraft
+from pipespec.engine.chain import as_draft
+from pipespec.engine.ngram import NGRAM
 from pipespec.registry import LOCKSTEP, PLAIN, SCHEDULES
 
 REFERENCE = "hf"
@@ -99,13 +100,13 @@ def _swept(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[Sy
     of_chains = [(NGRAM,)] if kind == "ngram" else each_chain(kind, config, drafts)
     for chain, lookahead in itertools.product(of_chains, lookaheads):
         point = [] if lookahead is None else [f"L{lookahead}"]
-        ngram = NgramDraft() if kind == "ngram" else None
-        checked = SpeculationConfig.of(len(chain), schedule=_schedule(kind), lookahead=lookahead, ngram=ngram)
+        specs = [as_draft(draft) for draft in chain]
+        checked = SpeculationConfig.of(specs, schedule=_schedule(kind), lookahead=lookahead)
         how = f", {' '.join(point)}" if point else ""
         yield SystemSettings(
-            key="-".join([kind, *([] if ngram else ["+".join(chain)]), *point]),
+            key="-".join([kind, *([] if kind == "ngram" else ["+".join(chain)]), *point]),
             kind=kind,
-            label="lockstep, n-gram" + how if ngram else f"{kind}, {' + '.join(chain)}{how}",
+            label="lockstep, n-gram" + how if kind == "ngram" else f"{kind}, {' + '.join(chain)}{how}",
             drafts=list(chain),
             lookahead=list(checked.lookahead),
             axes={} if lookahead is None else {"lookahead": lookahead},

@@ -173,8 +173,8 @@ def _chain(args: argparse.Namespace, target: str | Path, drafts: list[str | Path
         device=one_or_all(args.device),
         trust_remote_code=args.trust_remote_code,
     )
-    if pipe.config.translation is not None:
-        say("draft 0 has another tokenizer than the target: its draft tokens are translated")
+    for name in (name for name, draft in zip(pipe.config.names, pipe.config.drafts, strict=False) if draft.translates):
+        say(f"{name} has another tokenizer than the target: its draft tokens are translated")
     return pipe
 
 

@@ -117,7 +117,7 @@ def _measured(
 ) -> list[Candidate]:
     """All candidates, the fastest first."""
     with working("loading the models"):
-        from pipespec.api.chain import Loading, load_chain
+        from pipespec.api.chain import Loading, given_drafts, load_chain
         from pipespec.models.loading import load_model
         from pipespec.models.tokenizers import load_tokenizer
 
@@ -125,8 +125,8 @@ def _measured(
         target = load_model(path, **loading)
         models: dict[str, PreTrainedModel] = {}
         for name in drafts:
-            chain = load_chain(target, [name], SpeculationConfig(lookahead=(1,)), Loading(**loading))
-            if chain.translation is None:
+            chain = load_chain(target, given_drafts(name), SpeculationConfig(), Loading(**loading))
+            if not any(draft.translates for draft in chain.drafts):
                 models[name] = chain.models[0]
             else:
                 say(f"skipped {name}: it has another tokenizer than the target")

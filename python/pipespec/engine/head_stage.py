@@ -4,26 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import PretrainedConfig, PreTrainedModel
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.cached_text import common_length
+from pipespec.engine.chain import DraftSpec
 from pipespec.engine.features import Features
-from pipespec.engine.head import DraftHead
+from pipespec.engine.head import DraftHead, HeadConfig, is_head
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.known import NATIVE
 from pipespec.engine.native import NativeForm
 from pipespec.engine.sampler import float32_copy
 from pipespec.engine.stage import Stage
+from pipespec.models.devices import tensor_parallel_size
 from pipespec.models.families import NotReadable
+from pipespec_kernels import _native
 from pipespec_kernels.decoder import NativeDecoder
-from pipespec_kernels.state import Action
+from pipespec_kernels.state import Action, StateBlock
 
 
 class HeadStage(Stage):
-    """Stage 0 of a chain whose draft is a head, see :mod:`pipespec.engine.head`. It runs in turn with the target, in its process.
+    """The first stage of a chain, if that is a head, see :mod:`pipespec.engine.head`. It runs in turn with the target, in its process.
 
     Its cache holds a slot for each position that has features, and behind them the slots of the tokens that it has drafted in this round. The next
     round begins by lowering the lengths to the former, and reads the features of what the target has committed since. A head that rests reads
@@ -182,12 +189,11 @@ class HeadStage(Stage):
         # Slots with features, and all slots.
         known = [block.length(block.target, row) - 1 - skipped for row, skipped in enumerate(self._skipped)]
         ends = [int(a + b) - 1 - s for a, b, s in zip(self._kv, self._query_lens, self._skipped, strict=True)]
-        cache.truncate(
-            [
-                min(n, ends[row] if selects[row] and self._known[row] >= known[row] else self._known[row])
-                for row, n in enumerate(cache.lengths)
-            ]
-        )
+        # A slot reads the token behind it, which a stage downstream may have replaced.
+        valid = [max(0, int(kv) - 1 - s) for kv, s in zip(self._kv, self._skipped, strict=True)]
+        keeps = [chosen and self._known[row] >= known[row] for row, chosen in enumerate(selects)]
+        kept = [min(n, ends[row]) if keeps[row] else self._known[row] for row, n in enumerate(valid)]
+        cache.truncate([min(n, most) for n, most in zip(cache.lengths, kept, strict=True)])
         self._run_to(cache, known, [end if chosen else 0 for end, chosen in zip(ends, selects, strict=True)])
 
     def _run_to(self, cache: RowCache, known: Sequence[int], ends: Sequence[int]) -> None:
@@ -241,3 +247,45 @@ class HeadStage(Stage):
         if self._decoder is not None:
             return self._decoder.logits(self._states[:, None], 1)[:, 0]
         return self.model.logits(self._states)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadDraft(DraftSpec):
+    """A draft head.
+
+    Args:
+        folder: Its folder, or its name on the hub.
+    """
+
+    label = "a draft head"
+    reads_target = True
+    verifies = False  # it runs its slots one after the other, so that drafting costs as much
+    source = "model"
+
+    folder: str | Path
+
+    @classmethod
+    def recognise(cls, given: Any) -> HeadDraft | None:
+        return cls(given) if is_head(given) else None
+
+    def check(self, target: PretrainedConfig) -> None:
+        HeadConfig.load(self.folder).require(target)
+
+    def load(self, target: PreTrainedModel, dtype: torch.dtype | str) -> DraftHead:
+        if tensor_parallel_size(target) > 1:
+            raise ValueError(
+                f"{self.folder} is a draft head, and the target is sharded over processes (tp_plan): leave one out"
+            )
+        return DraftHead.load(self.folder, target, dtype)
+
+    def fit(self, model: DraftHead, target: PreTrainedModel, weights: str | None) -> tuple[DraftHead, str | None]:
+        model.borrow(target)
+        return model, None if weights is None else model.quantize(weights)
+
+    def step_bytes(self, model: DraftHead) -> int:
+        return model.step_bytes
+
+    def make_stage(
+        self, model: Any, block: StateBlock, index: int, trace: _native.TraceBuffer | None = None, **options: Any
+    ) -> HeadStage:
+        return HeadStage(model, block, index, trace, **options)

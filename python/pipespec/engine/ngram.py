@@ -1,16 +1,17 @@
-"""Prompt lookup as the first draft of a chain: an index of n-grams instead of a model."""
+"""Prompt lookup as a draft: an index of n-grams instead of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
+from pipespec.engine.chain import DraftSpec, InlineStage
 from pipespec.models.properties import embedding_size
 from pipespec.models.tokenizers import load_tokenizer
 from pipespec_kernels import _native
@@ -23,8 +24,8 @@ _MOST_MATCH: int = _native.MOST_MATCH
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class NgramDraft:
-    """Prompt lookup: a draft without a model, in place of the first of ``drafts``. The string ``"ngram"`` stands for the defaults.
+class NgramDraft(DraftSpec):
+    """Prompt lookup: a draft without a model, in place of one of ``drafts``. The string ``"ngram"`` stands for the defaults.
 
     It drafts the tokens that followed the latest earlier occurrence of the newest tokens, in the prompt or the generated text. The
     longest occurrence counts. Where there is none, it drafts nothing, and the next stage decodes as without it. This is prompt lookup decoding
@@ -40,6 +41,13 @@ class NgramDraft:
         ValueError: A number is out of range, or ``corpus`` is empty or not one sequence.
         TypeError: A value has the wrong type.
     """
+
+    name = NGRAM
+    label = "an n-gram draft"
+    form = "n-gram index"
+    inline = True
+    lookahead = 8  # its draft tokens take no time, but a long verification of wrong ones does
+    source = NGRAM
 
     min_match: int = 2
     max_match: int = 8
@@ -96,22 +104,10 @@ class NgramDraft:
             index.write(0, tokens)
         return index
 
-
-def first_of(drafts: Sequence[Any]) -> tuple[NgramDraft | None, list[Any]]:
-    """Split the drafts that a user gave into the n-gram draft, if the first is one, and the models.
-
-    Raises:
-        ValueError: An n-gram draft in another place.
-    """
-    given = [NgramDraft() if isinstance(draft, str) and draft == NGRAM else draft for draft in drafts]
-    first = given[0] if given and isinstance(given[0], NgramDraft) else None
-    models = given[1:] if first is not None else given
-    if any(isinstance(model, NgramDraft) for model in models):
-        raise ValueError(
-            f"an n-gram draft can only be the first of the drafts (a folder of this name: './{NGRAM}'): it costs nothing, so that every "
-            "other draft comes behind it"
-        )
-    return first, models
+    def make_stage(
+        self, model: Any, block: StateBlock, index: int, trace: _native.TraceBuffer | None = None, **options: Any
+    ) -> NgramStage:
+        return NgramStage(self, block, index, trace, options.get("upstream"))
 
 
 def _encoded(file: Path, source: Any) -> list[int]:
@@ -133,58 +129,51 @@ def _encoded(file: Path, source: Any) -> list[int]:
     return ids
 
 
-class NgramStage:
-    """The stage of an n-gram index: the first of a chain, or the last draft.
+class NgramStage(InlineStage):
+    """The stage of an n-gram index.
 
-    It has no process of its own. As the first stage, the stage downstream calls :meth:`fill` before each of its steps. As the last draft, it offers
-    the target its own tokens (:meth:`fill`) or those of the stage upstream (:meth:`relay`), as the controller chooses.
+    Under the controller it is the last draft, and offers the target its own tokens (:meth:`fill`) or those of the stage upstream (:meth:`relay`).
 
     Args:
         draft: With the ids of its corpus, see :meth:`NgramDraft.for_target`.
-        block: The state block of the chain.
         trace: Buffer for the times of its steps; None: no trace.
-        index: Place in the chain.
+        others: See :class:`pipespec.engine.chain.InlineStage`.
     """
-
-    form: ClassVar[str] = "n-gram index"
-    """In place of how a model's forward runs, for reports."""
 
     def __init__(
         self,
         draft: NgramDraft,
         block: StateBlock,
+        index: int,
         trace: _native.TraceBuffer | None = None,
-        *,
-        index: int = 0,
+        upstream: InlineStage | None = None,
     ) -> None:
-        self._block, self._trace, self._index = block, trace, index
+        super().__init__(block, index, upstream)
+        self._trace = trace
         self._empty = draft.index()
         self._corpus = None if draft.corpus is None else draft.index(np.asarray(draft.corpus))
         self._native: _native.NgramStage | None = None
 
     def prefill(self, prompts: Sequence[np.ndarray]) -> None:
-        """Start a call: index each prompt, int32 ``[P_r]``, but its last token, which the first step takes from the block."""
-        self._native = self._block.ngram_stage(self._index, WIDTH, self._empty, self._corpus)
+        self._native = self.block.ngram_stage(self.index, WIDTH, self._empty, self._corpus)
         self._native.trace(self._trace)
         self._rows = len(prompts)
         for row, prompt in enumerate(prompts):
             self._native.prefill(row, prompt[:-1])
 
-    def fill(self, lookahead: int) -> None:
-        """Draft until each row is ``lookahead`` tokens ahead of the next stage, or has no match."""
+    def fill(self, count: int) -> None:
         assert self._native is not None
-        self._native.fill(lookahead)
+        self._native.fill(count)
 
-    def foresee(self, lookahead: int) -> list[tuple[int, int]]:
+    def foresee(self, count: int) -> list[tuple[int, int]]:
         """Per row, how many tokens :meth:`fill` would draft now, and how many tokens of the text the match has. The row follows the target before, and may publish that."""
         assert self._native is not None
-        return [self._native.foresee(row, lookahead) for row in range(self._rows)]
+        return [self._native.foresee(row, count) for row in range(self._rows)]
 
-    def relay(self, lookahead: int) -> None:
-        """Publish the tokens of the stage upstream, at most ``lookahead`` per row."""
+    def relay(self, count: int) -> None:
         assert self._native is not None
-        self._native.relay(lookahead)
+        self._native.relay(count)
 
     def release(self) -> None:
-        """Free the index of the last call."""
+        super().release()
         self._native = None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,15 +15,21 @@ from pipespec.config import WIDTH
 from pipespec.engine.acceptance import RejectionAcceptance, drop_rejected
 from pipespec.engine.cache import RowCache
 from pipespec.engine.cached_text import PROMPT_TAIL, CachedText
+from pipespec.engine.chain import DraftSpec, InlineStage
 from pipespec.engine.forward import native_form_of
 from pipespec.engine.inputs import StageInputs
-from pipespec.engine.ngram import NgramStage
 from pipespec.engine.sampler import Sampler, ScoreRecord
+from pipespec.models.quantizing import quantized
+from pipespec.process.signals import draft_errors
 from pipespec_kernels import _native
 from pipespec_kernels.state import Action, StateBlock
 
 LONG_REST = 8
 """Tokens from which on a draft that has rested compares those of the target with its own choices: that tells whether it pays, and costs their logits."""
+
+
+def _raised(error: Exception) -> None:
+    raise error
 
 
 class Stage(CachedText):
@@ -36,12 +44,13 @@ class Stage(CachedText):
         index: place in the chain; the target has the last one.
         trace: buffer for the times of prefill and steps; None: no trace.
         native: whether the model may run in the native form.
-        ngram: the stage upstream, if it is an n-gram index: it drafts before each step of this one.
+        upstream: the stage upstream, if it is an inline one: it drafts before each step of this one.
         acceptance: shared by a draft and the target whose sampled calls use rejection sampling; None: coupled.
     """
 
     may_defer = True
     """Whether its prompt may be read by the first step of a call."""
+    _upstream_works = False
 
     def __init__(
         self,
@@ -51,14 +60,16 @@ class Stage(CachedText):
         trace: _native.TraceBuffer | None = None,
         *,
         native: bool = True,
-        ngram: NgramStage | None = None,
+        upstream: InlineStage | None = None,
         acceptance: RejectionAcceptance | None = None,
     ) -> None:
         super().__init__(model, native=native)
         self.block = block
         self.index = index
         self._trace = trace
-        self._ngram = ngram
+        self.upstream = upstream
+        self.upstream_failed: Callable[[Exception], None] = _raised
+        """Called with an error of :attr:`upstream`, which then drafts nothing until the next call."""
         self._acceptance = acceptance
         if acceptance is not None:
             self.reads_last = False
@@ -70,8 +81,24 @@ class Stage(CachedText):
 
     def release(self) -> None:
         super().release()
-        if self._ngram is not None:
-            self._ngram.release()
+        if self.upstream is not None:
+            self.upstream.release()
+
+    @property
+    def translated(self) -> tuple[int, int] | None:
+        """With another tokenizer than the target's: tokens that the model has generated in this call, and those that could not become tokens of the target."""
+        return None
+
+    def read_from(self, target: Stage) -> None:
+        """Take what this draft reads of the target, in whose process it is. A model reads nothing."""
+
+    def _run_upstream(self, run: Callable[[InlineStage], None]) -> None:
+        if (upstream := self.upstream) is None:
+            return
+        self._upstream_works = False
+        with draft_errors(self.upstream_failed):
+            run(upstream)
+            self._upstream_works = True
 
     @torch.inference_mode()
     def prefill(self, inputs: StageInputs, record: ScoreRecord | None = None) -> None:
@@ -84,8 +111,7 @@ class Stage(CachedText):
         """
         began = time.perf_counter_ns()
         prompts, rows = inputs.prompts, len(inputs.prompts)
-        if self._ngram is not None:
-            self._ngram.prefill(prompts)
+        self._run_upstream(lambda upstream: upstream.start(prompts))
         is_target, self.agreement = self.index == self.block.target, (0, 0)
         cache, held = self._open(inputs)
         filling = time.perf_counter_ns()
@@ -192,8 +218,8 @@ class Stage(CachedText):
         """Decide what each row feeds. Arguments and result are those of :meth:`step`."""
         if self.has_prompt_logits:
             max_draft_tokens = 0
-        if self._ngram is not None and max_draft_tokens > 0:
-            self._ngram.fill(max_draft_tokens)
+        if max_draft_tokens > 0 and self._upstream_works:
+            self._run_upstream(lambda upstream: upstream.draft(max_draft_tokens))
         if self._acceptance is not None:
             lookahead = min(lookahead, self._acceptance.lookahead)
         return self.port.plan(lookahead, max_draft_tokens, 0)
@@ -258,3 +284,30 @@ class Stage(CachedText):
         if self._acceptance is not None:
             drop_rejected(selected, self.port.tokens, self._n_select, self._query_lens, self._num_draft_tokens)
         return selected
+
+
+@dataclass(frozen=True, eq=False)
+class ModelDraft(DraftSpec):
+    """A model of transformers with the target's tokenizer."""
+
+    label = "a draft model"
+    own_model = True
+    draws = True
+    source = "model"
+
+    given: Any = None
+
+    @classmethod
+    def recognise(cls, given: Any) -> DraftSpec | None:
+        return cls(given)
+
+    def fit(self, model: Any, target: PreTrainedModel, weights: str | None) -> tuple[Any, str | None]:
+        return (model if weights is None else quantized(model, weights)), weights
+
+    def for_target(self, given: Any, target: PreTrainedModel) -> DraftSpec:
+        return replace(self, given=None)  # it is loaded, and a worker process gets its weights in shared memory
+
+    def make_stage(
+        self, model: Any, block: StateBlock, index: int, trace: _native.TraceBuffer | None = None, **options: Any
+    ) -> Stage:
+        return Stage(model, block, index, trace, **options)

@@ -17,7 +17,7 @@ from pipespec.config import WIDTH
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampler import ScoreRecord
 from pipespec.engine.sampling import SamplingParams
-from pipespec.engine.stage import Stage
+from pipespec.engine.stage import ModelDraft, Stage
 from pipespec.models.properties import embedding_size
 from pipespec.models.tokenizers import ByteTokenizer
 from pipespec_kernels import _native
@@ -373,7 +373,6 @@ class TranslatedStage(Stage):
 
     @property
     def translated(self) -> tuple[int, int]:
-        """Tokens that the draft has generated in this call, and those that could not become tokens of the target."""
         return sum(row.generated for row in self._translated), sum(row.lost for row in self._translated)
 
     def prefill(self, inputs: StageInputs, record: ScoreRecord | None = None) -> None:
@@ -507,3 +506,31 @@ def _best(logits: torch.Tensor, among: np.ndarray | None) -> int | None:
         return int(logits.argmax())
     ids = torch.from_numpy(among[among < logits.shape[0]])
     return int(ids[int(logits[ids.to(logits.device)].argmax())]) if len(ids) else None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TranslatedDraft(ModelDraft):
+    """A model with another tokenizer than the target's.
+
+    Args:
+        target: The target's tokenizer.
+        own: The draft's.
+    """
+
+    label = "a draft with another tokenizer"
+    verifies = False  # it has no ids for the tokens of a stage upstream
+    draws = False
+    translates = True
+
+    target: ByteTokenizer
+    own: ByteTokenizer
+
+    @classmethod
+    def recognise(cls, given: Any) -> None:
+        """None: the tokenizers of models tell, see :func:`pipespec.preflight.tokenizers.with_translations`."""
+
+    def make_stage(
+        self, model: Any, block: StateBlock, index: int, trace: _native.TraceBuffer | None = None, **options: Any
+    ) -> TranslatedStage:
+        translation = Translation(self.target, self.own)
+        return TranslatedStage(model, block, index, trace, native=options.get("native", True), translation=translation)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -25,12 +25,12 @@ from pipespec_kernels.state import MAX_STAGES
 _NEEDED = {"input_ids", "attention_mask", "position_ids", "past_key_values", "logits_to_keep"}
 
 
-def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any], *, translated: bool = False) -> None:
+def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any], *, translated: Collection[int] = ()) -> None:
     """Check that models, drafts first, can form one chain.
 
     Args:
         given: what the user passed for each: a path, or the model itself.
-        translated: whether the first draft may have another tokenizer.
+        translated: the drafts that may have another tokenizer.
 
     Raises:
         ValueError: too many models, one model twice, another vocabulary or tokenizer, or a model that no stage can run
@@ -48,7 +48,7 @@ def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any], *, tran
     for name, model in zip(names, models, strict=True):
         check_architecture(name, model)
     stages = [vocabulary_of(*stage) for stage in zip(names, models, given, strict=True)]
-    check_vocabularies(stages[1:] if translated else stages)
+    check_vocabularies([stage for i, stage in enumerate(stages) if i not in translated])
     check_runnable(models)
 
 

@@ -1,4 +1,4 @@
-"""Whether the models of a chain have one tokenizer, and the translation for a first draft with another one."""
+"""Whether the models of a chain have one tokenizer, and the translation for a draft with another one."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
+from pipespec.engine.chain import DraftSpec
 from pipespec.engine.inputs import stage_names
 from pipespec.models.loading import is_gguf
 from pipespec.models.tokenizers import ByteTokenizer, backend_of, load_tokenizer
-
-if TYPE_CHECKING:
-    from pipespec.engine.translation import Translation
+from pipespec.registry import TRANSLATED
 
 
 def tokenizer_digest(given: Any, model: PreTrainedModel) -> str | None:
@@ -64,27 +63,25 @@ def _digest_of(texts: dict[int, str]) -> str:
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
-def translation_for(
+def with_translations(
+    specs: Sequence[DraftSpec],
     models: Sequence[PreTrainedModel],
     given: Sequence[Any],
     tokenizer: Any = None,
     draft_tokenizers: Any = None,
     *,
-    has_ngram: bool = False,
     trust_remote_code: bool = False,
-) -> Translation | None:
-    """The translation between the first draft and the target, if their tokenizers differ.
+) -> list[DraftSpec]:
+    """The specs of draft models, where those with another tokenizer than the target are translated.
 
     Args:
+        specs: Of the draft models.
+        models: They and the target, the last one.
         given: What the user passed for each of ``models``, drafts first: a path, or the model itself.
         tokenizer: As for :class:`pipespec.Pipeline`, like ``draft_tokenizers``.
-        has_ngram: Whether an n-gram index is before the first model.
-
-    Returns:
-        None: each draft has the target's tokenizer, or nothing tells that it has not.
 
     Raises:
-        ValueError: Another draft than the first one has another tokenizer, or a tokenizer whose tokens have no known bytes.
+        ValueError: A draft has another tokenizer, whose tokens have no known bytes.
         TypeError: A tokenizer that is none, or not a fast one.
     """
     names, drafts = stage_names(len(models)), len(models) - 1
@@ -104,7 +101,7 @@ def translation_for(
             known[i] = found = backend_of(load_tokenizer(source, trust_remote_code=trust_remote_code))
         return found
 
-    translation = None
+    found = list(specs)
     for i in range(drafts):
         if known[i] is None and known[-1] is None:
             files = [tokenizer_digest(given[at], models[at]) for at in (i, -1)]
@@ -115,18 +112,12 @@ def translation_for(
             is_same = _digest(tokenizer_of(i).to_str()) == _digest(tokenizer_of(drafts).to_str())
         if is_same:
             continue
-        differs = f"{names[i]} has another tokenizer than the target (other tokens, or the same with other ids)"
-        if i > 0 or has_ngram:
-            raise ValueError(
-                f"{differs}: such a draft can only be the first of the drafts, as it cannot verify the draft tokens of "
-                f"{names[i - 1] if i else 'an n-gram index'}; put it first, or leave it out"
-            )
         try:
-            from pipespec.engine.translation import Translation
-
-            translation = Translation(*(ByteTokenizer(tokenizer_of(at).to_str()) for at in (drafts, i)))
+            target, own = (ByteTokenizer(tokenizer_of(at).to_str()) for at in (drafts, i))
         except (ValueError, TypeError, FileNotFoundError) as error:
             raise ValueError(
-                f"{differs}, and its tokens cannot be translated: {error}; use a draft with the target's tokenizer"
+                f"{names[i]} has another tokenizer than the target (other tokens, or the same with other ids), and its tokens cannot be translated: "
+                f"{error}; use a draft with the target's tokenizer"
             ) from error
-    return translation
+        found[i] = TRANSLATED.spec_class()(given=found[i].given, target=target, own=own)
+    return found

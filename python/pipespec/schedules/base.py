@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -16,8 +17,8 @@ from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
 from pipespec.engine.acceptance import RejectionAcceptance
+from pipespec.engine.chain import make_upstream
 from pipespec.engine.inputs import stage_names
-from pipespec.engine.ngram import NGRAM, NgramStage
 from pipespec.engine.stage import Stage
 from pipespec.errors import user_stacklevel
 from pipespec.models.devices import input_device
@@ -130,7 +131,7 @@ class Driver(Decoder):
     """Runs the stages of one chain over a state block.
 
     Args:
-        models: Drafts, smallest first, then the target.
+        models: Of the drafts that have one, in their order, and of the target.
         config: How they run.
     """
 
@@ -142,10 +143,6 @@ class Driver(Decoder):
         self.models = list(models)
         self.config = config
         self._acceptance: RejectionAcceptance | None = None
-        # Under the controller the n-gram index is the last draft, else the first one.
-        self._ngram_at = None if config.ngram is None else self._stage_count - 2 if config.controlled else 0
-        # The first stage with a model.
-        self._first = int(self._ngram_at == 0)
         self.ran_as = self._name_of(self.schedule)
         self.block = self._make_block()
         self._trace_memory = TraceMemory(self._stage_count, config.trace) if config.trace else None
@@ -153,74 +150,40 @@ class Driver(Decoder):
     @property
     def _stage_count(self) -> int:
         """Stages of the chain."""
-        return len(self.models) + (self.config.ngram is not None)
+        return len(self.config.drafts) + 1
 
     def _model_of(self, i: int) -> PreTrainedModel:
         """The model of stage ``i``."""
-        return self.models[self.place_of(i)]
-
-    def place_of(self, i: int) -> int:
-        """The index of stage ``i`` among those with a model."""
-        return i - (self._ngram_at is not None and self._ngram_at < i)
-
-    def _with_ngram(self, of_models: Sequence[str], of_ngram: str) -> Sequence[str]:
-        """Per stage what its model has, or the n-gram index."""
-        found = list(of_models)
-        if self._ngram_at is not None:
-            found.insert(self._ngram_at, of_ngram)
-        return found
+        return self.models[self.config.model_stages.index(i)]
 
     def _name_of(self, schedule: str) -> str:
         return schedule if self._stage_count > 1 else PLAIN.name
 
     def _draft_name(self, i: int) -> str:
-        """Of the draft at stage ``i``, for messages: models are counted."""
-        return f"draft stage {i - self._first}"
+        """Of the draft at stage ``i``, for messages."""
+        return f"draft stage {self.names[i].removeprefix('draft ')}"
 
     def _make_block(self) -> StateBlock:
         return StateBlock.create(self._stage_count, 1, 64)
 
-    def _make_ngram(self) -> NgramStage | None:
-        """The n-gram draft of the chain, for stage 1; None if there is none.
-
-        It is not set alive: what it can draft is there when the next stage plans, so that no stage waits for it.
-        """
-        if self.config.ngram is None or self.config.controlled:
-            return None
-        return NgramStage(self.config.ngram, self.block, self._trace_of(0))
-
-    def _make_stage(
-        self,
-        i: int,
-        ngram: NgramStage | None = None,
-        acceptance: RejectionAcceptance | None = None,
-    ) -> Stage:
-        """Stage ``i`` in this process.
-
-        Args:
-            i: Its index.
-            ngram: The stage upstream, if it is an n-gram index.
-            acceptance: See :class:`Stage`.
-        """
-        model, trace, native = self._model_of(i), self._trace_of(i), self.config.native
-        if i == 0 and self.config.translation is not None:
-            from pipespec.engine.translation import TranslatedStage
-
-            return TranslatedStage(model, self.block, i, trace, native=native, translation=self.config.translation)
-        kind = Stage
-        if model is self.config.head:
-            from pipespec.engine.head_stage import HeadStage as kind
-        stage = kind(
-            model,
+    def _make_stage(self, i: int, acceptance: RejectionAcceptance | None = None) -> Stage:
+        """Stage ``i`` in this process, and the inline stages that run with it. ``acceptance``: see :class:`Stage`."""
+        config = self.config
+        first, *_ = config.stages_of(i)
+        upstream = make_upstream(config.drafts[first:i], self.block, first, self._trace_of)
+        make = config.drafts[i].make_stage if i < self.block.target else Stage
+        stage: Stage = make(
+            self._model_of(i),
             self.block,
             i,
-            trace,
-            native=native,
-            ngram=ngram,
+            self._trace_of(i),
+            native=config.native,
+            upstream=upstream,
             acceptance=acceptance,
         )
+        stage.upstream_failed = functools.partial(self.draft_failed, i - 1)
         # Products of a library may depend on the number of threads.
-        stage.reads_wide = not self.config.exact
+        stage.reads_wide = not config.exact
         return stage
 
     def _acceptance_remarks(self, request: GenerationRequest) -> tuple[str, ...]:
@@ -233,7 +196,7 @@ class Driver(Decoder):
 
     @property
     def names(self) -> Sequence[str]:
-        return self._with_ngram(stage_names(self._stage_count - (self._ngram_at is not None)), NGRAM)
+        return self.config.names
 
     @property
     @abstractmethod
@@ -321,15 +284,16 @@ class Driver(Decoder):
 
     @property
     def translated(self) -> Mapping[int, tuple[int, int]]:
-        if self.config.translation is None:
-            return {}
-        from pipespec.engine.translation import TranslatedStage
-
-        return {stage.index: stage.translated for stage in self.stages if isinstance(stage, TranslatedStage)}
+        return {stage.index: stage.translated for stage in self.stages if stage.translated is not None}
 
     @property
     def forms(self) -> Sequence[str]:
-        return self._with_ngram([stage.form for stage in self.stages], NgramStage.form)
+        return self._forms({stage.index: stage.form for stage in self.stages})
+
+    def _forms(self, of_models: Mapping[int, str]) -> list[str]:
+        """Of all stages; those without a model have one by their kind."""
+        forms = [*(draft.form for draft in self.config.drafts), ""]
+        return [of_models.get(i, form) for i, form in enumerate(forms)]
 
     def traces(self) -> dict[str, np.ndarray]:
         if self._trace_memory is None:
@@ -345,7 +309,7 @@ def make_driver(models: Sequence[PreTrainedModel], config: SpeculationConfig) ->
     """Build the driver of ``config.schedule``.
 
     Args:
-        models: Drafts, then the target. With ``"plain"`` the drafts take no part.
+        models: Of the drafts that have one, and of the target. With ``"plain"`` the drafts take no part.
         config: Its schedule is any but ``"ranks"``, whose models are in other processes: see
             :func:`pipespec.schedules.asynchronous.membership.join`.
 
@@ -357,8 +321,6 @@ def make_driver(models: Sequence[PreTrainedModel], config: SpeculationConfig) ->
     row = config.schedule_row
     if not row.has_drafts:
         models = models[-1:]
-    if config.head is not None and config.head not in models:
-        models = [config.head, *models]
     if config.graphs and not _runs_uncaptured and all(input_device(model).type == "cpu" for model in models):
         what = f"schedule={row.name!r}" if row.is_captured else "graphs=True"
         others = names([r for r in SCHEDULES.values() if not (r.needs or r.is_captured)])

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
 from pipespec.engine.controller import MAX_DRAFT_TOKENS, Choice, Controller
-from pipespec.engine.ngram import NgramStage
 from pipespec.models.properties import weight_bytes
 from pipespec.process.signals import draft_errors
 from pipespec.schedules.lockstep import LockstepDriver, advance
@@ -21,7 +20,7 @@ from pipespec_kernels.state import Action
 class ControlledDriver(LockstepDriver):
     """Runs rounds: the draft that the controller chooses proposes tokens, then the target verifies once.
 
-    The n-gram index is the last draft. It offers the target its own tokens, or passes on those of the draft models. A draft model that rests reads neither
+    An inline stage is the last draft. It offers the target its own tokens, or passes on those of the draft models. A draft model that rests reads neither
     the prompt nor the text, and its next step catches up.
     """
 
@@ -30,12 +29,11 @@ class ControlledDriver(LockstepDriver):
         for stage in self._stages[:-1]:
             stage.defers = stage.may_defer
         self._packed = False
-        self._last: NgramStage | None = None
-        if config.ngram is not None:
-            index = self.block.target - 1
-            self._last = NgramStage(config.ngram, self.block, self._trace_of(index), index=index)
-        sizes = [model.step_bytes if model is config.head else weight_bytes(model) for model in models]
-        self.controller = Controller(sum(sizes[:-1]) / sizes[-1] if len(models) > 1 else None)
+        # The controller lets the inline stage draft, not the target.
+        self._inline, self.target.upstream = self.target.upstream, None
+        drafts = [draft for draft in config.drafts if not draft.inline]
+        sizes = sum(draft.step_bytes(model) for draft, model in zip(drafts, models, strict=False))
+        self.controller = Controller(sizes / weight_bytes(models[-1]) if drafts else None)
 
     def begin(self, request: GenerationRequest) -> None:
         super().begin(request)
@@ -46,8 +44,8 @@ class ControlledDriver(LockstepDriver):
                     stage.pack()
             self._packed = True
         self._limits = request.inputs.limits
-        if self._last is not None:
-            self._last.prefill(request.inputs.prompts)
+        if self._inline is not None:
+            self._inline.start(request.inputs.prompts)
         self.controller.begin()
 
     def _generate(self, request: GenerationRequest) -> None:
@@ -60,8 +58,8 @@ class ControlledDriver(LockstepDriver):
         before = [block.length(block.target, row) for row in range(len(self._limits))]
         choice, matches = Choice(), []
         if reads := not target.has_prompt_logits:
-            if self._last is not None:
-                matches = self._last.foresee(MAX_DRAFT_TOKENS)
+            if self._inline is not None:
+                matches = self._inline.foresee(MAX_DRAFT_TOKENS)
             remaining = max(limit - length for limit, length in zip(self._limits, before, strict=True))
             choice = control.choose(matches, self._lag(), remaining)
             self._draft(choice)
@@ -88,11 +86,11 @@ class ControlledDriver(LockstepDriver):
         if choice.source == "model":
             while self._draft_step(choice.tokens) == Action.STEP:
                 pass
-            if self._last is not None:
-                self._last.relay(choice.tokens)
-        elif choice.source == "ngram":
-            assert self._last is not None
-            self._last.fill(choice.tokens)
+            if self._inline is not None:
+                self._inline.relay(choice.tokens)
+        elif choice.source:
+            assert self._inline is not None
+            self._inline.fill(choice.tokens)
 
     def _draft_step(self, lookahead: int) -> Action:
         """One step of the last draft model, in front of which those before it fill their lookahead."""

@@ -25,17 +25,12 @@ class LockstepDriver(Driver):
 
     def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
         super().__init__(models, config)
-        ngram = self._make_ngram()
         if config.acceptance != "coupled" and len(self.models) > 1:
             self._acceptance = RejectionAcceptance(max(config.lookahead))
-        self._stages: list[Stage] = []
-        for i in range(self._stage_count):
-            if i == self._ngram_at:
-                continue
-            self._stages.append(self._make_stage(i, None if self._stages else ngram, self._acceptance))
-            self.block.set_alive(i, True)
-        if config.head is not None:
-            self._stages[-2].read_from(self.target)  # type: ignore[attr-defined]
+        self._stages = [self._make_stage(i, self._acceptance) for i in config.model_stages]
+        for stage in self._stages:
+            self.block.set_alive(stage.index, True)
+            stage.read_from(self.target)
 
     @property
     def target(self) -> Stage:
@@ -84,11 +79,14 @@ def advance(driver: Driver, i: int, lookahead: int | None = None) -> Action:
 
     ``lookahead``: of the stage; None: as configured.
     """
-    config, stage = driver.config, driver.stages[driver.place_of(i)]
+    config = driver.config
+    stage = next((stage for stage in driver.stages if stage.index == i), None)
+    if stage is None:  # an inline one, which drafts before each step of the stage downstream
+        return advance(driver, i - 1) if i > 0 else Action.IDLE
     max_draft_tokens = config.max_draft_tokens(i)
     if lookahead is None:
         lookahead = config.lookahead_of(i)
-    if max_draft_tokens > 0 and stage is not driver.stages[0]:
+    if max_draft_tokens > 0:
         while advance(driver, i - 1) == Action.STEP:
             pass
     if stage is driver.target:

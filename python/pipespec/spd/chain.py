@@ -16,6 +16,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
+from pipespec.engine.chain import as_draft
 from pipespec.engine.inputs import StageInputs
 from pipespec.schedules.lockstep import LockstepDriver
 from pipespec.schedules.request import GenerationRequest
@@ -36,7 +37,9 @@ class ChainDrafter(Drafter):
 
     def __init__(self, models: Sequence[PreTrainedModel]) -> None:
         self.models = list(models)
-        self._driver = LockstepDriver(self.models, SpeculationConfig(lookahead=(_LOOKAHEAD,) * (len(self.models) - 1)))
+        drafts = tuple(as_draft(model) for model in self.models[:-1])
+        config = SpeculationConfig(drafts=drafts, lookahead=(_LOOKAHEAD,) * len(drafts))
+        self._driver = LockstepDriver(self.models, config)
 
     def start(self, prompts: list[list[int]], capacity: int, select: SampleTokens) -> None:
         self._select, self._capacity = select, capacity

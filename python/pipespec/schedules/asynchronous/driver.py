@@ -16,7 +16,6 @@ from typing import ClassVar
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.engine.ngram import NgramStage
 from pipespec.engine.stage import Stage
 from pipespec.process.threads import lowered_threads
 from pipespec.schedules.asynchronous.messages import Call, Status
@@ -67,9 +66,9 @@ class AsynchronousDriver(Driver):
 
     peers: Mapping[int, Peer]
 
-    def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig, num_peers: int) -> None:
+    def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
         super().__init__(models, config)
-        self._target = self._make_stage(self.block.target, None if num_peers else self._make_ngram())
+        self._target = self._make_stage(self.block.target)
         self.block.set_alive(self.block.target, True)
         self._target_threads: int | None = None
         self._generation = 0
@@ -102,7 +101,7 @@ class AsynchronousDriver(Driver):
         finally:
             self._call = None
             self._end()
-        if self._trace_memory is not None or self.config.translation is not None:
+        if self._trace_memory is not None or any(draft.translates for draft in self.config.drafts):
             # The steps under way belong to the call, so that its trace and its counters agree.
             for peer in self.peers.values():
                 peer.await_end()
@@ -163,12 +162,13 @@ class AsynchronousDriver(Driver):
 
     @property
     def forms(self) -> Sequence[str]:
-        statuses = [peer.status for peer in self.peers.values()]
-        return [*[NgramStage.form] * self._first, *(s.form if s else "" for s in statuses), self._target.form]
+        forms = {i: status.form for i, status in self._statuses().items()}
+        return self._forms(forms | {self.block.target: self._target.form})
 
     @property
     def translated(self) -> Mapping[int, tuple[int, int]]:
-        if self.config.translation is None:
-            return {}
-        statuses = {i: peer.status for i, peer in self.peers.items()}
-        return {i: s.translated for i, s in statuses.items() if i == 0 and s and s.ended == self._generation}
+        ended = {i: s for i, s in self._statuses().items() if s.ended == self._generation}
+        return {i: s.translated for i, s in ended.items() if s.translated is not None}
+
+    def _statuses(self) -> dict[int, Status]:
+        return {i: status for i, peer in self.peers.items() if (status := peer.status) is not None}

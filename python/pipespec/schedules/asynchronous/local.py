@@ -302,9 +302,9 @@ class LocalDriver(AsynchronousDriver):
 
     def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
         check_shareable(models)
-        super().__init__(models, config, len(models) - 1)
+        super().__init__(models, config)
         self._target_threads = target_threads(len(models) - 1)
-        self.peers = {i: self._peer(i, model) for i, model in enumerate(models[:-1], self._first)}
+        self.peers = {i: self._peer(i) for i in config.model_stages[:-1]}
         self._is_open = False
         # At interpreter exit, too, and when the driver is collected as garbage.
         weakref.finalize(self, _stop, self.peers)
@@ -316,19 +316,17 @@ class LocalDriver(AsynchronousDriver):
                 raise CannotStart(f"{self._draft_name(i)} {failure}\n{details}".rstrip())
 
     def _make_block(self) -> StateBlock:
-        return StateBlock.create(self._first + len(self.models), 1, 64, SharedMemory.create([1]))
+        return StateBlock.create(self._stage_count, 1, 64, SharedMemory.create([1]))
 
-    def _peer(self, i: int, model: PreTrainedModel) -> LocalPeer:
+    def _peer(self, i: int) -> LocalPeer:
         assert isinstance(self.block.memory, SharedMemory)
-        (weights, memory), trace = share(model), self._trace_memory
-        upstream = (self.config.ngram or self.config.translation) if i == self._first else None
-        # An n-gram index upstream runs in the same process.
-        stages = {0, i} if upstream is not None and upstream is self.config.ngram else {i}
+        model, trace, stages = self._model_of(i), self._trace_memory, self.config.stages_of(i)
+        weights, memory = share(model)
         parts = [(memory, {0}), (self.block.memory, self.block.parts_of(stages))]
         if trace is not None:
-            parts.append((trace.memory, stages))
-        setup = Setup(i, weights, [], trace.entries if trace else 0, self.config.native, upstream)
-        return LocalPeer(setup, parts, model)
+            parts.append((trace.memory, set(stages)))
+        drafts = self.config.drafts[stages[0] : i + 1]
+        return LocalPeer(Setup(i, weights, [], trace.entries if trace else 0, self.config.native, drafts), parts, model)
 
     def _open(self) -> None:
         """Start all processes, which import and build their models together, and wait until they are ready."""

@@ -90,10 +90,12 @@ def join(
         ranks.leave()
         raise
     assert model is not None
-    if config.ngram is not None and own == 0:
-        # The n-gram index runs beside the first model. Its corpus may have to be encoded by the target's tokenizer.
-        source = given[-1] if isinstance(given[-1], (str, Path)) else given[-1].config._name_or_path
-        config = replace(config, ngram=config.ngram.for_target(source, model))
+    # The inline drafts run beside a model. A corpus of theirs may have to be encoded by the target's tokenizer.
+    source = given[-1] if isinstance(given[-1], (str, Path)) else given[-1].config._name_or_path
+    drafts = list(config.drafts)
+    for i in config.stages_of(config.model_stages[own])[:-1]:
+        drafts[i] = drafts[i].for_target(source, model)
+    config = replace(config, drafts=tuple(drafts))
     if rank:
         return model, DraftRank(model, config, ranks)
     return model, RemoteDriver(model, config, ranks)
@@ -114,7 +116,7 @@ def terms_of(given: Sequence[Any], config: SpeculationConfig) -> dict[str, Any]:
     return {
         "byte order": sys.byteorder,
         "models": len(given),
-        "n-gram index": config.ngram is not None,
+        "drafts": [draft.label for draft in config.drafts],
         "lookahead": config.lookahead,
         **{f"config.json of the {name}": _digest(m) for name, m in zip(stage_names(len(given)), given, strict=True)},
     }

@@ -23,14 +23,14 @@ class Status:
     Attributes:
         ended: The last generation that has ended; 0: none.
         form: How its forward runs; empty before the first step.
-        translated: Of the generation that has ended, see ``Driver.translated``.
+        translated: Of the generation that has ended, see ``Driver.translated``; None for a draft with the target's tokenizer.
         failure: The error that ended this generation, or the start of the process, in a line; empty if there is none.
         details: The traceback of the failure.
     """
 
     ended: int = 0
     form: str = ""
-    translated: tuple[int, int] = (0, 0)
+    translated: tuple[int, int] | None = None
     failure: str = ""
     details: str = ""
 

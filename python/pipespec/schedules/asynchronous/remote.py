@@ -25,7 +25,6 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.engine.ngram import NgramStage
 from pipespec.engine.stage import Stage
 from pipespec.process import ranks as transport
 from pipespec.process.ranks import FOREVER, RankError, Ranks, break_group, first_line
@@ -33,7 +32,7 @@ from pipespec.process.signals import handlers_watched
 from pipespec.registry import RANKS
 from pipespec.schedules.asynchronous.driver import AsynchronousDriver, Peer
 from pipespec.schedules.asynchronous.messages import Call, Status
-from pipespec.schedules.asynchronous.worker import Caller, serve
+from pipespec.schedules.asynchronous.worker import Caller, make_draft, serve
 from pipespec.schedules.base import Decoder
 from pipespec.schedules.request import CacheOwner, GenerationRequest
 from pipespec_kernels import _native
@@ -145,16 +144,9 @@ class Link:
             posted.append((self._group.recv([message], self.peer, _MESSAGES), message))
 
 
-def stages_of(rank: int, world: int, first: int) -> list[int]:
-    """The stages that a rank runs: rank 0 the target, the others the drafts, smallest first.
-
-    Args:
-        rank: The rank.
-        world: Number of ranks, one per model.
-        first: Number of stages without a model. They belong to the rank of the first model.
-    """
-    own = [first + (rank - 1) % world]
-    return [*range(first), *own] if rank == 1 % world else own
+def stages_of(rank: int, config: SpeculationConfig) -> range:
+    """The stages that a rank runs: rank 0 the target, the others a draft each, and each the inline ones upstream of it."""
+    return config.stages_of(config.model_stages[rank - 1])
 
 
 class Party:
@@ -166,7 +158,7 @@ class Party:
 
     Args:
         ranks: All ranks.
-        first: Number of stages without a model.
+        config: Of the whole chain.
         block: This rank's block.
 
     Attributes:
@@ -175,8 +167,8 @@ class Party:
         running: Whether it has not ended.
     """
 
-    def __init__(self, ranks: Ranks, first: int, block: StateBlock) -> None:
-        self.ranks, self._first, self.block = ranks, first, block
+    def __init__(self, ranks: Ranks, config: SpeculationConfig, block: StateBlock) -> None:
+        self.ranks, self._config, self.block = ranks, config, block
         self.rank, self._world = rank, world = ranks.rank, ranks.world
         self.lock = threading.Lock()
         self.generation, self.running, self.closed = 0, False, False
@@ -200,7 +192,7 @@ class Party:
         """Take part in a generation, whose rows lie in the block. While the lock is held."""
         self.generation, self.running = generation, True
         for peer in self.links:
-            own, theirs = (stages_of(rank, self._world, self._first) for rank in (self.rank, peer))
+            own, theirs = (list(stages_of(rank, self._config)) for rank in (self.rank, peer))
             tokens = self._reads_tokens(peer, self.rank)
             outbox = self.block.outbox(own, tokens=tokens, counters=peer == 0, controls=self.rank == 0)
             self._boxes[peer] = outbox, self.block.inbox(theirs, controls=peer == 0)
@@ -312,22 +304,18 @@ class RemoteDriver(AsynchronousDriver):
     schedule = RANKS.name
 
     def __init__(self, model: PreTrainedModel, config: SpeculationConfig, ranks: Ranks) -> None:
-        super().__init__([model], config, ranks.world - 1)
-        self._party = _TargetParty(ranks, self._first, self.block)
-        self.peers = {rank - 1 + self._first: RemotePeer(self._party, rank) for rank in range(1, ranks.world)}
+        super().__init__([model], config)
+        self._party = _TargetParty(ranks, config, self.block)
+        self.peers = {i: RemotePeer(self._party, rank) for rank, i in enumerate(config.model_stages[:-1], 1)}
         for i in self.peers:
             self.block.set_alive(i, True)
         weakref.finalize(self, self._party.close)
 
-    @property
-    def _stage_count(self) -> int:
-        return len(self.config.lookahead) + 1
-
     def _model_of(self, i: int) -> PreTrainedModel:
-        return self.models[-1]
+        return self.models[0]  # those of other stages are on other ranks
 
     def _draft_name(self, i: int) -> str:
-        return f"{super()._draft_name(i)} (rank {i - self._first + 1})"
+        return f"{super()._draft_name(i)} (rank {self.config.model_stages.index(i) + 1})"
 
     def for_fork(self) -> Decoder:
         raise RuntimeError(
@@ -374,12 +362,12 @@ class _DraftParty(Party, Caller):
     fatal = (RankError,)
     max_sleep_s = 0.5
 
-    def __init__(self, ranks: Ranks, first: int, stage: Stage) -> None:
+    def __init__(self, ranks: Ranks, config: SpeculationConfig, stage: Stage) -> None:
         self._stage = stage
         self._calls = SimpleQueue[Call | None]()
         self._last_call = self._ended = 0  # generations
         self.is_over = False
-        super().__init__(ranks, first, stage.block)
+        super().__init__(ranks, config, stage.block)
 
     def next_call(self) -> Call | None:
         while not self.is_over and not self.closed:
@@ -467,12 +455,11 @@ class DraftRank(Decoder):
 
     def __init__(self, model: PreTrainedModel, config: SpeculationConfig, ranks: Ranks) -> None:
         super().__init__()
-        first, rank = int(config.ngram is not None), ranks.rank
-        self.block: StateBlock = StateBlock.create(len(config.lookahead) + 1, 1, 64)
-        ngram = NgramStage(config.ngram, self.block) if config.ngram is not None and rank == 1 else None
-        stage = Stage(model, self.block, first + rank - 1, native=config.native, ngram=ngram)
-        self._party = _DraftParty(ranks, first, stage)
-        self.rank = rank
+        self.rank = ranks.rank
+        self.block: StateBlock = StateBlock.create(len(config.drafts) + 1, 1, 64)
+        own = stages_of(self.rank, config)
+        stage = make_draft(config.drafts[own[0] : own[-1] + 1], model, self.block, own[-1], native=config.native)
+        self._party = _DraftParty(ranks, config, stage)
         weakref.finalize(self, self._party.close)
 
     @property

@@ -11,7 +11,7 @@ import pickle
 import signal
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -21,13 +21,13 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
-from pipespec.engine.ngram import NgramDraft, NgramStage
+from pipespec.engine.chain import DraftSpec, make_upstream
 from pipespec.engine.stage import Stage
-from pipespec.engine.translation import TranslatedStage, Translation
 from pipespec.process.signals import raise_handlers_error
 from pipespec.schedules.asynchronous.channel import Channel, ChannelError, Closed
 from pipespec.schedules.asynchronous.messages import Call, Status
 from pipespec.schedules.asynchronous.weights import SharedWeights
+from pipespec_kernels import _native
 from pipespec_kernels.state import Action, SharedMemory, StateBlock
 from pipespec_kernels.trace import TraceMemory
 
@@ -67,14 +67,13 @@ def serve(caller: Caller) -> None:
     status = Status()
     caller.send(status)
     while (call := caller.next_call()) is not None:
-        ended = replace(status, ended=call.generation, translated=(0, 0), failure="", details="")
+        ended = replace(status, ended=call.generation, translated=None, failure="", details="")
         try:
             if (stage := caller.enter(call)) is not None:
                 stage.prefill(call.inputs)
                 caller.stepped()
                 _draft(stage, call.generation, caller, status)
-                translated = stage.translated if isinstance(stage, TranslatedStage) else (0, 0)
-                ended = replace(ended, form=stage.form, translated=translated)
+                ended = replace(ended, form=stage.form, translated=stage.translated)
         except caller.fatal:
             raise
         except Exception as error:
@@ -100,6 +99,22 @@ def _draft(stage: Stage, generation: int, caller: Caller, status: Status) -> Non
         caller.stepped()
 
 
+def make_draft(
+    drafts: Sequence[DraftSpec],
+    model: PreTrainedModel,
+    block: StateBlock,
+    index: int,
+    trace_of: Callable[[int], _native.TraceBuffer | None] = lambda stage: None,
+    *,
+    native: bool,
+) -> Stage:
+    """The stage of a draft, and the inline stages that run with it. ``drafts``: their specs, that of the draft last."""
+    *inline, draft = drafts
+    upstream = make_upstream(inline, block, index - len(inline), trace_of)
+    stage: Stage = draft.make_stage(model, block, index, trace_of(index), native=native, upstream=upstream)
+    return stage
+
+
 # ---- a process of this machine
 
 
@@ -113,8 +128,7 @@ class Setup:
         parts: Number of file descriptors of each shared memory: the weights, the state block, the trace if the calls are traced.
         trace: Entries of the trace for each stage.
         native: Whether the model may run in the native form.
-        upstream: The draft upstream, if it is an n-gram index, which runs in this process; or the tokenizers, if the draft has another one than
-            the target.
+        drafts: The specs of the stages in this process: the inline ones upstream, and the draft.
     """
 
     index: int
@@ -122,15 +136,7 @@ class Setup:
     parts: Sequence[int]
     trace: int
     native: bool
-    upstream: NgramDraft | Translation | None
-
-    def stage(self, model: PreTrainedModel, block: StateBlock, trace: SharedMemory | None) -> Stage:
-        traces = None if trace is None else TraceMemory(block.stages, self.trace, trace)
-        own, ngrams = (None, None) if traces is None else (traces.buffer(self.index), traces.buffer(0))
-        if isinstance(self.upstream, Translation):
-            return TranslatedStage(model, block, self.index, own, native=self.native, translation=self.upstream)
-        ngram = None if self.upstream is None else NgramStage(self.upstream, block, ngrams)
-        return Stage(model, block, self.index, own, native=self.native, ngram=ngram)
+    drafts: Sequence[DraftSpec]
 
 
 class LocalCaller(Caller):
@@ -168,7 +174,13 @@ class LocalCaller(Caller):
 
     def enter(self, call: Call) -> Stage:
         if self._stage is None:  # before the first call, the caller may still change the layout of the block
-            self._stage = self._setup.stage(self._model, StateBlock(self._memory), next(iter(self._trace), None))
+            setup, block = self._setup, StateBlock(self._memory)
+            traces = [TraceMemory(block.stages, setup.trace, memory) for memory in self._trace]
+
+            def trace_of(stage: int) -> _native.TraceBuffer | None:
+                return traces[0].buffer(stage) if traces else None
+
+            self._stage = make_draft(setup.drafts, self._model, block, setup.index, trace_of, native=setup.native)
         self._stage.block.refresh()
         return self._stage
 

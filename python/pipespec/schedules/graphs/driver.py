@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.engine.forward import described
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampler import ScoreRecord
 from pipespec.engine.sampling import SamplingParams
@@ -25,10 +24,10 @@ from pipespec.preflight.checks import check_exact
 from pipespec.preflight.support import check_streams
 from pipespec.process.progress import working
 from pipespec.process.signals import raise_handlers_error
+from pipespec.registry import kind_of
 from pipespec.schedules.base import Driver, GenerationRequest
 from pipespec.schedules.graphs.attention import BorrowedAttention
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep
-from pipespec.schedules.graphs.head import GraphedHead
 from pipespec.schedules.graphs.scheduling import ScheduledChain
 from pipespec.schedules.graphs.shadow import HostShadow, PinnedMemory
 from pipespec.schedules.graphs.stage import GraphedStage
@@ -65,18 +64,6 @@ def host_reason(request: GenerationRequest, device: str) -> str | None:
             "min_p, penalties and biases of single tokens"
         )
     return None
-
-
-def why_by_modules(stage: GraphedStage) -> str | None:
-    """Why the graphs of a stage run its model's own modules; None if they run the fused form, which has a quarter of the launches."""
-    if isinstance(stage, GraphedHead):
-        return None
-    _, own, why = described(stage.model, stage.buffers.cache).partition("transformers: ")
-    return (
-        f"the graphs of {stage.name} run transformers' modules, with some 40 launches per layer instead of 9: {why}"
-        if own
-        else None
-    )
 
 
 def why_not_prepared(drafts: Sequence[GraphedStage], inputs: StageInputs, reason: str | None) -> str | None:
@@ -149,8 +136,8 @@ class GraphedDriver(Driver):
     keeps_cache = True
 
     def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
-        # A head is where the target is, and its own attention is the one that its graphs need.
-        self._whole = [model for model in models if model is not config.head]
+        # What is no model of transformers is where the target is, and its own attention is the one that its graphs need.
+        self._whole = [model for model in models if isinstance(model, PreTrainedModel)]
         check_streams(self._whole)
         self.on_gpu = self._runs_on_gpu(models)
         self._devices = [model.device for model in models]
@@ -163,10 +150,9 @@ class GraphedDriver(Driver):
         self.failed_drafts: set[int] = set()
         super().__init__(models, config)
         self._stages = [self._graphed(i) for i in range(len(models))]
-        if config.head is not None:
-            self._stages[-2].read_from(self.target)  # type: ignore[attr-defined]
-        for i in range(len(models)):
-            self.block.set_alive(i, True)
+        for stage in self._stages:
+            self.block.set_alive(stage.index, True)
+            stage.read_from(self.target)
         self.scheduled = ScheduledChain(self.block, config.trace)
         try:
             if config.exact:
@@ -178,10 +164,13 @@ class GraphedDriver(Driver):
             raise
 
     def _graphed(self, i: int) -> GraphedStage:
-        model, config = self.models[i], self.config
-        kind = GraphedHead if model is config.head else GraphedStage
-        exact = config.exact and i == len(self.models) - 1
-        return kind(model, self.block, i, self._trace_of(i), native=config.native, exact=exact)
+        config, is_target = self.config, i == len(self.models) - 1
+        row = None if is_target else kind_of(config.drafts[i])
+        make = GraphedStage if row is None else row.captured_class()
+        stage: GraphedStage = make(
+            self.models[i], self.block, i, self._trace_of(i), native=config.native, exact=config.exact and is_target
+        )
+        return stage
 
     def _runs_on_gpu(self, models: Sequence[PreTrainedModel]) -> bool:
         return models[-1].device.type == "cuda"
@@ -362,7 +351,11 @@ class GraphedDriver(Driver):
         """Drop the graphs that were launched long ago, but for those of the present call, so many per stage."""
         for stage, number, own in zip(self._stages, present, resources, strict=True):
             stage.capture_prompt = None if stage.index in self.refused else own.capture_prompt
-            if stage.capture_prompt is not None and (why := why_by_modules(stage)) is not None and self.config.native:
+            if (
+                stage.capture_prompt is not None
+                and (why := stage.by_modules_reason()) is not None
+                and self.config.native
+            ):
                 self.warn_slower(why)
             for key in list(stage.buffers.graphs)[: -max(_MAX_GRAPHS, number)]:
                 del stage.buffers.graphs[key]

@@ -62,6 +62,9 @@ class GraphedHead(GraphedStage, HeadStage):
         own, source = self.buffers, self._source.buffers
         return super().key(width)._replace(versions=(own.version, source.version))
 
+    def by_modules_reason(self) -> None:
+        """None: it has no fused form."""
+
     def pack(self) -> None:
         """Nothing: captured steps run in torch's operations."""
 

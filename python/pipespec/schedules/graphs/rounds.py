@@ -34,9 +34,10 @@ def round_steps(config: SpeculationConfig) -> list[StageStep]:
     * one token after a step of the same stage;
     * two after a step of the stage downstream, whose last token it adopts;
     * in the stage's first step of the round, one for each stage downstream and one of its own, since each of them may be one token ahead of its
-      upstream. For a draft head it is one for each token that the round may have committed, see :class:`pipespec.schedules.graphs.head.GraphedHead`.
+      upstream. A draft that reads the target's hidden states has one for each token that the round may have committed.
     """
     target = len(config.lookahead)
+    reads_target = {i for i, draft in enumerate(config.drafts) if draft.reads_target}
     steps: list[StageStep] = []
     begun: set[int] = set()
 
@@ -45,8 +46,7 @@ def round_steps(config: SpeculationConfig) -> list[StageStep]:
         if draft_tokens > 0:
             fill(stage - 1)
         if stage not in begun:
-            of_head = config.head is not None and stage < target
-            own = 1 + (config.max_draft_tokens(target) if of_head else target - stage)
+            own = 1 + (config.max_draft_tokens(target) if stage in reads_target else target - stage)
             begun.add(stage)
         steps.append(StageStep(stage, own + draft_tokens))
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
 from pipespec.engine.features import Features
-from pipespec.engine.forward import choose_fused, forward
+from pipespec.engine.forward import choose_fused, described, forward
 from pipespec.engine.inputs import StageInputs, stage_names, static_capacity
 from pipespec.engine.known import CAPTURED, identify
 from pipespec.engine.sampler import ScoreRecord
@@ -108,6 +108,12 @@ class GraphedStage(Stage):
         """The cache of the present or last call."""
         assert self._cache is not None
         return self._cache
+
+    def by_modules_reason(self) -> str | None:
+        """Why its graphs run its model's own modules; None if they run the fused form, which has a quarter of the launches."""
+        _, own, why = described(self.model, self.buffers.cache).partition("transformers: ")
+        launches = "with some 40 launches per layer instead of 9"
+        return f"the graphs of {self.name} run transformers' modules, {launches}: {why}" if own else None
 
     # ---- buffers
 

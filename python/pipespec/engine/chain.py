@@ -1,0 +1,180 @@
+"""A chain as a list of drafts: what each kind of draft can do, and how its stage is made.
+
+A kind of draft is one file, with a subclass of :class:`DraftSpec`, and one row of :data:`pipespec.registry.DRAFTS`. Drivers, configuration, worker processes and
+reports read the attributes of the specs. They do not know the kinds.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from pipespec.models.properties import weight_bytes
+from pipespec.registry import DRAFTS
+from pipespec_kernels import _native
+from pipespec_kernels.state import StateBlock
+
+
+@dataclass(frozen=True, eq=False)
+class DraftSpec(ABC):
+    """One draft of a chain. A subclass is a kind of draft; its fields are what a user chooses.
+
+    A spec is small and can be pickled: it is sent to the process where the stage runs. The model that runs is not part of it.
+
+    Attributes:
+        name: Of the stage, in reports. It also stands for the draft with its defaults where a user names drafts. Empty: ``"draft 0"`` and so on.
+        label: How messages call the kind.
+        form: Of an inline stage, in place of how a model's forward runs, for reports.
+        inline: Whether the stage has no model. It then runs in the process of the stage downstream, which lets it draft before each of its own steps, see
+            :class:`InlineStage`.
+        own_model: Whether its model is one of transformers, which is loaded, placed and checked as the target is. Else :meth:`load` makes it.
+        reads_target: Whether it reads the target's hidden states. It then runs in the target's process, in turn with it.
+        verifies: Whether it verifies draft tokens of a stage upstream, or passes them on. Otherwise it is the first of the drafts.
+        draws: Whether the target may accept its tokens by rejection sampling, for which its stage takes ``acceptance``.
+        translates: Whether its model has another tokenizer than the target. Its stage then counts ``translated``.
+        lookahead: Default of its lookahead. None: the schedule's.
+        source: How the controller calls it, see :class:`pipespec.engine.controller.Choice`. Empty: the controller cannot drive a chain with it.
+        given: What the user passed for its model: a path, or the model itself.
+    """
+
+    name: ClassVar[str] = ""
+    label: ClassVar[str]
+    form: ClassVar[str] = ""
+    inline: ClassVar[bool] = False
+    own_model: ClassVar[bool] = False
+    reads_target: ClassVar[bool] = False
+    verifies: ClassVar[bool] = True
+    draws: ClassVar[bool] = False
+    translates: ClassVar[bool] = False
+    lookahead: ClassVar[int | None] = None
+    source: ClassVar[str] = ""
+
+    @property
+    def given(self) -> Any:
+        return None
+
+    @classmethod
+    def recognise(cls, given: Any) -> DraftSpec | None:
+        """The draft that a user means by ``given``, if it is of this kind."""
+        return cls() if cls.name and isinstance(given, str) and given == cls.name else None
+
+    def check(self, target: PretrainedConfig) -> None:
+        """Raise ``ValueError`` if it cannot draft for a target of this configuration. Before models are loaded."""
+
+    def load(self, target: PreTrainedModel, dtype: torch.dtype | str) -> Any:
+        """Load what it runs beside a target; None for an inline stage. Not called for a model of transformers."""
+        return None
+
+    def fit(self, model: Any, target: PreTrainedModel, weights: str | None) -> tuple[Any, str | None]:
+        """Fit a loaded model to the target that runs. Returns it and its weight format, after ``weights``. None: as it is."""
+        return model, None
+
+    def for_target(self, given: Any, target: PreTrainedModel) -> DraftSpec:
+        """This draft with what it takes from the target's files. ``given``: the target as the user passed it."""
+        return self
+
+    def step_bytes(self, model: Any) -> int:
+        """Bytes of the weights that a step of the model reads."""
+        return weight_bytes(model)
+
+    @abstractmethod
+    def make_stage(
+        self, model: Any, block: StateBlock, index: int, trace: _native.TraceBuffer | None = None, **options: Any
+    ) -> Any:
+        """Make the stage: a :class:`pipespec.engine.stage.Stage`, or an :class:`InlineStage`.
+
+        Args:
+            model: What it runs; None for an inline stage.
+            block: The state block of the chain.
+            index: Place in the chain.
+            trace: Buffer for the times of its steps; None: no trace.
+            **options: The others of :class:`pipespec.engine.stage.Stage`: ``native``, ``upstream``, ``acceptance``.
+        """
+
+
+class InlineStage(ABC):
+    """A stage without a model. The stage downstream, in the same process, lets it draft before each of its steps.
+
+    It is never set alive in the block: what it can draft is there when the stage downstream plans, so that no stage waits for it.
+
+    Args:
+        block: The state block of the chain.
+        index: Place in the chain.
+        upstream: The stage upstream, if it is an inline one, too.
+    """
+
+    def __init__(self, block: StateBlock, index: int, upstream: InlineStage | None = None) -> None:
+        self.block, self.index, self.upstream = block, index, upstream
+
+    def start(self, prompts: Sequence[np.ndarray]) -> None:
+        """Start a call, and so do the inline stages upstream. ``prompts``: per row, int32 ``[P_r]``."""
+        if self.upstream is not None:
+            self.upstream.start(prompts)
+        self.prefill(prompts)
+
+    def draft(self, count: int) -> None:
+        """Publish at most ``count`` draft tokens per row: its own, and where it has none those of the stage upstream."""
+        if self.upstream is not None:
+            self.upstream.draft(count)
+        self.fill(count)
+        if self.index > 0:
+            self.relay(count)
+
+    @abstractmethod
+    def prefill(self, prompts: Sequence[np.ndarray]) -> None:
+        """Read the prompts. The first step takes the last token of each from the block."""
+
+    @abstractmethod
+    def fill(self, count: int) -> None:
+        """Draft own tokens until each row is ``count`` tokens ahead of the stage downstream, or has none."""
+
+    @abstractmethod
+    def relay(self, count: int) -> None:
+        """Publish the tokens of the stage upstream, at most ``count`` per row."""
+
+    def foresee(self, count: int) -> list[tuple[int, int]]:
+        """What the controller chooses by, for a kind with a ``source``: per row, how many tokens :meth:`fill` would draft now, and how many tokens of the text
+        they are based on."""
+        return []
+
+    def release(self) -> None:
+        """Free what belongs to the last call, here and in the inline stages upstream."""
+        if self.upstream is not None:
+            self.upstream.release()
+
+
+def as_draft(given: Any) -> DraftSpec:
+    """The draft that a user means by ``given``: a spec, a model, a path, or the name of a kind."""
+    if isinstance(given, DraftSpec):
+        return given
+    found = (row.spec_class().recognise(given) for row in DRAFTS)
+    return next(spec for spec in found if spec is not None)  # the last row takes anything
+
+
+def make_upstream(
+    drafts: Sequence[DraftSpec],
+    block: StateBlock,
+    first: int,
+    trace_of: Callable[[int], _native.TraceBuffer | None] = lambda stage: None,
+) -> InlineStage | None:
+    """Make the inline stages in front of a stage that runs in this process.
+
+    Args:
+        drafts: Their specs, see :meth:`pipespec.config.SpeculationConfig.inline_before`.
+        block: The state block of the chain.
+        first: The place of the first one.
+        trace_of: By place, the buffer for the times of its steps.
+
+    Returns:
+        The last one. None: there is none.
+    """
+    upstream: InlineStage | None = None
+    for index, draft in enumerate(drafts, first):
+        upstream = draft.make_stage(None, block, index, trace_of(index), upstream=upstream)
+    return upstream
