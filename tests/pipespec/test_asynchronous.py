@@ -131,7 +131,7 @@ def test_a_call_survives_its_encoding():
         seeds=(2**64 - 1, 5), temperature=0.7, top_k=9, top_p=0.9, min_p=0.05, prompts=(shown,), ends=frozenset({4, 2})
     )
     sent = Call(7, StageInputs(prompts, [9, 30], params, 320, 64, reuse=True), [2, 4])
-    call = Call.decode(sent.encode(), "cpu")
+    call = Call.from_json(sent.to_json(), "cpu")
     assert [prompt.tolist() for prompt in call.inputs.prompts] == [[3, 1, 2], [9]]
     assert [prompt.dtype for prompt in call.inputs.prompts] == [np.int32] * 2
     assert (call.inputs.limits, call.inputs.vocabulary, call.inputs.chunk, call.inputs.reuse) == (
@@ -182,7 +182,7 @@ def test_the_processors_of_drafts_survive_their_encoding():
     assert {type(processor) for processor in PROCESSORS} == STATELESS
     params = SamplingParams(processors=tuple(PROCESSORS))
     inputs = StageInputs([np.array([3, 4], dtype=np.int32)], [9], params, 10)
-    found = Call.decode(Call(1, inputs, []).encode(), "cpu").inputs.sampling_params.processors
+    found = Call.from_json(Call(1, inputs, []).to_json(), "cpu").inputs.sampling_params.processors
     ids, scores = torch.tensor([[3, 4, 5, 3]]), torch.randn(1, 10, generator=torch.Generator().manual_seed(0))
     for sent, processor in zip(PROCESSORS, found, strict=True):
         assert type(processor) is type(sent)
@@ -195,16 +195,16 @@ def test_only_listed_classes_are_sent_and_built():
 
     inputs = StageInputs([np.array([3], dtype=np.int32)], [9], SamplingParams(processors=(Own(),)), 10)
     with pytest.raises(TypeError, match="a message has no Own"):
-        Call(1, inputs, []).encode()
-    text = Call(1, StageInputs([], [], SamplingParams(processors=(hf.TopKLogitsWarper(5),)), 10), []).encode()
+        Call(1, inputs, []).to_json()
+    text = Call(1, StageInputs([], [], SamplingParams(processors=(hf.TopKLogitsWarper(5),)), 10), []).to_json()
     with pytest.raises(KeyError):
-        Call.decode(text.replace("TopKLogitsWarper", "OrderedDict"), "cpu")
+        Call.from_json(text.replace("TopKLogitsWarper", "OrderedDict"), "cpu")
 
 
 def test_a_status_survives_its_encoding():
     status = Status(3, "native", (5, 2)).failed(ArithmeticError("made to fail"))
     assert status.failure == "ArithmeticError: made to fail"
-    assert Status.decode(status.encode()) == status
+    assert Status.from_json(status.to_json()) == status
     for text in ("{}x", '{"ended": "3"}', '{"more": 1}', "[]"):
         with pytest.raises((TypeError, ValueError)):
-            Status.decode(text)
+            Status.from_json(text)

@@ -44,12 +44,6 @@ class Peer(ABC):
     def failure(self) -> str | None:
         """Why it takes no part in the present generation; None if it does. Returns at once."""
 
-    def prepare(self, deadline: float) -> None:
-        """Before a call: wait until ``deadline`` for the end of the last one."""
-
-    def start_again(self) -> None:
-        """Before a call, if it is lost: start it again, where that is possible, without waiting for it."""
-
     def begin(self, call: Call) -> None:
         """Let it take part in a call, whose rows lie in the block."""
 

@@ -115,8 +115,8 @@ class LocalPeer(Peer):
         except Closed:
             pass  # it has ended already, which is found where it is awaited
         except BaseException as error:
-            number = getattr(error, "errno", None)
-            self._lose(f"{error}{_REMEDIES.get(number, '')}")
+            number = error.errno if isinstance(error, OSError) else None
+            self._lose(f"{error}{_REMEDIES.get(number or 0, '')}")
             # An OSError without a number is of a signal handler, not of the system.
             if not isinstance(error, ChannelError) and number is None:
                 raise
@@ -182,7 +182,7 @@ class LocalPeer(Peer):
         assert self.channel is not None
         with self._uninterrupted("a message of it was interrupted"):
             text, _ = self.channel.receive()
-            status = Status.decode(text.decode())
+            status = Status.from_json(text.decode())
             self._status, self._is_ready = status, self._is_ready or not status.failure
             self._failure = self._cause(status.failure) if status.failure else None
 
@@ -200,30 +200,27 @@ class LocalPeer(Peer):
 
     def _await_idle(self, deadline: float) -> bool:
         """Wait until it has ended its last generation. Return False if it is lost, or has not answered at ``deadline``."""
+        process, channel = self.process, self.channel
+        if process is None or channel is None:
+            return False
         try:
-            while (process := self.process) is not None and self.channel is not None:
-                status = self._status
-                if status is not None and (status.failure or status.ended == self._generation):
-                    return not status.failure and process.poll() is None
+            while self._status is None or not (self._status.failure or self._status.ended == self._generation):
                 left = max(0.0, deadline - time.monotonic())
-                if self.channel.poll(min(_POLL_S, left)):
+                if channel.poll(min(_POLL_S, left)):
                     self._receive()
                 elif left == 0 or process.poll() is not None:
-                    break
+                    return False
         except Closed:
             with suppress(subprocess.TimeoutExpired):  # the kernel closes the files of a process shortly before its end
                 process.wait(_EXIT_TIMEOUT_S)
-        return False
+        return self._failure is None and process.poll() is None
 
     # ---- calls
 
     def prepare(self, deadline: float) -> None:
+        """Before a call: wait until ``deadline`` for the end of the last one."""
         if self._is_ready and not self._await_idle(deadline) and self.process is not None:
             self._lose(self.failure() or f"it does not answer for {_FINISH_TIMEOUT_S:.0f} s")
-
-    def start_again(self) -> None:
-        if self.process is None:
-            self.start()
 
     def begin(self, call: Call) -> None:
         rows, capacity = len(call.inputs.prompts), call.inputs.capacity
@@ -231,7 +228,7 @@ class LocalPeer(Peer):
         self._generation = call.generation
         assert self.channel is not None
         with self._uninterrupted("a call to it was interrupted"), suppress(Closed):
-            self.channel.send(call.encode().encode())
+            self.channel.send(call.to_json().encode())
 
     def await_end(self) -> None:
         self._await_idle(time.monotonic() + _FINISH_TIMEOUT_S)
@@ -271,9 +268,9 @@ def _started(fd: int) -> subprocess.Popen[bytes]:
     """
     try:
         os.getcwd()
-        directory, path = None, map(os.path.abspath, sys.path)
+        directory, path = None, [os.path.abspath(entry) for entry in sys.path]
     except FileNotFoundError:  # in a directory that was deleted, transformers cannot be imported
-        directory, path = "/", filter(os.path.isabs, sys.path)
+        directory, path = "/", [entry for entry in sys.path if os.path.isabs(entry)]
     return subprocess.Popen(
         # -P would leave out '', the current directory, which is in sys.path by its name.
         [sys.executable, "-P", "-c", _COMMAND.format(nice=NICE, fd=fd)],
@@ -352,7 +349,8 @@ class LocalDriver(AsynchronousDriver):
             peer.prepare(deadline)
         self.tend()
         for peer in self.peers.values():
-            peer.start_again()
+            if peer.process is None:
+                peer.start()
 
     def reusable_bytes(self, request: GenerationRequest) -> Counter[str]:
         found = super().reusable_bytes(request)

@@ -92,10 +92,10 @@ def join(
     assert model is not None
     # The inline drafts run beside a model. A corpus of theirs may have to be encoded by the target's tokenizer.
     source = given[-1] if isinstance(given[-1], (str, Path)) else given[-1].config._name_or_path
-    drafts = list(config.drafts)
+    specs = list(config.drafts)
     for i in config.stages_of(config.model_stages[own])[:-1]:
-        drafts[i] = drafts[i].for_target(source, model)
-    config = replace(config, drafts=tuple(drafts))
+        specs[i] = specs[i].for_target(source, model)
+    config = replace(config, drafts=tuple(specs))
     if rank:
         return model, DraftRank(model, config, ranks)
     return model, RemoteDriver(model, config, ranks)

@@ -39,11 +39,11 @@ class Status:
         details = "".join(traceback.format_exception(error))
         return replace(self, failure=f"{type(error).__name__}: {error}", details=details)
 
-    def encode(self) -> str:
+    def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
-    def decode(cls, text: str) -> Self:
+    def from_json(cls, text: str) -> Self:
         """Raises ``TypeError`` or ``ValueError`` for what is no status."""
         found: Self = build(cls, parse_json(text))
         return found
@@ -63,7 +63,7 @@ class Call:
     inputs: StageInputs
     eos: Sequence[int]
 
-    def encode(self) -> str:
+    def to_json(self) -> str:
         inputs, params = self.inputs, self.inputs.sampling_params
         return json.dumps(
             [
@@ -76,7 +76,7 @@ class Call:
         )
 
     @classmethod
-    def decode(cls, text: str, device: torch.device | str) -> Self:
+    def from_json(cls, text: str, device: torch.device | str) -> Self:
         """The call, with the tensors of its logits processors on ``device``."""
         generation, eos, prompts, sizes, sampling = json.loads(text)
         ends = frozenset(sampling.pop("ends"))

@@ -270,7 +270,7 @@ class _TargetParty(Party):
         known, _ = self.statuses.get(peer, (0, None))
         text = self.ranks.fetch(f"status/{peer}", statuses) if statuses > known else None
         if text is not None:  # else a later one has taken its place, and another message follows
-            self.statuses[peer] = statuses, Status.decode(text)
+            self.statuses[peer] = statuses, Status.from_json(text)
 
 
 class RemotePeer(Peer):
@@ -328,7 +328,7 @@ class RemoteDriver(AsynchronousDriver):
 
     def _lay_out(self, request: GenerationRequest, call: Call) -> None:
         party = self._party
-        party.ranks.put("call", call.generation, call.encode())
+        party.ranks.put("call", call.generation, call.to_json())
         with party.lock:
             party.forget()
             super()._lay_out(request, call)
@@ -397,7 +397,7 @@ class _DraftParty(Party, Caller):
 
     def send(self, status: Status) -> None:
         self._sent_statuses += 1
-        self.ranks.put(f"status/{self.rank}", self._sent_statuses, status.encode())
+        self.ranks.put(f"status/{self.rank}", self._sent_statuses, status.to_json())
         self.links[0].wake()
 
     def require_target(self) -> None:
@@ -420,7 +420,7 @@ class _DraftParty(Party, Caller):
             self._last_call = generation
             if (text := self.ranks.fetch("call", generation)) is not None:
                 self._stop()
-                self._calls.put(Call.decode(text, self._stage.model.device))
+                self._calls.put(Call.from_json(text, self._stage.model.device))
         elif not runs:
             with self.lock:
                 self._ended = generation

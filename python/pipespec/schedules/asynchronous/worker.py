@@ -170,7 +170,7 @@ class LocalCaller(Caller):
 
     def next_call(self) -> Call:
         text, _ = self._receive()
-        return Call.decode(text.decode(), self._model.device)
+        return Call.from_json(text.decode(), self._model.device)
 
     def enter(self, call: Call) -> Stage:
         if self._stage is None:  # before the first call, the caller may still change the layout of the block
@@ -191,7 +191,7 @@ class LocalCaller(Caller):
             raise Closed("the caller has ended")
 
     def send(self, status: Status) -> None:
-        self._channel.send(status.encode().encode())
+        self._channel.send(status.to_json().encode())
 
 
 def main(fd: int) -> NoReturn:
@@ -205,7 +205,7 @@ def main(fd: int) -> NoReturn:
         pass  # the caller closed the pipeline, or died
     except BaseException as error:
         with suppress(ChannelError):
-            channel.send(Status().failed(error).encode().encode())
+            channel.send(Status().failed(error).to_json().encode())
         exit_status = 1
     # At once: with torch, the interpreter needs a second to shut down, and there is no state to save.
     os._exit(exit_status)
