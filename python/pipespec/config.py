@@ -10,7 +10,17 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from pipespec.registry import LOCKSTEP, OPTIONS, PLAIN, SCHEDULES, Schedule, has_captured_form, names, with_option
+from pipespec.registry import (
+    LOCKSTEP,
+    OPTIONS,
+    PLAIN,
+    SCHEDULES,
+    Schedule,
+    has_captured_form,
+    names,
+    with_draft,
+    with_option,
+)
 
 ACCEPTANCES = ("coupled", "rejection")
 """Values of ``acceptance``."""
@@ -67,45 +77,35 @@ class SpeculationConfig:
     def _check_options(self) -> None:
         """Check the options in use, and each draft, against the table of schedules."""
         row, graphs = self.schedule_row, self.graphs or self.schedule_row.is_captured
-        if row.has_drafts:
-            is_rejection = self.acceptance != "coupled"
-            for option, is_used in (("graphs", graphs), ("acceptance", is_rejection)):
-                if is_used and option not in row.options:
-                    raise ValueError(
-                        f"{OPTIONS[option]} is for schedule={names(with_option(option))}, not for {row.name!r}"
-                    )
-            for draft in self.drafts:
-                takers = [each for each in SCHEDULES.values() if each.takes(draft)]
-                if row not in takers:
-                    raise ValueError(f"{draft.label} is for schedule={names(takers)}, not for {row.name!r}")
-                if graphs and not has_captured_form(draft):
-                    raise _graphs_refused(draft.label, takers)
-                if is_rejection and not draft.draws:
-                    raise ValueError(
-                        f"{draft.label} does not go with {OPTIONS['acceptance']}: leave one of the two out"
-                    )
-            if is_rejection:
-                self._check_rejection(graphs)
+        is_rejection = self.acceptance != "coupled" and row.has_drafts
+        used = [name for name, is_used in (("graphs", graphs), ("acceptance", is_rejection)) if is_used]
+        # What is used, the schedules that take it, and whether captured steps do.
+        parts = [(OPTIONS[name], with_option(name), name == "graphs") for name in used]
+        parts += [(draft.label, with_draft(draft), has_captured_form(draft)) for draft in self.drafts]
+        for label, takers, is_captured in parts if row.has_drafts else ():
+            if row not in takers:
+                raise ValueError(f"{label} is for schedule={names(takers)}, not for {row.name!r}")
+            if graphs and not is_captured:
+                uncaptured = names([each for each in takers if not each.is_captured])
+                raise ValueError(f"graphs=True does not support {label}: use schedule={uncaptured} without graphs")
+        if is_rejection:
+            if excluded := [*(draft.label for draft in self.drafts if not draft.draws), *["exact=True"] * self.exact]:
+                raise ValueError(f"{OPTIONS['acceptance']} does not go with {excluded[0]}: leave one of the two out")
+            if len(self.lookahead) > 1:
+                raise ValueError(f"acceptance={self.acceptance!r} is for one draft model: use acceptance='coupled'")
         if self.exact and not self.native:
             raise ValueError("exact=True runs the target in the native or the fused form: leave native=False out")
-
-    def _check_rejection(self, graphs: bool) -> None:
-        if graphs:
-            raise _graphs_refused(OPTIONS["acceptance"], with_option("acceptance"))
-        if self.exact:
-            raise ValueError(f"{OPTIONS['acceptance']} does not go with exact=True: leave one of the two out")
-        if len(self.lookahead) > 1:
-            raise ValueError(f"acceptance={self.acceptance!r} is for one draft model: use acceptance='coupled'")
 
     def _check_order(self) -> None:
         """Check that each draft can do what its place in the chain asks of it."""
         for i, draft in enumerate(self.drafts):
             if i > 0 and not draft.verifies:
-                controlled = self.is_controllable and self.drafts[i - 1].inline
+                before, more = self.drafts[i - 1], ""
+                if self.is_controllable and before.inline:
+                    more = ", or leave lookahead out, so that the controller chooses between them"
                 raise ValueError(
                     f"{self.names[i]} is {draft.label}, which can only be the first of the drafts, as it cannot verify the draft tokens of "
-                    f"{self.drafts[i - 1].label}: put it first, leave one of the two out"
-                    + (", or leave lookahead out, so that the controller chooses between them" if controlled else "")
+                    f"{before.label}: put it first, leave one of the two out{more}"
                 )
         if self.graphs and not can_be_captured(self.drafts):
             raise ValueError(
@@ -200,11 +200,6 @@ class SpeculationConfig:
     def max_draft_tokens(self, stage: int) -> int:
         """Most draft tokens in a step of ``stage``: half of the columns stay free for its own tokens. 0 for the first stage."""
         return min(self.lookahead[stage - 1], WIDTH // 2) if 0 < stage <= len(self.lookahead) else 0
-
-
-def _graphs_refused(what: str, takers: Sequence[Schedule]) -> ValueError:
-    uncaptured = names([row for row in takers if not row.is_captured])
-    return ValueError(f"graphs=True does not support {what}: use schedule={uncaptured} without graphs")
 
 
 def can_be_captured(drafts: Sequence[Any]) -> bool:

@@ -24,13 +24,15 @@ class DraftKind:
 
     Attributes:
         spec: Its :class:`pipespec.engine.chain.DraftSpec`, ``"module:class"``.
-        usage: What users write in place of a draft, in a few words.
+        usage: What users give for it, as the command line says it. Empty: nothing, or an object.
+        name: What stands for it with its defaults. Empty: nothing.
         captured: The stage class of its captured steps, ``"module:class"``. Empty: it has none.
         joins: Whether it joins the stages on a CPU where the controller chooses the drafts.
     """
 
     spec: str
-    usage: str
+    usage: str = ""
+    name: str = ""
     captured: str = ""
     joins: bool = False
 
@@ -43,20 +45,17 @@ class DraftKind:
         return _imported(self.captured)
 
 
-TRANSLATED = DraftKind("pipespec.engine.translation:TranslatedDraft", "the first model may have another tokenizer")
-MODEL = DraftKind(
-    "pipespec.engine.stage:ModelDraft", "a model, or its path", captured="pipespec.schedules.graphs.stage:GraphedStage"
-)
+TRANSLATED = DraftKind("pipespec.engine.translation:TranslatedDraft", "the first one may have another tokenizer")
 DRAFTS = (
-    DraftKind("pipespec.engine.ngram:NgramDraft", "ngram: prompt lookup", joins=True),
+    DraftKind("pipespec.engine.ngram:NgramDraft", "ngram: prompt lookup", name="ngram", joins=True),
     DraftKind(
         "pipespec.engine.head_stage:HeadDraft",
-        "the folder of an EAGLE-3 head",
+        "the folder of an EAGLE-3 head, as the first one",
         captured="pipespec.schedules.graphs.head:GraphedHead",
     ),
-    DraftKind("pipespec.engine.proposer:ProposerDraft", "an object with propose(tokens, count)"),
+    DraftKind("pipespec.engine.proposer:ProposerDraft"),
     TRANSLATED,
-    MODEL,
+    DraftKind("pipespec.engine.stage:ModelDraft", captured="pipespec.schedules.graphs.stage:GraphedStage"),
 )
 """All kinds of drafts. What a user gives for a draft is of the first kind that recognises it, and the last one takes anything."""
 
@@ -197,6 +196,11 @@ def names(rows: Sequence[Schedule]) -> str:
 def with_option(option: str) -> list[Schedule]:
     """The schedules in which an option has an effect."""
     return [row for row in SCHEDULES.values() if option in row.options and (row.has_drafts or option == "graphs")]
+
+
+def with_draft(draft: Any) -> list[Schedule]:
+    """The schedules in which a draft can run."""
+    return [row for row in SCHEDULES.values() if row.takes(draft)]
 
 
 def table() -> str:

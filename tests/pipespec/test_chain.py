@@ -12,7 +12,7 @@ import torch
 
 import pipespec
 from pipespec import NgramDraft, Pipeline, StageFailure
-from pipespec.engine.chain import DraftSpec, InlineStage, as_draft
+from pipespec.engine.chain import DraftSpec, as_draft
 from pipespec.engine.proposer import ProposerStage
 from pipespec.registry import DRAFTS, OPTIONS, kind_of
 from tests.conftest import always_right, random_llama, random_prompts
@@ -85,10 +85,11 @@ class Repeats(DraftSpec):
 
     label = "a draft that repeats the last token"
     form = "repeats"
+    stage_class = ProposerStage
     inline = True
 
-    def make_stage(self, model: Any, block: Any, index: int, trace: Any = None, **options: Any) -> InlineStage:
-        return ProposerStage(LastToken(), block, index, trace, options["upstream"])
+    def propose(self, tokens: np.ndarray, count: int) -> list[int]:
+        return [int(tokens[-1])] * count
 
 
 class Knows:

@@ -57,10 +57,11 @@ class Pipeline(BasePipeline):
             on the Hugging Face Hub, or the path of a GGUF file.
         drafts: Models or paths, smallest first, with the target's tokenizer. On a CPU an n-gram index joins them, unless ``schedule`` or ``lookahead`` is
             given. An embedding may be
-            padded to another size if ``tokenizer.json`` lies beside the weights of both and is the same. The first, or only, draft may be
-            ``"ngram"`` or a :class:`pipespec.NgramDraft`: prompt lookup, without a model. The first draft
-            may have another tokenizer: its draft tokens are translated by way of the text. The folder of an EAGLE-3 head stands for a draft that reads the target's
-            hidden states; it is the only draft beside an n-gram index, in ``"lockstep"``.
+            padded to another size if ``tokenizer.json`` lies beside the weights of both and is the same. A draft may also be
+            ``"ngram"`` or a :class:`pipespec.NgramDraft`: prompt lookup, without a model; or an object of yours with ``propose(tokens, count)``, see
+            :class:`pipespec.engine.proposer.Proposer`. The first draft
+            may have another tokenizer: its draft tokens are translated by way of the text. It may also be the folder of an EAGLE-3 head, which reads the target's
+            hidden states, in ``"lockstep"``.
         schedule: How the stages run. None: the rule of :func:`pipespec.registry.default_schedule`; :attr:`schedule` holds its choice.
             ``"plain"`` ignores the drafts. ``"lockstep"`` runs all stages one after the other in this process. ``"workers"`` runs each draft in a
             process of its own, at the same time as the target. ``"streams"`` is for GPUs: all stages run at the same time in this process, each step

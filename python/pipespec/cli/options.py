@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pipespec.registry import DRAFTS
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 Subparsers = Any
@@ -30,7 +32,7 @@ def flag(group: Any, name: str, text: str, **how: Any) -> None:
 def add_models(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose and load the models."""
     option(parser, "target", "PATH", str, "model that defines the text: a folder, a hub name or a GGUF file (default: the bundled family)")
-    option(parser, "draft", "PATH", str, "draft; several: smallest first; ngram: prompt lookup, first or alone; the folder of an EAGLE-3 head; only the first may have another tokenizer",
+    option(parser, "draft", "PATH", str, "; ".join(["draft; several: smallest first", *(row.usage for row in DRAFTS if row.usage)]),
            action="append", default=[])
     option(parser, "dtype", None, str, "default: as stored; float32 for the bundled family", choices=DTYPES)
     option(parser, "device", "D", str, "cpu, cuda or cuda:1: one for all or one per stage, drafts first; cuda:1+cuda:2: a stage split over both; auto: GPUs by "
@@ -46,11 +48,11 @@ def chosen_models(
     """Target, drafts and dtype by the options of :func:`add_models`. ``bundled``: names of the drafts where no target is given, and the bundled one is used.
 
     Raises:
-        ValueError: Drafts without a target. The n-gram index needs none.
+        ValueError: Drafts without a target. A draft that a name stands for needs none.
     """
     if args.target is not None:
         return args.target, list(args.draft), args.dtype or "auto"
-    if any(draft != "ngram" for draft in args.draft):
+    if set(args.draft) - {row.name for row in DRAFTS}:
         raise ValueError("--draft needs a --target: the bundled family has its own drafts")
     from pipespec.demo import family_path
 

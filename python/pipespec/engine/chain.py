@@ -22,14 +22,15 @@ from pipespec_kernels.state import StateBlock
 
 
 @dataclass(frozen=True, eq=False)
-class DraftSpec(ABC):
+class DraftSpec:
     """One draft of a chain. A subclass is a kind of draft; its fields are what a user chooses.
 
     A spec is small and can be pickled: it is sent to the process where the stage runs. The model that runs is not part of it.
 
     Attributes:
-        name: Of the stage, in reports. It also stands for the draft with its defaults where a user names drafts. Empty: ``"draft 0"`` and so on.
+        name: Of the stage, in reports. Empty: ``"draft 0"`` and so on.
         label: How messages call the kind.
+        stage_class: Of its stages: a :class:`pipespec.engine.stage.Stage`, or an :class:`InlineStage`.
         form: Of an inline stage, in place of how a model's forward runs, for reports.
         inline: Whether the stage has no model. It then runs in the process of the stage downstream, which lets it draft before each of its own steps, see
             :class:`InlineStage`.
@@ -45,6 +46,7 @@ class DraftSpec(ABC):
 
     name: ClassVar[str] = ""
     label: ClassVar[str]
+    stage_class: ClassVar[Any]
     form: ClassVar[str] = ""
     inline: ClassVar[bool] = False
     own_model: ClassVar[bool] = False
@@ -61,8 +63,8 @@ class DraftSpec(ABC):
 
     @classmethod
     def recognise(cls, given: Any) -> DraftSpec | None:
-        """The draft that a user means by ``given``, if it is of this kind."""
-        return cls() if cls.name and isinstance(given, str) and given == cls.name else None
+        """The draft that a user means by ``given``, if it is of this kind. The name in its row need not be recognised."""
+        return None
 
     def check(self, target: PretrainedConfig) -> None:
         """Raise ``ValueError`` if it cannot draft for a target of this configuration. Before models are loaded."""
@@ -83,19 +85,10 @@ class DraftSpec(ABC):
         """Bytes of the weights that a step of the model reads."""
         return weight_bytes(model)
 
-    @abstractmethod
-    def make_stage(
-        self, model: Any, block: StateBlock, index: int, trace: _native.TraceBuffer | None = None, **options: Any
-    ) -> Any:
-        """Make the stage: a :class:`pipespec.engine.stage.Stage`, or an :class:`InlineStage`.
-
-        Args:
-            model: What it runs; None for an inline stage.
-            block: The state block of the chain.
-            index: Place in the chain.
-            trace: Buffer for the times of its steps; None: no trace.
-            **options: The others of :class:`pipespec.engine.stage.Stage`: ``native``, ``upstream``, ``acceptance``.
-        """
+    def make_stage(self, model: Any, *place: Any, **options: Any) -> Any:
+        """Make the stage, by default one of ``stage_class``, which takes ``place`` (block, index, trace) and ``options``, too. ``model``: what it runs; None for
+        an inline stage, which takes this spec."""
+        return self.stage_class(self if self.inline else model, *place, **options)
 
 
 class InlineStage(ABC):
@@ -104,13 +97,23 @@ class InlineStage(ABC):
     It is never set alive in the block: what it can draft is there when the stage downstream plans, so that no stage waits for it.
 
     Args:
+        spec: Of the draft.
         block: The state block of the chain.
         index: Place in the chain.
+        trace: Buffer for the times of its steps; None: no trace.
         upstream: The stage upstream, if it is an inline one, too.
     """
 
-    def __init__(self, block: StateBlock, index: int, upstream: InlineStage | None = None) -> None:
-        self.block, self.index, self.upstream = block, index, upstream
+    def __init__(
+        self,
+        spec: Any,
+        block: StateBlock,
+        index: int,
+        trace: _native.TraceBuffer | None = None,
+        *,
+        upstream: InlineStage | None = None,
+    ) -> None:
+        self.spec, self.block, self.index, self.trace, self.upstream = spec, block, index, trace, upstream
 
     def start(self, prompts: Sequence[np.ndarray]) -> None:
         """Start a call, and so do the inline stages upstream. ``prompts``: per row, int32 ``[P_r]``."""
@@ -153,8 +156,12 @@ def as_draft(given: Any) -> DraftSpec:
     """The draft that a user means by ``given``: a spec, a model, a path, or the name of a kind."""
     if isinstance(given, DraftSpec):
         return given
-    found = (row.spec_class().recognise(given) for row in DRAFTS)
-    return next(spec for spec in found if spec is not None)  # the last row takes anything
+    for row in DRAFTS:
+        kind = row.spec_class()
+        spec: DraftSpec | None = kind() if isinstance(given, str) and given == row.name else kind.recognise(given)
+        if spec is not None:
+            return spec
+    raise TypeError(f"{given!r} is no draft")
 
 
 def make_upstream(
@@ -163,17 +170,8 @@ def make_upstream(
     first: int,
     trace_of: Callable[[int], _native.TraceBuffer | None] = lambda stage: None,
 ) -> InlineStage | None:
-    """Make the inline stages in front of a stage that runs in this process.
-
-    Args:
-        drafts: Their specs, see :meth:`pipespec.config.SpeculationConfig.inline_before`.
-        block: The state block of the chain.
-        first: The place of the first one.
-        trace_of: By place, the buffer for the times of its steps.
-
-    Returns:
-        The last one. None: there is none.
-    """
+    """Make the inline stages, from place ``first`` on, that a stage in this process has directly upstream. Returns the last one; None if there is none.
+    ``trace_of``: by place, the buffer for the times of its steps."""
     upstream: InlineStage | None = None
     for index, draft in enumerate(drafts, first):
         upstream = draft.make_stage(None, block, index, trace_of(index), upstream=upstream)

@@ -24,9 +24,8 @@ from pipespec.engine.sampler import float32_copy
 from pipespec.engine.stage import Stage
 from pipespec.models.devices import tensor_parallel_size
 from pipespec.models.families import NotReadable
-from pipespec_kernels import _native
 from pipespec_kernels.decoder import NativeDecoder
-from pipespec_kernels.state import Action, StateBlock
+from pipespec_kernels.state import Action
 
 
 class HeadStage(Stage):
@@ -258,6 +257,7 @@ class HeadDraft(DraftSpec):
     """
 
     label = "a draft head"
+    stage_class = HeadStage
     reads_target = True
     verifies = False  # it runs its slots one after the other, so that drafting costs as much
     source = "model"
@@ -284,8 +284,3 @@ class HeadDraft(DraftSpec):
 
     def step_bytes(self, model: DraftHead) -> int:
         return model.step_bytes
-
-    def make_stage(
-        self, model: Any, block: StateBlock, index: int, trace: _native.TraceBuffer | None = None, **options: Any
-    ) -> HeadStage:
-        return HeadStage(model, block, index, trace, **options)

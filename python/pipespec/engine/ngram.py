@@ -15,12 +15,49 @@ from pipespec.engine.chain import DraftSpec, InlineStage
 from pipespec.models.properties import embedding_size
 from pipespec.models.tokenizers import load_tokenizer
 from pipespec_kernels import _native
-from pipespec_kernels.state import StateBlock
 
 NGRAM = "ngram"
 """In place of a draft: :class:`NgramDraft` with its defaults. Also the name of the stage."""
 
 _MOST_MATCH: int = _native.MOST_MATCH
+
+
+class NgramStage(InlineStage):
+    """The stage of an n-gram index, whose corpus is given as ids, see :meth:`NgramDraft.for_target`.
+
+    Under the controller it is the last draft, and offers the target its own tokens (:meth:`fill`) or those of the stage upstream (:meth:`relay`).
+    """
+
+    _native: _native.NgramStage | None = None
+
+    def __init__(self, spec: NgramDraft, *place: Any, **options: Any) -> None:
+        super().__init__(spec, *place, **options)
+        self._empty = spec.index()
+        self._corpus = None if spec.corpus is None else spec.index(np.asarray(spec.corpus))
+
+    def prefill(self, prompts: Sequence[np.ndarray]) -> None:
+        self._native = self.block.ngram_stage(self.index, WIDTH, self._empty, self._corpus)
+        self._native.trace(self.trace)
+        self._rows = len(prompts)
+        for row, prompt in enumerate(prompts):
+            self._native.prefill(row, prompt[:-1])
+
+    def fill(self, count: int) -> None:
+        assert self._native is not None
+        self._native.fill(count)
+
+    def foresee(self, count: int) -> list[tuple[int, int]]:
+        """Per row, how many tokens :meth:`fill` would draft now, and how many tokens of the text the match has. The row follows the target before, and may publish that."""
+        assert self._native is not None
+        return [self._native.foresee(row, count) for row in range(self._rows)]
+
+    def relay(self, count: int) -> None:
+        assert self._native is not None
+        self._native.relay(count)
+
+    def release(self) -> None:
+        super().release()
+        self._native = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -45,6 +82,7 @@ class NgramDraft(DraftSpec):
     name = NGRAM
     label = "an n-gram draft"
     form = "n-gram index"
+    stage_class = NgramStage
     inline = True
     lookahead = 8  # its draft tokens take no time, but a long verification of wrong ones does
     source = NGRAM
@@ -104,11 +142,6 @@ class NgramDraft(DraftSpec):
             index.write(0, tokens)
         return index
 
-    def make_stage(
-        self, model: Any, block: StateBlock, index: int, trace: _native.TraceBuffer | None = None, **options: Any
-    ) -> NgramStage:
-        return NgramStage(self, block, index, trace, options.get("upstream"))
-
 
 def _encoded(file: Path, source: Any) -> list[int]:
     """Token ids of a corpus, UTF-8 text, by the tokenizer in a folder or of a hub name."""
@@ -127,53 +160,3 @@ def _encoded(file: Path, source: Any) -> list[int]:
         ) from error
     ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
     return ids
-
-
-class NgramStage(InlineStage):
-    """The stage of an n-gram index.
-
-    Under the controller it is the last draft, and offers the target its own tokens (:meth:`fill`) or those of the stage upstream (:meth:`relay`).
-
-    Args:
-        draft: With the ids of its corpus, see :meth:`NgramDraft.for_target`.
-        trace: Buffer for the times of its steps; None: no trace.
-        others: See :class:`pipespec.engine.chain.InlineStage`.
-    """
-
-    def __init__(
-        self,
-        draft: NgramDraft,
-        block: StateBlock,
-        index: int,
-        trace: _native.TraceBuffer | None = None,
-        upstream: InlineStage | None = None,
-    ) -> None:
-        super().__init__(block, index, upstream)
-        self._trace = trace
-        self._empty = draft.index()
-        self._corpus = None if draft.corpus is None else draft.index(np.asarray(draft.corpus))
-        self._native: _native.NgramStage | None = None
-
-    def prefill(self, prompts: Sequence[np.ndarray]) -> None:
-        self._native = self.block.ngram_stage(self.index, WIDTH, self._empty, self._corpus)
-        self._native.trace(self._trace)
-        self._rows = len(prompts)
-        for row, prompt in enumerate(prompts):
-            self._native.prefill(row, prompt[:-1])
-
-    def fill(self, count: int) -> None:
-        assert self._native is not None
-        self._native.fill(count)
-
-    def foresee(self, count: int) -> list[tuple[int, int]]:
-        """Per row, how many tokens :meth:`fill` would draft now, and how many tokens of the text the match has. The row follows the target before, and may publish that."""
-        assert self._native is not None
-        return [self._native.foresee(row, count) for row in range(self._rows)]
-
-    def relay(self, count: int) -> None:
-        assert self._native is not None
-        self._native.relay(count)
-
-    def release(self) -> None:
-        super().release()
-        self._native = None

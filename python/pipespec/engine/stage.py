@@ -291,6 +291,7 @@ class ModelDraft(DraftSpec):
     """A model of transformers with the target's tokenizer."""
 
     label = "a draft model"
+    stage_class = Stage
     own_model = True
     draws = True
     source = "model"
@@ -306,8 +307,3 @@ class ModelDraft(DraftSpec):
 
     def for_target(self, given: Any, target: PreTrainedModel) -> DraftSpec:
         return replace(self, given=None)  # it is loaded, and a worker process gets its weights in shared memory
-
-    def make_stage(
-        self, model: Any, block: StateBlock, index: int, trace: _native.TraceBuffer | None = None, **options: Any
-    ) -> Stage:
-        return Stage(model, block, index, trace, **options)

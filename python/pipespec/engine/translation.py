@@ -529,8 +529,5 @@ class TranslatedDraft(ModelDraft):
     def recognise(cls, given: Any) -> None:
         """None: the tokenizers of models tell, see :func:`pipespec.preflight.tokenizers.with_translations`."""
 
-    def make_stage(
-        self, model: Any, block: StateBlock, index: int, trace: _native.TraceBuffer | None = None, **options: Any
-    ) -> TranslatedStage:
-        translation = Translation(self.target, self.own)
-        return TranslatedStage(model, block, index, trace, native=options.get("native", True), translation=translation)
+    def make_stage(self, *place: Any, native: bool = True, **options: Any) -> TranslatedStage:
+        return TranslatedStage(*place, native=native, translation=Translation(self.target, self.own))
