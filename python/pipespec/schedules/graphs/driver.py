@@ -107,6 +107,17 @@ def drop_stale_graphs(stages: Sequence[GraphedStage]) -> bool:
     return bool(stale)
 
 
+def make_stage(driver: GraphedDriver, i: int) -> GraphedStage:
+    """Stage ``i``: of the class that its kind of draft has for captured steps."""
+    config, is_target = driver.config, i == driver.block.target
+    row = None if is_target else kind_of(config.drafts[i])
+    make = GraphedStage if row is None else row.captured_class()
+    stage: GraphedStage = make(
+        driver.models[i], driver.block, i, driver._trace_of(i), native=config.native, exact=config.exact and is_target
+    )
+    return stage
+
+
 class GraphedDriver(Driver):
     """Runs steps that need no host: captured graphs on GPUs, the same code without capture on a CPU.
 
@@ -149,7 +160,7 @@ class GraphedDriver(Driver):
         self._ran_captured = False
         self.failed_drafts: set[int] = set()
         super().__init__(models, config)
-        self._stages = [self._graphed(i) for i in range(len(models))]
+        self._stages = [make_stage(self, i) for i in range(len(models))]
         for stage in self._stages:
             self.block.set_alive(stage.index, True)
             stage.read_from(self.target)
@@ -162,15 +173,6 @@ class GraphedDriver(Driver):
         except BaseException:
             self.close()
             raise
-
-    def _graphed(self, i: int) -> GraphedStage:
-        config, is_target = self.config, i == len(self.models) - 1
-        row = None if is_target else kind_of(config.drafts[i])
-        make = GraphedStage if row is None else row.captured_class()
-        stage: GraphedStage = make(
-            self.models[i], self.block, i, self._trace_of(i), native=config.native, exact=config.exact and is_target
-        )
-        return stage
 
     def _runs_on_gpu(self, models: Sequence[PreTrainedModel]) -> bool:
         return models[-1].device.type == "cuda"
