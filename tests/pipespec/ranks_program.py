@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from pipespec import Pipeline
 from pipespec.process import ranks as transport
 from tests.conftest import left_pad, random_llama, random_prompts
 from tests.pipespec.test_remote import CALLS, NEW
-from tests.support.processes import everywhere
+from tests.support.processes import everywhere, peers_of
 from tests.support.streamers import Recorder
 from tests.waiting import until
 
@@ -24,68 +25,55 @@ def chain(paths: list[str]) -> Pipeline:
     return Pipeline(paths[-1], paths[:-1], schedule="ranks", dtype=torch.float32)
 
 
+def call(
+    paths: list[str], work: Callable[[Pipeline], object], note: Callable[[int], object] = lambda rank: None
+) -> None:
+    """Rank 0 does its work, and the drafts serve."""
+
+    def run(rank: int) -> object:
+        with chain(paths) as pipe:
+            note(rank)
+            return work(pipe) if pipe.has_target else pipe.serve()
+
+    everywhere(run)
+
+
 def texts(paths: list[str]) -> None:
     """Several calls."""
-
-    def work(rank: int) -> object:
-        with chain(paths) as pipe:
-            if not pipe.has_target:
-                return pipe.serve()
-            ids, mask = left_pad(random_prompts(3, seed=4, longest=9))
-            return [
-                pipe.generate(ids, attention_mask=mask, max_new_tokens=NEW, **options).tolist()
-                for options in CALLS.values()
-            ]
-
-    everywhere(work)
+    ids, mask = left_pad(random_prompts(3, seed=4, longest=9))
+    options = {"attention_mask": mask, "max_new_tokens": NEW}
+    call(paths, lambda pipe: [pipe.generate(ids, **options, **more).tolist() for more in CALLS.values()])
 
 
 def killed(paths: list[str], folder: str) -> None:
     """Rank 2 is killed in the middle of a call."""
-    victim = Path(folder, "pid")
+    ids, options = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 60, "do_sample": False}
 
-    def work(rank: int) -> object:
-        with chain(paths) as pipe:
-            if not pipe.has_target:
-                if rank == 2:
-                    victim.write_text(str(os.getpid()))
-                return pipe.serve()
+    def work(pipe: Pipeline) -> object:
+        def kill() -> None:
+            os.kill(int(Path(folder, "2").read_text()), signal.SIGKILL)
+            until(lambda: peers_of(pipe)[1].failure() is not None, "the loss is noticed")
 
-            def kill() -> None:
-                os.kill(int(victim.read_text()), signal.SIGKILL)
-                until(lambda: pipe._driver._party.links[2].cause is not None, "the loss is noticed")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = [pipe.generate(ids, streamer=Recorder(9, kill), **options).tolist()]
+            found.append(pipe.generate(ids, **options).tolist())
+        return {"texts": found, "warnings": [str(warning.message) for warning in caught]}
 
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                options = {"max_new_tokens": 60, "do_sample": False}
-                ids = torch.tensor([[5, 6, 7]])
-                found = [pipe.generate(ids, streamer=Recorder(9, kill), **options).tolist()]
-                found.append(pipe.generate(ids, **options).tolist())
-            return {"texts": found, "warnings": [str(warning.message) for warning in caught]}
-
-    everywhere(work)
+    call(paths, work, lambda rank: Path(folder, str(rank)).write_text(str(os.getpid())))
 
 
 def target_dies(paths: list[str]) -> None:
     """Rank 0 is killed in the middle of a call. The drafts end by themselves."""
 
-    def work(rank: int) -> object:
-        with chain(paths) as pipe:
-            if not pipe.has_target:
-                return pipe.serve()
+    def work(pipe: Pipeline) -> object:
+        def die() -> None:
+            until(lambda: "" not in pipe._driver.forms, "both drafts take part in the call")
+            os.kill(os.getpid(), signal.SIGKILL)
 
-            def die() -> None:
-                party = pipe._driver._party
+        return pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=60, streamer=Recorder(9, die))
 
-                def take_part() -> bool:
-                    return all(party._theirs.get(draft) == pipe._driver._generation for draft in (1, 2))
-
-                until(take_part, "both drafts take part in the call")
-                os.kill(os.getpid(), signal.SIGKILL)
-
-            return pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=60, streamer=Recorder(9, die))
-
-    everywhere(work)
+    call(paths, work)
 
 
 def refused(paths: list[str], folder: str) -> None:

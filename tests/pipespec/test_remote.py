@@ -93,7 +93,7 @@ def test_a_draft_that_is_lost_costs_no_token(target, monkeypatch, no_thread_is_l
 
         def cut():
             chain.cut(2)
-            until(lambda: chain.driver._party.links[2].cause is not None, "the loss is noticed")
+            until(lambda: chain.driver.peers[1].failure() is not None, "the loss is noticed")
 
         with pytest.warns(StageFailure, match=r"draft stage 1 \(rank 2\) is lost \(its connection broke") as caught:
             out = pipe.generate(ids, streamer=Recorder(5, cut), **options)
