@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 _MAX_FDS = 64
-_LARGEST_PACKET = 1 << 15
+_MAX_PACKET = 1 << 15
 _IN_A_FILE = b"\0file"
 """In place of a larger message, which lies in a file in memory: its descriptor comes last. No other message begins like that."""
 
@@ -71,7 +71,7 @@ class Channel:
             ChannelError: The other process has too many unread messages, or there is no room for a large one.
         """
         with _system_errors(), ExitStack() as stack:
-            if len(data) > _LARGEST_PACKET:
+            if len(data) > _MAX_PACKET:
                 file = stack.enter_context(open(os.memfd_create("pipespec-message"), "wb"))
                 file.write(data)
                 file.flush()
@@ -91,7 +91,7 @@ class Channel:
         try:
             with _system_errors():
                 space = socket.CMSG_SPACE(_MAX_FDS * fds.itemsize)
-                receive = partial(self._socket.recvmsg, _LARGEST_PACKET, space, socket.MSG_CMSG_CLOEXEC)
+                receive = partial(self._socket.recvmsg, _MAX_PACKET, space, socket.MSG_CMSG_CLOEXEC)
                 try:
                     data, rights, flags, _ = receive()
                 except ConnectionResetError:  # once, if the other end left messages unread; its own last ones follow
