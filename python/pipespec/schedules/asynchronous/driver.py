@@ -134,10 +134,11 @@ class AsynchronousDriver(Driver):
     def tend(self) -> None:
         """Continue without the drafts that are lost, and take back those that have returned. Each loss is warned of once per call."""
         for i, peer in self.peers.items():
-            cause, name = peer.failure(), self._draft_name(i)
+            cause = peer.failure()
             since, before = self._absent.get(i, (time.monotonic(), None))
             if cause == before:
                 continue
+            name = self._draft_name(i)
             if cause is not None:
                 self._absent[i] = since, cause
                 self.block.set_alive(i, False)
