@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from pipespec.schedules.asynchronous.channel import Channel, ChannelError, Closed
+from tests.support.processes import few_descriptors
 
 
 @pytest.fixture
@@ -119,15 +120,8 @@ def test_a_receiver_without_room_for_descriptors(ends):
     ours.send(b"lost", [0, 0, 0])
     ours.send(b"next", [0])
     before = len(os.listdir("/proc/self/fd"))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.dup(0)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 2, hard))
-    try:
-        with pytest.raises(ChannelError, match="Too many open files"):
-            theirs.receive()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with few_descriptors(2), pytest.raises(ChannelError, match="Too many open files"):
+        theirs.receive()
     assert len(os.listdir("/proc/self/fd")) == before
     message, (fd,) = theirs.receive()
     assert message == b"next"
