@@ -47,7 +47,7 @@ from pipespec_kernels.triton.attention import (
     tiling,
 )
 from pipespec_kernels.triton.cutoff import (
-    MOST_GROUPS,
+    MAX_GROUPS,
     SCAN_WARPS,
     SEARCH_WARPS,
     TILE,
@@ -56,7 +56,7 @@ from pipespec_kernels.triton.cutoff import (
     group_of,
 )
 from pipespec_kernels.triton.kv import append_kernel
-from pipespec_kernels.triton.launch import LEAST_WIDTH_BLOCK, Config, choose_config, cut
+from pipespec_kernels.triton.launch import MIN_WIDTH_BLOCK, Config, choose_config, cut
 from pipespec_kernels.triton.logprobs import BLOCK as LOGPROBS_BLOCK
 from pipespec_kernels.triton.logprobs import WARPS as LOGPROBS_WARPS
 from pipespec_kernels.triton.logprobs import logprobs_kernel
@@ -101,7 +101,7 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 # Types of the kernels' arguments. The case defines the type of the logits; other arguments are int32.
 _BY_TYPE = {
-    "*i64": "tokens best arrivals ticket rejected next_token length epoch seeds undrawn top_k",
+    "*i64": "tokens best arrivals ticket rejected next_token length epoch seeds invalid_positions top_k",
     "*i32": "query_lens num_draft_tokens selected accepted positions remaining lengths n_new to rows begin n_keep tickets "
     "history prompt_lengths bias_ids bitmask table top_ids",
     "*fp32": "repetition presence frequency inv_temperature cutoff sums lse draft_inv_temperature draft_cutoff out maxima weights chosen top",
@@ -143,8 +143,8 @@ def cases() -> Iterator[CompileCase]:
     busy = choose_config(ROWS, VOCAB, MULTIPROCESSORS, busy=True)
     assert len({small, wide, busy}) == 3
     greedy = {"HAS_STATE": True, "COUPLED": False, "HAS_CUTOFF": False, "FAST": True, "WALK": True}
-    greedy |= {"WIDTH_BLOCK": LEAST_WIDTH_BLOCK, "HAS_UNDRAWN": False}
-    coupled = greedy | {"COUPLED": True, "HAS_UNDRAWN": True}
+    greedy |= {"WIDTH_BLOCK": MIN_WIDTH_BLOCK, "HAS_INVALID": False}
+    coupled = greedy | {"COUPLED": True, "HAS_INVALID": True}
     cutoff = coupled | {"HAS_CUTOFF": True}
     for dtype in BYTES:
         yield CompileCase("verify, greedy", verify_kernel, dtype, wide, greedy, 12)
@@ -157,7 +157,7 @@ def cases() -> Iterator[CompileCase]:
     yield CompileCase("select, greedy", verify_kernel, "bf16", wide, greedy | {"WALK": False, "HAS_STATE": False}, 12)
     ratio = {"HAS_DRAFT": True, "HAS_CUTOFF": True, "HAS_DRAFT_CUTOFF": True}
     certain = dict.fromkeys(ratio, False)
-    test = {"WIDTH_BLOCK": LEAST_WIDTH_BLOCK, "SPLITS_BLOCK": 128}
+    test = {"WIDTH_BLOCK": MIN_WIDTH_BLOCK, "SPLITS_BLOCK": 128}
     choose = {"HAS_STATE": True, "FAST": True}
     for dtype in ("bf16", "fp32"):
         yield CompileCase("rejection_sample, test", rejection_test_kernel, dtype, wide, ratio | test, 14)
@@ -165,7 +165,7 @@ def cases() -> Iterator[CompileCase]:
     yield CompileCase("rejection_sample, choose", rejection_choose_kernel, "bf16", busy, ratio | choose, 30)
     yield CompileCase("rejection_sample, choose, certain", rejection_choose_kernel, "bf16", busy, certain | choose, 44)
     filters = {"HAS_COUNTS": True, "HAS_K": True, "HAS_P": True, "HAS_MIN": True}
-    filters |= {"GROUP": group_of(VOCAB), "GROUPS_BLOCK": MOST_GROUPS}
+    filters |= {"GROUP": group_of(VOCAB), "GROUPS_BLOCK": MAX_GROUPS}
     one_tile = Config(TILE, SCAN_WARPS, triton.cdiv(VOCAB, TILE))
     for dtype, shift in (("bf16", 16), ("fp32", 0)):
         yield CompileCase("cutoff, scan", cutoff_scan_kernel, dtype, one_tile, filters, 21)
@@ -173,7 +173,7 @@ def cases() -> Iterator[CompileCase]:
         yield CompileCase(
             "cutoff, search", cutoff_search_kernel, dtype, None, search, None, SEARCH_WARPS, instructions=3200
         )
-    penalties = {"HAS_COUNTS": True, "HAS_BITMASK": False, "BLOCK": PENALTY_BLOCK, "WIDTH_BLOCK": LEAST_WIDTH_BLOCK}
+    penalties = {"HAS_COUNTS": True, "HAS_BITMASK": False, "BLOCK": PENALTY_BLOCK, "WIDTH_BLOCK": MIN_WIDTH_BLOCK}
     for name, mask, most in (("penalize", False, 1250), ("penalize, bitmask", True, 1900)):
         # The name begins the type of the logits: float32 only, whatever the case's type is.
         constants = penalties | {"HAS_BITMASK": mask}

@@ -20,10 +20,10 @@ import pipespec
 from bench.harness import choose_sizes, markdown_table, save
 from pipespec import Pipeline
 from pipespec.bench.machine import provenance
+from pipespec.checks.tokenizers import tokenizer_digest
 from pipespec.demo import family_path
 from pipespec.models.loading import load_model
 from pipespec.models.tokenizers import load_tokenizer
-from pipespec.preflight.tokenizers import tokenizer_digest
 from pipespec.registry import LOCKSTEP, PLAIN, WORKERS
 
 RESULTS = Path(__file__).parent / "results" / "exact.json"

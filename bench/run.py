@@ -26,9 +26,9 @@ from pipespec.bench.config import BenchConfig, DatasetRequest
 from pipespec.bench.contenders import Family
 from pipespec.bench.results import DatasetSettings
 from pipespec.bench.runner import CALIBRATION, PreparedDataset, PreparedRun, prepared, threads
+from pipespec.checks.devices import device_facts
 from pipespec.cli import bench as command
 from pipespec.demo import draft_module_path
-from pipespec.preflight.devices import device_facts
 from pipespec.process.progress import say
 
 STEP_S = 0.03

@@ -36,11 +36,7 @@ TOKEN_BYTES = {INT32: 4, INT64: 8}
 # Supported dtypes of logits, with the native code's names; None: the native code does not support it.
 _CODES = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16, FLOAT64))
 if native is not None and not dispatch.forced:
-    _CODES |= {
-        torch.float32: native.FLOAT32,
-        torch.bfloat16: native.BFLOAT16,
-        torch.float16: native.FLOAT16,
-    }
+    _CODES |= {torch.float32: native.FLOAT32, torch.bfloat16: native.BFLOAT16, torch.float16: native.FLOAT16}
 
 # Arguments with one entry per row (cutoffs: per row and column): the dtype, and the name of an entry in errors.
 _PER_ROW = {
@@ -113,9 +109,9 @@ def both_counts(
         raise ValueError("query_lens and num_draft_tokens go together")
     if query_lens is None:
         return None, None
-    return per_row("query_lens", query_lens, (batch,), device), per_row(
-        "num_draft_tokens", num_draft_tokens, (batch,), device
-    )
+    counts = (("query_lens", query_lens), ("num_draft_tokens", num_draft_tokens))
+    query_lens, num_draft_tokens = (per_row(name, values, (batch,), device) for name, values in counts)
+    return query_lens, num_draft_tokens
 
 
 def per_row(name: str, values: Any, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -230,13 +226,7 @@ def address(tensor: Tensor | None) -> int:
 
 def addresses(noise: FlatNoise) -> tuple[int, int, int, int, int]:
     seeds, positions, inv_temperature, cutoff, stream = noise
-    return (
-        seeds.data_ptr(),
-        positions.data_ptr(),
-        inv_temperature.data_ptr(),
-        address(cutoff),
-        stream,
-    )
+    return seeds.data_ptr(), positions.data_ptr(), inv_temperature.data_ptr(), address(cutoff), stream
 
 
 def moved(noise: FlatNoise, device: torch.device, offset: int = 0) -> Noise:
@@ -306,10 +296,10 @@ def busy_rows(query_lens: Tensor) -> list[int]:
 
 
 def check_filter_values(values: Iterable[Tensor]) -> None:
-    for column, (name, (_, most)) in zip(values, _FILTERS.items(), strict=True):
+    for column, (name, (_, limit)) in zip(values, _FILTERS.items(), strict=True):
         if column.is_cpu:
             for row, value in enumerate(column.tolist()):
-                if not 0 <= value <= most or (name == "inv_temperature" and not 0 < value < math.inf):
+                if not 0 <= value <= limit or (name == "inv_temperature" and not 0 < value < math.inf):
                     raise ValueError(f"row {row}: {name} {value} is not valid")
 
 

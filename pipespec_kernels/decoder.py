@@ -76,7 +76,7 @@ class LayerWeights:
     head included, are int8 or none is.
 
     With a ``side_norm [H]`` the layer has side inputs, as that of an EAGLE-3 head: ``q``, ``k`` and ``v`` are ``[out, 2 * H]`` and read the normalised
-    side inputs, and behind them the normalised hidden states; with ``adds_to_norm`` the residual begins with the latter instead of the hidden states.
+    side inputs, and after them the normalised hidden states; with ``adds_to_norm`` the residual begins with the latter instead of the hidden states.
     """
 
     input_norm: Tensor
@@ -166,7 +166,7 @@ class NativeDecoder:
         if head is None and norm is not None:
             raise ValueError("a norm needs a head")
         if head is not None and norm is None and (layers or embedding is not None):
-            raise ValueError("a head behind layers or an embedding needs a norm")
+            raise ValueError("a head after layers or an embedding needs a norm")
         if head is None and (head_bias is not None or head_scale is not None):
             raise ValueError("head_bias needs a head, and so does head_scale")
         _check_scales(layers, head, head_scale)
@@ -272,7 +272,7 @@ class NativeDecoder:
             cos: float32 ``[positions, rotary_dim]``, contiguous. Row ``p`` belongs to position ``p``, in the order of transformers' ``rotate_half``.
             sin: Like ``cos``.
             begin: First layer.
-            end: Behind the last layer; None: all.
+            end: After the last layer; None: all.
             side: Like ``hidden``, for layers that have side inputs.
             taps: Hidden states that are copied.
             threads: Upper bound, the calling thread included; default ``torch.get_num_threads()``.
@@ -298,8 +298,8 @@ class NativeDecoder:
         if side is not None:
             _check_hidden(self.shape, side)
             side = side.detach().contiguous()
-        beside = 0 if side is None else side.data_ptr()
-        self._native.run_layers(out.data_ptr(), beside, cache, columns, begin, end, tapped, count)
+        given = 0 if side is None else side.data_ptr()
+        self._native.run_layers(out.data_ptr(), given, cache, columns, begin, end, tapped, count)
         return out
 
     def logits(self, hidden: Tensor, *, threads: int | None = None) -> Tensor:
@@ -503,13 +503,8 @@ def _layer_shapes(shape: DecoderShape, layer: LayerWeights) -> dict[str, tuple[i
         "up": (i, h),
         "down": (h, i),
     }
-    norms: dict[str, tuple[int, ...]] = {
-        "input_norm": (h,),
-        "post_norm": (h,),
-        "q_norm": (shape.head_dim,),
-        "k_norm": (shape.head_dim,),
-        "side_norm": (h,),
-    }
+    norms: dict[str, tuple[int, ...]] = dict.fromkeys(("input_norm", "post_norm", "side_norm"), (h,))
+    norms |= dict.fromkeys(("q_norm", "k_norm"), (shape.head_dim,))
     biases = {f"{name}_bias": size[:1] for name, size in matrices.items()}
     found = matrices | biases | norms
     return {f.name: found[f.name] for f in fields(LayerWeights) if f.name in found}

@@ -54,7 +54,7 @@ class DevicePort:
         device: of the kernels and the arrays, where the block is pinned; default: the current GPU.
 
     Attributes:
-        tokens: int32 ``[rows, width]``, on the GPU like the others: ids to feed, zeros behind them.
+        tokens: int32 ``[rows, width]``, on the GPU like the others: ids to feed, zeros after them.
         kv, query_lens, num_draft_tokens: int32 ``[rows]``: position of the first fed token, tokens fed, how many of them are draft tokens.
         n_select: int32 ``[rows]``: ``query_lens`` where a choice is needed, else 0: what :func:`ops.verify` takes as ``query_lens``.
         action: int32 ``[rows]``: :class:`pipespec_kernels.state.Action`.

@@ -44,7 +44,7 @@ def collect_env() -> dict[str, Any]:
     }
 
 
-LEAST_CAPABILITY = 80
+MIN_CAPABILITY = 80
 """Ten times the compute capability that the CUDA module needs: its sums over a warp, and products of bfloat16."""
 
 
@@ -105,9 +105,9 @@ def problems(env: dict[str, Any]) -> list[str]:
     built = [int(arch.split("-")[0]) for arch in (env["native"] or {}).get("cuda_archs", [])]
     for device in cuda["devices"]:
         capability = device["capability"][0] * 10 + device["capability"][1]
-        if capability < LEAST_CAPABILITY:
+        if capability < MIN_CAPABILITY:
             found.append(
-                f"{device['name']} has compute capability {capability / 10}, and the CUDA module needs {LEAST_CAPABILITY / 10}: "
+                f"{device['name']} has compute capability {capability / 10}, and the CUDA module needs {MIN_CAPABILITY / 10}: "
                 f"on this GPU the steps run one by one, without graphs."
             )
         elif built and capability < min(built):
@@ -118,7 +118,9 @@ def problems(env: dict[str, Any]) -> list[str]:
 
     cores = min(env["cpu"]["usable_cores"], env["cpu"]["quota_cores"] or env["cpu"]["usable_cores"])
     if cores < 2 and not has_gpu:
-        found.append("Only one CPU core may be used: nothing can run beside the target, so expect no gain on this CPU.")
+        found.append(
+            "Only one CPU core may be used: nothing runs at the same time as the target, so expect no gain on this CPU."
+        )
     return found
 
 

@@ -145,10 +145,10 @@ def from_codes(codes: Tensor, scales: Tensor) -> QuantizedMatrix:
         raise ValueError(
             f"groups must be whole blocks of 32: {list(codes.shape)} codes have {list(scales.shape)} scales"
         )
-    least, largest = int(codes.min()), int(codes.max())
-    bits = next((n for n in (4, 5, 8) if -(1 << n - 1) <= least and largest < 1 << n - 1), None)
+    smallest, largest = int(codes.min()), int(codes.max())
+    bits = next((n for n in (4, 5, 8) if -(1 << n - 1) <= smallest and largest < 1 << n - 1), None)
     if bits is None:
-        raise ValueError(f"its codes are {least} .. {largest}, and a block holds -128 .. 127")
+        raise ValueError(f"its codes are {smallest} .. {largest}, and a block holds -128 .. 127")
     stored = _as_stored(scales)
     # Where all codes are zero, so are the weights.
     matters = (codes.view(rows, groups, -1) != 0).any(2)
@@ -272,11 +272,11 @@ def _symmetric(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _affine(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The scale and the least entry of blocks, and their numbers."""
+    """The scale and the minimum entry of blocks, and their numbers."""
     top = (1 << bits) - 1
-    least = x.amin(1, keepdim=True)
-    scale = (x.amax(1, keepdim=True) - least) / top
-    return scale, least, ((x - least) * _inverse(scale) + 0.5).trunc().clamp(0, top).to(torch.uint8)
+    minimum = x.amin(1, keepdim=True)
+    scale = (x.amax(1, keepdim=True) - minimum) / top
+    return scale, minimum, ((x - minimum) * _inverse(scale) + 0.5).trunc().clamp(0, top).to(torch.uint8)
 
 
 def _encode_q4_0(x: Tensor) -> Tensor:
@@ -289,8 +289,8 @@ def _decode_q4_0(block: Tensor) -> Tensor:
 
 
 def _encode_q4_1(x: Tensor) -> Tensor:
-    scale, least, numbers = _affine(x, 4)
-    return torch.cat((_half_bytes(scale), _half_bytes(least), _pack_nibbles(numbers, 16)), 1)
+    scale, minimum, numbers = _affine(x, 4)
+    return torch.cat((_half_bytes(scale), _half_bytes(minimum), _pack_nibbles(numbers, 16)), 1)
 
 
 def _decode_q4_1(block: Tensor) -> Tensor:
@@ -317,8 +317,8 @@ def _decode_q5_0(block: Tensor) -> Tensor:
 
 
 def _encode_q5_1(x: Tensor) -> Tensor:
-    scale, least, numbers = _affine(x, 5)
-    return torch.cat((_half_bytes(scale), _half_bytes(least), _pack_five(numbers)), 1)
+    scale, minimum, numbers = _affine(x, 5)
+    return torch.cat((_half_bytes(scale), _half_bytes(minimum), _pack_five(numbers)), 1)
 
 
 def _decode_q5_1(block: Tensor) -> Tensor:
@@ -340,11 +340,11 @@ def _search_affine(x: Tensor, top: int, first: float, steps: int) -> tuple[Tenso
     weighted = weight * x
     total, sum_x = weight.sum(1, keepdim=True), weighted.sum(1, keepdim=True)
     sum_xx = (weighted * x).sum(1, keepdim=True)
-    least = x.amin(1, keepdim=True).clamp(max=0)
-    above = x - least
+    minimum = x.amin(1, keepdim=True).clamp(max=0)
+    above = x - minimum
     span = above.amax(1, keepdim=True)
     per_span = _inverse(span)
-    scale, offset = span / top, -least
+    scale, offset = span / top, -minimum
     numbers, product = torch.empty_like(x), torch.empty_like(x)
 
     def moments(levels: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """Keys and values in storage of fixed size with a length per row on the device, and attention over them.
 
-Storage is a pair of tensors ``[B, Hkv, S, D]``; row ``r`` holds ``lengths[r]`` tokens, and positions behind them are never
+Storage is a pair of tensors ``[B, Hkv, S, D]``; row ``r`` holds ``lengths[r]`` tokens, and positions after them are never
 read. Tensors on a GPU go to the Triton kernels. These calls do not wait for the device and can be captured in a CUDA graph; a
 replay uses the lengths and counts of its own time. Tensors on other devices, float64 and heads of more than 256 dimensions go to torch; on the CPU
 the native code computes attention in float32 and bfloat16.
@@ -21,18 +21,11 @@ from torch import Tensor
 
 from pipespec_kernels import arguments, dispatch, reference
 from pipespec_kernels.library import call, register, traced
-from pipespec_kernels.specs import (
-    check,
-    check_last,
-    check_out,
-    check_storage,
-    check_tensor,
-    shape_of,
-)
+from pipespec_kernels.specs import check, check_last, check_out, check_storage, check_tensor, shape_of
 
 # Dtypes that the native code computes with, with its names.
 NATIVE_DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16"}
-MOST_DIM = 256  # of the kernels
+MAX_DIM = 256  # of the kernels
 
 
 def kv_append(
@@ -45,7 +38,7 @@ def kv_append(
     *,
     check_counts: bool = False,
 ) -> None:
-    """Write the first ``n_new[r]`` new columns of each row behind the ``lengths[r]`` tokens that it holds.
+    """Write the first ``n_new[r]`` new columns of each row after the ``lengths[r]`` tokens that it holds.
 
     ``k_cache[r, :, lengths[r] + j] = keys[r, :, j]`` for ``j < n_new[r]``, and the values likewise. Columns from
     ``n_new[r]`` on are padding and write nothing. The lengths do not change: layers share them.
@@ -73,13 +66,7 @@ def kv_append(
 
 
 def _check_append(
-    keys: Tensor,
-    values: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    n_new: Tensor | None = None,
-    _: bool = False,
+    keys: Tensor, values: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, n_new: Any = None, *_: Any
 ) -> None:
     check("kv_append", k_cache, v_cache, keys, values, lengths, n_new)
 
@@ -126,7 +113,7 @@ def verify_attention(
 
     Column ``j`` of row ``r`` sees the keys ``0 .. lengths[r] + j``; ``lengths[r]`` is the row's length *before* the block.
     Query heads ``g * Hq / Hkv ..`` share head ``g`` of the keys, as in HuggingFace models. No mask, no repeated keys or
-    values, and nothing behind ``lengths[r] + query_lens[r]`` is read. Columns from ``query_lens[r]`` on give zeros.
+    values, and nothing after ``lengths[r] + query_lens[r]`` is read. Columns from ``query_lens[r]`` on give zeros.
 
     It is made for the few columns of a decoding step or a verification. Any ``Q`` works: on a GPU wide blocks take several tiles, each of which reads
     the keys again, as in a prefill. ``invariant`` processes them in parts of 32 columns.
@@ -275,7 +262,7 @@ def _by_reference(
     if min(fed, default=width) < width:
         out.zero_()
     for row, before in enumerate(befores):
-        for begin in range(0, fed[row], 1 if invariant else width):
+        for begin in range(0, fed[row], 1 if invariant else max(width, 1)):
             end = begin + 1 if invariant else fed[row]
             first = 0 if window is None else max(0, before + begin + 1 - window)
             keys, values = (cache[row : row + 1, :, first : before + end] for cache in (k_cache, v_cache))
@@ -321,9 +308,9 @@ def _check_attention(
 def _check_workspace(workspace: Any, q: Tensor, k_cache: Tensor) -> None:
     if workspace is None:
         return
-    least = 2 * q.shape[0] * k_cache.shape[1]
+    tickets = 2 * q.shape[0] * k_cache.shape[1]
     size = workspace.shape[0] if isinstance(workspace, Tensor) and workspace.dim() == 1 else 0
-    check_tensor(workspace, "workspace", (torch.int32,), (max(size, least),), q.device, "q")
+    check_tensor(workspace, "workspace", (torch.int32,), (max(size, tickets),), q.device, "q")
     check_last(workspace, "workspace")
 
 
@@ -334,7 +321,7 @@ def refuse_gradients(operation: str, *tensors: Any) -> None:
 
 def kernels_for(tensor: Tensor) -> Any:
     """The kernels for this storage, or these queries, if there are any; else None."""
-    return dispatch.kernels(tensor) if tensor.shape[-1] <= MOST_DIM else None
+    return dispatch.kernels(tensor) if tensor.shape[-1] <= MAX_DIM else None
 
 
 def native_for(tensor: Tensor) -> Any:

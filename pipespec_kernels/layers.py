@@ -118,7 +118,7 @@ def _check_outs(x: Tensor, residual: Tensor | None, out: Tensor | None, residual
 
 
 def silu_mul(gate_up: Tensor, *, activation: str = "silu", out: Tensor | None = None) -> Tensor:
-    """``activation(gate) * up`` of rows that hold the gate and, behind it, the other half (Shazeer, "GLU Variants Improve Transformer", 2020).
+    """``activation(gate) * up`` of rows that hold the gate and, after it, the other half (Shazeer, "GLU Variants Improve Transformer", 2020).
 
     The activation is computed in float32 and rounded to the dtype of ``gate_up``, as is its product with ``up``: the result of transformers'
     ``act_fn(gate_proj(x)) * up_proj(x)``, for one product with both matrices.
@@ -144,34 +144,23 @@ def silu_mul(gate_up: Tensor, *, activation: str = "silu", out: Tensor | None = 
         tensor([[0.0000, 1.4621]])
     """
     refuse_gradients("silu_mul", gate_up, out)
-    _check_gate_up(gate_up, activation)
-    if out is not None:
-        _check_out_half(out, gate_up)
-    kernels = dispatch.kernels(gate_up)
-    if kernels is None:
-        result = reference.silu_mul(gate_up, activation)
-        return result if out is None else out.copy_(result)
-    if out is None:
-        out = gate_up.new_empty(_half_shape(gate_up))
-    kernels.silu_mul(_as_rows(gate_up), activation, _as_rows(out))
-    return out
-
-
-def _half_shape(gate_up: Tensor) -> tuple[int, ...]:
-    return (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-
-
-def _check_gate_up(gate_up: Tensor, activation: str) -> None:
     _check_rows(gate_up, "gate_up")
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up must have an even number of elements per row, got shape {tuple(gate_up.shape)}")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, is {activation!r}")
-
-
-def _check_out_half(out: Tensor, gate_up: Tensor) -> None:
-    _check_like(out, "out", gate_up, _half_shape(gate_up), "gate_up")
-    check_distinct(out, "out")
+    shape = (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    if out is not None:
+        _check_like(out, "out", gate_up, shape, "gate_up")
+        check_distinct(out, "out")
+    kernels = dispatch.kernels(gate_up)
+    if kernels is None:
+        result = reference.silu_mul(gate_up, activation)
+        return result if out is None else out.copy_(result)
+    if out is None:
+        out = gate_up.new_empty(shape)
+    kernels.silu_mul(_as_rows(gate_up), activation, _as_rows(out))
+    return out
 
 
 # --- rope_append -----------------------------------------------------------------------------------------------------
@@ -196,7 +185,7 @@ def rope_append(
     out: Tensor | None = None,
     check_counts: bool = False,
 ) -> Tensor:
-    """Rotate new queries and keys to their positions (RoPE), and write keys and values behind the ``lengths[r]`` tokens of each row.
+    """Rotate new queries and keys to their positions (RoPE), and write keys and values after the ``lengths[r]`` tokens of each row.
 
     With ``p = positions[r, j]``, ``R = cos.shape[1]`` and ``turned(x) = x * cos[p] + rotate_half(x) * sin[p]`` on the first ``R`` dimensions,
     where ``rotate_half(x) = [-x[R / 2 :], x[: R / 2]]`` (Su et al., "RoFormer", 2021; transformers' ``apply_rotary_pos_emb``):
@@ -259,13 +248,8 @@ def rope_append(
     if check_counts or kernels is None:
         check_fits(lengths, n_new, keys.shape[2], k_cache.shape[2], "n_new")
         _in_tables(lengths, n_new, positions, keys.shape[2], cos.shape[0])
-    options: dict[str, Any] = {
-        "positions": positions,
-        "q_norm": q_norm,
-        "k_norm": k_norm,
-        "eps": float(eps),
-        "one_plus_weight": one_plus_weight,
-    }
+    options: dict[str, Any] = {"positions": positions, "q_norm": q_norm, "k_norm": k_norm}
+    options |= {"eps": float(eps), "one_plus_weight": one_plus_weight}
     if out is None:
         out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
     if kernels is None:

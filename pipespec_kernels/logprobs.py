@@ -1,6 +1,6 @@
 """Log-probabilities of selected tokens, and of the likeliest ones, from the logits that verification has read.
 
-:func:`logprobs` runs behind :func:`pipespec_kernels.ops.verify` or :func:`pipespec_kernels.ops.rejection_sample`, for the columns that
+:func:`logprobs` runs after :func:`pipespec_kernels.ops.verify` or :func:`pipespec_kernels.ops.rejection_sample`, for the columns that
 selected a token. :mod:`pipespec_kernels.ops` exports it, too. On the CPU torch computes it.
 """
 
@@ -44,7 +44,7 @@ def logprobs(
 
     Returns:
         ``(chosen, top_ids, top)`` on the device of ``logits``. ``chosen``: float32 ``[B, Q]``, natural logarithms; -inf for a token below the cutoff, and where
-        nothing is selected. ``top_ids``: int32 ``[B, Q, top_n]``, likeliest first, of equal logits the lowest id first; -1 behind the last token that
+        nothing is selected. ``top_ids``: int32 ``[B, Q, top_n]``, likeliest first, of equal logits the lowest id first; -1 after the last token that
         reaches the cutoff. ``top``: float32 ``[B, Q, top_n]``, their log-probabilities, -inf where the id is -1. Logits that are no distribution (a NaN, a score of
         +inf, all -inf) give NaN, and ids of -1.
 

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ACCEPT", "ALL_DRAWN", "DRAFT", "INDEPENDENT", "RESIDUAL", "TARGET", "Noise", "Streams"]
+__all__ = ["ACCEPT", "ALL_VALID", "DRAFT", "INDEPENDENT", "RESIDUAL", "TARGET", "Noise", "Streams"]
 
 # The streams of random numbers at one position: csrc/protocol/philox.hpp.
 TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)
 
-ALL_DRAWN = 2**63 - 1
-"""In ``undrawn`` of :func:`pipespec_kernels.ops.verify`: every token of the row came from a distribution."""
+ALL_VALID = 2**63 - 1
+"""In ``invalid_positions`` of :func:`pipespec_kernels.ops.verify`: every token of the row came from a distribution."""
 
 
 @dataclass(slots=True)
@@ -87,13 +87,17 @@ def check_streams(streams: Any) -> None:
         raise ValueError(f"the streams must be three different numbers of 32 bits, got {streams}")
 
 
-def check_undrawn(undrawn: Any, logits: Tensor, noise: Noise | None) -> None:
-    """Check ``undrawn`` of :func:`pipespec_kernels.ops.verify` against the logits ``[B, Q, V]``. Raises ``TypeError`` or ``ValueError``."""
+def check_invalid_positions(found: Any, logits: Tensor, noise: Noise | None) -> None:
+    """Check ``invalid_positions`` of :func:`pipespec_kernels.ops.verify` against the logits ``[B, Q, V]``. Raises ``TypeError`` or ``ValueError``."""
     if noise is None:
-        raise ValueError("undrawn goes with noise: greedy choices are not drawn")
-    if not isinstance(undrawn, Tensor) or undrawn.dtype is not torch.int64:
-        raise TypeError(f"undrawn must be an int64 tensor, got {getattr(undrawn, 'dtype', type(undrawn).__name__)}")
-    if undrawn.shape != logits.shape[:1] or not undrawn.is_contiguous():
-        raise ValueError(f"undrawn must be contiguous [{logits.shape[0]}], got shape {tuple(undrawn.shape)}")
-    if undrawn.device != logits.device and not undrawn.is_pinned():
-        raise ValueError(f"undrawn must be on {logits.device} like the logits, or pinned, is on {undrawn.device}")
+        raise ValueError("invalid_positions goes with noise: greedy choices are not drawn")
+    if not isinstance(found, Tensor) or found.dtype is not torch.int64:
+        raise TypeError(
+            f"invalid_positions must be an int64 tensor, got {getattr(found, 'dtype', type(found).__name__)}"
+        )
+    if found.shape != logits.shape[:1] or not found.is_contiguous():
+        raise ValueError(f"invalid_positions must be contiguous [{logits.shape[0]}], got shape {tuple(found.shape)}")
+    if found.device != logits.device and not found.is_pinned():
+        raise ValueError(
+            f"invalid_positions must be on {logits.device} like the logits, or pinned, is on {found.device}"
+        )

@@ -32,7 +32,7 @@ from pipespec_kernels.arguments import CPU, FLOAT32, FLOAT64, FlatNoise
 from pipespec_kernels.kv import kv_append, verify_attention
 from pipespec_kernels.layers import add_rms_norm, rope_append, silu_mul
 from pipespec_kernels.logprobs import logprobs
-from pipespec_kernels.noise import INDEPENDENT, Noise, Streams, check_streams, check_undrawn
+from pipespec_kernels.noise import INDEPENDENT, Noise, Streams, check_invalid_positions, check_streams
 from pipespec_kernels.penalties import Penalties, penalize
 
 __all__ = [
@@ -238,14 +238,14 @@ def verify(
     threads: int | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     workspace: Any | None = None,
-    undrawn: Tensor | None = None,
+    invalid_positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Verification: each row's own choices up to the first draft token that they contradict.
 
     Row ``r`` was fed ``tokens[r, :query_lens[r]]``, of which the last ``num_draft_tokens[r]`` are draft tokens. With
     ``s = query_lens[r] - 1 - num_draft_tokens[r]``, ``selected[r, j]`` is the argmax of ``logits[r, s + j]`` for
     ``j = 0 .. accepted[r]``; the walk continues while ``selected[r, j] == tokens[r, s + 1 + j]`` and draft tokens are left.
-    Logits behind the first mismatch change nothing; the CPU does not read them, and a GPU not all of them. With ``noise``, ``selected[r, j]`` is what :func:`sample` draws in
+    Logits after the first mismatch change nothing; the CPU does not read them, and a GPU not all of them. With ``noise``, ``selected[r, j]`` is what :func:`sample` draws in
     column ``s + j`` instead.
 
     Args:
@@ -261,9 +261,9 @@ def verify(
             argument. Saves the two allocations, which are a third of the cost of a small call.
         workspace: on a GPU, a :class:`pipespec_kernels.triton.Workspace` of at least ``B`` and ``Q``: saves the launch that clears one.
             Calls that may run at the same time need different ones. Ignored elsewhere.
-        undrawn: contiguous int64 ``[B]``, on the device of ``logits`` or pinned, with ``noise`` only. A row whose tokens are not all drawn from a
+        invalid_positions: contiguous int64 ``[B]``, on the device of ``logits`` or pinned, with ``noise`` only. A row whose tokens are not all drawn from a
             distribution (a chosen logit is NaN or infinite, so that the row of logits has a NaN, has +inf or is all -inf) lowers its entry to the
-            position of the first of them; begin with :data:`pipespec_kernels.noise.ALL_DRAWN`. On a GPU the same launch writes it.
+            position of the first of them; begin with :data:`pipespec_kernels.noise.ALL_VALID`. On a GPU the same launch writes it.
 
     Returns:
         ``(selected[B, Q], accepted[B])``, int32 on the device of ``query_lens``. With ``query_lens`` on the CPU the call copies
@@ -284,20 +284,22 @@ def verify(
     flat, offset = _NO_NOISE, 0
     if noise is not None:
         flat, offset = arguments.fields_for_kernel(noise)
-    if undrawn is not None:
-        check_undrawn(undrawn, logits, noise)
+    if invalid_positions is not None:
+        check_invalid_positions(invalid_positions, logits, noise)
     batch, width, _, native = arguments.check_logits(logits)
     device = CPU if native is not None else logits.device
     query_lens, num_draft_tokens, drawn = _verify_arguments(logits, tokens, query_lens, num_draft_tokens, flat, device)
     selected, accepted = arguments.results(out, query_lens, batch, width)
     if native is not None:
-        call = _native_arguments(native, tokens, query_lens, num_draft_tokens, selected, accepted, threads)
+        call = _native_arguments(native, tokens, (query_lens, num_draft_tokens), (selected, accepted), threads)
         if drawn is None:
             arguments.native.verify(*call)
         else:
             arguments.native.verify_coupled(*call, *arguments.addresses(drawn))
-            if undrawn is not None:
-                reference.note_undrawn(undrawn, logits, selected, query_lens, num_draft_tokens, drawn[1])
+            if invalid_positions is not None:
+                reference.note_invalid_positions(
+                    invalid_positions, logits, selected, query_lens, num_draft_tokens, drawn[1]
+                )
         return selected, accepted
     arguments.check_count_values(query_lens, num_draft_tokens, width)
     if drawn is not None:
@@ -306,9 +308,9 @@ def verify(
     if kernels is None:
         given = None if drawn is None else Noise(*drawn, offset)
         found = reference.verify(logits, tokens, query_lens, num_draft_tokens, given)
-        if undrawn is not None and drawn is not None:
+        if invalid_positions is not None and drawn is not None:
             counts = query_lens.to(CPU), num_draft_tokens.to(CPU)
-            reference.note_undrawn(undrawn, logits, found[0], *counts, drawn[1].to(CPU) + offset)
+            reference.note_invalid_positions(invalid_positions, logits, found[0], *counts, drawn[1].to(CPU) + offset)
     else:
         found = kernels.verify(
             logits,
@@ -318,7 +320,7 @@ def verify(
             noise=None if drawn is None else arguments.moved(drawn, device, offset),
             out=(selected, accepted) if selected.device == device else None,
             workspace=workspace,
-            undrawn=undrawn,
+            invalid_positions=invalid_positions,
             exact=True,
         )
     return arguments.write_to(found, selected, accepted)
@@ -341,28 +343,13 @@ def _verify_arguments(
 
 
 def _native_arguments(
-    native: tuple[int, ...],
-    tokens: Tensor,
-    query_lens: Tensor,
-    num_draft_tokens: Tensor,
-    selected: Tensor,
-    accepted: Tensor,
-    threads: int | None,
+    native: tuple[int, ...], tokens: Tensor, counts: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor], threads: Any
 ) -> tuple[int, ...]:
     """The first arguments of both verifications of the native code."""
-    row_stride, column_stride = tokens.stride()
-    return (
-        *native,
-        tokens.data_ptr(),
-        arguments.TOKEN_BYTES[tokens.dtype],
-        row_stride,
-        column_stride,
-        query_lens.data_ptr(),
-        num_draft_tokens.data_ptr(),
-        selected.data_ptr(),
-        accepted.data_ptr(),
-        arguments.num_threads(threads),
-    )
+    fed = tokens.data_ptr(), arguments.TOKEN_BYTES[tokens.dtype], *tokens.stride()
+    (query_lens, num_draft_tokens), (selected, accepted) = counts, out
+    addresses = query_lens.data_ptr(), num_draft_tokens.data_ptr(), selected.data_ptr(), accepted.data_ptr()
+    return (*native, *fed, *addresses, arguments.num_threads(threads))
 
 
 # --- rejection_sample ----------------------------------------------------------------------------------------------------
@@ -382,7 +369,7 @@ def rejection_sample(
     threads: int | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rejection sampling: the accepted draft tokens of each row, and one token drawn behind them.
+    """Rejection sampling: the accepted draft tokens of each row, and one token drawn after them.
 
     As in :func:`verify`, row ``r`` was fed ``tokens[r, :query_lens[r]]``, the last ``num_draft_tokens[r]`` of them draft tokens. The draft token ``h`` in
     column ``q + 1`` is accepted if ``u q(h) < p(h)``, with ``p`` the softmax of ``logits[r, q] * inv_temperature[r]`` over
@@ -441,7 +428,7 @@ def rejection_sample(
     selected, accepted = arguments.results(out, query_lens, batch, width)
     if native is not None and drafts is not None:
         arguments.native.rejection_sample(
-            *_native_arguments(native, tokens, query_lens, num_draft_tokens, selected, accepted, threads),
+            *_native_arguments(native, tokens, (query_lens, num_draft_tokens), (selected, accepted), threads),
             *arguments.addresses(drawn)[:4],
             streams.accept,
             streams.residual,

@@ -126,13 +126,13 @@ def matmul_reference(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
     weights, scales, subs, minima, sub_minima = _of_256(form.name, blocks)
     groups = subs.shape[1]
     scaled = (weights.view(-1, groups, 256 // groups) * subs[:, :, None]).view(rows, -1, 256).double()
-    least = sub_minima.view(rows, -1, 8).double()
+    sub_minima = sub_minima.view(rows, -1, 8).double()
     for b in range(columns // 256):
         dots = torch.einsum("nk,rk->nr", codes[:, b].double(), scaled[:, b]).float()
         out = out + scales.view(rows, -1)[:, b] * scale[:, b, None] * dots
         if minima is not None:
             sums = codes[:, b].view(-1, 8, 32).sum(2).double()
-            dots = torch.einsum("nk,rk->nr", sums, least[:, b]).float()
+            dots = torch.einsum("nk,rk->nr", sums, sub_minima[:, b]).float()
             out = out - minima.view(rows, -1)[:, b] * scale[:, b, None] * dots
     return out
 

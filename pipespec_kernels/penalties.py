@@ -109,13 +109,11 @@ def penalize(
     if logits.is_cpu:
         _check_values(history.shape[1], lengths, *flat[:3])
     if native is not None:
-        row_stride, column_stride = tokens.stride()
         arguments.native.penalize(
             *(native[0], *native[2:]),
             tokens.data_ptr(),
             arguments.TOKEN_BYTES[tokens.dtype],
-            row_stride,
-            column_stride,
+            *tokens.stride(),
             history.data_ptr(),
             history.shape[1],
             lengths.data_ptr(),

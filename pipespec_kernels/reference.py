@@ -47,10 +47,10 @@ def verify(
     return selected, accepted
 
 
-def note_undrawn(
-    undrawn: Tensor, logits: Tensor, selected: Tensor, query_lens: Tensor, num_draft_tokens: Tensor, positions: Tensor
+def note_invalid_positions(
+    found: Tensor, logits: Tensor, selected: Tensor, query_lens: Tensor, num_draft_tokens: Tensor, positions: Tensor
 ) -> None:
-    """Lower ``undrawn`` to the first position of each row whose chosen logit is not finite; see :func:`pipespec_kernels.ops.verify`.
+    """Lower ``found`` to the first position of each row whose chosen logit is not finite; see :func:`pipespec_kernels.ops.verify`.
 
     ``positions``: of the tokens that column 0 chooses. Reading results on a device waits for it.
     """
@@ -59,8 +59,8 @@ def note_undrawn(
     rows, columns, ids = (index.to(logits.device) for index in (rows, columns, selected[selected >= 0].long()))
     bad = ~torch.isfinite(logits[rows, columns, ids])
     if bool(bad.any()):
-        rows, columns = rows[bad].to(undrawn.device), columns[bad].to(undrawn.device)
-        undrawn.scatter_reduce_(0, rows, positions.to(undrawn.device)[rows] + columns, "amin")
+        rows, columns = rows[bad].to(found.device), columns[bad].to(found.device)
+        found.scatter_reduce_(0, rows, positions.to(found.device)[rows] + columns, "amin")
 
 
 def sample(logits: Tensor, noise: Noise) -> Tensor:
@@ -94,8 +94,8 @@ def cutoff(
     batch, width, vocab = logits.shape
     out = torch.full((batch, width), -torch.inf, dtype=torch.float32, device="cpu")
     for row in range(batch):
-        k, p, least = int(top_k[row]), float(top_p[row]), float(min_p[row])
-        if (k == 0 or k >= vocab) and p >= 1 and least <= 0:
+        k, p, share = int(top_k[row]), float(top_p[row]), float(min_p[row])
+        if (k == 0 or k >= vocab) and p >= 1 and share <= 0:
             continue
         columns = range(width)
         if query_lens is not None and num_draft_tokens is not None:
@@ -115,7 +115,7 @@ def cutoff(
                 reached = torch.cumsum(weight, 0) >= p * weight.sum()
                 last = int(reached.int().argmax()) if bool(reached.any()) else len(x) - 1
                 weight = weight[x >= x[last]]
-            kept = x[: len(weight)][weight >= least]
+            kept = x[: len(weight)][weight >= share]
             bar = kept[-1].float()
             if bar > kept[-1]:
                 bar = torch.nextafter(bar, torch.tensor(-torch.inf))
@@ -338,18 +338,8 @@ def gumbel(r: Tensor) -> Tensor:
 
 
 _LN2 = float.fromhex("0x1.62e43p-1")
-_P = [
-    float.fromhex(c)
-    for c in (
-        "0x1.71548ep+0",
-        "-0x1.715692p-1",
-        "0x1.ec296cp-2",
-        "-0x1.6fff1ep-2",
-        "0x1.2ecbdap-2",
-        "-0x1.13c8aep-2",
-        "0x1.5f7cb2p-3",
-    )
-]
+_POLYNOMIAL = "0x1.71548ep+0 -0x1.715692p-1 0x1.ec296cp-2 -0x1.6fff1ep-2 0x1.2ecbdap-2 -0x1.13c8aep-2 0x1.5f7cb2p-3"
+_P = [float.fromhex(coefficient) for coefficient in _POLYNOMIAL.split()]
 
 
 def _lg2(x: Tensor) -> Tensor:

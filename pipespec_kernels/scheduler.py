@@ -20,9 +20,9 @@ _LOOK_NS = 50_000_000
 """The longest wait outside of Python, in nanoseconds: the latency of Ctrl-C."""
 
 
-def widths(most: int) -> list[int]:
-    """Columns of the steps that a stage is launched with: 1, 2, 4, ... and ``most``."""
-    return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
+def widths(max_width: int) -> list[int]:
+    """Columns of the steps that a stage is launched with: 1, 2, 4, ... and ``max_width``."""
+    return [*(1 << i for i in range(max_width.bit_length()) if 1 << i < max_width), max_width]
 
 
 class Rectangle(Protocol):

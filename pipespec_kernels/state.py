@@ -36,7 +36,7 @@ class Memory(Protocol):
     """Of the block's parts, in bytes."""
 
     def remap(self, sizes: Sequence[int]) -> None:
-        """Provide parts of these sizes, one behind the other. They are multiples of :attr:`alignment` and never shrink."""
+        """Provide parts of these sizes, one after the other. They are multiples of :attr:`alignment` and never shrink."""
 
 
 class PrivateMemory:
@@ -56,7 +56,7 @@ class PrivateMemory:
 
 
 class SharedMemory:
-    """Memory shared by processes, in one or several parts. Each part is a file, and the files are mapped one behind the other.
+    """Memory shared by processes, in one or several parts. Each part is a file, and the files are mapped one after the other.
 
     Processes that get the descriptors share it. Parts whose descriptor is read-only are mapped read-only: a process that writes there dies by
     SIGSEGV and cannot change the mapping. The child of a fork gets a copy instead, at the same address and with descriptors of its own, so that
@@ -203,7 +203,7 @@ def _map_file(address: int, size: int, fd: int) -> None:
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
-    """Where each part begins, behind the whole pages of those before it."""
+    """Where each part begins, after the whole pages of those before it."""
     return [0, *accumulate(sizes)][: len(sizes)]
 
 

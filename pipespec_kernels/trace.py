@@ -7,7 +7,7 @@ import numpy as np
 from pipespec_kernels import _native
 from pipespec_kernels.state import SharedMemory
 
-MOST_ENTRIES = 1 << 24
+MAX_ENTRIES = 1 << 24
 
 
 class TraceMemory:
@@ -15,7 +15,7 @@ class TraceMemory:
 
     Args:
         stages: number of buffers.
-        entries: steps per buffer, at most :data:`MOST_ENTRIES`.
+        entries: steps per buffer, at most :data:`MAX_ENTRIES`.
         memory: the memory of another process's object of the same sizes, to share it; default: new memory. Its parts are the stages' buffers.
     """
 

@@ -4,7 +4,7 @@ Row ``r`` has ``lengths[r]`` earlier keys and one more for each column that is f
 ``0 .. lengths[r] + j``. The lengths are on the device, so a captured graph replays at any length.
 
 A block of threads takes one head of keys and values, a tile of the (column, query head) pairs that share it, and a part
-of the keys: the heads of a group lie beside the columns in the rows of one matrix product, so that keys and values are
+of the keys: the heads of a group lie next to the columns in the rows of one matrix product, so that keys and values are
 read once for all of them. Softmax runs along the keys with a running maximum (Milakov, Gimelshein, "Online normalizer
 calculation for softmax", 2018; Dao, Fu, Ermon, Rudra, Re, "FlashAttention", 2022, algorithm 1), in float32. Where the
 keys are shared among several blocks, which a long context and few rows need to fill a device (Dao, Haziza, Massa, Sizov,
@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pipespec_kernels.triton import launch
-from pipespec_kernels.triton.launch import MOST_ROWS, begin_dependent, dependent, on
+from pipespec_kernels.triton.launch import MAX_ROWS, begin_dependent, dependent, on
 from pipespec_kernels.triton.philox import IS_INTERPRETED
 
 INVARIANT_SPAN = 256  # keys: partial sums cost an eighth of the bytes that the keys and values do (4 heads, 8 bit more)
@@ -320,7 +320,7 @@ def attention_kernel(
     column = first + m // GROUP
     live = (m < columns * GROUP) & (column < fed)
     d = tl.arange(0, BLOCK_D)
-    # The tile's last fed column sees the most keys. Keys behind those are not loaded.
+    # The tile's last fed column sees the most keys. Keys after those are not loaded.
     last = tl.minimum(first + (tile * BLOCK_M + BLOCK_M - 1) // GROUP, first + columns - 1)
     end = tl.where(first + tile * BLOCK_M // GROUP < fed, before + tl.minimum(last + 1, fed), 0)
     begin = split * span
@@ -498,9 +498,9 @@ def verify_attention(
     step = min(width, INVARIANT_WIDTH) if invariant else width
     cut = tiling(step * group, dim, q.element_size(), invariant)
     tiles = triton.cdiv(step * group, cut.block_m)
-    if batch > MOST_ROWS or heads * tiles > MOST_ROWS:
+    if batch > MAX_ROWS or heads * tiles > MAX_ROWS:
         raise ValueError(
-            f"at most {MOST_ROWS} rows, and {MOST_ROWS} tiles of columns and heads, in a launch: q is {tuple(q.shape)}"
+            f"at most {MAX_ROWS} rows, and {MAX_ROWS} tiles of columns and heads, in a launch: q is {tuple(q.shape)}"
         )
     if cut.span:
         splits = triton.cdiv(capacity, cut.span)

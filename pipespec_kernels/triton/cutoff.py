@@ -6,7 +6,7 @@ second, one block of threads per row searches the threshold, and reads only grou
 * top-k: as many groups as ``k`` have a largest logit that is at least the k-th largest one, so the k-th largest logit is at least that;
 * top-p: all logits below some number sum to at most the groups whose largest is below it, and in each other group to its sum without the largest,
   or to what all of them at that number would be. If that is less than ``(1 - p) S``, where ``S`` is the whole sum, the others reach the share ``p``;
-* behind top-k, and for min-p: no group whose largest logit does not pass.
+* after top-k, and for min-p: no group whose largest logit does not pass.
 
 In rows of a language model few of the two thousand groups remain, in flat rows all may.
 
@@ -30,7 +30,7 @@ from pipespec_kernels.triton.launch import UNSPECIALIZED, begin_dependent, check
 _LOG2E = tl.constexpr(1.4426950408889634)
 # Logits that a block of threads reads at once, and warps of a block. Not tuned on a device.
 TILE, SCAN_WARPS, SEARCH_WARPS = 4096, 4, 16
-LEAST_GROUP, MOST_GROUPS = 64, 2048
+MIN_GROUP, MAX_GROUPS = 64, 2048
 # Of what may lie below the bound of top-p. The rest exceeds the rounding of the sums.
 _MARGIN = tl.constexpr(0.999)
 # Low bits of an fp32 number, as an ordered integer, that carry no information of the original dtype.
@@ -133,7 +133,7 @@ def cutoff_scan_kernel(
         place = (row * tl.num_programs(1) + column).to(tl.int64) * GROUPS_BLOCK + begin // GROUP + group
         inside = begin // GROUP + group < GROUPS_BLOCK
         tl.store(maxima + place, tl.where(nan == 0, largest, float("nan")), mask=inside)
-        # Behind top-k the sum is that of the logits which it keeps.
+        # After top-k the sum is that of the logits which it keeps.
         if (p < 1.0) & (k == 0):
             scale = tl.load(inv_temperature + row)
             tl.store(sums + place, tl.sum(_weights(x, largest[:, None], scale), axis=1), mask=inside)
@@ -152,7 +152,7 @@ def _listed(remain, groups):
 
 @triton.jit
 def _logits_of(source, groups, start, n, vocab, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """The logits of some of the ``n`` listed groups, from the one at ``start`` on; -inf behind the last."""
+    """The logits of some of the ``n`` listed groups, from the one at ``start`` on; -inf after the last."""
     index = start + tl.arange(0, BLOCK // GROUP)
     offsets = tl.load(groups + index, mask=index < n, other=0)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     mask = (index < n)[:, None] & (offsets < vocab)
@@ -401,8 +401,8 @@ def cutoff(
 
 
 def group_of(vocab: int) -> int:
-    """Logits in a group: a power of two that makes at most ``MOST_GROUPS`` groups of a vocabulary below 8 million."""
-    return min(TILE, max(LEAST_GROUP, int(triton.next_power_of_2(vocab)) // MOST_GROUPS))
+    """Logits in a group: a power of two that makes at most ``MAX_GROUPS`` groups of a vocabulary below 8 million."""
+    return min(TILE, max(MIN_GROUP, int(triton.next_power_of_2(vocab)) // MAX_GROUPS))
 
 
 def _per_row(

@@ -17,19 +17,19 @@ from pipespec_kernels.noise import Noise
 from pipespec_kernels.triton.philox import INTERPRETED
 
 INTEGERS = (torch.int32, torch.int64)
-MOST_VOCAB = 1 << 30  # ids and tiles are counted in int32
+MAX_VOCAB = 1 << 30  # ids and tiles are counted in int32
 # Arguments whose values do not change the code worth mentioning: each value of 1, or multiple of 16, would be a kernel of its own.
 _NUMBERS = "width notes stream splits offset tokens_stride_b tokens_stride_q cutoff_stride_b cutoff_stride_q draft_cutoff_stride_b draft_cutoff_stride_q"
 _NUMBERS += " top_n num_biases history_stride"
 _FEW_VALUES = "tokens query_lens num_draft_tokens selected accepted best ticket rejected next_token length epoch seeds positions inv_temperature"
-_FEW_VALUES += " draft_inv_temperature cutoff draft_cutoff undrawn lse arrivals top_k top_p min_p out"
+_FEW_VALUES += " draft_inv_temperature cutoff draft_cutoff invalid_positions lse arrivals top_k top_p min_p out"
 _FEW_VALUES += (
     " chosen top_ids top history lengths repetition presence frequency prompt_lengths bias_ids bias bitmask table"
 )
 UNSPECIALIZED = {"do_not_specialize": _NUMBERS.split(), "do_not_specialize_on_alignment": _FEW_VALUES.split()}
-LEAST_WIDTH_BLOCK = 32
+MIN_WIDTH_BLOCK = 32
 """Columns in a walk along draft tokens, so that the usual widths share a kernel."""
-MOST_ROWS = 65535  # CUDA's limit for the outer dimensions of a grid
+MAX_ROWS = 65535  # CUDA's limit for the outer dimensions of a grid
 _PDL = os.environ.get("PIPESPEC_PDL", "")
 if _PDL not in ("", "0", "1"):
     raise ValueError(f"PIPESPEC_PDL is {_PDL!r}: leave it unset, or use '0' or '1'")
@@ -81,7 +81,7 @@ def choose_config(rows: int, vocab: int, multiprocessors: int, busy: bool) -> Co
     A block's reduction costs as many instructions as some fifty logits per thread, so a long span spreads that cost over more logits. A wide tile
     keeps more bytes in flight, which helps a kernel that only reads. A kernel that is ``busy`` with noise waits for its arithmetic instead. Where
     the rows fill the device several times over, spans are short enough that most blocks start after the first ones have ended: they are skipped
-    behind a rejected draft token. The numbers come from counting instructions and bytes; they have not been tuned on a device.
+    after a rejected draft token. The numbers come from counting instructions and bytes; they have not been tuned on a device.
     """
     wanted = _RESIDENT * multiprocessors
     if rows * (vocab // 4096) < wanted:
@@ -134,7 +134,7 @@ class RowState(NamedTuple):
     """The state of the rows that a verification updates, written in place by the kernel. All ``[B]``, int32 or int64, contiguous.
 
     Attributes:
-        next_token: becomes the row's own choice behind the accepted draft tokens: the first token of the next step.
+        next_token: becomes the row's own choice after the accepted draft tokens: the first token of the next step.
         length: committed tokens of the row; grows by ``accepted + 1``. (The cache holds keys and
             values of one token fewer.)
         epoch: grows by one where a draft token was rejected. Draft tokens of an earlier epoch are invalid.
@@ -158,10 +158,10 @@ def check_device(device: torch.device, what: str) -> None:
 def check_limits(logits: Tensor) -> tuple[int, int, int]:
     """The sizes of logits that a launch can take."""
     batch, width, vocab = logits.shape
-    if vocab > MOST_VOCAB:
+    if vocab > MAX_VOCAB:
         raise ValueError(f"the vocabulary must have 1 .. 2**30 entries, got shape {tuple(logits.shape)}")
-    if batch > MOST_ROWS or width > MOST_ROWS:
-        raise ValueError(f"at most {MOST_ROWS} rows and columns in a launch, got shape {tuple(logits.shape)}")
+    if batch > MAX_ROWS or width > MAX_ROWS:
+        raise ValueError(f"at most {MAX_ROWS} rows and columns in a launch, got shape {tuple(logits.shape)}")
     check_device(logits.device, "logits")
     return batch, width, vocab
 

@@ -86,7 +86,7 @@ def logprobs_kernel(
         start = 0
         while start < vocab:
             x = tl.load(source + start + lanes, mask=start + lanes < vocab, other=float("-inf")).to(tl.float32)
-            # -inf times a temperature that is no number would be a NaN behind the vocabulary.
+            # -inf times a temperature that is no number would be a NaN after the vocabulary.
             y = tl.where((x < lowest) | (x == float("-inf")), float("-inf"), x * scale)
             after = tl.maximum(peak, y)
             total = grown(total, peak, after) + tl.where(y == float("-inf"), 0.0, tl.exp(y - after))

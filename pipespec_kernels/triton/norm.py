@@ -15,7 +15,7 @@ from pipespec_kernels.triton import launch
 from pipespec_kernels.triton.launch import begin_dependent, dependent, on
 from pipespec_kernels.triton.philox import IS_INTERPRETED
 
-MOST_AT_ONCE = 16384  # elements of a row that registers hold; longer rows are read twice
+MAX_AT_ONCE = 16384  # elements of a row that registers hold; longer rows are read twice
 
 
 @triton.jit
@@ -173,5 +173,5 @@ def add_rms_norm(
 
 def tile_of(hidden: int) -> tuple[int, int]:
     """Elements that a block of threads holds at once, and its warps: 16 elements a thread, in 16 bits two loads."""
-    block = min(triton.next_power_of_2(hidden), MOST_AT_ONCE)
+    block = min(triton.next_power_of_2(hidden), MAX_AT_ONCE)
     return block, max(1, min(block // 512, 16))

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pipespec_kernels.triton import launch
-from pipespec_kernels.triton.launch import LEAST_WIDTH_BLOCK, UNSPECIALIZED, begin_dependent, dependent, on, strides
+from pipespec_kernels.triton.launch import MIN_WIDTH_BLOCK, UNSPECIALIZED, begin_dependent, dependent, on, strides
 from pipespec_kernels.triton.selection import invalid
 
 BLOCK = 1024
@@ -190,7 +190,7 @@ def penalize(
             HAS_COUNTS=query_lens is not None,
             HAS_BITMASK=bitmask is not None,
             BLOCK=BLOCK,
-            WIDTH_BLOCK=max(LEAST_WIDTH_BLOCK, triton.next_power_of_2(width)),
+            WIDTH_BLOCK=max(MIN_WIDTH_BLOCK, triton.next_power_of_2(width)),
             **dependent(logits.device),
             num_warps=4,
             enable_fp_fusion=False,

@@ -10,7 +10,7 @@ Two launches. The first takes the logarithms of the sums of exponentials, a piec
 block of a column tests its draft token. The second reads, for each row, the one column in which a token is to be drawn, and draws
 it by Gumbel-max: the largest ``ln(p - q) + G = x / T + ln(1 - q / p) + G + constant``. No probability is ever stored.
 
-As in ``verify``, a rejection is noted, and blocks that start later read nothing of the columns behind it.
+As in ``verify``, a rejection is noted, and blocks that start later read nothing of the columns after it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipespec_kernels.noise import INDEPENDENT, Noise, Streams
 from pipespec_kernels.triton.launch import (
-    LEAST_WIDTH_BLOCK,
+    MIN_WIDTH_BLOCK,
     UNSPECIALIZED,
     Config,
     RowState,
@@ -58,7 +58,7 @@ _FLOOR = tl.constexpr(-1e30)
 # Logits that a lane adds up between two comparisons with the running maximum, each of which costs one more exponential.
 _GROUP = tl.constexpr(8)
 # Splits of a column whose sums the last block adds up, so that the usual divisions share a kernel.
-_LEAST_SPLITS_BLOCK = 128
+_MIN_SPLITS_BLOCK = 128
 
 
 @triton.jit
@@ -195,7 +195,7 @@ def rejection_test_kernel(
 
         # Release: our sums before our ticket. Acquire: all sums of the column, if ours is the last.
         if tl.atomic_add(arrivals + row64 * width + column, 1, sem="acq_rel") == splits - 1:
-            # Of a column behind a rejection the sums may be incomplete. They are not used.
+            # Of a column after a rejection the sums may be incomplete. They are not used.
             if tl.load(rejected + row, cache_modifier=".cg") <= width - column:
                 draft_token = tl.load(tokens + row64 * tokens_stride_b + (at + 1) * tokens_stride_q).to(tl.int64)
                 real = (draft_token >= 0) & (draft_token < vocab)
@@ -291,7 +291,7 @@ def rejection_choose_kernel(
         of_rejected = lse + 2 * (row64 * width + agreed)
         target_lse = tl.load(of_rejected, mask=agreed < draft_tokens, other=0.0)
         draft_lse = tl.load(of_rejected + 1, mask=agreed < draft_tokens, other=0.0)
-        # Behind the last draft token, and where one of the two has no distribution (NaN), the target's row alone decides.
+        # After the last draft token, and where one of the two has no distribution (NaN), the target's row alone decides.
         residual = (agreed < draft_tokens) & (target_lse == target_lse) & (draft_lse == draft_lse)
         scale = tl.load(inv_temperature + row)
         seed = tl.load(seeds + row)
@@ -372,7 +372,7 @@ def rejection_sample(
     exact: bool = False,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rejection sampling: the accepted draft tokens of each row, and one token drawn behind them.
+    """Rejection sampling: the accepted draft tokens of each row, and one token drawn after them.
 
     See :func:`pipespec_kernels.ops.rejection_sample`, which checks the arguments, also for rows without a distribution. In powers of two (times
     ``inv_temperature`` and lg2 e), a logit far below -1e30 counts as -inf. A row without a larger logit has no distribution.
@@ -440,7 +440,7 @@ def rejection_sample(
             *rows,
             sums,
             lse,
-            best,  # zero at this point, and again behind
+            best,  # zero at this point, and again after
             ticket,
             rejected,
             *distributions,
@@ -449,8 +449,8 @@ def rejection_sample(
             test_cut.span,
             **modes,
             BLOCK=test_config.block,
-            WIDTH_BLOCK=max(LEAST_WIDTH_BLOCK, triton.next_power_of_2(width)),
-            SPLITS_BLOCK=max(_LEAST_SPLITS_BLOCK, triton.next_power_of_2(test_cut.splits)),
+            WIDTH_BLOCK=max(MIN_WIDTH_BLOCK, triton.next_power_of_2(width)),
+            SPLITS_BLOCK=max(_MIN_SPLITS_BLOCK, triton.next_power_of_2(test_cut.splits)),
             num_warps=test_config.warps,
         )
         rejection_choose_kernel[(choose_cut.splits, batch)](

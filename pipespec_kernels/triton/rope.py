@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipespec_kernels.triton import launch
 from pipespec_kernels.triton.attention import extent
-from pipespec_kernels.triton.launch import MOST_ROWS, begin_dependent, dependent, on
+from pipespec_kernels.triton.launch import MAX_ROWS, begin_dependent, dependent, on
 from pipespec_kernels.triton.norm import inverse_rms, rounded, weighted
 
 _TILE = 1024  # elements of half a tile
@@ -201,8 +201,8 @@ def rope_append(
         return
     tile = tile_of(dim, rotary)
     tiles = triton.cdiv(heads_q, tile["BLOCK_H"]) + 2 * triton.cdiv(heads, tile["BLOCK_H"])
-    if batch > MOST_ROWS or tiles > MOST_ROWS:
-        raise ValueError(f"at most {MOST_ROWS} rows and tiles of heads in a launch: q is {tuple(q.shape)}")
+    if batch > MAX_ROWS or tiles > MAX_ROWS:
+        raise ValueError(f"at most {MAX_ROWS} rows and tiles of heads in a launch: q is {tuple(q.shape)}")
     with on(q.device):
         rope_append_kernel[(width, tiles, batch)](
             q,

@@ -56,7 +56,7 @@ def beaten(before, word, token, begin, end, vocab):
     entered; ``before``: the largest word of its other spans until then.
 
     A draft token that is the best of its own span has the word of that span, and a larger word is of a better id. Of the spans of a column in which
-    another id is chosen, at least one finds that out: the draft token's own, or the first larger one behind it.
+    another id is chosen, at least one finds that out: the draft token's own, or the first larger one after it.
     """
     is_own = (token >= begin) & (token < end)
     beaten_here = (unpack_id(word) != token) | (before > word)
@@ -73,13 +73,13 @@ def invalid(fed, draft_tokens, width):
 
 @triton.jit
 def no_scale(scale):
-    """Whether an inverse temperature is invalid: with 0 or a NaN, the padding behind the vocabulary would become a NaN and win."""
+    """Whether an inverse temperature is invalid: with 0 or a NaN, the padding after the vocabulary would become a NaN and win."""
     return ~((scale > 0.0) & (scale < float("inf")))
 
 
 @triton.jit
 def advance(next_token, length, epoch, row, choice, agreed, draft_tokens):
-    """Update a row's state (``launch.RowState``) after a verification that selected ``choice`` behind ``agreed`` draft tokens."""
+    """Update a row's state (``launch.RowState``) after a verification that selected ``choice`` after ``agreed`` draft tokens."""
     tl.store(next_token + row, choice)
     tl.store(length + row, tl.load(length + row) + agreed + 1)
     tl.store(epoch + row, tl.load(epoch + row) + (agreed < draft_tokens).to(tl.int32))

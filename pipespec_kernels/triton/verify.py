@@ -5,7 +5,7 @@ word, in an atomic maximum. Then it takes a ticket of its row. When a block take
 along the draft tokens, writes the row's selected tokens and state, and resets the work space, so that the launch can be replayed.
 
 Where there are more blocks than the device holds at once, the first columns of all rows come first. A block that finds a draft token beaten notes it,
-and blocks that start later read nothing of the columns behind it. No result depends on that: columns up to the first rejected draft token are always read.
+and blocks that start later read nothing of the columns after it. No result depends on that: columns up to the first rejected draft token are always read.
 
 Greedy, the score is the logit. Coupled, it is ``logit * inv_temperature + G`` with Gumbel noise ``G`` that depends on
 (seed, position, token id) only, so that equal ids mean agreement at any temperature: Daliri, Musco, Suresh, "Coupling
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pipespec_kernels.noise import Noise
 from pipespec_kernels.triton.launch import (
-    LEAST_WIDTH_BLOCK,
+    MIN_WIDTH_BLOCK,
     UNSPECIALIZED,
     Config,
     RowState,
@@ -122,11 +122,11 @@ def verify_kernel(
     cutoff_stride_q,
     stream,
     offset,
-    undrawn,
+    invalid_positions,
     splits,
     span,
     HAS_STATE: tl.constexpr,
-    HAS_UNDRAWN: tl.constexpr,
+    HAS_INVALID: tl.constexpr,
     COUPLED: tl.constexpr,
     HAS_CUTOFF: tl.constexpr,
     FAST: tl.constexpr,
@@ -214,7 +214,7 @@ def verify_kernel(
         if tl.atomic_add(ticket + row, 1, sem="acq_rel") == (draft_tokens + 1) * splits - 1:
             columns = tl.arange(0, WIDTH_BLOCK)
             words = as_words(best) + row.to(tl.int64) * width + columns
-            # A choice behind the first rejected draft token may be incomplete, and is not used.
+            # A choice after the first rejected draft token may be incomplete, and is not used.
             choice = unpack_id(tl.load(words, mask=columns <= draft_tokens, other=0, cache_modifier=".cg"))
             agrees = columns < draft_tokens
             if WALK:
@@ -235,14 +235,14 @@ def verify_kernel(
             if HAS_STATE:
                 last = tl.sum(tl.where(columns == agreed, choice, 0), axis=0)
                 advance(next_token, length, epoch, row, last, agreed, draft_tokens)
-            if HAS_UNDRAWN:
+            if HAS_INVALID:
                 chosen = logits + row.to(tl.int64) * logits_stride_b + (first + columns).to(tl.int64) * logits_stride_q
                 x = tl.load(chosen + choice, mask=columns <= agreed, other=0.0).to(tl.float32)
                 # The difference is NaN where the logit is not finite.
                 at = tl.min(tl.where(x - x == 0.0, WIDTH_BLOCK, columns), axis=0)
                 if at < WIDTH_BLOCK:
-                    before = tl.load(undrawn + row)
-                    tl.store(undrawn + row, tl.minimum(before, position - column + at))
+                    before = tl.load(invalid_positions + row)
+                    tl.store(invalid_positions + row, tl.minimum(before, position - column + at))
             tl.debug_barrier()  # every thread has read its words and its state before they are overwritten
             tl.store(words, 0, mask=columns <= draft_tokens)
             tl.store(ticket + row, 0)
@@ -260,7 +260,7 @@ def verify(
     state: RowState | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     workspace: Workspace | None = None,
-    undrawn: Tensor | None = None,
+    invalid_positions: Tensor | None = None,
     exact: bool = False,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -270,7 +270,7 @@ def verify(
     in nothing else.
 
     Args:
-        logits, tokens, query_lens, num_draft_tokens, noise, out, undrawn: as there.
+        logits, tokens, query_lens, num_draft_tokens, noise, out, invalid_positions: as there.
         state: written in place by the same launch.
         workspace: with it a call is exactly one launch, without it one more clears memory.
         exact: take logarithms as the host does: the choices are then those of the CPU, bit for bit, and the noise costs
@@ -290,7 +290,7 @@ def verify(
         accepted.zero_()
         return selected, accepted
     fed = tokens, query_lens.contiguous(), num_draft_tokens.contiguous()
-    _launch(logits, fed, noise, state, undrawn, selected, accepted, workspace, exact, config)
+    _launch(logits, fed, noise, state, invalid_positions, selected, accepted, workspace, exact, config)
     return selected, accepted
 
 
@@ -321,7 +321,7 @@ def _launch(
     fed: tuple[Tensor, Tensor, Tensor] | None,
     noise: Noise | None,
     state: RowState | None,
-    undrawn: Tensor | None,
+    invalid_positions: Tensor | None,
     selected: Tensor,
     accepted: Tensor,
     workspace: Workspace | None,
@@ -365,17 +365,17 @@ def _launch(
             *strides(cutoff),
             stream,
             offset,
-            unused if undrawn is None else undrawn,
+            unused if invalid_positions is None else invalid_positions,
             splits,
             span,
             HAS_STATE=state is not None,
-            HAS_UNDRAWN=undrawn is not None,
+            HAS_INVALID=invalid_positions is not None,
             COUPLED=seeds is not None,
             HAS_CUTOFF=cutoff is not None,
             FAST=not (exact or INTERPRETED),
             WALK=fed is not None,
             BLOCK=config.block,
-            WIDTH_BLOCK=max(LEAST_WIDTH_BLOCK, triton.next_power_of_2(width)),
+            WIDTH_BLOCK=max(MIN_WIDTH_BLOCK, triton.next_power_of_2(width)),
             **dependent(device),
             num_warps=config.warps,
         )

@@ -69,9 +69,9 @@ class SpeculationConfig:
         for number in self.lookahead:  # 0: the draft rests
             _require_number("lookahead", number, 0, _MAX_TOKENS)
         if not (_is_integer(self.trace) and self.trace == 0):
-            from pipespec_kernels.trace import MOST_ENTRIES
+            from pipespec_kernels.trace import MAX_ENTRIES
 
-            _require_number("trace", self.trace, 0, MOST_ENTRIES)
+            _require_number("trace", self.trace, 0, MAX_ENTRIES)
         self._check_options()
 
     def _check_options(self) -> None:

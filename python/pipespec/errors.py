@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 class DoesNotFit(ValueError):
     """The stages do not fit the memory.
 
-    The message has several lines: what does not fit, a table of the numbers in GiB, and what helps.
+    The message says what does not fit, and what helps. It may have several lines.
     """
 
     in_lines = True
@@ -47,7 +47,7 @@ class NotCapturable(RuntimeError):
 
 
 class NotKnown(Unsupported):
-    """A call that runs other people's code where a pipeline would run its own: transformers decodes it, token by token, also for a ``Pipeline``."""
+    """A call that runs unknown code where a pipeline would run its own: transformers decodes it, token by token, also for a ``Pipeline``."""
 
 
 def mark_final(error: BaseException) -> None:
@@ -72,7 +72,7 @@ def run_user_code() -> Iterator[None]:
         raise
 
 
-_INSIDE = {"pipespec", "pipespec_kernels", "transformers", "torch", "contextlib"}
+_INSIDE = {"pipespec", "pipespec_kernels", "pipespec_spd", "pipespec_train", "transformers", "torch", "contextlib"}
 """Packages that may stand between the user's line and a warning."""
 
 

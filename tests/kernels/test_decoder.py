@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 from pipespec_kernels.decoder import DecoderShape, LayerWeights, NativeDecoder, Taps
 
-from .selection import simd, simd_variants
+from .implementations import simd, simd_variants
 
 VARIANTS = simd_variants()
 FEW = DecoderShape(
@@ -447,32 +448,6 @@ def test_a_layer_with_side_inputs(name: str, adds_to_norm: bool, variant: str) -
         assert_close(logits[r], expected)
 
 
-def test_side_inputs_and_taps_that_do_not_fit() -> None:
-    model, tables = Model(FEW, layers=2, side=True), angles(FEW)
-    decoder, hidden, cache = model.native(), torch.randn(2, 3, FEW.hidden), storage(model, 2)
-    fed = (hidden, *cache, [0, 0], *tables)
-    out = torch.empty(2, 3, FEW.hidden)
-    for given in ({}, {"side": hidden[:, :2]}, {"side": hidden, "begin": 1}):
-        with pytest.raises(ValueError, match="layers with side inputs, and no others, need side"):
-            decoder.run_layers(*fed, **given)
-    with pytest.raises(TypeError, match="hidden must be float32"):
-        decoder.run_layers(*fed, side=hidden.double())
-    for taps, message in (
-        (Taps([3], out, [0, 0]), "taps are 0 .. 2, the number of layers"),
-        (Taps([-1], out, [0, 0]), "taps are 0 .. 2, the number of layers"),
-        (Taps([1, 2], out, [0, 0]), "what is tapped must be"),
-        (Taps([1], out, [0]), "what is tapped must be"),
-        (Taps([1], out.transpose(1, 2).contiguous().transpose(1, 2), [0, 0]), "what is tapped must be"),
-        (Taps([1], out, [0, 1]), "3 columns from the positions"),
-        (Taps([1], out, [-1, 0]), "3 columns from the positions"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            decoder.run_layers(*fed, side=hidden, taps=taps)
-    with pytest.raises(TypeError, match="what is tapped must be float32 or bfloat16"):
-        decoder.run_layers(*fed, side=hidden, taps=Taps([1], out.half(), [0, 0]))
-    assert cache[0].isnan().all()
-
-
 def test_a_cache_of_bfloat16_is_rounded_to_nearest_even() -> None:
     model = Model(FEW, layers=1)
     decoder, tables, tokens = model.native(), angles(FEW), random_tokens(FEW, 1, 30)
@@ -517,23 +492,11 @@ def test_weights_are_copies() -> None:
     assert torch.equal(feed(decoder, tokens, storage(model, 1), tables, [9]), before)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        ({"lengths": [3, 17]}, ValueError, "capacity is 20"),
-        ({"lengths": [3]}, ValueError, "2 entries"),
-        ({"lengths": [0.5, 1]}, TypeError, "integer"),
-        ({"cos": torch.zeros(32, 8)}, ValueError, "cos must be"),
-        ({"cos": torch.zeros(32, 16, device="meta")}, ValueError, "cos must be on the CPU"),
-        ({"keep": 5}, ValueError, "keep must be 0 .. 4"),
-        ({"threads": 0}, ValueError, "threads must be at least 1"),
-        ({"tokens": torch.tensor([[0, 1, 2, 3], [0, 1, 100, 3]])}, ValueError, r"tokens\[1, 2\] is 100"),
-        ({"values": torch.zeros(3, 2, 2, 21, 16)}, ValueError, "values are"),
-        ({"values": torch.zeros(3, 2, 2, 20, 16, dtype=torch.bfloat16)}, TypeError, "both be float32"),
-        ({"out": torch.zeros(2, 4, 101)}, ValueError, "out must be"),
-    ],
-)
-def test_refuses_by_name(change: dict, error: type[Exception], words: str) -> None:
+# ---- what is refused
+
+
+def step(**change: Any) -> Tensor:
+    """A step of two rows with four tokens each that fits, but for the changes."""
     model = Model(FEW)
     (cos, sin), (keys, values) = angles(FEW, 32), storage(model, 2, capacity=20)
     good = {
@@ -545,64 +508,96 @@ def test_refuses_by_name(change: dict, error: type[Exception], words: str) -> No
         "sin": sin,
         "keep": 4,
     }
-    with pytest.raises(error, match=words):
-        model.native().step(**good | change)
-    assert keys.isnan().all()
-    assert model.native().step(**good).shape == (2, 4, FEW.vocabulary)
+    try:
+        return model.native().step(**good | change)
+    except (TypeError, ValueError):
+        assert keys.isnan().all()
+        raise
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"kv_heads": 3}, "divide heads"),
-        ({"rotary_dim": 5}, "even"),
-        ({"rotary_dim": 18}, "rotary_dim"),
-        ({"activation": "relu"}, "activation"),
-        ({"hidden": 0}, "hidden"),
-        ({"head_dim": 18}, r"layers\[0\].q must be"),
-    ],
-)
-def test_refuses_a_shape(change: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        NativeDecoder(dataclasses.replace(FEW, **change), Model(FEW).layers)
+def sided(**change: Any) -> Tensor:
+    """Layers of which the first has side inputs."""
+    model, hidden = Model(FEW, layers=2, side=True), torch.randn(2, 3, FEW.hidden)
+    cache = storage(model, 2)
+    try:
+        return model.native().run_layers(hidden, *cache, [0, 0], *angles(FEW), **{"side": hidden} | change)
+    except (TypeError, ValueError):
+        assert cache[0].isnan().all()
+        raise
 
 
-def test_refuses_weights() -> None:
-    model = Model(FEW)
-    layer = model.layers[0]
-    with pytest.raises(TypeError, match="up must be float32 or bfloat16"):
-        NativeDecoder(FEW, [dataclasses.replace(layer, up=layer.up.half())])
-    with pytest.raises(ValueError, match="down_bias must be"):
-        NativeDecoder(FEW, [dataclasses.replace(layer, down_bias=torch.zeros(1))])
-    with pytest.raises(ValueError, match="on the CPU"):
-        NativeDecoder(FEW, [dataclasses.replace(layer, k=layer.k.to("meta"))])
-    with pytest.raises(ValueError, match="needs a norm"):
-        NativeDecoder(FEW, [layer], head=model.head)
-    with pytest.raises(ValueError, match="a norm needs a head"):
-        NativeDecoder(FEW, [layer], norm=model.norm)
-    with pytest.raises(ValueError, match="needs a head"):
-        NativeDecoder(FEW, [layer], head_bias=torch.zeros(100))
-    bare = NativeDecoder(FEW, [layer])
-    with pytest.raises(ValueError, match="without embedding"):
-        bare.embed(torch.zeros((1, 1), dtype=torch.int64))
-    with pytest.raises(ValueError, match="without a head"):
-        bare.logits(torch.zeros(1, 64))
-    with pytest.raises(ValueError, match="begin 0 and end 2"):
-        bare.run_layers(torch.zeros(1, 1, 64), torch.zeros(0), torch.zeros(0), [0], *angles(FEW), end=2)
-    with pytest.raises(ValueError, match=r"hidden must be"):
-        bare.run_layers(torch.zeros(1, 64), torch.zeros(0), torch.zeros(0), [0], *angles(FEW))
-    with pytest.raises(TypeError, match="hidden must be float32"):
-        bare.run_layers(torch.zeros(1, 1, 64).double(), torch.zeros(0), torch.zeros(0), [0], *angles(FEW))
+def bare(hidden: Tensor, **change: Any) -> Tensor:
+    """One layer without an embedding or a head."""
+    decoder = NativeDecoder(FEW, WEIGHTS.layers[:1])
+    return decoder.run_layers(hidden, torch.zeros(0), torch.zeros(0), [0], *angles(FEW), **change)
 
 
-def test_refuses_some_matrices_in_int8() -> None:
-    model = Model(FEW, bits=8)
-    half = dataclasses.replace(model.given[0], q=model.layers[0].q, q_scale=None)
-    with pytest.raises(ValueError, match="must be int8 with a scale"):
-        NativeDecoder(FEW, [half])
-    with pytest.raises(ValueError, match="the head too"):
-        NativeDecoder(FEW, model.given, norm=model.norm, head=model.head)
-    with pytest.raises(TypeError, match="q with a scale must be int8"):
-        NativeDecoder(FEW, [dataclasses.replace(model.given[0], q=model.layers[0].q)])
-    with pytest.raises(ValueError, match="scale of layers"):
-        NativeDecoder(FEW, [dataclasses.replace(model.given[0], q_scale=torch.ones(3))])
+def shaped(**change: Any) -> NativeDecoder:
+    return NativeDecoder(dataclasses.replace(FEW, **change), WEIGHTS.layers)
+
+
+def weighted(layer: LayerWeights, ends: dict[str, Any] | None = None, **change: Any) -> NativeDecoder:
+    return NativeDecoder(FEW, [dataclasses.replace(layer, **change)], **ends or {})
+
+
+WEIGHTS, CODES, OUT = Model(FEW), Model(FEW, bits=8), torch.empty(2, 3, FEW.hidden)
+LAYER, CODED = WEIGHTS.layers[0], CODES.given[0]
+NO_TAPS = "what is tapped must be"
+REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+    (ValueError, "capacity is 20", lambda: step(lengths=[3, 17])),
+    (ValueError, "2 entries", lambda: step(lengths=[3])),
+    (TypeError, "integer", lambda: step(lengths=[0.5, 1])),
+    (ValueError, "cos must be", lambda: step(cos=torch.zeros(32, 8))),
+    (ValueError, "cos must be on the CPU", lambda: step(cos=torch.zeros(32, 16, device="meta"))),
+    (ValueError, "keep must be 0 .. 4", lambda: step(keep=5)),
+    (ValueError, "threads must be at least 1", lambda: step(threads=0)),
+    (ValueError, r"tokens\[1, 2\] is 100", lambda: step(tokens=torch.tensor([[0, 1, 2, 3], [0, 1, 100, 3]]))),
+    (ValueError, "values are", lambda: step(values=torch.zeros(3, 2, 2, 21, 16))),
+    (TypeError, "both be float32", lambda: step(values=torch.zeros(3, 2, 2, 20, 16, dtype=torch.bfloat16))),
+    (ValueError, "out must be", lambda: step(out=torch.zeros(2, 4, 101))),
+    (ValueError, "divide heads", lambda: shaped(kv_heads=3)),
+    (ValueError, "even", lambda: shaped(rotary_dim=5)),
+    (ValueError, "rotary_dim", lambda: shaped(rotary_dim=18)),
+    (ValueError, "activation", lambda: shaped(activation="relu")),
+    (ValueError, "hidden", lambda: shaped(hidden=0)),
+    (ValueError, r"layers\[0\].q must be", lambda: shaped(head_dim=18)),
+    (TypeError, "up must be float32 or bfloat16", lambda: weighted(LAYER, up=LAYER.up.half())),
+    (ValueError, "down_bias must be", lambda: weighted(LAYER, down_bias=torch.zeros(1))),
+    (ValueError, "on the CPU", lambda: weighted(LAYER, k=LAYER.k.to("meta"))),
+    (ValueError, "needs a norm", lambda: weighted(LAYER, {"head": WEIGHTS.head})),
+    (ValueError, "a norm needs a head", lambda: weighted(LAYER, {"norm": WEIGHTS.norm})),
+    (ValueError, "needs a head", lambda: weighted(LAYER, {"head_bias": torch.zeros(100)})),
+    (ValueError, "without embedding", lambda: weighted(LAYER).embed(torch.zeros((1, 1), dtype=torch.int64))),
+    (ValueError, "without a head", lambda: weighted(LAYER).logits(torch.zeros(1, 64))),
+    (ValueError, "begin 0 and end 2", lambda: bare(torch.zeros(1, 1, 64), end=2)),
+    (ValueError, "hidden must be", lambda: bare(torch.zeros(1, 64))),
+    (TypeError, "hidden must be float32", lambda: bare(torch.zeros(1, 1, 64).double())),
+    (ValueError, "must be int8 with a scale", lambda: weighted(CODED, q=CODES.layers[0].q, q_scale=None)),
+    (TypeError, "q with a scale must be int8", lambda: weighted(CODED, q=CODES.layers[0].q)),
+    (ValueError, "scale of layers", lambda: weighted(CODED, q_scale=torch.ones(3))),
+    (ValueError, "the head too", lambda: weighted(CODED, {"norm": CODES.norm, "head": CODES.head})),
+    (ValueError, "layers with side inputs, and no others, need side", lambda: sided(side=None)),
+    (ValueError, "layers with side inputs, and no others, need side", lambda: sided(side=OUT[:, :2])),
+    (ValueError, "layers with side inputs, and no others, need side", lambda: sided(begin=1)),
+    (TypeError, "hidden must be float32", lambda: sided(side=OUT.double())),
+    (ValueError, "taps are 0 .. 2, the number of layers", lambda: sided(taps=Taps([3], OUT, [0, 0]))),
+    (ValueError, "taps are 0 .. 2, the number of layers", lambda: sided(taps=Taps([-1], OUT, [0, 0]))),
+    (ValueError, NO_TAPS, lambda: sided(taps=Taps([1, 2], OUT, [0, 0]))),
+    (ValueError, NO_TAPS, lambda: sided(taps=Taps([1], OUT, [0]))),
+    (ValueError, NO_TAPS, lambda: sided(taps=Taps([1], OUT.mT.contiguous().mT, [0, 0]))),
+    (ValueError, "3 columns from the positions", lambda: sided(taps=Taps([1], OUT, [0, 1]))),
+    (ValueError, "3 columns from the positions", lambda: sided(taps=Taps([1], OUT, [-1, 0]))),
+    (TypeError, "what is tapped must be float32 or bfloat16", lambda: sided(taps=Taps([1], OUT.half(), [0, 0]))),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "call"), REFUSED)
+def test_what_does_not_fit_is_named(error: type[Exception], message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_what_fits_is_not_refused() -> None:
+    assert step().shape == (2, 4, FEW.vocabulary)
+    assert sided().shape == OUT.shape
+    assert weighted(CODED).weight_bits == 8

@@ -12,7 +12,8 @@ from torch import Tensor
 from pipespec_kernels import _native, reference
 from pipespec_kernels.noise import ACCEPT, DRAFT, RESIDUAL, TARGET
 
-from .selection import PHILOX_VECTORS, simd, simd_variants
+from .implementations import simd, simd_variants
+from .selection import PHILOX_VECTORS
 
 VARIANTS = simd_variants()
 

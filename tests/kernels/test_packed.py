@@ -15,7 +15,7 @@ from pipespec_kernels.decoder import DecoderShape, LayerWeights, NativeDecoder
 from pipespec_kernels.formats import FORMATS, QuantizedMatrix, dequantize, quantize
 from pipespec_kernels.packed import PackedMatrix, matmul_reference
 
-from .selection import simd, simd_variants
+from .implementations import simd, simd_variants
 
 VARIANTS = simd_variants()
 WIDTHS = [1, 2, 7, 16, 48, 49, 100]

@@ -13,11 +13,9 @@
 #include <utility>
 #include <vector>
 
-#include "check.hpp"
-#include "fake_stage.hpp"
-#include "runtime/generation.hpp"
 #include "runtime/host_launcher.hpp"
 #include "runtime/scheduler.hpp"
+#include "tasks.hpp"
 
 namespace chains {
 
@@ -45,34 +43,23 @@ inline bool threads_are(u64 expected) {
   return CHECK_EQ(threads_of_this_process(), expected);
 }
 
-// One generation: models, prompts, limits, and what happens to them.
-struct Task {
-  Truth truth;
-  std::vector<Model> models;
-  std::vector<Tokens> prompts;
-  std::vector<u32> limits;
+// A task whose stages take their time.
+struct Task : fake::Task {
   std::vector<u32> pauses_us;  // per stage: the longest duration of a step; 0: none
-  u64 seed;
 
-  Task(u32 stages, u32 rows, u32 length, u64 of)
-      : truth{.seed = fake::mix(of), .eos = {3, 2}}, seed(of) {
-    Random random{of};
-    truth.eos_rate = random.pick({0.0, 0.02});
-    truth.vocabulary = random.pick({4, 40});
-    for (u32 s = 0; s < stages; ++s) {
-      models.push_back(
-          {&truth, s + 1 == stages ? 1.0 : random.pick({0.0, 0.6, 0.9, 1.0}), random.below(3)});
-      pauses_us.push_back(random.pick({0u, 0u, 3u, 30u}));
-    }
-    for (u32 r = 0; r < rows; ++r) {
-      prompts.emplace_back();
-      for (u32 i = 1 + random.below(4); i > 0; --i)
-        prompts[r].push_back(static_cast<std::int32_t>(random.below(9)));
-      limits.push_back(static_cast<u32>(prompts[r].size()) + 1 + random.below(length));
-    }
+  Task(u32 stages, u32 rows, u32 length, u64 of) : fake::Task(stages, rows, length, of) {
+    Random random{of + 1};
+    for (u32 s = 0; s < stages; ++s) pauses_us.push_back(random.pick({0u, 0u, 3u, 30u}));
   }
-  Task(const Task&) = delete;
-  Task& operator=(const Task&) = delete;
+};
+
+// A long generation with drafts that are always right.
+struct LongTask : Task {
+  LongTask(u32 stages, u32 rows, u64 of, u32 length = 60) : Task(stages, rows, 1, of) {
+    truth.eos_rate = 0;
+    for (u32 r = 0; r < rows; ++r) limits[r] = static_cast<u32>(prompts[r].size()) + length;
+    for (Model& model : models) model.accuracy = 1.0;
+  }
 };
 
 struct Failure : std::runtime_error {
@@ -99,16 +86,9 @@ class Models {
         steps_(stages_) {}
 
   void reset() {
-    std::vector<u32> starts;
-    Tokens last;
-    for (const Tokens& prompt : task_.prompts) {
-      starts.push_back(static_cast<u32>(prompt.size()));
-      last.push_back(prompt.back());
-    }
-    pipespec::reset(home_, starts, task_.limits, last, task_.truth.eos);
+    task_.reset(home_);
     for (u32 s = 0; s < stages_; ++s) {
-      caches_[s].assign(task_.prompts.size(), fake::Cache(task_.models[s]));
-      for (u32 r = 0; r < task_.prompts.size(); ++r) caches_[s][r].prefill(task_.prompts[r]);
+      caches_[s] = task_.caches(s);
       steps_[s] = 0;
     }
   }
@@ -116,31 +96,10 @@ class Models {
   const Block& block() const { return block_; }
   u32 steps(u32 stage) const { return steps_[stage]; }
 
-  // Checks the target's rows: the whole plain text, or with `part` a beginning of it.
-  bool check_text(bool part = false) const {
-    for (u32 r = 0; r < task_.prompts.size(); ++r) {
-      const Tokens text = fake::plain(task_.models.back(), task_.prompts[r], task_.limits[r]);
-      const auto begin = static_cast<u32>(task_.prompts[r].size()) - 1;
-      const u32 length = Sequence(block(), block().target(), r).word().length;
-      if (!CHECK(part ? length <= text.size() : length == text.size())) return false;
-      if (!CHECK_EQ(tokens(block(), block().target(), r, begin, length),
-                    Tokens(text.begin() + begin, text.begin() + length)))
-        return false;
-    }
-    return true;
-  }
-
-  // Checks that every cache holds its stage's sequence after all truncations and refills.
+  bool check_text(bool part = false) const { return task_.check_text(block(), part); }
   bool check_caches() const {
     for (u32 s = 0; s < stages_; ++s)
-      for (u32 r = 0; r < task_.prompts.size(); ++r) {
-        const Tokens& prompt = task_.prompts[r];
-        const Sequence sequence(block(), s, r);
-        for (u32 p = 0; p < block().priv(s, r).kv; ++p)
-          if (!CHECK_EQ(caches_[s][r].entries()[p],
-                        p < prompt.size() ? prompt[p] : sequence.token(p)))
-            return false;
-      }
+      if (!fake::check_caches(block(), s, caches_[s], task_.prompts)) return false;
     return true;
   }
 
@@ -171,14 +130,9 @@ class Models {
       if (task_.pauses_us[stage] > 0 && random.below(3) == 0)
         usleep(random.below(task_.pauses_us[stage]));
     }
-    for (u32 row = 0; row < r.rows; ++row) {
-      const std::int32_t* tokens = r.tokens + std::size_t{row} * r.width;
-      const auto kv = static_cast<u32>(r.kv[row]),
-                 num_draft_tokens = static_cast<u32>(r.num_draft_tokens[row]);
-      caches_[stage][row].feed(tokens, kv, static_cast<u32>(r.query_lens[row]), r.width);
-      caches_[stage][row].select(tokens, kv, static_cast<u32>(r.n_select[row]), num_draft_tokens,
-                                 r.selected + std::size_t{row} * r.width, r.width);
-    }
+    fake::forward(caches_[stage],
+                  {r.tokens, r.kv, r.query_lens, r.num_draft_tokens, r.n_select, r.width},
+                  r.selected, r.width);
   }
 
   const Task& task_;
@@ -187,7 +141,7 @@ class Models {
  private:
   Block block_, home_;
   Hook before_;
-  std::vector<std::vector<fake::Cache>> caches_;
+  std::vector<fake::Caches> caches_;
   std::vector<std::atomic<u32>> steps_;
 };
 

@@ -52,6 +52,12 @@ inline std::uint32_t trials(std::uint32_t ci, std::uint32_t nightly) {
   return all ? most : std::min(ci, most);
 }
 
+// Whether a check held; if it did not, says in which trial.
+inline bool in_trial(std::uint32_t trial, bool held) {
+  if (!held) std::fprintf(stderr, "  trial %u\n", trial);
+  return held;
+}
+
 inline bool add(const char* name, void (*run)()) {
   tests().push_back({name, run});
   return true;

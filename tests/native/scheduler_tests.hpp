@@ -16,6 +16,22 @@ namespace {
 // Trials of the ci profile, fewer for an expensive chain.
 u32 few(u32 ci) { return std::max(ci / Chain::kCost, std::min(ci, 5u)); }
 
+// Checks that a stage's trace adds up to what the rows have counted.
+void check_sums(const std::vector<TraceEntry>& trace, const Block& block, u32 stage) {
+  u64 traced[5] = {}, counted[5] = {};
+  const auto add = [](u64(&to)[5], const auto&... numbers) {
+    u32 i = 0;
+    ((to[i++] += numbers), ...);
+  };
+  for (const TraceEntry& e : trace)
+    add(traced, e.fed, e.draft_tokens, e.accepted, e.rolled_back, e.rollbacks);
+  for (u32 r = 0; r < block.active_rows(); ++r) {
+    const Counters& c = block.priv(stage, r).counters;
+    add(counted, c.fed, c.drafted, c.accepted, c.truncated, c.rollbacks);
+  }
+  for (u32 i = 0; i < 5; ++i) CHECK_EQ(traced[i], counted[i]);
+}
+
 }  // namespace
 
 // --- the text ------------------------------------------------------------------------------------
@@ -35,20 +51,14 @@ TEST(any_timing_gives_the_plain_text) {
       chain.reset();
       scheduler.start();
       scheduler.finish();
-      if (!chain.check_text() || !chain.check_caches() ||
-          !chain.check_shadow(chain.launcher()->shadow()) || !CHECK(scheduler.failures().empty())) {
-        std::fprintf(stderr, "  seed %u\n", seed);
+      if (!check::in_trial(seed, chain.check_text() && chain.check_caches() &&
+                                     chain.check_shadow(chain.launcher()->shadow()) &&
+                                     CHECK(scheduler.failures().empty())))
         return;
-      }
       for (u32 s = 0; s < stages; ++s) {
-        u64 fed = 0, draft_tokens = 0, accepted = 0, rolled_back = 0, rollbacks = 0;
-        for (const TraceEntry& entry : scheduler.trace(s)) {
+        const std::vector<TraceEntry> trace = scheduler.trace(s);
+        for (const TraceEntry& entry : trace) {
           ++traced;
-          fed += entry.fed;
-          draft_tokens += entry.draft_tokens;
-          accepted += entry.accepted;
-          rolled_back += entry.rolled_back;
-          rollbacks += entry.rollbacks;
           corrected += entry.rolled_back > 0;
           CHECK(entry.start_ns <= entry.end_ns);
           if (Chain::kOneClock) CHECK(entry.launched_ns <= entry.start_ns);
@@ -56,22 +66,7 @@ TEST(any_timing_gives_the_plain_text) {
           CHECK(entry.fed <= entry.width * task.prompts.size());
           CHECK(entry.in_flight < (s == stages - 1 ? 1 : options.ahead));
         }
-        TraceTotals counted{};
-        for (u32 r = 0; r < task.prompts.size(); ++r) {
-          const Counters& counters = chain.block().priv(s, r).counters;
-          counted.fed += counters.fed;
-          counted.draft_tokens += counters.drafted;
-          counted.accepted += counters.accepted;
-          counted.rolled_back += counters.truncated;
-          counted.rollbacks += counters.rollbacks;
-        }
-        if (scheduler.trace(s).size() < options.trace) {  // none is lost
-          CHECK_EQ(fed, counted.fed);
-          CHECK_EQ(draft_tokens, counted.draft_tokens);
-          CHECK_EQ(accepted, counted.accepted);
-          CHECK_EQ(rolled_back, counted.rolled_back);
-          CHECK_EQ(rollbacks, counted.rollbacks);
-        }
+        if (trace.size() < options.trace) check_sums(trace, chain.block(), s);  // none is lost
         if (options.trace == 0) CHECK(scheduler.trace(s).empty());
       }
     }
@@ -158,10 +153,7 @@ TEST(a_stage_without_widths_rides_in_anothers_steps) {
 // speculates.
 TEST(draft_tokens_are_used) {
   for (const bool shadowed : {false, true}) {
-    Task task(3, 1, 60, 7);
-    task.truth.eos_rate = 0;
-    task.limits = {static_cast<u32>(task.prompts[0].size()) + 200};
-    for (Model& model : task.models) model.accuracy = 1.0;
+    LongTask task(3, 1, 7, 200);
     task.pauses_us = {0, 0, 0};
     // The target's first step, which finds no draft tokens, ends when there are some.
     const Chain* made = nullptr;
@@ -201,10 +193,7 @@ TEST(drafts_fail_at_every_step) {
     Scheduler scheduler(chain.launcher(), any_options(random), any_lookahead(stages, random));
     scheduler.start();
     scheduler.finish();
-    if (!chain.check_text()) {
-      std::fprintf(stderr, "  seed %u\n", seed);
-      return;
-    }
+    if (!check::in_trial(seed, chain.check_text())) return;
     std::vector<bool> failed(stages);
     for (const StageFailure& failure : scheduler.failures()) {
       const std::string tired = "stage " + std::to_string(failure.stage) + " is tired";
@@ -297,9 +286,7 @@ TEST(launches_are_refused_and_notices_lost) {
   for (u32 seed = 0; seed < trials(few(15), 60); ++seed) {
     Random random{seed + 4000};
     const u32 stages = 2 + seed % 3, refused = random.below(stages), at = random.below(12);
-    Task task(stages, 1, 20, seed);
-    task.truth.eos_rate = 0;
-    task.limits = {static_cast<u32>(task.prompts[0].size()) + 16};
+    const LongTask task(stages, 1, seed, 16);
     Chain chain(task, {1, 4}, seed % 2 == 0);
     Options options = any_options(random);
     const auto launcher = std::make_shared<Unreliable>(chain.launcher(), refused, at, 8);
@@ -315,11 +302,10 @@ TEST(launches_are_refused_and_notices_lost) {
       CHECK_EQ(failure.stage, refused);
       CHECK_EQ(failure.cause, "refused");
     }
-    if (!chain.check_text(!scheduler.failures().empty() && refused == stages - 1) ||
-        !chain.check_caches() || !chain.check_shadow(chain.launcher()->shadow())) {
-      std::fprintf(stderr, "  seed %u\n", seed);
+    if (!check::in_trial(
+            seed, chain.check_text(!scheduler.failures().empty() && refused == stages - 1) &&
+                      chain.check_caches() && chain.check_shadow(chain.launcher()->shadow())))
       return;
-    }
   }
 }
 
@@ -379,11 +365,9 @@ TEST(stops_at_every_step) {
       CHECK(!scheduler.wait(0, 0).running);
     }
     const u32 ended = forwards;
-    if (!chain.check_text(true) || !chain.check_caches() ||
-        !chain.check_shadow(chain.launcher()->shadow())) {
-      std::fprintf(stderr, "  stop %u\n", at);
+    if (!check::in_trial(at, chain.check_text(true) && chain.check_caches() &&
+                                 chain.check_shadow(chain.launcher()->shadow())))
       return;
-    }
     CHECK_EQ(forwards.load(), ended);
     // The same scheduler continues with the next text.
     forwards = 1'000'000;
@@ -428,10 +412,7 @@ TEST(policies_change_while_running) {
       for (u32 s = 0; s < stages; ++s) scheduler.trace(s);  // may be read at any moment
     }
     scheduler.finish();
-    if (!chain.check_text()) {
-      std::fprintf(stderr, "  seed %u\n", seed);
-      return;
-    }
+    if (!check::in_trial(seed, chain.check_text())) return;
   }
 }
 

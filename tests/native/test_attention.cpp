@@ -1,6 +1,6 @@
 // Attention over storage on the host, against sums in double precision. Run under AddressSanitizer,
 // too: all memory is exactly as large as its strides need. Threads and refused numbers are in
-// tests/kernels/test_attention.py.
+// tests/kernels/test_native.py and test_refusals.py.
 #include <cmath>
 #include <cstdint>
 #include <limits>

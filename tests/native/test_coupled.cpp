@@ -1,9 +1,6 @@
 // Coupled selection on the host: the noise and its bound, and every SIMD variant against a loop
 // over the definition, between pages that must not be touched. Philox's published vectors and the
 // bits of the noise are in tests/kernels/test_noise.py.
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -14,16 +11,16 @@
 
 #include "check.hpp"
 #include "cpu/select.hpp"
+#include "logits.hpp"
 #include "protocol/gumbel.hpp"
 #include "protocol/philox.hpp"
 #include "simd_variants.hpp"
 
 using namespace pipespec;
 using namespace pipespec::cpu;
+using namespace logits;
 
 namespace {
-
-constexpr float kInf = std::numeric_limits<float>::infinity();
 
 float bound(uint32_t r) {
   const float f = float(int32_t(r >> 1));
@@ -76,19 +73,13 @@ TEST(noise_stays_near_the_truth_and_below_its_bound) {
 }
 
 TEST(sample_agrees_with_the_definition_and_reads_nothing_else) {
-  const std::string before = simd();
   std::mt19937_64 rng(2);
   std::normal_distribution<float> normal;
-  const size_t page = size_t(sysconf(_SC_PAGESIZE)), usable = 32 * page;
-  void* const p = mmap(nullptr, usable + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  CHECK(p != MAP_FAILED);
-  auto* const begin = static_cast<unsigned char*>(p) + page;
-  CHECK_EQ(mprotect(begin, usable, PROT_READ | PROT_WRITE), 0);
+  const Guarded memory(32 << 12);
   std::vector<int64_t> sizes;
   for (int64_t n = 1; n <= 70; ++n) sizes.push_back(n);
   for (int64_t n : {127, 128, 1000, 4097, 30000}) sizes.push_back(n);
-  for (const std::string& name : simd_variants()) {
-    set_simd(name);
+  with_each_variant([&](const std::string& name) {
     for (const int64_t n : sizes) {
       for (int kind = 0; kind < 5; ++kind) {
         // Values that bfloat16 has, too.
@@ -107,20 +98,9 @@ TEST(sample_agrees_with_the_definition_and_reads_nothing_else) {
         const Noise noise{&seed, &position, &scale, &cutoff, kTargetStream};
         const int32_t expected = by_hand(row, seed, position, scale, cutoff);
         for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
-          const int64_t bytes = n * (dtype == DType::kFloat32 ? 4 : 2);
-          // Against the page behind, against the page before, and at an odd address.
-          unsigned char* const places[] = {begin + usable - bytes, begin,
-                                           begin + usable - bytes - 1};
-          unsigned char* const data = places[rng() % 3];
-          for (int64_t i = 0; i < n; ++i) {
-            const uint32_t bits = bits_of(row[size_t(i)]);
-            if (dtype == DType::kFloat32) {
-              std::memcpy(data + 4 * i, &bits, 4);
-            } else {
-              const auto upper = uint16_t(bits >> 16);
-              std::memcpy(data + 2 * i, &upper, 2);
-            }
-          }
+          const int64_t size = item_bytes(dtype);
+          unsigned char* const data = memory.place(n * size, rng());
+          for (int64_t i = 0; i < n; ++i) put(dtype, data + i * size, row[size_t(i)]);
           for (const int threads : {1, 3}) {
             int32_t selected = -7;
             sample({data, dtype, 1, 1, n, n, n}, noise, &selected, threads);
@@ -133,9 +113,7 @@ TEST(sample_agrees_with_the_definition_and_reads_nothing_else) {
         }
       }
     }
-  }
-  munmap(p, usable + 2 * page);
-  set_simd(before);
+  });
 }
 
 TEST_MAIN()

@@ -182,15 +182,6 @@ class Chain : Runtime, public Models {
   std::shared_ptr<CudaLauncher> launcher_;
 };
 
-// A long generation with drafts that are always right.
-struct LongTask : Task {
-  LongTask(u32 stages, u32 rows, u64 of, u32 length = 60) : Task(stages, rows, 1, of) {
-    truth.eos_rate = 0;
-    for (u32 r = 0; r < rows; ++r) limits[r] = static_cast<u32>(prompts[r].size()) + length;
-    for (Model& model : models) model.accuracy = 1.0;
-  }
-};
-
 }  // namespace
 
 #include "scheduler_tests.hpp"
@@ -362,26 +353,7 @@ TEST(the_log_sums_over_all_rows) {
     scheduler.start();
     scheduler.finish();
     if (!chain.check_text() || !chain.check_shadow(chain.launcher()->shadow())) return;
-    for (u32 s = 0; s < 3; ++s) {
-      TraceTotals traced{}, counted{};
-      for (const TraceEntry& entry : scheduler.trace(s)) {
-        traced.fed += entry.fed;
-        traced.accepted += entry.accepted;
-        traced.rolled_back += entry.rolled_back;
-        traced.rollbacks += entry.rollbacks;
-      }
-      for (u32 r = 0; r < 40; ++r) {
-        const Counters& counters = chain.block().priv(s, r).counters;
-        counted.fed += counters.fed;
-        counted.accepted += counters.accepted;
-        counted.rolled_back += counters.truncated;
-        counted.rollbacks += counters.rollbacks;
-      }
-      CHECK_EQ(traced.fed, counted.fed);
-      CHECK_EQ(traced.accepted, counted.accepted);
-      CHECK_EQ(traced.rolled_back, counted.rolled_back);
-      CHECK_EQ(traced.rollbacks, counted.rollbacks);
-    }
+    for (u32 s = 0; s < 3; ++s) check_sums(scheduler.trace(s), chain.block(), s);
   }
 }
 

@@ -105,8 +105,7 @@ std::vector<float> feed(const Decoder& decoder, int64_t columns, int64_t width, 
 TEST(products_are_sums) {
   std::mt19937 rng(1);
   std::normal_distribution<float> normal;
-  for (const std::string& name : simd_variants()) {
-    const std::string before = set_simd(name);
+  with_each_variant([&](const std::string&) {
     for (int64_t inputs : {1, 2, 7, 64, 301}) {  // the last: more than blocks share at a time
       for (int64_t panels : {1, 2, 3, 7, 12}) {
         for (int64_t rows : {1, 2, 3, 5, 6, 7, 13}) {
@@ -160,13 +159,11 @@ TEST(products_are_sums) {
         }
       }
     }
-    set_simd(before);
-  }
+  });
 }
 
 TEST(forwards_of_all_shapes_give_the_same_bits) {
-  for (const std::string& name : simd_variants()) {
-    const std::string before = set_simd(name);
+  with_each_variant([&](const std::string&) {
     for (int bits : {16, 32}) {
       const Model model(bits);
       const Decoder decoder(kShape, model.layers, model.ends, 2);
@@ -182,8 +179,7 @@ TEST(forwards_of_all_shapes_give_the_same_bits) {
           }
       }
     }
-    set_simd(before);
-  }
+  });
 }
 
 TEST(several_callers_share_a_decoder) {

@@ -68,8 +68,7 @@ TEST(products_have_the_same_bits_with_all_instructions) {
               packed.get() + o / 16 * panel_bytes);
       const auto x = random_inputs(columns * inputs, rng);
       std::vector<float> expected;
-      for (const std::string& name : simd_variants()) {
-        const std::string before = set_simd(name);
+      with_each_variant([&](const std::string&) {
         for (int64_t count : {1, 2, 5, 16, 21, 32, int(columns)}) {
           const Bytes tile = lines(RoundedInputs::memory_bytes(t.rounds256, inputs, count));
           const RoundedInputs rounded(t.rounds256, inputs, count, tile.get());
@@ -96,8 +95,7 @@ TEST(products_have_the_same_bits_with_all_instructions) {
           }
           if (!CHECK(std::memcmp(out.data(), expected.data(), out.size() * 4) == 0)) return;
         }
-        set_simd(before);
-      }
+      });
     }
   }
 }
@@ -130,8 +128,7 @@ TEST(a_matrix_gives_the_same_bits_in_all_shapes_of_a_call) {
 }
 
 TEST(inputs_are_rounded_to_the_nearest) {
-  for (const std::string& name : simd_variants()) {
-    const std::string before = set_simd(name);
+  with_each_variant([&](const std::string&) {
     std::vector<float> x(256);
     for (int i = 0; i < 256; ++i) x[size_t(i)] = float(i - 127) / 2;  // up to 64.5
     x[255] = -127.0f;                                                 // the scale is 1
@@ -157,8 +154,7 @@ TEST(inputs_are_rounded_to_the_nearest) {
       CHECK(std::isfinite(bad) ? one.scale == 0.0f : std::isnan(one.scale));
       for (int8_t code : one.codes) CHECK_EQ(int(code), 0);
     }
-    set_simd(before);
-  }
+  });
 }
 
 TEST_MAIN()

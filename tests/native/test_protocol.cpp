@@ -5,10 +5,8 @@
 #include <cstdio>
 #include <optional>
 
-#include "check.hpp"
-#include "fake_stage.hpp"
-#include "runtime/generation.hpp"
 #include "runtime/stage_port.hpp"
+#include "tasks.hpp"
 
 using namespace pipespec;
 using check::trials;
@@ -312,10 +310,7 @@ void check_script(const Tokens& prompt, const Tokens& continuation, const Tokens
     Chain chain(truth, models, prompt, limit);
     if (!CHECK_EQ(chain.text().size(), expected_length)) return;
     run_any_order(chain, random, false);
-    if (!CHECK(chain.good())) {
-      std::fprintf(stderr, "  seed %u\n", seed);
-      return;
-    }
+    if (!check::in_trial(seed, CHECK(chain.good()))) return;
   }
 }
 
@@ -502,30 +497,16 @@ TEST(acceptance_recovers_after_corrections) {
 TEST(ports_run_several_rows_of_different_length) {
   for (u32 seed = 0; seed < trials(50, 200); ++seed) {
     Random random{seed};
-    const u32 stages = 2 + seed % 3, rows = 1 + random.below(5), limit = 70;
-    const Truth truth{.seed = seed, .eos = {2}, .eos_rate = 0.03};
-    fake::BlockMemory memory(stages, rows + 1, fake::power_of_two(limit));  // one row stays unused
-    std::vector<u32> starts, limits;
-    std::vector<Tokens> prompts;
-    Tokens last;
-    for (u32 r = 0; r < rows; ++r) {
-      prompts.emplace_back();
-      for (u32 i = 1 + random.below(9); i > 0; --i) prompts[r].push_back(static_cast<int>(10 + i));
-      starts.push_back(static_cast<u32>(prompts[r].size()));
-      limits.push_back(starts[r] + random.below(limit - starts[r]));
-      last.push_back(prompts[r].back());
-    }
-    reset(memory.block(), starts, limits, last, truth.eos);
+    const u32 stages = 2 + seed % 3, rows = 1 + random.below(5);
+    const fake::Task task(stages, rows, 59, seed);
+    fake::BlockMemory memory(stages, rows + 1, 128);  // one row stays unused
+    task.reset(memory.block());
     start(memory.block(), 1);
     std::vector<StagePort> ports;
-    std::vector<std::vector<fake::Cache>> caches(stages);
+    std::vector<fake::Caches> caches;
     for (u32 s = 0; s < stages; ++s) {
-      const Model model{&truth, s + 1 < stages ? 0.8 : 1.0, s};
       ports.emplace_back(memory.block(), s, 2 + random.below(8));
-      for (u32 r = 0; r < rows; ++r) {
-        caches[s].emplace_back(model);
-        caches[s][r].prefill(prompts[r]);
-      }
+      caches.push_back(task.caches(s));
     }
     bool finished = false;
     for (int i = 0; i < 5000 && !finished; ++i) {
@@ -540,28 +521,16 @@ TEST(ports_run_several_rows_of_different_length) {
         const auto query_len = static_cast<u32>(port.query_lens()[r]);
         const auto num_draft_tokens = static_cast<u32>(port.num_draft_tokens()[r]);
         const auto kv = static_cast<u32>(port.kv()[r]);
-        const std::int32_t* tokens = &port.tokens()[r * port.width()];
         widest = std::max(widest, query_len);
         const bool selects = query_len > 0 && kv + query_len - num_draft_tokens ==
                                                   Sequence(memory.block(), s, r).word().length;
         CHECK_EQ(port.n_select()[r], selects ? query_len : 0);  // nothing while it only catches up
-        caches[s][r].feed(tokens, kv, query_len, port.columns());
-        caches[s][r].select(tokens, kv, static_cast<u32>(port.n_select()[r]), num_draft_tokens,
-                            &selected[r * port.columns()], port.columns());
       }
+      fake::forward(caches[s], fake::columns_of(port), selected.data(), port.columns());
       CHECK_EQ(widest, port.columns());
       port.commit(selected.data(), port.columns());
     }
-    CHECK(finished);
-    for (u32 r = 0; r < rows; ++r) {
-      const Tokens text = fake::plain(Model{&truth}, prompts[r], limits[r]);
-      const u32 length = Sequence(memory.block(), stages - 1, r).word().length;
-      if (!CHECK_EQ(tokens(memory.block(), stages - 1, r, starts[r] - 1, length),
-                    Tokens(text.begin() + starts[r] - 1, text.end()))) {
-        std::fprintf(stderr, "  seed %u\n", seed);
-        return;
-      }
-    }
+    if (!check::in_trial(seed, CHECK(finished) && task.check_text(memory.block()))) return;
   }
 }
 

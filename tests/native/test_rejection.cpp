@@ -1,8 +1,5 @@
 // Rejection sampling on the host against a loop over the definition in double, between pages that
 // must not be touched, and in cases that sums in fp32 cannot decide.
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -13,19 +10,17 @@
 #include <vector>
 
 #include "check.hpp"
-#include "cpu/number.hpp"
 #include "cpu/rejection.hpp"
+#include "logits.hpp"
 #include "protocol/gumbel.hpp"
 #include "protocol/philox.hpp"
 
 using namespace pipespec;
 using namespace pipespec::cpu;
+using namespace logits;
 
 namespace {
 
-constexpr float kInf = std::numeric_limits<float>::infinity();
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 using Values = std::vector<float>;
 
 // --- the definition ---
@@ -94,69 +89,16 @@ Result by_hand(const Side& target, const Side* draft, bool drafted, int64_t draf
   return {int32_t(best), false};
 }
 
-// --- logits in memory ---
-
-void put(DType dtype, unsigned char* p, float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  if (dtype == DType::kFloat32) {
-    std::memcpy(p, &bits, 4);
-    return;
+// Stores the values next to a page that crashes on access, and their rounded forms in `values`.
+const unsigned char* fill(const Guarded& memory, DType dtype, Values& values, uint64_t where) {
+  const int64_t size = item_bytes(dtype);
+  unsigned char* const p = memory.place(int64_t(values.size()) * size, where);
+  for (size_t i = 0; i < values.size(); ++i) {
+    put(dtype, p + int64_t(i) * size, values[i]);
+    values[i] = float(value(dtype, p + int64_t(i) * size));
   }
-  uint16_t half = uint16_t(bits >> 16);  // cut, not rounded
-  if (dtype == DType::kFloat16) {
-    const int exponent = int(bits >> 23 & 0xFF) - 112;
-    half = uint16_t((bits >> 31) << 15 |
-                    (std::isnan(x)    ? 0x7E00u
-                     : exponent <= 0  ? 0u
-                     : exponent >= 31 ? 0x7C00u
-                                      : uint32_t(exponent) << 10 | (bits >> 13 & 0x3FF)));
-  }
-  std::memcpy(p, &half, 2);
+  return p;
 }
-
-float get(DType dtype, const unsigned char* p) {
-  float x;
-  uint16_t half;
-  if (dtype == DType::kFloat32) {
-    std::memcpy(&x, p, 4);
-    return x;
-  }
-  std::memcpy(&half, p, 2);
-  return dtype == DType::kBFloat16 ? float_of_bfloat16(half) : float_of_float16(half);
-}
-
-// The last row or the first one lies beside a page that crashes on access.
-class Place {
- public:
-  explicit Place(size_t bytes) {
-    const size_t page = size_t(sysconf(_SC_PAGESIZE));
-    usable_ = (bytes + page - 1) / page * page;
-    all_ = usable_ + 2 * page;
-    void* const p = mmap(nullptr, all_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (p == MAP_FAILED) throw std::bad_alloc();
-    base_ = static_cast<unsigned char*>(p);
-    begin_ = base_ + page;
-    if (mprotect(begin_, usable_, PROT_READ | PROT_WRITE) != 0) throw std::bad_alloc();
-  }
-  ~Place() { munmap(base_, all_); }
-  Place(const Place&) = delete;
-
-  // Stores the values there, and their rounded forms in `values`.
-  const unsigned char* fill(DType dtype, Values& values, int where) {
-    const size_t size = size_t(item_bytes(dtype)), bytes = values.size() * size;
-    unsigned char* const p = where == 0 ? begin_ : begin_ + usable_ - bytes - size_t(where - 1);
-    for (size_t i = 0; i < values.size(); ++i) {
-      put(dtype, p + i * size, values[i]);
-      values[i] = get(dtype, p + i * size);
-    }
-    return p;
-  }
-
- private:
-  unsigned char *base_, *begin_;
-  size_t usable_, all_;
-};
 
 // One position of one row, the target's logits in the column before the draft token.
 Result run(const Logits& target, const Side& t, const Draft* draft, bool drafted,
@@ -188,7 +130,7 @@ TEST(agrees_with_the_definition_and_reads_nothing_else) {
   std::vector<int64_t> sizes;
   for (int64_t n = 1; n <= 70; n += 1 + n / 20) sizes.push_back(n);
   for (int64_t n : {1000, 4097, 40000}) sizes.push_back(n);
-  Place target_place(2 * 4 * 40000), draft_place(2 * 4 * 40000);
+  const Guarded target_place(2 * 4 * 40000), draft_place(2 * 4 * 40000);
   int accepted = 0, rejected = 0;
   for (const int64_t n : sizes) {
     for (int round = 0; round < 36; ++round) {
@@ -209,8 +151,8 @@ TEST(agrees_with_the_definition_and_reads_nothing_else) {
       }
       t.scale = 0.25f + float(rng() % 1000) / 500;
       d.scale = rng() % 2 ? t.scale : 0.5f;
-      const unsigned char* const at = target_place.fill(dtype, t.row, int(rng() % 3));
-      const unsigned char* const drafts = draft_place.fill(of_draft, d.row, int(rng() % 3));
+      const unsigned char* const at = fill(target_place, dtype, t.row, rng());
+      const unsigned char* const drafts = fill(draft_place, of_draft, d.row, rng());
       t.row.resize(size_t(n));
       d.row.resize(size_t(n));
       if (kind == 8 || rng() % 4 == 0) t.cutoff = t.row[rng() % size_t(n)];

@@ -1,5 +1,6 @@
 // Row selection on the host: every SIMD variant and dtype against a scalar oracle, between pages
-// that must not be touched, with threads and across fork().
+// that must not be touched, with threads and across fork(). NaNs of all kinds and rows further
+// apart than 32 bits count are in tests/kernels (test_matrix.py, test_edges.py).
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -16,42 +17,15 @@
 #include "check.hpp"
 #include "cpu/pool.hpp"
 #include "cpu/select.hpp"
+#include "logits.hpp"
 #include "simd_variants.hpp"
 
 using namespace pipespec::cpu;
+using namespace logits;
 
 namespace {
 
-constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-
-// --- the oracle: the value of a logit
-// ---------------------------------------------------------------------
-
-double value(DType dtype, const void* p) {
-  if (dtype == DType::kFloat32) {
-    float x;
-    std::memcpy(&x, p, 4);
-    return x;
-  }
-  uint16_t bits;
-  std::memcpy(&bits, p, 2);
-  const int exponent_bits = dtype == DType::kBFloat16 ? 8 : 5;
-  const int fraction_bits = 15 - exponent_bits;
-  const int fraction = bits & ((1 << fraction_bits) - 1);
-  const int exponent = bits >> fraction_bits & ((1 << exponent_bits) - 1);
-  const int bias = (1 << (exponent_bits - 1)) - 1;
-  double x;
-  if (exponent == (1 << exponent_bits) - 1) {
-    x = fraction == 0 ? std::numeric_limits<double>::infinity()
-                      : std::numeric_limits<double>::quiet_NaN();
-  } else if (exponent == 0) {
-    x = std::ldexp(fraction, 1 - bias - fraction_bits);
-  } else {
-    x = std::ldexp((1 << fraction_bits) + fraction, exponent - bias - fraction_bits);
-  }
-  return bits >> 15 ? -x : x;
-}
-
+// The oracle.
 int32_t oracle(DType dtype, const void* row, int64_t n) {
   const auto* p = static_cast<const unsigned char*>(row);
   int32_t best = 0;
@@ -63,42 +37,7 @@ int32_t oracle(DType dtype, const void* row, int64_t n) {
   return best;
 }
 
-// --- data
-// ------------------------------------------------------------------------------------------------------------
-
 using Rng = std::mt19937_64;
-
-void put(DType dtype, void* p, float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  if (dtype == DType::kFloat32) {
-    std::memcpy(p, &bits, 4);
-    return;
-  }
-  uint16_t half;
-  if (dtype == DType::kBFloat16) {
-    half = uint16_t(bits >> 16);
-    if (std::isnan(x)) half |= 1;  // a payload in the lost bits must not turn into infinity
-  } else if (std::isnan(x)) {
-    half = uint16_t((bits >> 31) << 15 | 0x7C01);
-  } else if (std::isinf(x)) {
-    half = uint16_t((bits >> 31) << 15 | 0x7C00);
-  } else if (x == 0) {
-    half = uint16_t((bits >> 31) << 15);
-  } else {
-    const int exponent = int(bits >> 23 & 0xFF) - 127 + 15;
-    half = uint16_t((bits >> 31) << 15 |
-                    uint32_t(exponent < 1    ? 1
-                             : exponent > 30 ? 30
-                                             : exponent)
-                        << 10 |
-                    (bits >> 13 & 0x3FF));
-  }
-  std::memcpy(p, &half, 2);
-}
-
-constexpr float kInf = std::numeric_limits<float>::infinity();
-const float kNan = std::numeric_limits<float>::quiet_NaN();
 
 enum class Kind { kNormal, kNegative, kFewValues, kAllMinusInf, kZeros, kNans, kAnyBits, kCount };
 
@@ -140,29 +79,6 @@ void fill(DType dtype, unsigned char* p, int64_t n, Kind kind, Rng& rng) {
   }
 }
 
-// Memory whose first and last usable bytes lie beside pages that crash on access.
-class Guarded {
- public:
-  explicit Guarded(size_t bytes) : page_(size_t(sysconf(_SC_PAGESIZE))) {
-    usable_ = (bytes + page_ - 1) / page_ * page_;
-    void* p = mmap(nullptr, usable_ + 2 * page_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (p == MAP_FAILED) throw std::bad_alloc();
-    base_ = static_cast<unsigned char*>(p);
-    if (mprotect(begin(), usable_, PROT_READ | PROT_WRITE) != 0) throw std::bad_alloc();
-  }
-  ~Guarded() { munmap(base_, usable_ + 2 * page_); }
-  unsigned char* begin() const { return base_ + page_; }
-  unsigned char* end() const { return begin() + usable_; }
-  void forbid(unsigned char* p, size_t bytes) const {
-    if (mprotect(p, bytes, PROT_NONE) != 0) throw std::bad_alloc();
-  }
-  size_t page() const { return page_; }
-
- private:
-  size_t page_, usable_ = 0;
-  unsigned char* base_ = nullptr;
-};
-
 int32_t select_row(DType dtype, const void* row, int64_t n, int threads = 1) {
   int32_t selected = -7;
   argmax({row, dtype, 1, 1, n, n, n}, &selected, threads);
@@ -173,23 +89,16 @@ int32_t select_row(DType dtype, const void* row, int64_t n, int threads = 1) {
 
 TEST(argmax_agrees_with_the_oracle_and_reads_nothing_else) {
   Rng rng(1);
-  const std::string before = simd();
   std::vector<int64_t> sizes;
   for (int64_t n = 1; n <= 140; ++n) sizes.push_back(n);
   for (int64_t n : {511, 512, 513, 1000, 1024, 2047, 4096, 4097, 8191, 8193, 32000})
     sizes.push_back(n);
   const Guarded memory(4 * 32000 + 64);
-  for (const std::string& name : simd_variants()) {
-    set_simd(name);
+  with_each_variant([&](const std::string& name) {
     for (DType dtype : kDTypes) {
       for (int64_t n : sizes) {
         for (int kind = 0; kind < int(Kind::kCount); ++kind) {
-          const int64_t bytes = n * item_bytes(dtype);
-          // Up against the page after the row, up against the page before it, and at an odd
-          // address.
-          unsigned char* const places[] = {memory.end() - bytes, memory.begin(),
-                                           memory.end() - bytes - 1};
-          unsigned char* row = places[rng() % 3];
+          unsigned char* const row = memory.place(n * item_bytes(dtype), rng());
           fill(dtype, row, n, Kind(kind), rng);
           if (!CHECK_EQ(select_row(dtype, row, n), oracle(dtype, row, n))) {
             std::fprintf(stderr, "  %s dtype %d n %lld kind %d\n", name.c_str(), int(dtype),
@@ -199,14 +108,11 @@ TEST(argmax_agrees_with_the_oracle_and_reads_nothing_else) {
         }
       }
     }
-  }
-  set_simd(before);
+  });
 }
 
 TEST(every_position_can_win) {
-  const std::string before = simd();
-  for (const std::string& name : simd_variants()) {
-    set_simd(name);
+  with_each_variant([&](const std::string&) {
     for (DType dtype : kDTypes) {
       const int64_t n = 9001, size = item_bytes(dtype);
       std::vector<unsigned char> row(size_t(n * size));
@@ -226,38 +132,11 @@ TEST(every_position_can_win) {
         }
       }
     }
-  }
-  set_simd(before);
-}
-
-TEST(the_first_nan_wins_whatever_its_sign_and_payload) {
-  const std::string before = simd();
-  const uint16_t bfloat[] = {0x7F81, 0x7FC0, 0x7FFF, 0xFF81, 0xFFC0, 0xFFFF};
-  const uint16_t half[] = {0x7C01, 0x7E00, 0x7FFF, 0xFC01, 0xFE00, 0xFFFF};
-  const uint32_t single[] = {0x7F800001, 0x7FC00000, 0x7FFFFFFF,
-                             0xFF800001, 0xFFC00000, 0xFFFFFFFF};
-  for (const std::string& name : simd_variants()) {
-    set_simd(name);
-    for (int first = 0; first < 6; ++first) {
-      for (int second = 0; second < 6; ++second) {
-        std::vector<uint16_t> b(300, 0x7F80), h(300, 0x7C00);
-        std::vector<uint32_t> s(300, 0x7F800000);
-        b[77] = bfloat[first], b[200] = bfloat[second];
-        h[77] = half[first], h[200] = half[second];
-        s[77] = single[first], s[200] = single[second];
-        CHECK_EQ(select_row(DType::kBFloat16, b.data(), 300), 77);
-        CHECK_EQ(select_row(DType::kFloat16, h.data(), 300), 77);
-        CHECK_EQ(select_row(DType::kFloat32, s.data(), 300), 77);
-      }
-    }
-  }
-  set_simd(before);
+  });
 }
 
 TEST(verify_reads_nothing_behind_the_first_mismatch) {
-  const std::string before = simd();
-  for (const std::string& name : simd_variants()) {
-    set_simd(name);
+  with_each_variant([&](const std::string&) {
     for (DType dtype : kDTypes) {
       for (int threads : {1, 2}) {
         // Each row of logits has pages of its own, so that the test can forbid any of them; 3 rows
@@ -308,30 +187,7 @@ TEST(verify_reads_nothing_behind_the_first_mismatch) {
                                                  choice[1], choice[2], choice[3], -1, -1}));
       }
     }
-  }
-  set_simd(before);
-}
-
-TEST(offsets_beyond_32_bits) {
-  const int64_t stride = int64_t{3} << 30;  // elements: 6 GiB apart
-  const size_t bytes = size_t(3 * stride) * 2;
-  void* p = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (p == MAP_FAILED) {
-    std::printf("       (skipped: no address space)\n");
-    return;
-  }
-  auto* const data = static_cast<uint16_t*>(p);
-  for (int64_t i = 0; i < 3; ++i) {
-    uint16_t* row = data + i * stride;
-    CHECK_EQ(mprotect(row, 4096, PROT_READ | PROT_WRITE), 0);
-    row[i + 1] = 0x3F80;
-  }
-  std::vector<int32_t> selected(3);
-  argmax({data, DType::kBFloat16, 3, 1, 100, stride, 0}, selected.data(), 1);
-  CHECK_EQ(selected, (std::vector<int32_t>{1, 2, 3}));
-  argmax({data + 2 * stride, DType::kBFloat16, 1, 3, 100, 0, -stride}, selected.data(), 1);
-  CHECK_EQ(selected, (std::vector<int32_t>{3, 2, 1}));
-  munmap(p, bytes);
+  });
 }
 
 TEST(many_callers_share_one_pool) {

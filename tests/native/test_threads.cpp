@@ -10,18 +10,14 @@
 #include <memory>
 #include <thread>
 
-#include "check.hpp"
-#include "fake_stage.hpp"
 #include "protocol/replicate.hpp"
-#include "runtime/generation.hpp"
 #include "runtime/stage_port.hpp"
+#include "tasks.hpp"
 
 using namespace pipespec;
 using check::trials;
-using fake::Model;
 using fake::Random;
 using fake::Tokens;
-using fake::Truth;
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
 
@@ -400,19 +396,14 @@ namespace {
 // One stage of a pipeline over several rows, as a driver runs it.
 class Worker {
  public:
-  Worker(void* base, u32 stage, u32 width, const Model& model, const std::vector<Tokens>& prompts)
-      : block_(base), stage_(stage), width_(width), prompts_(prompts) {
-    for (const Tokens& prompt : prompts) {
-      caches_.emplace_back(model);
-      caches_.back().prefill(prompt);
-    }
-  }
+  Worker(void* base, u32 stage, const fake::Task& task)
+      : block_(base), stage_(stage), task_(task), caches_(task.caches(stage)) {}
 
   // Runs until the generation is over, the target until the text is complete. A stage with
   // `dies_after` stops for good in the middle of that step.
   void run(u32 generation, u64 seed, u32 dies_after = ~0u) {
-    StagePort port(block_, stage_, width_);
     Random random{seed * 31 + stage_};
+    StagePort port(block_, stage_, 2 + random.below(12));
     u32 steps = 0;
     const std::int64_t began = now_ns();
     while (port.generation() == generation) {
@@ -432,108 +423,35 @@ class Worker {
         port.park(kForever);
         continue;
       }
-      Tokens selected(prompts_.size() * port.columns());
-      for (u32 r = 0; r < prompts_.size(); ++r) {
-        const auto query_len = static_cast<u32>(port.query_lens()[r]);
-        const std::int32_t* tokens = &port.tokens()[r * width_];
-        caches_[r].feed(tokens, static_cast<u32>(port.kv()[r]), query_len, port.columns());
-        caches_[r].select(tokens, static_cast<u32>(port.kv()[r]),
-                          static_cast<u32>(port.n_select()[r]),
-                          static_cast<u32>(port.num_draft_tokens()[r]),
-                          &selected[r * port.columns()], port.columns());
-      }
+      Tokens selected(caches_.size() * port.columns());
+      fake::forward(caches_, fake::columns_of(port), selected.data(), port.columns());
       dawdle(random);
       if (++steps > dies_after) return;
       port.commit(selected.data(), port.columns());
     }
   }
 
-  // Every row's cache holds the stage's sequence. While no stage runs.
-  void check_caches() const {
-    for (u32 r = 0; r < prompts_.size(); ++r) {
-      const auto start = static_cast<u32>(prompts_[r].size());
-      const u32 kv = block_.priv(stage_, r).kv;
-      const Sequence sequence(block_, stage_, r);
-      for (u32 p = 0; p < kv; ++p) {
-        const std::int32_t token = p < start ? prompts_[r][p] : sequence.token(p);
-        if (!CHECK_EQ(caches_[r].entries()[p], token)) return;
-      }
-    }
-  }
+  // While no stage runs.
+  void check_caches() const { fake::check_caches(block_, stage_, caches_, task_.prompts); }
 
  private:
   Block block_;
-  u32 stage_, width_;
-  const std::vector<Tokens>& prompts_;
-  std::vector<fake::Cache> caches_;
-};
-
-struct Task {
-  Truth truth;
-  std::vector<Model> models;
-  std::vector<Tokens> prompts;
-  std::vector<u32> limits;
-  std::vector<u32> widths;
-
-  Task(u32 stages, u32 rows, Random& random, u32 max_limit)
-      : truth{.seed = random.next(),
-              .vocabulary = random.pick({4, 40}),
-              .eos = {3, 2},
-              .eos_rate = random.pick({0.0, 0.01})} {
-    for (u32 s = 0; s < stages; ++s) {
-      models.push_back(
-          {&truth, s + 1 == stages ? 1.0 : random.pick({0.0, 0.6, 0.9, 1.0}), random.below(3)});
-      widths.push_back(2 + random.below(12));
-    }
-    for (u32 r = 0; r < rows; ++r) {
-      prompts.emplace_back();
-      for (u32 i = 1 + random.below(6); i > 0; --i) {
-        prompts[r].push_back(static_cast<std::int32_t>(random.below(9)));
-      }
-      const auto start = static_cast<u32>(prompts[r].size());
-      limits.push_back(start + 1 + random.below(max_limit - start));
-    }
-  }
-  Task(const Task&) = delete;
-  Task& operator=(const Task&) = delete;
-
-  void reset(const Block& block) const {
-    std::vector<u32> starts;
-    Tokens last;
-    for (const Tokens& prompt : prompts) {
-      starts.push_back(static_cast<u32>(prompt.size()));
-      last.push_back(prompt.back());
-    }
-    pipespec::reset(block, starts, limits, last, truth.eos);
-    for (u32 s = 0; s < block.stages(); ++s) store_release(&block.control(s).alive, 1u);
-  }
-
-  bool check_text(const Block& block) const {
-    for (u32 r = 0; r < prompts.size(); ++r) {
-      const Tokens text = fake::plain(models.back(), prompts[r], limits[r]);
-      const auto begin = static_cast<u32>(prompts[r].size()) - 1;
-      const u32 length = Sequence(block, block.target(), r).word().length;
-      if (!CHECK_EQ(tokens(block, block.target(), r, begin, length),
-                    Tokens(text.begin() + begin, text.end()))) {
-        return false;
-      }
-      CHECK_EQ(Sequence(block, block.target(), r).word().epoch, 0u);
-    }
-    return true;
-  }
+  u32 stage_;
+  const fake::Task& task_;
+  fake::Caches caches_;
 };
 
 // One text per row by threads. `deaths`: the number of steps after which each draft stops.
-bool run_threads(const fake::BlockMemory& memory, const Task& task, u32 generation, u64 seed,
+bool run_threads(const fake::BlockMemory& memory, const fake::Task& task, u32 generation, u64 seed,
                  const std::vector<u32>& deaths) {
   const Block& block = memory.block();
   task.reset(block);
+  for (u32 s = 0; s < block.stages(); ++s) store_release(&block.control(s).alive, 1u);
   start(block, generation);
   std::vector<std::unique_ptr<Worker>> workers;
   std::vector<std::thread> threads;
   for (u32 s = 0; s < block.stages(); ++s) {
-    workers.push_back(
-        std::make_unique<Worker>(memory.base(), s, task.widths[s], task.models[s], task.prompts));
+    workers.push_back(std::make_unique<Worker>(memory.base(), s, task));
   }
   for (u32 s = 0; s < block.stages(); ++s) {
     threads.emplace_back([&, s] {
@@ -559,12 +477,10 @@ TEST(threads_give_the_plain_text) {
   for (u32 seed = 0; seed < trials(60, 240); ++seed) {
     Random random{seed};
     const u32 stages = 2 + seed % 4, rows = 1 + random.below(4);
-    const Task task(stages, rows, random, 250);
+    const fake::Task task(stages, rows, 240, seed);
     fake::BlockMemory memory(stages, rows, 256);
-    if (!run_threads(memory, task, 1, seed, std::vector<u32>(stages, ~0u))) {
-      std::fprintf(stderr, "  seed %u\n", seed);
+    if (!check::in_trial(seed, run_threads(memory, task, 1, seed, std::vector<u32>(stages, ~0u))))
       return;
-    }
   }
 }
 
@@ -572,15 +488,12 @@ TEST(drafts_die_at_any_moment_and_the_next_text_starts_clean) {
   fake::BlockMemory memory(4, 3, 256);
   for (u32 seed = 0; seed < trials(30, 120); ++seed) {
     Random random{seed + 1000};
-    const Task task(4, 3, random, 200);
+    const fake::Task task(4, 3, 190, seed + 1000);
     std::vector<u32> deaths(4, ~0u);
     for (u32 s = 0; s < 3; ++s) {
       if (random.chance(0.5)) deaths[s] = random.below(random.pick({3u, 100u}));
     }
-    if (!run_threads(memory, task, seed + 1, seed, deaths)) {
-      std::fprintf(stderr, "  seed %u\n", seed);
-      return;
-    }
+    if (!check::in_trial(seed, run_threads(memory, task, seed + 1, seed, deaths))) return;
   }
 }
 
@@ -589,7 +502,7 @@ TEST(processes_give_the_plain_text_also_when_killed) {
   for (u32 seed = 0; seed < trials(10, 40); ++seed) {
     Random random{seed + 9000};
     constexpr u32 kStages = 3;
-    const Task task(kStages, 2, random, 250);
+    const fake::Task task(kStages, 2, 240, seed + 9000);
     fake::BlockMemory memory(kStages, 2, 256);
     const Block& block = memory.block();
     task.reset(block);
@@ -599,7 +512,7 @@ TEST(processes_give_the_plain_text_also_when_killed) {
       children[s] = fork();
       if (children[s] == 0) {
         check::failures = 0;
-        Worker(memory.base(), s, task.widths[s], task.models[s], task.prompts).run(1, seed);
+        Worker(memory.base(), s, task).run(1, seed);
         _exit(check::failures == 0 ? 0 : 1);
       }
     }
@@ -610,7 +523,7 @@ TEST(processes_give_the_plain_text_also_when_killed) {
       for (const pid_t child : children) kill(child, SIGKILL);
       for (u32 s = 0; s + 1 < kStages; ++s) store_release(&block.control(s).alive, 0u);
     });
-    Worker target(memory.base(), kStages - 1, 8, task.models.back(), task.prompts);
+    Worker target(memory.base(), kStages - 1, task);
     target.run(1, seed);
     start(block, 0);
     killer.join();

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, LlamaConfig
 
 from pipespec import trust
-from pipespec.preflight.devices import DeviceFacts
+from pipespec.checks.devices import DeviceFacts
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
 
@@ -123,9 +123,28 @@ def packed(model, *, head=False, **settings):
     return other
 
 
-def some_gpus(*free):
-    """Facts of the CPU and of GPUs with so many GiB free."""
-    return [
-        DeviceFacts("cpu", 64 * GIB, 60 * GIB),
-        *(DeviceFacts(f"cuda:{i}", 80 * GIB, n * GIB) for i, n in enumerate(free)),
-    ]
+def some_gpus(monkeypatch, *free):
+    """A machine that has GPUs with so many GiB free."""
+    gpus(monkeypatch, len(free))
+    facts = [DeviceFacts("cpu", 64 * GIB, 60 * GIB)]
+    facts += [DeviceFacts(f"cuda:{i}", 80 * GIB, n * GIB) for i, n in enumerate(free)]
+    monkeypatch.setattr("pipespec.checks.devices.device_facts", lambda: facts)
+
+
+class Elsewhere(nn.Parameter):
+    """A weight that claims to be on a second device, on a machine without GPUs."""
+
+    device = torch.device("cuda:1")
+
+
+def split(model, *, has_hook=False):
+    """A copy whose layers from the second on claim to be elsewhere. ``has_hook``: one that might move hidden states there."""
+    other = copy.deepcopy(model)
+    for layer in other.model.layers[1:]:
+        for module in layer.modules():
+            for name, weight in module._parameters.items():
+                if weight is not None:
+                    module._parameters[name] = Elsewhere(weight.data)
+    if has_hook:
+        other.model.register_forward_pre_hook(lambda *_: None)
+    return other

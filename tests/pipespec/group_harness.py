@@ -20,7 +20,8 @@ from transformers import LlamaForCausalLM
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 from pipespec import Pipeline, trust
-from pipespec.preflight import memory
+from pipespec.checks import memory
+from pipespec.checks.devices import DeviceFacts
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.support.processes import everywhere
 
@@ -127,8 +128,8 @@ def scenario(schedules: Sequence[str]) -> dict[str, Any]:
 
     facts = memory.device_facts
     if rank == dist.get_world_size() - 1:
-        memory.device_facts = lambda names: [memory.DeviceFacts("cpu", 1, 1)]
-    found["no memory"] = error_of(lambda: pipe.generate(ids, max_new_tokens=4))
+        memory.device_facts = lambda names: [DeviceFacts("cpu", 1, 1)]
+    found["no memory"] = error_of(lambda: pipe.generate(ids, max_new_tokens=400))
     memory.device_facts = facts
     padded = torch.tensor([[5, 6, 0], [5, 6, 7]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -66,31 +66,94 @@ def _by_width(x: torch.Tensor) -> torch.Tensor:
     return x * 1.3 if x.shape[1] == 1 else x
 
 
-def _patched(place: Any, name: str, make: Callable[[Any], Any]) -> Undo:
-    """Replace an attribute by what ``make`` makes of it, until the result is called."""
-    is_own, before = name in vars(place), getattr(place, name)
-    setattr(place, name, make(before))
+def _at(model: PreTrainedModel, path: str) -> Any:
+    return functools.reduce(
+        lambda at, name: at[int(name)] if name.isdigit() else getattr(at, name), path.split("."), model
+    )
 
-    def undo() -> None:
-        if is_own:
-            setattr(place, name, before)
+
+def to(path: str, make: Callable[[Any], Any]) -> Any:
+    """Exchange a part or a number of the model by what ``make`` makes of it, for good."""
+
+    def apply(model: PreTrainedModel) -> None:
+        owner, _, name = path.rpartition(".")
+        place = _at(model, owner) if owner else model
+        if name.isdigit():
+            place[int(name)] = make(place[int(name)])
         else:
-            delattr(place, name)
+            setattr(place, name, make(getattr(place, name)))
 
-    return undo
+    return apply
+
+
+def patch(place_of: Callable[[PreTrainedModel], Any], name: str, make: Callable[[Any], Any]) -> Any:
+    """Replace an attribute of a class or a module, which may not have it, by what ``make`` makes of it, until the result is called."""
+
+    def apply(model: PreTrainedModel) -> Undo | None:
+        place = place_of(model)
+        if not hasattr(place, name):
+            return None
+        is_own, before = name in vars(place), getattr(place, name)
+        setattr(place, name, make(before))
+
+        def undo() -> None:
+            if is_own:
+                setattr(place, name, before)
+            else:
+                delattr(place, name)
+
+        return undo
+
+    return apply
 
 
 # ---- code
 
 
+def _louder(function: Any) -> Any:
+    """An attention whose decoding steps see smaller queries."""
+
+    def changed(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return function(module, query * (0.5 if query.shape[2] == 1 else 1.0), *args, **kwargs)
+
+    return changed
+
+
+def _with_coarse(values: bool) -> Any:
+    """Of an ``update()`` of caches."""
+
+    def make(before: Any) -> Any:
+        return lambda self, k, v, *args, **kw: before(self, _coarse(k), _coarse(v) if values else v, *args, **kw)
+
+    return make
+
+
+def _in_steps(factor: float, axis: int) -> Any:
+    """Of a function: other results where there is one column."""
+
+    def make(before: Any) -> Any:
+        def changed(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            out: torch.Tensor = before(x, *args, **kwargs)
+            return out * factor if x.shape[axis : axis + 1] == (1,) else out
+
+        return changed
+
+    return make
+
+
+def _smaller(before: Any) -> Any:
+    return lambda *args, **kwargs: tuple(0.9 * x for x in before(*args, **kwargs))
+
+
+def _source(model: PreTrainedModel) -> types.ModuleType:
+    return sys.modules[type(model).__module__]
+
+
 def class_forward(kind_of: Callable[[PreTrainedModel], type], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    def apply(model: PreTrainedModel) -> Undo:
-        def make(before: Any) -> Any:
-            return lambda self, *args, **kwargs: _on_first(before(self, *args, **kwargs), change)
+    def make(before: Any) -> Any:
+        return lambda self, *args, **kwargs: _on_first(before(self, *args, **kwargs), change)
 
-        return _patched(kind_of(model), "forward", make)
-
-    return apply
+    return patch(kind_of, "forward", make)
 
 
 def instance_forward(model: PreTrainedModel) -> None:
@@ -112,43 +175,6 @@ def hooked_by_accelerate(model: PreTrainedModel) -> None:
     hooks.add_hook_to_module(_layers(model)[1].mlp, hooks.AlignDevicesHook(execution_device="cpu"))
 
 
-def module_function(name: str) -> Any:
-    def apply(model: PreTrainedModel) -> Undo | None:
-        source = sys.modules[type(model).__module__]
-        if not hasattr(source, name):
-            return None
-        if name == "rotate_half":
-            return _patched(source, name, lambda before: lambda x: before(x) * (1.2 if x.shape[2] == 1 else 1.0))
-        return _patched(source, name, lambda before: lambda *a, **kw: tuple(0.9 * x for x in before(*a, **kw)))
-
-    return apply
-
-
-def mocked_function(model: PreTrainedModel) -> Undo | None:
-    source = sys.modules[type(model).__module__]
-    if not hasattr(source, "apply_rotary_pos_emb"):
-        return None
-
-    def make(before: Any) -> Any:
-        return mock.Mock(side_effect=lambda *args, **kwargs: tuple(0.9 * x for x in before(*args, **kwargs)))
-
-    return _patched(source, "apply_rotary_pos_emb", make)
-
-
-def torch_function(name: str) -> Any:
-    def apply(model: PreTrainedModel) -> Undo:
-        def make(before: Any) -> Any:
-            def changed(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-                out: torch.Tensor = before(x, *args, **kwargs)
-                return out * 1.1 if x.shape[-2:-1] == (1,) else out
-
-            return changed
-
-        return _patched(F, name, make)
-
-    return apply
-
-
 def registered_attention(has_mask: bool) -> Any:
     def apply(model: PreTrainedModel) -> None:
         name = f"hostile_{has_mask}"
@@ -167,113 +193,52 @@ def replaced_attention(model: PreTrainedModel) -> Undo:
     return lambda: mapping.update(sdpa=before)
 
 
-def _louder(function: Any) -> Any:
-    def changed(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return function(module, query * (0.5 if query.shape[2] == 1 else 1.0), *args, **kwargs)
-
-    return changed
+class Registry(AttentionInterface):
+    def get_interface(self, name: str, default: Any) -> Any:
+        return _louder(super().get_interface(name, default))
 
 
-def registry_method(model: PreTrainedModel) -> Undo:
-    def make(before: Any) -> Any:
-        return lambda self, name, default: _louder(before(self, name, default))
-
-    return _patched(AttentionInterface, "get_interface", make)
-
-
-def other_registry(model: PreTrainedModel) -> Undo:
-    class Registry(AttentionInterface):
-        def get_interface(self, name: str, default: Any) -> Any:
-            return _louder(super().get_interface(name, default))
-
-    return _patched(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS", lambda before: Registry())
-
-
-def registry_of_its_own(model: PreTrainedModel) -> Undo:
-    def make(before: Any) -> Any:
-        registry = AttentionInterface()
-        registry["sdpa"] = _louder(sdpa_attention_forward)
-        return registry
-
-    return _patched(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS", make)
+def _registry_of_its_own(before: Any) -> Any:
+    registry = AttentionInterface()
+    registry["sdpa"] = _louder(sdpa_attention_forward)
+    return registry
 
 
 def function_of_another_model(model: PreTrainedModel) -> Undo | None:
-    source = sys.modules[type(model).__module__]
-    if not hasattr(source, "apply_rotary_pos_emb") or source is modeling_cohere:
+    if _source(model) is modeling_cohere:
         return None
-    return _patched(source, "apply_rotary_pos_emb", lambda before: modeling_cohere.apply_rotary_pos_emb)
+    return patch(_source, "apply_rotary_pos_emb", lambda before: modeling_cohere.apply_rotary_pos_emb)(model)
 
 
-def other_torch(model: PreTrainedModel) -> Undo | None:
-    def make(before: Any) -> Any:
-        changed = types.ModuleType("torch")
-        vars(changed).update(vars(before))
-        changed.cat = lambda tensors, dim=0: torch.cat([-tensors[0], *tensors[1:]], dim)  # type: ignore[attr-defined]
-        return changed
-
-    return _patched(sys.modules[type(model).__module__], "torch", make)
-
-
-def attention(name: str) -> Any:
-    return lambda model: model.set_attn_implementation(name)
-
-
-def cache_class(model: PreTrainedModel) -> Undo:
-    def make(before: Any) -> Any:
-        return lambda self, keys, values, *args, **kw: before(self, _coarse(keys), _coarse(values), *args, **kw)
-
-    return _patched(DynamicLayer, "update", make)
-
-
-def class_of_new_caches(model: PreTrainedModel) -> Undo:
-    return _patched(generation_utils, "DynamicCache", lambda before: Rounded)
+def _other_torch(before: Any) -> Any:
+    changed = types.ModuleType("torch")
+    vars(changed).update(vars(before))
+    changed.cat = lambda tensors, dim=0: torch.cat([-tensors[0], *tensors[1:]], dim)  # type: ignore[attr-defined]
+    return changed
 
 
 def property_of_a_class(model: PreTrainedModel) -> Undo:
-    kind = type(_layers(model)[0].input_layernorm)
-    name = "variance_epsilon" if hasattr(model.model.norm, "variance_epsilon") else "eps"
+    kind, name = type(_layers(model)[0].input_layernorm), _epsilon_of(model.model.norm)
     setattr(kind, name, property(lambda self: 0.5, lambda self, value: None))
     return lambda: delattr(kind, name) if name in vars(kind) else None  # a trial may change it twice
 
 
-def processor_class(model: PreTrainedModel) -> Undo:
-    def make(before: Any) -> Any:
-        return lambda self, ids, scores: before(self, ids, scores) - 0.5 * scores.mean(0, keepdim=True)
-
-    return _patched(logits_process.SuppressTokensLogitsProcessor, "__call__", make)
-
-
-def processor_function(model: PreTrainedModel) -> Undo:
-    return _patched(logits_process, "_get_ngrams", lambda before: lambda size, ids, rows: before(size, ids[:1], rows))
-
-
-def argmax(model: PreTrainedModel) -> Undo:
-    return _patched(torch, "argmax", lambda before: lambda *a, **kw: (before(*a, **kw) + 1) % 90)
-
-
-def update_of_a_class(model: PreTrainedModel) -> Undo:
-    def make(before: Any) -> Any:
-        return lambda self, keys, values, *args, **kw: before(self, _coarse(keys), values, *args, **kw)
-
-    return _patched(DynamicCache, "update", make)
+def _epsilon_of(norm: nn.Module) -> str:
+    return "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps"
 
 
 # ---- hooks
 
 
-def hook(place: Callable[[PreTrainedModel], nn.Module], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def hook(place: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     def apply(model: PreTrainedModel) -> None:
-        place(model).register_forward_hook(lambda module, args, out: _on_first(out, change))
+        _at(model, place).register_forward_hook(lambda module, args, out: _on_first(out, change))
 
     return apply
 
 
 def pre_hook(model: PreTrainedModel) -> None:
-    def change(module: Any, args: Any) -> Any:
-        return (_by_width(args[0]), *args[1:])
-
-    _layers(model)[0].mlp.register_forward_pre_hook(change)
+    _layers(model)[0].mlp.register_forward_pre_hook(lambda module, args: (_by_width(args[0]), *args[1:]))
 
 
 def global_hook(model: PreTrainedModel) -> Undo:
@@ -306,56 +271,18 @@ def by_numpy(model: PreTrainedModel) -> None:
     np.asarray(model.get_input_embeddings().weight.detach())[5:60] *= 2
 
 
+def frequencies_by_numpy(model: PreTrainedModel) -> None:
+    np.multiply(model.model.rotary_emb.inv_freq.numpy(), 0.3, out=model.model.rotary_emb.inv_freq.numpy())
+
+
 def in_place(model: PreTrainedModel) -> None:
     with torch.no_grad():
         model.get_output_embeddings().weight[5:9].mul_(1.7)
 
 
-def swapped_data(model: PreTrainedModel) -> None:
-    norm = _layers(model)[0].input_layernorm
-    norm.weight.data = norm.weight.data * 1.4
-
-
-def other_view(model: PreTrainedModel) -> None:
-    linear = _layers(model)[1].self_attn.o_proj
-    linear.weight.data = linear.weight.data.t()
-
-
-def repeated_rows(model: PreTrainedModel) -> None:
-    linear = _layers(model)[1].mlp.down_proj
-    linear.weight = nn.Parameter(linear.weight.detach()[:1].expand(linear.weight.shape))
-
-
-def new_parameter(model: PreTrainedModel) -> None:
-    linear = _layers(model)[1].self_attn.o_proj
-    linear.weight = nn.Parameter(linear.weight.detach() * 0.6)
-
-
-def frequencies(model: PreTrainedModel) -> None:
-    model.model.rotary_emb.inv_freq.mul_(0.5)
-
-
-def frequencies_by_numpy(model: PreTrainedModel) -> None:
-    np.multiply(model.model.rotary_emb.inv_freq.numpy(), 0.3, out=model.model.rotary_emb.inv_freq.numpy())
-
-
 def number(model: PreTrainedModel) -> None:
     for layer in _layers(model):
         layer.self_attn.scaling *= 1.5
-
-
-def one_number(model: PreTrainedModel) -> None:
-    _layers(model)[1].self_attn.scaling *= 1.5
-
-
-def epsilon(model: PreTrainedModel) -> None:
-    norm = _layers(model)[0].post_attention_layernorm
-    name = "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps"
-    setattr(norm, name, 0.5)
-
-
-def tied(model: PreTrainedModel) -> None:
-    model.lm_head.weight = model.get_input_embeddings().weight
 
 
 def optimizer_step(model: PreTrainedModel) -> None:
@@ -379,27 +306,11 @@ def double(model: PreTrainedModel) -> None:
 
 
 def wrapped(place: str, last: bool = False) -> Any:
-    def apply(model: PreTrainedModel) -> None:
-        if place == "layer":
-            _layers(model)[1] = Wrapped(_layers(model)[1], last)
-        elif place == "head":
-            model.lm_head = Wrapped(model.lm_head, last)
-        elif place == "embedding":
-            model.set_input_embeddings(Wrapped(model.get_input_embeddings(), last))
-        elif place == "norm":
-            model.model.norm = Wrapped(model.model.norm, last)
-        else:
-            setattr(_layers(model)[1], place, Wrapped(getattr(_layers(model)[1], place), last))
-
-    return apply
+    return to(place, lambda module: Wrapped(module, last))
 
 
-def fewer_layers(model: PreTrainedModel) -> None:
-    model.model.layers = nn.ModuleList(list(_layers(model))[:-1])
-
-
-def fewer_by_config(model: PreTrainedModel) -> None:
-    model.config.num_hidden_layers -= 1
+def wrapped_embedding(model: PreTrainedModel) -> None:
+    model.set_input_embeddings(Wrapped(model.get_input_embeddings()))
 
 
 def exchanged_layers(model: PreTrainedModel) -> None:
@@ -421,34 +332,30 @@ def head_with_bias(model: PreTrainedModel) -> None:
         model.lm_head.bias.copy_(torch.linspace(-1, 1, old.out_features))
 
 
-def activation_function(model: PreTrainedModel) -> None:
-    mlp = _layers(model)[1].mlp
-    del mlp.act_fn
-    mlp.act_fn = torch.tanh
+def activation(function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A function in the place of a module."""
+
+    def apply(model: PreTrainedModel) -> None:
+        mlp = _layers(model)[1].mlp
+        del mlp.act_fn
+        mlp.act_fn = function
+
+    return apply
 
 
-def own_activation(model: PreTrainedModel) -> None:
-    mlp = _layers(model)[1].mlp
-    del mlp.act_fn
-    mlp.act_fn = lambda x: _by_width(F.silu(x))
+def _clamped(prepare: Any, most: int) -> Any:
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        given = prepare(*args, **kwargs)
+        if given.get("input_ids") is not None:
+            given["input_ids"] = given["input_ids"].clamp(max=most)
+        return given
 
-
-def identity_mlp(model: PreTrainedModel) -> None:
-    _layers(model)[1].mlp = nn.Identity()
-
-
-def softmax_of_columns(model: PreTrainedModel) -> None:
-    _layers(model)[1].mlp = nn.Sequential(_layers(model)[1].mlp, nn.Softmax(dim=1))
+    return changed
 
 
 @functools.cache
 def _own_class(kind: type) -> type:
-    def prepare(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        given = kind.prepare_inputs_for_generation(self, input_ids, **kwargs)  # type: ignore[attr-defined]
-        if given.get("input_ids") is not None:
-            given["input_ids"] = given["input_ids"].clamp(max=60)
-        return given
-
+    prepare = _clamped(kind.prepare_inputs_for_generation, 60)  # type: ignore[attr-defined]
     return type(f"Own{kind.__name__}", (kind,), {"prepare_inputs_for_generation": prepare, "__module__": __name__})
 
 
@@ -458,15 +365,8 @@ def own_class(model: PreTrainedModel) -> None:
 
 
 def own_inputs(model: PreTrainedModel) -> None:
-    kind = type(model)
-
-    def prepare(input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        given = kind.prepare_inputs_for_generation(model, input_ids, **kwargs)
-        if given.get("input_ids") is not None:
-            given["input_ids"] = given["input_ids"].clamp(max=50)
-        return given
-
-    model.prepare_inputs_for_generation = prepare
+    prepare = functools.partial(type(model).prepare_inputs_for_generation, model)
+    model.prepare_inputs_for_generation = _clamped(prepare, 50)
 
 
 def own_update(model: PreTrainedModel) -> None:
@@ -479,15 +379,12 @@ def own_update(model: PreTrainedModel) -> None:
     model._update_model_kwargs_for_generation = update
 
 
-def class_sample(model: PreTrainedModel) -> Undo:
-    def make(before: Any) -> Any:
-        def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
-            out = before(self, *args, **kwargs)
-            return out if not isinstance(out, torch.Tensor) else torch.cat([out, out[:, -1:]], 1)
+def _one_more(before: Any) -> Any:
+    def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = before(self, *args, **kwargs)
+        return out if not isinstance(out, torch.Tensor) else torch.cat([out, out[:, -1:]], 1)
 
-        return sample
-
-    return _patched(type(model), "_sample", make)
+    return sample
 
 
 def own_forward(model: PreTrainedModel) -> None:
@@ -501,28 +398,13 @@ def own_forward(model: PreTrainedModel) -> None:
     model.forward = forward
 
 
-# ---- configuration
-
-
-def cache_implementation(name: str) -> Any:
-    def apply(model: PreTrainedModel) -> None:
-        model.generation_config.cache_implementation = name
-
-    return apply
-
-
 def window(model: PreTrainedModel) -> None:
     if getattr(model.config, "sliding_window", None):
         model.config.sliding_window = 5
 
 
-def penalties(model: PreTrainedModel) -> None:
-    model.generation_config.repetition_penalty = 1.4
-
-
-def ends(model: PreTrainedModel) -> None:
-    model.generation_config.eos_token_id = [5, 9, 17, 33, 41]
-
+MLP = "model.layers.1.mlp"
+DOWN, OUT = f"{MLP}.down_proj.weight", "model.layers.1.self_attn.o_proj.weight"
 
 CHANGES: dict[str, Callable[[PreTrainedModel], Undo | None]] = {
     "class of the attention, last column": class_forward(lambda m: type(_layers(m)[0].self_attn), _last),
@@ -532,76 +414,90 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Undo | None]] = {
     "forward of an MLP": instance_forward,
     "forward of an MLP, wrapped by accelerate": wrapped_by_accelerate,
     "forward of an MLP, hooked by accelerate": hooked_by_accelerate,
-    "apply_rotary_pos_emb": module_function("apply_rotary_pos_emb"),
-    "apply_rotary_pos_emb, a mock": mocked_function,
-    "rotate_half": module_function("rotate_half"),
-    "F.silu": torch_function("silu"),
-    "F.linear": torch_function("linear"),
+    "apply_rotary_pos_emb": patch(_source, "apply_rotary_pos_emb", _smaller),
+    "apply_rotary_pos_emb, a mock": patch(
+        _source, "apply_rotary_pos_emb", lambda before: mock.Mock(side_effect=_smaller(before))
+    ),
+    "rotate_half": patch(_source, "rotate_half", _in_steps(1.2, 2)),
+    "F.silu": patch(lambda m: F, "silu", _in_steps(1.1, -2)),
+    "F.linear": patch(lambda m: F, "linear", _in_steps(1.1, -2)),
     "attention without a mask": registered_attention(False),
     "attention with a mask": registered_attention(True),
     "attention sdpa replaced": replaced_attention,
-    "eager": attention("eager"),
-    "class of the cache's layers": cache_class,
-    "class of new caches": class_of_new_caches,
-    "class of caches, update()": update_of_a_class,
-    "get_interface() of the registry": registry_method,
-    "another registry": other_registry,
-    "another registry of transformers' class": registry_of_its_own,
+    "eager": lambda m: m.set_attn_implementation("eager"),
+    "class of the cache's layers": patch(lambda m: DynamicLayer, "update", _with_coarse(values=True)),
+    "class of new caches": patch(lambda m: generation_utils, "DynamicCache", lambda before: Rounded),
+    "class of caches, update()": patch(lambda m: DynamicCache, "update", _with_coarse(values=False)),
+    "get_interface() of the registry": patch(
+        lambda m: AttentionInterface,
+        "get_interface",
+        lambda before: lambda self, name, default: _louder(before(self, name, default)),
+    ),
+    "another registry": patch(_source, "ALL_ATTENTION_FUNCTIONS", lambda before: Registry()),
+    "another registry of transformers' class": patch(_source, "ALL_ATTENTION_FUNCTIONS", _registry_of_its_own),
     "RoPE's function of another model": function_of_another_model,
-    "another torch": other_torch,
-    "torch.argmax": argmax,
-    "class of a processor": processor_class,
-    "class of processors, function": processor_function,
+    "another torch": patch(_source, "torch", _other_torch),
+    "torch.argmax": patch(lambda m: torch, "argmax", lambda before: lambda *a, **kw: (before(*a, **kw) + 1) % 90),
+    "class of a processor": patch(
+        lambda m: logits_process.SuppressTokensLogitsProcessor,
+        "__call__",
+        lambda before: lambda self, ids, scores: before(self, ids, scores) - 0.5 * scores.mean(0, keepdim=True),
+    ),
+    "class of processors, function": patch(
+        lambda m: logits_process, "_get_ngrams", lambda before: lambda size, ids, rows: before(size, ids[:1], rows)
+    ),
     "property of a class": property_of_a_class,
-    "hook, last column": hook(lambda m: _layers(m)[0], _last),
-    "hook, width": hook(lambda m: _layers(m)[1].mlp, _by_width),
-    "hook, everywhere": hook(lambda m: m.model.norm, lambda x: x * 0.8),
-    "hook of the head": hook(lambda m: m.lm_head, lambda x: x.roll(1, -1)),
+    "hook, last column": hook("model.layers.0", _last),
+    "hook, width": hook(MLP, _by_width),
+    "hook, everywhere": hook("model.norm", lambda x: x * 0.8),
+    "hook of the head": hook("lm_head", lambda x: x.roll(1, -1)),
     "pre-hook": pre_hook,
     "global hook": global_hook,
     "hook of accelerate's kind": hook_of_accelerate,
     "weight by .data": by_data,
     "weight by numpy": by_numpy,
     "weight in place": in_place,
-    "other .data": swapped_data,
-    "other parameter": new_parameter,
-    "another view": other_view,
-    "repeated rows": repeated_rows,
-    "frequencies in place": frequencies,
+    "other .data": to("model.layers.0.input_layernorm.weight.data", lambda data: data * 1.4),
+    "other parameter": to(OUT, lambda weight: nn.Parameter(weight.detach() * 0.6)),
+    "another view": to(f"{OUT}.data", lambda data: data.t()),
+    "repeated rows": to(DOWN, lambda weight: nn.Parameter(weight.detach()[:1].expand(weight.shape))),
+    "frequencies in place": to("model.rotary_emb.inv_freq", lambda inv_freq: inv_freq.mul_(0.5)),
     "frequencies by numpy": frequencies_by_numpy,
     "scaling of all layers": number,
-    "scaling of one layer": one_number,
-    "epsilon of a norm": epsilon,
-    "tied head": tied,
+    "scaling of one layer": to("model.layers.1.self_attn.scaling", lambda scaling: scaling * 1.5),
+    "epsilon of a norm": lambda m: setattr(
+        _layers(m)[0].post_attention_layernorm, _epsilon_of(_layers(m)[0].post_attention_layernorm), 0.5
+    ),
+    "tied head": lambda m: setattr(m.lm_head, "weight", m.get_input_embeddings().weight),
     "a step of training": optimizer_step,
     "training mode": stays_in_training,
     "float64": double,
-    "wrapped layer": wrapped("layer"),
-    "wrapped layer, last column": wrapped("layer", True),
-    "wrapped attention": wrapped("self_attn"),
-    "wrapped MLP, last column": wrapped("mlp", True),
-    "wrapped head": wrapped("head"),
-    "wrapped embedding": wrapped("embedding"),
-    "wrapped norm": wrapped("norm", True),
-    "fewer layers": fewer_layers,
-    "fewer layers by configuration": fewer_by_config,
+    "wrapped layer": wrapped("model.layers.1"),
+    "wrapped layer, last column": wrapped("model.layers.1", True),
+    "wrapped attention": wrapped("model.layers.1.self_attn"),
+    "wrapped MLP, last column": wrapped(MLP, True),
+    "wrapped head": wrapped("lm_head"),
+    "wrapped embedding": wrapped_embedding,
+    "wrapped norm": wrapped("model.norm", True),
+    "fewer layers": to("model.layers", lambda layers: nn.ModuleList(list(layers)[:-1])),
+    "fewer layers by configuration": to("config.num_hidden_layers", lambda n: n - 1),
     "exchanged layers": exchanged_layers,
     "more tokens": more_tokens,
     "head with a bias": head_with_bias,
-    "identity for an MLP": identity_mlp,
-    "wrapped MLP, softmax of columns": softmax_of_columns,
-    "function for an activation": activation_function,
-    "own activation": own_activation,
+    "identity for an MLP": to(MLP, lambda mlp: nn.Identity()),
+    "wrapped MLP, softmax of columns": to(MLP, lambda mlp: nn.Sequential(mlp, nn.Softmax(dim=1))),
+    "function for an activation": activation(torch.tanh),
+    "own activation": activation(lambda x: _by_width(F.silu(x))),
     "own class": own_class,
     "own prepare_inputs_for_generation": own_inputs,
     "own _update_model_kwargs_for_generation": own_update,
-    "class's _sample": class_sample,
+    "class's _sample": patch(type, "_sample", _one_more),
     "own forward": own_forward,
-    "static cache": cache_implementation("static"),
-    "hybrid cache": cache_implementation("hybrid"),
+    "static cache": to("generation_config.cache_implementation", lambda _: "static"),
+    "hybrid cache": to("generation_config.cache_implementation", lambda _: "hybrid"),
     "window": window,
-    "repetition penalty": penalties,
-    "ends": ends,
+    "repetition penalty": to("generation_config.repetition_penalty", lambda _: 1.4),
+    "ends": to("generation_config.eos_token_id", lambda _: [5, 9, 17, 33, 41]),
 }
 """Changes of a model, of its classes or of the process. Some return what undoes them."""
 
@@ -688,13 +584,8 @@ class _Scaling(torch.overrides.TorchFunctionMode):
         return out * 1.05 if func is F.linear else out
 
 
-@contextmanager
-def nothing() -> Iterator[None]:
-    yield
-
-
 AROUND: dict[str, Callable[[], Any]] = {
-    "nothing": nothing,
+    "nothing": nullcontext,
     "inference mode": torch.inference_mode,
     "function mode": _Scaling,
 }

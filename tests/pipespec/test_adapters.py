@@ -15,6 +15,7 @@ from pipespec.models.adapters import named_tensors
 from pipespec.models.quantizing import quantized
 from pipespec.schedules.asynchronous.weights import share
 from tests.conftest import noisy, random_llama
+from tests.support.texts import own_text
 from tests.waiting import drafts_keep_up
 
 NEW = 16
@@ -69,8 +70,8 @@ def adapted(model: Any, seed: int = 1) -> Wrapper:
 def chain():
     """Target and draft with adapters, and the target's text."""
     target = adapted(random_llama(0))
-    wanted = target.generate(IDS, max_new_tokens=NEW, do_sample=False)
-    assert not torch.equal(random_llama(0).generate(IDS, max_new_tokens=NEW, do_sample=False), wanted)
+    wanted = own_text(target, IDS, max_new_tokens=NEW)
+    assert not torch.equal(own_text(random_llama(0), IDS, max_new_tokens=NEW), wanted)
     return target, adapted(noisy(random_llama(0), 0.02)), wanted
 
 
@@ -80,11 +81,10 @@ def test_in_this_process(chain):
     assert torch.equal(pipe.generate(IDS, max_new_tokens=NEW, do_sample=False), wanted)
     assert pipe.report.stages[-1].acceptance_rate > 0.5
     assert "q_proj is of class Lora" in pipe.report.stages[-1].forward
-    attached = pipespec.attach(target, [draft], schedule="lockstep", lookahead=4)
-    assert pipespec.attached(target) is attached
-    assert torch.equal(target.generate(IDS, max_new_tokens=NEW, do_sample=False), wanted)
-    assert attached.report.tokens == NEW
-    pipespec.detach(target)
+    with pipespec.attach(target, [draft], schedule="lockstep", lookahead=4) as attached:
+        assert pipespec.attached(target) is attached
+        assert torch.equal(own_text(target, IDS, max_new_tokens=NEW), wanted)
+        assert attached.report.tokens == NEW
 
 
 def test_in_a_worker(chain):
@@ -104,9 +104,7 @@ def test_what_a_worker_gets():
     plain = random_llama(0)
     layer = model.model.layers[0].self_attn.q_proj
     tensors = dict(named_tensors(model))
-    assert (
-        tensors.keys() == dict(named_tensors(plain)).keys() == {name for name, _ in named_tensors(model, merged=False)}
-    )
+    assert tensors.keys() == dict(named_tensors(plain)).keys() == dict(named_tensors(model, merged=False)).keys()
     name = "model.layers.0.self_attn.q_proj.weight"
     torch.testing.assert_close(tensors[name], layer.base_layer.weight + layer.lora_B @ layer.lora_A)
     weights, memory = share(model)
@@ -120,9 +118,8 @@ def test_what_a_worker_gets():
 
 
 def test_learned_prompts_are_refused():
-    model = random_llama(0)
     with pytest.raises(ValueError, match="Wrapper has an adapter that is a learned prompt"):
-        Pipeline(Wrapper(model, is_prompt=True))
+        Pipeline(Wrapper(random_llama(0), is_prompt=True))
 
 
 @pytest.mark.parametrize("disabled", [False, True])

@@ -17,6 +17,7 @@ import pipespec
 from pipespec import Pipeline
 from pipespec.api.attach import attached
 from pipespec.demo import family_path
+from pipespec.engine.forward import forward
 from pipespec.schedules.base import SpeedWarning
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.support.streamers import Recorder, failing
@@ -323,6 +324,8 @@ def test_a_returned_cache_of_rows_with_padding_in_transformers_hands(model, pipe
             plain(model, longer, attention_mask=mask, past_key_values=held, max_new_tokens=3)
         logits = model(longer[:, -2:], past_key_values=held.as_dynamic(mask, longer.shape[1] - 2), **feed).logits
         torch.testing.assert_close(logits, model(longer, attention_mask=mask).logits[:, -2:], rtol=1e-4, atol=1e-4)
+        by_rows = forward(model, longer[:, -2:], copy.deepcopy(held), keep=2, native=False)
+        torch.testing.assert_close(by_rows, logits, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="tokens, and attention_mask has"):
         held.as_dynamic(mask, longer.shape[1])
 

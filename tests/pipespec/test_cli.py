@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,7 +27,9 @@ from pipespec.cli import doctor
 from pipespec.cli.main import main
 from pipespec.demo import family_path, load_family
 from pipespec.demo import run as demo_run
+from pipespec.registry import SCHEDULES
 from tests.conftest import noisy, random_llama
+from tests.support.texts import own_text
 from tests.trials import trials
 from tests.waiting import SECONDS, until
 
@@ -56,9 +59,7 @@ def family(tmp_path_factory) -> Path:
 def expected_text(family: Path, prompt: str, new_tokens: int) -> str:
     loaded = load_family(family)
     ids = loaded.encode(prompt)
-    output = loaded.target.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
-    )
+    output = own_text(loaded.target, ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens)
     return shown(loaded.tokenizer, output[0, ids.shape[1] :].tolist())
 
 
@@ -70,6 +71,12 @@ def shown(tokenizer, tokens: list[int]) -> str:
         stream.put(torch.tensor([token]))
     stream.end()
     return "".join(pieces)
+
+
+WITHOUT = (
+    "import sys; sys.modules[sys.argv[1]] = None; from pipespec.cli.main import main; sys.exit(main(sys.argv[2:]))"
+)
+"""The program without a package, which comes before its arguments."""
 
 
 def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess:
@@ -118,43 +125,46 @@ def test_usage_errors(capsys, arguments, message):
 # --- doctor --------------------------------------------------------------------------------------------------------
 
 
-def test_doctor_says_that_all_works(capsys):
+def test_doctor(capsys, monkeypatch):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     for expected in ("native module", "schedule workers", "default schedule", "bundled family", "torch"):
         assert expected in out
-
-
-def test_doctor_json(capsys):
     assert main(["doctor", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["usable"] is True
-    assert set(facts["schedules"]) == {"plain", "lockstep", "workers", "streams", "ranks"}
-
-
-def test_doctor_ends_with_an_error_where_a_package_is_of_another_version(monkeypatch):
+    assert set(facts["schedules"]) == set(SCHEDULES)
     monkeypatch.setattr(doctor, "misfits", lambda env: ["transformers 9 is too new"])
     assert main(["doctor"]) == 1
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers", "pipespec_kernels._native"])
-def test_doctor_works_where_something_is_missing(missing):
-    code = (
-        "import sys; sys.modules[sys.argv[1]] = None; from pipespec.cli.main import main; sys.exit(main(sys.argv[2:]))"
-    )
-    done = run_python(code, missing, "doctor")
+def test_where_something_is_missing(missing):
+    done = run_python(WITHOUT, missing, "doctor")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "CANNOT work" in done.stdout
     assert "! " in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
+    if missing == "torch":
+        done = run_python(WITHOUT, missing, "generate", "--prompt", "x")
+        assert done.returncode == 2
+        assert "pipespec doctor" in done.stderr
+        assert "Traceback" not in done.stderr
 
 
-def test_generate_without_torch_is_one_line():
-    code = "import sys; sys.modules['torch'] = None; from pipespec.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    done = run_python(code, "generate", "--prompt", "x")
-    assert done.returncode == 2
-    assert "pipespec doctor" in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    "arguments", ["spd train --target x", "train-draft --help", "generate --system spd --prompt x"]
+)
+def test_a_command_of_a_missing_package_says_what_to_install(arguments):
+    package, remedy = ("pipespec_spd", "") if "generate" in arguments else ("pipespec_train", r"'pipespec\[train\]'")
+    done = run_python(WITHOUT, package, *arguments.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(f"pipespec: error: {package} cannot be imported .*: pip install {remedy}.*\n", done.stderr)
+
+
+def test_spd_is_a_name_of_the_package():
+    code = "import sys, pipespec; assert 'pipespec_spd' not in sys.modules; print(pipespec.spd.SpeculativePipeline.__module__)"
+    assert run_python(code).stdout == "pipespec_spd.pipeline\n"
 
 
 # --- generate ------------------------------------------------------------------------------------------------------
@@ -220,10 +230,8 @@ def test_generate_refuses_in_one_line(family, capsys, arguments, message):
 
 @pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
 def test_other_bytes_on_stdin_are_refused(locale):
-    command = [sys.executable, "-m", "pipespec.cli.main", "generate"]
-    done = subprocess.run(
-        command, input=b"caf\xe9", capture_output=True, env=os.environ | {"LC_ALL": locale}, timeout=SECONDS
-    )
+    command, env = [sys.executable, "-m", "pipespec.cli.main", "generate"], os.environ | {"LC_ALL": locale}
+    done = subprocess.run(command, input=b"caf\xe9", capture_output=True, env=env, timeout=SECONDS)
     assert done.returncode == 2
     assert done.stderr.decode().splitlines() == ["pipespec: error: the prompt is not UTF-8 text: standard input"]
     assert done.stdout == b""
@@ -255,36 +263,27 @@ def test_trace_writes_what_every_stage_did(family, capsys, tmp_path):
     assert "mean step in ms by width" in captured.err
 
 
-def test_trace_refuses_before_it_generates(family, capsys, tmp_path, monkeypatch):
-    arguments = ["trace", "--target", str(family / "target"), "--prompt", "x"]
-    with monkeypatch.context() as patch:
-        patch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
-        assert main([*arguments, "--out", str(tmp_path / "run.json")]) == 2
-    captured = capsys.readouterr()
-    assert f"error: {tmp_path / 'run.json'} cannot be written" in captured.err
-    assert captured.out == ""
-    nowhere = tmp_path / "nowhere"
+def test_trace_refuses_before_it_generates(family, full, capsys, tmp_path, monkeypatch):
+    arguments = ["trace", "--target", str(family / "target"), "--prompt", "x", "--max-new-tokens", "4"]
     for out, message in (
-        (nowhere / "run.json", f"there is no folder {nowhere}"),
+        (tmp_path / "run.json", "run.json cannot be written"),
+        (tmp_path / "nowhere" / "run.json", f"there is no folder {tmp_path / 'nowhere'}"),
         (tmp_path, f"{tmp_path} is a folder"),
+        (full, "No space left on device"),
     ):
-        assert main([*arguments, "--out", str(out)]) == 2
+        with monkeypatch.context() as patch:
+            if "cannot be written" in message:
+                patch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
+            assert main([*arguments, "--out", str(out)]) == 2
         captured = capsys.readouterr()
-        assert f"error: {message}" in captured.err
-        assert captured.out == ""
+        assert message in captured.err
+        assert "Traceback" not in captured.err
+        assert captured.out == "" or out == full
+    assert full.is_char_device()
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == 2
     assert "--out" in capsys.readouterr().err
-
-
-def test_trace_onto_a_full_disk(family, full, capsys):
-    arguments = ["trace", "--target", str(family / "target"), "--prompt", "xy", "--max-new-tokens", "4"]
-    assert main([*arguments, "--out", str(full)]) == 2
-    captured = capsys.readouterr()
-    assert "No space left on device" in captured.err
-    assert "Traceback" not in captured.err
-    assert full.is_char_device()
 
 
 def test_debug_shows_where(capsys):

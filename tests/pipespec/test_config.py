@@ -17,7 +17,6 @@ from pipespec.engine.ngram import NgramDraft
 from pipespec.engine.stage import ModelDraft
 from pipespec.engine.translation import TranslatedDraft
 from pipespec.registry import OPTIONS, SCHEDULES, default_schedule, has_captured_form, numa_nodes
-from pipespec.schedules import base
 from tests.conftest import noisy, random_llama
 
 MODELS = [ModelDraft(), ModelDraft()]
@@ -148,25 +147,6 @@ def test_numbers_of_a_stage():
     assert [numbers.max_draft_tokens(i) for i in range(3)] == [0, 3, config.WIDTH // 2]
 
 
-@pytest.mark.parametrize(
-    ("error", "match", "options"),
-    [
-        (ValueError, "schedule='parallel' is not one of 'lockstep'", {"schedule": "parallel"}),
-        (TypeError, "lookahead must be an integer", {"lookahead": "many"}),
-        (TypeError, "lookahead must be an integer", {"lookahead": [1.5, 2]}),
-        (ValueError, "lookahead must be at least 1", {"lookahead": [2, 0]}),
-        (ValueError, "one per draft, 2, not 3", {"lookahead": [2, 2, 2]}),
-        (TypeError, "trace must be an integer", {"trace": 2.0}),
-        (ValueError, "trace must be 0 to", {"trace": 2**40}),
-        (ValueError, "not for 'workers'", {"schedule": "workers", "graphs": True}),
-        (ValueError, "schedule='auto' is not one of", {"schedule": "auto"}),
-    ],
-)
-def test_what_is_refused(error, match, options):
-    with pytest.raises(error, match=match):
-        SpeculationConfig.of(MODELS, **options)
-
-
 # ---- the table of schedules
 
 
@@ -254,17 +234,3 @@ def test_names_of_schedules_are_literals_in_the_table_and_in_their_drivers():
     assert found == {
         place.partition(":")[0].removeprefix("pipespec.schedules.").replace(".", "/") + ".py" for place in drivers
     }
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"schedule": "streams"}, "schedule='streams' runs captured CUDA graphs, and all models are on the CPU"),
-        ({"schedule": "lockstep", "graphs": True}, "graphs=True runs captured CUDA graphs.*without graphs"),
-        ({"schedule": "plain", "graphs": True}, "graphs=True runs captured CUDA graphs"),
-    ],
-)
-def test_captured_steps_are_for_gpus(model, monkeypatch, options, match):
-    monkeypatch.setattr(base, "_runs_uncaptured", False)
-    with pytest.raises(ValueError, match=match):
-        Pipeline(model, noisy(model, 0.02), **options)

@@ -10,34 +10,28 @@ from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausa
 
 from pipespec import Pipeline, attach
 from pipespec.api import chain
+from pipespec.checks.devices import arrange, device_facts, requested
 from pipespec.cli.main import main
 from pipespec.errors import DoesNotFit
-from pipespec.preflight.devices import DeviceFacts, device_facts, requested
-from pipespec.preflight.placement import arrange
 from tests.conftest import noisy, random_llama
-from tests.pipespec.checkpoints import GIB, PROMPT, folder_of, gpus, llama, save, some_gpus
+from tests.pipespec.checkpoints import PROMPT, folder_of, gpus, llama, save, some_gpus
 
 
-def test_the_automatic_choice(tmp_path):
+def test_the_automatic_choice(tmp_path, monkeypatch):
     """The target goes where most memory is free, then the drafts, the last one first, where most is left."""
     draft = folder_of(llama("1B"), tmp_path / "draft", dtype="bfloat16")
     target = folder_of(llama("8B"), tmp_path / "target", dtype="bfloat16")
-
-    def chosen(models, facts, **options):
-        return arrange(models, device="auto", facts=facts, **options)
-
-    assert chosen([draft, target], some_gpus(40, 79)) == ["cuda:1", "cuda:1"]
-    assert chosen([draft, target], some_gpus(70, 79)) == ["cuda:0", "cuda:1"]
-    assert chosen([draft, draft, target], some_gpus(70, 68, 79)) == ["cuda:1", "cuda:0", "cuda:2"]
-    assert chosen([draft, target], some_gpus()) == ["cpu", "cpu"]
-    # What a draft needs must be free beside the target.
-    assert chosen([draft, target], some_gpus(20)) == ["cuda:0", "cuda:0"]
-    with pytest.raises(DoesNotFit, match=r"the stages need(.|\n)*draft 0(.|\n)*target") as caught:
-        chosen([draft, target], some_gpus(17))
-    assert "17.00 free of 80.00" in str(caught.value)
-    # One stage of several, and a loaded model, which stays.
-    assert arrange([draft, target], device=["cpu", "auto"], facts=some_gpus(40, 79)) == ["cpu", "cuda:1"]
-    assert chosen([draft, random_llama(1)], some_gpus(40, 79)) == ["cuda:1", None]
+    for free, models, chosen in (
+        ((40, 79), [draft, target], ["cuda:1", "cuda:1"]),
+        ((70, 79), [draft, target], ["cuda:0", "cuda:1"]),
+        ((70, 68, 79), [draft, draft, target], ["cuda:1", "cuda:0", "cuda:2"]),
+        ((), [draft, target], ["cpu", "cpu"]),
+        ((40, 79), [draft, random_llama(1)], ["cuda:1", None]),
+    ):
+        some_gpus(monkeypatch, *free)
+        assert arrange(models, device="auto") == chosen
+    some_gpus(monkeypatch, 40, 79)
+    assert arrange([draft, target], device=["cpu", "auto"]) == ["cpu", "cuda:1"]
 
 
 def test_what_device_may_be(monkeypatch):
@@ -92,8 +86,7 @@ def test_a_loaded_model_stays_on_its_device(model, monkeypatch, tmp_path):
     # The devices as given, in their order.
     loads = []
     monkeypatch.setattr(chain, "load_model", lambda m, device, **kwargs: loads.append(device))
-    facts = [DeviceFacts("cuda:0", GIB, GIB), DeviceFacts("cuda:1", GIB, GIB)]
-    monkeypatch.setattr("pipespec.preflight.placement.device_facts", lambda names=None: facts)
+    some_gpus(monkeypatch, 1, 1)
     for device, expected in (
         ({"draft 1": "cuda:1", "target": "cuda:0"}, ["cpu", "cuda:1", "cuda:0"]),
         (["cuda:1", "cpu", "cuda:0"], ["cuda:1", "cpu", "cuda:0"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from contextlib import contextmanager
 
 import pytest
@@ -11,7 +12,6 @@ import torch.nn.functional as F
 
 import pipespec
 from pipespec import Pipeline
-from pipespec.config import SpeculationConfig
 from pipespec.engine import fused
 from pipespec.engine.attention import ATTENTION
 from pipespec.engine.cache import RowCache
@@ -29,14 +29,10 @@ SAMPLING = {
     "sampled": {"do_sample": True, "temperature": 1.2, "top_p": 0.9, "top_k": 0},
 }
 SETTINGS = [("plain", 0, 5), ("lockstep", 1, 1), ("lockstep", 2, 4), ("workers", 1, 1), ("workers", 2, 3)]
-CAPTURED = [
-    ("plain", 0, None, 5),
-    ("lockstep", 1, 1, 1),
-    ("lockstep", 2, 4, 3),
-    ("streams", 1, 2, 1),
-    ("streams", 2, [3, 9], 5),
-]
-"""Schedule, drafts, lookahead, rows of a batch."""
+"""Schedule, drafts, rows of a batch."""
+CAPTURED = [("plain", 0, None, 5), ("lockstep", 1, 1, 1), ("lockstep", 2, 4, 3)]
+CAPTURED += [("streams", 1, 2, 1), ("streams", 2, [3, 9], 5)]
+"""The same, with the lookahead before the rows."""
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +58,26 @@ def expected(target):
         return {name: texts_of(pipe, 1, sampling) for name, sampling in SAMPLING.items()}
 
 
-@pytest.mark.parametrize(("schedule", "drafts", "batch"), SETTINGS)
-def test_texts_depend_on_target_prompt_and_seed_alone(target, expected, schedule, drafts, batch):
+def made(target, schedule="plain", drafts=0, lookahead=None, **options) -> Pipeline:
     models = [noisy(target, 0.05 * (n + 1), seed=n) for n in range(drafts)]
-    with Pipeline(target, models, schedule=schedule, exact=True) as pipe:
-        for name, sampling in SAMPLING.items():
-            assert texts_of(pipe, batch, sampling) == expected[name], name
-            assert pipe.report.stages[-1].forward == "native"
+    return Pipeline(target, models, schedule=schedule, lookahead=lookahead, **options)
+
+
+captured = functools.partial(made, graphs=True)
+
+
+def check_texts(pipe, wanted, batch, form) -> None:
+    """They depend on target, prompt and seed alone."""
+    for name, sampling in SAMPLING.items():
+        assert texts_of(pipe, batch, sampling) == wanted[name], name
+        assert pipe.report.stages[-1].forward.startswith(form)
+        assert pipe.report.schedule == pipe.schedule
+
+
+@pytest.mark.parametrize(("schedule", "drafts", "batch"), SETTINGS)
+def test_texts(target, expected, schedule, drafts, batch):
+    with made(target, schedule, drafts, exact=True) as pipe:
+        check_texts(pipe, expected, batch, "native")
 
 
 def test_an_attached_model_is_exact(target, expected):
@@ -79,36 +88,6 @@ def test_an_attached_model_is_exact(target, expected):
     assert got[0, ids.shape[1] :].tolist() == expected["greedy"][0]
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"native": False}, "leave native=False out"),
-        ({"native": False, "schedule": "streams"}, "leave native=False out"),
-    ],
-)
-def test_options_that_exclude_it(target, options, says):
-    with pytest.raises(ValueError, match=says):
-        Pipeline(target, [noisy(target, 0.05)], exact=True, **options)
-    with pytest.raises(ValueError, match=says):
-        SpeculationConfig(exact=True, **options)
-
-
-def test_targets_without_a_native_form_are_refused_by_name(target):
-    model = copy.deepcopy(target)
-    handle = model.model.layers[0].register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"exact=True: .*model\.layers\.0 has hooks"):
-        Pipeline(model, exact=True)
-    handle.remove()
-    # If the model changes later, the next call is refused before anything is generated.
-    ids = PROMPTS[0][None]
-    with Pipeline(model, exact=True) as pipe:
-        wanted = pipe.generate(ids, max_new_tokens=4, do_sample=False)
-        for within in (torch.autocast("cpu"), hooked(model)):
-            with within, pytest.raises(ValueError, match=r"exact=True: .*(autocast|hooks)"):
-                pipe.generate(ids, max_new_tokens=4, do_sample=False)
-        assert torch.equal(pipe.generate(ids, max_new_tokens=4, do_sample=False), wanted)
-
-
 @contextmanager
 def hooked(model):
     handle = model.lm_head.register_forward_hook(lambda *_: None)
@@ -116,18 +95,7 @@ def hooked(model):
     handle.remove()
 
 
-def test_a_prompt_that_ends_with_padding_is_refused(target):
-    ids = torch.stack([PROMPTS[0][:3], PROMPTS[0][:3]])
-    with Pipeline(target, exact=True) as pipe, pytest.raises(ValueError, match="pad on the left"):
-        pipe.generate(ids, attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]), max_new_tokens=4, do_sample=False)
-
-
 # ---- captured steps. On the CPU the same code runs without capture.
-
-
-def captured(target, schedule="plain", drafts=0, lookahead=None, **options) -> Pipeline:
-    models = [noisy(target, 0.05 * (n + 1), seed=n) for n in range(drafts)]
-    return Pipeline(target, models, schedule=schedule, graphs=True, lookahead=lookahead, **options)
 
 
 @pytest.fixture(scope="module", params=DEVICES)
@@ -139,13 +107,10 @@ def placed(request, target):
 
 
 @pytest.mark.parametrize(("schedule", "drafts", "lookahead", "batch"), CAPTURED)
-def test_captured_texts_depend_on_target_prompt_and_seed_alone(placed, schedule, drafts, lookahead, batch):
+def test_captured_texts(placed, schedule, drafts, lookahead, batch):
     model, wanted = placed
     with captured(model, schedule, drafts, lookahead, exact=True) as pipe:
-        for name, sampling in SAMPLING.items():
-            assert texts_of(pipe, batch, sampling) == wanted[name], name
-            assert pipe.report.stages[-1].forward.startswith("fused, products of ")
-            assert pipe.report.schedule == pipe.schedule == schedule
+        check_texts(pipe, wanted, batch, "fused, products of ")
 
 
 @pytest.mark.filterwarnings("ignore:calls like this one run in lockstep")
@@ -262,16 +227,17 @@ def test_two_forms_of_one_model(target):
             assert exact.report.stages[-1].forward.startswith("fused, products of ")
 
 
-@pytest.mark.parametrize("schedule", ["plain", "lockstep", "streams"])
-def test_captured_targets_without_the_form_are_refused_by_name(target, schedule):
+@pytest.mark.parametrize("how", ["native", "plain", "lockstep", "streams"])
+def test_targets_without_the_form_are_refused_by_name(target, how):
+    """Also if the model changes later: the next call is refused before anything is generated."""
     model = copy.deepcopy(target)
-    drafts = int(schedule != "plain")
+    make = made if how == "native" else functools.partial(captured, schedule=how, drafts=int(how != "plain"))
     with hooked(model), pytest.raises(ValueError, match=r"exact=True: .*lm_head has hooks"):
-        captured(model, schedule, drafts, exact=True)
+        make(model, exact=True)
     assert model.config._attn_implementation == target.config._attn_implementation
     ids = PROMPTS[0][None]
     padded = torch.stack([PROMPTS[0][:3], PROMPTS[0][:3]])
-    with captured(model, schedule, drafts, exact=True) as pipe:
+    with make(model, exact=True) as pipe:
         wanted = pipe.generate(ids, max_new_tokens=4, do_sample=False)
         for within in (torch.autocast("cpu"), hooked(model)):
             with within, pytest.raises(ValueError, match=r"exact=True: .*(autocast|hooks)"):

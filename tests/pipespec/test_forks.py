@@ -24,8 +24,8 @@ from pipespec.process.threads import lowered_threads, renew_pool, target_threads
 from pipespec.schedules.asynchronous import local
 from pipespec.schedules.asynchronous.channel import Channel
 from pipespec.schedules.base import StageFailure
-from pipespec.spd import SpeculativePipeline
 from pipespec_kernels.state import SharedMemory, StateBlock
+from pipespec_spd import SpeculativePipeline
 from tests.conftest import noisy, random_llama, random_prompts
 from tests.support.processes import peers_of, pids_of
 from tests.support.streamers import Held

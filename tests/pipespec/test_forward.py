@@ -1,7 +1,11 @@
 """Calls of a model without the native form: they give the bits of the model itself. Also properties of transformers that the forms need."""
 
+import copy
 import functools
+import gc
 import itertools
+import pickle
+import weakref
 
 import pytest
 import torch
@@ -9,8 +13,9 @@ from transformers import DynamicCache
 
 from pipespec.engine import forward as forward_module
 from pipespec.engine.cache import RowCache
-from pipespec.engine.sections import ModelSection, open_sections
+from pipespec.engine.runtime import runtime_of
 from pipespec.models.parts import ModelParts
+from pipespec_spd.sections import ModelSection, open_sections
 from tests.pipespec import test_native
 
 forward = functools.partial(forward_module.forward, native=False)
@@ -144,3 +149,20 @@ def test_sections_are_bit_identical_to_the_model(name, ids):
         for ours, theirs in zip(streams[:-1], wanted.hidden_states, strict=False):
             assert torch.equal(ours.to(theirs.dtype), theirs)
         assert streams[-1] is not streams[-2]
+
+
+def test_the_runtime_of_a_model_is_not_copied_and_keeps_no_model_alive(ids):
+    model = make()
+    forward_module.forward(model, ids, RowCache.for_model(model, 3, 96), keep=1)
+    runtime = runtime_of(model)
+    assert runtime.record is not None
+    assert runtime.forms
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert runtime_of(other).record is None
+        assert not runtime_of(other).forms
+    assert runtime_of(model) is runtime
+    seen = weakref.ref(model)
+    del model, other
+    gc.collect()
+    assert seen() is None
+    assert runtime.forms

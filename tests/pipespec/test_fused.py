@@ -12,11 +12,12 @@ from pipespec.engine import form as forms
 from pipespec.engine import fused
 from pipespec.engine.attention import ATTENTION
 from pipespec.engine.cache import RowCache
-from pipespec.engine.forward import choose_fused, described, forward, release
+from pipespec.engine.forward import choose_fused, described, forward
+from pipespec.engine.runtime import runtime_of
 from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
 from pipespec_kernels import ops
-from tests.pipespec import checkpoints
+from tests.pipespec.checkpoints import Adapted, Packed, packed, replaced
 from tests.pipespec.test_native import MODELS, ids, make
 
 
@@ -36,22 +37,24 @@ def static_logits(model, tokens, *, chosen=True):
     return torch.cat(parts, 1), torch.cat([x.flatten() for both in held for x in both]), described(model, cache)
 
 
+def check_static_logits(model, dtype):
+    tokens = ids(3, 40)
+    *wanted, before = static_logits(model, tokens, chosen=False)
+    *got, form = static_logits(model, tokens)
+    assert before.startswith("transformers: ")
+    assert form == "fused"
+    tolerance = forms.TOLERANCE if dtype is torch.float32 else 2**-6
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * float(theirs.abs().max()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_caches_are_those_of_the_modules(name, dtype):
-    model = make(name, dtype, attn_implementation=ATTENTION)
-    tokens = ids(3, 40)
-    wanted, wanted_cache, before = static_logits(model, tokens, chosen=False)
-    got, cache, form = static_logits(model, tokens)
-    assert before.startswith("transformers: ")
-    assert form == "fused"
-    assert got.dtype == wanted.dtype
-    tolerance = forms.TOLERANCE if dtype is torch.float32 else 2**-6
-    torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance * float(wanted.abs().max()))
-    torch.testing.assert_close(cache, wanted_cache, rtol=0, atol=tolerance * float(wanted_cache.abs().max()))
+    check_static_logits(make(name, dtype, attn_implementation=ATTENTION), dtype)
 
 
-class ByShape(checkpoints.Packed):
+class ByShape(Packed):
     """One that takes rows otherwise than a batch."""
 
     def forward(self, x):
@@ -61,12 +64,10 @@ class ByShape(checkpoints.Packed):
 pipespec.trust(ByShape)
 
 OPAQUE = {
-    "all": lambda model: checkpoints.packed(model),
-    "all, with the head": lambda model: checkpoints.packed(model, head=True),
-    "queries and values": lambda model: checkpoints.replaced(
-        model, checkpoints.Adapted, ("q_proj", "v_proj", "qkv_proj")
-    ),
-    "down": lambda model: checkpoints.replaced(model, checkpoints.Packed, ("down_proj",)),
+    "all": lambda model: packed(model),
+    "all, with the head": lambda model: packed(model, head=True),
+    "queries and values": lambda model: replaced(model, Adapted, ("q_proj", "v_proj", "qkv_proj")),
+    "down": lambda model: replaced(model, Packed, ("down_proj",)),
 }
 
 
@@ -75,14 +76,7 @@ OPAQUE = {
 @pytest.mark.parametrize("name", [name for name in ("biases", "qwen3", "phi3", "gemma") if name in MODELS])
 def test_opaque_modules_in_the_fused_form(name, kind, dtype):
     """Quantised modules, and those with adapters, are called as they are. The merged matrices are those of the others."""
-    model = OPAQUE[kind](make(name, dtype, attn_implementation=ATTENTION))
-    tokens = ids(3, 40)
-    wanted, wanted_cache, _ = static_logits(model, tokens, chosen=False)
-    got, cache, form = static_logits(model, tokens)
-    assert form == "fused"
-    tolerance = forms.TOLERANCE if dtype is torch.float32 else 2**-6
-    torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance * float(wanted.abs().max()))
-    torch.testing.assert_close(cache, wanted_cache, rtol=0, atol=tolerance * float(wanted_cache.abs().max()))
+    check_static_logits(OPAQUE[kind](make(name, dtype, attn_implementation=ATTENTION)), dtype)
 
 
 def refusal_of(model) -> str:
@@ -92,29 +86,29 @@ def refusal_of(model) -> str:
 
 def test_opaque_modules_that_are_refused():
     model = make(attn_implementation=ATTENTION)
-    by_shape = checkpoints.replaced(model, ByShape, ("up_proj",))
+    by_shape = replaced(model, ByShape, ("up_proj",))
     assert "layers.0.mlp.up_proj (ByShape) does not take rows as it takes a batch" in refusal_of(by_shape)
 
     def observes(*_):
         pass
 
     pipespec.trust(observes)
-    hooked = checkpoints.packed(model)
+    hooked = packed(model)
     hooked.model.layers[1].mlp.up_proj.register_forward_hook(observes)
     assert "layers.1.mlp.up_proj has hooks" in refusal_of(hooked)
-    nameless = checkpoints.packed(model)
+    nameless = packed(model)
     del nameless.model.layers[0].self_attn.o_proj.in_features
     assert "layers.0.self_attn.o_proj (Packed) does not tell its in_features" in refusal_of(nameless)
-    strange = checkpoints.packed(model)
-    strange.model.norm = checkpoints.Packed(torch.nn.Linear(4, 4))
+    strange = packed(model)
+    strange.model.norm = Packed(torch.nn.Linear(4, 4))
     assert refusal_of(strange).startswith("transformers: ")
-    plain = checkpoints.packed(model)
+    plain = packed(model)
     assert choose_fused(plain, exact=True) is None
     assert choose_fused(plain) is not None
 
 
 def test_a_change_of_an_opaque_module_is_another_form():
-    model = checkpoints.replaced(make(attn_implementation=ATTENTION), checkpoints.Adapted)
+    model = replaced(make(attn_implementation=ATTENTION), Adapted)
     form = choose_fused(model)
     assert choose_fused(model) is form
     adapter = model.model.layers[0].mlp.up_proj
@@ -141,7 +135,7 @@ def test_a_changed_model_is_looked_at_again():
     other = choose_fused(model)
     assert other is not None
     assert other.number != form.number
-    release(model)
+    runtime_of(model).forms.clear()
     assert described(model, RowCache.for_model(model, 1, 16, static=True)).startswith("transformers: ")
 
 
@@ -153,7 +147,7 @@ def test_a_form_without_the_cache_is_not_used():
     assert described(model, cache).startswith("transformers: ")
 
 
-@pytest.mark.parametrize("of", [lambda model: model, checkpoints.packed], ids=["plain", "opaque"])
+@pytest.mark.parametrize("of", [lambda model: model, packed], ids=["plain", "opaque"])
 @pytest.mark.parametrize("operation", ["add_rms_norm", "rope_append", "silu_mul"])
 def test_a_wrong_operation_is_found(operation, of, monkeypatch):
     """Logits that do not agree keep the model's modules."""

@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from pipespec import Pipeline
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_prompts
 from tests.support.streamers import Held, Recorder
+from tests.support.texts import one_prompt, own_text, same_text
 from tests.waiting import SECONDS
 
 LIMIT = 512  # of the random models (max_position_embeddings)
@@ -23,20 +24,9 @@ def chain(model):
     return Pipeline(model, [noisy(model, 0.02), always_right(model)], lookahead=[3, 4], schedule="lockstep")
 
 
-def both(pipeline: Pipeline, *args, **kwargs) -> torch.Tensor:
-    """The pipeline's result, after a comparison with the target's own."""
-    wanted = pipeline.target.generate(*args, **{"do_sample": False} | kwargs)
-    got = pipeline.generate(*args, **kwargs)
-    assert got.dtype == torch.long
-    assert got.device == wanted.device
-    assert torch.equal(got, wanted), f"wanted {wanted.tolist()}, got {got.tolist()}"
-    return got
-
-
 def new_tokens(model, prompt: torch.Tensor, count: int) -> list[int]:
     """The model's text without an end."""
-    out = model.generate(prompt, max_new_tokens=count, do_sample=False, eos_token_id=None)
-    return out[0, prompt.shape[1] :].tolist()
+    return own_text(model, prompt, max_new_tokens=count, eos_token_id=None)[0, prompt.shape[1] :].tolist()
 
 
 def first_uses(text: list[int]) -> list[int]:
@@ -49,36 +39,27 @@ def first_uses(text: list[int]) -> list[int]:
 
 def test_eos_at_every_place_of_the_lookahead(chain, model):
     """The end is the first token, inside an accepted block, its last draft token, the bonus token, at the limit, or one past it."""
-    prompt = random_prompts(1, seed=5, shortest=6)[0][None]
+    prompt = one_prompt(5, 6, 24)
     text = new_tokens(model, prompt, 24)
     places = first_uses(text)
     assert places[:6] == [0, 1, 2, 3, 4, 5]
+    # An end that the text never reaches, several ends, and their order.
+    for ends in ([t for t in range(320) if t not in text][:8], [text[7], text[4], text[7]], torch.tensor(text[:2])):
+        same_text(chain, prompt, max_new_tokens=24, eos_token_id=ends)
     for place in places:
-        out = both(chain, prompt, max_new_tokens=24, eos_token_id=text[place], pad_token_id=0)
+        out = same_text(chain, prompt, max_new_tokens=24, eos_token_id=text[place], pad_token_id=0)
         assert out.shape[1] == prompt.shape[1] + place + 1
         assert out[0, -1] == text[place]
 
 
-def test_several_ends(chain, model):
-    prompt = random_prompts(1, seed=7, shortest=6)[0][None]
-    text = new_tokens(model, prompt, 20)
-    late, early = (text[i] for i in first_uses(text)[4:8:3][::-1])
-    both(chain, prompt, max_new_tokens=20, eos_token_id=[late, early, late])
-    both(chain, prompt, max_new_tokens=20, eos_token_id=[late])
-    both(chain, prompt, max_new_tokens=20, eos_token_id=[text[0], text[1]])
-    both(chain, prompt, max_new_tokens=20, eos_token_id=torch.tensor([late, early]))
-    # An end that the text never reaches, or that no vocabulary has.
-    both(chain, prompt, max_new_tokens=20, eos_token_id=[t for t in range(320) if t not in text][:8])
-
-
 def test_an_end_in_the_prompt_ends_nothing(chain, model):
-    prompt = random_prompts(1, seed=8, shortest=8)[0][None]
+    prompt = one_prompt(8, 8, 24)
     text = new_tokens(model, prompt, 12)
     for end in (int(prompt[0, -1]), int(prompt[0, 2])):
         if end not in text:
-            assert both(chain, prompt, max_new_tokens=12, eos_token_id=end).shape[1] == prompt.shape[1] + 12
+            assert same_text(chain, prompt, max_new_tokens=12, eos_token_id=end).shape[1] == prompt.shape[1] + 12
     doubled = torch.cat([prompt, torch.tensor([[text[0]]])], dim=1)  # the prompt ends with an end token
-    both(chain, doubled, max_new_tokens=12, eos_token_id=text[0], pad_token_id=0)
+    same_text(chain, doubled, max_new_tokens=12, eos_token_id=text[0], pad_token_id=0)
 
 
 @pytest.mark.parametrize("pad", [None, 0, 5])
@@ -90,13 +71,8 @@ def test_what_finished_rows_are_filled_with(model, pad, eos):
     ids = torch.stack(random_prompts(4, seed=10, shortest=6, longest=6))
     texts = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
     end = int(texts[0, 6 + 2])
-    both(
-        pipeline,
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=9,
-        eos_token_id=end if eos == "int" else [end, 319],
-    )
+    ends = end if eos == "int" else [end, 319]
+    same_text(pipeline, ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, eos_token_id=ends)
 
 
 # ---- how long
@@ -107,43 +83,43 @@ def test_max_new_tokens(model, new):
     for draft in (always_right(model), always_wrong(model)):
         pipeline = Pipeline(model, draft, lookahead=5, schedule="lockstep")
         ids, mask = left_pad(random_prompts(2, seed=new))
-        assert both(pipeline, ids, attention_mask=mask, max_new_tokens=new).shape[1] == ids.shape[1] + new
+        assert same_text(pipeline, ids, attention_mask=mask, max_new_tokens=new).shape[1] == ids.shape[1] + new
 
 
 def test_the_default_length(chain):
-    prompt = random_prompts(1, seed=13, shortest=4, longest=4)[0][None]
-    assert both(chain, prompt).shape[1] == 24
+    prompt = one_prompt(13, 4)
+    assert same_text(chain, prompt).shape[1] == 24
     long = torch.randint(2, 320, (1, LIMIT - 7), generator=torch.Generator().manual_seed(1))
-    assert both(chain, long).shape[1] <= LIMIT
+    assert same_text(chain, long).shape[1] <= LIMIT
 
 
 def test_keywords_override_the_configuration(model):
     target = copy.deepcopy(model)
-    prompt = random_prompts(1, seed=14, shortest=5, longest=5)[0][None]
+    prompt = one_prompt(14, 5)
     text = new_tokens(target, prompt, 12)
     target.generation_config.max_new_tokens = 9
     target.generation_config.eos_token_id = text[first_uses(text)[5]]
     pipeline = Pipeline(target, noisy(target, 0.02), schedule="lockstep")
     before = target.generation_config.to_dict()
-    assert both(pipeline, prompt).shape[1] == 5 + 6
-    assert both(pipeline, prompt, max_new_tokens=3).shape[1] == 5 + 3
-    assert both(pipeline, prompt, eos_token_id=text[2]).shape[1] == 5 + 3
+    assert same_text(pipeline, prompt).shape[1] == 5 + 6
+    assert same_text(pipeline, prompt, max_new_tokens=3).shape[1] == 5 + 3
+    assert same_text(pipeline, prompt, eos_token_id=text[2]).shape[1] == 5 + 3
     given = GenerationConfig(max_new_tokens=4, do_sample=False)
     kept = given.to_dict()
-    assert both(pipeline, prompt, given).shape[1] == 5 + 4
-    assert both(pipeline, prompt, generation_config=given, max_new_tokens=2).shape[1] == 5 + 2
-    both(pipeline, prompt, GenerationConfig(max_length=8, do_sample=False, eos_token_id=text[1]))
-    both(pipeline, prompt, GenerationConfig(max_new_tokens=4, temperature=0.3, top_k=3, do_sample=False))
+    assert same_text(pipeline, prompt, given).shape[1] == 5 + 4
+    assert same_text(pipeline, prompt, generation_config=given, max_new_tokens=2).shape[1] == 5 + 2
+    same_text(pipeline, prompt, GenerationConfig(max_length=8, do_sample=False, eos_token_id=text[1]))
+    same_text(pipeline, prompt, GenerationConfig(max_new_tokens=4, temperature=0.3, top_k=3, do_sample=False))
     assert target.generation_config.to_dict() == before
     assert given.to_dict() == kept
 
 
 def test_the_shortest_and_the_longest_prompt(chain):
-    assert both(chain, torch.tensor([[9]]), max_new_tokens=8).shape[1] == 9
-    both(chain, *[left_pad([torch.tensor([9]), torch.arange(2, 13)])[0]], max_new_tokens=8)
+    assert same_text(chain, torch.tensor([[9]]), max_new_tokens=8).shape[1] == 9
+    same_text(chain, *[left_pad([torch.tensor([9]), torch.arange(2, 13)])[0]], max_new_tokens=8)
     long = torch.randint(2, 320, (1, LIMIT), generator=torch.Generator().manual_seed(2))
     for length, new in ((LIMIT - 1, 1), (LIMIT - 4, 4), (LIMIT, 1)):
-        both(chain, long[:, :length], max_new_tokens=new)
+        same_text(chain, long[:, :length], max_new_tokens=new)
 
 
 # ---- how it is called
@@ -151,26 +127,25 @@ def test_the_shortest_and_the_longest_prompt(chain):
 
 def test_without_a_prompt_the_text_begins_with_bos(chain):
     assert chain.target.generation_config.bos_token_id == 1
-    out = both(chain, max_new_tokens=8)
+    out = same_text(chain, max_new_tokens=8)
     assert out.shape == (1, 9)
     assert out[0, 0] == 1
-    assert both(chain, max_new_tokens=8, bos_token_id=7)[0, 0] == 7
+    assert same_text(chain, max_new_tokens=8, bos_token_id=7)[0, 0] == 7
 
 
 def test_positional_keyword_and_integer_types(chain):
-    prompt = random_prompts(1, seed=15, shortest=5)[0][None]
-    wanted = both(chain, prompt, max_new_tokens=6)
-    assert torch.equal(chain.generate(inputs=prompt, max_new_tokens=6), wanted)
-    assert torch.equal(chain.generate(input_ids=prompt, max_new_tokens=6), wanted)
-    assert torch.equal(
-        chain.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6), wanted
-    )
-    narrow = chain.generate(prompt.int(), max_new_tokens=6)
-    assert narrow.dtype == torch.long
-    assert torch.equal(narrow, wanted)
-    assert torch.equal(chain.generate(prompt.tolist(), max_new_tokens=6), wanted)
-    for mask in (torch.ones_like(prompt).bool(), torch.ones_like(prompt).float(), torch.ones_like(prompt).tolist()):
-        assert torch.equal(chain.generate(prompt, attention_mask=mask, max_new_tokens=6), wanted)
+    prompt = one_prompt(15, 5, 24)
+    wanted, mask = same_text(chain, prompt, max_new_tokens=6), torch.ones_like(prompt)
+    for given in (
+        {"inputs": prompt},
+        {"input_ids": prompt},
+        {"inputs": prompt.int()},
+        {"inputs": prompt.tolist()},
+        *({"input_ids": prompt, "attention_mask": m} for m in (mask, mask.bool(), mask.float(), mask.tolist())),
+    ):
+        out = chain.generate(**given, max_new_tokens=6)
+        assert out.dtype == torch.long
+        assert torch.equal(out, wanted)
     with torch.no_grad():
         assert torch.equal(chain.generate(prompt, max_new_tokens=6), wanted)
     strided = torch.stack([prompt[0], prompt[0]]).t().contiguous().t()  # not contiguous
@@ -192,7 +167,7 @@ def test_the_input_is_not_touched_and_the_result_is_the_callers(chain):
 def test_lookahead(model, lookahead):
     pipeline = Pipeline(model, [noisy(model, 0.05), noisy(model, 0.01)], lookahead=lookahead, schedule="lockstep")
     ids, mask = left_pad(random_prompts(2, seed=lookahead))
-    both(pipeline, ids, attention_mask=mask, max_new_tokens=20)
+    same_text(pipeline, ids, attention_mask=mask, max_new_tokens=20)
     for upstream in pipeline.report.stages[:-1]:
         assert upstream.produced > 0
 
@@ -258,7 +233,7 @@ def test_other_threads_wait_their_turn(model):
     for thread in threads:
         thread.join(SECONDS)
     for i, prompt in enumerate([first, *others]):
-        assert torch.equal(outs[i], both(pipeline, prompt, max_new_tokens=30))
+        assert torch.equal(outs[i], same_text(pipeline, prompt, max_new_tokens=30))
 
 
 def test_a_call_from_inside_of_a_call_is_refused(model):
@@ -287,4 +262,4 @@ def test_a_call_from_inside_of_a_call_is_refused(model):
 
     with pytest.raises(RuntimeError, match="inside a call"):
         pipeline.generate(prompt, max_new_tokens=20, logits_processor=[processor])
-    both(pipeline, prompt, max_new_tokens=20)
+    same_text(pipeline, prompt, max_new_tokens=20)

@@ -6,11 +6,13 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipespec import Pipeline
+from pipespec.checks.tokenizers import tokenizer_digest
 from pipespec.cli.main import main
 from pipespec.engine.forward import native_unsupported_reason
 from pipespec.models import families
@@ -20,10 +22,9 @@ from pipespec.models.gguf_models import gguf_tokenizer
 from pipespec.models.loading import load_model
 from pipespec.models.quantized import QuantizedEmbedding, QuantizedLinear, pages_released
 from pipespec.models.tokenizers import load_tokenizer
-from pipespec.preflight.tokenizers import tokenizer_digest
-from pipespec.spd.partition import Partition, load_ends, load_stage
-from pipespec.spd.pipeline import SpeculativePipeline
 from pipespec_kernels.formats import FORMATS, dequantize
+from pipespec_spd.partition import Partition, load_ends, load_stage
+from pipespec_spd.pipeline import SpeculativePipeline
 from tests.pipespec.gguf_files import LARGE, SIZES, tiny, tokens, with_weights, write
 
 gguf = pytest.importorskip("gguf")
@@ -126,14 +127,8 @@ def test_a_model_in_blocks_is_not_saved(tmp_path):
 
 
 def test_the_factors_of_llama_3_become_its_configuration(tmp_path):
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     written = tiny("llama", rope_parameters=rope)
     plain = tiny("llama", rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
     factors = (plain.model.rotary_emb.inv_freq / written.model.rotary_emb.inv_freq).numpy()
@@ -164,80 +159,52 @@ def test_scaled_rotary_embeddings(tmp_path, kind):
 # ---- damage
 
 
-def refusal(path) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
-        GgufFile.open(path)
-    return str(caught.value)
+def at(content: bytes, name: bytes, behind: int, new: bytes) -> bytes:
+    """The content with other bytes at a distance from the end of a name."""
+    begin = content.index(name) + len(name) + behind
+    return content[:begin] + new + content[begin + len(new) :]
 
 
-def test_a_truncated_file_names_the_tensor(tmp_path):
+NAME, HEADS = b"blk.1.attn_v.weight", b"llama.attention.head_count_kv"
+DAMAGED = [
+    (lambda c: c[:-64], "(?s)is truncated: tensor .*the file in byte"),
+    *((lambda c, length=length: c[:length], "no GGUF file|truncated or damaged") for length in (0, 3, 8, 20, 24, 31, 100, 333, 999, 1501)),
+    (lambda c: c[:4] + struct.pack(">I", 3) + c[8:], "big-endian"),
+    (lambda c: c[:4] + struct.pack("<I", 1) + c[8:], "GGUF version 1"),
+    (lambda c: b"PK" + c[2:], "is no GGUF file"),
+    (lambda c: at(c, NAME, 20, struct.pack("<I", 11)), r"tensor blk\.1\.attn_v\.weight is of the type Q3_K, which is not supported"),
+    (lambda c: at(c, NAME, 20, struct.pack("<I", 255)), r"tensor blk\.1\.attn_v\.weight is of an unknown type \(255\), which is not supported"),
+    (lambda c: at(c, HEADS, 4, struct.pack("<I", 1)),
+     r"tensor blk\.0\.attn_k\.weight is \[32, 64\], and .*k_proj\.weight of this model \[16, 64\]"),
+    (lambda c: c.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_un.weight"), r"has no tensor blk\.1\.ffn_up\.weight"),
+    (lambda c: c.replace(b"llama.block_count", b"llama.block_kount"), r"has no llama\.block_count in its metadata"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "says"), DAMAGED, ids=[f"{i}: {says}" for i, (_, says) in enumerate(DAMAGED)])
+def test_damaged_files_are_refused(tmp_path, change, says):
     write(tiny("llama"), tmp_path / "m.gguf")
-    content = (tmp_path / "m.gguf").read_bytes()
-    (tmp_path / "m.gguf").write_bytes(content[:-64])
-    message = refusal(tmp_path / "m.gguf")
-    assert "is truncated: tensor " in message
-    assert f"the file in byte {len(content) - 64}" in message
+    (tmp_path / "m.gguf").write_bytes(change((tmp_path / "m.gguf").read_bytes()))
+    with pytest.raises(ValueError, match=says):
+        load_model(tmp_path / "m.gguf")
 
 
-def test_every_truncated_header_is_refused(tmp_path):
-    write(tiny("llama"), tmp_path / "m.gguf")
-    content = (tmp_path / "m.gguf").read_bytes()
-    for length in (0, 3, 8, 20, 24, 31, 100, 333, 999, 1501):
-        (tmp_path / "m.gguf").write_bytes(content[:length])
-        assert "no GGUF file" in (message := refusal(tmp_path / "m.gguf")) or "truncated or damaged" in message
-
-
-def test_other_files_are_refused(tmp_path):
-    write(tiny("llama"), tmp_path / "m.gguf")
-    content = bytearray((tmp_path / "m.gguf").read_bytes())
-    (tmp_path / "m.gguf").write_bytes(content[:4] + struct.pack(">I", 3) + content[8:])
-    assert "big-endian" in refusal(tmp_path / "m.gguf")
-    (tmp_path / "m.gguf").write_bytes(content[:4] + struct.pack("<I", 1) + content[8:])
-    assert "GGUF version 1" in refusal(tmp_path / "m.gguf")
-    (tmp_path / "m.gguf").write_bytes(b"PK" + content[2:])
-    assert "is no GGUF file" in refusal(tmp_path / "m.gguf")
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"metadata": {"split.count": 3, "split.no": 1}}, "is part 2 of 3 of a split GGUF file"),
+        (
+            {"tensors": {"blk.0.extra.weight": np.zeros(4, "f4")}},
+            r"tensor blk\.0\.extra\.weight has no place in a llama",
+        ),
+    ],
+)
+def test_files_with_more_are_refused(tmp_path, more, says):
+    write(tiny("llama"), tmp_path / "m.gguf", **more)
+    with pytest.raises(ValueError, match=says):
+        load_model(tmp_path / "m.gguf")
     with pytest.raises(FileNotFoundError, match=r"there is no file .*absent\.gguf"):
         load_model(tmp_path / "absent.gguf")
-
-
-def test_parts_of_split_files_are_refused(tmp_path):
-    write(tiny("llama"), tmp_path / "m.gguf", metadata={"split.count": 3, "split.no": 1})
-    assert "is part 2 of 3 of a split GGUF file" in refusal(tmp_path / "m.gguf")
-
-
-@pytest.mark.parametrize(("number", "message"), [(11, "of the type Q3_K"), (255, r"of an unknown type \(255\)")])
-def test_other_types_of_tensors_are_named(tmp_path, number, message):
-    write(tiny("llama"), tmp_path / "m.gguf")
-    content = (tmp_path / "m.gguf").read_bytes()
-    name = b"blk.1.attn_v.weight"
-    at = content.index(name) + len(name) + 4 + 16
-    assert content[at : at + 4] == struct.pack("<I", 8)
-    (tmp_path / "m.gguf").write_bytes(content[:at] + struct.pack("<I", number) + content[at + 4 :])
-    with pytest.raises(ValueError, match=rf"tensor blk\.1\.attn_v\.weight is {message}, which is not supported"):
-        load_model(tmp_path / "m.gguf")
-
-
-def test_tensors_that_do_not_fit_the_model_are_named(tmp_path):
-    write(tiny("llama", num_key_value_heads=4), tmp_path / "m.gguf", metadata={})
-    content = (tmp_path / "m.gguf").read_bytes()
-    key = b"llama.attention.head_count_kv"
-    at = content.index(key) + len(key) + 4
-    (tmp_path / "m.gguf").write_bytes(content[:at] + struct.pack("<I", 2) + content[at + 4 :])
-    with pytest.raises(
-        ValueError, match=r"tensor blk\.0\.attn_k\.weight is \[64, 64\], and .*k_proj\.weight of this model \[32, 64\]"
-    ):
-        load_model(tmp_path / "m.gguf")
-    write(tiny("llama"), tmp_path / "m.gguf", tensors={"blk.0.extra.weight": torch.zeros(4).numpy()})
-    with pytest.raises(ValueError, match=r"tensor blk\.0\.extra\.weight has no place in a llama model"):
-        load_model(tmp_path / "m.gguf")
-    for name, other, message in (
-        (b"blk.1.ffn_up.weight", b"blk.1.ffn_un.weight", r"has no tensor blk\.1\.ffn_up\.weight"),
-        (b"llama.block_count", b"llama.block_kount", r"has no llama\.block_count in its metadata"),
-    ):
-        write(tiny("llama"), tmp_path / "m.gguf")
-        (tmp_path / "m.gguf").write_bytes((tmp_path / "m.gguf").read_bytes().replace(name, other))
-        with pytest.raises(ValueError, match=message):
-            load_model(tmp_path / "m.gguf")
 
 
 # ---- the tokenizer

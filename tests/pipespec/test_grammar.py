@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipespec import Pipeline, TokenMatcher
 from pipespec.demo import family_path
 from pipespec.engine.grammar import Grammar
-from pipespec.engine.sampler import Sampler
-from pipespec.engine.sampling import SamplingParams
+from pipespec.engine.sampler import HostSampler
+from pipespec.engine.sampling import SamplingParams, Step
 from pipespec.schedules.base import StageFailure
 from tests.conftest import left_pad, noisy, random_llama
 from tests.docs.test_code_blocks import ROOT, blocks
@@ -155,13 +155,13 @@ def test_a_grammar_without_a_way_on(target) -> None:
 def test_a_draft_with_fewer_tokens() -> None:
     """The matcher fills masks of the target's vocabulary."""
     text = np.zeros((1, 9), dtype=np.int32)
-    sampler = Sampler(
+    sampler = HostSampler(
         SamplingParams(), text, vocabulary=VOCABULARY, is_target=False, grammar=Grammar([Classes(3)], [4])
     )
     logits = torch.zeros(1, 1, 30)
     logits[0, 0, 29] = 1.0  # of a class that may not begin the text
-    one = np.ones(1, dtype=np.int32)
-    got = sampler(logits, torch.zeros(1, 1, dtype=torch.int32), one, one * 0, np.array([4]))
+    one = torch.ones(1, dtype=torch.int32)
+    got = sampler(logits, Step(torch.zeros(1, 1, dtype=torch.int32), one * 3, one, one * 0))
     assert got.tolist() == [[5]]
 
 

@@ -24,8 +24,7 @@ from pipespec.api import base
 from pipespec.config import SpeculationConfig
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampling import SamplingParams
-from pipespec.errors import NotCapturable
-from pipespec.preflight.memory import DoesNotFit
+from pipespec.errors import DoesNotFit, NotCapturable
 from pipespec.schedules.base import SpeedWarning
 from pipespec.schedules.graphs import capture as capturing
 from pipespec.schedules.graphs.rounds import RoundsDriver, round_steps
@@ -474,25 +473,15 @@ def runs_with_graphs(model, how, reason: str) -> None:
         assert all(buffers.graphs for stage in pipe._driver.stages for buffers in stage.all_buffers())
 
 
-@pytest.mark.parametrize("how", EVERY, ids=[*IDS, "plain"])
+@pytest.mark.parametrize("how", [*EVERY, PLAIN | {"exact": True}], ids=[*IDS, "plain", "exact"])
 def test_without_the_cuda_module(model, no_cuda_module, how):
     runs_with_graphs(model, how, "the CUDA module: .*PIPESPEC_CUDA=on.*the host plans and commits")
-
-
-def test_exact_without_the_cuda_module(model, no_cuda_module):
-    runs_with_graphs(model, {"schedule": "plain", "graphs": True, "exact": True}, "the CUDA module: ")
 
 
 REFUSALS = {
     "ROCm: captured steps need a GPU of NVIDIA": lambda m, gpu: m.setattr(torch.version, "hip", "7.0"),
     "compute capability 8.0, and this GPU has 7.5": lambda m, gpu: m.setattr(gpu, "capability", (7, 5)),
     "unset PYTORCH_CUDA_ALLOC_CONF": lambda m, gpu: m.setattr(gpu, "allocator", "cudaMallocAsync"),
-}
-BY_HOST = {
-    "it supports CUDA 12.8, and": lambda m, gpu: (
-        m.setattr(_cuda, "driver_version", lambda: 12080),
-        m.setattr(_cuda, "runtime_version", lambda: 13000),
-    ),
 }
 
 
@@ -502,10 +491,10 @@ def test_what_cannot_run_captured_steps(model, gpu, monkeypatch, reason):
     runs_without_graphs(model, {"graphs": True}, reason)
 
 
-@pytest.mark.parametrize("reason", BY_HOST)
-def test_what_the_host_launches(model, gpu, monkeypatch, reason):
-    BY_HOST[reason](monkeypatch, gpu)
-    runs_with_graphs(model, HOW[1], reason)
+def test_an_older_driver(model, gpu, monkeypatch):
+    monkeypatch.setattr(_cuda, "driver_version", lambda: 12080)
+    monkeypatch.setattr(_cuda, "runtime_version", lambda: 13000)
+    runs_with_graphs(model, HOW[1], "it supports CUDA 12.8, and")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA driver version is insufficient"), ValueError("no CUDA device 0")])
@@ -594,10 +583,10 @@ def test_static_caches_that_do_not_fit(model, gpu, monkeypatch, how):
     """The call runs over caches that grow, with a warning, and the next one that fits is captured again."""
     check_memory = base.check_memory
 
-    def little(models, *, graphs, limit, **rest):
-        if graphs and limit > 100:
+    def little(models, *, is_static, limit, **rest):
+        if is_static and limit > 100:
             raise DoesNotFit("the stages need 9 GiB on cuda:0")
-        check_memory(models, graphs=graphs, limit=limit, **rest)
+        check_memory(models, is_static=is_static, limit=limit, **rest)
 
     monkeypatch.setattr(base, "check_memory", little)
     with chain(model, **how) as pipe:

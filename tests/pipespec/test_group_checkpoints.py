@@ -98,29 +98,21 @@ def compressed(kind="pack-quantized", bits=4):
 
 
 GPTQ, GPTQ8 = {"quant_method": "gptq", "bits": 4}, {"quant_method": "gptq", "bits": 8}
+AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm"}
+ODD, BF16 = {"symmetric": False}, {"dtype": torch.bfloat16}
 KINDS = {
     "gptq": (GPTQ, Matrix.gptq, {}, "q4_0"),
     "gptq, whole rows": (GPTQ, Matrix.gptq, {"group": 256}, "q4_0"),
-    "gptq, zero points": (GPTQ, Matrix.gptq, {"symmetric": False}, "q5_0"),
-    "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, lambda m: m.gptq(less=0), {"symmetric": False}, "q5_0"),
+    "gptq, zero points": (GPTQ, Matrix.gptq, ODD, "q5_0"),
+    "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, lambda m: m.gptq(less=0), ODD, "q5_0"),
     "gptq, 8 bits": (GPTQ8, Matrix.gptq, {"bits": 8, "group": 64}, "q8_0"),
-    "awq": (
-        {"quant_method": "awq", "bits": 4, "version": "gemm"},
-        Matrix.awq,
-        {"symmetric": False, "group": 128},
-        "q5_0",
-    ),
-    "compressed-tensors": (compressed(), lambda m: m.compressed(True), {"dtype": torch.bfloat16}, "q4_0"),
-    "compressed-tensors, zero points": (
-        compressed(),
-        lambda m: m.compressed(False),
-        {"symmetric": False, "dtype": torch.bfloat16},
-        "q5_0",
-    ),
+    "awq": (AWQ, Matrix.awq, ODD | {"group": 128}, "q5_0"),
+    "compressed-tensors": (compressed(), lambda m: m.compressed(True), BF16, "q4_0"),
+    "compressed-tensors, zero points": (compressed(), lambda m: m.compressed(False), ODD | BF16, "q5_0"),
     "compressed-tensors, 8 bits": (
         compressed("int-quantized", 8),
         Matrix.int8,
-        {"bits": 8, "group": 256, "dtype": torch.bfloat16},
+        BF16 | {"bits": 8, "group": 256},
         "q8_0",
     ),
 }
@@ -201,10 +193,7 @@ def test_what_is_damaged_or_does_not_fit_is_named(tmp_path, change, words):
     [
         (GPTQ | {"bits": 3}, "checkpoint of gptq .* with weights of 3 bits"),
         (GPTQ | {"checkpoint_format": "marlin"}, "in the format 'marlin'"),
-        (
-            {"quant_method": "awq", "bits": 4, "version": "gemv"},
-            "checkpoint of awq in the format 'gemv' with weights of 4 bits",
-        ),
+        (AWQ | {"version": "gemv"}, "checkpoint of awq in the format 'gemv' with weights of 4 bits"),
         (compressed("float-quantized", 8), "format 'float-quantized' with weights of 8 bits"),
         (compressed(bits=3), "weights of 3 bits"),
     ],

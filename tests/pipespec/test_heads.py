@@ -23,7 +23,6 @@ from pipespec.schedules.graphs.head import GraphedHead
 from pipespec.schedules.graphs.rounds import round_steps
 from tests.conftest import DEVICE, VOCABULARY, always_right, left_pad, noisy, random_prompts
 from tests.pipespec import heads
-from tests.support.grammars import Classes
 
 ON_CPU = pytest.mark.skipif(
     DEVICE != "cpu", reason="blocks, native forwards, and bfloat16 sums that do not depend on the width are for the CPU"
@@ -360,51 +359,6 @@ def test_drafts_after_a_reused_prompt_and_a_given_cache(options, target, folder,
 
 # ---- the text
 
-CALLS: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
-    "sampled": SAMPLED,
-    "penalties": {"do_sample": False, "repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {3: 2.0}},
-    "processors": SAMPLED | {"top_p": 0.9, "no_repeat_ngram_size": 3, "min_new_tokens": 5},
-    "eos": {"do_sample": False, "eos_token_id": list(range(5))},
-}
-PIPELINES: dict[str, dict[str, Any]] = {
-    "controlled": {},
-    "lookahead": {"lookahead": 3},
-    "own modules": {"lookahead": 3, "native": False},
-    "quantised head": {"lookahead": 3, "weights": {"draft 0": "q8_0"}},
-    "quantised head, 4 bits": {"lookahead": 2, "weights": {"draft 0": "q5_0"}},
-    "n-gram": {"drafts": ["ngram"]},
-    "captured": {"lookahead": 3, "graphs": True},
-    "captured, one token": {"lookahead": 1, "graphs": True},
-    "captured, own modules": {"lookahead": 3, "graphs": True, "native": False},
-    "captured, exact": {"lookahead": 4, "graphs": True, "exact": True},
-}
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param(given, id=name, marks=ON_CPU if "weights" in given else ()) for name, given in PIPELINES.items()],
-)
-def test_the_text_is_the_target_s(options, rows, target, folder) -> None:
-    prompts = random_prompts(rows, seed=rows, shortest=3, longest=30)
-    ids, mask = left_pad(prompts)
-    options = dict(options)
-    drafts = [*options.pop("drafts", []), folder]
-    with (
-        Pipeline(target, drafts, **options) as pipe,
-        Pipeline(target, schedule="plain", native=options.get("native", True)) as plain,
-    ):
-        for name, call in CALLS.items():
-            how = {"attention_mask": mask, "max_new_tokens": 16, "pad_token_id": 0} | call
-            assert torch.equal(pipe.generate(ids, **how), plain.generate(ids, **how)), name
-        if "lookahead" in options:
-            assert pipe.report.stages[-1].drafted > 0
-        grammar = [Classes(24, VOCABULARY) for _ in range(rows)]
-        how = {"attention_mask": mask, "max_new_tokens": 14, "do_sample": False}
-        expected = plain.generate(ids, **how, grammar=[Classes(24, VOCABULARY) for _ in range(rows)])
-        assert torch.equal(pipe.generate(ids, **how, grammar=grammar), expected)
-
 
 @ON_CPU
 def test_a_long_prompt_of_a_bfloat16_target(folder) -> None:
@@ -466,8 +420,6 @@ def test_each_native_forward_pays_for_the_checks_of_weights(drafts, folder, monk
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "workers"}, "a draft head is for schedule='lockstep', not for 'workers'"),
-        ({"schedule": "streams"}, "a draft head is for schedule='lockstep', not for 'streams'"),
         ({"schedule": "ranks"}, "a draft head is for schedule='lockstep', not for 'ranks'"),
         ({"acceptance": "rejection"}, "rejection sampling .* does not go with a draft head"),
     ],

@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationMixin
 
 import pipespec
-from pipespec.engine.known import why_unknown
+from pipespec.engine.known import unknown_reason
 from tests.pipespec import hostile
 from tests.pipespec.tiny_models import TINY_MODELS, make
 from tests.trials import trials
@@ -178,4 +178,4 @@ def test_random_changes(part):
     first = int(os.environ.get("PIPESPEC_FIRST_TRIAL", "0"))
     assert not failures(first + part * count, count)
     # Nothing of it stays.
-    assert why_unknown(make("llama")) is None
+    assert unknown_reason(make("llama")) is None

@@ -57,16 +57,16 @@ def attached(model):
 
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_models_of_transformers_are_known(name):
-    assert known.why_unknown(make(name)) is None
+    assert known.unknown_reason(make(name)) is None
 
 
 def test_a_known_model_is_looked_at_once(model, monkeypatch):
-    assert known.why_unknown(model) is None
-    monkeypatch.setattr(known, "_why_foreign", None)  # a second look would fail
-    assert known.why_unknown(model) is None
+    assert known.unknown_reason(model) is None
+    monkeypatch.setattr(known, "_foreign_reason", None)  # a second look would fail
+    assert known.unknown_reason(model) is None
     pipespec.refresh(model)
     with pytest.raises(TypeError):
-        known.why_unknown(model)
+        known.unknown_reason(model)
 
 
 CODE = [name for name in hostile.CHANGES if name.startswith(("class", "forward", "apply", "rotate", "F.", "torch", "attention", "hook", "pre-", "global", "wrapped", "own", "get_interface", "another registry", "another torch", "RoPE", "property"))]  # fmt: skip
@@ -78,26 +78,26 @@ def test_changed_code_is_seen(name, when):
     """Before and after the model was first looked at; undone, the model is known again."""
     model = make("llama")
     if when == "after":
-        assert known.why_unknown(model) is None
+        assert known.unknown_reason(model) is None
     undo = hostile.CHANGES[name](model)
-    assert known.why_unknown(model) is not None
+    assert known.unknown_reason(model) is not None
     if undo is not None:
         undo()
-        assert known.why_unknown(model) is None
+        assert known.unknown_reason(model) is None
 
 
 def test_jitter_is_seen():
     model = make("phimoe, window")
-    assert known.why_unknown(model) is None
+    assert known.unknown_reason(model) is None
     model.train()
-    assert "training mode" in known.why_unknown(model)
+    assert "training mode" in known.unknown_reason(model)
 
 
 def test_modes_are_seen(model):
     with hostile._Scaling():
-        assert known.why_unknown(model) == "a TorchFunctionMode is active"
+        assert known.unknown_reason(model) == "a TorchFunctionMode is active"
     with torch.device("cpu"):
-        assert known.why_unknown(model) is None
+        assert known.unknown_reason(model) is None
 
 
 class _Base:
@@ -300,7 +300,7 @@ def test_a_learned_prompt_put_on_later(model, attached):
 
 def test_an_activated_adapter_sees_whole_prompts(model):
     model.peft_config = {"default": types.SimpleNamespace(alora_invocation_tokens=[7, 8])}
-    assert "activated LoRA" in known.why_unknown(model)
+    assert "activated LoRA" in known.unknown_reason(model)
 
 
 def test_a_forward_in_place_of_another_attribute(model, attached):
@@ -371,7 +371,7 @@ def test_a_function_of_a_file_named_like_one_of_pythons(model):
     space: dict[str, Any] = {"__name__": "profile"}
     exec("def hook(module, args): pass", space)
     model.model.norm.register_forward_pre_hook(space["hook"])
-    assert "has hooks" in known.why_unknown(model)
+    assert "has hooks" in known.unknown_reason(model)
 
 
 def test_a_class_that_is_trusted_after_a_call(model):
@@ -385,9 +385,9 @@ def test_a_class_that_is_trusted_after_a_call(model):
 
     layer = model.model.layers[0]
     layer.mlp = Mlp(layer.mlp)
-    assert "has its own forward()" in known.why_unknown(model)
+    assert "has its own forward()" in known.unknown_reason(model)
     pipespec.trust(Mlp)
-    assert known.why_unknown(model) is None
+    assert known.unknown_reason(model) is None
 
 
 def test_an_attached_model_is_loaded_without_pipespec(model, attached, tmp_path: Path):
@@ -413,40 +413,31 @@ class Injected(RuntimeError):
     """An error of a line."""
 
 
-class Injector:
-    """Raises an error at the ``at``-th line that a call runs in pipespec's files; None: counts them."""
+def with_error_at(at: int | None, call: Any) -> tuple[Any, int]:
+    """What a call returns in which the ``at``-th line of pipespec's files before the result raises (None: no line), and how many lines ran."""
+    root, lines, has_begun, is_over = str(Path(pipespec.__file__).parent), 0, False, False
 
-    def __init__(self, at: int | None) -> None:
-        self.at, self.lines, self.where, self.has_begun, self.is_over = at, 0, "", False, False
-        self.root = str(Path(pipespec.__file__).parent)
+    def on_line(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal lines, is_over
+        is_over |= event == "return" and frame.f_code.co_name == "output_of"  # the result is there
+        if event == "line" and not is_over:
+            lines += 1
+            if lines == at:
+                raise Injected(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        return on_line
 
-    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+    def on_call(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal has_begun
         code = frame.f_code
-        self.has_begun |= code.co_name == "generate" and code.co_filename.endswith("api/base.py")
+        has_begun |= code.co_name == "generate" and code.co_filename.endswith("api/base.py")
         # What decides about the fallback, and the record of errors, are not preparation.
-        if (
-            not self.has_begun
-            or not code.co_filename.startswith(self.root)
-            or code.co_filename.endswith(("attach.py", "errors.py", "api/text_stream.py"))
-        ):
-            return None
-        return self.on_line
+        left_out = code.co_filename.endswith(("attach.py", "errors.py", "api/text_stream.py"))
+        return on_line if has_begun and code.co_filename.startswith(root) and not left_out else None
 
-    def on_line(self, frame: Any, event: str, arg: Any) -> Any:
-        self.is_over |= event == "return" and frame.f_code.co_name == "output_of"  # the result is there
-        if event == "line" and not self.is_over:
-            self.lines += 1
-            if self.lines == self.at:
-                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                raise Injected(self.where)
-        return self.on_line
-
-
-def _traced(injector: Injector, call: Any) -> Any:
     before = sys.gettrace()
-    sys.settrace(injector)
+    sys.settrace(on_call)
     try:
-        return call()
+        return call(), lines
     finally:
         sys.settrace(before)
 
@@ -475,40 +466,35 @@ def test_an_error_in_any_line_before_the_first_token(model, name, schedule):
     given = {"max_new_tokens": 3, **given}
     wanted, drafts = bare(model, ids, **given), "ngram" if schedule == "lockstep" else ()
 
-    def call(injector: Injector) -> tuple[Any, list[int]]:
+    def call(at: int | None) -> tuple[Any, list[int], int]:
         streamer = Recorder() if len(ids) == 1 else None
         if before is not None:
             before(model)
-        out = _traced(injector, lambda: ours(model, ids, streamer=streamer, **given))
-        return out, [] if streamer is None else [t for value in streamer.values for t in value.flatten().tolist()]
+        out, lines = with_error_at(at, lambda: ours(model, ids, streamer=streamer, **given))
+        return out, [t for v in streamer.values for t in v.flatten().tolist()] if streamer else [], lines
 
-    lines = Injector(None)
     pipespec.attach(model, drafts, schedule=schedule)
     ours(model, ids, **given)  # packs the weights
-    call(lines)
-    assert lines.lines > 300
-    count = trials(ci=10, nightly=lines.lines)
-    fell_back = 0
+    *_, lines = call(None)
+    assert lines > 300
+    count, fell_back = trials(ci=10, nightly=lines), 0
     for i in range(count):
-        injector = Injector(1 + i * lines.lines // count)
-        pipe = pipespec.attached(model)
+        at, pipe = 1 + i * lines // count, pipespec.attached(model)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                out, streamed = call(injector)
+                out, streamed, _ = call(at)
             except Injected:
                 out = None
-            if out is None:
-                # Something was committed.
-                assert pipe.partial is not None, injector.where
-                assert pipe.partial.shape[1] > ids.shape[1], injector.where
+            if out is None:  # something was committed
+                assert pipe.partial.shape[1] > ids.shape[1], at
             else:
-                assert torch.equal(_text(out), _text(wanted)), injector.where
-                assert not streamed or streamed == _text(out)[0].tolist(), injector.where
-                fell_back += any(str(w.message).find("Injected") >= 0 for w in caught)
+                assert torch.equal(_text(out), _text(wanted)), at
+                assert not streamed or streamed == _text(out)[0].tolist(), at
+                fell_back += any("Injected" in str(w.message) for w in caught)
         pipespec.detach(model)
         pipespec.attach(model, drafts, schedule=schedule)
-        assert torch.equal(_text(ours(model, ids, **given)), _text(wanted)), injector.where
+        assert torch.equal(_text(ours(model, ids, **given)), _text(wanted)), at
     assert fell_back > count // 4
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,18 +17,14 @@ from pipespec.models import loading
 from tests.conftest import noisy, random_llama
 from tests.pipespec.checkpoints import save
 
+ERRORS = {
+    "GPU": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "CPU": RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried"),
+    "Python": MemoryError(),
+}
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-        RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
-        ),
-        MemoryError(),
-    ],
-    ids=["GPU", "CPU", "Python"],
-)
+
+@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
 @pytest.mark.parametrize("at", ["reading", "converting"])
 def test_too_little_memory_for_the_weights(model, tmp_path, monkeypatch, error, at):
     """It is not reported as damage. transformers only logs what fails while it quantises a weight."""
@@ -44,29 +40,21 @@ def test_too_little_memory_for_the_weights(model, tmp_path, monkeypatch, error, 
     with pytest.raises(DoesNotFit, match=rf"{folder}: cpu ran out of memory while its weights were read"):
         loading.load_model(folder)
     assert not any(type(h) is logging.Handler for h in logging.getLogger("transformers").handlers)
-    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", partial(raise_, RuntimeError("size mismatch")))
+    mismatch = Mock(side_effect=RuntimeError("size mismatch"))
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", mismatch)
     with pytest.raises(ValueError, match="holds no model that can be loaded: size mismatch"):
         loading.load_model(folder)
-
-
-def raise_(error, *args, **kwargs):
-    raise error
 
 
 def test_quantised_weights_are_read_on_their_device(model, tmp_path, monkeypatch):
     """They cannot be moved, and transformers needs accelerate to read them there."""
     folder = save(model, tmp_path / "q", quantization_config={"quant_method": "torchao"})
-    asked = []
-
-    def from_pretrained(path, **kwargs):
-        asked.append(kwargs.get("device_map"))
-        raise ImportError("needs accelerate")
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    asked = Mock(side_effect=ImportError("needs accelerate"))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", asked)
     for device in ("cuda:1", None):
         with pytest.raises(ImportError, match="accelerate"):
             loading.load_model(folder, device=device)
-    assert asked == [{"": "cuda:1"}, None]
+    assert [call.kwargs.get("device_map") for call in asked.call_args_list] == [{"": "cuda:1"}, None]
 
 
 # ---- the mode of loaded models

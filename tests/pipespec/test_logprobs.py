@@ -7,8 +7,9 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from pipespec import Pipeline, SpeedWarning
-from pipespec.engine.sampler import ScoreRecord
+from pipespec.engine.sampling import ScoreRecord, Step
 from pipespec.schedules.graphs import buffers
+from pipespec.schedules.graphs.buffers import StaticRecord
 from tests.conftest import left_pad, noisy, random_llama
 
 VOCABULARY, NEW, TOP = 40, 20, 5
@@ -60,7 +61,7 @@ def test_no_room_at_fixed_addresses(target, call, monkeypatch, error) -> None:
     def full(*args):
         raise error
 
-    monkeypatch.setattr(buffers.StaticRecord, "__init__", full)
+    monkeypatch.setattr(StaticRecord, "__init__", full)
     with Pipeline(target, [noisy(target, 0.02)], schedule="lockstep", graphs=True) as pipe:
         with pytest.warns(SpeedWarning, match="no room to record the logits of all tokens at fixed addresses"):
             out = pipe.generate(ids, **options, **GREEDY, **OUTPUTS)
@@ -71,7 +72,7 @@ def test_no_room_at_fixed_addresses(target, call, monkeypatch, error) -> None:
 def test_captured_steps_wait_for_nothing(monkeypatch) -> None:
     """Without data, an operation whose host reads values raises."""
 
-    def without_data(logits, selected, *_):
+    def without_data(_, selected, *__, **___):
         return logits.new_empty(rows, width, 1 + TOP), selected.new_empty(rows, width, TOP)
 
     monkeypatch.setattr(buffers, "logprobs_of", without_data)
@@ -79,11 +80,13 @@ def test_captured_steps_wait_for_nothing(monkeypatch) -> None:
     record = ScoreRecord(rows, scores=True, logits=True, top_logprobs=TOP)
     with FakeTensorMode():
         device = torch.device("cpu")
-        static = buffers.StaticRecord(record, rows, NEW, VOCABULARY, device)
+        static = StaticRecord(record, rows, NEW, VOCABULARY, device)
         logits = torch.empty(rows, width, VOCABULARY, dtype=torch.bfloat16)
         selected = torch.empty(rows, width, dtype=torch.int32)
         counts = [torch.empty(rows, dtype=torch.int32) for _ in range(3)]
-        static(logits, logits.float(), selected, *counts, torch.empty(rows), torch.empty(rows, width))
+        static.write(
+            logits, logits.float(), selected, Step(selected, *counts), torch.empty(rows), torch.empty(rows, width)
+        )
         with pytest.raises(DataDependentOutputException):
             int(selected[0, 0])
 

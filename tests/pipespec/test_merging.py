@@ -142,28 +142,45 @@ def test_weights_of_inference_mode():
 # --- refused ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["object", "data"])
-def test_weights_that_layers_share_are_not_merged(how):
-    """A merge would end the tie."""
-    model = make(attn_implementation=ATTENTION)
+def one_object(model):
     first, second = (layer.mlp for layer in model.model.layers)
-    if how == "object":
-        second.gate_proj.weight = first.gate_proj.weight
-    else:
-        second.gate_proj.weight.data = first.gate_proj.weight.data
-    before = places(model)
-    assert choose_fused(model) is None
-    assert places(model) == before
-    assert "gate_proj.weight share memory" in described(model, cache_of(model))
+    second.gate_proj.weight = first.gate_proj.weight
 
 
-def test_some_biases():
-    model = make("qwen2", attn_implementation=ATTENTION)
+def one_memory(model):
+    first, second = (layer.mlp for layer in model.model.layers)
+    second.gate_proj.weight.data = first.gate_proj.weight.data
+
+
+def some_biases(model):
     model.model.layers[1].self_attn.k_proj.bias = None
+
+
+def in_a_larger_parameter(model):
+    """Between the beginnings of the two lies a parameter that overlaps only the larger one, and is not to be merged."""
+    flat = nn.Parameter(torch.randn(8 + 64 + 80 * 64) * 0.1)
+    model.model.flat = flat
+    layer = model.model.layers[0]
+    layer.input_layernorm.weight.data = flat.data[8:72]
+    layer.mlp.gate_proj.weight.data = flat.data[72:].view(80, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("llama", one_object, "gate_proj.weight share memory"),  # a merge would end the tie
+        ("llama", one_memory, "gate_proj.weight share memory"),
+        ("llama", in_a_larger_parameter, "model.flat and model.layers.0.mlp.gate_proj.weight share memory"),
+        ("qwen2", some_biases, "some have biases and some have none"),
+    ],
+)
+def test_weights_that_are_not_merged(name, change, says):
+    model = make(name, attn_implementation=ATTENTION)
+    change(model)
     before = places(model)
     assert choose_fused(model) is None
     assert places(model) == before
-    assert "some have biases and some have none" in described(model, cache_of(model))
+    assert says in described(model, cache_of(model))
 
 
 def test_no_memory(monkeypatch):
@@ -263,20 +280,6 @@ def test_training():
     check_form(model)
 
 
-def test_weights_in_a_larger_parameter_are_not_merged():
-    """Between the beginnings of the two lies a parameter that overlaps only the larger one, and is not to be merged."""
-    model = make(attn_implementation=ATTENTION)
-    flat = nn.Parameter(torch.randn(8 + 64 + 80 * 64) * 0.1)
-    model.model.flat = flat
-    layer = model.model.layers[0]
-    layer.input_layernorm.weight.data = flat.data[8:72]
-    layer.mlp.gate_proj.weight.data = flat.data[72:].view(80, 64)
-    before = places(model)
-    assert choose_fused(model) is None
-    assert places(model) == before
-    assert "model.flat and model.layers.0.mlp.gate_proj.weight share memory" in described(model, cache_of(model))
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -297,10 +300,11 @@ def test_new_memory_is_noticed(change):
 def test_other_forms_do_not_hold_the_old_weights():
     """The packed form reads the embedding of the model. The merge ends it."""
     from pipespec.engine import forward as forward_module
+    from pipespec.engine.runtime import runtime_of
 
     model = make()
     forward_module.forward(model, ids(1, 4), RowCache.for_model(model, 1, 16), keep=1)
-    assert "native" in forward_module._choices[model]
+    assert "native" in runtime_of(model).forms
     model.set_attn_implementation(ATTENTION)
     assert choose_fused(model) is not None
-    assert "native" not in forward_module._choices[model]
+    assert "native" not in runtime_of(model).forms

@@ -29,15 +29,15 @@ from transformers import (
 from transformers.models.gemma import modeling_gemma
 
 import pipespec
-from pipespec.engine import forward as forward_module
+import pipespec_spd.sections as sections_module
 from pipespec.engine import native
-from pipespec.engine import sections as sections_module
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import TOLERANCE
-from pipespec.engine.forward import described, forward, recheck, release
-from pipespec.engine.sections import ModelSection, open_sections
+from pipespec.engine.forward import described, forward, recheck
+from pipespec.engine.runtime import runtime_of
 from pipespec.models import families
 from pipespec.models.parts import ModelParts
+from pipespec_spd.sections import ModelSection, open_sections
 from tests.conftest import noisy, random_llama
 from tests.pipespec import hostile
 from tests.waiting import SECONDS, drafts_keep_up
@@ -110,7 +110,7 @@ def ids(*shape, seed=3, vocabulary=97):
 
 
 def chosen(model, name="native"):
-    choices = forward_module._choices[model]
+    choices = runtime_of(model).forms
     return choices[name].form or choices["own"].form
 
 
@@ -258,22 +258,6 @@ def apply(change, model):
     (hostile.CHANGES[change] if isinstance(change, str) else change)(model)
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: getattr(change, "__name__", change))
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_a_changed_model_keeps_its_own_forward_and_the_report_says_why(change, name):
-    model = make(name)
-    tokens = ids(1, 9)
-    logits_of(model, tokens)
-    assert way(model) == "NativeForm"
-    apply(change, model)
-    got = logits_of(model, tokens)
-    cache = RowCache.for_model(model, 1, 8)
-    assert described(model, cache).startswith("transformers: ")
-    assert CHANGES[change] in described(model, cache)
-    with torch.no_grad():
-        assert torch.equal(got, model(tokens).logits)
-
-
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
@@ -328,23 +312,6 @@ WEIGHTS = [
 WEIGHTS += [load]
 
 
-@pytest.mark.parametrize("change", WEIGHTS, ids=lambda change: getattr(change, "__name__", change))
-def test_changed_weights_are_noticed_when_the_next_sequence_begins(change):
-    model = make()
-    tokens = ids(1, 9)
-    first = logits_of(model, tokens)
-    packed = chosen(model)
-    assert torch.equal(logits_of(model, tokens), first)
-    assert chosen(model) is packed
-    apply(change, model)
-    got = logits_of(model, tokens)
-    assert way(model) == "NativeForm"
-    with torch.no_grad():
-        wanted = model(tokens).logits
-    torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE * float(wanted.abs().max()))
-    assert not torch.allclose(got, first)
-
-
 def test_changed_weights_are_noticed_by_a_call_that_goes_on_with_a_cache():
     model = make()
     prompt = ids(1, 8)
@@ -397,18 +364,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_form_that_computes_something_else_is_not_used(monkeypatch, fault, dtype):
-    FAULTS[fault](monkeypatch)
-    model = make(dtype=dtype)
-    assert form_of(model).startswith("transformers: its logits differ from the model's own by ")
-    assert way(model) == "WholeModel"
-    kept = chosen(model)
-    recheck(model)
-    assert chosen(model) is kept
-
-
 def test_an_embedding_that_is_scaled_elsewhere(monkeypatch):
     """As Gemma's in transformers 5.0: named before anything is packed."""
     kind, config = GEMMA
@@ -443,7 +398,7 @@ def test_copies_are_freed_with_the_model_and_on_request():
     packed = weakref.ref(chosen(model))
     twin = copy.deepcopy(model)
     assert torch.equal(logits_of(pickle.loads(pickle.dumps(twin)), ids(1, 4)), logits_of(twin, ids(1, 4)))
-    release(model)
+    runtime_of(model).forms.clear()
     gc.collect()
     assert packed() is None
     logits_of(model, ids(1, 4))
@@ -550,44 +505,80 @@ def test_features_between_the_layers_of_a_section():
                 assert torch.equal(stream, out)
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: getattr(change, "__name__", change))
-def test_sections_are_all_native_or_none(change):
-    model, tokens = make(), ids(1, 9)
+# --- the whole, and in sections ------------------------------------------------------------------------------------------
+
+
+def whole(model):
+    """A function that gives the form and the logits of a sequence, with the form chosen when it begins."""
+
+    def run(tokens):
+        cache = RowCache.for_model(model, len(tokens), 64)
+        logits = forward(model, tokens, cache, keep=tokens.shape[1])
+        return described(model, cache), logits
+
+    return run
+
+
+def in_sections(model):
+    """As :func:`whole`."""
     parts = sections(model)
-    assert open_sections(parts) == "native"
+    return lambda tokens: (open_sections(parts), through(parts, tokens, (tokens.shape[1],))[0])
+
+
+def named(change):
+    return getattr(change, "__name__", change)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=named)
+@pytest.mark.parametrize(("name", "of"), [("llama", whole), ("qwen2", whole), ("llama", in_sections)])
+def test_a_changed_model_keeps_its_own_forward_and_the_report_says_why(change, name, of):
+    model = make(name)
+    run, tokens = of(model), ids(1, 9)
+    assert run(tokens)[0] == "native"
     apply(change, model)
+    form, logits = run(tokens)
+    assert form.startswith("transformers: ")
+    assert CHANGES[change].split(" ", 1)[1] in form
+    with torch.no_grad():
+        assert torch.equal(logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("change", WEIGHTS, ids=named)
+@pytest.mark.parametrize("of", [whole, in_sections])
+def test_changed_weights_are_noticed_when_the_next_sequence_begins(change, of):
+    model = make()
+    run, tokens = of(model), ids(1, 9)
+    first = run(tokens)[1]
+    assert torch.equal(run(tokens)[1], first)
+    apply(change, model)
+    form, got = run(tokens)
+    assert form == "native"
     with torch.no_grad():
         wanted = model(tokens).logits
-    reason = open_sections(parts)
-    assert reason.startswith("transformers: ")
-    assert CHANGES[change].split(" ", 1)[1] in reason
-    logits, _ = through(parts, tokens, (9,))
-    assert torch.equal(logits, wanted)
-    assert "NativeForm" not in {type(part._call).__name__ for part in parts}
-
-
-@pytest.mark.parametrize("change", WEIGHTS, ids=lambda change: getattr(change, "__name__", change))
-def test_changed_weights_of_sections_are_noticed(change):
-    model, tokens = make(), ids(1, 9)
-    parts = sections(model)
-    for _ in range(2):
-        assert open_sections(parts) == "native"
-        logits, _ = through(parts, tokens, (9,))
-        with torch.no_grad():
-            wanted = model(tokens).logits
-        torch.testing.assert_close(logits, wanted, rtol=0, atol=TOLERANCE * float(wanted.abs().max()))
-        apply(change, model)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE * float(wanted.abs().max()))
+    assert not torch.allclose(got, first)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_sections_that_compute_something_else_are_not_used(monkeypatch, fault, dtype):
+@pytest.mark.parametrize("of", [whole, in_sections])
+def test_a_form_that_computes_something_else_is_not_used(monkeypatch, fault, dtype, of):
     FAULTS[fault](monkeypatch)
     model = make(dtype=dtype)
-    parts = sections(model)
-    assert open_sections(parts).startswith("transformers: its hidden states differ from the model's own by ")
+    form, logits = of(model)(ids(1, 9))
+    what = "logits" if of is whole else "hidden states"
+    assert form.startswith(f"transformers: its {what} differ from the model's own by ")
     with torch.no_grad():
-        assert torch.equal(through(parts, ids(1, 9), (9,))[0], model(ids(1, 9)).logits)
+        assert torch.equal(logits, model(ids(1, 9)).logits)
+
+
+def test_a_form_is_kept_until_the_model_changes():
+    model = make()
+    logits_of(model, ids(1, 9))
+    kept = chosen(model)
+    recheck(model)
+    logits_of(model, ids(1, 9))
+    assert chosen(model) is kept
 
 
 def test_sections_are_packed_only_where_there_is_room_for_all(monkeypatch):

@@ -11,9 +11,11 @@ from transformers import DynamicCache, GenerationMixin
 from pipespec import Pipeline, attach
 from pipespec.engine.cache import RowCache
 from pipespec.schedules.base import SpeedWarning
-from pipespec.spd import SpeculativePipeline
+from pipespec_spd import SpeculativePipeline
 from tests.conftest import left_pad, noisy, random_prompts
 from tests.pipespec.faulty import Faulty
+from tests.support.texts import chunk, own_text, same_text
+from tests.support.texts import one_prompt as prompt
 
 NEW = 12
 
@@ -35,13 +37,12 @@ MASKS = {
 
 @pytest.fixture(scope="module")
 def pipes(model):
-    drafts = [noisy(model, 0.02)]
-    with Pipeline(model, drafts, schedule="workers") as workers:
-        yield {
-            "plain": Pipeline(model, drafts, schedule="plain"),
-            "lockstep": Pipeline(model, [noisy(model, 0.02)], lookahead=3, schedule="lockstep"),
-            "workers": workers,
-        }
+    draft = noisy(model, 0.02)
+    with Pipeline(model, draft, schedule="workers", trace=64) as workers:
+        plain, lockstep = (
+            Pipeline(model, draft, schedule=name, lookahead=3, trace=64) for name in ("plain", "lockstep")
+        )
+        yield {"plain": plain, "lockstep": lockstep, "workers": workers}
 
 
 @pytest.fixture
@@ -56,12 +57,12 @@ def masked(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(rows), mask
 
 
-def prompt(seed: int, length: int = 8) -> torch.Tensor:
-    return random_prompts(1, seed=seed, shortest=length, longest=length)[0][None]
-
-
 def plain(model, ids, **kwargs):
-    return model.generate(ids, do_sample=False, **{"max_new_tokens": NEW} | kwargs)
+    return own_text(model, ids, **{"max_new_tokens": NEW} | kwargs)
+
+
+def prompts(first: int, length: int, rows: int) -> torch.Tensor:
+    return torch.cat([prompt(first + row, length) for row in range(rows)])
 
 
 # ---- masks
@@ -72,13 +73,12 @@ def plain(model, ids, **kwargs):
 def test_masks_of_all_kinds(pipes, model, schedule, name):
     ids, mask = masked(name)
     pipe, kwargs = pipes[schedule], {"attention_mask": mask, "max_new_tokens": NEW}
-    wanted = plain(model, ids, **kwargs)
-    assert torch.equal(pipe.generate(ids, **kwargs), wanted)
+    wanted = same_text(pipe, ids, **kwargs)
     if schedule == "lockstep":
         assert torch.equal(model.generate(ids, custom_generate=pipe, do_sample=False, **kwargs), wanted)
         assert pipe.report.stages[-1].accepted > 0 or name == "one token"
     # The next call, of another kind, has its own positions.
-    assert torch.equal(pipe.generate(ids, max_new_tokens=NEW), plain(model, ids))
+    same_text(pipe, ids, max_new_tokens=NEW)
 
 
 @pytest.mark.parametrize("name", ["all kinds", "left"])
@@ -108,7 +108,7 @@ def test_the_pad_token_stands_for_a_mask(pipe, model):
     ids, mask = masked("all kinds")
     ids = ids.masked_fill(mask == 0, 0)
     for kwargs in ({}, {"eos_token_id": [0, 3]}):
-        assert torch.equal(pipe.generate(ids, max_new_tokens=NEW, **kwargs), plain(model, ids, **kwargs))
+        same_text(pipe, ids, max_new_tokens=NEW, **kwargs)
     assert not torch.equal(plain(model, ids), plain(model, ids, attention_mask=torch.ones_like(ids)))
 
 
@@ -128,58 +128,48 @@ def test_rows_that_end_with_padding(pipes, model):
         assert pipe.report is None
 
 
-@pytest.mark.parametrize("kind", ["ours", "dynamic"])
-def test_a_cache_of_a_text_with_holes_goes_on(pipe, model, kind):
-    ids, mask = masked("holes on the left")
-    cache = DynamicCache() if kind == "dynamic" else None
-    out = pipe.generate(ids, attention_mask=mask, max_new_tokens=NEW, past_key_values=cache, return_dict_in_generate=True)  # fmt: skip
-    assert torch.equal(out.sequences, plain(model, ids, attention_mask=mask))
-    longer = torch.cat([out.sequences, torch.cat([prompt(5, 3), prompt(6, 3)])], dim=1)
-    mask = torch.cat([mask, torch.ones(2, NEW + 3, dtype=mask.dtype)], dim=1)
-    wanted = plain(model, longer, attention_mask=mask)
-    if kind == "dynamic":
-        assert cache.get_seq_length() == out.sequences.shape[1] - 1
-        theirs = copy.deepcopy(cache)
-        assert torch.equal(plain(model, longer, attention_mask=mask, past_key_values=theirs), wanted)
-    got = pipe.generate(longer, attention_mask=mask, max_new_tokens=NEW, past_key_values=out.past_key_values)
-    assert torch.equal(got, wanted)
+# ---- chats
 
 
-# ---- new tokens only
+CHATS = [(name, kind, "whole", "left of three") for name in ("lockstep", "workers") for kind in ("dynamic", "theirs")]
+CHATS += [("lockstep", kind, "whole", "holes on the left") for kind in ("ours", "dynamic")]
+CHATS += [
+    (name, kind, "new", mask)
+    for name in ("plain", "lockstep", "workers")
+    for kind in ("ours", "dynamic", "theirs")
+    for mask in ("one row", "left of three")
+]
 
 
-@pytest.mark.parametrize("schedule", ["plain", "lockstep", "workers"])
-@pytest.mark.parametrize("kind", ["ours", "dynamic", "theirs"])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_chat_with_the_new_tokens_only(pipes, model, schedule, kind, rows):
-    """``theirs``: transformers filled the cache, so its text is not known here."""
+@pytest.mark.parametrize(("schedule", "kind", "given", "mask"), CHATS, ids=str)
+def test_a_chat(pipes, model, schedule, kind, given, mask):
+    """Three turns, each with the whole text or the new tokens. ``theirs``: transformers filled the cache, so its text is not known here."""
     pipe = pipes[schedule]
-    ids, mask = left_pad(random_prompts(rows, seed=8, shortest=3, longest=9))
-    cache = None
-    if kind != "ours":
-        cache = DynamicCache()
-    if kind == "theirs":
-        text = plain(model, ids, attention_mask=mask, past_key_values=cache)
+    if mask in MASKS:
+        text, mask = masked(mask)
     else:
-        given = {"attention_mask": mask, "max_new_tokens": NEW, "return_dict_in_generate": True}
-        out = pipe.generate(ids, past_key_values=cache, **given)
-        text, cache = out.sequences, out.past_key_values
-    for turn in range(2):
+        text, mask = left_pad(random_prompts(1 if mask == "one row" else 3, seed=8, shortest=3, longest=9))
+    rows, cache = len(text), None if kind == "ours" else DynamicCache()
+    begin = int((mask == 0).sum(dim=1).min()) if kind == "ours" else 0  # padding of all rows
+    for turn in range(3):
         # The cache holds all but the last token.
-        new = torch.cat([text[:, -1:], torch.cat([prompt(20 + 3 * turn + row, 4) for row in range(rows)])], dim=1)
-        text = torch.cat([text[:, :-1], new], dim=1)
-        mask = torch.cat([mask, mask.new_ones((rows, text.shape[1] - mask.shape[1]))], dim=1)
-        wanted = plain(model, text, attention_mask=mask)
-        if TAKES_NEW_TOKENS_ONLY and kind != "ours":
-            theirs = plain(model, new, attention_mask=mask, past_key_values=copy.deepcopy(cache))
+        fed = text[:, -5:] if turn and given == "new" else text
+        call, wanted = {"attention_mask": mask, "do_sample": False}, plain(model, text, attention_mask=mask)
+        if turn and kind != "ours" and (given == "whole" or TAKES_NEW_TOKENS_ONLY):
+            theirs = plain(model, fed, attention_mask=mask, past_key_values=copy.deepcopy(cache))
             assert torch.equal(theirs[:, -NEW:], wanted[:, -NEW:])
-        got = pipe.generate(new, attention_mask=mask, max_new_tokens=NEW, past_key_values=cache)
-        assert torch.equal(got, torch.cat([new, wanted[:, -NEW:]], dim=1))
-        if schedule == "lockstep" and kind != "theirs":
+        by_transformers = turn == (0 if kind == "theirs" else 1) and kind != "ours" and given == "whole"
+        generate = model.generate if by_transformers or (kind == "theirs" and turn == 0) else pipe.generate
+        out = generate(fed, **call, max_new_tokens=NEW, past_key_values=cache, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, torch.cat([fed, wanted[:, -NEW:]], dim=1))
+        cache = out.past_key_values
+        assert cache.get_seq_length() == wanted.shape[1] - 1 - begin
+        if generate == pipe.generate and turn:
+            assert pipe.report.trace["target"]["prefill"].sum() == 4 * rows  # nothing is read twice
             # The drafts know the cached text, so they are right as often as with the whole text.
-            assert pipe.report.stages[-1].accepted >= NEW // 2 * rows
-        text = wanted
-        assert cache.get_seq_length() == text.shape[1] - 1 - (int((mask == 0).sum(dim=1).min()) if kind == "ours" else 0)  # fmt: skip
+            if schedule == "lockstep" and kind != "theirs" and given == "new":
+                assert pipe.report.stages[-1].accepted >= NEW // 2 * rows
+        text, mask = chunk(wanted, mask, prompts(20 + 3 * turn, 4, rows))
 
 
 @pytest.mark.skipif(not TAKES_NEW_TOKENS_ONLY, reason="transformers 5.0 does not take the new tokens only")
@@ -187,8 +177,8 @@ def test_processors_and_criteria_see_the_new_tokens_only(pipe, model):
     ids, mask = left_pad(random_prompts(2, seed=9, shortest=3, longest=9))
     cache = DynamicCache()
     text = plain(model, ids, attention_mask=mask, past_key_values=cache)
-    new = torch.cat([text[:, -1:], torch.cat([prompt(30, 2), prompt(31, 2)])], dim=1)
-    mask = torch.cat([mask, mask.new_ones((2, NEW + 2))], dim=1)
+    text, mask = chunk(text, mask, prompts(30, 2, 2))
+    new = text[:, -3:]
     words = plain(model, new, attention_mask=mask, past_key_values=copy.deepcopy(cache))
     for given in (
         {"repetition_penalty": 1.9},
@@ -198,11 +188,7 @@ def test_processors_and_criteria_see_the_new_tokens_only(pipe, model):
         {"eos_token_id": [int(words[0, 6])], "pad_token_id": 0},
     ):
         kwargs = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False} | given
-        got, wanted = (
-            generate(new, past_key_values=copy.deepcopy(cache), **kwargs)
-            for generate in (pipe.generate, model.generate)
-        )
-        assert torch.equal(got, wanted), given
+        same_text(pipe, new, **kwargs, fresh=lambda: {"past_key_values": copy.deepcopy(cache)})
 
 
 def test_draws_do_not_depend_on_how_the_text_is_given(pipe, model):

@@ -8,33 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import DynamicCache
 
 from pipespec import Pipeline, SpeedWarning
+from pipespec.checks.models import check_architecture
+from pipespec.checks.support import check_streams
 from pipespec.engine import recurrent, states
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward
 from pipespec.errors import NotCapturable
 from pipespec.models.layout import STATES, CacheLayout
-from pipespec.preflight.checks import check_architecture
-from pipespec.preflight.support import check_streams
-from pipespec.spd import SpeculativePipeline
-from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
+from pipespec_spd import SpeculativePipeline
+from pipespec_spd.draft_module import DraftModule, DraftModuleConfig
 from tests.conftest import left_pad, noisy
-from tests.pipespec.tiny_models import LACKING, TINY_MODELS, VOCABULARY, make, model_of
+from tests.pipespec.tiny_models import TINY_MODELS, VOCABULARY, make, model_of
+from tests.support.texts import own_text, same_text
 from tests.trials import PROFILE
-from tests.waiting import drafts_keep_up
 
-NAMES = [
-    pytest.param(
-        name,
-        marks=pytest.mark.skipif(
-            name in LACKING, reason=f"transformers {transformers.__version__} has no {LACKING.get(name)} models"
-        ),
-    )
-    for name in ("qwen3_next, recurrent", "qwen3_5, recurrent")
-]
+NAMES = [name for name in TINY_MODELS if name in ("qwen3_next, recurrent", "qwen3_5, recurrent")]
 ONE = "qwen3_next, recurrent"
 
 
@@ -44,12 +35,6 @@ def text(rows: int, length: int, seed: int = 0) -> torch.Tensor:
 
 def fed(name: str, tokens: torch.Tensor, cache: RowCache) -> torch.Tensor:
     return forward(model_of(name), tokens, cache, keep=tokens.shape[1])
-
-
-def recurrent_states(cache: RowCache) -> list[torch.Tensor]:
-    """Copies of the states at the cache's lengths, those of all layers."""
-    layers = CacheLayout.of(cache._config).states.layers
-    return [x for layer in layers for x in cache.states()[layer]]
 
 
 # ---- a forward
@@ -96,50 +81,6 @@ def test_steps_have_the_bits_of_plain_decoding(name):
 
 
 # ---- rollback
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_rollback_at_every_depth(name):
-    """After a rollback of any depth, ragged ones too, the logits and states are bit for bit those of a cache that never held more."""
-    length, deepest = STATES + 6, STATES - 4
-    tokens, other = text(2, length + 4), text(2, length, seed=1)
-    cache, never = RowCache.for_model(model_of(name), 2, 64), []
-    for at in range(length):
-        never.append(copy.deepcopy(cache))
-        fed(name, tokens[:, at : at + 1], cache)
-    for depth in range(deepest):
-        n = length - depth
-        kept = never[n] if depth else copy.deepcopy(cache)
-        for lengths in ([n, n], [n, length]):
-            rolled = copy.deepcopy(cache)
-            rolled.truncate(lengths)
-            # What is rolled back was something else.
-            fed(name, other[:, :3], rolled)
-            rolled.truncate(lengths)
-            mine = recurrent_states(rolled)
-            for row, single in enumerate((kept, kept if lengths[1] == n else cache)):
-                wanted = recurrent_states(copy.deepcopy(single))
-                assert all(torch.equal(a[row], b[row]) for a, b in zip(mine, wanted, strict=True))
-            # The same keys, values and states in a cache that has held nothing else.
-            fresh = RowCache.for_model(model_of(name), 2, 64)
-            fresh.load(rolled.states(), lengths)
-            for store in fresh._stores:
-                for row, m in enumerate(lengths):
-                    store[:, row, :, m:] = 0
-            next_tokens = torch.stack([tokens[row, m : m + 3] for row, m in enumerate(lengths)])
-            assert torch.equal(fed(name, next_tokens, rolled), fed(name, next_tokens, fresh))
-            if lengths[1] == n:
-                assert torch.equal(
-                    fed(name, tokens[:, :1], rolled), fed(name, tokens[:, :1], _after(name, kept, tokens))
-                )
-
-
-def _after(name: str, cache: RowCache, tokens: torch.Tensor) -> RowCache:
-    """A copy of ``cache`` with the three tokens that follow."""
-    copied = copy.deepcopy(cache)
-    n = copied.get_seq_length()
-    fed(name, tokens[:, n : n + 3], copied)
-    return copied
 
 
 def test_a_pickled_cache():
@@ -191,10 +132,8 @@ def test_recomputation_gives_the_same_text(monkeypatch):
     monkeypatch.setattr(states.StateRing, "reserve", watched)
     target = make(ONE)
     ids, mask = left_pad([text(1, 10)[0], text(1, 3, seed=1)[0]])
-    wanted = target.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False)
     pipe = Pipeline(target, noisy(target, 0.05), schedule="lockstep", lookahead=7)
-    got = pipe.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False)
-    assert got.tolist() == wanted.tolist()
+    same_text(pipe, ids, attention_mask=mask, max_new_tokens=16)
     assert any(grown)
     assert pipe.report.stages[0].rollbacks > 0
 
@@ -238,31 +177,18 @@ def test_an_interrupted_forward_leaves_the_states(monkeypatch):
 # ---- pipelines
 
 
-def test_workers():
-    target = model_of(ONE)
-    ids, mask = left_pad([text(1, 10)[0], text(1, 3, seed=1)[0]])
-    wanted = target.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False)
-    with Pipeline(target, noisy(target, 0.001), schedule="workers", lookahead=3) as pipe:
-        with drafts_keep_up(pipe, (mask.sum(1) + 10).tolist()):
-            got = pipe.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False)
-        assert got.tolist() == wanted.tolist()
-        assert pipe.report.stages[-1].drafted > 0
-
-
 @pytest.mark.parametrize("stages", [[1, 3], [1, 1, 1, 1]] if PROFILE == "nightly" else [[2, 1, 1]])
 def test_stages_of_one_target(stages):
     """Stages of recurrent layers alone, too; and the cache of a call, which the next one continues."""
     target = model_of(ONE)
     ids, mask = left_pad([text(1, 40)[0], text(1, 3, seed=1)[0]])
-    wanted = target.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
-    pipe = SpeculativePipeline(target, "ngram", stages=stages)
-    assert pipe.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False).tolist() == wanted.tolist()
-    drafted = SpeculativePipeline(target, noisy(target, 0.02), stages=stages)
-    assert drafted.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False).tolist() == wanted.tolist()
+    for draft in (noisy(target, 0.02), "ngram"):
+        pipe = SpeculativePipeline(target, draft, stages=stages)
+        same_text(pipe, ids, attention_mask=mask, max_new_tokens=8)
     first = pipe.generate(ids[:1], max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
     longer = torch.cat([first.sequences, text(1, 2, seed=4)], 1)
     again = pipe.generate(longer, past_key_values=first.past_key_values, max_new_tokens=4, do_sample=False)
-    assert again.tolist() == target.generate(longer, max_new_tokens=4, do_sample=False).tolist()
+    assert torch.equal(again, own_text(target, longer, max_new_tokens=4))
 
 
 def test_a_draft_module_has_attention():
@@ -279,15 +205,14 @@ def test_a_draft_module_has_attention():
 def test_caches_of_a_call(schedule):
     """A call continues from the cache that an earlier one returned, and refuses transformers' own."""
     target = model_of(ONE)
-    drafts = [] if schedule == "plain" else [noisy(target, 0.02)]
-    pipe = Pipeline(target, drafts, schedule=schedule)
+    pipe = Pipeline(target, noisy(target, 0.02), schedule=schedule)
     ids = text(1, 8)
     first = pipe.generate(ids, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
     longer = torch.cat([first.sequences, text(1, 3, seed=4)], 1)
-    wanted = target.generate(longer, max_new_tokens=6, do_sample=False)
     kept = first.past_key_values
     assert kept.lengths[0] >= 12
-    assert pipe.generate(longer, past_key_values=kept, max_new_tokens=6, do_sample=False).tolist() == wanted.tolist()
+    got = pipe.generate(longer, past_key_values=kept, max_new_tokens=6, do_sample=False)
+    assert torch.equal(got, own_text(target, longer, max_new_tokens=6))
     with pytest.raises(NotImplementedError, match="a DynamicCache has one recurrent state per row"):
         pipe.generate(longer, past_key_values=DynamicCache(config=target.config), max_new_tokens=6)
     with pytest.raises(NotImplementedError, match="recurrent layers of this model keep a state per column here"):
@@ -357,7 +282,3 @@ def test_hooks_that_come_later(where):
     del module.forward
     for pipe, before in zip(pipes, wanted, strict=True):
         assert torch.equal(pipe.generate(text(1, 4), max_new_tokens=3, do_sample=False), before)
-
-
-def test_names_are_those_of_the_families():
-    assert all(name in TINY_MODELS or name in LACKING for name in (ONE, "qwen3_5, recurrent", "qwen3_5_moe, recurrent"))

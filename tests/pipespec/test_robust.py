@@ -20,7 +20,7 @@ from pipespec.api import prepare
 from pipespec.api.text import Progress
 from pipespec.engine import stage as stages
 from pipespec.engine.cache import RowCache
-from pipespec.spd import SpeculativePipeline
+from pipespec_spd import SpeculativePipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.support.streamers import Held, Recorder
 from tests.waiting import SECONDS
@@ -140,7 +140,7 @@ def not_a_number(ids, scores):
 
 
 @pytest.mark.parametrize("processor", [nothing, not_a_number])
-def test_nothing_to_draw(chain, processor):
+def test_no_distribution(chain, processor):
     """An error, as in transformers. A forbidden token would go unnoticed."""
     with pytest.raises(ValueError, match=rf"no token can be drawn at position {PROMPT.shape[1]} of row 0"):
         chain.generate(PROMPT, max_new_tokens=5, do_sample=True, logits_processor=[processor])

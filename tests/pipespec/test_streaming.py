@@ -14,6 +14,7 @@ from pipespec import Pipeline
 from tests.conftest import always_right, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import CALLS, Faulty
 from tests.support.streamers import Recorder, failing
+from tests.support.texts import one_prompt, own_text
 from tests.waiting import SECONDS
 
 NEW = 24
@@ -43,7 +44,7 @@ def chain(request, model):
         yield pipeline
 
 
-PROMPT = random_prompts(1, seed=62, shortest=5)[0][None]
+PROMPT = one_prompt(62, 5, 24)
 BATCH, MASK = left_pad(random_prompts(4, seed=63, shortest=2))
 
 
@@ -52,7 +53,7 @@ def words(out: torch.Tensor, width: int) -> str:
 
 
 def wanted(chain, **kwargs) -> torch.Tensor:
-    return chain.target.generate(PROMPT, do_sample=False, max_new_tokens=NEW, **kwargs)
+    return own_text(chain.target, PROMPT, max_new_tokens=NEW, **kwargs)
 
 
 # ---- one row
@@ -60,24 +61,26 @@ def wanted(chain, **kwargs) -> torch.Tensor:
 
 @pytest.mark.parametrize("skip_prompt", [True, False])
 def test_text_streamer(chain, capsys, skip_prompt):
-    out = chain.generate(PROMPT, max_new_tokens=NEW, streamer=TextStreamer(Letters(), skip_prompt=skip_prompt))
-    ours = capsys.readouterr().out
-    theirs = chain.target.generate(
-        PROMPT, do_sample=False, max_new_tokens=NEW, streamer=TextStreamer(Letters(), skip_prompt=skip_prompt)
-    )
-    assert torch.equal(out, theirs)
-    assert ours == capsys.readouterr().out
-    assert ours.strip() == words(out, PROMPT.shape[1] if skip_prompt else 0).strip()
+    shown = []
+    for generate in (chain.target.generate, chain.generate):
+        streamer = TextStreamer(Letters(), skip_prompt=skip_prompt)
+        out = generate(PROMPT, do_sample=False, max_new_tokens=NEW, streamer=streamer)
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    assert shown[1].strip() == words(out, PROMPT.shape[1] if skip_prompt else 0).strip()
+
+
+def begun(chain, **kwargs):
+    """A call in another thread, within an event loop, and its streamer."""
+    streamer = AsyncTextIteratorStreamer(Letters(), skip_prompt=True, timeout=SECONDS)
+    call = functools.partial(chain.generate, PROMPT, streamer=streamer, **{"max_new_tokens": NEW} | kwargs)
+    return streamer, asyncio.get_running_loop().run_in_executor(None, call)
 
 
 def test_async_text_iterator_streamer(chain):
     async def consume():
-        streamer = AsyncTextIteratorStreamer(Letters(), skip_prompt=True, timeout=SECONDS)
-        running = asyncio.get_running_loop().run_in_executor(
-            None, lambda: chain.generate(PROMPT, max_new_tokens=NEW, streamer=streamer)
-        )
-        pieces = [piece async for piece in streamer]
-        return pieces, await running
+        streamer, running = begun(chain)
+        return [piece async for piece in streamer], await running
 
     pieces, out = asyncio.run(consume())
     assert torch.equal(out, wanted(chain))
@@ -165,27 +168,6 @@ class Enough(Exception):
     pass
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, Enough, SystemExit])
-@pytest.mark.parametrize("at", [0, 1, 9])
-def test_a_streamer_that_raises(chain, error, at):
-    """The committed tokens are available, the next call is complete, and the streamer's ``end()`` is not called, as in transformers."""
-    whole = wanted(chain)
-    recorder = failing(at, error)
-    with pytest.raises(error, match="now") as caught:
-        chain.generate(PROMPT, max_new_tokens=NEW, streamer=recorder)
-    assert recorder.ends == 0
-    if at > 0:
-        assert any("partial" in note for note in caught.value.__notes__)
-        partial = chain.partial
-        assert PROMPT.shape[1] + at <= partial.shape[1] < whole.shape[1]
-        assert torch.equal(partial, whole[:, : partial.shape[1]])
-        # A streamer gets one token at a time. The target may have committed more.
-        assert recorder.new == partial[0, PROMPT.shape[1] :].tolist()[: len(recorder.new)]
-        assert len(recorder.new) >= at
-    assert torch.equal(chain.generate(PROMPT, max_new_tokens=NEW), whole)
-    assert chain.partial is None
-
-
 def test_the_partial_of_a_batch(chain):
     kwargs = {"attention_mask": MASK, "max_new_tokens": NEW}
     whole = chain.generate(BATCH, **kwargs)
@@ -218,7 +200,7 @@ def test_an_interruption_inside_of_the_target(model, chain):
     assert torch.equal(chain.generate(PROMPT, max_new_tokens=NEW), whole)
 
 
-@pytest.mark.parametrize("how", ["target", "processor", "arguments", "cache", "custom_generate"])
+@pytest.mark.parametrize("how", ["target", "processor", "arguments", "cache"])
 def test_a_waiting_consumer_gets_the_error(model, chain, how):
     """generate() fails in its thread. The loop over the streamer in the other thread ends with the same error."""
 
@@ -228,7 +210,6 @@ def test_a_waiting_consumer_gets_the_error(model, chain, how):
     kwargs = {
         "target": {},
         "processor": {"logits_processor": [fail]},
-        "custom_generate": {"logits_processor": [fail]},
         "arguments": {"num_beams": 4},
         "cache": {"past_key_values": object()},
     }[how]
@@ -236,11 +217,10 @@ def test_a_waiting_consumer_gets_the_error(model, chain, how):
         model.set(fail_at=5)
     streamer = TextIteratorStreamer(Letters(), skip_prompt=True, timeout=SECONDS)
     errors = []
-    call = functools.partial(model.generate, custom_generate=chain) if how == "custom_generate" else chain.generate
 
     def work():
         try:
-            call(PROMPT, max_new_tokens=NEW, streamer=streamer, **kwargs)
+            chain.generate(PROMPT, max_new_tokens=NEW, streamer=streamer, **kwargs)
         except Exception as error:
             errors.append(error)
 
@@ -252,7 +232,7 @@ def test_a_waiting_consumer_gets_the_error(model, chain, how):
     thread.join(SECONDS)
     model.set()
     assert caught.value.__cause__ is errors[0]
-    kinds = {"target": ArithmeticError, "processor": Enough, "custom_generate": Enough}
+    kinds = {"target": ArithmeticError, "processor": Enough}
     assert isinstance(errors[0], kinds.get(how, Exception))
     assert words(wanted(chain), PROMPT.shape[1]).startswith("".join(pieces))
     assert bool(pieces) == (how == "target")
@@ -289,11 +269,7 @@ FAILURES = {"refused": {"num_beams": 2}, "at once": {"max_new_tokens": 0}, "late
 @pytest.mark.parametrize("how", FAILURES)
 def test_an_asynchronous_reader_gets_the_error(chain, how):
     async def consume():
-        streamer = AsyncTextIteratorStreamer(Letters(), skip_prompt=True, timeout=SECONDS)
-        kwargs = {"max_new_tokens": NEW, **FAILURES[how]}
-        running = asyncio.get_running_loop().run_in_executor(
-            None, lambda: chain.generate(PROMPT, streamer=streamer, **kwargs)
-        )
+        streamer, running = begun(chain, **FAILURES[how])
         with pytest.raises(RuntimeError, match=r"generate\(\) failed"):
             async for _ in streamer:
                 pass
@@ -301,11 +277,7 @@ def test_an_asynchronous_reader_gets_the_error(chain, how):
             await running
 
     asyncio.run(consume())
-
-
-@pytest.mark.parametrize("how", FAILURES)
-def test_other_streamers_get_no_end(chain, how):
-    """Servers take ``end()`` for the end of a text, and report errors themselves."""
+    # Servers take ``end()`` for the end of a text, and report errors themselves.
     recorder = Recorder()
     with pytest.raises((NotImplementedError, ValueError, Enough)):
         chain.generate(PROMPT, streamer=recorder, **{"max_new_tokens": NEW, **FAILURES[how]})

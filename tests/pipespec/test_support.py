@@ -13,121 +13,20 @@ from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 from pipespec import Pipeline, SpeedWarning
 from pipespec.api import pipeline
-from pipespec.config import SpeculationConfig
-from pipespec.engine.stage import ModelDraft
+from pipespec.checks.support import check_runnable, check_shareable, check_streams
 from pipespec.errors import NotCapturable
 from pipespec.models.properties import quantisation
-from pipespec.preflight.support import check_runnable, check_shareable, check_streams
-from pipespec.schedules.asynchronous import local
-from pipespec.schedules.asynchronous.local import LocalDriver
-from pipespec.spd import SpeculativePipeline
-from tests.conftest import always_right, noisy, random_llama
-from tests.pipespec.checkpoints import PROMPT, Packed, on_gpu, packed, replaced
+from tests.conftest import always_right, noisy
+from tests.pipespec.checkpoints import PROMPT, Packed, on_gpu, packed, replaced, split
 
 # ---- split, offloaded, sharded
 
 
-def refused(match, models, **kwargs):
-    with pytest.raises(ValueError, match=match):
-        Pipeline(models[-1], models[:-1], **kwargs)
-
-
-def test_a_device_map_with_one_place_and_hooks_that_move_nothing(model):
-    other = copy.deepcopy(model)
-    other.hf_device_map = {"": "cpu"}
-    other.model._hf_hook = SimpleNamespace(offload=False)
-    wanted = model.generate(PROMPT, max_new_tokens=5, do_sample=False)
-    assert torch.equal(
-        Pipeline(other, noisy(model, 0.02), schedule="lockstep").generate(PROMPT, max_new_tokens=5), wanted
-    )
-
-
-class CpuOffload:
-    """Like accelerate's hook of that name, which moves the whole model when it is called."""
-
-    execution_device = "cuda:0"
-
-
-class Sequential:
-    """Like accelerate's hook of several hooks."""
-
-    def __init__(self, *hooks):
-        self.hooks = hooks
-
-
-def test_a_model_that_moves_as_a_whole(model):
-    for hook in (CpuOffload(), Sequential(SimpleNamespace(), CpuOffload())):
-        target = copy.deepcopy(model)
-        target._hf_hook = hook
-        refused(r"target: accelerate moves all of it to the GPU.*use device_map=", [target], schedule="plain")
-
-
-def test_weights_that_no_hook_brings(model):
-    draft = noisy(model, 0.1)
-    draft.model.layers[1].mlp.to("meta")
-    refused(
-        r"draft 0 has weights that are not loaded \(model.layers.1.mlp.gate_proj, on the meta device", [draft, model]
-    )
-    pipe = Pipeline(target := copy.deepcopy(model), schedule="plain")
-    target.model.layers[1].to("meta")
-    with pytest.raises(ValueError, match="target has weights that are not loaded"):
-        pipe.generate(PROMPT, max_new_tokens=2)
-
-
-class Elsewhere(nn.Parameter):
-    """A weight that claims to be on a second device, on a machine without GPUs."""
-
-    device = torch.device("cuda:1")
-
-
-def split(model):
-    """The layers from the second on claim to be elsewhere."""
-    other = noisy(model, 0.1)
-    for layer in other.model.layers[1:]:
-        for module in layer.modules():
-            for name, weight in module._parameters.items():
-                if weight is not None:
-                    module._parameters[name] = Elsewhere(weight.data)
-    return other
-
-
-def test_split_models_without_hooks(model):
-    refused(r"target is spread over cpu, cuda:1, and no hook moves hidden states between them", [model, split(model)])
-
-
-def test_what_needs_whole_models(model, monkeypatch):
-    other = split(model)
-    other.model.register_forward_pre_hook(lambda *_: None)
+def test_models_that_hooks_hold_together_run(model):
+    other = split(model, has_hook=True)
     check_runnable([model, other])
     check_runnable([other, model])
-    with pytest.raises(NotCapturable, match="its weights: it is split over cpu, cuda:1"):
-        check_streams([other])
-    monkeypatch.setattr(local, "_started", None)
-    refused(
-        r"draft 0: a worker process builds a draft whole .* it is split over cpu, cuda:1",
-        [other, model],
-        schedule="workers",
-    )
-    with pytest.raises(ValueError, match=r"a SpeculativePipeline needs.* target is not: it is split"):
-        SpeculativePipeline(other, "ngram", stages=2)
-
-
-def test_sharded_models(model):
-    other = noisy(model, 0.1)
-    other._tp_size = 2
-    refused(r"draft 0 is sharded over processes \(tp_plan\): only the target may be", [other, model])
-
-
-def test_heads_that_processes_cannot_share(model):
-    """transformers cuts within a head then, and its forward fails."""
-    for processes, rows in ((4, 8), (2, 24)):
-        other = noisy(model, 0.1)
-        other._tp_size = processes
-        other.config.num_key_value_heads = 2 if processes == 4 else 3
-        for layer in other.model.layers:
-            layer.self_attn.k_proj.weight = nn.Parameter(torch.zeros(rows, 64))
-        with pytest.raises(ValueError, match=f"target has . key/value heads, which {processes} processes cannot share"):
-            check_runnable([other])
+    check_shareable([model, other])  # the target stays in this process
 
 
 # ---- quantised
@@ -190,42 +89,6 @@ class StoredIn8Bits(nn.Module):
         return nn.functional.embedding(ids, self.weight.float())
 
 
-def test_a_quantised_draft_has_no_process_of_its_own(model, monkeypatch):
-    monkeypatch.setattr(local, "_started", None)
-    drafts = [noisy(model, 0.1), packed(model)]
-    refused(
-        r"draft 1: a worker .* is quantised \(bitsandbytes 8-bit\); use schedule='lockstep'",
-        [*drafts, model],
-        schedule="workers",
-    )
-    with pytest.raises(ValueError, match=r"draft 1: .* it is quantised"):
-        check_shareable([*drafts, model])
-
-
-def test_what_a_worker_could_not_build(model):
-    class Adapter(nn.Module):
-        def __init__(self, base):
-            super().__init__()
-            self.base, self.lora_A = base, nn.Linear(base.in_features, 2)
-
-    draft = noisy(model, 0.1)
-    draft.model.layers[0].mlp.up_proj = Adapter(draft.model.layers[0].mlp.up_proj)
-    with pytest.raises(
-        ValueError,
-        match=r"draft 0: .* build model.layers.0.mlp.up_proj.base.weight, which its class LlamaForCausalLM does not create",
-    ):
-        LocalDriver([draft, model], SpeculationConfig.of([ModelDraft()], schedule="workers"))
-
-    class Fancy(nn.Parameter):
-        pass
-
-    draft = noisy(model, 0.1)
-    draft.model.norm._parameters["weight"] = Fancy(draft.model.norm.weight.data)
-    with pytest.raises(ValueError, match=r"draft 0: a worker process cannot share model.norm.weight, a Fancy"):
-        LocalDriver([draft, model], SpeculationConfig.of([ModelDraft()], schedule="workers"))
-    check_shareable([model, draft])  # the target stays here
-
-
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
@@ -260,81 +123,77 @@ def test_quantised_by_hand(model):
 # ---- what can be captured
 
 
-def not_capturable(model) -> NotCapturable:
-    """The error as a draft, which is the same as a target."""
-    found = []
-    for place, models in enumerate(([model, random_llama(3)], [random_llama(3), model])):
-        with pytest.raises(NotCapturable) as caught:
-            check_streams(models)
-        assert caught.value.stage == ["draft 0", "target"][place]
-        assert (
-            str(caught.value)
-            == f"{caught.value.stage} cannot be captured in a CUDA graph: {caught.value.part}: {caught.value.cause}"
-        )
-        found.append(caught.value)
-    assert (found[0].part, found[0].cause) == (found[1].part, found[1].cause)
-    return found[0]
+def changed(path, value):
+    """A copy of the model, of which an attribute has another value."""
 
+    def make(model):
+        other = copy.deepcopy(model)
+        owner, _, name = path.rpartition(".")
+        setattr(other.config if owner == "config" else other.get_submodule(owner), name, value)
+        return other
 
-def test_plain_models_are_captured(model):
-    check_streams([model, copy.deepcopy(model).to(torch.bfloat16)])
-    check_streams([model, model])
-    check_streams([on_gpu(model, "cuda:0"), on_gpu(model, "cuda:1")])  # peer access is not needed
-
-
-def test_offloading_is_not_captured(model):
-    other = copy.deepcopy(model)
-    other.model.layers[1].mlp._hf_hook = SimpleNamespace(offload=True)
-    error = not_capturable(other)
-    assert "accelerate brings the weights of model.layers.1.mlp" in error.cause
+    return make
 
 
 def with_rope(kind):
-    config = copy.deepcopy(random_llama(0).config)
-    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
-    if kind == "longrope":
-        rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 128}
-    else:
-        config.max_position_embeddings = 128
-    config.rope_parameters = rope
-    torch.manual_seed(0)
-    other = LlamaForCausalLM(config).eval()
-    other.generation_config.eos_token_id = None
-    return other
+    def make(model):
+        config = copy.deepcopy(model.config)
+        rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+        if kind == "longrope":
+            rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 128}
+        else:
+            config.max_position_embeddings = 128
+        config.rope_parameters = rope
+        return LlamaForCausalLM(config).eval()
+
+    return make
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rope_that_depends_on_the_length_is_not_captured(kind):
-    other = with_rope(kind)
-    error = not_capturable(other)
-    assert error.part == "model.rotary_emb"
-    assert f"{kind!r}" in error.cause
-    with pytest.raises(NotCapturable):  # padding changes its RoPE on a CPU, too
-        check_streams([other])
+NOT_CAPTURED = {
+    "split": (lambda model: split(model, has_hook=True), "its weights", "it is split over cpu, cuda:1"),
+    "offloaded": (
+        changed("model.layers.1.mlp._hf_hook", SimpleNamespace(offload=True)),
+        "its weights",
+        "accelerate brings the weights of model.layers.1.mlp",
+    ),
+    "dynamic RoPE": (with_rope("dynamic"), "model.rotary_emb", "'dynamic'"),
+    "RoPE of two lengths": (with_rope("longrope"), "model.rotary_emb", "'longrope'"),
+    "soft caps": (changed("config.attn_logit_softcapping", 30.0), "model.layers.0.self_attn", "softcapping"),
+    "sinks": (
+        changed("model.layers.1.self_attn.sinks", nn.Parameter(torch.zeros(4))),
+        "model.layers.1.self_attn",
+        "sinks",
+    ),
+    "float64": (lambda model: on_gpu(copy.deepcopy(model).to(torch.float64), "cuda:0"), "its dtype", "float64"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_CAPTURED)
+def test_what_is_not_captured(model, name):
+    """As a draft and as a target."""
+    make, part, cause = NOT_CAPTURED[name]
+    other = make(model)
+    beside = on_gpu(model, "cuda:0") if name == "float64" else model
+    for stage, models in (("draft 0", [other, beside]), ("target", [beside, other])):
+        with pytest.raises(NotCapturable) as caught:
+            check_streams(models)
+        error = caught.value
+        assert (error.stage, error.part) == (stage, part)
+        assert cause in error.cause
+        assert str(error) == f"{stage} cannot be captured in a CUDA graph: {part}: {error.cause}"
 
 
 def test_attention_that_cannot_be_exchanged_is_not_captured(model, monkeypatch):
     monkeypatch.setattr(LlamaForCausalLM, "_can_set_attn_implementation", classmethod(lambda cls: False))
-    with pytest.raises(NotCapturable) as caught:
+    with pytest.raises(NotCapturable, match=r"model.layers.0.self_attn: .*AttentionInterface"):
         check_streams([model])
-    error = caught.value
-    assert (error.stage, error.part) == ("target", "model.layers.0.self_attn")
-    assert "AttentionInterface" in error.cause
 
 
-def test_attention_with_more_than_lengths(model):
-    capped = copy.deepcopy(model)
-    capped.config.attn_logit_softcapping = 30.0
-    assert "softcapping" in not_capturable(capped).cause
-    sunk = copy.deepcopy(model)
-    sunk.model.layers[1].self_attn.sinks = nn.Parameter(torch.zeros(4))
-    error = not_capturable(sunk)
-    assert error.part == "model.layers.1.self_attn"
-    assert "sinks" in error.cause
-
-
-def test_quantised_models_are_not_refused_by_name(model):
-    """Whether their products can be captured is tried, see test_graph_emulator.py."""
+def test_what_is_captured(model):
+    """Peer access between GPUs is not needed. Whether quantised products can be captured is tried, see test_graph_emulator.py."""
+    check_streams([model, copy.deepcopy(model).to(torch.bfloat16)])
+    check_streams([model, model])
+    check_streams([on_gpu(model, "cuda:0"), on_gpu(model, "cuda:1")])
     check_streams([packed(model), packed(model, load_in_4bit=True)])
     check_streams([on_gpu(packed(model), "cuda:0")])
 
@@ -355,11 +214,6 @@ def test_the_cost_of_width_in_4_bits(model, monkeypatch):
     with warnings.catch_warnings(action="error"):
         Pipeline(target, schedule="plain")
         Pipeline(packed(model), noisy(model, 0.02), schedule="lockstep")
-
-
-def test_float64_has_no_kernels_on_a_gpu(model):
-    with pytest.raises(NotCapturable, match=r"target .* float64"):
-        check_streams([on_gpu(copy.deepcopy(model).to(torch.float64), "cuda:0")])
 
 
 def test_streams_want_all_stages_on_gpus_or_none(model):

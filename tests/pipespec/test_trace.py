@@ -14,40 +14,27 @@ import torch
 from pipespec import Pipeline
 from pipespec.api.trace import chrome_trace, not_kept, summary
 from pipespec.schedules.base import StageFailure
-from pipespec.spd import SpeculativePipeline
+from pipespec_spd import SpeculativePipeline
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
 from tests.waiting import drafts_keep_up
 
-FULL = np.dtype(
-    [
-        ("step", np.uint64),
-        ("launched_ns", np.int64),
-        ("start_ns", np.int64),
-        ("end_ns", np.int64),
-        ("width", np.uint32),
-        ("fed", np.uint32),
-        ("draft_tokens", np.uint32),
-        ("accepted", np.uint32),
-        ("rolled_back", np.uint32),
-        ("in_flight", np.uint32),
-        ("rollbacks", np.uint32),
-        ("prefill", np.uint32),
-    ]
+COUNTS = ["width", "fed", "draft_tokens", "accepted", "rolled_back", "in_flight", "rollbacks", "prefill"]
+TIMES = ["launched_ns", "start_ns", "end_ns"]
+FULL = np.dtype([("step", np.uint64), *((n, np.int64) for n in TIMES), *((n, np.uint32) for n in COUNTS)])
+
+
+def steps_of(*steps: tuple[int, ...]) -> np.ndarray:
+    return np.array(list(steps), FULL)
+
+
+DRAFT = steps_of(
+    (0, 1_000_500, 1_002_000, 1_005_000, 1, 1, 0, 0, 0, 0, 0, 0),
+    (1, 1_005_000, 1_006_000, 1_009_500, 2, 2, 0, 0, 3, 0, 1, 0),
 )
-DRAFT = np.array(
-    [
-        (0, 1_000_500, 1_002_000, 1_005_000, 1, 1, 0, 0, 0, 0, 0, 0),
-        (1, 1_005_000, 1_006_000, 1_009_500, 2, 2, 0, 0, 3, 0, 1, 0),
-    ],
-    FULL,
-)
-TARGET = np.array(
-    [
-        (0, 1_001_000, 1_004_000, 1_020_000, 8, 5, 4, 2, 0, 0, 0, 0),
-        (1, 1_021_000, 1_022_000, 1_022_250, 8, 0, 0, 0, 0, 0, 0, 0),
-    ],
-    FULL,
+TARGET = steps_of(
+    (0, 1_001_000, 1_004_000, 1_020_000, 8, 5, 4, 2, 0, 0, 0, 0),
+    (1, 1_021_000, 1_022_000, 1_022_250, 8, 0, 0, 0, 0, 0, 0, 0),
 )
 
 
@@ -61,35 +48,17 @@ def test_every_step_is_a_slice_of_its_track() -> None:
 
     slices = [e for e in events if e["ph"] == "X"]
     # Microseconds since the first launch.
-    assert [(e["tid"], e["ts"], e["dur"]) for e in slices] == [
-        (0, 1.5, 3.0),
-        (0, 5.5, 3.5),
-        (1, 3.5, 16.0),
-        (1, 21.5, 0.25),
-    ]
+    assert [(e["ts"], e["dur"]) for e in slices] == [(1.5, 3.0), (5.5, 3.5), (3.5, 16.0), (21.5, 0.25)]
+    assert [e["tid"] for e in slices] == [0, 0, 1, 1]
     assert [e["name"] for e in slices] == ["feed 1", "feed 2", "verify 2/4", "idle"]
-    assert slices[2]["args"] == {
-        "step": 0,
-        "width": 8,
-        "fed": 5,
-        "draft_tokens": 4,
-        "accepted": 2,
-        "rolled_back": 0,
-        "in_flight": 0,
-        "rollbacks": 0,
-        "prefill": 0,
-        "launch_to_start_us": 3.0,
-    }
+    counts = dict(zip(COUNTS, (8, 5, 4, 2, 0, 0, 0, 0), strict=True))
+    assert slices[2]["args"] == {"step": 0, "launch_to_start_us": 3.0} | counts
     (rollback,) = [e for e in events if e["ph"] == "i"]
     assert rollback == {"ph": "i", "s": "t", "name": "rollback 3", "pid": 0, "tid": 0, "ts": 5.5}
 
 
-def test_nothing_that_ran() -> None:
-    events = chrome_trace({"draft": DRAFT[:0]})["traceEvents"]
-    assert all(e["ph"] == "M" for e in events)
-
-
-def test_what_was_not_kept_is_counted() -> None:
+def test_what_did_not_run_or_was_not_kept() -> None:
+    assert all(e["ph"] == "M" for e in chrome_trace({"draft": DRAFT[:0]})["traceEvents"])
     late = DRAFT.copy()
     late["step"] += 40
     assert not_kept(late) == 40
@@ -133,24 +102,24 @@ def check_against_report(pipe: Pipeline, prompt_tokens: int, began_ns: int, exac
             assert (fed["fed"] >= fed["width"]).all()
 
 
-def schedules() -> list:
-    """Drafts, schedule and its arguments."""
-    return [
-        pytest.param(0, {"schedule": "plain"}, id="plain"),
-        pytest.param(0, {"schedule": "plain", "graphs": True}, id="plain-graphs"),
-        pytest.param(1, {"schedule": "lockstep", "graphs": True}, id="lockstep-graphs"),
-        pytest.param(1, {"schedule": "streams"}, id="streams-2"),
-        pytest.param(1, {"schedule": "lockstep", "lookahead": 4}, id="lockstep-2"),
-        pytest.param(2, {"schedule": "lockstep", "lookahead": [3, 5]}, id="lockstep-3"),
-        pytest.param(1, {"schedule": "workers"}, id="workers-2"),
-        pytest.param(2, {"schedule": "workers", "lookahead": 4}, id="workers-3"),
-    ]
+SCHEDULES = {
+    "plain": (0, {}),
+    "plain, captured": (0, {"graphs": True}),
+    "lockstep": (1, {"lookahead": 4}),
+    "lockstep, captured": (1, {"graphs": True}),
+    "lockstep, three": (2, {"lookahead": [3, 5]}),
+    "streams": (1, {}),
+    "workers": (1, {}),
+    "workers, three": (2, {"lookahead": 4}),
+}
+"""By name, which begins with the schedule: drafts and options."""
 
 
-@pytest.mark.parametrize(("drafts", "options"), schedules())
-def test_a_trace_adds_up_to_the_report(target, tmp_path: Path, drafts: int, options: dict) -> None:
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_trace_adds_up_to_the_report(target, tmp_path: Path, name: str) -> None:
+    drafts, options = SCHEDULES[name]
     models = [noisy(target, 0.1, seed=i) for i in range(drafts)]
-    exact = options["schedule"] != "streams"
+    options, exact = options | {"schedule": name.split(",")[0]}, name != "streams"
     ids, mask = left_pad(random_prompts(3, seed=8, shortest=2))
     expected = target.generate(ids, attention_mask=mask, max_new_tokens=30, do_sample=False)
     with Pipeline(target, models, trace=5000, **options) as pipe:
@@ -188,15 +157,13 @@ def test_a_trace_adds_up_to_the_report(target, tmp_path: Path, drafts: int, opti
 
 
 def test_rollbacks_and_verdicts_show(target) -> None:
-    with Pipeline(target, [always_wrong(target)], trace=1000, lookahead=3, schedule="lockstep") as pipe:
-        pipe.generate(random_prompts(1, seed=9)[0][None], max_new_tokens=12)
-    names = {e["name"] for e in chrome_trace(pipe.report.trace)["traceEvents"]}
-    assert {"verify 0/3", "rollback 3"} <= names
-    with Pipeline(target, [always_right(target)], trace=1000, lookahead=3, schedule="lockstep") as pipe:
-        pipe.generate(random_prompts(1, seed=9)[0][None], max_new_tokens=12)
-    names = {e["name"] for e in chrome_trace(pipe.report.trace)["traceEvents"]}
-    assert "verify 3/3" in names
-    assert not any(name.startswith("rollback") for name in names)
+    for draft, verdict, rolls_back in ((always_wrong, "verify 0/3", True), (always_right, "verify 3/3", False)):
+        with Pipeline(target, draft(target), trace=1000, lookahead=3, schedule="lockstep") as pipe:
+            pipe.generate(random_prompts(1, seed=9)[0][None], max_new_tokens=12)
+        names = {e["name"] for e in chrome_trace(pipe.report.trace)["traceEvents"]}
+        assert verdict in names
+        assert any(name.startswith("rollback") for name in names) == rolls_back
+        assert not rolls_back or "rollback 3" in names
 
 
 @pytest.mark.parametrize("schedule", ["lockstep", "streams"])
@@ -257,22 +224,16 @@ def test_without_a_trace(target, tmp_path: Path) -> None:
 
 RUN = {
     # 20 us in all: the draft runs for 2 + 3 + 5, the target for 4 + 8 + 4 of them.
-    "draft 0": np.array(
-        [
-            (0, 0, 1_000, 3_000, 4, 0, 0, 0, 0, 0, 0, 6),
-            (1, 3_000, 5_000, 8_000, 1, 1, 0, 0, 0, 0, 0, 0),
-            (2, 8_000, 9_000, 14_000, 1, 1, 0, 0, 2, 0, 1, 0),
-            (3, 14_000, 15_000, 15_000, 0, 0, 0, 0, 1, 0, 1, 0),
-        ],
-        FULL,
+    "draft 0": steps_of(
+        (0, 0, 1_000, 3_000, 4, 0, 0, 0, 0, 0, 0, 6),
+        (1, 3_000, 5_000, 8_000, 1, 1, 0, 0, 0, 0, 0, 0),
+        (2, 8_000, 9_000, 14_000, 1, 1, 0, 0, 2, 0, 1, 0),
+        (3, 14_000, 15_000, 15_000, 0, 0, 0, 0, 1, 0, 1, 0),
     ),
-    "target": np.array(
-        [
-            (7, 0, 1_000, 5_000, 3, 3, 2, 1, 0, 0, 0, 0),
-            (8, 5_000, 9_000, 17_000, 4, 4, 3, 3, 0, 0, 0, 0),
-            (9, 17_000, 17_000, 21_000, 1, 1, 0, 0, 0, 0, 0, 0),
-        ],
-        FULL,
+    "target": steps_of(
+        (7, 0, 1_000, 5_000, 3, 3, 2, 1, 0, 0, 0, 0),
+        (8, 5_000, 9_000, 17_000, 4, 4, 3, 3, 0, 0, 0, 0),
+        (9, 17_000, 17_000, 21_000, 1, 1, 0, 0, 0, 0, 0, 0),
     ),
 }
 

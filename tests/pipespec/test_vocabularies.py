@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from pipespec import Pipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
+from tests.support.texts import own_text, same_text
 from tests.waiting import drafts_keep_up
 
 REAL = 200  # tokens of the tokenizer. The random target also generates ids of the padding.
@@ -60,20 +61,18 @@ def prompts():
 DRAFTS = [["less"], ["more"], ["less", "more"], ["more", "less"]]
 
 
-def check(pipe, model, prompts, **kwargs):
+def check(pipe, prompts, **kwargs):
     ids, mask = prompts
-    wanted = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, **kwargs)
-    new = wanted[:, ids.shape[1] :]
+    new = same_text(pipe, ids, attention_mask=mask, max_new_tokens=NEW, **kwargs)[:, ids.shape[1] :]
     assert int(new.max()) >= 240
     assert (new < 240).any()
-    assert torch.equal(pipe.generate(ids, attention_mask=mask, max_new_tokens=NEW, **kwargs), wanted)
 
 
 @pytest.mark.parametrize("drafts", DRAFTS, ids="-".join)
 def test_the_text_is_the_targets(model, paths, prompts, drafts):
     pipe = Pipeline(paths["target"], [paths[d] for d in drafts], lookahead=4, schedule="lockstep")
     assert len({m.config.vocab_size for m in pipe.models}) == len(drafts) + 1
-    check(pipe, model, prompts)
+    check(pipe, prompts)
     # The drafts are accepted, rarely if they cannot embed a quarter of the text.
     assert pipe.report.stages[-1].acceptance_rate > (0.5 if drafts[-1] == "more" else 0)
     for kwargs in (
@@ -81,25 +80,19 @@ def test_the_text_is_the_targets(model, paths, prompts, drafts):
         {"suppress_tokens": [310, 5], "no_repeat_ngram_size": 2},  # names a token that the smaller draft does not have
         {"return_dict_in_generate": False, "bad_words_ids": [[319], [300, 250]]},
     ):
-        check(pipe, model, prompts, **kwargs)
+        check(pipe, prompts, **kwargs)
 
 
 def test_in_processes_of_their_own(model, paths, prompts):
     with Pipeline(paths["target"], [paths["less"], paths["more"]], schedule="workers") as pipe:
         for kwargs in ({}, {"repetition_penalty": 1.5}, {"suppress_tokens": [310, 5]}):
-            check(pipe, model, prompts, **kwargs)
+            check(pipe, prompts, **kwargs)
         ids, mask = (of_all[:1] for of_all in prompts)
-        wanted = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
         with drafts_keep_up(pipe, [int(mask.sum()) + NEW]):  # such a small target may finish before a draft has begun
-            assert torch.equal(pipe.generate(ids, attention_mask=mask, max_new_tokens=NEW), wanted)
+            got = pipe.generate(ids, attention_mask=mask, max_new_tokens=NEW)
+        assert torch.equal(got, own_text(model, ids, attention_mask=mask, max_new_tokens=NEW))
         assert pipe.report.stages[-1].drafted > 0
         assert pipe.report.stages[0].produced > 0
-
-
-def test_models_that_were_loaded_by_the_user(model, paths, prompts):
-    """The tokenizer is found by the path that the object came from."""
-    loaded = [AutoModelForCausalLM.from_pretrained(paths[name]) for name in ("target", "less")]
-    check(Pipeline(*loaded, schedule="lockstep"), model, prompts)
 
 
 def test_a_target_that_is_padded_less_than_its_draft_never_says_the_drafts_padding(model, paths, prompts):
@@ -112,6 +105,6 @@ def test_a_target_that_is_padded_less_than_its_draft_never_says_the_drafts_paddi
         Pipeline(paths["target"], paths["more"], schedule="lockstep", lookahead=4),
         Pipeline(model, noisy(model, 0.02), schedule="lockstep", lookahead=4),
     )
-    check(pipe, model, prompts)
-    check(unpadded, model, prompts)
+    check(pipe, prompts)
+    check(unpadded, prompts)
     assert pipe.report.stages[-1].histogram == unpadded.report.stages[-1].histogram

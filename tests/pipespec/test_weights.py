@@ -7,13 +7,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipespec import Pipeline
-from pipespec.engine.forward import native_unsupported_reason
-from pipespec.models.quantized import QuantizedEmbedding, QuantizedLinear
+from pipespec.checks.devices import weights_of_each
+from pipespec.engine.cache import RowCache
+from pipespec.engine.forward import described, forward, native_unsupported_reason
+from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear
 from pipespec.models.quantizing import NAMES, quantized
-from pipespec.preflight.devices import weights_of_each
 from pipespec_kernels.decoder import NativeDecoder
 from pipespec_kernels.formats import FORMATS, dequantize
-from tests.conftest import random_llama
+from tests.conftest import random_llama, random_prompts
 from tests.pipespec.gguf_files import LARGE, SIZES, tiny, write
 
 TEXT = torch.tensor([[3, 9, 14, 15, 92, 65, 35, 8, 9, 79]])
@@ -144,15 +145,6 @@ def test_weights_by_stage():
     assert weights_of_each({"drafts": "int8", "draft 1": None}, names) == ["int8", None, None]
     assert weights_of_each({"target": "q4_0"}, names) == [None, None, "q4_0"]
     assert weights_of_each(None, names) == [None] * 3
-    with pytest.raises(ValueError, match="there is no stage 'draft 2'"):
-        weights_of_each({"draft 2": "q8_0"}, names)
-    with pytest.raises(ValueError, match="one for all, or one per stage"):
-        weights_of_each(["q8_0"], names)
-    with pytest.raises(ValueError, match=f"weights='q3_k': the weight formats are {', '.join(NAMES)}"):
-        weights_of_each("q3_k", names)
-    for wrong in (5, [5, 5, 5]):
-        with pytest.raises(TypeError, match="weights: "):
-            weights_of_each(wrong, names)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -186,3 +178,46 @@ def test_the_default_dtype_and_device_do_not_matter():
             assert native_unsupported_reason(made) is None
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+# ---- int8
+
+
+@pytest.fixture(scope="module")
+def deep():
+    return random_llama(3, layers=4)
+
+
+def logits_of(model, ids, **kwargs) -> torch.Tensor:
+    with torch.inference_mode():
+        cache = RowCache.for_model(model, len(ids), 64)
+        return forward(model, ids, cache, keep=ids.shape[1], **kwargs).clone()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8(deep, dtype):
+    target = copy.deepcopy(deep).to(dtype)
+    draft = quantized(target, "int8")
+    linears = [module for module in draft.modules() if isinstance(module, Int8Linear)]
+    assert len(linears) == 4 * 7 + 1
+    assert all(module.weight.dtype == torch.int8 for module in linears)
+    original = target.model.layers[0].mlp.up_proj.weight.float()
+    copied = draft.model.layers[0].mlp.up_proj
+    error = (copied.weight * copied.scale[:, None] - original).abs()
+    assert (error <= 0.51 * original.abs().amax(1, keepdim=True) / 127).all()
+    fed = torch.stack(random_prompts(2, seed=1, shortest=9, longest=9))
+    own = draft(fed, use_cache=False).logits.float()
+    assert torch.allclose(logits_of(draft, fed).float(), own, atol=1e-4 if dtype == torch.float32 else 0.5)
+    assert described(draft, RowCache.for_model(draft, 2, 32)) == "native"
+    assert draft.model.embed_tokens.weight is target.model.embed_tokens.weight
+    with pytest.raises(ValueError, match="quantised already"):
+        quantized(draft, "int8")
+
+
+def test_a_derived_draft_that_no_checkpoint_describes_is_not_saved(deep, tmp_path):
+    draft = quantized(deep, "int8")
+    for one in (draft, copy.deepcopy(draft)):
+        with pytest.raises(NotImplementedError, match="save_pretrained: no checkpoint of transformers describes int8"):
+            one.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    deep.save_pretrained(tmp_path)

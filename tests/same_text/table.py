@@ -6,8 +6,11 @@ A row does not name the schedules that it is for: the table of :mod:`pipespec.re
 from __future__ import annotations
 
 import copy
+import hashlib
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +18,11 @@ from transformers import LogitsProcessor, PreTrainedTokenizerFast, StoppingCrite
 
 from pipespec import NgramDraft
 from pipespec.engine.chain import DraftSpec
+from pipespec.engine.head_stage import HeadDraft
 from pipespec.engine.proposer import ProposerDraft
 from pipespec.engine.translation import TranslatedDraft
 from pipespec.registry import LOCKSTEP, SCHEDULES, Schedule, has_captured_form
+from pipespec_train.heads import head_for
 from tests.conftest import DEVICE, always_right, always_wrong, left_pad, noisy, random_llama
 from tests.pipespec.vocabularies import byte_level, sentencepiece
 from tests.support.grammars import END, Classes
@@ -224,9 +229,22 @@ def foreign(target: Any) -> Any:
     return random_llama(6, layers=1, vocabulary=byte_level().get_vocab_size())
 
 
+HEADS = tempfile.TemporaryDirectory()
+
+
+def head(target: Any) -> str:
+    """The folder of a draft head that drafts half of the tokens."""
+    folder = Path(HEADS.name, hashlib.sha256(target.lm_head.weight.detach().cpu().numpy()).hexdigest())
+    if not folder.exists():
+        cpu = copy.deepcopy(target).cpu()
+        head_for(cpu, range(0, VOCABULARY, 2)).save(folder, cpu)
+    return str(folder)
+
+
 TRANSLATED = {"tokenizer": sentencepiece(), "draft_tokenizers": [byte_level()]}
 INDEX: tuple[DraftSpec, ...] = (NgramDraft(),)
 OWN: tuple[DraftSpec, ...] = (ProposerDraft(LastToken()),)
+HEAD: tuple[DraftSpec, ...] = (HeadDraft("folder"),)
 FOREIGN: tuple[DraftSpec, ...] = (TranslatedDraft(target=None, own=None),)
 CHAINS = {
     "alone": Chain(agrees=None),
@@ -237,6 +255,7 @@ CHAINS = {
     "three": Chain(lambda t: [bad(t), good(t), always_right(t)]),
     "index": Chain(lambda t: ["ngram"], INDEX, agrees=None),
     "index and one": Chain(lambda t: ["ngram", good(t)], INDEX),
+    "index and wrong": Chain(lambda t: ["ngram", always_wrong(t)], INDEX, agrees=False),
     "index and two": Chain(lambda t: ["ngram", bad(t), good(t)], INDEX),
     "other tokenizer": Chain(lambda t: [foreign(t)], FOREIGN, options=TRANSLATED, agrees=None),
     "other tokenizer and one": Chain(
@@ -244,6 +263,14 @@ CHAINS = {
         FOREIGN,
         options=TRANSLATED | {"draft_tokenizers": [byte_level(), None]},
     ),
+    "head": Chain(
+        lambda t: [head(t)], HEAD, agrees=None,
+        calls=("greedy", "rows that end", "sampled", "penalties and biases, sampled", "cache", "grammar", "forbidden repetition, sampled"),
+    ),
+    "head, its own modules": Chain(lambda t: [head(t)], HEAD, options={"native": False}, agrees=None),
+    "head in blocks": Chain(lambda t: [head(t)], HEAD, options={"weights": {"draft 0": "q5_0"}}, agrees=None),
+    "exact head": Chain(lambda t: [head(t)], HEAD, options={"exact": True}, agrees=None),
+    "index and head": Chain(lambda t: ["ngram", head(t)], INDEX + HEAD, agrees=None),
     "int8": Chain(lambda t: [good(t)], options={"weights": {"drafts": "int8"}}),
     "exact": Chain(lambda t: [good(t)], options={"exact": True}),
     "the models' own modules": Chain(lambda t: [good(t)], options={"native": False}),
@@ -279,6 +306,8 @@ class Way:
             return chain in (CHAINS["alone"], CHAINS["right"])
         if DEVICE != "cpu" and "weights" in chain.options:
             return False  # blocks are for the CPU
+        if self.fixed and chain.kinds == INDEX + HEAD:
+            return False  # the controller chooses between them
         if DEVICE != "cpu" and "exact" in chain.options and not self.captured:
             return False
         if self.door != "generate" and chain not in (CHAINS["two"], CHAINS["index"], CHAINS["other tokenizer"]):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import itertools
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -18,8 +20,8 @@ import pipespec.schedules.asynchronous.local  # here, so that its time limits ar
 from pipespec import Pipeline, SpeedWarning
 from pipespec.engine.chain import as_draft
 from pipespec.process import ranks as transport
-from pipespec.spd import SpeculativePipeline
-from tests.conftest import DEVICE, random_llama
+from pipespec_spd import SpeculativePipeline
+from tests.conftest import DEVICE, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.same_text.table import (
     CALLS,
     CHAINS,
@@ -146,7 +148,13 @@ class Opened:
         self.pipe = stack.enter_context(Pipeline(target, drafts, **options))
         self.generate = self.pipe.generate
         if way.door == "custom_generate":
-            self.generate = lambda ids, **given: target.generate(ids, custom_generate=self.pipe, **given)
+            self.generate = functools.partial(by_hook, self.pipe, target)
+
+
+def by_hook(pipe: Pipeline, target: Any, ids: torch.Tensor, streamer: Any = None, **given: Any) -> Any:
+    if streamer is not None:  # transformers does not pass it on
+        return pipe.generate(ids, streamer=streamer, **given)
+    return target.generate(ids, custom_generate=pipe, **given)
 
 
 @pytest.fixture(scope="module")
@@ -190,23 +198,39 @@ def test_same_text(opened: Opened, expected: Expected, name: str) -> None:
 INTERRUPTED = [pipeline for pipeline in PIPELINES if pipeline[1] in ("alone", "two", "index", "index and one")]
 
 
+ERRORS = (LookupError, KeyboardInterrupt, SystemExit)
+
+
 @pytest.mark.parametrize(
-    ("opened", "at"),
-    [(pipeline, (1, 7)[(i + k) % 2]) for i, pipeline in enumerate(INTERRUPTED) for k in range(trials(ci=1, nightly=2))],
-    ids=lambda part: "-".join(part) if isinstance(part, tuple) else str(part),
+    ("opened", "at", "error"),
+    [
+        (pipeline, (0, 1, 7)[(i + k) % 3], ERRORS[(i + k + i // 3) % 3])
+        for i, pipeline in enumerate(INTERRUPTED)
+        for k in range(trials(ci=1, nightly=3))
+    ],
+    ids=lambda part: "-".join(part) if isinstance(part, tuple) else getattr(part, "__name__", str(part)),
     indirect=["opened"],
 )
-def test_a_call_after_an_interrupted_one(opened: Opened, expected: Expected, at: int) -> None:
-    """What was committed is at hand, and the next call is complete."""
+def test_a_call_after_an_interrupted_one(
+    opened: Opened, expected: Expected, at: int, error: type[BaseException]
+) -> None:
+    """What was committed is at hand, the streamer's ``end()`` is not called, as in transformers, and the next call is complete."""
     call, (_, [(wanted, _)]) = CALLS["one row"], expected.of("one row")
     ids, mask = prompts_of(call, DEVICE)
-    given = call.arguments([])
-    with pytest.raises(LookupError, match="enough"):
-        opened.generate(ids, attention_mask=mask, streamer=failing(at, LookupError, "enough"), **given)
-    partial = opened.pipe.partial.cpu()
-    assert ids.shape[1] + at <= partial.shape[1]
-    assert torch.equal(partial, wanted[:, : partial.shape[1]])
+    given, recorder = call.arguments([]), failing(at, error, "enough")
+    with pytest.raises(error, match="enough") as caught:
+        opened.generate(ids, attention_mask=mask, streamer=recorder, **given)
+    assert recorder.ends == 0
+    if at > 0:
+        assert any("partial" in note for note in caught.value.__notes__)
+        partial = opened.pipe.partial.cpu()
+        assert ids.shape[1] + at <= partial.shape[1]
+        assert torch.equal(partial, wanted[:, : partial.shape[1]])
+        # A streamer gets one token at a time. The target may have committed more.
+        assert recorder.new == partial[0, ids.shape[1] :].tolist()[: len(recorder.new)]
+        assert len(recorder.new) >= at
     assert torch.equal(text_of(opened.generate(ids, attention_mask=mask, **given)), wanted)
+    assert opened.pipe.partial is None
 
 
 def objects(given: dict[str, Any]) -> list[Any]:
@@ -315,3 +339,79 @@ def test_what_a_schedule_does_not_take_is_refused(target: Any, way: str, chain: 
     )
     with pytest.raises(ValueError, match=says):
         Pipeline(target, given.drafts(target), schedule=row.name, graphs=WAYS[way].captured or None, **given.options)
+
+
+# ---- random prompts through chains of drafts of every quality, in every place
+
+
+KINDS = {"right": 0.0, "good": 0.02, "bad": 0.2, "wrong": None}
+"""By name: the noise on the target's weights; None: :func:`always_wrong`."""
+ENDS = [17, 101, 230]
+PROMPTS = trials(ci=24, nightly=200)
+NEAR_TIE = 1e-6
+"""Two logits this close (relative to the largest) may change places with the shape of the matrix product that made them."""
+
+
+@pytest.fixture(scope="module")
+def random_texts() -> tuple[Any, dict[str, Any], list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+    """A target, models that become its drafts, and batches of 1, 3 and 8 rows, some of which end early: ids, mask and text."""
+    target, batches = random_llama(7), []
+    kinds = {
+        kind: always_wrong(target) if noise is None else noisy(target, noise, seed=1) for kind, noise in KINDS.items()
+    }
+    prompts = random_prompts(PROMPTS, seed=11, longest=20)
+    for rows in (1, 3, 8):
+        for begin in range(0, PROMPTS, rows):
+            ids, mask = left_pad(prompts[begin : begin + rows])
+            call = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": ENDS, "pad_token_id": 0}
+            batches.append((ids, mask, target.generate(ids, attention_mask=mask, **call)))
+    return target, kinds, batches
+
+
+def margin(target: Any, mask: torch.Tensor, wanted: torch.Tensor, got: torch.Tensor) -> float:
+    """The target's relative margin between its two best tokens where two texts of a row differ first."""
+    at = next(i for i, (a, b) in enumerate(zip(wanted, got, strict=True)) if a != b)
+    with torch.inference_mode():
+        logits = target(wanted[int((mask == 0).sum()) : at][None]).logits[0, -1].double()
+    best = logits.topk(2).values
+    return float((best[0] - best[1]) / logits.abs().max())
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the texts of transformers are those of a CPU")
+@pytest.mark.parametrize("schedule", ["lockstep", "workers"])
+@pytest.mark.parametrize("models", [1, 2, 3])
+def test_random_prompts(random_texts: Any, models: int, schedule: str) -> None:
+    target, kinds, batches = random_texts
+    drafts = [copy.deepcopy(target) for _ in range(models)]
+    chains = list(itertools.product(KINDS, repeat=models))
+    # This step visits all chains in mixed order.
+    step = next(s for s in range(len(chains) // 3 + 1, len(chains)) if len(chains) % s and s % 2)
+    counts = {kind: [0, 0] for kind in KINDS}
+    with Pipeline(target, drafts, schedule=schedule, lookahead=[4, 3, 3][:models]) as pipe:
+        for number, (ids, mask, wanted) in enumerate(batches):
+            chain = chains[number * step % len(chains)]
+            with torch.no_grad():  # in place, in the process where the draft runs
+                for draft, kind in zip(drafts, chain, strict=True):
+                    for mine, theirs in zip(draft.parameters(), kinds[kind].parameters(), strict=True):
+                        mine.copy_(theirs)
+            # In every fifth call the target waits for its drafts.
+            keeps_up = schedule == "workers" and number % 5 == 0
+            limits = (mask.sum(1) + NEW).tolist()
+            with drafts_keep_up(pipe, limits, ENDS) if keeps_up else nullcontext():
+                call = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": ENDS, "pad_token_id": 0}
+                got = pipe.generate(ids, attention_mask=mask, **call)
+            for row in range(len(ids)):
+                if got.shape != wanted.shape or not torch.equal(got[row], wanted[row]):
+                    assert margin(target, mask[row], wanted[row], got[row]) < NEAR_TIE, (chain, number, row)
+            if keeps_up or schedule == "lockstep":
+                last = pipe.report.stages[-1]
+                counts[chain[-1]][0] += last.accepted
+                counts[chain[-1]][1] += last.drafted - last.accepted
+    # Without draft tokens of the intended acceptance the test would show nothing.
+    # (A wrong middle stage passes no right token on, and a stage may verify at a row's last place.)
+    assert counts["right"][0] > 50 * counts["right"][1]
+    assert counts["wrong"][0] == 0 < counts["wrong"][1]
+    if schedule == "lockstep":  # "workers" has too few calls in which the target waits
+        assert counts["good"][0] > counts["good"][1] > 0
+        assert counts["bad"][1] > counts["bad"][0]
+        assert counts["wrong"][1] > trials(ci=20, nightly=100)

@@ -233,7 +233,7 @@ class Emulator(FakeGpu):
     def install(self, monkeypatch: Any) -> None:
         super().install(monkeypatch)
         # The emulator's modes watch operations. They are no reason to leave a call to transformers.
-        monkeypatch.setattr(known, "_why_watched", lambda: None)
+        monkeypatch.setattr(known, "_watched_reason", lambda: None)
         for name in filter(str.islower, ops.__all__):
             monkeypatch.setattr(ops, name, self._recorded(getattr(ops, name)))
 

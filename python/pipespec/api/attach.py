@@ -12,7 +12,6 @@ from typing import Any
 from transformers import GenerationMixin, PreTrainedModel
 
 from pipespec.api.arguments import OWN, plain_number
-from pipespec.api.base import ONLY_KNOWN
 from pipespec.api.caches import for_transformers
 from pipespec.api.chain import Draft
 from pipespec.api.pipeline import Pipeline
@@ -45,7 +44,7 @@ class _Generate:
         with notify_reader_of_failure(kwargs.get("streamer")):
             try:
                 self._check_own()
-                return self.pipeline.generate(*args, **(kwargs | {ONLY_KNOWN: True}))
+                return self.pipeline.generate(*args, _only_known=True, **kwargs)
             except Exception as error:
                 if is_final(error):
                     raise

@@ -11,7 +11,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Self
 
@@ -31,15 +31,15 @@ from pipespec.api.output import output_of, report_of, warn_of_room
 from pipespec.api.prepare import CallOptions, PreparedCall, prepare
 from pipespec.api.report import Report
 from pipespec.api.text_stream import notify_reader_of_failure
+from pipespec.checks.memory import check_memory, shortage_explained
+from pipespec.checks.models import check_rope
+from pipespec.checks.support import check_checkpointing, check_runnable
 from pipespec.engine.inputs import stage_names
-from pipespec.engine.known import one_call, why_unknown
+from pipespec.engine.known import one_call, unknown_reason
 from pipespec.errors import NotKnown, is_final, mark_final, user_stacklevel
-from pipespec.models.compat import lost_arguments
+from pipespec.models.compat import callers_cache
 from pipespec.models.devices import LayerDevices
 from pipespec.models.properties import reset_rope
-from pipespec.preflight.checks import check_rope
-from pipespec.preflight.memory import check_memory, shortage_explained
-from pipespec.preflight.support import check_checkpointing, check_runnable
 from pipespec.process import shutdown
 from pipespec.process.signals import handlers_watched, is_handlers_error
 from pipespec.process.threads import Lock, keep_to_one, renew_pool
@@ -49,9 +49,6 @@ from pipespec.schedules.request import GenerationRequest
 if TYPE_CHECKING:
     from pipespec.api.text import Progress
     from pipespec.engine.group import ForwardGroup
-
-ONLY_KNOWN = "only where all code is known"
-"""Keyword of :meth:`BasePipeline.generate` that no caller can write as an argument: True raises ``NotKnown`` where transformers' loop would decode."""
 
 
 class BasePipeline:
@@ -134,6 +131,7 @@ class BasePipeline:
         logit_bias: Mapping[int, float] | None = None,
         grammar: Any = None,
         logprobs: int | None = None,
+        _only_known: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Generate the text of the target: arguments and result are those of ``target.generate()``.
@@ -157,6 +155,7 @@ class BasePipeline:
                 per row of the batch, None for a free row.
             logprobs: 0: log-probabilities of the generated tokens; ``n``: those of the ``n`` likeliest tokens at each position, too. The result has them as
                 ``logprobs``, see :class:`pipespec.api.output.Logprobs`.
+            _only_known: Of :func:`pipespec.attach` only: raise ``NotKnown`` where transformers' loop would decode.
             **kwargs: Fields of ``GenerationConfig``, and all else that ``generate()`` takes.
 
         Returns:
@@ -170,8 +169,7 @@ class BasePipeline:
             DoesNotFit: The memory does not suffice.
             RuntimeError: The call comes from inside of a call of this pipeline: from a streamer or a processor.
         """
-        only_known = kwargs.pop(ONLY_KNOWN, False)
-        with _around_call(None if only_known else streamer):
+        with _around_call(None if _only_known else streamer):
             if inputs is not None and input_ids is not None:
                 raise ValueError("give inputs or input_ids, not both: they mean the same")
             check_callables(logits_processor, stopping_criteria, streamer)
@@ -190,7 +188,7 @@ class BasePipeline:
                 penalties=check_penalties(presence_penalty, frequency_penalty, logit_bias),
                 grammar=grammar,
                 logprobs=logprobs,
-                only_known=only_known,
+                only_known=_only_known,
             )
             return GenerationMixin.generate(
                 self.target,
@@ -216,31 +214,31 @@ class BasePipeline:
         logprobs: int | None = None,
         **prepared: Any,
     ) -> Any:
-        """Run a call of ``model.generate(..., custom_generate=pipe)``. ``ValueError`` if ``model`` is not the target."""
-        lost = lost_arguments()
-        with _around_call(lost.get("streamer")):
+        """Run a call of ``model.generate(..., custom_generate=pipe)``. ``ValueError`` if ``model`` is not the target.
+
+        transformers passes neither ``streamer`` nor ``assistant_model`` nor ``synced_gpus`` to it, without an error: :func:`pipespec.attach` has them.
+        """
+        with _around_call(None):
             if model is not self.target:
                 raise ValueError(
                     f"custom_generate: this pipeline generates the text of its own target, not of the {type(model).__name__} whose "
                     "generate() was called"
                 )
             check_options(prepared["generation_config"], model.generation_config)
-            check_others(lost | {name: value for name, value in prepared.items() if name not in PREPARED})
+            check_others({name: value for name, value in prepared.items() if name not in PREPARED})
             options = CallOptions(
-                streamer=lost.get("streamer"),
-                cache=lost.get("past_key_values", prepared.get("past_key_values")),
+                cache=callers_cache(prepared.get("past_key_values")),
                 seed=seed,
                 penalties=check_penalties(presence_penalty, frequency_penalty, logit_bias),
                 grammar=grammar,
                 logprobs=logprobs,
-                prompt_streamed=True,
             )
             return self._decode(model, input_ids, call_options=options, **prepared)
 
     def _decode(
         self, model: PreTrainedModel, input_ids: torch.Tensor, *, call_options: CallOptions, **prepared: Any
     ) -> Any:
-        """Run a call whose arguments transformers has prepared; in transformers' loop where other people's code takes part."""
+        """Run a call whose arguments transformers has prepared; in transformers' loop where unknown code takes part."""
         with self._turn("generate()", "use another Pipeline there"):
             shutdown.check()
             self._leave_parent()
@@ -252,7 +250,7 @@ class BasePipeline:
                 is_drawn = prepared["generation_config"].do_sample and call_options.seed is None
                 with _generator_restored() if is_drawn else nullcontext():
                     call = prepare(self.target, input_ids, call_options, **prepared)
-                    _check_on_all_ranks(self._group, call, self._check_call)
+                    self._check_call(call)
                     return self._run(call)
             except NotKnown as error:
                 if call_options.only_known:
@@ -274,9 +272,8 @@ class BasePipeline:
             return result
 
     def _check_known(self) -> None:
-        """Raise ``NotKnown`` if the target runs other people's code."""
-        reason = why_unknown(self.target)
-        if reason is not None:
+        """Raise ``NotKnown`` if the target runs unknown code."""
+        if (reason := unknown_reason(self.target)) is not None:
             raise NotKnown("model", f"generate(): drafts cannot speed this model up: {reason}")
 
     def _run(self, call: PreparedCall) -> Any:
@@ -300,13 +297,23 @@ class BasePipeline:
                 error.add_note("What was generated until then is in the pipeline's .partial")
             raise
 
-    def _check_call(self, request: GenerationRequest) -> None:
-        """Refuse what the target or the decoder cannot do, and what does not fit the memory."""
-        check_rope(self.target, request.inputs.most)
-        for model in self._caching():
-            reset_rope(model)
-        self._check_request(request)
-        self._check_memory(request)
+    def _check_call(self, call: PreparedCall) -> None:
+        """Refuse what the target or the decoder cannot do, and what does not fit the memory, on all ranks of a tensor-parallel target."""
+        request, error = call.request, None
+        try:
+            check_rope(self.target, request.inputs.most)
+            for model in self._caching():
+                reset_rope(model)
+            self._check_request(request)
+            self._check_memory(request)
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            if self._group is not None:
+                self._group.agree(request.inputs.prompts, request.inputs.limits, error)
+        if self._group is not None and not self._group.is_leader:
+            call.follow()
 
     def _leave_parent(self) -> None:
         """In a fork, get a decoder of this process. ``RuntimeError`` where a fork cannot run the models."""
@@ -321,22 +328,17 @@ class BasePipeline:
         _keep_to_one_thread()
 
     def _check_memory(self, request: GenerationRequest) -> None:
-        """See :func:`pipespec.preflight.memory.check_memory`."""
-        driver, inputs = self._driver, request.inputs
-        static = driver.has_static_caches(request)
+        """See :func:`pipespec.checks.memory.check_memory`. The caches of a call are there already if the one before had its size."""
+        driver, inputs, static = self._driver, request.inputs, self._driver.has_static_caches
+        rows, longest, limit = len(inputs.prompts), max(map(len, inputs.prompts)), inputs.most
+        if rows == driver.checked[0] and longest <= driver.checked[1] and limit <= driver.checked[2]:
+            return
         names = {id(m): name for m, name in zip(self.models, stage_names(len(self.models)), strict=True)}
         caching = {names[id(model)]: model for model in self._caching()}
-        check_memory(
-            caching,
-            rows=len(inputs.prompts),
-            longest=max(map(len, inputs.prompts)),
-            limit=inputs.most,
-            graphs=static,
-            copied="target" in caching and request.copies_cache(static or driver.keeps_cache),
-            distributions=driver.distribution_bytes(request),
-            reusable_bytes=lambda: driver.reusable_bytes(request),
-            release_unused=lambda: driver.release_unused(request),
-        )
+        if request.cache is not None and request.cache.fits(rows, inputs.capacity) and not static:
+            caching.pop("target", None)
+        check_memory(caching, rows=rows, longest=longest, limit=limit, is_static=static, release=driver.release)
+        driver.checked = rows, longest, limit
 
     @contextmanager
     def _turn(self, what: str, instead: str) -> Iterator[None]:
@@ -374,23 +376,6 @@ def _generator_restored() -> Iterator[None]:
         if not is_final(error):
             torch.set_rng_state(before)
         raise
-
-
-def _check_on_all_ranks(
-    group: ForwardGroup | None, call: PreparedCall, check: Callable[[GenerationRequest], None]
-) -> None:
-    """Check a call, and that of a tensor-parallel target on all ranks."""
-    prompts, limits = call.request.inputs.prompts, call.request.inputs.limits
-    try:
-        check(call.request)
-    except BaseException as error:
-        if group is not None:
-            group.agree(prompts, limits, error)
-        raise
-    if group is not None:
-        group.agree(prompts, limits)
-        if not group.is_leader:
-            call.follow()
 
 
 @contextmanager

@@ -57,6 +57,11 @@ class Columns:
                     f"attention_mask: row {row} ends with padding; pad on the left (padding_side='left')",
                 )
 
+    @property
+    def has_padding(self) -> bool:
+        """Whether a column of some row holds no token."""
+        return any(len(places) < self.count for places in self.places)
+
     def tokens(self, columns: int) -> list[int]:
         """Per row, the number of tokens in the first columns."""
         return [int((places < columns).sum()) for places in self.places]
@@ -240,7 +245,7 @@ def in_columns(cache: RowCache, mask: torch.Tensor, width: int) -> Cache:
         NotImplementedError: The cache cannot have the call's columns.
     """
     lengths, cached = set(cache.lengths), mask.shape[1] - width
-    if len(lengths) == 1 and bool((mask[:, : max(lengths)] != 0).all()):
+    if len(lengths) == 1 and not cache.had_padding and bool((mask[:, : max(lengths)] != 0).all()):
         return cache  # tokens are columns
     try:
         return cache.as_dynamic(mask, cached if cached > 0 else None)

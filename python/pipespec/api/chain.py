@@ -10,6 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from transformers import PreTrainedModel
 
+from pipespec.checks.devices import Devices, arrange, weights_of_each
+from pipespec.checks.models import check_chain
+from pipespec.checks.tokenizers import with_translations
 from pipespec.config import SpeculationConfig
 from pipespec.engine.chain import DraftSpec, as_draft
 from pipespec.engine.inputs import stage_names
@@ -17,10 +20,6 @@ from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import tensor_parallel_size
 from pipespec.models.loading import load_config, load_model
 from pipespec.models.quantizing import Weights, quantized
-from pipespec.preflight.checks import check_chain
-from pipespec.preflight.devices import Devices, weights_of_each
-from pipespec.preflight.placement import arrange
-from pipespec.preflight.tokenizers import with_translations
 from pipespec.registry import SCHEDULES
 
 Draft: TypeAlias = PreTrainedModel | DraftSpec | Any
@@ -37,6 +36,12 @@ class Loading:
     tokenizer: Any = None
     draft_tokenizers: Any = None
     trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype != "auto" and not isinstance(getattr(torch, str(self.dtype), self.dtype), torch.dtype):
+            raise ValueError(
+                f"dtype={self.dtype!r} is not a dtype of torch; use 'float32', 'bfloat16', 'float16' or 'auto'"
+            )
 
 
 @dataclass(frozen=True)
@@ -85,13 +90,7 @@ def load_chain(
         for draft in with_model:
             draft.check(known)
     given = [*(draft.given for draft in own), target]
-    devices = arrange(
-        given,
-        device=loading.device,
-        shares_weights=config.schedule_row.has_processes,
-        dtype=loading.dtype,
-        trust_remote_code=remote,
-    )
+    devices = arrange(given, device=loading.device, dtype=loading.dtype, trust_remote_code=remote)
     loaded = [
         load_model(m, dtype=loading.dtype, device=d, trust_remote_code=remote)
         for m, d in zip(given, devices, strict=True)

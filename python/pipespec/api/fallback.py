@@ -1,4 +1,4 @@
-"""Calls that are left to transformers' own decoding loop, because other people's code takes part in them: see :mod:`pipespec.engine.known`.
+"""Calls that are left to transformers' own decoding loop, because unknown code takes part in them: see :mod:`pipespec.engine.known`.
 
 The loop runs the model, its cache, the processors and the criteria as without a pipeline. What it chooses is still coupled: the last processor leaves
 one token per row, drawn with the noise of the row's key.
@@ -19,7 +19,7 @@ from pipespec.api.output import PipelineOutput
 from pipespec.api.prepare import CallOptions
 from pipespec.api.report import Report, StageReport
 from pipespec.engine.cache import RowCache
-from pipespec.engine.sampler import nothing_to_draw
+from pipespec.engine.sampler import no_distribution_error
 from pipespec.engine.sampling import row_seeds, with_penalties
 from pipespec.errors import Unsupported
 from pipespec.models.compat import mask_columns_of_call
@@ -30,7 +30,7 @@ TRANSFORMERS = "transformers"
 """The schedule of such calls, for their report."""
 
 
-class _Choice:
+class _NoiseProcessor:
     """The last logits processor: keeps the scores, and in sampled calls leaves the token that the noise chooses.
 
     Args:
@@ -63,7 +63,7 @@ class _Choice:
             return scores
         positions = input_ids.shape[1] - self._skipped
         for row in torch.nonzero(~torch.isfinite(scores.amax(-1))).flatten().tolist():
-            raise nothing_to_draw(row, int(positions[row]))
+            raise no_distribution_error(row, int(positions[row]))
         ones = torch.ones(len(scores), dtype=torch.float32, device="cpu")
         noise = Noise(self._keys, positions, ones)
         chosen = ops.sample(scores.float()[:, None].contiguous(), noise).long()
@@ -114,15 +114,15 @@ def decode(
     processors = with_penalties(logits_processor, width, **options.penalties)
     keeps = bool(config.return_dict_in_generate and config.output_scores)
     # Per row, columns of input_ids that are padding, less the tokens that the mask has before them.
-    choice = _Choice(seeds, width - (mask != 0).sum(1), keeps)
-    if options.streamer is not None and not options.prompt_streamed:
+    last = _NoiseProcessor(seeds, width - (mask != 0).sum(1), keeps)
+    if options.streamer is not None:
         options.streamer.put(input_ids.cpu())
     began = time.perf_counter()
     try:
         result = type(model)._sample(
             model,
             input_ids,
-            logits_processor=LogitsProcessorList([*processors, choice]),
+            logits_processor=LogitsProcessorList([*processors, last]),
             stopping_criteria=stopping_criteria,
             generation_config=config,
             synced_gpus=False,
@@ -133,23 +133,23 @@ def decode(
         if isinstance(options.cache, RowCache) and held is not None:
             options.cache.recover(*held)
         with suppress(Exception):
-            error.partial = choice.ids  # type: ignore[attr-defined]
+            error.partial = last.ids  # type: ignore[attr-defined]
         raise
     sequences = result if isinstance(result, torch.Tensor) else result.sequences
-    report = _report(sequences, width, time.perf_counter() - began, choice, cause, seeds)
+    report = _report(sequences, width, time.perf_counter() - began, last, cause, seeds)
     if isinstance(result, torch.Tensor):
         return result, report
-    scores, cache = tuple(choice.scores) if keeps else None, result.past_key_values
+    scores, cache = tuple(last.scores) if keeps else None, result.past_key_values
     output = PipelineOutput(sequences, scores, result.logits, past_key_values=cache, speculation=report)
     return output, report
 
 
 def _report(
-    sequences: torch.Tensor, width: int, seconds: float, choice: _Choice, cause: str, seeds: Sequence[int] | None
+    sequences: torch.Tensor, width: int, seconds: float, last: _NoiseProcessor, cause: str, seeds: Sequence[int] | None
 ) -> Report:
     rows, columns = sequences.shape
     tokens, form = rows * (columns - width), f"{TRANSFORMERS}: {cause}"
     stage = StageReport("target", tokens, rows * width + tokens - rows, 0, 0, tokens, 0, 0, 0, (tokens,), form)
-    first = choice.seconds_to_first if choice.seconds_to_first is not None else seconds
+    first = last.seconds_to_first if last.seconds_to_first is not None else seconds
     keys, decisions = None if seeds is None else tuple(seeds), (f"transformers decodes: {cause}",)
     return Report(TRANSFORMERS, rows, tokens, seconds, first, (stage,), keys, decisions)

@@ -13,7 +13,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from pipespec.api.caches import give_back
 from pipespec.api.prepare import PreparedCall
 from pipespec.api.report import Report, stage_report
-from pipespec.engine.sampler import ScoreRecord
+from pipespec.engine.sampling import ScoreRecord
 from pipespec.errors import user_stacklevel
 from pipespec.schedules.base import Decoder, SpeedWarning
 from pipespec.schedules.request import CacheOwner
@@ -24,8 +24,8 @@ class Logprobs(NamedTuple):
     from ``scores``, and vLLM with ``logprobs_mode="processed_logprobs"``.
 
     Attributes:
-        chosen: Float32 ``[B, new]``, of the generated tokens; 0 behind the end of a row, so that the sum of a row is that of its text.
-        top_ids: Int64 ``[B, new, n]``, the likeliest tokens, likeliest first; -1 where processors and filters leave fewer, and behind the end of a row.
+        chosen: Float32 ``[B, new]``, of the generated tokens; 0 after the end of a row, so that the sum of a row is that of its text.
+        top_ids: Int64 ``[B, new, n]``, the likeliest tokens, likeliest first; -1 where processors and filters leave fewer, and after the end of a row.
         top: Float32 ``[B, new, n]``, theirs; -inf where ``top_ids`` is -1.
     """
 
@@ -112,8 +112,9 @@ def _returned_cache(call: PreparedCall, owner: CacheOwner) -> Cache | None:
     if not call.request.returns_cache:
         return None
     own, cache = call.request.return_cache(owner, [n - 1 for n in call.progress.text.lengths]), call.options.cache
-    if own is not None and not call.is_text_known:
-        own.text = None
+    if own is not None:
+        own.text = own.text if call.is_text_known else None
+        own.had_padding = call.columns.has_padding
     if own is None or cache is None or cache is own:
         return own
     give_back(own, cache, call.columns)

@@ -22,18 +22,18 @@ from pipespec.api.chain import (
 )
 from pipespec.api.prepare import PreparedCall
 from pipespec.api.report import Report
+from pipespec.checks.devices import Devices
+from pipespec.checks.models import check_exact
+from pipespec.checks.support import cost_of_width
+from pipespec.checks.tokenizers import tokenizer_digest
 from pipespec.config import SpeculationConfig, can_be_captured, can_be_controlled
 from pipespec.engine.cached_text import forward_group
 from pipespec.engine.chain import DraftSpec
 from pipespec.errors import DoesNotFit, NotCapturable, NotKnown, UnsupportedInput, mark_final
 from pipespec.models.adapters import without_wrapper
-from pipespec.models.devices import input_device, why_not_whole
+from pipespec.models.devices import input_device, not_whole_reason
 from pipespec.models.loading import gguf_path
 from pipespec.models.quantizing import Weights
-from pipespec.preflight.checks import check_exact
-from pipespec.preflight.devices import Devices
-from pipespec.preflight.support import cost_of_width
-from pipespec.preflight.tokenizers import tokenizer_digest
 from pipespec.process.signals import handlers_watched, raise_handlers_error
 from pipespec.registry import DRAFTS, LOCKSTEP, WORKERS, default_schedule
 from pipespec.schedules.base import Driver, make_driver
@@ -42,7 +42,7 @@ from pipespec.schedules.request import GenerationRequest
 if TYPE_CHECKING:
     from pipespec.schedules.follower import FollowerDriver
 
-_ENOUGH, _HARDLY = 64, 0.02
+_MIN_DRAFTED, _MAX_MISMATCH_RATE = 64, 0.02
 """Draft tokens after which, and acceptance rate up to which, a draft probably has another tokenizer."""
 
 
@@ -83,7 +83,7 @@ class Pipeline(BasePipeline):
             merged before. A model given as an object stays as it is, and the pipeline has a copy that shares the rest. The text is that of the quantised
             target. For models on a CPU; those out of GGUF files are in blocks already.
         device: For models given as paths: one device for all, one per stage (drafts first, target last), ``{"draft 0": "cuda:1"}``, or
-            ``"auto"``, see :func:`pipespec.preflight.placement.arrange`. ``{"target": ["cuda:1", "cuda:2"]}`` splits a stage over several GPUs, which
+            ``"auto"``, see :func:`pipespec.checks.devices.arrange`. ``{"target": ["cuda:1", "cuda:2"]}`` splits a stage over several GPUs, which
             needs the package accelerate. Default: the CPU. Models given as objects stay where they are, also over several devices and offloaded
             (``device_map``).
         gguf_file: The name of a GGUF file in the target's folder or repository, as ``from_pretrained`` takes it.
@@ -235,7 +235,7 @@ class Pipeline(BasePipeline):
             options["graphs"],
             in_turn=_runs_in_turn(drafts),
             uncaptured=not can_be_captured(drafts),
-            whole=all(why_not_whole(model) is None for model in self.models),
+            whole=all(not_whole_reason(model) is None for model in self.models),
             coupled=options["acceptance"] == "coupled",
             controlled=may_join and can_be_controlled(joined) and self._group is None,
         )
@@ -276,9 +276,8 @@ class Pipeline(BasePipeline):
             super()._check_memory(request)
         except DoesNotFit as error:
             # Growing caches have other addresses, and the exact form has other bits than the modules.
-            if self.config.exact or not isinstance(driver, Driver) or not driver.has_static_caches(request):
+            if self.config.exact or not isinstance(driver, Driver) or not driver.has_static_caches:
                 raise
-            driver.release()
             driver.close()
             self._captured, self._driver = driver, make_driver(driver.models, _eager(driver.config))
             super()._check_memory(request)
@@ -317,7 +316,7 @@ class Pipeline(BasePipeline):
     def _note_other_tokenizers(self, report: Report) -> None:
         """Note, once, that a draft which is hardly ever accepted may have another tokenizer, if nothing tells that it has not."""
         given, last = self._unchecked, report.stages[-1]
-        if not given or last.drafted < _ENOUGH or last.acceptance_rate > _HARDLY:
+        if not given or last.drafted < _MIN_DRAFTED or last.acceptance_rate > _MAX_MISMATCH_RATE:
             return
         self._unchecked = []
         if any(tokenizer_digest(source, model) is None for source, model in zip(given, self.models, strict=True)):

@@ -17,8 +17,7 @@ from pipespec.api.text import CommittedText, Criteria, Progress
 from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.callers import check_of_model, check_row_wise
 from pipespec.engine.inputs import StageInputs, prefill_chunk
-from pipespec.engine.sampler import ScoreRecord
-from pipespec.engine.sampling import Prompt, SamplingParams, row_seeds, with_penalties
+from pipespec.engine.sampling import Prompt, SamplingParams, ScoreRecord, row_seeds, with_penalties
 from pipespec.errors import NotKnown, UnsupportedInput
 from pipespec.models.compat import mask_columns_of_call
 from pipespec.models.devices import input_device
@@ -35,8 +34,7 @@ class CallOptions:
     Attributes:
         cache: The caller's ``past_key_values``.
         penalties: Arguments of :func:`pipespec.engine.sampling.with_penalties`.
-        prompt_streamed: Whether the streamer has the prompt already.
-        only_known: Whether a call with other people's code is refused instead of left to transformers' loop.
+        only_known: Whether a call with unknown code is refused instead of left to transformers' loop.
     """
 
     streamer: Any = None
@@ -45,7 +43,6 @@ class CallOptions:
     penalties: Mapping[str, Any] = field(default_factory=dict)
     grammar: Any = None
     logprobs: int | None = None
-    prompt_streamed: bool = False
     only_known: bool = False
 
 
@@ -109,7 +106,7 @@ def prepare(
         check_positions(position_ids, attention_mask, width)
     columns = Columns(attention_mask, width)
     prompts, shown, is_text_known = _read_prompts(columns, input_ids.to("cpu", torch.int32).numpy(), options.cache)
-    eos, max_length, criteria = _read_criteria(stopping_criteria, width)
+    eos, max_length, others = _read_criteria(stopping_criteria, width)
     limits = [len(prompt) + max(int(max_length.max_length), width + 1) - width for prompt in prompts]
     seeds = row_seeds(options.seed, rows) if config.do_sample or options.seed is not None else None
     seeds = seeds if config.do_sample else None  # greedy: a seed is checked, and changes nothing
@@ -133,12 +130,10 @@ def prepare(
     row_cache = None if options.cache is None else adopt(target, options.cache, columns, prompts, limits)
     pad = getattr(config, "_pad_token_tensor", None)
     text = CommittedText(input_ids, prompts, limits, eos, (eos or [0])[0] if pad is None else int(pad))
-    check_model = check_of_model(target, [*logits_processor, *criteria, options.streamer]) or (lambda: None)
+    check_model = check_of_model(target, [*logits_processor, *others, options.streamer]) or (lambda: None)
     # transformers fills finished rows only where an end-of-text token exists.
-    called = Criteria(text, criteria, any(map(_is_eos, stopping_criteria)), record, check_model) if criteria else None
-    progress = Progress(
-        text, called, options.streamer, record, max_length, check_model, has_prompt=options.prompt_streamed
-    )
+    criteria = Criteria(text, others, any(map(_is_eos, stopping_criteria)), record, check_model) if others else None
+    progress = Progress(text, criteria, options.streamer, record, max_length, check_model)
     request = GenerationRequest(
         inputs,
         eos,
@@ -146,7 +141,6 @@ def prepare(
         record,
         cache=row_cache,
         returns_cache=options.cache is not None or bool(config.return_dict_in_generate and config.use_cache),
-        converts_cache=options.cache is not row_cache,
     )
     return PreparedCall(config, options, columns, is_text_known, seeds, progress, request)
 
@@ -229,5 +223,5 @@ def _check_padding(target: PreTrainedModel, columns: Columns, limit: int) -> Non
         if int(places[0]) + len(places) != columns.count:
             raise UnsupportedInput(
                 "attention_mask",
-                f"attention_mask: row {row} has padding behind its first token, {what}; pad on the left",
+                f"attention_mask: row {row} has padding after its first token, {what}; pad on the left",
             )

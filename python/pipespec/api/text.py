@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pipespec.engine.callers import call_with_ids
-from pipespec.engine.sampler import ScoreRecord
+from pipespec.engine.sampling import ScoreRecord
 from pipespec.errors import run_user_code
 from pipespec.process import shutdown
 from pipespec.schedules.request import TextSource
@@ -129,7 +129,7 @@ class Progress:
 
     Args:
         criteria: None: the call has none but its lengths and end tokens.
-        streamer: The caller's; None: there is none. ``has_prompt``: Whether it has the prompt already.
+        streamer: The caller's; None: there is none.
         max_length: transformers' criterion, which warns of texts beyond the model's length.
         check_model: Raises if the caller's code has changed the model.
 
@@ -146,10 +146,7 @@ class Progress:
         record: ScoreRecord | None,
         max_length: Any,
         check_model: Callable[[], None],
-        *,
-        has_prompt: bool,
     ) -> None:
-        self._has_prompt = has_prompt
         self.text, self._check_model, self._max_length = text, check_model, max_length
         self._criteria, self._streamer, self._record = criteria, streamer, record
         self._began = time.perf_counter()
@@ -158,7 +155,7 @@ class Progress:
 
     def stream_prompt(self) -> None:
         """Pass the prompt to the streamer, as transformers does before it decodes."""
-        if self._streamer is not None and not self._has_prompt:
+        if self._streamer is not None:
             with run_user_code():
                 self._streamer.put(self.text.input_ids.cpu())
 

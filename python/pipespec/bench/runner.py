@@ -24,7 +24,7 @@ from pipespec.bench.machine import provenance, utc
 from pipespec.bench.results import DatasetSettings, ResultsFolder, Sample, Settings, Summary, SystemSettings
 from pipespec.bench.summary import summarise
 from pipespec.bench.systems import KINDS, REFERENCE, contender_of, draft_names, systems_of
-from pipespec.preflight.placement import arrange
+from pipespec.checks.devices import arrange
 from pipespec.process.progress import RemainingWork, say
 from pipespec.registry import PLAIN
 

@@ -32,10 +32,6 @@ class RejectionAcceptance:
         self.lookahead = lookahead
         self._room = lookahead + 1
 
-    def nbytes(self, rows: int, vocabulary: int) -> int:
-        """Bytes that the distributions take in a call."""
-        return rows * self._room * (8 + 4 + 4 * vocabulary)
-
     def begin(self, rows: int, vocabulary: int, device: torch.device) -> None:
         """Begin a call: forget the draft tokens of the one before.
 
@@ -58,11 +54,6 @@ class RejectionAcceptance:
         noise: Noise,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw a draft token per row, and keep what it was drawn from. Arguments and result are those of :func:`pipespec_kernels.ops.verify`."""
-        self._keep(logits, query_lens, noise)
-        return ops.verify(logits, fed, query_lens, num_draft_tokens, noise=replace(noise, stream=DRAFT))
-
-    def _keep(self, logits: torch.Tensor, query_lens: np.ndarray, noise: Noise) -> None:
-        """Keep what the tokens behind the last column of each row are drawn from."""
         chosen = np.flatnonzero(query_lens)
         positions = np.asarray(noise.positions)[chosen] + query_lens[chosen] - 1
         rows, columns, at = map(torch.from_numpy, (chosen, query_lens[chosen] - 1, positions % self._room))
@@ -75,6 +66,7 @@ class RejectionAcceptance:
         cutoff = None if noise.cutoff is None else noise.cutoff[there].to(device)
         self._cutoff[here] = self._cutoff.new_full((len(chosen),), -torch.inf) if cutoff is None else cutoff
         self._positions[chosen, positions % self._room] = positions
+        return ops.verify(logits, fed, query_lens, num_draft_tokens, noise=replace(noise, stream=DRAFT))
 
     def accept(
         self,
@@ -83,7 +75,7 @@ class RejectionAcceptance:
         query_lens: np.ndarray,
         num_draft_tokens: np.ndarray,
         noise: Noise,
-        undrawn: torch.Tensor | None,
+        invalid_positions: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Accept draft tokens, and draw one more. Arguments and result are those of :func:`pipespec_kernels.ops.verify`."""
         width = logits.shape[1]
@@ -109,9 +101,9 @@ class RejectionAcceptance:
             noise,
             draft_cutoff=self._cutoff[which, index].to(logits.device),
         )
-        if undrawn is not None:
-            reference.note_undrawn(
-                undrawn,
+        if invalid_positions is not None:
+            reference.note_invalid_positions(
+                invalid_positions,
                 logits,
                 selected,
                 torch.from_numpy(counts),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -134,12 +133,15 @@ class RowCache(ForwardCache, Cache):
 
     Attributes:
         text: per row, int32 ids of the tokens held, where a call of ``Pipeline.generate`` left the cache; else None.
+        had_padding: whether that call had padding, whose columns transformers counts and this cache does not have.
         is_static: as given, like ``rows``, ``capacity``, ``dtype``, ``device`` and ``layer_devices``.
 
     Raises:
         ValueError: a model with layers of other types, sizes below 1, or ``static`` without ``attn_implementation="pipespec"`` or on several
             devices, or recurrent layers with ``static`` or on several devices.
     """
+
+    had_padding = False
 
     def __init__(
         self,
@@ -298,7 +300,7 @@ class RowCache(ForwardCache, Cache):
             "layer_devices": self.layer_devices,
             "kv_heads": self._layout.heads,
         }
-        return self._config, self.rows, self.capacity, options, states, self._lengths, self.text
+        return self._config, self.rows, self.capacity, options, states, self._lengths, self.text, self.had_padding
 
     def crop(self, n: int) -> None:
         """``Cache.crop``, with the meaning and the errors of the installed transformers.
@@ -327,22 +329,17 @@ class RowCache(ForwardCache, Cache):
         return self._top
 
     def get_mask_sizes(self, query: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """``(max(lengths) + q, 0)``, for transformers' masks. Raises ``RuntimeError`` if the lengths differ, or the mask has padding before cached tokens."""
+        """``(max(lengths) + q, 0)``, for transformers' masks. Raises ``RuntimeError`` if the lengths differ, or a call with padding has left the cache."""
         if not self._even:
             raise RuntimeError(self._trap())
-        columns = self._top + query_length(query)
-        if self.is_static or torch.compiler.is_compiling():  # torch.compile cannot trace what follows
-            return columns, 0
-        # Only the caller knows the mask, whose columns would silently be taken for those of other tokens.
-        mask = sys._getframe(1).f_locals.get("attention_mask")
-        if isinstance(mask, torch.Tensor) and mask.ndim == 2:
-            is_wider = mask.shape[1] > columns
-            if is_wider or (self.text is not None and not bool((mask[:, : self._top] != 0).all())):
-                raise RuntimeError(
-                    f"this RowCache holds {self._top} tokens per row and no columns for padding, which attention_mask counts: pass "
-                    "past_key_values.as_dynamic(attention_mask)"
-                )
-        return columns, 0
+        columns = query_length(query)
+        if self.had_padding and self.text is not None and self._placed_q != columns:
+            # The positions are not those of this cache, so a mask has columns for padding, which would silently be taken for those of other tokens.
+            raise RuntimeError(
+                f"this RowCache holds {self._top} tokens per row and no columns for padding, which attention_mask counts: pass "
+                "past_key_values.as_dynamic(attention_mask)"
+            )
+        return self._top + columns, 0
 
 
 def _copied(
@@ -353,8 +350,9 @@ def _copied(
     states: Sequence[tuple[torch.Tensor, torch.Tensor]],
     lengths: Sequence[int],
     text: Sequence[np.ndarray] | None,
+    had_padding: bool,
 ) -> RowCache:
     cache = RowCache(config, rows, capacity, **options)
     cache.load(states, lengths)
-    cache.text = text
+    cache.text, cache.had_padding = text, had_padding
     return cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,8 +11,9 @@ from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.features import Features
-from pipespec.engine.forward import described, forward, forward_row, native_form_of, recheck, release, wide_columns
+from pipespec.engine.forward import described, forward, forward_row, native_form_of, recheck, wide_columns
 from pipespec.engine.inputs import StageInputs
+from pipespec.engine.runtime import runtime_of
 from pipespec.models.devices import input_device, tensor_parallel_size
 from pipespec.models.properties import embedding_size
 
@@ -25,9 +25,13 @@ def forward_group(model: PreTrainedModel) -> ForwardGroup | None:
     """The processes that share a model's tensors; None for one that is whole in this process. All pipelines on a model share it."""
     if tensor_parallel_size(model) == 1:
         return None
-    from pipespec.engine.group import ForwardGroup
+    runtime = runtime_of(model)
+    if runtime.group is None:
+        from pipespec.engine.group import ForwardGroup
 
-    return ForwardGroup.of(model)
+        runtime.group = ForwardGroup(model)
+    found: ForwardGroup = runtime.group
+    return found
 
 
 PROMPT_TAIL = 64
@@ -88,26 +92,6 @@ class CachedText:
     def release(self) -> None:
         """Free the cache. The next prefill allocates a new one."""
         self._cache = None
-
-    def reusable_bytes(self, inputs: StageInputs, given: RowCache | None) -> Counter[str]:
-        """Bytes per device that a call takes over instead of allocating them.
-
-        Args:
-            inputs: of the call.
-            given: the cache that the stage will adopt for it; None: its own.
-        """
-        cache, capacity = self._cache if given is None else given, inputs.capacity
-        if cache is None or not cache.fits(len(inputs.prompts), capacity) or not cache.matches(self.model):
-            return Counter()
-        # The rest of a larger cache saves no allocation.
-        return Counter({device: n * capacity // cache.capacity for device, n in cache.nbytes_on().items()})
-
-    def release_unused(self, inputs: StageInputs, given: RowCache | None) -> None:
-        """Free the cache unless the call continues from its content, and the packed weights. Arguments are those of :meth:`reusable_bytes`."""
-        cache = self._cache
-        if cache is None or given is not None or not (inputs.reuse and cache.rows == len(inputs.prompts)):
-            self.release()
-        release(self.model)
 
     def return_cache(self, lengths: Sequence[int]) -> RowCache:
         """Give the cache to the caller, with the tokens it holds in its ``text``.
@@ -248,7 +232,7 @@ class CachedText:
             self._complete(cache, logits, end)
 
     def _can_read_last(self, cache: RowCache, begin: list[int], end: list[int]) -> bool:
-        """Whether a forward of several columns gives the logits behind each prompt, with the bits of a forward of its last token."""
+        """Whether a forward of several columns gives the logits after each prompt, with the bits of a forward of its last token."""
         return (
             self.reads_last
             and self._group is None
@@ -261,7 +245,7 @@ class CachedText:
     def _fill_by_library(
         self, cache: RowCache, begin: list[int], end: list[int], logits: dict[int, torch.Tensor] | None
     ) -> list[int]:
-        """Cache the tokens that belong to wide forwards, row by row, and add the logits behind whole prompts. Returns where the rest begins."""
+        """Cache the tokens that belong to wide forwards, row by row, and add the logits after whole prompts. Returns where the rest begins."""
         last, begin = [e + (logits is not None) for e in end], list(begin)
         wide = wide_columns(
             self.model, cache, max(e - b for b, e in zip(begin, last, strict=True)), native=self._native

@@ -18,7 +18,7 @@ from pipespec.errors import NotKnown, Unsupported, mark_final
 from pipespec.models.properties import is_dynamic, rope_type
 
 _ROW_WISE = STATELESS | {hf.SynthIDTextWatermarkLogitsProcessor, hf.WatermarkLogitsProcessor}
-"""Exact classes. Of those with something per row, :class:`pipespec.engine.sampler.Sampler` cuts out the row."""
+"""Exact classes. Of those with something per row, :class:`pipespec.engine.sampler.HostSampler` cuts out the row."""
 
 
 def check_row_wise(processors: Sequence[Any], rows: int) -> None:
@@ -70,7 +70,7 @@ def call_with_ids(argument: str, function: Callable[..., Any], ids: torch.Tensor
 def run_processors(
     processors: Iterable[Callable[..., torch.Tensor]], ids: torch.Tensor, scores: torch.Tensor
 ) -> torch.Tensor:
-    """Scores ``[1, V]`` of a row behind its processors, without gradients.
+    """Scores ``[1, V]`` of a row after its processors, without gradients.
 
     Args:
         processors: called one after the other.

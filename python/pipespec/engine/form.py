@@ -66,7 +66,7 @@ class PartsForm(Form):
             features: indices in transformers' ``hidden_states`` (k + 1 after layer k). Those of other layers do not matter.
 
         Returns:
-            The hidden states behind the last layer, and by index those of ``features``, each ``[rows, q, H]``.
+            The hidden states after the last layer, and by index those of ``features``, each ``[rows, q, H]``.
         """
         raise NotImplementedError
 
@@ -79,11 +79,14 @@ TOLERANCE = 1e-5
 """Largest deviation of float32 logits on the probes, relative to the largest logit: some ten times what another order of summation makes."""
 
 
-BY_CHANCE = {False: 1.5, True: 16.0}
-"""The ratio of the errors of two forwards that round equally often, but not in the same places; and (True) in float32, where sums are accumulated in the
-dtype of the result, so that the order of a sum matters, too. SmolLM2-135M shows a ratio of 6; a form that is wrong by 1e-5 would show more than 100. In 16 bits the ratio
-of two such forwards spreads by 9 %, since a library may choose other kernels for merged matrices; a form whose attention, activation or norms are wrong by
-2 % shows 1.6 or more."""
+ERROR_RATIO_16_BITS = 1.5
+"""Largest ratio of the errors of two forwards that round equally often, but not in the same places. It spreads by 9 %, since a library may choose other kernels
+for merged matrices. A form whose attention, activation or norms are wrong by 2 % shows 1.6 or more."""
+
+
+ERROR_RATIO_FLOAT32 = 16.0
+"""The same in float32, where sums are accumulated in the dtype of the result, so that their order matters, too. SmolLM2-135M shows 6; a form that is wrong by
+1e-5 would show more than 100."""
 
 
 STEPS = 0.1
@@ -98,7 +101,8 @@ def check_outputs(parts: ModelParts, given: torch.Tensor, own: torch.Tensor, our
     """Compare the outputs of a form on the probes, logits or hidden states, with those of the model's own modules.
 
     In float32 no number may differ by more than :data:`TOLERANCE` of the largest. Where it does, and in 16 bits, both are compared with a computation in
-    the next wider dtype, and the form's root mean square error must not be larger by more than :data:`BY_CHANCE`: deep models with large hidden states
+    the next wider dtype, and the form's root mean square error must not be larger by more than :data:`ERROR_RATIO_16_BITS` or
+    :data:`ERROR_RATIO_FLOAT32`: deep models with large hidden states
     amplify the rounding of both.
 
     Args:
@@ -117,7 +121,7 @@ def check_outputs(parts: ModelParts, given: torch.Tensor, own: torch.Tensor, our
     wider = torch.float64 if own.dtype == torch.float32 else torch.float32
     exact = probed(_in_wider(parts, given, wider))
     error, allowed = ((outputs.to(wider) - exact).square().mean().sqrt() for outputs in (ours, own))
-    allowed = BY_CHANCE[own.dtype == torch.float32] * allowed
+    allowed = allowed * (ERROR_RATIO_FLOAT32 if own.dtype == torch.float32 else ERROR_RATIO_16_BITS)
     # Not a number compares false.
     if not bool(error <= allowed):
         what = "hidden states" if parts.head is None else "logits"

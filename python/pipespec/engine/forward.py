@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -16,14 +15,14 @@ from pipespec.engine.known import (
     EXACT,
     FUSED,
     NATIVE,
-    NOT_ASKED_FOR,
+    NATIVE_DISABLED,
     OWN,
-    Identity,
     identify,
     refusal_of_cache,
 )
 from pipespec.engine.native import NativeForm, native_form
 from pipespec.engine.own import LayerLoop, WholeModel
+from pipespec.engine.runtime import ChosenForm, Forms, runtime_of
 from pipespec.models.compat import library_columns
 from pipespec.models.devices import input_device
 from pipespec.models.families import NotReadable
@@ -34,41 +33,20 @@ if TYPE_CHECKING:
     from pipespec.engine.fused import FusedForm
 
 
-class Choice(NamedTuple):
-    """A form that was chosen.
-
-    Attributes:
-        identity: what it depends on. A change of it is a reason to choose again.
-        form: the form; None where there is none.
-        reason: why there is none; None where there is one.
-    """
-
-    identity: Identity
-    form: Any
-    reason: str | None
-
-
-Choices = dict[str, Choice]
-"""By form, what was chosen."""
-
-_choices: weakref.WeakKeyDictionary[PreTrainedModel, Choices] = weakref.WeakKeyDictionary()
-"""Those of each model. All pipelines on a model share them."""
-
-
-def forget_changed(choices: Choices, model: PreTrainedModel | ModelParts, *names: str) -> None:
-    """Forget the choices of these forms where something that they depend on has changed."""
+def forget_changed(forms: Forms, model: PreTrainedModel | ModelParts, *names: str) -> None:
+    """Forget the forms of these names where something that they depend on has changed."""
     for name in names:
-        choice = choices.get(name)
-        if choice is not None and (
-            choice.identity != identify(model, name) or (choice.form is not None and not choice.form.is_current())
+        chosen = forms.get(name)
+        if chosen is not None and (
+            chosen.identity != identify(model, name) or (chosen.form is not None and not chosen.form.is_current())
         ):
-            del choices[name]
+            del forms[name]
 
 
-def choose(choices: Choices, model: PreTrainedModel | ModelParts, name: str, make: Callable[[], Form]) -> Choice:
-    """The choice of a form, made now if there is none. ``make`` raises :class:`NotReadable` where there is no such form."""
-    if name in choices:
-        return choices[name]
+def choose(forms: Forms, model: PreTrainedModel | ModelParts, name: str, make: Callable[[], Form]) -> ChosenForm:
+    """A form, chosen now unless it was before. ``make`` raises :class:`NotReadable` where there is no such form."""
+    if name in forms:
+        return forms[name]
     identity, form = identify(model, name), None
     reason = identity.reason
     if reason is None:
@@ -80,9 +58,9 @@ def choose(choices: Choices, model: PreTrainedModel | ModelParts, name: str, mak
         if identity != before:
             # A merge has moved weights. Other forms hold them where they were.
             for other in (NATIVE, OWN):
-                choices.pop(other, None)
-    choices[name] = choice = Choice(identity, form, reason)
-    return choice
+                forms.pop(other, None)
+    forms[name] = chosen = ChosenForm(identity, form, reason)
+    return chosen
 
 
 def forward(
@@ -170,12 +148,7 @@ def native_form_of(model: PreTrainedModel, cache: RowCache, *, native: bool = Tr
 
 def recheck(model: PreTrainedModel, *, native: bool = True) -> None:
     """Let the next :func:`forward` choose the form again if the model has changed. Where the cache is empty, it does so by itself."""
-    forget_changed(_choices.get(model, {}), model, OWN, *((NATIVE,) if native else ()))
-
-
-def release(model: PreTrainedModel) -> None:
-    """Free what the forms of a model have copied. The next forward chooses again."""
-    _choices.pop(model, None)
+    forget_changed(runtime_of(model).forms, model, OWN, *((NATIVE,) if native else ()))
 
 
 def choose_fused(model: PreTrainedModel, *, exact: bool = False) -> FusedForm | None:
@@ -187,8 +160,8 @@ def choose_fused(model: PreTrainedModel, *, exact: bool = False) -> FusedForm | 
         model: in eval mode.
         exact: as for :class:`pipespec.engine.fused.FusedForm`. A model may have both forms, each with caches of its own.
     """
-    name, choices = EXACT if exact else FUSED, _choices.setdefault(model, {})
-    forget_changed(choices, model, name)
+    name, forms = EXACT if exact else FUSED, runtime_of(model).forms
+    forget_changed(forms, model, name)
 
     def make() -> FusedForm:
         # Only captured steps and GPUs need it.
@@ -196,7 +169,7 @@ def choose_fused(model: PreTrainedModel, *, exact: bool = False) -> FusedForm | 
 
         return fused_form(model, exact=exact)
 
-    return cast("FusedForm | None", choose(choices, model, name, make).form)
+    return cast("FusedForm | None", choose(forms, model, name, make).form)
 
 
 def described(model: PreTrainedModel, cache: RowCache, *, native: bool = True) -> str:
@@ -205,15 +178,15 @@ def described(model: PreTrainedModel, cache: RowCache, *, native: bool = True) -
     fused = _fused(model, cache)
     if fused is not None:
         return fused.name
-    choices, reason = _choices.get(model, {}), refusal_of_cache(cache)
+    forms, reason = runtime_of(model).forms, refusal_of_cache(cache)
     if cache.is_static and reason != AUTOCAST:
-        chosen = choices.get(FUSED)
-        reason = (NOT_ASKED_FOR if not native else chosen and chosen.reason) or reason
+        chosen = forms.get(FUSED)
+        reason = (NATIVE_DISABLED if not native else chosen and chosen.reason) or reason
     if reason is None:
-        choice = choices.get(NATIVE if native else OWN)
-        if choice is None:
+        chosen = forms.get(NATIVE if native else OWN)
+        if chosen is None:
             return ""
-        reason = choice.reason if native else NOT_ASKED_FOR
+        reason = chosen.reason if native else NATIVE_DISABLED
     return NATIVE if reason is None else f"transformers: {reason}"
 
 
@@ -232,7 +205,7 @@ def exact_unsupported_reason(model: PreTrainedModel) -> str | None:
     if torch.is_autocast_enabled(input_device(model).type):
         return AUTOCAST
     choose_fused(model, exact=True)
-    return _choices[model][EXACT].reason
+    return runtime_of(model).forms[EXACT].reason
 
 
 def _form(model: PreTrainedModel, cache: RowCache, native: bool) -> Form:
@@ -241,29 +214,28 @@ def _form(model: PreTrainedModel, cache: RowCache, native: bool) -> Form:
         return _fused(model, cache) or WholeModel(model)
     if cache.get_seq_length() == 0:
         recheck(model, native=native)
-    choice = _native(model, cache) if native else None
-    if choice is None or choice.form is None:
-        choices = _choices.setdefault(model, {})
-        choice = choose(choices, model, OWN, lambda: _own(model, cache))
-    form: Form = choice.form
+    chosen = _native(model, cache) if native else None
+    if chosen is None or chosen.form is None:
+        with torch.inference_mode():
+            chosen = choose(
+                runtime_of(model).forms,
+                model,
+                OWN,
+                lambda: LayerLoop(ModelParts.of(model)) if cache.is_recurrent else WholeModel(model),
+            )
+    form: Form = chosen.form
     return form
 
 
-def _native(model: PreTrainedModel, cache: RowCache) -> Choice:
-    """The choice of the native form, which runs over a cache."""
-    choices = _choices.setdefault(model, {})
-    return choose(choices, model, NATIVE, lambda: native_form(model, cache.nbytes))
-
-
-def _own(model: PreTrainedModel, cache: RowCache) -> Form:
-    with torch.inference_mode():
-        return LayerLoop(ModelParts.of(model)) if cache.is_recurrent else WholeModel(model)
+def _native(model: PreTrainedModel, cache: RowCache) -> ChosenForm:
+    """The native form, which runs over a cache."""
+    return choose(runtime_of(model).forms, model, NATIVE, lambda: native_form(model, cache.nbytes))
 
 
 def _fused(model: PreTrainedModel, cache: RowCache) -> FusedForm | None:
     """The fused form that takes this cache now, if one was chosen."""
     if torch.is_autocast_enabled(cache.device.type):
         return None
-    known = _choices.get(model, {})
-    forms = (cast("FusedForm", known[name].form) for name in (FUSED, EXACT) if name in known and known[name].form)
-    return next((form for form in forms if form.takes(cache)), None)
+    forms = runtime_of(model).forms
+    fused = (cast("FusedForm", forms[name].form) for name in (FUSED, EXACT) if name in forms and forms[name].form)
+    return next((form for form in fused if form.takes(cache)), None)

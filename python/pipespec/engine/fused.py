@@ -68,7 +68,7 @@ class _Product(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """``norm``: weight behind the attention; ``head_norms``: of queries and keys, by the names of :func:`ops.rope_append`."""
+    """``norm``: weight of the norm after the attention; ``head_norms``: of queries and keys, by the names of :func:`ops.rope_append`."""
 
     norm: torch.Tensor
     head_norms: dict[str, Any]

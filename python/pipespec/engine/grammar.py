@@ -12,10 +12,12 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from pipespec.engine.sampling import Step
+
 
 @runtime_checkable
 class TokenMatcher(Protocol):
-    """The state of a grammar behind the tokens of one row; ``xgrammar.GrammarMatcher`` is one."""
+    """The state of a grammar after the tokens of one row; ``xgrammar.GrammarMatcher`` is one."""
 
     def accept_token(self, token_id: int, /) -> bool:
         """Advance by a token. Returns False, and changes nothing, if it may not follow."""
@@ -72,10 +74,7 @@ class Grammar:
     def bitmask(
         self,
         text: np.ndarray,
-        fed: torch.Tensor,
-        query_lens: np.ndarray,
-        num_draft_tokens: np.ndarray,
-        positions: np.ndarray,
+        step: Step,
         vocabulary: int,
         *,
         is_target: bool,
@@ -84,12 +83,9 @@ class Grammar:
 
         Args:
             text: int32 ``[B, positions]``, with the tokens before the draft tokens.
-            fed: ``[B, Q]``, as for :class:`pipespec.engine.sampler.Sampler`; likewise the next three.
-            query_lens: ``[B]``.
-            num_draft_tokens: ``[B]``.
-            positions: ``[B]``.
+            step: with the counts on the CPU.
             vocabulary: tokens of the logits.
-            is_target: whether a token in the text that the grammar does not accept is an error. A draft is free behind it.
+            is_target: whether a token in the text that the grammar does not accept is an error. A draft is free after it.
 
         Returns:
             int32 ``[B, Q, ceil(vocabulary / 32)]`` on the CPU.
@@ -97,17 +93,17 @@ class Grammar:
         Raises:
             ValueError: the grammar does not accept the text, or is for another vocabulary; or its matcher fails.
         """
-        batch, width = fed.shape
+        batch, width = step.tokens.shape
         words = -(-vocabulary // 32)
         masks = torch.full((batch, width, words), -1, dtype=torch.int32, device="cpu")
-        flat, fed = masks.view(batch * width, words), fed.cpu()
-        for row in np.flatnonzero(query_lens).tolist():
+        flat, fed = masks.view(batch * width, words), step.tokens.cpu()
+        for row in np.flatnonzero(step.query_lens).tolist():
             matcher = self._matchers[row]
             if matcher is None:
                 continue
-            last = int(query_lens[row]) - 1
-            first = last - int(num_draft_tokens[row])
-            own = text[row, self._starts[row] : int(positions[row]) + first].tolist()
+            last = int(step.query_lens[row]) - 1
+            first = last - int(step.num_draft_tokens[row])
+            own = text[row, self._starts[row] : int(step.kv[row]) + 1 + first].tolist()
             follows = self._follow(row, matcher, own, is_target=is_target)
             for column in range(first, last + 1):
                 if not follows or matcher.is_terminated():
@@ -124,7 +120,7 @@ class Grammar:
                     flat[index] = -1
                 if column < last:
                     token = int(fed[row, column + 1])
-                    # Behind a token that is masked no choice is used.
+                    # After a masked token no choice is used.
                     follows = 0 <= token < vocabulary and bool(flat[index, token >> 5] >> (token & 31) & 1)
                     follows = follows and self._accept(row, matcher, token)
         return masks
@@ -138,12 +134,12 @@ class Grammar:
                 break
             common += 1
         if common < len(accepted):
-            behind = len(accepted) - common
+            rejected = len(accepted) - common
             try:
-                matcher.rollback(behind)
+                matcher.rollback(rejected)
             except Exception as error:
                 raise ValueError(
-                    f"the grammar of row {row} does not take back its last tokens, {behind} of them ({error}): draft tokens that the target "
+                    f"the grammar of row {row} does not take back its last tokens, {rejected} of them ({error}): draft tokens that the target "
                     "rejects are taken back, so make the matcher with a larger rollback limit"
                 ) from error
             del accepted[common:]

@@ -8,7 +8,6 @@ Announcements go over a gloo group of its own. So they neither wait for a GPU no
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,13 +52,6 @@ class ForwardGroup:
         self._leader, self.size = ranks[0], len(ranks)
         self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         self.rank = dist.get_group_rank(self._group, dist.get_rank())
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> ForwardGroup:
-        """The group of a model that is spread over processes. All pipelines on it share the group."""
-        if model not in _groups:
-            _groups[model] = cls(model)
-        return _groups[model]
 
     @property
     def is_leader(self) -> bool:
@@ -132,6 +124,3 @@ class ForwardGroup:
                 f"generate() was called with other inputs in rank {other} than in rank 0: with a tensor-parallel target, every rank makes the "
                 "same calls"
             )
-
-
-_groups: weakref.WeakKeyDictionary[PreTrainedModel, ForwardGroup] = weakref.WeakKeyDictionary()

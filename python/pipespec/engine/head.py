@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.utils import cached_file
 
 from pipespec.config import WIDTH
-from pipespec.engine.sampler import float32_copy
+from pipespec.engine.sampling import float32_copy
 from pipespec.models import families
 from pipespec.models.devices import input_device
 from pipespec.models.families import NotReadable

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from pipespec.engine.head import DraftHead, HeadConfig, is_head
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.known import NATIVE
 from pipespec.engine.native import NativeForm
-from pipespec.engine.sampler import float32_copy
+from pipespec.engine.sampling import float32_copy
 from pipespec.engine.stage import Stage
 from pipespec.models.devices import tensor_parallel_size
 from pipespec.models.families import NotReadable
@@ -71,13 +70,6 @@ class HeadStage(Stage):
                 self.form = NATIVE
             except NotReadable as error:
                 self.form = f"{HeadStage.form}: {error}"
-
-    def release_unused(self, inputs: StageInputs, given: RowCache | None) -> None:
-        super().release_unused(inputs, given)
-        self._decoder, self._product, self._packed = None, None, False
-
-    def reusable_bytes(self, inputs: StageInputs, given: RowCache | None) -> Counter[str]:
-        return Counter()
 
     @property
     def is_deferred(self) -> bool:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import itertools
 import operator
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.modules.module as torch_module
@@ -32,6 +31,7 @@ from pipespec.engine.originals import (
     package_of,
 )
 from pipespec.engine.recurrent import recurrent_signature
+from pipespec.engine.runtime import Identity, forget_records, runtime_of
 from pipespec.models import families
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import LayerDevices, each_module, hooks_of
@@ -49,19 +49,7 @@ CAPTURED = "captured"
 """As the form of an identity: what the graphs of a model's modules depend on."""
 
 AUTOCAST = "autocast"
-NOT_ASKED_FOR = "native=False"
-
-
-class Identity(NamedTuple):
-    """What the form of a model, or of parts of one, depends on, so that a change is noticed.
-
-    Attributes:
-        reason: why there is no such form; None where there may be one.
-        seen: addresses and versions of the weights, and numbers in the modules; of their own modules what recurrent states depend on.
-    """
-
-    reason: str | None
-    seen: tuple[Any, ...] | None = None
+NATIVE_DISABLED = "native=False"
 
 
 def identify(model: PreTrainedModel | ModelParts, form: str) -> Identity:
@@ -90,7 +78,7 @@ def _identify(model: PreTrainedModel | ModelParts, form: str) -> Identity:
     except NotReadable as error:
         return Identity(str(error))
     except (AttributeError, TypeError, IndexError, KeyError) as error:
-        # A structure of other people's.
+        # An unknown module structure.
         return Identity(f"its parts are not where they are expected ({error})")
     reason = None if isinstance(model, ModelParts) else _record(model).reason
     return Identity(reason, None if reason else seen)
@@ -140,12 +128,13 @@ class Record:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._moves = _moves.get(model, 0)
+        # Calls in other threads hold records from before, which need not be that of the runtime.
+        self._moves = runtime_of(model).moves
         self.identities: dict[str, Identity] = {}
         modules = list(model.modules())
         kinds = frozenset(map(type, modules))
         self._code = code_of(kinds, getattr(model.config, "_attn_implementation", None))
-        self.reason = _why_foreign(model, modules) or self._code.reason
+        self.reason = _foreign_reason(model, modules) or self._code.reason
         self.verified_in: object = None
         if self.reason is None:
             self._take(model, modules)
@@ -176,18 +165,18 @@ class Record:
     def successor(self, model: PreTrainedModel) -> Record | None:
         """The record of a model now; None if its code or its weights are others than those of this record. They may lie elsewhere only where
         :func:`moving` has moved them, for the merge of another call."""
-        if self._moves == _moves.get(model, 0) and self.is_current(model):
+        if self._moves == runtime_of(model).moves and self.is_current(model):
             return self
         with _moving:
             now = Record(model)
         if self.reason is not None or now.reason is not None:
             return None
-        mine, its = ((r._values, list(map(id, r._tensors))) for r in (self, now))
+        before, after = ((r._values, list(map(id, r._tensors))) for r in (self, now))
         is_there = self._moves != now._moves or self._places == now._places
-        return now if mine == its and is_there else None
+        return now if before == after and is_there else None
 
     def is_current(self, model: PreTrainedModel) -> bool:
-        """Whether the model is what it was. Most of the time is that for the versions and addresses of the weights, a tenth of a microsecond each."""
+        """Whether the model is what it was."""
         if self.reason is not None or not (self._code.is_current() and self._stamp.is_current()):
             return False
         try:
@@ -221,11 +210,6 @@ def _has_pointer(tensor: torch.Tensor) -> bool:
     return type(tensor) in _TENSORS and tensor.layout is torch.strided
 
 
-_records: weakref.WeakKeyDictionary[PreTrainedModel, Record] = weakref.WeakKeyDictionary()
-
-_moves: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
-"""How often :func:`moving` surrounded a model's weights. Calls in other threads hold records from before, which need not be in ``_records``."""
-
 _moving = Lock()
 
 _call = threading.local()
@@ -243,18 +227,19 @@ def one_call() -> Iterator[None]:
 
 
 def _record(model: PreTrainedModel) -> Record:
-    found, token = _records.get(model), getattr(_call, "token", None)
+    runtime, token = runtime_of(model), getattr(_call, "token", None)
+    found: Record | None = runtime.record
     if found is not None and token is not None and found.verified_in is token:
         return found
     if found is None or not found.is_current(model):
-        found = _records[model] = Record(model)
+        found = runtime.record = Record(model)
     found.verified_in = token
     return found
 
 
 def record_within(model: PreTrainedModel) -> Record | None:
     """What a call compares a model with while it runs; None where it cannot: the model is not known, or its own forwards may change it."""
-    found = _records.get(model)
+    found: Record | None = runtime_of(model).record
     if found is None or found.reason is not None:
         return None
     for module in model.modules():
@@ -276,9 +261,9 @@ def refresh(model: PreTrainedModel | None = None) -> None:
     _refreshed += 1
     forget_code()
     if model is None:
-        _records.clear()
+        forget_records()
     else:
-        _records.pop(without_wrapper(model), None)
+        runtime_of(without_wrapper(model)).record = None
 
 
 @contextmanager
@@ -288,16 +273,16 @@ def moving(model: PreTrainedModel) -> Iterator[None]:
         try:
             yield
         finally:
-            _moves[model] = _moves.get(model, 0) + 1
-            _records.pop(model, None)
+            runtime = runtime_of(model)
+            runtime.moves, runtime.record = runtime.moves + 1, None
 
 
-def why_unknown(model: PreTrainedModel) -> str | None:
+def unknown_reason(model: PreTrainedModel) -> str | None:
     """Why a model has to be decoded by transformers now, as a phrase; None if it is known, see :mod:`pipespec.engine.known`."""
-    return _why_watched() or _record(model).reason
+    return _watched_reason() or _record(model).reason
 
 
-def _why_watched() -> str | None:
+def _watched_reason() -> str | None:
     """What sees or changes the operations of this process now."""
     if any(_GLOBAL_HOOKS):
         hooks = itertools.chain.from_iterable(hooks.values() for hooks in _GLOBAL_HOOKS)
@@ -314,26 +299,26 @@ def _why_watched() -> str | None:
     return None
 
 
-def _why_foreign(model: PreTrainedModel, modules: list[nn.Module]) -> str | None:
+def _foreign_reason(model: PreTrainedModel, modules: list[nn.Module]) -> str | None:
     """What the instances of a model's modules have that their classes have not."""
     if compute_dtype(model) == torch.float16 and "cpu" in {device.type for device in LayerDevices.of(model).devices}:
         return "it is float16 on the CPU, where many operations are slow or missing; use float32 or bfloat16"
     for name in sorted(_REPLACED & vars(model).keys()):
-        if vars(model)[name] is not None and not _is_its_own(type(model), name, vars(model)[name]):
+        if vars(model)[name] is not None and not _is_of_class(type(model), name, vars(model)[name]):
             return f"it has a {name}() of its own"
     adapters = getattr(model, "peft_config", None)
     if isinstance(adapters, dict) and any(getattr(a, "alora_invocation_tokens", None) for a in adapters.values()):
         return "it has an activated LoRA adapter, which counts from the end of each forward"
     for module in modules:
-        what = _why_module(model, module)
+        what = _module_reason(model, module)
         if what is not None:
             return f"{_name_of(model, module)} {what}"
         if module.training and _has_dropout(module):
             return "it is in training mode with dropout or jitter, whose draws depend on the widths of the forwards"
-    return _why_other_layers(model)
+    return _layers_reason(model)
 
 
-def _why_module(model: PreTrainedModel, module: nn.Module) -> str | None:
+def _module_reason(model: PreTrainedModel, module: nn.Module) -> str | None:
     """What an instance has that its class has not, as a phrase without a subject."""
     space, kind = vars(module), type(module)
     if not all(is_original(hook) for place in _HOOKS for hook in space[place].values()):
@@ -344,7 +329,7 @@ def _why_module(model: PreTrainedModel, module: nn.Module) -> str | None:
     for name in space.keys() - _STANDARD:
         # A part of a module may be a function, as an activation.
         is_run = callable(getattr(kind, name, None)) or (module is not model and callable(space[name]))
-        if is_run and not (_is_its_own(kind, name, space[name]) or is_original(space[name])):
+        if is_run and not (_is_of_class(kind, name, space[name]) or is_original(space[name])):
             return f"has a {name}() of its own"
     if not all(_is_known_hook(hook) for hook in hooks_of(module)):
         return "has hooks of accelerate's kind"
@@ -375,7 +360,7 @@ def _has_dropout(module: nn.Module) -> bool:
     return any(isinstance(number, (int, float)) and number > 0 for number in numbers)
 
 
-def _why_other_layers(model: PreTrainedModel) -> str | None:
+def _layers_reason(model: PreTrainedModel) -> str | None:
     """Whether the layers are those of the configuration, in their order."""
     layers = getattr(getattr(model, model.base_model_prefix, None), "layers", None)
     if not isinstance(layers, nn.ModuleList):
@@ -395,7 +380,7 @@ def _why_other_layers(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _is_its_own(kind: type, name: str, value: Any) -> bool:
+def _is_of_class(kind: type, name: str, value: Any) -> bool:
     """Whether an attribute of an instance is the method of its class."""
     function = getattr(value, "__func__", None)
     return function is not None and function is getattr(kind, name, None)

@@ -30,7 +30,7 @@ from pipespec.engine.attention import ATTENTION, attention_forward
 from pipespec_kernels._native import Stamp
 
 PACKAGES = frozenset(
-    ("torch", "transformers", "pipespec", "accelerate", "peft", "bitsandbytes", "torchao", "compressed_tensors", "gptqmodel",
+    ("torch", "transformers", "pipespec", "pipespec_spd", "pipespec_train", "accelerate", "peft", "bitsandbytes", "torchao", "compressed_tensors", "gptqmodel",
      "auto_gptq", "awq", "hqq", "optimum", "eetq", "aqlm", "vptq", "spqr_quant", "auto_round", "fp_quant")
 )  # fmt: skip
 """Packages whose modules compute each column of a forward by itself: torch, transformers, adapters, quantisation, placement."""
@@ -222,18 +222,18 @@ def _is_read_first(value: Any) -> bool:
 
 def _is_patched(kind: type, name: str, value: Any) -> bool:
     """Whether a method is not the one that the file of its class defines, and replaces one, or is called without being named."""
-    codes, mine = _codes_of(kind.__module__), f"{kind.__qualname__}.{name}"
+    codes, qualified = _codes_of(kind.__module__), f"{kind.__qualname__}.{name}"
     is_ours = package_of(kind.__module__) in PACKAGES
     matters = (
         name in _CALLED
-        or (is_ours and (mine in codes or _is_read_first(value)))
+        or (is_ours and (qualified in codes or _is_read_first(value)))
         or any(hasattr(base, name) for base in kind.__mro__[1:-1])
     )
     if name in _NEVER_CALLED or not matters or is_trusted(value):
         return False
     # The method of another class is not this one's.
-    is_its = mine not in codes or any(function.__code__ in codes[mine] for function in _functions_of(value))
-    return not (is_ours and is_its and is_original(value))
+    belongs_to_class = qualified not in codes or any(f.__code__ in codes[qualified] for f in _functions_of(value))
+    return not (is_ours and belongs_to_class and is_original(value))
 
 
 @functools.cache
@@ -260,10 +260,11 @@ def _is_of(module: ModuleType, name: str, value: Any) -> bool:
     found = {function.__code__ for function in _functions_of(value)}
     if name in codes:
         # One of another module may have its name.
-        is_its = not found.isdisjoint(codes[name])
+        is_of_module = not found.isdisjoint(codes[name])
     else:
-        is_its = not found or any(code.co_name == name or code.co_name in _imported(module.__name__) for code in found)
-    return is_its and is_original(value)
+        imported = _imported(module.__name__)
+        is_of_module = not found or any(code.co_name == name or code.co_name in imported for code in found)
+    return is_of_module and is_original(value)
 
 
 # ---- all code of a model
@@ -307,20 +308,20 @@ class Code:
         in_order = sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__))
         bases = dict.fromkeys(base for kind in in_order for base in kind.__mro__[:-1])
         # All of it is watched, whatever the first reason is.
-        reasons = [*map(_not_by_columns, in_order), *map(self._why_base, bases)]
-        reasons += [*self._why_globals(kinds), *self._why_attention(attention)]
+        reasons = [*map(_not_by_columns, in_order), *map(self._base_reason, bases)]
+        reasons += [*self._global_reasons(kinds), *self._attention_reasons(attention)]
         self.reason = next(filter(None, reasons), None)
         self.is_current = Stamp(self._spaces, [], list(self._functions), list(self._classes)).is_current
 
     def _watch(self, value: Any) -> None:
         self._functions |= dict.fromkeys(_functions_of(value))
 
-    def _why_base(self, kind: type) -> str | None:
+    def _base_reason(self, kind: type) -> str | None:
         """Watch a class of a module, or one that it extends. Of the large ones that all models have, only what a forward or a decoding loop calls."""
         is_large = not issubclass(kind, nn.Module) or kind is nn.Module or kind.__module__ == _BASE
-        return self._why_class(kind, _CALLED if is_large else None)
+        return self._class_reason(kind, _CALLED if is_large else None)
 
-    def _why_class(self, kind: type, names: Iterable[str] | None = None) -> str | None:
+    def _class_reason(self, kind: type, names: Iterable[str] | None = None) -> str | None:
         """Watch a class. Returns which of its methods is not known. ``names``: those that count; None: all."""
         found = _own_methods(kind)
         methods = {name: value for name, value in found.items() if names is None or name in names}
@@ -336,7 +337,7 @@ class Code:
             return f"{kind.__qualname__}.{name} is not that of {kind.__module__}"
         return f"{kind.__qualname__} has its own {name}()"
 
-    def _why_globals(self, kinds: Iterable[type]) -> Iterator[str | None]:
+    def _global_reasons(self, kinds: Iterable[type]) -> Iterator[str | None]:
         """Watch the globals that the code reads, in its modules and in torch. Yields those that are not known."""
         modules = {base.__module__ for kind in kinds for base in kind.__mro__}
         modules = {name for name in modules if name.startswith("transformers.models.")} | _SOURCES
@@ -355,7 +356,7 @@ class Code:
                     and getattr(space[each], "__module__", None) == name
                     and isinstance(space[each], type)
                 ):
-                    yield self._why_class(space[each])
+                    yield self._class_reason(space[each])
         self._spaces += [vars(torch), vars(torch.nn.functional)]
         self._classes[torch.Tensor] = None
         for place in (torch, torch.nn.functional, torch.Tensor):
@@ -367,14 +368,14 @@ class Code:
                         where = "torch.Tensor" if place is torch.Tensor else place.__name__
                         yield f"{where}.{each} is not that of torch"
 
-    def _why_attention(self, name: Any) -> Iterator[str | None]:
+    def _attention_reasons(self, name: Any) -> Iterator[str | None]:
         """Watch the attention and its mask. Yields what is not known of them."""
         if name not in _KNOWN_ATTENTION:
             yield f"its attention is {name!r}"
         for registry, what in ((ALL_ATTENTION_FUNCTIONS, "attention"), (ALL_MASK_ATTENTION_FUNCTIONS, "mask")):
             self._spaces += [vars(registry), registry._local_mapping, registry._global_mapping]
             for base in (base for base in type(registry).__mro__ if package_of(base.__module__) in PACKAGES):
-                yield self._why_class(base)
+                yield self._class_reason(base)
             if vars(registry).keys() != {"_local_mapping"}:
                 yield f"transformers' registry of {what} functions has attributes of its own"
             function = registry.get(name)

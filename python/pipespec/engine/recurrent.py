@@ -8,7 +8,6 @@ form of the model's own module between the states that are kept.
 from __future__ import annotations
 
 import copy
-import weakref
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from transformers.activations import ACT2FN
 
 from pipespec.engine.states import LayerStates, StateRing
 from pipespec.models.compat import chunked_delta_rule
-from pipespec.models.devices import why_not_whole
+from pipespec.models.devices import not_whole_reason
 from pipespec.models.layout import StateLayout
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import has_hooks, has_own_forward
@@ -31,10 +30,6 @@ _CLASSES = frozenset(("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 4e-2}
 """Largest deviation from the outputs of the model's own module on the probe, relative to the largest output."""
-
-
-_probed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules that have passed the probe."""
 
 
 class GatedDeltaNet(nn.Module):
@@ -51,9 +46,7 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         self.own = own
         self._act = ACT2FN[own.activation]
-        if own not in _probed:
-            self._probe()
-            _probed.add(own)
+        self._probe()
 
     def forward(self, hidden_states: torch.Tensor, cache_params: Any, **kwargs: Any) -> torch.Tensor:
         """Run ``hidden_states [rows, q, H]``. ``cache_params``: a :class:`pipespec.engine.cache.RowCache`. Others are ignored: rows have no padding."""
@@ -205,7 +198,7 @@ def recurrent_signature(parts: ModelParts) -> tuple[Any, ...] | None:
     return (*map(id, (parts.embed, parts.norm, parts.head)), *map(id, modules))
 
 
-def why_not_recurrent(model: PreTrainedModel, *, is_placed: bool = False) -> str | None:
+def recurrent_unsupported_reason(model: PreTrainedModel, *, is_placed: bool = False) -> str | None:
     """Why the recurrent layers of a model cannot keep a state per column; None if they can.
 
     Args:
@@ -215,7 +208,7 @@ def why_not_recurrent(model: PreTrainedModel, *, is_placed: bool = False) -> str
     Returns:
         A sentence without an end.
     """
-    why = None if is_placed else why_not_whole(model)
+    why = None if is_placed else not_whole_reason(model)
     if why is not None:
         return (
             f"it has recurrent layers, whose states are kept on one device, by this process, and {why}; load it whole"

@@ -1,128 +1,162 @@
-"""The choice of tokens in a step: what a row's sampling parameters make of the logits, and what is recorded of them."""
+"""The choice of tokens in a step: what a row's sampling parameters make of the logits.
+
+:class:`Sampler` is what every stage runs. Its numbers lie at fixed addresses, so a captured step can be launched again with those of another call
+(:class:`pipespec.schedules.graphs.buffers.StaticSampler`). :class:`HostSampler` adds what only the host can do: a grammar, the user's processors, position by position, and rejection sampling.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from pipespec.engine.acceptance import RejectionAcceptance
 from pipespec.engine.callers import run_processors
-from pipespec.engine.sampling import FusedPenalties, LogitsProcess, SamplingParams, ignored_prefix
+from pipespec.engine.sampling import (
+    LogitsProcess,
+    SamplingParams,
+    ScoreRecord,
+    Step,
+    float32_copy,
+    ignored_prefix,
+)
 from pipespec.errors import run_user_code
-from pipespec_kernels import ops
-from pipespec_kernels.noise import ALL_DRAWN, Noise
+from pipespec_kernels import dispatch, ops
+from pipespec_kernels.noise import ALL_VALID, Noise
+from pipespec_kernels.penalties import Penalties
 
 if TYPE_CHECKING:
     from pipespec.engine.grammar import Grammar
 
-_SERIAL = 32_767
-"""Elements that an operation of torch works on in the caller's thread alone."""
+_CPU = torch.device("cpu")
 
 
-def float32_copy(logits: torch.Tensor) -> torch.Tensor:
-    """A copy of ``[B, Q, V]`` in float32.
-
-    On a CPU the caller makes it alone: libgomp's threads poll for some 20 ms after their work, on cores that the next forward needs.
-    """
-    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    if not out.is_cpu:
-        return out.copy_(logits)
-    for to, row in zip(out.flatten(0, 1), logits.flatten(0, 1), strict=True):
-        for part, source in zip(to.split(_SERIAL), row.split(_SERIAL), strict=True):
-            part.copy_(source)
-    return out
-
-
-class ScoreRecord:
-    """What a call keeps of the target's logits, per row and committed token, on their device.
-
-    Args:
-        rows: of the batch.
-        scores: whether to keep the scores for ``output_scores``.
-        logits: whether to keep the logits for ``output_logits``.
-        top_logprobs: how many of the likeliest tokens, in addition to the committed one, to keep log-probabilities of; None: of no token.
-        warpers: transformers' warpers of the call. The scores are what they make of the processed logits.
+class SamplingKind(NamedTuple):
+    """The part of the sampling parameters that decides which kernels run. Their numbers lie in memory and may change between launches.
 
     Attributes:
-        counts: per row, tokens that are recorded.
-        scores: per row and token, float32 ``[V]``; None: not requested. Likewise ``logits``.
-        logprobs: per row and token, float32 ``[1 + top_logprobs]``: of the token, then of the likeliest; None: not requested.
-        top_ids: per row and token, int32 ``[top_logprobs]``; -1 stands for no token.
-        top_logprobs: as given.
+        sampled: False: greedy.
+        top_k: Whether a top-k filter runs; likewise ``top_p`` and ``min_p``.
+        penalties: Number of the :class:`pipespec.schedules.graphs.buffers.StaticPenalties` that apply; 0: none.
+        record: Number of the record that is written; 0: none.
     """
 
-    def __init__(
-        self,
-        rows: int,
-        *,
-        scores: bool = False,
-        logits: bool = False,
-        top_logprobs: int | None = None,
-        warpers: Sequence[LogitsProcess] = (),
-    ) -> None:
-        def lists(wanted: bool) -> list[list[torch.Tensor]] | None:
-            return [[] for _ in range(rows)] if wanted else None
-
-        self.counts = [0] * rows
-        self.scores, self.logits, self.top_logprobs = lists(scores), lists(logits), top_logprobs
-        self.logprobs, self.top_ids = lists(top_logprobs is not None), lists(top_logprobs is not None)
-        self._warpers = tuple(warpers)
-
-    def add(
-        self,
-        row: int,
-        count: int,
-        logits: torch.Tensor | None,
-        processed: torch.Tensor | None,
-        logprobs: torch.Tensor | None,
-        top_ids: torch.Tensor | None,
-    ) -> None:
-        """Append copies for ``count`` tokens of a row. What is not requested may be None.
-
-        ``logits`` and ``processed``, behind all processors, are ``[count, V]``, ``logprobs`` and ``top_ids`` as in the attributes.
-        """
-        self.counts[row] += count
-        if self.logits is not None and logits is not None:
-            self.logits[row].extend(float32_copy(logits[None])[0].unbind(0))
-        if self.scores is not None and processed is not None:
-            # Some processors enable gradients, which inference tensors do not allow.
-            with torch.inference_mode(False), torch.no_grad():
-                scores = float32_copy(processed[None])[0]
-                # Warpers do not read the ids.
-                ids = torch.empty((count, 0), dtype=torch.int64, device=scores.device)
-                for warp in self._warpers:
-                    scores = warp(ids, scores)
-                self.scores[row].extend(scores.detach().unbind(0))
-        if self.logprobs is not None and self.top_ids is not None and logprobs is not None and top_ids is not None:
-            self.logprobs[row].extend(logprobs.clone().unbind(0))
-            self.top_ids[row].extend(top_ids.clone().unbind(0))
-
-
-class _Step(NamedTuple):
-    """The columns of a step, see :meth:`Sampler.__call__`."""
-
-    fed: torch.Tensor
-    query_lens: np.ndarray
-    num_draft_tokens: np.ndarray
-    positions: np.ndarray
+    sampled: bool = False
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+    penalties: int = 0
+    record: int = 0
 
 
 class Sampler:
-    """Chooses the tokens of one stage in one call.
+    """Chooses the tokens of one stage, with numbers at fixed addresses. A call of a subclass applies what precedes the choice.
 
     Args:
-        sampling_params: of the call.
+        rows: Rows of the batch.
+        device: Where the numbers lie: for a captured step the stage's device.
+        is_target: Whether logits without a distribution are an error. A draft without one only drafts badly.
+
+    Attributes:
+        kind: The kind of sampling of the present call.
+    """
+
+    def __init__(self, rows: int, device: torch.device, is_target: bool) -> None:
+        self.kind, self._is_target = SamplingKind(), is_target
+        self._rows, self._device = rows, device
+        self._record: Any = None  # with the method of ScoreRecord.write()
+        self._workspaces: dict[int, Any] = {}  # by width, since graphs keep the addresses
+        self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._inverse_temperature = torch.ones(rows, dtype=torch.float32, device=device)
+        self._top_k = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._top_p = torch.ones(rows, dtype=torch.float64, device=device)
+        self._min_p = torch.zeros(rows, dtype=torch.float64, device=device)
+        # Per row the first position without a distribution, where the host reads it. Kernels write it over the bus, in this case only.
+        invalid = torch.full((rows,), ALL_VALID, dtype=torch.int64, device="cpu")
+        self._invalid_positions = invalid if device.type == "cpu" else invalid.pin_memory()
+
+    def _set_numbers(self, sampling_params: SamplingParams) -> None:
+        """Set the numbers of draws. Nothing is penalised or recorded."""
+        self.kind, self._record = SamplingKind(), None
+        if sampling_params.seeds is None:
+            return
+        top_k, top_p, min_p = sampling_params.top_k, sampling_params.top_p, sampling_params.min_p
+        self.kind = SamplingKind(True, top_k > 0, top_p < 1.0, min_p > 0.0)
+        self._seeds.copy_(torch.from_numpy(np.array(sampling_params.seeds, dtype=np.uint64).view(np.int64)))
+        self._inverse_temperature.fill_(1 / sampling_params.temperature)
+        self._top_k.fill_(top_k)
+        self._top_p.fill_(top_p)
+        self._min_p.fill_(min_p)
+        self._invalid_positions.fill_(ALL_VALID)
+
+    def check_distributions(self, first_row: int = 0) -> None:
+        """Check the steps that have ended. Row 0 of the step is ``first_row`` of the batch.
+
+        Raises:
+            ValueError: A token was drawn from logits that are no distribution.
+        """
+        if self.kind.sampled and self._is_target:
+            for row, position in enumerate(self._invalid_positions.tolist(), first_row):
+                if position < ALL_VALID:
+                    raise no_distribution_error(row, position)
+
+    def _choose(self, raw: Tensor, processed: Tensor, step: Step, row: int | None = None) -> Tensor:
+        """Choose the tokens of a step from its ``processed`` logits, and record them. ``row``: the only row of the batch that it has; None: all."""
+        kind, rows = self.kind, slice(None) if row is None else slice(row, row + 1)
+        noise = cutoff = inverse = None
+        if kind.sampled:
+            inverse = self._inverse_temperature[rows]
+            if kind.top_k or kind.top_p or kind.min_p:
+                # Which filters run is fixed in a graph, so a filter that is off is left out here.
+                cutoff = ops.cutoff(
+                    processed,
+                    inv_temperature=inverse,
+                    top_k=self._top_k[rows] if kind.top_k else 0,
+                    top_p=self._top_p[rows] if kind.top_p else 1.0,
+                    min_p=self._min_p[rows] if kind.min_p else 0.0,
+                    query_lens=step.query_lens,
+                    num_draft_tokens=step.num_draft_tokens,
+                )
+            # Column 0 chooses the token after the first one that is fed.
+            noise = Noise(self._seeds[rows], step.kv, inverse, cutoff, offset=1)
+        selected = self._verify(processed, step, noise)
+        if self._record is not None:
+            self._record.write(raw, processed, selected, step, inverse, cutoff, row or 0)
+        return selected
+
+    def _verify(self, logits: Tensor, step: Step, noise: Noise | None) -> Tensor:
+        rows, width, _ = logits.shape
+        if width not in self._workspaces:
+            # The work space of verification on a GPU, which each launch leaves zero.
+            kernels = dispatch.kernels(logits)
+            self._workspaces[width] = None if kernels is None else kernels.Workspace(rows, width, logits.device)
+        return ops.verify(
+            logits,
+            step.tokens,
+            step.query_lens,
+            step.num_draft_tokens,
+            noise=noise,
+            workspace=self._workspaces[width],
+            invalid_positions=None if noise is None or not self._is_target else self._invalid_positions,
+        )[0]
+
+
+class HostSampler(Sampler):
+    """Chooses the tokens of a stage whose steps the host plans.
+
+    Args:
+        sampling_params: Of the call.
         text: int32 ``[rows, positions]``, the tokens that the stage has fed or is about to feed. The stage keeps it up to date.
-        record: what the caller asks for of the target's logits; None: nothing.
-        vocabulary: tokens of the target's vocabulary. Logits beyond it, of a draft's padding, are ignored.
-        is_target: whether unusable logits are an error. In a draft they only cost a draft token.
-        acceptance: of draft tokens by rejection sampling; None: coupled.
-        grammar: what constrains the tokens of each row; None: nothing.
+        record: What the caller asks for of the target's logits; None: nothing.
+        vocabulary: Tokens of the target's vocabulary. Logits beyond it, of a draft's padding, are ignored.
+        is_target: Whether unusable logits are an error. In a draft they only cost a draft token.
+        acceptance: Of draft tokens by rejection sampling; None: coupled.
+        grammar: What constrains the tokens of each row; None: nothing.
     """
 
     def __init__(
@@ -135,163 +169,91 @@ class Sampler:
         acceptance: RejectionAcceptance | None = None,
         grammar: Grammar | None = None,
     ) -> None:
-        self._grammar = grammar
-        self._sampling_params = sampling_params
-        self._text = text
-        self._record = record
-        self._vocabulary = vocabulary
-        self._is_target = is_target
-        self._acceptance = acceptance
         rows = text.shape[0]
-        self._processors = [
-            [_for_row(p, row, rows, sampling_params) for p in sampling_params.processors] for row in range(rows)
-        ]
-        self._stepwise = sampling_params.stepwise
-        self._penalties = sampling_params.penalties
+        super().__init__(rows, _CPU, is_target)
+        self._set_numbers(sampling_params)
+        self._record, self._vocabulary, self._grammar = record, vocabulary, grammar
+        self._sampling_params, self._text = sampling_params, text
+        self._acceptance = None if sampling_params.stepwise else acceptance
+        self._fused = sampling_params.penalties
+        self._numbers: Penalties | None = None
         self._ignored = [sampling_params.ignored_ids(row) for row in range(rows)]
-        self._is_argmax = (
-            sampling_params.seeds is None and not sampling_params.processors and record is None and grammar is None
-        )
-        if sampling_params.seeds is not None:
-            self._keys = torch.from_numpy(np.array(sampling_params.seeds, dtype=np.uint64).view(np.int64))
-            inverse = torch.full((rows,), 1 / sampling_params.temperature, dtype=torch.float32, device="cpu")
-            self._inverse_temperature = inverse
+        self._processors: list[list[LogitsProcess]] = []
+        if sampling_params.stepwise:
+            self._processors = [
+                [_for_row(p, row, rows, sampling_params) for p in sampling_params.processors] for row in range(rows)
+            ]
 
-    def argmax(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """What a call without draft tokens chooses in each column: int32 ``[B, Q]``. None if more than the argmax is to be done."""
-        if not self._is_argmax:
-            return None
-        if self._vocabulary is not None and logits.shape[2] > self._vocabulary:
-            logits = logits[:, :, : self._vocabulary]
-        return ops.argmax(logits)
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        fed: torch.Tensor,
-        query_lens: np.ndarray,
-        num_draft_tokens: np.ndarray,
-        positions: np.ndarray,
-    ) -> torch.Tensor:
+    def __call__(self, logits: Tensor, step: Step) -> Tensor:
         """Choose the tokens of one step.
 
         Args:
-            logits: ``[B, Q, V]``, of the columns of the step, in the model's dtype.
-            fed: int ``[B, Q]``, the tokens of these columns.
-            query_lens: ``[B]``, columns of each row; 0: the row selects nothing.
-            num_draft_tokens: ``[B]``, how many of them, at the end, are draft tokens.
-            positions: int64 ``[B]``, absolute position of the token that column 0 chooses.
+            logits: ``[rows, width, V]``, of the columns of the step, in the model's dtype.
+            step: The tokens on the device of the logits, the rest on the CPU.
 
         Returns:
-            int32 ``[B, Q]`` on the CPU: per row the accepted draft tokens and one more, then -1; see :func:`pipespec_kernels.ops.verify`.
+            int32 ``[rows, width]`` on the CPU: per row the accepted draft tokens and one more, then -1; see :func:`pipespec_kernels.ops.verify`.
 
         Raises:
-            ValueError: the target's logits of a position are no distribution.
+            ValueError: The target's logits of a position are no distribution.
         """
         if self._vocabulary is not None and logits.shape[2] > self._vocabulary:
             logits = logits[:, :, : self._vocabulary]
-        step = _Step(fed, query_lens, num_draft_tokens, positions)
-        bitmask = self._bitmask(logits, step)
-        if self._stepwise:
+        bitmask = None
+        if self._grammar is not None:
+            # A draft may have fewer tokens than the grammar, which is made for the target's.
+            own = logits.shape[2]
+            whole = self._grammar.bitmask(self._text, step, self._vocabulary or own, is_target=self._is_target)
+            bitmask = whole[:, :, : -(-own // 32)].contiguous().to(logits.device)
+        if self._processors:
             return self._by_position(logits, step, bitmask)
-        processed = logits
-        if self._penalties is not None:
-            processed = self._penalised(self._penalties, logits, step, bitmask)
-        elif bitmask is not None:
-            processed = float32_copy(logits)
-            apply_bitmask(processed, bitmask, query_lens=query_lens, num_draft_tokens=num_draft_tokens)
-        return self._choose(logits, processed, step, acceptance=self._acceptance)
+        processed = logits if self._fused is None and bitmask is None else self._penalised(logits, step, bitmask)
+        return self._choose(logits, processed, step)
 
-    def _choose(
-        self,
-        raw: torch.Tensor,
-        processed: torch.Tensor,
-        step: _Step,
-        *,
-        row: int | None = None,
-        acceptance: RejectionAcceptance | None = None,
-    ) -> torch.Tensor:
-        """Choose the tokens of a step from its ``processed`` logits, and record them. ``row``: the only row of the batch that it has; None: all."""
-        params, counts = self._sampling_params, (step.query_lens, step.num_draft_tokens)
-        noise = cutoff = inverse = undrawn = None
-        if params.seeds is not None:
-            rows = slice(None) if row is None else slice(row, row + 1)
-            inverse = self._inverse_temperature[rows]
-            if params.cuts:
-                cutoff = ops.cutoff(
-                    processed,
-                    inv_temperature=inverse,
-                    top_k=params.top_k,
-                    top_p=params.top_p,
-                    min_p=params.min_p,
-                    query_lens=step.query_lens,
-                    num_draft_tokens=step.num_draft_tokens,
-                )
-            noise = Noise(self._keys[rows], step.positions, inverse, cutoff)
-            if self._is_target:
-                undrawn = torch.full(step.query_lens.shape, ALL_DRAWN, dtype=torch.int64, device=processed.device)
-        if acceptance is None or noise is None:
-            selected, _ = ops.verify(processed, step.fed, *counts, noise=noise, undrawn=undrawn)
-        elif self._is_target:
-            selected, _ = acceptance.accept(processed, step.fed, *counts, noise, undrawn)
-        else:
-            selected, _ = acceptance.draw(processed, step.fed, *counts, noise)
-        if undrawn is not None:
-            check_drawn(undrawn, row or 0)
-        record = self._record
-        if record is None:
-            return selected
-        logprobs = top_ids = None
-        if record.top_logprobs is not None:
-            logprobs, top_ids = logprobs_of(processed, selected, *counts, inverse, cutoff, record.top_logprobs)
-        for at in np.flatnonzero(step.query_lens).tolist():
-            first, count = int(step.query_lens[at] - 1 - step.num_draft_tokens[at]), int((selected[at] >= 0).sum())
-            record.add(
-                at + (row or 0),
-                count,
-                raw[at, first : first + count],
-                processed[at, first : first + count],
-                None if logprobs is None else logprobs[at, :count],
-                None if top_ids is None else top_ids[at, :count],
-            )
+    def _choose(self, raw: Tensor, processed: Tensor, step: Step, row: int | None = None) -> Tensor:
+        if self.kind.sampled and self._is_target:
+            # A split model may have its head on any device.
+            self._invalid_positions = torch.full(step.kv.shape, ALL_VALID, dtype=torch.int64, device=processed.device)
+        selected = super()._choose(raw, processed, step, row)
+        self.check_distributions(row or 0)
         return selected
 
-    def _bitmask(self, logits: torch.Tensor, step: _Step) -> torch.Tensor | None:
-        """The grammar's bitmask of each column; None without a grammar."""
-        if self._grammar is None:
-            return None
-        # A draft may have fewer tokens than the grammar, which is made for the target's.
-        mine = logits.shape[2]
-        whole = self._grammar.bitmask(self._text, *step, self._vocabulary or mine, is_target=self._is_target)
-        return whole[:, :, : -(-mine // 32)].contiguous()
+    def _verify(self, logits: Tensor, step: Step, noise: Noise | None) -> Tensor:
+        if noise is None or self._acceptance is None:
+            return super()._verify(logits, step, noise)
+        noise = replace(noise, positions=step.kv.numpy().astype(np.int64) + 1, offset=0)
+        given = logits, step.tokens, step.query_lens.numpy(), step.num_draft_tokens.numpy(), noise
+        if self._is_target:
+            return self._acceptance.accept(*given, self._invalid_positions)[0]
+        return self._acceptance.draw(*given)[0]
 
-    def _penalised(
-        self, penalties: FusedPenalties, logits: torch.Tensor, step: _Step, bitmask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """A float32 copy with penalties and biases, each column with its own prefix, see :func:`pipespec_kernels.ops.penalize`."""
-        out = float32_copy(logits)
-        rows, width, _ = out.shape
+    def _penalised(self, logits: Tensor, step: Step, bitmask: Tensor | None) -> Tensor:
+        """A float32 copy with fused penalties and biases, each column with its own prefix, and with the bitmask."""
+        rows, width, _ = logits.shape
         lengths, tokens = np.zeros(rows, dtype=np.int32), np.full((rows, width), -1, dtype=np.int32)
-        seen = [np.zeros(0, dtype=np.int32)] * rows
-        for row in np.flatnonzero(step.query_lens).tolist():
-            fed = int(step.query_lens[row])
-            prefix = self._prefix(row, int(step.positions[row]) + fed - 1)[self._ignored[row] :]
-            # Columns before the first one that matters may lie in a part of the text that processors do not see.
-            known = max(0, len(prefix) - fed)
-            tokens[row, fed - (len(prefix) - known) : fed] = prefix[known:]
-            seen[row], lengths[row] = prefix[:known], known
-        history = np.zeros((rows, int(lengths.max()) + width), dtype=np.int32)
+        seen: list[np.ndarray] = [tokens[row, :0] for row in range(rows)]
+        if self._fused is not None:
+            for row, (kv, fed) in enumerate(zip(step.kv.tolist(), step.query_lens.tolist(), strict=True)):
+                prefix = self._prefix(row, kv + fed)[self._ignored[row] :] if fed else seen[row]
+                # Columns before the first one that matters may lie in a part of the text that processors do not see.
+                lengths[row] = before = max(0, len(prefix) - fed)
+                tokens[row, fed - (len(prefix) - before) : fed] = prefix[before:]
+                seen[row] = prefix[:before]
+            self._numbers = self._numbers or self._fused.tensors(self._ignored, logits.device)
+        history = np.zeros((rows, max(map(len, seen)) + width), dtype=np.int32)
         for row, ids in enumerate(seen):
             history[row, : len(ids)] = ids
+        out = float32_copy(logits)
+        fed_tokens, seen_tokens, counts = (torch.from_numpy(x).to(out.device) for x in (tokens, history, lengths))
         ops.penalize(
             out,
-            torch.from_numpy(tokens).to(out.device),
-            torch.from_numpy(history).to(out.device),
-            torch.from_numpy(lengths).to(out.device),
-            penalties.tensors(self._ignored, out.device),
+            fed_tokens,
+            seen_tokens,
+            counts,
+            self._numbers,
             query_lens=step.query_lens,
             num_draft_tokens=step.num_draft_tokens,
-            bitmask=None if bitmask is None else bitmask.to(out.device),
+            bitmask=bitmask,
         )
         return out
 
@@ -302,74 +264,36 @@ class Sampler:
         prompt = self._sampling_params.prompts[row]
         return np.concatenate([prompt.ids, self._text[row, prompt.length : end]])
 
-    def _by_position(self, logits: torch.Tensor, step: _Step, bitmask: torch.Tensor | None) -> torch.Tensor:
+    def _by_position(self, logits: Tensor, step: Step, bitmask: Tensor | None) -> Tensor:
         """Choose one position after the other, each with its exact prefix: for processors that need it."""
-        selected = torch.full(step.fed.shape, -1, dtype=torch.int32, device="cpu")
-        one, none = np.ones(1, dtype=np.int32), np.zeros(1, dtype=np.int32)
+        selected = torch.full(step.tokens.shape, -1, dtype=torch.int32, device="cpu")
+        one, none = torch.ones(1, dtype=torch.int32, device="cpu"), torch.zeros(1, dtype=torch.int32, device="cpu")
         for row in np.flatnonzero(step.query_lens).tolist():
             draft_tokens = int(step.num_draft_tokens[row])
             first = int(step.query_lens[row]) - 1 - draft_tokens
             for j in range(draft_tokens + 1):
-                at, position = first + j, int(step.positions[row]) + first + j
-                raw = logits[row : row + 1, at : at + 1]
-                scores = self._processed(row, position, raw[0])[None]
+                at = slice(first + j, first + j + 1)
+                alone = Step(step.tokens[row : row + 1, at], step.kv[row : row + 1] + at.start, one, none)
+                raw = logits[row : row + 1, at]
+                scores = self._processed(row, int(alone.kv) + 1, raw[0])[None]
                 if bitmask is not None:
-                    apply_bitmask(scores, bitmask[row : row + 1, at : at + 1])
-                alone = _Step(step.fed[row : row + 1, at : at + 1], one, none, np.array([position]))
-                token = int(self._choose(raw, scores, alone, row=row)[0, 0])
+                    scores = self._penalised(scores, alone, bitmask[row : row + 1, at])
+                token = int(self._choose(raw, scores, alone, row)[0, 0])
                 selected[row, j] = token
-                if j == draft_tokens or token != int(step.fed[row, at + 1]) or token in self._sampling_params.ends:
+                if j == draft_tokens or token != int(step.tokens[row, at.stop]) or token in self._sampling_params.ends:
                     break
         return selected
 
-    def _processed(self, row: int, position: int, logits: torch.Tensor) -> torch.Tensor:
+    def _processed(self, row: int, position: int, logits: Tensor) -> Tensor:
         """What the processors make of the ``logits [1, V]`` of a position."""
         # Some processors enable gradients, which inference tensors do not allow.
         with torch.inference_mode(False), torch.no_grad():
             ids = torch.from_numpy(self._prefix(row, position).astype(np.int64))[None].to(logits.device)
             with run_user_code():
-                scores = run_processors(self._processors[row], ids, float32_copy(logits[None])[0])
-            return scores if self._grammar is None else scores.clone()
+                return run_processors(self._processors[row], ids, float32_copy(logits[None])[0])
 
 
-def logprobs_of(
-    logits: torch.Tensor,
-    selected: torch.Tensor,
-    query_lens: Any,
-    num_draft_tokens: Any,
-    inverse_temperature: torch.Tensor | None,
-    cutoff: torch.Tensor | None,
-    top_n: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`pipespec_kernels.ops.logprobs`, with the selected token's before those of the likeliest: float32 ``[B, Q, 1 + n]``, int32 ``[B, Q, n]``."""
-    chosen, top_ids, top = ops.logprobs(
-        logits,
-        selected,
-        query_lens,
-        num_draft_tokens,
-        inv_temperature=inverse_temperature,
-        cutoff=cutoff,
-        top_n=top_n,
-    )
-    return torch.cat([chosen[:, :, None], top], -1), top_ids
-
-
-def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, **counts: Any) -> None:
-    """Forbid tokens in float32 logits ``[B, Q, V]``, in place; see :func:`pipespec_kernels.ops.penalize`."""
-    rows, width, _ = logits.shape
-    nothing = torch.full((rows, width), -1, dtype=torch.int32, device=logits.device)
-    none = torch.zeros(rows, dtype=torch.int32, device=logits.device)
-    ops.penalize(logits, nothing, nothing.clone(), none, bitmask=bitmask.to(logits.device), **counts)
-
-
-def check_drawn(undrawn: torch.Tensor, first: int = 0) -> None:
-    """Raise ``ValueError`` for the first row, counted from ``first``, with an entry in ``undrawn`` of :func:`pipespec_kernels.ops.verify`."""
-    for row, position in enumerate(undrawn.tolist(), first):
-        if position < ALL_DRAWN:
-            raise nothing_to_draw(row, position)
-
-
-def nothing_to_draw(row: int, position: int) -> ValueError:
+def no_distribution_error(row: int, position: int) -> ValueError:
     """The error for a position of a row whose scores are no distribution."""
     return ValueError(
         f"no token can be drawn at position {position} of row {row}: its scores are NaN, infinite, or all -inf. Does a logits processor "

@@ -1,4 +1,4 @@
-"""How the stages of a call choose tokens: SamplingParams from GenerationConfig and processors. :mod:`pipespec.engine.sampler` applies them.
+"""How the stages of a call choose tokens, and what it records: SamplingParams from GenerationConfig and processors. :mod:`pipespec.engine.sampler` applies them.
 
 Sampling is coupled (Daliri, Musco, Suresh 2024): a token is the argmax of the processed logits plus Gumbel noise keyed by (seed, position,
 token id), the same noise in every stage. So the text of a row is a function of the target, the prompt and the seed; drafts do not change it.
@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers.generation import logits_process as hf
 
+from pipespec_kernels import ops
 from pipespec_kernels.penalties import Penalties
 
 LogitsProcess = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -53,7 +55,7 @@ STATELESS = {
     hf.TopHLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.TypicalLogitsWarper, OutputPenaltyLogitsProcessor,
 }  # fmt: skip
 
-_LEAST = 1e-37
+_MIN_FACTOR = 1e-37
 """Below this the inverse of a temperature or a repetition penalty is near the end of float32; above 1 / this, too."""
 
 _FUSED: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
@@ -75,7 +77,7 @@ def with_penalties(
 ) -> list[LogitsProcess]:
     """Add processors for pipespec's own arguments, where vLLM applies them.
 
-    The bias goes behind transformers' ``sequence_bias``, or to the beginning. The penalties go behind the repetition penalty, or behind the biases.
+    The bias goes after transformers' ``sequence_bias``, or to the beginning. The penalties go after the repetition penalty, or after the biases.
 
     Args:
         processors: those that transformers has prepared.
@@ -135,7 +137,7 @@ class FusedPenalties(NamedTuple):
                 and place < 1
                 and not isinstance(ignored_prefix(processor), int)
             ):
-                if not _LEAST < given.penalty < 1 / _LEAST:
+                if not _MIN_FACTOR < given.penalty < 1 / _MIN_FACTOR:
                     return None
                 place, fused["repetition"] = 1, float(given.penalty)
             elif kind is OutputPenaltyLogitsProcessor and place < 2:
@@ -296,7 +298,7 @@ class SamplingParams:
 def _is_fusable(warper: Any) -> bool:
     """Whether the fused form does what this instance does."""
     # If the inverse exceeds float32, transformers' warper runs: all tokens become equally likely, or the scores overflow.
-    if type(warper) is hf.TemperatureLogitsWarper and not _LEAST < warper.temperature < 1 / _LEAST:
+    if type(warper) is hf.TemperatureLogitsWarper and not _MIN_FACTOR < warper.temperature < 1 / _MIN_FACTOR:
         return False
     return getattr(warper, "filter_value", -np.inf) == -np.inf and getattr(warper, "min_tokens_to_keep", 1) == 1
 
@@ -350,3 +352,157 @@ def _derived(seed: int, row: int) -> int:
 def ignored_prefix(penalty: Any) -> Any:
     # transformers 5.0 does not have it.
     return getattr(penalty, "prompt_ignore_length", None)
+
+
+_SERIAL = 32_767  # elements that an operation of torch works on in the caller's thread alone
+
+
+def float32_copy(logits: Tensor) -> Tensor:
+    """A copy of ``[B, Q, V]`` in float32.
+
+    On a CPU the caller makes it alone: libgomp's threads poll for some 20 ms after their work, on cores that the next forward needs.
+    """
+    if logits.is_cpu and logits.dtype is torch.float32:
+        return torch.from_numpy(logits.detach().numpy().copy())
+    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    if not out.is_cpu:
+        return out.copy_(logits)
+    for to, row in zip(out.flatten(0, 1), logits.flatten(0, 1), strict=True):
+        for part, source in zip(to.split(_SERIAL), row.split(_SERIAL), strict=True):
+            part.copy_(source)
+    return out
+
+
+class Step(NamedTuple):
+    """What a stage feeds in a step, and where it chooses tokens. On the host, or on the stage's device.
+
+    Attributes:
+        tokens: int ``[rows, width]``, the tokens of the columns.
+        kv: int32 ``[rows]``, the position of each row's first column, which chooses the token after it.
+        query_lens: int32 ``[rows]``, columns of each row; 0: the row selects nothing.
+        num_draft_tokens: int32 ``[rows]``, how many of them, at the end, are draft tokens.
+    """
+
+    tokens: Tensor
+    kv: Tensor
+    query_lens: Tensor
+    num_draft_tokens: Tensor
+
+
+class ScoreRecord:
+    """What a call keeps of the target's logits, per row and committed token, on their device.
+
+    Args:
+        rows: of the batch.
+        scores: whether to keep the scores for ``output_scores``.
+        logits: whether to keep the logits for ``output_logits``.
+        top_logprobs: how many of the likeliest tokens, in addition to the committed one, to keep log-probabilities of; None: of no token.
+        warpers: transformers' warpers of the call. The scores are what they make of the processed logits.
+
+    Attributes:
+        counts: per row, tokens that are recorded.
+        scores: per row and token, float32 ``[V]``; None: not requested. Likewise ``logits``.
+        logprobs: per row and token, float32 ``[1 + top_logprobs]``: of the token, then of the likeliest; None: not requested.
+        top_ids: per row and token, int32 ``[top_logprobs]``; -1 stands for no token.
+        top_logprobs: as given.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        *,
+        scores: bool = False,
+        logits: bool = False,
+        top_logprobs: int | None = None,
+        warpers: Sequence[LogitsProcess] = (),
+    ) -> None:
+        def lists(wanted: bool) -> list[list[Tensor]] | None:
+            return [[] for _ in range(rows)] if wanted else None
+
+        self.counts = [0] * rows
+        self.scores, self.logits, self.top_logprobs = lists(scores), lists(logits), top_logprobs
+        self.logprobs, self.top_ids = lists(top_logprobs is not None), lists(top_logprobs is not None)
+        self._warpers = tuple(warpers)
+
+    def write(
+        self,
+        raw: Tensor,
+        processed: Tensor,
+        selected: Tensor,
+        step: Step,
+        inverse_temperature: Tensor | None,
+        cutoff: Tensor | None,
+        first_row: int = 0,
+    ) -> None:
+        """Append what a step has selected.
+
+        Args:
+            raw: The model's logits of the step, ``[rows, width, V]``.
+            processed: The same after all processors.
+            selected: The tokens, int32 ``[rows, width]``.
+            step: What was fed.
+            inverse_temperature: Float32 ``[rows]``. None: greedy.
+            cutoff: Float32 ``[rows, width]``: what top-k, top-p and min-p leave. None: everything.
+            first_row: Row of the batch that is row 0 of the step.
+        """
+        own: list[Tensor | None] = [None, None]
+        if self.top_logprobs is not None:
+            own = list(logprobs_of(processed, selected, step, inverse_temperature, cutoff, self.top_logprobs))
+        counts = (selected >= 0).sum(1).tolist()
+        for row, (fed, draft_tokens) in enumerate(
+            zip(step.query_lens.tolist(), step.num_draft_tokens.tolist(), strict=True)
+        ):
+            if fed:
+                columns, entries = slice(fed - 1 - draft_tokens, fed - 1 - draft_tokens + counts[row]), counts[row]
+                logprobs, top_ids = (None if x is None else x[row, :entries] for x in own)
+                self.add(first_row + row, entries, raw[row, columns], processed[row, columns], logprobs, top_ids)
+
+    def add(
+        self,
+        row: int,
+        count: int,
+        logits: Tensor | None,
+        processed: Tensor | None,
+        logprobs: Tensor | None,
+        top_ids: Tensor | None,
+    ) -> None:
+        """Append copies for ``count`` tokens of a row. What is not requested may be None.
+
+        ``logits`` and ``processed``, after all processors, are ``[count, V]``, ``logprobs`` and ``top_ids`` as in the attributes.
+        """
+        self.counts[row] += count
+        if self.logits is not None and logits is not None:
+            self.logits[row].extend(float32_copy(logits[None])[0].unbind(0))
+        if self.scores is not None and processed is not None:
+            # Some processors enable gradients, which inference tensors do not allow.
+            with torch.inference_mode(False), torch.no_grad():
+                scores = float32_copy(processed[None])[0]
+                # Warpers do not read the ids.
+                ids = torch.empty((count, 0), dtype=torch.int64, device=scores.device)
+                for warp in self._warpers:
+                    scores = warp(ids, scores)
+                self.scores[row].extend(scores.detach().unbind(0))
+        if self.logprobs is not None and self.top_ids is not None and logprobs is not None and top_ids is not None:
+            self.logprobs[row].extend(logprobs.clone().unbind(0))
+            self.top_ids[row].extend(top_ids.clone().unbind(0))
+
+
+def logprobs_of(
+    logits: Tensor,
+    selected: Tensor,
+    step: Step,
+    inverse_temperature: Tensor | None,
+    cutoff: Tensor | None,
+    top_n: int,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`pipespec_kernels.ops.logprobs`, with the selected token's before those of the likeliest: float32 ``[B, Q, 1 + n]``, int32 ``[B, Q, n]``."""
+    chosen, top_ids, top = ops.logprobs(
+        logits,
+        selected,
+        step.query_lens,
+        step.num_draft_tokens,
+        inv_temperature=inverse_temperature,
+        cutoff=cutoff,
+        top_n=top_n,
+    )
+    return torch.cat([chosen[:, :, None], top], -1), top_ids

@@ -18,7 +18,8 @@ from pipespec.engine.cached_text import PROMPT_TAIL, CachedText
 from pipespec.engine.chain import DraftSpec, InlineStage
 from pipespec.engine.forward import native_form_of
 from pipespec.engine.inputs import StageInputs
-from pipespec.engine.sampler import Sampler, ScoreRecord
+from pipespec.engine.sampler import HostSampler
+from pipespec.engine.sampling import ScoreRecord, Step
 from pipespec.models.quantizing import quantized
 from pipespec.process.signals import draft_errors
 from pipespec_kernels import _native
@@ -126,7 +127,7 @@ class Stage(CachedText):
         acceptance = None if sampling_params.seeds is None else self._acceptance
         if acceptance is not None and is_target:
             acceptance.begin(rows, inputs.vocabulary, self._device)
-        self._select = Sampler(
+        self._select = HostSampler(
             sampling_params, self._text, record, inputs.vocabulary, is_target, acceptance, inputs.grammar
         )
         self.port = self.block.port(self.index, WIDTH)
@@ -269,10 +270,10 @@ class Stage(CachedText):
 
     def _compare(self, logits: torch.Tensor, fed: torch.Tensor, first: int) -> None:
         """Compare the target's tokens in the columns up to ``first`` with the draft's own choices."""
-        one, none, at = np.ones(1, dtype=np.int32), np.zeros(1, dtype=np.int32), int(self._kv[0]) + 1
-        text = fed[0].tolist()
+        one, none = torch.ones(1, dtype=torch.int32, device="cpu"), torch.zeros(1, dtype=torch.int32, device="cpu")
+        text, kv = fed[0].tolist(), torch.from_numpy(self._kv)
         for c in range(first):
-            own = self._select(logits[:, c : c + 1], fed[:, c : c + 1].to(logits.device), one, none, np.array([at + c]))
+            own = self._select(logits[:, c : c + 1], Step(fed[:, c : c + 1].to(logits.device), kv + c, one, none))
             self.agreement = (self.agreement[0] + int(own[0, 0] == text[c + 1]), self.agreement[1] + 1)
 
     def _choose(self, logits: torch.Tensor, fed: torch.Tensor, first: int) -> torch.Tensor:
@@ -280,7 +281,7 @@ class Stage(CachedText):
         counts = np.maximum(self._n_select - first, 0), self._num_draft_tokens * (self._n_select > 0)
         # A split model may have its head on another device than its embedding.
         given = fed[:, first:].to(logits.device)
-        selected = self._select(logits, given, *counts, self._kv.astype(np.int64) + (first + 1))
+        selected = self._select(logits, Step(given, *map(torch.from_numpy, (self._kv + first, *counts))))
         if self._acceptance is not None:
             drop_rejected(selected, self.port.tokens, self._n_select, self._query_lens, self._num_draft_tokens)
         return selected

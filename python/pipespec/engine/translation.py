@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
 from pipespec.engine.inputs import StageInputs
-from pipespec.engine.sampler import ScoreRecord
-from pipespec.engine.sampling import SamplingParams
+from pipespec.engine.sampling import SamplingParams, ScoreRecord
 from pipespec.engine.stage import ModelDraft, Stage
 from pipespec.models.properties import embedding_size
 from pipespec.models.tokenizers import ByteTokenizer
@@ -527,7 +526,7 @@ class TranslatedDraft(ModelDraft):
 
     @classmethod
     def recognise(cls, given: Any) -> None:
-        """None: the tokenizers of models tell, see :func:`pipespec.preflight.tokenizers.with_translations`."""
+        """None: the tokenizers of models tell, see :func:`pipespec.checks.tokenizers.with_translations`."""
 
     def make_stage(self, *place: Any, native: bool = True, **options: Any) -> TranslatedStage:
         return TranslatedStage(*place, native=native, translation=Translation(self.target, self.own))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, GenerationMixin
+from transformers import Cache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 
 
@@ -90,29 +88,13 @@ def mask_columns_of_call(config: GenerationConfig, position_ids: torch.Tensor | 
     return max(width, int(known))
 
 
-def lost_arguments() -> dict[str, Any]:
-    """Arguments of ``model.generate(..., custom_generate=callable)`` that transformers does not pass on.
+def callers_cache(cache: Cache | None) -> Cache | None:
+    """The ``past_key_values`` that transformers passes to a ``custom_generate`` where it is the caller's; None where transformers has made it.
 
-    It drops ``streamer``, ``assistant_model`` and others for a callable, without an error (5.0 to 5.23). Before 5.15, the caller's empty
-    ``past_key_values`` looks like the one that it creates itself. All of them are still in the local variables of that ``generate()``.
-
-    Returns:
-        The arguments by name; empty if no ``generate()`` is on the stack.
+    Since 5.15 transformers marks the caller's. Before, an empty one looks like its own, and is not filled.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is inspect.unwrap(GenerationMixin.generate).__code__:
-            names = (
-                "streamer",
-                "assistant_model",
-                "synced_gpus",
-                "negative_prompt_ids",
-                "negative_prompt_attention_mask",
-            )
-            lost = {name: frame.f_locals.get(name) for name in names}
-            return lost | {"past_key_values": frame.f_locals.get("kwargs", {}).get("past_key_values")}
-        frame = frame.f_back
-    return {}
+    is_callers = cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0)
+    return cache if is_callers else None
 
 
 def tensor_parallel_group(model: Any) -> Any:

@@ -144,7 +144,7 @@ def tensor_parallel_size(model: nn.Module) -> int:
     return getattr(model, "_tp_size", None) or 1
 
 
-def why_not_whole(model: PreTrainedModel) -> str | None:
+def not_whole_reason(model: PreTrainedModel) -> str | None:
     """Why a model is not whole on one device; None if it is."""
     if offloaded := next(iter(offloaded_modules(model)), None):
         return f"accelerate brings the weights of {offloaded} from elsewhere in each call (offloading)"

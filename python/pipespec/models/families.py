@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from pipespec.models.devices import why_not_whole
+from pipespec.models.devices import not_whole_reason
 from pipespec.models.layout import CacheLayout, UnsupportedLayers
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import has_hooks, has_own_forward
@@ -160,7 +160,7 @@ def identity(model: PreTrainedModel | ModelParts, *, packed: bool = True) -> tup
     try:
         return _identity(model, packed)
     except NotReadable as error:
-        why = None if isinstance(model, ModelParts) else why_not_whole(model)
+        why = None if isinstance(model, ModelParts) else not_whole_reason(model)
         raise NotReadable(why or str(error)) from error
 
 

@@ -94,17 +94,6 @@ def stored_bytes(path: str | Path) -> int:
     return found
 
 
-def stored_dtype(path: str | Path) -> torch.dtype:
-    """The dtype of the first floats in the safetensors of a folder; float32 for a hub name, from which nothing is downloaded."""
-    floats = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    for file in weight_files(path) if Path(path).is_dir() else ():
-        with open_stored(file) as stored:
-            for name in stored.keys():  # noqa: SIM118  it is not a mapping
-                if (dtype := floats.get(stored.get_slice(name).get_dtype())) is not None:
-                    return dtype
-    return torch.float32
-
-
 @contextmanager
 def open_stored(file: str | Path) -> Iterator[Any]:
     """The open safetensors of a file. Raises ``ValueError`` for a damaged one."""

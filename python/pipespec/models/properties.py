@@ -46,7 +46,7 @@ def _rows(model: Any, module: Any, declared: str) -> int:
     weight = getattr(module, "weight", None)
     if isinstance(weight, torch.Tensor) and weight.is_floating_point():
         return weight.shape[0]
-    # Packed weights have another shape. A module of other people's may have neither.
+    # Packed weights have another shape. An unknown module may have neither.
     found = getattr(module, declared, None)
     return int(text_config(model.config).vocab_size if found is None else found)
 

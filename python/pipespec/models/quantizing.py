@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.models.adapters import base_layer, is_adapted
-from pipespec.models.devices import why_not_whole
+from pipespec.models.devices import not_whole_reason
 from pipespec.models.properties import quantisation
 from pipespec.models.quantized import INT8, Blocks, Int8Linear, QuantizedEmbedding, QuantizedLinear, has_blocks, untie
 from pipespec_kernels.formats import FORMATS, QuantizedMatrix, format_of, quantize
@@ -38,7 +38,7 @@ def sharing(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ValueError: the model is split, offloaded or sharded, and hooks or processes would have to follow.
     """
-    if (why := why_not_whole(model)) is not None:
+    if (why := not_whole_reason(model)) is not None:
         raise ValueError(
             f"a draft is made out of a model that is whole on one device, and this {type(model).__name__} is not: {why}"
         )

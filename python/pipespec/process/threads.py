@@ -9,6 +9,7 @@ import weakref
 from _thread import RLock
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import ClassVar
 
 import torch
@@ -42,19 +43,25 @@ os.register_at_fork(after_in_child=Lock._renew)
 _lock = Lock()
 _lowered: dict[int, int] = {}
 """What torch's number was before, by Python thread inside of :func:`lowered_threads`. All have the user's setting."""
-_has_one = False
-"""In a fork: torch keeps to one thread."""
-_has_set = False
-"""torch has a pool of threads, since its number was set here."""
-_has_old_pool = False
-"""In a fork: torch has not replaced its parent's pool yet."""
+
+
+class _Pool(Enum):
+    """What torch's pool of threads is."""
+
+    DEFAULT = "as torch has made it"
+    SET = "of a number that was set here"
+    INHERITED = "in a fork: the parent's, which torch has not replaced yet"
+    ONE = "in a fork: torch keeps to one thread"
+
+
+_pool = _Pool.DEFAULT
 
 
 def _set_threads(count: int) -> None:
-    global _has_set
+    global _pool
     with _lock:
-        _has_set = True
-        torch.set_num_threads(1 if _has_one else count)
+        _pool = _Pool.ONE if _pool is _Pool.ONE else _Pool.SET
+        torch.set_num_threads(1 if _pool is _Pool.ONE else count)
 
 
 def _users_threads() -> int:
@@ -66,29 +73,27 @@ def keep_to_one() -> bool:
 
     The threads of OpenMP do not survive a fork, and a child that gives them work hangs. A single thread needs none of them.
     """
-    global _has_one, _has_old_pool
+    global _pool
     with _lock:
-        _has_old_pool = False
-        _has_one, before = True, _users_threads()
+        _pool, before = _Pool.ONE, _users_threads()
         torch.set_num_threads(1)
     return before > 1
 
 
 def renew_pool() -> None:
     """In a fork, let torch replace its pool of threads, before several threads do. It does that unlocked, and one of them fails: "Invalid thread pool!"."""
-    global _has_old_pool
     with _lock:
-        if _has_old_pool:
-            _has_old_pool = False
-            torch.set_num_threads(torch.get_num_threads())
+        if _pool is _Pool.INHERITED:
+            _set_threads(torch.get_num_threads())
 
 
 def _after_fork() -> None:
     """In the child of a fork, restore the number of threads that calls of other threads have lowered. Those calls do not exist in the child."""
-    global _has_old_pool
-    _has_old_pool = True
-    if _has_set:
-        renew_pool()
+    global _pool
+    if _pool in (_Pool.DEFAULT, _Pool.INHERITED):
+        _pool = _Pool.INHERITED
+    else:
+        torch.set_num_threads(torch.get_num_threads())
     thread = threading.get_ident()
     if _lowered and thread not in _lowered:
         _set_threads(_users_threads())

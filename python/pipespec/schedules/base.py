@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import warnings
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -40,19 +39,21 @@ class StageFailure(SpeedWarning):
 class Decoder(ABC):
     """Runs calls of ``generate()``, one after the other.
 
-    A pipeline calls ``has_static_caches``, ``reusable_bytes`` and ``release_unused`` to check the memory, then ``run``. After ``run``,
+    A pipeline checks the memory, which may call ``release``, then calls ``run``. After ``run``,
     also after one that raised, ``block`` holds what was committed.
 
     Attributes:
         block: The text of the present or last call.
-        keeps_cache: Whether the target keeps its own cache, so that the caller gets a copy.
+        checked: Rows, longest prompt and limit of the last call whose memory was checked: its caches are kept.
+        has_static_caches: Whether calls run in captured steps, whose caches cannot grow.
         ran_as: Name of the schedule that ran the last call.
         remarks: Decisions about the last call, for its report.
         serves: Whether it only takes part in the calls of another process, see :meth:`serve`.
     """
 
     block: TextSource
-    keeps_cache: bool = False
+    checked: tuple[int, int, int] = (0, 0, 0)
+    has_static_caches: bool = False
     ran_as: str
     remarks: tuple[str, ...] = ()
     serves: bool = False
@@ -74,20 +75,8 @@ class Decoder(ABC):
     def run(self, request: GenerationRequest) -> None:
         """Generate until every row of the target is complete."""
 
-    def has_static_caches(self, request: GenerationRequest) -> bool:
-        """Whether the call runs in captured steps, whose caches cannot grow."""
-        return False
-
-    def reusable_bytes(self, request: GenerationRequest) -> Mapping[str, int]:
-        """Bytes per device that the call takes over from earlier calls."""
-        return {}
-
-    def distribution_bytes(self, request: GenerationRequest) -> Mapping[str, int]:
-        """Bytes per device for what the draft tokens of the call are drawn from, see :mod:`pipespec.engine.acceptance`."""
-        return {}
-
-    def release_unused(self, request: GenerationRequest) -> None:
-        """Release the memory that the call does not reuse. While no stage runs."""
+    def release(self) -> None:
+        """Release the caches of the stages in this process until the next call. While none runs."""
 
     def warn_slower(self, reason: str) -> None:
         """Warn that calls leave the fast path, once for each reason."""
@@ -256,27 +245,7 @@ class Driver(Decoder):
         # A call of another thread may have been running at the fork. Nothing of it can continue.
         return type(self)(self.models, self.config)
 
-    # ---- memory
-
-    def reusable_bytes(self, request: GenerationRequest) -> Counter[str]:
-        found: Counter[str] = Counter()
-        for stage in self.stages:
-            given = request.cache if stage is self.target else None
-            found += stage.reusable_bytes(request.inputs, given)
-        return found
-
-    def distribution_bytes(self, request: GenerationRequest) -> Mapping[str, int]:
-        inputs = request.inputs
-        if self._acceptance is None or inputs.sampling_params.seeds is None:
-            return {}
-        return {str(input_device(self.models[-1])): self._acceptance.nbytes(len(inputs.prompts), inputs.vocabulary)}
-
-    def release_unused(self, request: GenerationRequest) -> None:
-        for stage in self.stages:
-            stage.release_unused(request.inputs, request.cache if stage is self.target else None)
-
     def release(self) -> None:
-        """Release the caches of the stages in this process until the next call. While none runs."""
         for stage in self.stages:
             stage.release()
 

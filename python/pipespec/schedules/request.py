@@ -12,7 +12,7 @@ import numpy as np
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.inputs import StageInputs
-from pipespec.engine.sampler import ScoreRecord
+from pipespec.engine.sampling import ScoreRecord
 
 
 class TextSource(Protocol):
@@ -44,7 +44,6 @@ class GenerationRequest:
         record: Where the target stores scores and logits.
         cache: Keys and values that the target continues.
         returns_cache: Whether the caller gets the target's keys and values after the call.
-        converts_cache: Whether the caller gets them in a cache of another class than ``RowCache``.
     """
 
     inputs: StageInputs
@@ -53,7 +52,6 @@ class GenerationRequest:
     record: ScoreRecord | None = None
     cache: RowCache | None = None
     returns_cache: bool = False
-    converts_cache: bool = False
 
     def __post_init__(self) -> None:
         # The loan of the cache: what it held before the call (None: there is no loan), and who has it, until it is returned.
@@ -70,12 +68,6 @@ class GenerationRequest:
         """Report that the target took a step."""
         if self.on_commit is not None:
             self.on_commit(text)
-
-    def copies_cache(self, owner_keeps_its_own: bool) -> bool:
-        """Whether the target's keys and values exist twice at the end of the call."""
-        if not self.returns_cache or self.converts_cache:
-            return self.returns_cache
-        return owner_keeps_its_own and (self.cache is None or self.cache.capacity < max(self.inputs.limits))
 
     @contextmanager
     def cache_lent_to(self, owner: CacheOwner) -> Iterator[None]:

@@ -3,26 +3,24 @@
 The first import of triton decides between the two. A run of the whole suite compiles the kernels, so these tests then need a GPU, and
 ``tests/kernels/test_interpreted.py`` runs them a second time, interpreted, in a process of its own. By hand::
 
-    TRITON_INTERPRET=1 python -m pytest tests/kernels/triton
+    TRITON_INTERPRET=1 python -m pytest tests/kernels/triton tests/kernels/test_matrix.py tests/kernels/test_edges.py
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 import torch
 
-from pipespec_kernels import arguments, dispatch
 from tests.trials import PROFILE
 
-T = TypeVar("T")
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+from ..implementations import INTERPRETED, running
 
+T = TypeVar("T")
 if importlib.util.find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
 
@@ -56,8 +54,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def kernels(device: torch.device) -> Iterator[None]:
     """All calls of ``ops`` go to the kernels."""
-    if device.type == "cpu":
-        monkeypatch.setattr(dispatch, "forced", "triton")
-        monkeypatch.setattr(arguments, "_CODES", dict.fromkeys(arguments._CODES))
+    with running("triton" if device.type == "cpu" else "gpu"):
+        yield

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from pipespec_kernels import ops, reference
 from pipespec_kernels import triton as kernels
 from pipespec_kernels.triton import attention
-from tests.trials import trials
 
-from ..storage import CACHE_LAYOUTS, make_storage, on_device
+from ..implementations import matmul_in_order
 from .conftest import some
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # For outputs of about 1. The weights are rounded to 16 bits before their product with the values, and so is the result.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def make_storage(
+    batch: int, heads: int, capacity: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    k_cache, v_cache = (
+        torch.randn(batch, heads, capacity, dim, generator=generator).to(device, dtype) for _ in range(2)
+    )
+    return k_cache, v_cache
+
+
+def on_device(values: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def make_queries(batch: int, heads: int, width: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -36,70 +44,28 @@ def check(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@settings(max_examples=trials(ci=8, nightly=16), derandomize=True)
-@given(
-    batch=st.integers(1, 3),
-    heads=st.integers(1, 2),
-    group=st.integers(1, 8),
-    width=st.integers(1, 9),
-    dim=st.sampled_from([1, 7, 16, 64, 80, 96, 128]),
-    dtype=st.sampled_from(DTYPES),
-    layout=st.sampled_from(CACHE_LAYOUTS),
-    invariant=st.booleans(),
-    data=st.data(),
-)
-def test_equals_the_oracle(device, batch, heads, group, width, dim, dtype, layout, invariant, data) -> None:
-    capacity = data.draw(st.integers(width, 150))
-    query_lens = [data.draw(st.integers(0, width)) for _ in range(batch)]
-    lengths = [data.draw(st.integers(0, capacity - fed)) for fed in query_lens]
-    k_cache, v_cache = make_storage(batch, heads, capacity, dim, dtype, layout, device)
-    for row, (n, fed) in enumerate(zip(lengths, query_lens, strict=True)):  # padding must not be read
-        k_cache[row, :, n + fed :] = math.nan
-        v_cache[row, :, n + fed :] = math.inf
-    q = make_queries(batch, heads * group, width, dim, dtype, device)
-    scale = data.draw(st.sampled_from([None, 0.3]))
-    n, fed = on_device(lengths, device, torch.int64), on_device(query_lens, device)
-    splits = data.draw(st.sampled_from([None, 2, 3]))
-    window, softcap = (
-        data.draw(st.sampled_from([None, None, 1, 20, 300])),
-        data.draw(st.sampled_from([None, None, 2.0])),
-    )
-    workspace = torch.zeros(2 * batch * heads, dtype=torch.int32, device=device) if data.draw(st.booleans()) else None
-    out = torch.full((batch, heads * group, width, dim + 3), -9.0, dtype=dtype, device=device)[..., :dim]
-    got = kernels.verify_attention(
-        q, k_cache, v_cache, n, fed, scale=scale, invariant=invariant, splits=splits, out=out, workspace=workspace,
-        window=window, softcap=softcap,
-    )  # fmt: skip
-    assert got is out
-    assert workspace is None or not workspace.any()
-    check(got, reference.verify_attention(q, k_cache, v_cache, n, fed, scale, window, softcap), dtype)
-    for row, count in enumerate(query_lens):
-        assert (got[row, :, count:] == 0).all()
+BLOCKS = [
+    # Windows that begin within a block of keys.
+    *((torch.float32, 32, 2, 3, [130, 7], None, {"scale": 1.0, "window": w, "softcap": 3.0}) for w in (20, 1, 64, 139)),
+    # Several tiles of columns, of which some end in the middle of a column's heads.
+    (torch.bfloat16, 256, 3, 35, [40, 0], [35, 3], {}),
+    (torch.float32, 80, 3, 35, [40, 0], [35, 3], {}),
+    (torch.bfloat16, 64, 3, 11, [130, 2], None, {}),
+]
 
 
-@pytest.mark.parametrize("window", some([20, 1, 64, 139], 0, 3))
-def test_windows_and_caps(window: int, device: torch.device) -> None:
-    """Windows that begin within a block of keys, and the bits of the invariant form column by column."""
-    k_cache, v_cache = make_storage(2, 1, 150, 32, torch.float32, "plain", device)
-    q = make_queries(2, 2, 3, 32, torch.float32, device)
-    n = on_device([130, 7], device)
-    expected = reference.verify_attention(q, k_cache, v_cache, n, None, 1.0, window, 3.0)
-    options: dict[str, Any] = {"scale": 1.0, "window": window, "softcap": 3.0}
+@pytest.mark.parametrize(("dtype", "dim", "heads", "width", "lengths", "fed", "options"), some(BLOCKS, 0, 3))
+def test_any_division_of_the_keys(dtype, dim, heads, width, lengths, fed, options, device) -> None:
+    """One block of threads for all pairs of a tile takes two launches, without tickets."""
+    k_cache, v_cache = make_storage(2, 1, 150, dim, dtype, device)
+    q, n = make_queries(2, heads, width, dim, dtype, device), on_device(lengths, device)
+    counts = None if fed is None else on_device(fed, device)
+    expected = reference.verify_attention(q, k_cache, v_cache, n, counts, **options)
     for more in ({}, {"splits": 4}, {"invariant": True}):
-        got = kernels.verify_attention(q, k_cache, v_cache, n, **options, **more)
-        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(steps(q, k_cache, v_cache, n, **options, invariant=True), got)
-
-
-@pytest.mark.parametrize(("dtype", "dim"), some([(torch.bfloat16, 256), (torch.float32, 80)], 0, 2))
-def test_wide_blocks_and_heads(dtype: torch.dtype, dim: int, device: torch.device) -> None:
-    """Several tiles of columns, of which some end in the middle of a column's heads."""
-    k_cache, v_cache = make_storage(2, 1, 75, dim, dtype, "plain", device)
-    q = make_queries(2, 3, 35, dim, dtype, device)
-    n, fed = on_device([40, 0], device), on_device([35, 3], device)
-    expected = reference.verify_attention(q, k_cache, v_cache, n, fed)
-    for options in ({}, {"splits": 4}, {"invariant": True}):
-        check(kernels.verify_attention(q, k_cache, v_cache, n, fed, **options), expected, dtype)
+        tickets = torch.full((4,), 77 if width > 10 else 0, dtype=torch.int32, device=device)
+        got = kernels.verify_attention(q, k_cache, v_cache, n, counts, **options, **more, workspace=tickets)
+        check(got, expected, dtype)
+        assert tickets.tolist() == [77 if width > 10 else 0] * 4
 
 
 def steps(q: Tensor, k_cache: Tensor, v_cache: Tensor, n: Tensor, **options: object) -> Tensor:
@@ -115,21 +81,12 @@ def steps(q: Tensor, k_cache: Tensor, v_cache: Tensor, n: Tensor, **options: obj
     return torch.cat(rows)
 
 
-def matmul_in_order(a: np.ndarray, b: np.ndarray, dtype: Any = None) -> np.ndarray:
-    """Each element a sum over k in order. A BLAS sums the rows at the edge of its tiles in another order, on some processors."""
-    a, b = a.astype(dtype), b.astype(dtype)
-    out = np.zeros((*a.shape[:-1], b.shape[-1]), dtype)
-    for k in range(a.shape[-1]):
-        out += a[..., :, k : k + 1] * b[..., k : k + 1, :]
-    return out
-
-
 @pytest.mark.parametrize("dtype", some(DTYPES[:2], 1, 2), ids=str)
 def test_invariant_to_the_last_bit(dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block of columns in a batch has the bits of each column alone, also across the ends of blocks, spans and tiles."""
     monkeypatch.setattr(np, "matmul", matmul_in_order)  # the interpreter's products
     q = make_queries(2, 4, 5, 80, dtype, device)
-    k_cache, v_cache = make_storage(2, 1, 290, 80, dtype, "plain", device)
+    k_cache, v_cache = make_storage(2, 1, 290, 80, dtype, device)
     n = on_device([253, 61], device)
     block = kernels.verify_attention(q, k_cache, v_cache, n, invariant=True)
     assert torch.equal(block, steps(q, k_cache, v_cache, n, invariant=True))
@@ -150,7 +107,7 @@ KINDS = [
 @pytest.mark.parametrize(("dtype", "dim", "width", "invariant"), some(KINDS, 0, 3))
 def test_one_launch_has_the_bits_of_two(dtype, dim, width, invariant, device, monkeypatch) -> None:
     """Tiles whose rows see different numbers of spans, a row that idles, one that leads out, and one that a single block takes."""
-    k_cache, v_cache = make_storage(4, 2, 610, dim, dtype, "plain", device)
+    k_cache, v_cache = make_storage(4, 2, 610, dim, dtype, device)
     q = make_queries(4, 8, width, dim, dtype, device)
     n, fed = on_device([600 - width, 254, 2**30, 3], device), on_device([width, width, 1, 0], device)
     options = {"invariant": invariant, "splits": 4}
@@ -165,35 +122,6 @@ def test_one_launch_has_the_bits_of_two(dtype, dim, width, invariant, device, mo
             assert torch.equal(one[[0, 1, 3]], two[[0, 1, 3]])
         with pytest.raises(TypeError):
             kernels.verify_attention(q, k_cache, v_cache, n, fed, **options)
-
-
-def test_a_wide_block_takes_two_launches(device: torch.device) -> None:
-    """One block would combine all pairs of a tile."""
-    k_cache, v_cache = make_storage(1, 1, 150, 64, torch.bfloat16, "plain", device)
-    q = make_queries(1, 3, 11, 64, torch.bfloat16, device)
-    tickets = torch.full((2,), 77, dtype=torch.int32, device=device)
-    got = kernels.verify_attention(q, k_cache, v_cache, on_device([130], device), splits=3, workspace=tickets)
-    assert tickets.tolist() == [77, 77]
-    check(got, reference.verify_attention(q, k_cache, v_cache, torch.tensor([130])), torch.bfloat16)
-
-
-def test_rows_that_lead_out_are_nan(device: torch.device) -> None:
-    k_cache, v_cache = make_storage(5, 1, 40, 16, torch.float32, "plain", device)
-    q = make_queries(5, 2, 4, 16, torch.float32, device)
-    n = on_device([-1, 37, 2**62, 3, 10], device, torch.int64)
-    fed = on_device([1, 4, 1, 5, 4], device)
-    for options in ({}, {"splits": 2}, {"invariant": True}):
-        got = kernels.verify_attention(q, k_cache, v_cache, n, fed, **options)
-        assert got[:4].isnan().all()
-        check(got[4:], reference.verify_attention(q[4:], k_cache[4:], v_cache[4:], n[4:]), torch.float32)
-
-
-def test_nothing_to_do(device: torch.device) -> None:
-    k_cache, v_cache = make_storage(2, 1, 8, 16, torch.float32, "plain", device)
-    for batch, width in ((0, 3), (2, 0)):
-        q = torch.zeros(batch, 2, width, 16, device=device)
-        n = on_device([0] * batch, device)
-        assert kernels.verify_attention(q, k_cache[:batch], v_cache[:batch], n).shape == (batch, 2, width, 16)
 
 
 @pytest.mark.gpu
@@ -212,7 +140,7 @@ def test_long_context(dtype: torch.dtype, dim: int, group: int, device: torch.de
     """8k keys in the sizes that models have, all tiles of columns, over the ends of spans."""
     n = on_device([8000, 0, 4096, 511], device)
     workspace = torch.zeros(16, dtype=torch.int32, device=device)
-    k_cache, v_cache = make_storage(4, 2, 8192, dim, dtype, "plain", device)
+    k_cache, v_cache = make_storage(4, 2, 8192, dim, dtype, device)
     for width in (1, 5, 40):
         q = make_queries(4, 2 * group, width, dim, dtype, device)
         fed = on_device([width, width // 2, width, 0], device)
@@ -230,7 +158,7 @@ def test_long_context(dtype: torch.dtype, dim: int, group: int, device: torch.de
 def test_invariant_at_8k_keys(device: torch.device) -> None:
     """The interpreter multiplies matrices in its own way; so does a GPU."""
     q = make_queries(4, 32, 9, 128, torch.bfloat16, device)
-    k_cache, v_cache = make_storage(4, 8, 8200, 128, torch.bfloat16, "plain", device)
+    k_cache, v_cache = make_storage(4, 8, 8200, 128, torch.bfloat16, device)
     n = on_device([8187, 0, 4090, 253], device)
     block = kernels.verify_attention(q, k_cache, v_cache, n, invariant=True)
     assert torch.equal(block, steps(q, k_cache, v_cache, n, invariant=True))

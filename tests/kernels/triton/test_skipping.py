@@ -8,23 +8,39 @@ import importlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
 from pipespec_kernels import reference
-from pipespec_kernels.noise import DRAFT
+from pipespec_kernels.noise import DRAFT, Noise
 from pipespec_kernels.triton import Config, Workspace, rejection_sample, verify
 from pipespec_kernels.triton.launch import choose_config, cut, notes_pay
 from pipespec_kernels.triton.philox import INTERPRETED
 from tests.trials import trials
 
+from ..cases import Draw, argmax_slowly, sample_by_hand
 from ..selection import make_logits, ragged_counts
-from .test_rejection_sample import drawn, noise_for
-from .test_verify import MODES, draft_tokens_for, make_noise
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="programs are put in order, and counted, in the interpreter")
-Grid = tuple[int, int, int]
+MODES = ("greedy", "coupled", "cutoff")
+
+
+def noise_for(mode: str, logits: torch.Tensor, seed: int) -> Noise | None:
+    rows, columns, vocabulary = logits.shape
+    draw = Draw(seed, logits.dtype, rows=rows, columns=columns, vocabulary=vocabulary)
+    return None if mode == "greedy" else draw.noise(logits, mode == "cutoff")
+
+
+def chosen_before(logits: torch.Tensor, noise: Noise | None) -> torch.Tensor:
+    """In each column what the one before chooses."""
+    return (argmax_slowly(logits) if noise is None else sample_by_hand(logits, noise)).long().roll(1, 1)
+
+
+def drawn(draft: torch.Tensor, noise: Noise) -> torch.Tensor:
+    """Draft tokens as a draft draws them."""
+    return chosen_before(draft, replace(noise, stream=DRAFT, cutoff=None))
 
 
 def as_on_a_gpu(count: int) -> list[int]:
@@ -85,12 +101,13 @@ def test_launches_in_any_order(mode: str, device: torch.device) -> None:
     short, kinds = 0, ["normal", "few values", "nans", "minus inf"]
     for trial in range(trials(ci=4, nightly=300)):
         logits = make_logits(kinds[trial % 4], (2, 5, 37), torch.float32, generator)
+        noise = noise_for(mode if verifies else "coupled", logits, trial)
+        draft = logits + torch.randn(logits.shape, generator=generator)
         if verifies:
-            noise, draft = make_noise(mode, logits, generator), None
-            tokens = draft_tokens_for(logits, noise, 0.7, generator)
+            tokens = chosen_before(logits, noise)
+            tokens[torch.rand(tokens.shape, generator=generator) < 0.25] = 5
         else:
-            noise, draft = noise_for(2, generator), logits + torch.randn(logits.shape, generator=generator)
-            tokens = drawn(draft, noise, DRAFT)
+            tokens = drawn(draft, noise)
         tokens[0, 2 + trial // 4 % 3] = [-1, 37, 2**32, 5][trial % 4]
         counts = ragged_counts(2, 5, generator)
         counts[0][0], counts[1][0] = 5, 4
@@ -115,8 +132,8 @@ def test_launches_in_any_order(mode: str, device: torch.device) -> None:
 def test_columns_behind_a_rejected_draft_token_are_not_read(mode: str, splits: int, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(4)
     logits = make_logits("normal", (3, 6, 90), torch.float32, generator)
-    noise = make_noise(mode, logits, generator)
-    tokens = draft_tokens_for(logits, noise, 1.0, generator)
+    noise = noise_for(mode, logits, 4)
+    tokens = chosen_before(logits, noise)
     chosen = tokens.clone()
     # Rejected because another id of its span is better, because one of another span is, and because it is no id.
     row, column = torch.tensor([0, 1, 2]), torch.tensor([1, 3, 2])
@@ -147,8 +164,9 @@ def test_rejection_sampling_reads_the_columns_that_it_needs(device: torch.device
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(2, 5, 90, generator=generator)
     draft = logits.clone()  # every draft token passes
-    noise = noise_for(2, generator)
-    tokens = drawn(draft, noise, DRAFT)
+    noise = noise_for("coupled", logits, 5)
+    assert noise is not None
+    tokens = drawn(draft, noise)
     tokens[0, 3] = 90
     n = torch.full((2,), 5, dtype=torch.int32)
     with ordered(as_on_a_gpu), reads(logits) as of_target, reads(draft) as of_draft:

@@ -463,8 +463,10 @@ cudaError_t allocate(void** memory, std::size_t bytes, cudaMemoryType type) {
   return cudaSuccess;
 }
 
-cudaError_t release(void* memory) {
-  if (memory == nullptr) return cudaSuccess;
+// Also of a broken device.
+cudaError_t release(const char* function, void* memory) {
+  const cudaError_t entered = enter(function, current_device, Fails::kWithDevice);
+  if (memory == nullptr) return entered;
   bool known;
   {
     const std::lock_guard lock(world().mutex);
@@ -472,10 +474,10 @@ cudaError_t release(void* memory) {
   }
   if (!known) {
     misuse("memory is freed that is not allocated");
-    return report(cudaErrorInvalidValue);
+    return entered != cudaSuccess ? entered : report(cudaErrorInvalidValue);
   }
   std::free(memory);
-  return cudaSuccess;
+  return entered;
 }
 
 }  // namespace
@@ -486,27 +488,18 @@ cudaError_t release(void* memory) {
 cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 
 const char* cudaGetErrorString(cudaError_t error) {
-  switch (error) {
-    case cudaSuccess:
-      return "no error";
-    case cudaErrorInvalidValue:
-      return "invalid argument";
-    case cudaErrorMemoryAllocation:
-      return "out of memory";
-    case cudaErrorNoDevice:
-      return "no CUDA-capable device is detected";
-    case cudaErrorInvalidDevice:
-      return "invalid device ordinal";
-    case cudaErrorInvalidResourceHandle:
-      return "invalid resource handle";
-    case cudaErrorNotReady:
-      return "device not ready";
-    case cudaErrorIllegalAddress:
-      return "an illegal memory access was encountered";
-    case cudaErrorLaunchFailure:
-      return "unspecified launch failure";
-  }
-  return "unrecognized error code";
+  static const std::map<cudaError_t, const char*> strings{
+      {cudaSuccess, "no error"},
+      {cudaErrorInvalidValue, "invalid argument"},
+      {cudaErrorMemoryAllocation, "out of memory"},
+      {cudaErrorNoDevice, "no CUDA-capable device is detected"},
+      {cudaErrorInvalidDevice, "invalid device ordinal"},
+      {cudaErrorInvalidResourceHandle, "invalid resource handle"},
+      {cudaErrorNotReady, "device not ready"},
+      {cudaErrorIllegalAddress, "an illegal memory access was encountered"},
+      {cudaErrorLaunchFailure, "unspecified launch failure"}};
+  const auto found = strings.find(error);
+  return found == strings.end() ? "unrecognized error code" : found->second;
 }
 
 cudaError_t cudaRuntimeGetVersion(int* version) {
@@ -540,20 +533,12 @@ cudaError_t cudaHostAlloc(void** memory, std::size_t bytes, unsigned flags) {
   if ((flags & cudaHostAllocMapped) == 0) return report(cudaErrorInvalidValue);
   return allocate(memory, bytes, cudaMemoryTypeHost);
 }
-cudaError_t cudaFreeHost(void* memory) {
-  const cudaError_t error = enter(__func__, current_device, Fails::kWithDevice);
-  const cudaError_t released = release(memory);
-  return error != cudaSuccess ? error : released;
-}
+cudaError_t cudaFreeHost(void* memory) { return release(__func__, memory); }
 cudaError_t cudaMalloc(void** memory, std::size_t bytes) {
   ENTER(current_device);
   return allocate(memory, bytes, cudaMemoryTypeDevice);
 }
-cudaError_t cudaFree(void* memory) {
-  const cudaError_t error = enter(__func__, current_device, Fails::kWithDevice);
-  const cudaError_t released = release(memory);
-  return error != cudaSuccess ? error : released;
-}
+cudaError_t cudaFree(void* memory) { return release(__func__, memory); }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* out, const void* address) {
   ENTER(current_device);
   *out = {cudaMemoryTypeUnregistered, -2, nullptr, const_cast<void*>(address)};
@@ -595,13 +580,11 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return error;
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
-  const cudaError_t error = enter(__func__, stream->device, Fails::kWithDevice);
-  if (error != cudaSuccess) return error;
+  ENTER(stream->device, Fails::kWithDevice);
   return stream->idle() ? cudaSuccess : report(cudaErrorNotReady);
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-  const cudaError_t error = enter(__func__, stream->device, Fails::kWithDevice);
-  if (error != cudaSuccess) return error;
+  ENTER(stream->device, Fails::kWithDevice);
   {
     std::unique_lock lock(stream->mutex);
     stream->ended.wait(lock, [&] { return stream->idle(); });
@@ -645,8 +628,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  const cudaError_t error = enter(__func__, event->device, Fails::kWithDevice);
-  if (error != cudaSuccess) return error;
+  ENTER(event->device, Fails::kWithDevice);
   const std::shared_ptr<EventState> state = event->state;
   const int device = event->device;
   if (await_record(*state, event->recorded, device) != cudaSuccess) return report(broken(device));

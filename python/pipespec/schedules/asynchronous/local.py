@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -18,18 +17,14 @@ from itertools import chain
 
 from transformers import PreTrainedModel
 
+from pipespec.checks.support import check_shareable
 from pipespec.config import SpeculationConfig
-from pipespec.engine.inputs import StageInputs
-from pipespec.models.layout import CacheLayout
-from pipespec.models.properties import compute_dtype
-from pipespec.preflight.support import check_shareable
 from pipespec.process.threads import target_threads
 from pipespec.schedules.asynchronous.channel import Channel, ChannelError, Closed
 from pipespec.schedules.asynchronous.driver import AsynchronousDriver, Peer
 from pipespec.schedules.asynchronous.messages import Call, Status
 from pipespec.schedules.asynchronous.weights import share
 from pipespec.schedules.asynchronous.worker import Setup
-from pipespec.schedules.request import GenerationRequest
 from pipespec_kernels.state import SharedMemory, StateBlock
 
 NICE = 5
@@ -64,7 +59,6 @@ class LocalPeer(Peer):
     Args:
         setup: What the process builds, but for the ``parts`` of its memories.
         parts: The shared memories, and the numbers of the parts of each that the process may write.
-        model: The draft.
 
     Attributes:
         process: None: there is none.
@@ -72,16 +66,15 @@ class LocalPeer(Peer):
 
     returns = "its process has been started again"
 
-    def __init__(self, setup: Setup, parts: Sequence[tuple[SharedMemory, set[int]]], model: PreTrainedModel) -> None:
+    def __init__(self, setup: Setup, parts: Sequence[tuple[SharedMemory, set[int]]]) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         self.channel: Channel | None = None
-        self._setup, self._parts, self._model = setup, parts, model
+        self._setup, self._parts = setup, parts
         self._status: Status | None = None
         self._is_ready = False
         self._failure: str | None = None  # until its process has been started again and is ready
         self._generation = 0  # the last one that it was sent
         self._ready_by = 0.0
-        self._cache = (0, 0)  # rows, and a lower bound of the positions
         _peers.add(self)
 
     @property
@@ -97,7 +90,7 @@ class LocalPeer(Peer):
         It has the caller's present environment, ``sys.path``, directory, output and processor affinity, and a process group of its own: the terminal's
         Ctrl-C and Ctrl-Z do not reach it.
         """
-        self._status, self._is_ready, self._generation, self._cache = None, False, 0, (0, 0)
+        self._status, self._is_ready, self._generation = None, False, 0
         self._ready_by = time.monotonic() + _READY_TIMEOUT_S
         if not sys.executable:
             self._lose(
@@ -223,8 +216,6 @@ class LocalPeer(Peer):
             self._lose(self.failure() or f"it does not answer for {_FINISH_TIMEOUT_S:.0f} s")
 
     def begin(self, call: Call) -> None:
-        rows, capacity = len(call.inputs.prompts), call.inputs.capacity
-        self._cache = (rows, max(capacity, self._cache[1]) if rows == self._cache[0] else capacity)
         self._generation = call.generation
         assert self.channel is not None
         with self._uninterrupted("a call to it was interrupted"), suppress(Closed):
@@ -232,15 +223,6 @@ class LocalPeer(Peer):
 
     def await_end(self) -> None:
         self._await_idle(time.monotonic() + _FINISH_TIMEOUT_S)
-
-    def reusable_bytes(self, inputs: StageInputs) -> int:
-        """Bytes of its cache that a call takes over."""
-        rows, (had_rows, had) = len(inputs.prompts), self._cache
-        # A cache that grows exists twice while it is copied.
-        if (inputs.reuse and rows == had_rows and inputs.capacity > had) or self.process is None:
-            return 0
-        layout, dtype = CacheLayout.of(self._model.config), compute_dtype(self._model)
-        return min(layout.bytes_for(*size, dtype) for size in ((had_rows, had), (rows, inputs.capacity)))
 
 
 _REMEDIES = {
@@ -317,13 +299,12 @@ class LocalDriver(AsynchronousDriver):
 
     def _peer(self, i: int) -> LocalPeer:
         assert isinstance(self.block.memory, SharedMemory)
-        model, trace, stages = self._model_of(i), self._trace_memory, self.config.stages_of(i)
-        weights, memory = share(model)
+        (weights, memory), trace, stages = share(self._model_of(i)), self._trace_memory, self.config.stages_of(i)
         parts = [(memory, {0}), (self.block.memory, self.block.parts_of(stages))]
         if trace is not None:
             parts.append((trace.memory, set(stages)))
         drafts = self.config.drafts[stages[0] : i + 1]
-        return LocalPeer(Setup(i, weights, [], trace.entries if trace else 0, self.config.native, drafts), parts, model)
+        return LocalPeer(Setup(i, weights, [], trace.entries if trace else 0, self.config.native, drafts), parts)
 
     def _open(self) -> None:
         """Start all processes, which import and build their models together, and wait until they are ready."""
@@ -351,12 +332,6 @@ class LocalDriver(AsynchronousDriver):
         for peer in self.peers.values():
             if peer.process is None:
                 peer.start()
-
-    def reusable_bytes(self, request: GenerationRequest) -> Counter[str]:
-        found = super().reusable_bytes(request)
-        for i, peer in self.peers.items():
-            found[str(self._model_of(i).device)] += peer.reusable_bytes(request.inputs)
-        return found
 
     def close(self) -> None:
         """End the processes. A later ``run`` starts them again."""

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from pipespec.checks.devices import AUTO, Devices, arrange, place_of_each, rank_device
+from pipespec.checks.models import Vocabulary, check_architecture, check_vocabularies, vocabulary_of
+from pipespec.checks.support import check_runnable
 from pipespec.config import SpeculationConfig
 from pipespec.engine.inputs import stage_names
 from pipespec.models.loading import load_model
-from pipespec.preflight.checks import Vocabulary, check_architecture, check_vocabularies, vocabulary_of
-from pipespec.preflight.devices import AUTO, Devices, place_of_each, rank_device
-from pipespec.preflight.placement import arrange
-from pipespec.preflight.support import check_runnable
 from pipespec.process.ranks import START_S, RankError, Ranks, rank_and_world
 from pipespec.schedules.asynchronous.remote import DraftRank, RemoteDriver
 from pipespec.schedules.base import Decoder
@@ -52,7 +51,7 @@ def join(
     Raises:
         ValueError: There are no ranks, their number is not that of the models, or a model cannot take part.
         RankError: Another rank is missing, cannot take part, or has another version or other settings.
-        Exception: Those of :func:`pipespec.preflight.placement.arrange` and :func:`pipespec.models.loading.load_model`.
+        Exception: Those of :func:`pipespec.checks.devices.arrange` and :func:`pipespec.models.loading.load_model`.
     """
     rank, world = rank_and_world()
     if world != len(given):

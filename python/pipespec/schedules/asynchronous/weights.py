@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from pipespec.engine.runtime import runtime_of
 from pipespec.models.adapters import named_tensors
 from pipespec.models.quantized import Blocks
 from pipespec.models.quantizing import described, skeleton
@@ -86,24 +86,21 @@ class SharedWeights:
         return model.eval()
 
 
-_shared: weakref.WeakKeyDictionary[PreTrainedModel, tuple[SharedWeights, SharedMemory]] = weakref.WeakKeyDictionary()
-
-
 def share(model: PreTrainedModel) -> tuple[SharedWeights, SharedMemory]:
     """Put the weights of ``model`` into shared memory. A model on the CPU that lies there already keeps its memory."""
-    known = _shared.get(model)
-    if known is not None:
-        weights, memory = known
+    runtime = runtime_of(model)
+    if runtime.shared is not None:
+        weights, memory = runtime.shared
         tensors = dict(named_tensors(model))
         if tensors.keys() == weights.tensors.keys() and all(
             (t.data_ptr(), t.dtype, t.shape) == (memory.address + offset, dtype, shape)
             for t, (offset, dtype, shape) in ((tensors[name], weights.tensors[name]) for name in tensors)
             if t.numel()
         ):
-            return known
+            return weights, memory
     weights = SharedWeights.describe(model)
     # A fork of this process and its own workers only read the shared weights.
     memory = SharedMemory.create([weights.size], copied_by_forks=False)
     weights.store(model, memory)
-    _shared[model] = weights, memory
+    runtime.shared = weights, memory
     return weights, memory

@@ -9,10 +9,8 @@ from transformers import PreTrainedModel
 
 from pipespec.engine.attention import ATTENTION
 from pipespec.engine.inputs import stage_names
+from pipespec.engine.runtime import runtime_of
 from pipespec.errors import NotCapturable
-
-_borrowed: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, int]] = weakref.WeakKeyDictionary()
-"""Per model its own attention, and how many :class:`BorrowedAttention` are open."""
 
 
 class _BorrowedName(str):
@@ -52,7 +50,8 @@ class BorrowedAttention:
         self._finalizer = weakref.finalize(self, _restore, held)
         self._finalizer.atexit = False
         for i, model in enumerate(models):
-            own, holders = _borrowed.get(model, (model.config._attn_implementation, 0))
+            runtime = runtime_of(model)
+            own, holders = runtime.borrowed or (model.config._attn_implementation, 0)
             cause = "it stays as it is"
             try:
                 if model.config._attn_implementation != ATTENTION:
@@ -67,7 +66,7 @@ class BorrowedAttention:
                 raise NotCapturable(
                     name, f"{type(model).__name__}'s {own} attention, which is not {ATTENTION!r}", cause
                 )
-            _borrowed[model] = own, holders + 1
+            runtime.borrowed = own, holders + 1
             held.append(weakref.ref(model))
 
     def close(self) -> None:
@@ -80,9 +79,13 @@ def _restore(models: list[weakref.ref[PreTrainedModel]]) -> None:
         model = held()
         if model is None:
             continue
-        own, holders = _borrowed.pop(model)
+        runtime = runtime_of(model)
+        assert runtime.borrowed is not None
+        own, holders = runtime.borrowed
         if holders > 1:
-            _borrowed[model] = own, holders - 1
+            runtime.borrowed = own, holders - 1
+            continue
+        runtime.borrowed = None
         # Otherwise the user has set another attention in the meantime.
-        elif model.config._attn_implementation == ATTENTION and own != ATTENTION:
+        if model.config._attn_implementation == ATTENTION and own != ATTENTION:
             model.set_attn_implementation(own)

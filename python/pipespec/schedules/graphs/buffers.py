@@ -11,37 +11,11 @@ import torch
 from torch import Tensor
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.sampler import ScoreRecord, check_drawn, logprobs_of
-from pipespec.engine.sampling import FusedPenalties, SamplingParams
-from pipespec_kernels import dispatch, ops
-from pipespec_kernels.noise import ALL_DRAWN, Noise
+from pipespec.engine.sampler import Sampler, SamplingKind
+from pipespec.engine.sampling import FusedPenalties, SamplingParams, ScoreRecord, Step, logprobs_of
+from pipespec_kernels import ops
 
 _numbers = itertools.count(1)
-
-
-class SamplingKind(NamedTuple):
-    """The part of the sampling parameters that decides which kernels run. Their numbers lie in memory and may change between launches.
-
-    Attributes:
-        sampled: False: greedy.
-        top_k: Whether a top-k filter runs; likewise ``top_p`` and ``min_p``.
-        penalties: Number of the :class:`StaticPenalties` that apply; 0: none.
-        record: Number of the :class:`StaticRecord` that is written; 0: none.
-    """
-
-    sampled: bool = False
-    top_k: bool = False
-    top_p: bool = False
-    min_p: bool = False
-    penalties: int = 0
-    record: int = 0
-
-    @classmethod
-    def of(cls, sampling_params: SamplingParams, penalties: int = 0) -> SamplingKind:
-        if sampling_params.seeds is None:
-            return cls(penalties=penalties)
-        s = sampling_params
-        return cls(True, s.top_k > 0, s.top_p < 1.0, s.min_p > 0.0, penalties)
 
 
 class StaticPenalties:
@@ -55,16 +29,18 @@ class StaticPenalties:
 
     Attributes:
         number: Differs between any two instances.
+        history: int32 ``[rows, capacity]``. Each step appends the tokens that it feeds.
+        offsets: int32 ``[rows]``, the position in the history of the text's first token.
+        numbers: Those of :func:`pipespec_kernels.ops.penalize`.
     """
 
     def __init__(self, rows: int, capacity: int, biases: int, device: torch.device) -> None:
         self.number = next(_numbers)
         self._capacity, self._room = capacity, biases
-        self._history = torch.zeros((rows, capacity), dtype=torch.int32, device=device)
-        # Position in the history of the text's first token.
-        self._offsets = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._penalties = self._padded(FusedPenalties()).tensors([0] * rows, device)
-        self._workspaces: dict[int, Tensor] = {}  # by width
+        self.history = torch.zeros((rows, capacity), dtype=torch.int32, device=device)
+        self.offsets = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.numbers = self._padded(FusedPenalties()).tensors([0] * rows, device)
+        self._workspaces: dict[int, Tensor] = {}  # by width, since graphs keep the addresses
 
     def fits(self, capacity: int, biases: int) -> bool:
         """Whether there is room for this many tokens and biases. Without biases none are applied."""
@@ -77,9 +53,9 @@ class StaticPenalties:
     def set(self, fused: FusedPenalties, sampling_params: SamplingParams, prompts: Sequence[np.ndarray]) -> None:
         """Start a call with these prompts, int32 ``[P_r]``."""
         ignored = [sampling_params.ignored_ids(row) for row in range(len(prompts))]
-        new = self._padded(fused).tensors(ignored, self._history.device)
+        new = self._padded(fused).tensors(ignored, self.history.device)
         for name in ("repetition", "presence", "frequency", "prompt_lengths", "bias_ids", "bias"):
-            if (own := getattr(self._penalties, name)) is not None:
+            if (own := getattr(self.numbers, name)) is not None:
                 own.copy_(getattr(new, name))
         offsets = [0] * len(prompts)
         for row, prompt in enumerate(prompts):
@@ -87,29 +63,15 @@ class StaticPenalties:
             if sampling_params.prompts:
                 shown = sampling_params.prompts[row].ids[ignored[row] :]
                 offsets[row] = len(shown) - sampling_params.prompts[row].length
-            self._history[row, : len(shown)].copy_(torch.from_numpy(np.ascontiguousarray(shown)))
-        self._offsets.copy_(torch.tensor(offsets, dtype=torch.int32))
+            self.history[row, : len(shown)].copy_(torch.from_numpy(np.ascontiguousarray(shown)))
+        self.offsets.copy_(torch.tensor(offsets, dtype=torch.int32))
 
-    def __call__(
-        self, logits: Tensor, tokens: Tensor, kv: Tensor, n_select: Tensor, num_draft_tokens: Tensor
-    ) -> Tensor:
-        """The penalised logits, float32; see :meth:`StaticSampler.__call__`. Appends the tokens to the text."""
-        if logits.dtype is not torch.float32:
-            logits = logits.float()
-        rows, width, vocab = logits.shape
+    def workspace(self, logits: Tensor) -> Tensor | None:
+        """That of :func:`pipespec_kernels.ops.penalize` on a GPU; None on a CPU."""
+        width = logits.shape[1]
         if logits.is_cuda and width not in self._workspaces:
-            self._workspaces[width] = torch.zeros(rows * width * vocab, dtype=torch.int32, device=logits.device)
-        ops.penalize(
-            logits,
-            tokens,
-            self._history,
-            kv + self._offsets,
-            self._penalties,
-            query_lens=n_select,
-            num_draft_tokens=num_draft_tokens,
-            workspace=self._workspaces.get(width),
-        )
-        return logits
+            self._workspaces[width] = torch.zeros(logits.numel(), dtype=torch.int32, device=logits.device)
+        return self._workspaces.get(width)
 
 
 class StaticRecord:
@@ -152,41 +114,32 @@ class StaticRecord:
         """Whether this is what a call records, with room for its tokens."""
         return self._wanted == self._of(record) and tokens <= self._tokens
 
-    @property
-    def keeps_logits(self) -> bool:
-        """Whether logits as the model returns them are recorded."""
-        return self._logits is not None
-
     def start(self, starts: Sequence[int]) -> None:
         """Start a call whose rows begin with prompts of these lengths."""
         self._starts.copy_(torch.tensor(starts, dtype=torch.int32))
 
-    def __call__(
+    def write(
         self,
         raw: Tensor,
         processed: Tensor,
         selected: Tensor,
-        kv: Tensor,
-        n_select: Tensor,
-        num_draft_tokens: Tensor,
+        step: Step,
         inverse_temperature: Tensor | None,
         cutoff: Tensor | None,
+        first_row: int = 0,
     ) -> None:
-        """Write what a step has selected, see :meth:`StaticSampler.__call__`; ``raw``: the logits before penalties."""
+        """See :meth:`pipespec.engine.sampling.ScoreRecord.write`."""
         width = selected.shape[1]
-        step = torch.arange(width, device=selected.device)
-        column = (n_select - 1 - num_draft_tokens)[:, None] + step
-        entry = kv[:, None] + 1 + column - self._starts[:, None]
-        # A block may go on behind the end of its row.
+        column = (step.query_lens - 1 - step.num_draft_tokens)[:, None] + torch.arange(width, device=selected.device)
+        entry = step.kv[:, None] + 1 + column - self._starts[:, None]
+        # A block may go on after the end of its row.
         entry = torch.where((selected >= 0) & (entry < self._tokens), entry, self._tokens).long()
         column = column.clamp(0, width - 1).long()
         for own, logits in ((self._logits, raw), (self._processed, processed)):
             if own is not None:
                 own[self._row, entry] = logits[self._row, column].float()
         if self._logprobs is not None and self._top_ids is not None and self._top_n is not None:
-            logprobs, top_ids = logprobs_of(
-                processed, selected, n_select, num_draft_tokens, inverse_temperature, cutoff, self._top_n
-            )
+            logprobs, top_ids = logprobs_of(processed, selected, step, inverse_temperature, cutoff, self._top_n)
             self._logprobs[self._row, entry] = logprobs
             self._top_ids[self._row, entry] = top_ids
 
@@ -199,54 +152,36 @@ class StaticRecord:
                 record.add(row, end - begin, *(None if x is None else x[row, begin:end] for x in own))
 
 
-class StaticSampler:
-    """Chooses the tokens of one stage on its device: :class:`pipespec.engine.sampler.Sampler` with its numbers at fixed addresses.
-
-    Args:
-        rows: Rows of the batch.
-        device: The stage's device.
-        is_target: Whether logits without a distribution are an error. A draft without one only drafts badly.
-
-    Attributes:
-        kind: The kind of sampling of the present call.
-    """
+class StaticSampler(Sampler):
+    """Chooses the tokens of a step that can be captured: penalties and records, too, lie at fixed addresses."""
 
     def __init__(self, rows: int, device: torch.device, is_target: bool) -> None:
-        self.kind, self._is_target = SamplingKind(), is_target
-        self._rows, self._device = rows, device
+        super().__init__(rows, device, is_target)
         self._penalties: StaticPenalties | None = None
-        self._record: StaticRecord | None = None
-        # By width, since graphs keep the addresses.
-        self._workspaces: dict[int, Any] = {}
-        self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._inverse_temperature = torch.ones(rows, dtype=torch.float32, device=device)
-        self._top_k = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._top_p = torch.ones(rows, dtype=torch.float64, device=device)
-        self._min_p = torch.zeros(rows, dtype=torch.float64, device=device)
-        # Per row the first position without a distribution, where the host reads it. Kernels write it over the bus, in this case only.
-        undrawn = torch.full((rows,), ALL_DRAWN, dtype=torch.int64, device="cpu")
-        self._undrawn = undrawn if device.type == "cpu" else undrawn.pin_memory()
+        self._kept: StaticRecord | None = None
 
-    def set(self, sampling_params: SamplingParams, prompts: Sequence[np.ndarray], most: int) -> None:
+    def start(self, sampling_params: SamplingParams, prompts: Sequence[np.ndarray], max_length: int) -> None:
         """Use these parameters from the next step on. The numbers overwrite the old ones in place.
 
         Args:
             sampling_params: Of the call.
             prompts: Per row, int32 ids ``[P_r]``.
-            most: Positions that a row may come to use.
+            max_length: Positions that a row may come to use.
         """
-        self.kind = SamplingKind.of(sampling_params, self._set_penalties(sampling_params, prompts, most))
-        if sampling_params.seeds is None:
+        self._set_numbers(sampling_params)
+        fused = sampling_params.penalties
+        if fused is None:
             return
-        self._seeds.copy_(torch.from_numpy(np.array(sampling_params.seeds, dtype=np.uint64).view(np.int64)))
-        self._inverse_temperature.fill_(1 / sampling_params.temperature)
-        self._top_k.fill_(sampling_params.top_k)
-        self._top_p.fill_(sampling_params.top_p)
-        self._min_p.fill_(sampling_params.min_p)
-        self._undrawn.fill_(ALL_DRAWN)
+        # Ids that processors see may be more than those of the text: padding within a prompt.
+        capacity = max_length + max([0, *(len(p.ids) - p.length for p in sampling_params.prompts)])
+        if self._penalties is None or not self._penalties.fits(capacity, len(fused.bias)):
+            room = 1 << (len(fused.bias) - 1).bit_length() if fused.bias else 0
+            self._penalties = StaticPenalties(self._rows, 1 << (capacity - 1).bit_length(), room, self._device)
+        self._penalties.set(fused, sampling_params, prompts)
+        self.kind = self.kind._replace(penalties=self._penalties.number)
 
     def keep(self, record: ScoreRecord, starts: Sequence[int], tokens: int, vocabulary: int) -> None:
-        """Record the logits of the present call, after :meth:`set`.
+        """Record the logits of the present call, after :meth:`start`.
 
         Args:
             record: What to record.
@@ -257,92 +192,43 @@ class StaticSampler:
         Raises:
             torch.OutOfMemoryError: There is no room for them.
         """
-        if self._record is None or not self._record.fits(record, tokens):
-            self._record = None
-            self._record = StaticRecord(record, self._rows, tokens, vocabulary, self._device)
-        self._record.start(starts)
-        self.kind = self.kind._replace(record=self._record.number)
+        if self._kept is None or not self._kept.fits(record, tokens):
+            self._kept = None
+            self._kept = StaticRecord(record, self._rows, tokens, vocabulary, self._device)
+        self._kept.start(starts)
+        self._record, self.kind = self._kept, self.kind._replace(record=self._kept.number)
 
     def read(self, record: ScoreRecord, lengths: Sequence[int]) -> None:
         """Take over what the steps have recorded, see :meth:`StaticRecord.read`."""
-        assert self._record is not None
-        self._record.read(record, lengths)
+        assert self._kept is not None
+        self._kept.read(record, lengths)
 
-    def _set_penalties(self, sampling_params: SamplingParams, prompts: Sequence[np.ndarray], most: int) -> int:
-        """Returns the number of the penalties that apply."""
-        fused = sampling_params.penalties
-        if fused is None:
-            return 0
-        # Ids that processors see may be more than those of the text: padding within a prompt.
-        capacity = most + max([0, *(len(p.ids) - p.length for p in sampling_params.prompts)])
-        if self._penalties is None or not self._penalties.fits(capacity, len(fused.bias)):
-            room = 1 << (len(fused.bias) - 1).bit_length() if fused.bias else 0
-            self._penalties = StaticPenalties(self._rows, 1 << (capacity - 1).bit_length(), room, self._device)
-        self._penalties.set(fused, sampling_params, prompts)
-        return self._penalties.number
-
-    def __call__(
-        self, logits: Tensor, tokens: Tensor, kv: Tensor, n_select: Tensor, num_draft_tokens: Tensor
-    ) -> Tensor:
-        """Choose tokens for all columns of a step, see :func:`pipespec_kernels.ops.verify`.
+    def __call__(self, logits: Tensor, step: Step) -> Tensor:
+        """Choose the tokens of one step, without a wait for the device.
 
         Args:
-            logits: ``[rows, width, vocabulary]``.
-            tokens: The tokens fed, int32 ``[rows, width]``.
-            kv: Position of each row's first token, int32 ``[rows]``.
-            n_select: Columns of each row that need a choice, int32 ``[rows]``.
-            num_draft_tokens: How many of them hold draft tokens, int32 ``[rows]``.
+            logits: ``[rows, width, V]``, of the columns of the step, in the model's dtype.
+            step: On the device of the logits.
 
         Returns:
-            ``selected``, int32 ``[rows, width]``.
+            int32 ``[rows, width]``: per row the accepted draft tokens and one more, then -1; see :func:`pipespec_kernels.ops.verify`.
         """
-        kind, noise, undrawn, cutoff, raw = self.kind, None, None, None, logits
-        if kind.penalties:
-            assert self._penalties is not None
-            if kind.record and self._record is not None and self._record.keeps_logits:
-                raw = logits.clone()  # penalties change float32 in place
-            logits = self._penalties(logits, tokens, kv, n_select, num_draft_tokens)
-        if kind.sampled:
-            if kind.top_k or kind.top_p or kind.min_p:
-                # Which filters run is fixed in a graph, so a filter that is off is left out here.
-                cutoff = ops.cutoff(
-                    logits,
-                    inv_temperature=self._inverse_temperature,
-                    top_k=self._top_k if kind.top_k else 0,
-                    top_p=self._top_p if kind.top_p else 1.0,
-                    min_p=self._min_p if kind.min_p else 0.0,
-                    query_lens=n_select,
-                    num_draft_tokens=num_draft_tokens,
-                )
-            # Column 0 chooses the token behind the first one that is fed.
-            noise = Noise(self._seeds, kv, self._inverse_temperature, cutoff, offset=1)
-            undrawn = self._undrawn if self._is_target else None
-        workspace = self._workspace(logits)
-        selected = ops.verify(
-            logits, tokens, n_select, num_draft_tokens, noise=noise, workspace=workspace, undrawn=undrawn
-        )[0]
-        if kind.record:
-            assert self._record is not None
-            inverse = self._inverse_temperature if kind.sampled else None
-            self._record(raw, logits, selected, kv, n_select, num_draft_tokens, inverse, cutoff)
-        return selected
-
-    def _workspace(self, logits: Tensor) -> Any:
-        """The work space of verification on a GPU, which each launch leaves zero; None on a CPU."""
-        rows, width, _ = logits.shape
-        if width not in self._workspaces:
-            kernels = dispatch.kernels(logits)
-            self._workspaces[width] = None if kernels is None else kernels.Workspace(rows, width, logits.device)
-        return self._workspaces[width]
-
-    def check_drawn(self) -> None:
-        """Check the steps that have ended.
-
-        Raises:
-            ValueError: A token was drawn from logits that are no distribution.
-        """
-        if self.kind.sampled:
-            check_drawn(self._undrawn)
+        processed = logits
+        if self.kind.penalties:
+            own = self._penalties
+            assert own is not None
+            processed = logits.to(torch.float32, copy=True)
+            ops.penalize(
+                processed,
+                step.tokens,
+                own.history,
+                step.kv + own.offsets,
+                own.numbers,
+                query_lens=step.query_lens,
+                num_draft_tokens=step.num_draft_tokens,
+                workspace=own.workspace(logits),
+            )
+        return self._choose(logits, processed, step)
 
 
 class StaticBuffers(NamedTuple):

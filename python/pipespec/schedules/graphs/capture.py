@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from pipespec.config import SpeculationConfig
 from pipespec.errors import NotCapturable
@@ -21,9 +22,8 @@ from pipespec.process.signals import raise_handlers_error
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep
 from pipespec.schedules.graphs.shadow import PinnedMemory
 from pipespec.schedules.graphs.stage import GraphedStage
-from pipespec.schedules.graphs.tracker import ModuleTracker
 from pipespec_kernels.device_state import DevicePort, PolicyRing
-from pipespec_kernels.env import LEAST_CAPABILITY
+from pipespec_kernels.env import MIN_CAPABILITY
 from pipespec_kernels.state import StateBlock
 
 _DRAFT_PRIORITY = -1
@@ -55,9 +55,9 @@ def check_device(device: torch.device) -> None:
     if torch.version.hip is not None:
         raise _refused("ROCm", "captured steps need a GPU of NVIDIA")
     major, minor = torch.cuda.get_device_capability(device)
-    if 10 * major + minor < LEAST_CAPABILITY:
-        least = LEAST_CAPABILITY / 10
-        raise _refused(str(device), f"the kernels need compute capability {least}, and this GPU has {major}.{minor}")
+    if 10 * major + minor < MIN_CAPABILITY:
+        needed = f"the kernels need compute capability {MIN_CAPABILITY / 10}"
+        raise _refused(str(device), f"{needed}, and this GPU has {major}.{minor}")
     if torch.cuda.get_allocator_backend() == "cudaMallocAsync":
         cause = "it has no memory pools for captures: unset PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync"
         raise _refused("torch's allocator", cause)
@@ -210,17 +210,17 @@ class CaptureResources:
 
         def run(warm_up: bool) -> None:
             nonlocal current, inside
-            try:
-                for current, launch in parts:  # noqa: B007
+            for stage, launch in parts:
+                try:
                     launch(warm_up)
-            except Exception:
-                inside = named or running[current.index].module
-                raise
+                except Exception:
+                    current, inside = stage, named or (running[stage] or ["the selection of its tokens"])[-1]
+                    raise
 
         with ExitStack() as trackers:
             running = {
-                stage.index: trackers.enter_context(ModuleTracker(stage.model))
-                for stage in {stage.index: stage for stage, _ in parts}.values()
+                stage: trackers.enter_context(_running_modules(stage.model))
+                for stage in dict.fromkeys(stage for stage, _ in parts)
                 if named is None
             }
             # The outer context restores the stream: torch does not where a capture fails to end.
@@ -350,7 +350,7 @@ class CapturedPrompt:
         resources: Of the stage.
         stage: The stage, prepared.
         width: Columns.
-        held: Tokens of each row that the cache holds. The warm-up writes behind them, where the first replay does.
+        held: Tokens of each row that the cache holds. The warm-up writes after them, where the first replay does.
 
     Raises:
         NotCapturable: See :meth:`CaptureResources.capture`.
@@ -364,7 +364,7 @@ class CapturedPrompt:
         self._captured = resources.capture(parts, inside="the forward over its prompt")
 
     def __call__(self, tokens: torch.Tensor, held: Sequence[int]) -> None:
-        """Feed tokens ``[rows, up to width]`` behind the first ``held[r]`` ones of each row, on the current stream."""
+        """Feed tokens ``[rows, up to width]`` after the first ``held[r]`` ones of each row, on the current stream."""
         self._tokens[:, : tokens.shape[1]] = tokens
         self._tokens[:, tokens.shape[1] :] = 0
         self._held.copy_(torch.tensor(held, dtype=torch.int32))
@@ -425,7 +425,19 @@ class CaptureContext:
 
     def capture(self, key: GraphKey) -> CapturedGraph:
         """Capture the steps of ``key`` as one graph, over the static buffers that the stages use at present. Raises as :meth:`CaptureResources.capture`."""
-        steps = self._recorded_steps(key)
+        config = SpeculationConfig(lookahead=key.lookahead)
+        recorded: dict[StageStep, RecordedStep] = {}
+        for planned in dict.fromkeys(key.steps):
+            stage, resources = self.stages[planned.stage], self.resources[planned.stage]
+            # The launcher writes the policies of the stage that it launches. The others' policy is part of the graph.
+            is_launched = planned.stage == key.launched.stage
+            policy = self._policies[planned.stage] if is_launched else None
+            rows = stage.buffers.cache.rows
+            port = DevicePort(self._block, planned.stage, planned.width, resources.device, rows=rows, policy=policy)
+            if not is_launched:
+                port.set_policy(config.lookahead_of(planned.stage), config.max_draft_tokens(planned.stage))
+            recorded[planned] = RecordedStep(stage, port)
+        steps = [recorded[planned] for planned in key.steps]
         for step in steps:
             self.resources[step.stage.index].compare_opaque(step.stage, step.stage.buffers.cache.rows * step.port.width)
         last, policy, log = steps[-1], self._policies[key.launched.stage], self._logs[key.launched.stage]
@@ -440,23 +452,6 @@ class CaptureContext:
         except RuntimeError as error:
             raise _refused("torch", error, error) from error
         return captured
-
-    def _recorded_steps(self, key: GraphKey) -> list[RecordedStep]:
-        config = SpeculationConfig(lookahead=key.lookahead)
-        recorded: dict[StageStep, RecordedStep] = {}
-        for step in key.steps:
-            if step in recorded:
-                continue
-            stage, resources = self.stages[step.stage], self.resources[step.stage]
-            # The launcher writes the policies of the stage that it launches. The others' policy is part of the graph.
-            is_launched = step.stage == key.launched.stage
-            policy = self._policies[step.stage] if is_launched else None
-            rows = stage.buffers.cache.rows
-            port = DevicePort(self._block, step.stage, step.width, resources.device, rows=rows, policy=policy)
-            if not is_launched:
-                port.set_policy(config.lookahead_of(step.stage), config.max_draft_tokens(step.stage))
-            recorded[step] = RecordedStep(stage, port)
-        return [recorded[step] for step in key.steps]
 
     def launcher(self, graphs: Sequence[Sequence[tuple[int, CapturedGraph]]]) -> GraphLauncher:
         """Build the scheduler's launcher.
@@ -501,6 +496,33 @@ class GraphLauncher:
     def __init__(self, native: Any, keep_alive: object) -> None:
         self.native = native
         self._keep_alive = keep_alive
+
+
+@contextmanager
+def _running_modules(model: nn.Module) -> Iterator[list[str]]:
+    """The modules of a model that have begun and not returned in this thread, outermost first: path and class. After an error the last one has raised it.
+
+    The model has hooks while the context is open. Other threads may use it.
+    """
+    inside, thread, hooks = list[str](), threading.get_ident(), list[Any]()
+
+    def end(*_: Any) -> None:
+        if threading.get_ident() == thread:
+            inside.pop()
+
+    try:
+        for path, module in model.named_modules():
+            name = f"{path} ({type(module).__name__})" if path else type(module).__name__
+
+            def begin(*_: Any, name: str = name) -> None:
+                if threading.get_ident() == thread:
+                    inside.append(name)
+
+            hooks += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+        yield inside
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

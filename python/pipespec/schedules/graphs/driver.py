@@ -13,15 +13,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from pipespec.checks.models import check_exact
+from pipespec.checks.support import check_streams
 from pipespec.config import SpeculationConfig
 from pipespec.engine.inputs import StageInputs
-from pipespec.engine.sampler import ScoreRecord
-from pipespec.engine.sampling import SamplingParams
+from pipespec.engine.sampling import SamplingParams, ScoreRecord
 from pipespec.errors import NotCapturable
 from pipespec.models.loading import is_out_of_memory
 from pipespec.models.properties import embedding_size
-from pipespec.preflight.checks import check_exact
-from pipespec.preflight.support import check_streams
 from pipespec.process.progress import working
 from pipespec.process.signals import raise_handlers_error
 from pipespec.registry import kind_of
@@ -66,7 +65,7 @@ def host_reason(request: GenerationRequest, device: str) -> str | None:
     return None
 
 
-def why_not_prepared(drafts: Sequence[GraphedStage], inputs: StageInputs, reason: str | None) -> str | None:
+def capture_unsupported_reason(drafts: Sequence[GraphedStage], inputs: StageInputs, reason: str | None) -> str | None:
     """Prepare the drafts of a call. Returns why it cannot run in captured steps: ``reason`` if there is one."""
     for stage in drafts:
         try:
@@ -77,7 +76,7 @@ def why_not_prepared(drafts: Sequence[GraphedStage], inputs: StageInputs, reason
     return reason
 
 
-def why_not_recorded(target: GraphedStage, record: ScoreRecord, inputs: StageInputs) -> str | None:
+def record_unsupported_reason(target: GraphedStage, record: ScoreRecord, inputs: StageInputs) -> str | None:
     """Let the captured steps of a call fill ``record``. Returns why they cannot."""
     try:
         target.keep(record, inputs)
@@ -144,7 +143,7 @@ class GraphedDriver(Driver):
     """
 
     block: HostShadow
-    keeps_cache = True
+    has_static_caches = True
 
     def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
         # What is no model of transformers is where the target is, and its own attention is the one that its graphs need.
@@ -252,9 +251,9 @@ class GraphedDriver(Driver):
         with torch.inference_mode(False), torch.no_grad():
             self.target.prepare(request.inputs)
             reason = host_reason(request, self.models[-1].device.type)
-            reason = why_not_prepared(self._stages[:-1], draft_inputs, reason)
+            reason = capture_unsupported_reason(self._stages[:-1], draft_inputs, reason)
             if reason is None and request.record is not None:
-                reason = why_not_recorded(self.target, request.record, request.inputs)
+                reason = record_unsupported_reason(self.target, request.record, request.inputs)
             if reason is not None:
                 return reason
             self._ensure(request)
@@ -275,7 +274,7 @@ class GraphedDriver(Driver):
 
     def _committed(self, request: GenerationRequest) -> None:
         """Called after steps of the target."""
-        self.target.check_drawn()
+        self.target.check_distributions()
         self._read_record(request)
         request.committed(self.block)
 
@@ -394,20 +393,9 @@ class GraphedDriver(Driver):
             raise NotCapturable("the chain", "its static buffers and graphs", str(error)) from error
         self.release()
 
-    # ---- memory
-
-    def has_static_caches(self, request: GenerationRequest) -> bool:
-        return True
-
     def release(self) -> None:
         self.scheduled.drop()
         super().release()
-
-    def release_unused(self, request: GenerationRequest) -> None:
-        if self.on_gpu:
-            # It holds the graphs of the last call.
-            self.scheduled.drop()
-        super().release_unused(request)
 
     def close(self) -> None:
         self._drop_graphs()

@@ -92,7 +92,7 @@ class GraphedHead(GraphedStage, HeadStage):
         return max(new), sum(new)
 
     def sync_lengths(self) -> None:
-        """The slots of the prompts count. The next call runs those behind them once more."""
+        """The slots of the prompts count. The next call runs those after them once more."""
         if self.is_prefilled:
             self.cache.set_lengths(self._known)
 

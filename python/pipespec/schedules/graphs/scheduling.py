@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import NoReturn
 
 import numpy as np
 
@@ -89,21 +88,18 @@ class ScheduledChain:
             self._block.scheduler = None
             report_failures()
         except TargetFailed as failed:
-            self._raise_target_failed(str(failed).split("failed: ", 1)[-1])
+            target, cause = self._block.target, str(failed).split("failed: ", 1)[-1]
+            error = self.errors.get(target)
+            # KeyboardInterrupt and SystemExit pass unchanged.
+            if error is not None and not isinstance(error, Exception):
+                raise error from None
+            if error is not None:
+                cause = f"{type(error).__name__}: {error}"
+            raise TargetFailed(f"the target (stage {target}) failed: {cause}") from error
         finally:
             self._block.scheduler = None
             # Their tracebacks keep tensors alive.
             self.errors.clear()
-
-    def _raise_target_failed(self, cause: str) -> NoReturn:
-        target = self._block.target
-        error = self.errors.get(target)
-        # KeyboardInterrupt and SystemExit pass unchanged.
-        if error is not None and not isinstance(error, Exception):
-            raise error
-        if error is not None:
-            cause = f"{type(error).__name__}: {error}"
-        raise TargetFailed(f"the target (stage {target}) failed: {cause}") from error
 
     def trace(self, stage: int, prefill: np.ndarray) -> np.ndarray:
         """The last steps of ``stage`` in the last call, after those of its ``prefill``, which the scheduler does not run."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +16,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pipespec.checks.models import check_exact
 from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
 from pipespec.engine.features import Features
 from pipespec.engine.forward import choose_fused, described, forward
 from pipespec.engine.inputs import StageInputs, stage_names, static_capacity
 from pipespec.engine.known import CAPTURED, identify
-from pipespec.engine.sampler import ScoreRecord
+from pipespec.engine.sampling import ScoreRecord, Step
 from pipespec.engine.stage import Stage
 from pipespec.errors import NotCapturable, user_stacklevel
 from pipespec.models.properties import text_config
-from pipespec.preflight.checks import check_exact
-from pipespec.preflight.memory import HEADROOM
 from pipespec.schedules.base import SpeedWarning
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep, StaticBuffers, StaticSampler
 from pipespec_kernels import _native
@@ -40,11 +38,11 @@ if TYPE_CHECKING:
 _MAX_BUFFERS = 4
 """Numbers of rows for which a stage keeps its static buffers, and their graphs, from call to call."""
 
-MOST_GRAPHED_COLUMNS = 1024
-"""Columns of all rows up to which the forwards over a prompt are graphs. By arithmetic: on an H200 the products of some more columns take an 8B model as long
+MAX_GRAPHED_COLUMNS = 1024
+"""Maximum number of columns, of all rows, for which the forwards over a prompt are graphs. By arithmetic: on an H200 the products of some more columns take an 8B model as long
 as its launches take the host (21 to 34 ms, measured)."""
 
-WIDEST_GRAPH = 512
+MAX_GRAPH_WIDTH = 512
 """Columns of the widest such graph."""
 
 _versions = itertools.count()
@@ -52,8 +50,8 @@ _versions = itertools.count()
 
 def prompt_widths(columns: int) -> list[int]:
     """Widths of the graphs that feed so many columns of a prompt: few different ones, the last one with padding."""
-    whole, rest = divmod(columns, WIDEST_GRAPH)
-    return [WIDEST_GRAPH] * whole + [max(WIDTH, 1 << (rest - 1).bit_length())] * (rest > 0)
+    whole, rest = divmod(columns, MAX_GRAPH_WIDTH)
+    return [MAX_GRAPH_WIDTH] * whole + [max(WIDTH, 1 << (rest - 1).bit_length())] * (rest > 0)
 
 
 class GraphedStage(Stage):
@@ -72,7 +70,7 @@ class GraphedStage(Stage):
 
     Attributes:
         is_prefilled: Whether the last prefill ended without an error.
-        capture_prompt: Captures the forward of this stage over so many columns of its prompt, behind what each row holds; None since :meth:`prepare`: the host
+        capture_prompt: Captures the forward of this stage over so many columns of its prompt, after what each row holds; None since :meth:`prepare`: the host
             launches it.
     """
 
@@ -141,7 +139,7 @@ class GraphedStage(Stage):
         if self._exact:
             check_exact(self.model, captured=True)
         form, weights = self._choose_form()
-        # Padding must not change the products of the tokens beside it.
+        # Padding must not change the products of the tokens next to it.
         self._may_pad = form is not None and not form.has_opaque
         self._current = self.capture_prompt = None
         found = self._buffers.pop(rows, None)
@@ -161,7 +159,7 @@ class GraphedStage(Stage):
             form.add_cache(found.cache)
         while len(self._buffers) > _MAX_BUFFERS:
             del self._buffers[next(iter(self._buffers))]
-        found.sampler.set(inputs.sampling_params, inputs.prompts, inputs.most)
+        found.sampler.start(inputs.sampling_params, inputs.prompts, inputs.most)
         return found
 
     def _choose_form(self) -> tuple[FusedForm | None, int]:
@@ -186,26 +184,6 @@ class GraphedStage(Stage):
         starts = [len(prompt) for prompt in inputs.prompts]
         tokens = max(limit - start for limit, start in zip(inputs.limits, starts, strict=True))
         self.buffers.sampler.keep(record, starts, tokens, self._scored)
-
-    def reusable_bytes(self, inputs: StageInputs, given: RowCache | None) -> Counter[str]:
-        """As :meth:`Stage.reusable_bytes`, graphs included. ``given`` does not count, as it is copied."""
-        rows, capacity = len(inputs.prompts), static_capacity(inputs.most)
-        buffers = self._buffers.get(rows)
-        if buffers is None or not self._can_use(buffers.cache, rows, capacity):
-            return Counter()
-        kept = buffers.cache.nbytes * capacity // buffers.cache.capacity + (HEADROOM if buffers.graphs else 0)
-        return Counter({str(buffers.cache.device): kept})
-
-    def release_unused(self, inputs: StageInputs, given: RowCache | None) -> None:
-        """Release the buffers for other numbers of rows, and those that are larger than needed unless the call reuses their content."""
-        rows = len(inputs.prompts)
-        own = self._buffers.get(rows)
-        is_reused = given is None and inputs.reuse and own is not None and own.cache is self._cache
-        stays = own is not None and (is_reused or own.cache.capacity == static_capacity(inputs.most))
-        self._buffers = {rows: own} if own is not None and stays else {}
-        if own is None or not stays or own.cache is not self._cache:
-            self._cache = None
-        self._current = None
 
     def release(self) -> None:
         super().release()
@@ -236,7 +214,7 @@ class GraphedStage(Stage):
     def _forward(self, fed: Tensor, cache: RowCache, keep: int) -> Tensor:
         rows, q = fed.shape
         widths, held = prompt_widths(q), cache.lengths
-        fits = rows * sum(widths) <= MOST_GRAPHED_COLUMNS and max(held) + sum(widths) <= cache.capacity
+        fits = rows * sum(widths) <= MAX_GRAPHED_COLUMNS and max(held) + sum(widths) <= cache.capacity
         if keep or not fits or self.capture_prompt is None or not self._may_pad:
             return super()._forward(fed, cache, keep)
         # What an interrupted forward has written does not count.
@@ -247,8 +225,8 @@ class GraphedStage(Stage):
             self._held = after
             return super()._forward(fed, cache, keep)
         for at, graph in enumerate(graphs):
-            begin = at * WIDEST_GRAPH
-            graph(fed[:, begin : begin + WIDEST_GRAPH], [n + begin for n in held])
+            begin = at * MAX_GRAPH_WIDTH
+            graph(fed[:, begin : begin + MAX_GRAPH_WIDTH], [n + begin for n in held])
         cache.set_lengths([n + q for n in held])
         self._held = after
         return torch.empty((rows, 0, self._ids), dtype=cache.dtype, device=cache.device)
@@ -321,7 +299,7 @@ class GraphedStage(Stage):
             ``selected``, int32 ``[rows, width]``, for commit.
         """
         logits = self._score_columns(tokens, kv, n_select)
-        return self.buffers.sampler(logits, tokens, kv, n_select, num_draft_tokens)
+        return self.buffers.sampler(logits, Step(tokens, kv, n_select, num_draft_tokens))
 
     def _score_columns(self, tokens: Tensor, kv: Tensor, n_select: Tensor) -> Tensor:
         """The forward of :meth:`body`. Returns the logits ``[rows, width, vocabulary]``."""
@@ -350,6 +328,6 @@ class GraphedStage(Stage):
             return found
         return self.body(*(tensor.to(self.model.device) for tensor in given)).cpu()
 
-    def check_drawn(self) -> None:
-        """See :meth:`StaticSampler.check_drawn`."""
-        self.buffers.sampler.check_drawn()
+    def check_distributions(self) -> None:
+        """See :meth:`pipespec.engine.sampler.Sampler.check_distributions`."""
+        self.buffers.sampler.check_distributions()

@@ -1,0 +1,486 @@
+"""Partition of a LLaMA-family decoder into contiguous stages of layers, and the computation of one stage.
+
+The embedding belongs to stage 0, where tokens enter. Final norm and LM head belong to the verifier and not to the last stage. A residual
+stream has its HuggingFace index: 0 is the output of the embedding, k >= 1 the output of decoder layer k - 1.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.utils import cached_file
+
+from pipespec.checks.devices import device_name
+from pipespec.checks.models import check_architecture
+from pipespec.engine.cache import RowCache
+from pipespec.engine.runtime import runtime_of
+from pipespec.models.families import IN_STAGES
+from pipespec.models.loading import is_gguf, load_config, load_model, read_stored
+from pipespec.models.parts import ModelParts
+from pipespec.models.properties import text_config
+from pipespec_spd.sections import ModelSection, open_sections
+
+_INITIAL_CAPACITY = 1024
+"""New tokens that a cache has room for at first. Its capacity doubles when it is full."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The layers of each stage.
+
+    Args:
+        counts: Number of layers of each stage, in order.
+
+    Raises:
+        ValueError: A stage has no layer.
+    """
+
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.counts or any(not isinstance(c, int) or isinstance(c, bool) or c < 1 for c in self.counts):
+            raise ValueError(f"each stage needs a whole number of layers, at least one; got {list(self.counts)}")
+
+    @classmethod
+    def uniform(cls, layers: int, stages: int) -> Partition:
+        """Stages of equal size. If ``stages`` does not divide ``layers``, the first stages have one layer more.
+
+        Raises:
+            ValueError: Not ``1 <= stages <= layers``.
+        """
+        _check_stages(layers, stages)
+        each, more = divmod(layers, stages)
+        return cls(tuple(each + (s < more) for s in range(stages)))
+
+    @classmethod
+    def balanced(cls, costs: Sequence[float], stages: int) -> Partition:
+        """A cut whose slowest stage is fastest, by dynamic programming. Of equal ones it takes the more even one.
+
+        Args:
+            costs: Cost of each layer, in any unit.
+            stages: Number of stages.
+
+        Raises:
+            ValueError: A cost is negative or not finite, or not ``1 <= stages <= layers``.
+        """
+        _check_stages(len(costs), stages)
+        if any(not 0 <= c < float("inf") for c in costs):
+            raise ValueError(f"the costs of layers must be finite and not negative, got {list(costs)}")
+        layers = len(costs)
+        before = [0.0]
+        for cost in costs:
+            before.append(before[-1] + cost)
+        # By the layer after the last one, the best cut of the layers so far: cost of its slowest stage, sum of squares, counts.
+        best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+        for s in range(1, stages + 1):
+            best = {
+                end: min(
+                    (max(slowest, cost := before[end] - before[begin]), squares + cost**2, (*counts, end - begin))
+                    for begin, (slowest, squares, counts) in best.items()
+                    if begin < end
+                )
+                for end in range(s, layers - stages + s + 1)
+            }
+        return cls(best[layers][2])
+
+    def check(self, layers: int) -> None:
+        """Raise ``ValueError`` unless the stages have ``layers`` layers together."""
+        if self.layers != layers:
+            raise ValueError(
+                f"the stages {list(self.counts)} have {self.layers} layers together, the model has {layers}: give counts that sum to that"
+            )
+
+    @property
+    def stages(self) -> int:
+        return len(self.counts)
+
+    @property
+    def layers(self) -> int:
+        return sum(self.counts)
+
+    def span(self, stage: int) -> range:
+        """The layers of ``stage``."""
+        begin = sum(self.counts[:stage])
+        return range(begin, begin + self.counts[stage])
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """First layer of each stage, and the layer after its last one."""
+        return tuple((span.start, span.stop) for span in map(self.span, range(self.stages)))
+
+    def owner(self, index: int) -> int:
+        """The stage that computes the residual stream ``index``. Raises ``ValueError`` if there is no such stream."""
+        if not 0 <= index <= self.layers:
+            raise ValueError(
+                f"there is no residual stream {index} in a model of {self.layers} layers (0 .. {self.layers})"
+            )
+        return next(s for s in range(self.stages) if max(index - 1, 0) in self.span(s))
+
+
+def _check_stages(layers: int, stages: int) -> None:
+    if not isinstance(stages, int) or isinstance(stages, bool):
+        raise TypeError(f"the number of stages must be an integer, not {stages!r}")
+    if not 1 <= stages <= layers:
+        raise ValueError(f"a model of {layers} layers can be cut into 1 to {layers} stages, not {stages}")
+
+
+def cut(layers: int, stages: int | Sequence[int] | str | Partition, costs: Callable[[], Sequence[float]]) -> Partition:
+    """Turn a user's argument ``stages`` into a partition of ``layers``: a number of stages, the layers of each stage, or ``"balanced:n"`` by ``costs``.
+
+    Raises:
+        TypeError: ``stages`` has another type.
+        ValueError: ``stages`` has another format, or does not add up to ``layers``.
+    """
+    if isinstance(stages, str):
+        kind, _, number = stages.partition(":")
+        if kind != "balanced" or not number.isdecimal():
+            raise ValueError(
+                f"stages={stages!r}: give a number, layers per stage, or 'balanced:n' with n stages, such as 'balanced:4'"
+            )
+        _check_stages(layers, int(number))
+        return Partition.balanced(costs(), int(number))
+    if isinstance(stages, int):
+        return Partition.uniform(layers, stages)
+    if not isinstance(stages, (list, tuple, Partition)):
+        raise TypeError(f"stages must be an integer, layers per stage, or 'balanced:n', not {stages!r}")
+    found = stages if isinstance(stages, Partition) else Partition(tuple(stages))
+    found.check(layers)
+    return found
+
+
+def partition_of(model: PreTrainedModel, stages: int | Sequence[int] | str | Partition) -> Partition:
+    """:func:`cut` for a model, by its measured layers."""
+    config, base = model.config, model.model
+    return cut(config.num_hidden_layers, stages, lambda: seconds_of(base.layers, 0, config, base.rotary_emb))
+
+
+def check_target(model: PreTrainedModel) -> None:
+    """Raise ``TypeError`` for a model that is not of the LLaMA family, whose forward does more than its layers do, or has other layers than it says."""
+    check_architecture("target", model)
+    if model.config.model_type not in IN_STAGES:
+        raise TypeError(
+            f"target is a {type(model).__name__} (model_type {model.config.model_type!r}); only {', '.join(IN_STAGES)} can be cut into stages"
+        )
+    if getattr(model.config, "final_logit_softcapping", None) is not None:
+        raise TypeError(
+            f"target is a {type(model).__name__} that caps its logits (final_logit_softcapping), which no stage does"
+        )
+    if (found := len(model.model.layers)) != model.config.num_hidden_layers:
+        raise TypeError(
+            f"target has {found} layers, and its config.num_hidden_layers is {model.config.num_hidden_layers}: set that"
+        )
+
+
+# ---- computation of a stage
+
+
+class LayerStage:
+    """Consecutive layers of a model, and the embedding in stage 0, with the keys and values of these layers only. The modules are the model's own.
+
+    Args:
+        parts: The layers, and what they need.
+        stages: Stages of the model: the maximum number of positions that a step rolls back.
+
+    Attributes:
+        section: The layers' forward; :func:`pipespec_spd.sections.open_sections` chooses its form.
+    """
+
+    def __init__(self, parts: ModelParts, stages: int = 1) -> None:
+        self._stages, self.section = stages, ModelSection(parts)
+        self.layers, self.first, self.config, self.embed = parts.layers, parts.first, parts.config, parts.embed
+        self._cache: RowCache | None = None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, partition: Partition, stage: int) -> LayerStage:
+        """Stage ``stage`` of a loaded model."""
+        base, span = model.model, partition.span(stage)
+        layers = [base.layers[i] for i in span]
+        rotary = _rotary_on(model, next(layers[0].parameters()).device)
+        embed = base.embed_tokens if span.start == 0 else None
+        return cls(ModelParts(model.config, layers, span.start, rotary, embed), partition.stages)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.section.parts.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.section.parts.device
+
+    @property
+    def cache(self) -> RowCache:
+        assert self._cache is not None, "open() comes first"
+        return self._cache
+
+    def open(self, rows: int, longest: int, most: int) -> None:
+        """Start with empty rows. The storage of the previous call is reused if it fits.
+
+        The cache has room for the ``longest`` prompt and some more tokens. :meth:`step` grows it, up to ``most`` positions of a row.
+        """
+        capacity, cache = min(most, longest + _INITIAL_CAPACITY), self._cache
+        self._most = most
+        # The user may have moved or cast the model.
+        is_alike = cache is not None and (cache.dtype, cache.device) == (self.dtype, self.device)
+        if cache is None or not is_alike or not cache.fits(rows, capacity):
+            self._cache = cache = None  # before the new one is allocated
+            config = self.section.parts.cache_config()
+            self._cache = cache = RowCache(config, rows, capacity, dtype=self.dtype, device=self.device)
+            cache.reserve_states(self._stages + 1)
+        cache.reset()
+
+    def close(self) -> None:
+        self._cache = None
+
+    def step(
+        self, fed: torch.Tensor, held: Sequence[int], features: Collection[int] = (), until: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Run ``q`` columns and append them to the cache.
+
+        Args:
+            fed: Tokens ``[rows, q]`` for stage 0, the output of the stage before for others.
+            held: Positions of each row that stay in the cache. Later ones are dropped first.
+            features: HF indices of the residual streams to return. Those of other stages do not matter.
+            until: Positions of each row that stay after the step, in a prefill; None: each column may be rolled back to.
+
+        Returns:
+            The output of the last layer, ``[rows, q, H]``, and by HF index the residual streams that this stage computes, likewise.
+        """
+        cache = self.cache
+        cache.truncate(held)
+        need = cache.get_seq_length() + fed.shape[1]
+        if need > cache.capacity:
+            cache.reserve(max(need, min(2 * cache.capacity, self._most)))
+        if until is not None:
+            cache.aim(until)
+        hidden = fed.to(self.device)
+        if self.embed is None:
+            return self.section.run_layers(hidden, cache, features)
+        embedded = self.section.embed(hidden)
+        hidden, streams = self.section.run_layers(embedded, cache, features)
+        return hidden, {0: embedded} | streams if 0 in features else streams
+
+
+def _rotary_on(model: PreTrainedModel, device: torch.device) -> nn.Module:
+    """A model's rotary embedding on ``device``: itself, or always the same copy."""
+    rotary: nn.Module = model.model.rotary_emb
+    if all(buffer.device == device for buffer in rotary.buffers()):
+        return rotary
+    copies = runtime_of(model).rotaries
+    if (rotary, device) not in copies:
+        copies[rotary, device] = copy.deepcopy(rotary).to(device)
+    return copies[rotary, device]
+
+
+def stage_devices(devices: Sequence[torch.device | str], partition: Partition) -> list[torch.device]:
+    """Check a user's argument ``devices``, and return the device of each stage.
+
+    Raises:
+        TypeError: No list of devices.
+        ValueError: Not one device per stage, or one that does not exist.
+    """
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        raise TypeError(
+            f"devices must be a list with one device per stage, such as ['cuda:0', 'cuda:1'], not {devices!r}; device= is one for all stages"
+        )
+    if len(devices) != partition.stages:
+        raise ValueError(
+            f"{len(devices)} devices for {partition.stages} stages: name one per stage, such as devices=['cuda:0', 'cuda:1']"
+        )
+    return [torch.device(device_name(device)) for device in devices]
+
+
+def place(model: PreTrainedModel, partition: Partition, devices: Sequence[torch.device]) -> None:
+    """Move the layers of each stage to its device, the embedding to the first one, and norm and head to the last one.
+
+    A head that is the embedding, too, stays with it.
+    """
+    base, head = model.model, model.get_output_embeddings()
+    for s, device in enumerate(devices):
+        for layer in partition.span(s):
+            base.layers[layer].to(device)
+    base.embed_tokens.to(devices[0])
+    ends = devices[0] if _weight(head) is _weight(base.embed_tokens) else devices[-1]
+    base.norm.to(ends)
+    head.to(ends)
+
+
+def _weight(module: Any) -> torch.Tensor:
+    """The matrix of a linear module or an embedding, in blocks or not, or any other tensor of a module without one."""
+    tensors = (getattr(module, "blocks", None), getattr(module, "weight", None), *module.parameters())
+    return next(tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+
+class Verifier:
+    """Final norm and LM head: the output of the last stage to logits."""
+
+    def __init__(self, norm: nn.Module, head: nn.Module, config: Any) -> None:
+        self.head = head
+        self.section = ModelSection(ModelParts(config, norm=norm, head=head))
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Verifier:
+        return cls(model.model.norm, model.get_output_embeddings(), model.config)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits ``[rows, q, V]`` of the last residual stream, ``hidden [rows, q, H]``."""
+        return self.section.logits(hidden.to(_weight(self.head).device))
+
+
+def seconds_of(
+    layers: Iterable[nn.Module], first: int, config: Any, rotary: nn.Module, repeats: int = 7
+) -> list[float]:
+    """Measure the seconds of consecutive layers, from number ``first`` on: of one new token of one row after 64 others, the median of ``repeats``."""
+    context = 64
+    hidden = torch.randn((1, context, config.hidden_size), generator=torch.Generator().manual_seed(0), device="cpu")
+    out = []
+    with torch.inference_mode():
+        for number, layer in enumerate(layers, first):
+            # Without the embedding, the first layer takes hidden states like the others.
+            stage = LayerStage(ModelParts(config, [layer], number, rotary))
+            given = hidden.to(stage.device, stage.dtype)
+            stage.open(1, context, context + 1)
+            open_sections([stage.section])
+            stage.step(given, [0])
+            took = []
+            for _ in range(repeats + 1):  # the first one warms up
+                synchronise(stage.device)
+                began = time.perf_counter()
+                stage.step(given[:, :1], [context])
+                synchronise(stage.device)
+                took.append(time.perf_counter() - began)
+            out.append(median(took[1:]))
+    return out
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what the current stream was asked for."""
+    if device.type == "cuda":
+        # Not for the whole device, which would invalidate the capture of another thread.
+        torch.cuda.current_stream(device).synchronize()
+
+
+# ---- loading a part of the safetensors
+
+
+def load_skeleton(path: str | Path) -> PreTrainedModel:
+    """The model at ``path`` on the meta device, for checks before any weight is loaded: a folder, a hub name, or a GGUF file.
+
+    Raises:
+        FileNotFoundError: There is no model.
+        TypeError: The model is not of the LLaMA family.
+    """
+    config = text_config(load_config(path))
+    if config.model_type not in IN_STAGES:
+        raise TypeError(f"{path} holds a {config.model_type} model; only {', '.join(IN_STAGES)} can be cut into stages")
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    check_target(model)
+    return model.eval()
+
+
+def load_stage(
+    path: str | Path,
+    partition: Partition,
+    stage: int,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> LayerStage:
+    """Load stage ``stage`` of the model at ``path``, see :func:`load_skeleton`. Only its own layers are read from the safetensors.
+
+    ``dtype`` and ``device`` are those of the weights; None: the dtype of config.json.
+
+    Raises:
+        FileNotFoundError, TypeError: As :func:`load_skeleton`.
+        ValueError: Partition and model do not fit, or weights are missing, damaged or of another shape.
+    """
+    model = load_skeleton(path)
+    partition.check(model.config.num_hidden_layers)
+    if is_gguf(path):  # mapped: what other stages have is not read
+        return LayerStage.of(load_model(path, device=device), partition, stage)
+    parts = [f"model.layers.{i}." for i in partition.span(stage)]
+    if stage == 0:
+        parts.append("model.embed_tokens.")
+    return LayerStage.of(_filled(model, path, parts, dtype, device), partition, stage)
+
+
+def load_ends(
+    path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> PreTrainedModel:
+    """Load embedding, final norm and LM head of the model at ``path``. Arguments and errors as for :func:`load_stage`."""
+    if is_gguf(path):
+        model = load_model(path, device=device)
+        model.model.layers = nn.ModuleList()
+        return model
+    model = load_skeleton(path)
+    model.model.layers = nn.ModuleList()
+    tied = model.config.tie_word_embeddings
+    _filled(model, path, ["model.embed_tokens.", "model.norm.", *([] if tied else ["lm_head."])], dtype, device)
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    if _file(path, "generation_config.json") is not None:
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model
+
+
+def _filled(
+    model: PreTrainedModel,
+    path: str | Path,
+    parts: Sequence[str],
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+) -> PreTrainedModel:
+    """A skeleton with the stored weights whose names begin with one of ``parts``. ``dtype``: None for that of config.json."""
+    prefixes, dtype = tuple(parts), dtype or model.config.dtype or torch.float32
+    found: dict[str, torch.Tensor] = {}
+    for file in _files(path, prefixes):
+        found |= {name: value.to(device, dtype) for name, value in read_stored(file, prefixes).items()}
+    try:
+        lacking = model.requires_grad_(False).load_state_dict(found, strict=False, assign=True).missing_keys
+    except RuntimeError as error:  # another shape
+        raise ValueError(f"{path}: {error}") from error
+    if missing := [name for name in lacking if name.startswith(prefixes)]:
+        raise ValueError(
+            f"{path}: its safetensors lack {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''} ({len(missing)} in all); get "
+            "the complete weights"
+        )
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta and name.startswith(prefixes):
+            raise TypeError(f"{path}: {name} is in no file of weights, so stages of this model run in one process only")
+    # Its buffers follow from the configuration.
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device).eval()
+    return model
+
+
+def _files(path: str | Path, prefixes: tuple[str, ...]) -> list[str]:
+    """The files that hold the weights whose names begin with one of ``prefixes``. Raises ``ValueError`` where one is not there."""
+    index, names = _file(path, "model.safetensors.index.json"), {"model.safetensors"}
+    if index is not None:
+        where: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+        names = {file for name, file in where.items() if name.startswith(prefixes)}
+    found = []
+    for name in sorted(names):
+        file = _file(path, name)
+        if file is None:
+            raise ValueError(f"{path}: the file {name} of its weights is not there; get the complete weights")
+        found.append(file)
+    return found
+
+
+def _file(path: str | Path, name: str) -> str | None:
+    """Path of a file in a model's folder, or in the local cache of a hub name; None if there is none."""
+    with suppress(OSError):
+        found: str | None = cached_file(str(path), name, local_files_only=True)
+        return found
+    return None

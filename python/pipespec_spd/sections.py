@@ -1,0 +1,115 @@
+"""Parts of a model that run one after the other, each in the native form or in that of its own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from pipespec.engine.cache import RowCache
+from pipespec.engine.form import PartsForm
+from pipespec.engine.forward import choose, forget_changed
+from pipespec.engine.known import NATIVE, NATIVE_DISABLED, OWN, identify
+from pipespec.engine.native import native_form
+from pipespec.engine.own import LayerLoop
+from pipespec.engine.runtime import Forms
+from pipespec.models.families import packed_bytes
+from pipespec.models.parts import ModelParts
+
+
+def stream_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of hidden states between the sections of a model of ``dtype``: on the CPU at least float32, as within the native form."""
+    return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
+
+
+class ModelSection:
+    """Parts of a model, called in the native form or in that of their own modules.
+
+    The parts are modules of any LLaMA-like model. Their form is chosen as :func:`pipespec.engine.forward.forward` chooses that of a whole model, in
+    :func:`open_sections`, when a sequence begins. Hidden states have the dtype of :func:`stream_dtype`. Results are inference tensors, and arguments
+    are not changed.
+    """
+
+    def __init__(self, parts: ModelParts) -> None:
+        self.parts = parts
+        self._forms: Forms = {}
+        self.use_modules()
+
+    def use_modules(self) -> None:
+        """Use the form of the parts' own modules, and free a packed copy."""
+        forget_changed(self._forms, self.parts, OWN)
+        self._modules = self._call = choose(self._forms, self.parts, OWN, lambda: LayerLoop(self.parts)).form
+        self.stream_dtype = stream_dtype(self.parts.dtype, self.parts.device)
+        if NATIVE in self._forms and self._forms[NATIVE].form is not None:
+            del self._forms[NATIVE]
+
+    def native_unsupported_reason(self) -> str | None:
+        """Why there is no native form, as far as that shows without packing the weights; None if there may be one."""
+        forget_changed(self._forms, self.parts, NATIVE)
+        return (self._forms.get(NATIVE) or identify(self.parts, NATIVE)).reason
+
+    def pack(self, beside: int) -> str | None:
+        """Use the native form.
+
+        Args:
+            beside: bytes that are to be allocated beside the packed copy.
+
+        Returns:
+            Why there is no native form; None if there is.
+        """
+        if NATIVE not in self._forms:
+            self.use_modules()  # before another copy is made
+        choice = choose(self._forms, self.parts, NATIVE, lambda: native_form(self.parts, beside))
+        if choice.form is not None:
+            self._call = choice.form
+        return choice.reason
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embed ``tokens [rows, q]``. Returns ``[rows, q, H]``."""
+        with torch.inference_mode():
+            return self._form(tokens).embed(tokens).to(self.stream_dtype)
+
+    def run_layers(
+        self, hidden: torch.Tensor, cache: RowCache, features: Collection[int] = ()
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Run the layers on ``hidden [rows, q, H]``, see :meth:`PartsForm.run_layers`. ``cache`` is one of ``parts.cache_config()``."""
+        with torch.inference_mode():
+            form = self._form(hidden, cache)
+            hidden, streams = form.run_layers(hidden.to(form.dtype), cache, features)
+            return hidden.to(self.stream_dtype), {k: stream.to(self.stream_dtype) for k, stream in streams.items()}
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Norm and head of ``hidden [rows, q, H]``. Returns ``[rows, q, vocabulary]``."""
+        with torch.inference_mode():
+            form = self._form(hidden)
+            return form.logits(hidden.to(form.dtype), hidden.shape[1])
+
+    def _form(self, given: torch.Tensor, cache: RowCache | None = None) -> PartsForm:
+        # Autocast changes what the modules do, and only they read lengths on the device.
+        on_device = cache is not None and cache.uses_device_lengths
+        return self._modules if on_device or torch.is_autocast_enabled(given.device.type) else self._call
+
+
+def open_sections(sections: Sequence[ModelSection], *, native: bool = True, beside: int = 0) -> str:
+    """Choose the forms of sections that run one after the other: all native, or none, so that a cut does not change the text.
+
+    Args:
+        sections: of one model.
+        native: False: only forms with the bits of the model's own modules.
+        beside: bytes that are to be allocated beside the packed copies, for caches.
+
+    Returns:
+        The form, as :func:`described`.
+    """
+    reason: str | None = NATIVE_DISABLED
+    if native:
+        reasons = [section.native_unsupported_reason() for section in sections]
+        reason = next(filter(None, reasons), None)
+    sizes = [packed_bytes(section.parts) for section in sections]
+    for i, section in enumerate(sections):
+        reason = reason or section.pack(sum(sizes[i + 1 :], beside))
+    if reason is None:
+        return NATIVE
+    for section in sections:
+        section.use_modules()
+    return f"transformers: {reason}"

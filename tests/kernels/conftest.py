@@ -1,0 +1,32 @@
+"""Where the tests of the operations run: the CPU, a GPU, and in a process of its own the CPU by Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from .implementations import INTERPRETED, VARIANTS, running
+
+GPU = pytest.mark.gpu
+
+
+def place(kind: str) -> torch.device:
+    if kind in ("cuda", "gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return torch.device("cuda", 0) if kind in ("cuda", "gpu") else torch.device("cpu")
+
+
+@pytest.fixture(params=["cpu"] if INTERPRETED else ["cpu", pytest.param("cuda", marks=GPU)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Of the tensors of a test that runs all implementations of a device."""
+    return place(request.param)
+
+
+@pytest.fixture(params=["triton"] if INTERPRETED else ["reference", *VARIANTS, pytest.param("gpu", marks=GPU)])
+def everywhere(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """The device of the tensors of a test that runs once per implementation, and all calls of :mod:`pipespec_kernels.ops` go to that one."""
+    found = place(request.param)
+    with running(request.param):
+        yield found

@@ -1,0 +1,168 @@
+"""Training of draft heads: the forward steps of a lesson are those of decoding, training teaches, and a run resumes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipespec import Pipeline
+from pipespec.cli.main import main
+from pipespec.demo import family_path
+from pipespec.engine.head import DraftHead, is_head
+from pipespec_train import trainer
+from pipespec_train.heads import HeadStudent, head_for
+from pipespec_train.settings import TrainingSettings
+from pipespec_train.students import Lesson
+from pipespec_train.trainer import TrainingBatch, teach
+from tests.conftest import DEVICE, VOCABULARY
+from tests.pipespec import heads
+
+SETTINGS = TrainingSettings(steps=6, rate=3e-3, validate_every=3, optimizer="muon")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return heads.make_target()
+
+
+def batch(number: int) -> TrainingBatch:
+    """Texts that count: easy to learn."""
+    begin = torch.from_numpy(np.random.default_rng(number).integers(2, 30, (4, 1)))
+    ids = begin + torch.arange(24)
+    return TrainingBatch(ids, torch.ones_like(ids, dtype=torch.bool))
+
+
+def lesson_of(target, student, ids, valid) -> Lesson:
+    ids, valid = ids.to(DEVICE), valid.to(DEVICE)
+    taught = teach(target, ids, student.anchors)
+    logits = target.lm_head(taught.last)[valid][:, student.columns]
+    return Lesson(ids, taught.anchors, valid, logits)
+
+
+def test_the_steps_of_a_lesson_are_those_of_decoding(target, tmp_path) -> None:
+    weights = heads.make_weights()
+    head = DraftHead.load(heads.write_original(tmp_path, weights), target)
+    student = HeadStudent(head, target, steps=3)
+    ids = torch.randint(VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(3))
+    valid = torch.rand(ids.shape, generator=torch.Generator().manual_seed(4)) < 0.7
+    with torch.no_grad():
+        lesson = lesson_of(target, student, ids, valid)
+        steps = list(student.simulate(lesson))
+    reference = heads.Reference(weights, target.get_input_embeddings().weight.detach().cpu())
+    row_of = torch.full(ids.shape, -1)
+    row_of[valid] = torch.arange(int(valid.sum()))
+    for step, (logits, teacher_logits) in enumerate(steps):
+        found = iter(zip(logits, teacher_logits, strict=True))
+        for row in range(2):
+            for slot in range(11 - step):
+                if row_of[row, slot + 1 + step] < 0:
+                    continue
+                got, want = next(found)
+                features = lesson.anchors[row, : slot + 1].flatten(-2).cpu()
+                expected = reference.chain(features, ids[row, : slot + 2 + step].tolist())
+                torch.testing.assert_close(got.double().cpu(), expected, atol=2e-4, rtol=2e-4)
+                # The target's logits behind the same token.
+                assert torch.equal(want, lesson.teacher_logits[row_of[row, slot + 1 + step]])
+        assert next(found, None) is None
+
+
+def test_a_new_head_starts_from_the_target(target) -> None:
+    head = head_for(target, [3, 5, 8])
+    assert torch.equal(head.lm_head.weight, target.lm_head.weight[[3, 5, 8]])
+    last, own = target.model.layers[-1], head.layers[0]
+    assert torch.equal(own.mlp.up_proj.weight, last.mlp.up_proj.weight)
+    assert torch.equal(own.self_attn.q_proj.weight[:, heads.HIDDEN :], last.self_attn.q_proj.weight)
+    assert own.self_attn.q_proj.weight[:, : heads.HIDDEN].abs().max() < 0.1
+    with pytest.raises(ValueError, match=r"the new draft head reads the hidden states \[2, 9\]"):
+        head_for(target, features=[2, 9])
+    with pytest.raises(ValueError, match="at least one forward step"):
+        HeadStudent(head, target, 0)
+
+
+def test_training_teaches_and_the_head_is_used(target, tmp_path) -> None:
+    settings = TrainingSettings(steps=60, rate=3e-3, validate_every=30)
+    held = [batch(1000)]
+    student = HeadStudent(head_for(target), target, steps=2)
+    before = student.figures([lesson_of(target, student, held[0].ids, held[0].wanted)], settings)
+    record = trainer.train(target, student, batch, settings, tmp_path, held_out=held)
+    after = record["history"][-1]
+    assert after["held_out_loss"] < 0.7 * before["held_out_loss"]
+    assert after["agreement"] > before["agreement"]
+    assert {"agreement", "agreement_2"} <= after.keys()
+    assert is_head(tmp_path)
+    prompt = batch(7).ids[:1].to(DEVICE)
+    with Pipeline(target, tmp_path, lookahead=2) as pipe:
+        found = pipe.generate(prompt, max_new_tokens=12, do_sample=False)
+        assert torch.equal(found, target.generate(prompt, max_new_tokens=12, do_sample=False))
+
+
+def test_a_run_resumes_to_the_same_weights(target, tmp_path) -> None:
+    def student():
+        return HeadStudent(head_for(target, range(100)), target, steps=2)
+
+    held, whole = [batch(1000)], tmp_path / "whole"
+    trainer.train(target, student(), batch, SETTINGS, whole, held_out=held)
+
+    def interrupted(number: int) -> TrainingBatch:
+        if number == 4:
+            raise KeyboardInterrupt
+        return batch(number)
+
+    cut = tmp_path / "cut"
+    every = TrainingSettings(**vars(SETTINGS) | {"save_every": 1})
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(target, student(), interrupted, every, cut, held_out=held)
+    trainer.train(target, student(), batch, SETTINGS, cut, held_out=held, resume=True)
+    first, second = (DraftHead.load(folder, target).state_dict() for folder in (whole, cut))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    other = HeadStudent(head_for(target, range(1, 101)), target, steps=2)
+    with pytest.raises(ValueError, match="belongs to another module"):
+        trainer.train(target, other, batch, SETTINGS, cut, resume=True)
+
+
+def test_speculators_loads_what_was_trained(target, tmp_path) -> None:
+    pytest.importorskip("speculators", reason="the package speculators is not installed")
+    from speculators import SpeculatorModel
+
+    home = tmp_path / "target"
+    target.save_pretrained(home)
+    target.config._name_or_path = str(home)
+    head = head_for(target, range(50, 150))
+    head.save(tmp_path / "head", target)
+    loaded = SpeculatorModel.from_pretrained(str(tmp_path / "head"))
+    theirs, ours = loaded.state_dict(), head.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    assert torch.equal(torch.arange(100) + theirs["d2t"], torch.arange(50, 150))
+    assert torch.equal(theirs["embed_tokens.weight"], target.get_input_embeddings().weight)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The number of tokens that a draft proposes is chosen before each round. " * 60)
+    words = [
+        "train-draft",
+        "--target",
+        str(family_path("target")),
+        "--data",
+        str(text),
+        "--out",
+        str(tmp_path / "head"),
+    ]
+    words += ["--length", "32", "--batch", "2", "--validation", "0.2"]
+    assert main([*words, "--steps", "2", "--vocabulary", "20", "--forward-steps", "2"]) == 0, capsys.readouterr().err
+    assert is_head(tmp_path / "head")
+    assert json.loads((tmp_path / "head" / "config.json").read_text())["draft_vocab_size"] == 20
+    assert main([*words, "--steps", "3", "--vocabulary", "20", "--forward-steps", "2"]) == 2
+    assert "continue with --resume" in capsys.readouterr().err
+    assert main([*words, "--steps", "3", "--vocabulary", "20", "--forward-steps", "2", "--resume"]) == 0
+    for more, message in (
+        (["--stages", "2"], "--stages is for --kind spd"),
+        (["--kind", "spd", "--stages", "2", "--forward-steps", "2"], "--forward-steps is for --kind eagle3"),
+        (["--forward-steps", "0"], "--forward-steps must be at least 1"),
+    ):
+        assert main([*words[:-2], "--out", str(tmp_path / "x"), "--steps", "1", *more]) == 2
+        assert message in capsys.readouterr().err
