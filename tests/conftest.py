@@ -40,7 +40,7 @@ base._runs_uncaptured = True
 LONGEST = ("test_ranks.py", "test_interpreted.py", "test_compile_gate.py")
 
 PROCESSES = re.compile(
-    r"test_(workers|channel|forks|faults|signals|damage|robust|cli|command|ranks|ranks_schedule|asynchronous|tensor_parallel|split|gpu_check|spd_command)\.py"
+    r"test_(local|remote|channel|forks|faults|signals|damage|robust|cli|command|ranks|asynchronous|tensor_parallel|split|gpu_check|spd_command)\.py"
 )
 """Files whose tests start processes. Elsewhere it is those that run a schedule with processes."""
 
@@ -159,21 +159,17 @@ def full() -> Path:
     return device
 
 
-LIMITS = {
-    "driver": ("_READY_TIMEOUT_S", "_FINISH_TIMEOUT_S", "_EXIT_TIMEOUT_S"),
-    "template": ("_ANSWER_TIMEOUT_S", "_IMPORT_TIMEOUT_S"),
-}
-"""Time limits of worker processes, by module of ``pipespec.schedules.workers``."""
+LIMITS = ("_READY_TIMEOUT_S", "_FINISH_TIMEOUT_S", "_EXIT_TIMEOUT_S")
+"""Time limits of local drafts."""
 
 
 @contextmanager
 def long_limits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:  # not the test's own one, which it may undo
-        for module, names in LIMITS.items():
-            # Tests that do not import it start no workers.
-            if imported := sys.modules.get(f"pipespec.schedules.workers.{module}"):
-                for name in names:
-                    patch.setattr(imported, name, SECONDS)
+        # Tests that do not import it start no processes.
+        if local := sys.modules.get("pipespec.schedules.asynchronous.local"):
+            for name in LIMITS:
+                patch.setattr(local, name, SECONDS)
         yield
 
 

@@ -60,13 +60,13 @@ def no_more_threads() -> Iterator[None]:
 
 @contextmanager
 def drafts_keep_up(pipe: Pipeline, limits: Sequence[int], eos: Sequence[int] = ()) -> Iterator[None]:
-    """Under ``workers`` and ``streams``: each step of the target waits until every live draft has filled its lookahead.
+    """Under ``workers``, ``ranks`` and ``streams``: each step of the target waits until every live draft has filled its lookahead.
 
     So every draft takes at least one step per step of the target, and the target has all the draft tokens that the lookahead allows, as in lockstep.
     For one call without stopping criteria. ``limits``: per row the position at which it ends at the latest; ``eos``: the ids that end a row earlier.
     """
     driver = pipe._driver
-    assert driver.schedule in ("workers", "streams"), f"{driver.schedule} has an order of its own"
+    assert driver.schedule in ("workers", "ranks", "streams"), f"{driver.schedule} has an order of its own"
     target = driver.block.target
 
     def ended(stage: int, row: int) -> bool:
@@ -80,9 +80,11 @@ def drafts_keep_up(pipe: Pipeline, limits: Sequence[int], eos: Sequence[int] = (
     def rests(stage: int) -> bool:
         if driver.schedule == "streams":
             return stage in driver.failed_drafts or not driver.block.is_alive(stage)
-        return stage not in driver._workers or driver._workers[stage].is_dead()
+        return stage not in driver.peers or driver.peers[stage].failure() is not None
 
     def is_far(stage: int, row: int) -> bool:
+        if driver.schedule == "ranks" and stage < target - 1:  # only its counters arrive
+            return bool(driver.block.counters(stage, row)["steps"])
         length = driver.block.length
         reached = max(length(stage + 1, row), length(target, row)) + driver.config.lookahead[stage]
         # A draft of a stage whose text has ended has nothing to do.

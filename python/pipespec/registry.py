@@ -157,7 +157,7 @@ LOCKSTEP = Schedule(
 )
 WORKERS = Schedule(
     "workers",
-    "pipespec.schedules.workers.driver:WorkersDriver",
+    "pipespec.schedules.asynchronous.local:LocalDriver",
     "each draft in a process of its own, the target in yours, all at once",
     "stages with a NUMA node or a device each; drafts that must not share a process with the target",
     lookahead=8,
@@ -175,12 +175,12 @@ STREAMS = Schedule(
 )
 RANKS = Schedule(
     "ranks",
-    "pipespec.schedules.ranks.driver:RanksDriver",
+    "pipespec.schedules.asynchronous.remote:RemoteDriver",
     "each stage in a process that torchrun has started, on any machine",
     "[several machines](several-machines.md)",
     lookahead=8,
     needs="processes that torchrun starts",
-    join="pipespec.schedules.ranks.membership:join",
+    join="pipespec.schedules.asynchronous.membership:join",
 )
 
 SCHEDULES: Mapping[str, Schedule] = {row.name: row for row in (LOCKSTEP, WORKERS, STREAMS, RANKS, PLAIN)}

@@ -8,12 +8,8 @@ added over the group. So it needs neither accelerate nor a plan.
 from __future__ import annotations
 
 import copy
-import json
-import os
 import sys
-import tempfile
-import traceback
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,6 +23,7 @@ from pipespec import Pipeline, trust
 from pipespec.checks import memory
 from pipespec.checks.devices import DeviceFacts
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
+from tests.support.processes import everywhere
 
 BY_ROWS, BY_COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
 
@@ -85,7 +82,7 @@ class Streamer:
 
 
 class StopAfter(StoppingCriteria):
-    """Ends all rows behind a number of columns. On rank 0 alone; elsewhere it must not be asked."""
+    """Ends all rows after a number of columns. On rank 0 alone; elsewhere it must not be asked."""
 
     def __init__(self, columns: int) -> None:
         self.columns = columns
@@ -103,7 +100,7 @@ def error_of(call: Any) -> str:
     return ""
 
 
-def scenario(schedules: list[str]) -> dict[str, Any]:
+def scenario(schedules: Sequence[str]) -> dict[str, Any]:
     """What one rank sees."""
     whole, rank, found = whole_model(), dist.get_rank(), {}
     target, draft = sharded(whole), noisy(whole, 0.02)
@@ -147,30 +144,17 @@ def scenario(schedules: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     for at, size in enumerate(map(int, sys.argv[1:])):
-        folder = tempfile.mkdtemp()
-        pids = []
-        for rank in range(size):
-            pid = os.fork()
-            if pid:
-                pids.append(pid)
-                continue
-            status = 1
-            try:
-                dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-                found = scenario(["plain", "lockstep", "workers"] if at == 0 else ["lockstep"])
-                Path(folder, str(rank)).write_text(json.dumps(found))
-                dist.barrier()
-                dist.destroy_process_group()
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(status)
-        statuses = [os.waitpid(pid, 0)[1] for pid in pids]
-        if any(statuses):
-            sys.exit(f"group of {size}: {statuses}")
-        print(json.dumps([json.loads(Path(folder, str(rank)).read_text()) for rank in range(size)]), flush=True)
+
+        def work(
+            rank: int, schedules: tuple[str, ...] = ("plain", "lockstep", "workers") if at == 0 else ("lockstep",)
+        ) -> Any:
+            dist.init_process_group("gloo")
+            found = scenario(schedules)
+            dist.barrier()
+            dist.destroy_process_group()
+            return found
+
+        everywhere(work, size)
 
 
 if __name__ == "__main__":

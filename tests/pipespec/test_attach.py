@@ -19,7 +19,6 @@ from pipespec.api.attach import attached
 from pipespec.demo import family_path
 from pipespec.engine.forward import forward
 from pipespec.schedules.base import SpeedWarning
-from pipespec.schedules.workers import template
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.support.streamers import Recorder, failing
 from tests.waiting import until
@@ -173,7 +172,6 @@ def test_what_cannot_be_attached_is_left_alone(model):
 
 
 def test_detach_ends_the_workers(model):
-    template.prepare()  # the template stays for other pipelines
     before = children()
     pipe = pipespec.attach(model, noisy(model, 0.02), schedule="workers")
     (ids,) = random_prompts(1, seed=2)

@@ -8,7 +8,8 @@ import signal
 
 import pytest
 
-from pipespec.schedules.workers.channel import Channel, ChannelError, Closed
+from pipespec.schedules.asynchronous.channel import Channel, ChannelError, Closed
+from tests.support.processes import few_descriptors
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def ends():
     ours.close()
 
 
-@pytest.mark.parametrize("size", [0, 1 << 12, 3 << 20])
+@pytest.mark.parametrize("size", [1, 1 << 12, 3 << 20])
 def test_messages_of_any_size_arrive_whole_and_in_order(ends, size):
     """No process waits for the other one, also where a message is larger than the socket's buffer."""
     ours, theirs = ends
@@ -45,13 +46,13 @@ def test_a_reader_that_does_not_read(ends):
 
 def test_closed_ends(ends):
     ours, theirs = ends
-    ours.send("last")
+    ours.send(b"last")
     ours.close()
     assert ours.closed
-    for use in (ours.poll, ours.receive, lambda: ours.send("more")):
+    for use in (ours.poll, ours.receive, lambda: ours.send(b"more")):
         with pytest.raises(Closed):
             use()
-    assert theirs.receive() == ("last", [])
+    assert theirs.receive() == (b"last", [])
     assert theirs.poll()
     for use in (theirs.receive, lambda: theirs.send(bytes(1 << 20))):
         with pytest.raises(Closed):
@@ -60,10 +61,10 @@ def test_closed_ends(ends):
 
 def test_the_last_message_of_an_end_that_leaves_others_unread(ends):
     ours, theirs = ends
-    ours.send("unread")
-    theirs.send("last")
+    ours.send(b"unread")
+    theirs.send(b"last")
     theirs.close()
-    assert ours.receive() == ("last", [])
+    assert ours.receive() == (b"last", [])
     with pytest.raises(Closed):
         ours.receive()
 
@@ -89,7 +90,7 @@ def test_an_end_that_closes_does_not_end_a_program_that_asks_for_sigpipe(ends):
     if pid == 0:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         try:
-            ours.send("lost")
+            ours.send(b"lost")
         except Closed:
             os._exit(7)
         finally:
@@ -100,10 +101,10 @@ def test_an_end_that_closes_does_not_end_a_program_that_asks_for_sigpipe(ends):
 def test_descriptors(ends):
     ours, theirs = ends
     reading, writing = os.pipe()
-    ours.send("a pipe", [writing, writing])
+    ours.send(b"a pipe", [writing, writing])
     os.close(writing)
     message, fds = theirs.receive()
-    assert message == "a pipe"
+    assert message == b"a pipe"
     for fd in fds:
         assert not os.get_inheritable(fd)
         os.write(fd, b"x")
@@ -116,19 +117,12 @@ def test_descriptors(ends):
 def test_a_receiver_without_room_for_descriptors(ends):
     """The message is lost, as an error, and leaves nothing open. The next one is whole."""
     ours, theirs = ends
-    ours.send("lost", [0, 0, 0])
-    ours.send("next", [0])
+    ours.send(b"lost", [0, 0, 0])
+    ours.send(b"next", [0])
     before = len(os.listdir("/proc/self/fd"))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.dup(0)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 2, hard))
-    try:
-        with pytest.raises(ChannelError, match="Too many open files"):
-            theirs.receive()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with few_descriptors(2), pytest.raises(ChannelError, match="Too many open files"):
+        theirs.receive()
     assert len(os.listdir("/proc/self/fd")) == before
     message, (fd,) = theirs.receive()
-    assert message == "next"
+    assert message == b"next"
     os.close(fd)

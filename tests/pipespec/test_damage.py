@@ -17,7 +17,7 @@ from pipespec.schedules.base import StageFailure
 from pipespec_kernels.state import SharedMemory, StateBlock
 from tests.conftest import VOCABULARY, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Stray
-from tests.support.processes import workers_of
+from tests.support.processes import await_drafts, await_idle
 from tests.trials import trials
 from tests.waiting import SECONDS, drafts_keep_up
 
@@ -124,13 +124,14 @@ def test_a_worker_that_writes_elsewhere_is_a_dead_draft(models):
     with Pipeline(target, draft, schedule="workers") as pipe:
         generate_with_all_drafts(pipe, texts)
         # Else it may die within the step that it takes while the call ends.
-        assert workers_of(pipe)[0].await_idle()
+        await_idle(pipe)
         draft.strays.fill_(1)
         with drafts_keep_up(pipe, [len(PROMPTS[0]) + NEW]):  # it is dead before the text is complete
             (message,) = generate(pipe, texts)
-        assert "draft stage 0 has ended (killed by SIGSEGV)" in message
+        assert "draft stage 0 is lost (killed by SIGSEGV)" in message
         draft.strays.fill_(0)
         assert generate(pipe, texts) == []
+        await_drafts(pipe)
         generate_with_all_drafts(pipe, texts)
 
 
@@ -189,6 +190,7 @@ def test_random_words_in_the_parts_of_drafts(models, drafts):
         assert writers[1].times > 0
         assert block.is_intact
         generate(pipe, texts)  # drafts may have died in the last call
+        await_drafts(pipe)
         generate_with_all_drafts(pipe, texts)
 
 

@@ -20,15 +20,10 @@ import torch
 from pipespec import Pipeline
 from pipespec.process.files import replace
 from tests.conftest import VOCABULARY, noisy, random_llama, random_prompts
+from tests.support.processes import ENVIRONMENT, program
 from tests.trials import PROFILE
 from tests.waiting import SECONDS
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = os.environ | {
-    "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-    "OMP_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-}
 NEW = 24
 
 # ---- the clock of the day
@@ -38,7 +33,7 @@ import os, sys, time, warnings
 import torch
 from pipespec import Pipeline
 from tests.conftest import noisy, random_llama
-from tests.support.processes import workers_of
+from tests.support.processes import peers_of
 
 looks = [time.time() for _ in range(20)]
 assert max(looks) - min(looks) > 3600, "the clock does not jump"
@@ -48,7 +43,7 @@ for schedule in ("streams", "workers"):
     with Pipeline(target, [noisy(target, 0.02), noisy(target, 0.01)], schedule=schedule) as pipe:
         for number in (0, *map(int, sys.argv[1:])):
             if schedule == "workers" and number:
-                os.kill(workers_of(pipe)[0].process.pid, number)
+                os.kill(peers_of(pipe)[0].process.pid, number)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 assert torch.equal(pipe.generate(prompt, max_new_tokens=40), wanted)
@@ -82,18 +77,13 @@ def test_a_clock_that_jumps_under_ranks(jumping, tmp_path):
     target = random_llama(3)
     for path, model in zip(paths, (noisy(target, 0.1, 1), noisy(target, 0.02), target), strict=True):
         model.save_pretrained(path)
-    command = [sys.executable, "-m", "tests.pipespec.ranks_processes", *map(str, paths)]
-    done = subprocess.run(command, env=jumping, capture_output=True, text=True, timeout=300, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    killed = json.loads(done.stdout.splitlines()[1])
+    _, killed, *_ = program("tests.pipespec.ranks_program", *paths, **jumping)
     wanted = target.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=60, do_sample=False).tolist()
     assert killed["texts"] == [wanted] * 2
 
     cases = ["cycle5:kill-soon:0", "cycle9:kill-soon:1", "cycle20:kill-soon:2", "cycle7:stop-soon:1"]
-    command = [sys.executable, "-m", "tests.spd.ranks_harness", "phases", str(paths[-1]), *cases]
-    done = subprocess.run(command, env=jumping, capture_output=True, text=True, timeout=600, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    for ranks in map(json.loads, done.stdout.splitlines()[1:]):
+    _, *ended = program("tests.spd.ranks_harness", "phases", paths[-1], *cases, **jumping)
+    for ranks in ended:
         assert [status for status, error in ranks if error].count(1) == 2, ranks
 
 

@@ -21,13 +21,13 @@ import torch
 from pipespec import Pipeline, attach, detach, trust
 from pipespec.models.loading import load_model
 from pipespec.process.threads import lowered_threads, renew_pool, target_threads
+from pipespec.schedules.asynchronous import local
+from pipespec.schedules.asynchronous.channel import Channel
 from pipespec.schedules.base import StageFailure
-from pipespec.schedules.workers import driver as workers
-from pipespec.schedules.workers import template
 from pipespec_kernels.state import SharedMemory, StateBlock
 from pipespec_spd import SpeculativePipeline
 from tests.conftest import noisy, random_llama, random_prompts
-from tests.support.processes import pids_of, workers_of
+from tests.support.processes import peers_of, pids_of
 from tests.support.streamers import Held
 from tests.trials import trials
 from tests.waiting import SECONDS, drafts_keep_up
@@ -327,41 +327,41 @@ def test_a_fork_renews_torchs_pool_once_before_it_loads(monkeypatch, tmp_path):
 def test_a_child_that_closes_keeps_no_descriptors_and_does_not_close_its_parents(models):
     target, draft, texts = models
     with Pipeline(target, draft, schedule="workers") as pipe:
-        pids, templates = pids_of(pipe), list(template._templates)
-        (worker,) = workers_of(pipe).values()
-        assert isinstance(worker.process, template.ForkedProcess)
-        open_ones = [worker.process._pidfd, worker.process._status]
+        pids, (peer,) = pids_of(pipe), peers_of(pipe).values()
+        fd = peer.channel.fileno()
 
         def close() -> None:
-            assert not template._templates
             pipe.close()
-            for fd in open_ones:
-                with pytest.raises(OSError, match="Bad file descriptor"):
-                    os.fstat(fd)
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(fd)
 
         Child(close).check()
-        assert all(map(os.fstat, open_ones))
-        assert template._templates == templates
+        os.fstat(fd)
         generates(pipe, texts, 1)
         assert pids_of(pipe) == pids
 
 
-def test_a_fork_while_a_worker_starts(models, monkeypatch):
-    """The child closes its copy of the socket to the worker that its parent starts."""
+def test_a_fork_while_a_process_starts(models, monkeypatch):
+    """The child closes its copy of the socket to the process that its parent starts."""
     target, draft, _ = models
-    before, start, open_workers = set(workers._open_workers), template.start, workers._open_workers
+    channels, start, pair = [], local._started, Channel.pair
+
+    def made():
+        ends = pair()
+        channels.append(ends[0])
+        return ends
 
     def look() -> None:
-        (worker,) = set(open_workers) - before
-        assert worker.conn.closed
+        assert channels[-1].closed
 
-    def forks(fd, *, fork):
+    def forks(fd):
         Child(look).check()
-        return start(fd, fork=fork)
+        return start(fd)
 
-    monkeypatch.setattr(template, "start", forks)
+    monkeypatch.setattr(Channel, "pair", made)
+    monkeypatch.setattr(local, "_started", forks)
     with Pipeline(target, draft, schedule="workers"):
-        pass
+        assert len(channels) == 1
 
 
 def test_shared_memory_is_copied_for_a_child():

@@ -27,7 +27,7 @@ from pipespec import NgramDraft, Pipeline
 from pipespec.checks.devices import weights_of_each
 from pipespec.checks.support import check_runnable
 from pipespec.models.tokenizers import load_tokenizer
-from pipespec.schedules.workers import driver as workers
+from pipespec.schedules.asynchronous import local
 from pipespec_spd import SpeculativePipeline
 from tests.conftest import VOCABULARY, always_right, noisy, random_llama
 from tests.pipespec.checkpoints import packed, save, split
@@ -51,7 +51,7 @@ def no_process(monkeypatch):
     def started(*args, **kwargs):
         raise AssertionError("a worker was started")
 
-    monkeypatch.setattr(workers, "_Worker", started)
+    monkeypatch.setattr(local, "_started", started)
 
 
 def check(row: Row, given: Any) -> None:

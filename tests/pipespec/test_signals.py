@@ -21,7 +21,7 @@ from pipespec_kernels import _native, env, state
 from pipespec_kernels.state import StateBlock
 from pipespec_spd import SpeculativePipeline
 from tests.conftest import noisy, random_llama, random_prompts
-from tests.support.processes import workers_of
+from tests.support.processes import await_drafts, peers_of
 from tests.trials import trials
 from tests.waiting import until
 
@@ -92,28 +92,29 @@ def test_an_error_of_the_callers_while_a_draft_computes(models, how, number, kin
 @pytest.mark.parametrize("waits_in", ["poll", "send"])
 def test_an_error_of_the_callers_while_it_talks_to_a_worker(models, waits_in, kind):
     class Interrupted:
-        def __init__(self, conn) -> None:
-            self.conn = conn
+        def __init__(self, channel) -> None:
+            self.channel = channel
 
         def __getattr__(self, name: str):
             if name == waits_in:
                 signal.raise_signal(signal.SIGUSR1)
-            return getattr(self.conn, name)
+            return getattr(self.channel, name)
 
     target, draft = models
     with Pipeline(target, draft, schedule="workers") as pipe:
         wanted = pipe.generate(PROMPT, max_new_tokens=20, do_sample=False)
-        worker = workers_of(pipe)[0]
-        worker.conn = Interrupted(worker.conn)
+        peer = peers_of(pipe)[0]
+        channel = peer.channel
+        peer.channel = Interrupted(channel)
         with raising(kind), pytest.raises(kind, match="time is up"):
             pipe.generate(PROMPT, max_new_tokens=20, do_sample=False)
-        worker.conn = worker.conn.conn
+        peer.channel = channel
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             assert torch.equal(pipe.generate(PROMPT, max_new_tokens=20, do_sample=False), wanted)
         if waits_in == "send":  # the worker may not have the call, so the pipeline does not wait for it
             assert len(told) == 1
-            assert "a call to it was interrupted); it is started again" in str(told[0].message)
+            assert "is lost (a call to it was interrupted)" in str(told[0].message)
 
 
 @pytest.mark.parametrize(
@@ -287,12 +288,13 @@ def test_a_draft_that_any_signal_ends(models, number):
     target, draft = models
     wanted = Pipeline(target, schedule="plain").generate(PROMPT, max_new_tokens=20, do_sample=False)
     with Pipeline(target, draft, schedule="workers") as pipe:
-        worker = workers_of(pipe)[0]
-        os.kill(worker.process.pid, number)
-        until(worker.is_dead, "the worker has ended")
+        pid = peers_of(pipe)[0].process.pid
+        os.kill(pid, number)
+        until(lambda: peers_of(pipe)[0].failure() is not None, "the process has ended")
         name = "SIGKILL" if number == signal.SIGKILL else f"signal {number:d}"
         with pytest.warns(StageFailure, match=f"killed by {name}"):
             assert torch.equal(pipe.generate(PROMPT, max_new_tokens=20, do_sample=False), wanted)
         assert torch.equal(pipe.generate(PROMPT, max_new_tokens=20, do_sample=False), wanted)
-        assert workers_of(pipe)[0] is not worker
+        await_drafts(pipe)
+        assert peers_of(pipe)[0].process.pid != pid
         assert pipe._driver.block.is_alive(0)

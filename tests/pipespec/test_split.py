@@ -17,11 +17,11 @@ from pipespec.engine.forward import forward
 from pipespec.errors import DoesNotFit, NotCapturable
 from pipespec.models import loading
 from pipespec.models.devices import LayerDevices, offloaded_modules
-from pipespec.schedules.ranks import membership
+from pipespec.schedules.asynchronous import membership
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
-from tests.pipespec.chains_of_ranks import in_process
 from tests.pipespec.checkpoints import PROMPT, folder_of, gpus, llama, save, some_gpus
 from tests.pipespec.tiny_models import TINY_MODELS, model_of
+from tests.support.chains import in_process
 from tests.support.texts import own_text
 from tests.trials import trials
 

@@ -576,7 +576,7 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(model, monkeypatch)
         raise RuntimeError("no processes")
 
     monkeypatch.setattr(GraphedDriver, "__init__", refuse)
-    monkeypatch.setattr("pipespec.schedules.workers.driver.WorkersDriver", InThisProcess)
+    monkeypatch.setattr("pipespec.schedules.asynchronous.local.LocalDriver", InThisProcess)
     draft, ids = drafts_of(model, "g"), batch(1)[0]
     with pytest.warns(
         SpeedWarning, match=r"target .* graph: model\.layers\.0\.mlp \(Strange\): .*'workers' is used"
@@ -587,7 +587,7 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(model, monkeypatch)
         assert isinstance(pipe._driver, InThisProcess)
         pipe.generate(ids, **GREEDY)
         assert pipe.report.schedule == pipe.schedule == pipe.config.schedule == "workers"
-    monkeypatch.setattr("pipespec.schedules.workers.driver.WorkersDriver", no_processes)
+    monkeypatch.setattr("pipespec.schedules.asynchronous.local.LocalDriver", no_processes)
     for how in ({"schedule": "streams"}, {"schedule": "lockstep", "graphs": True}):
         with pytest.warns(SpeedWarning, match="in lockstep, without graphs") as told:
             pipe = Pipeline(model, draft, **how)

@@ -18,6 +18,7 @@ from pipespec import Pipeline
 from tests.conftest import random_prompts
 from tests.pipespec.group_harness import calls, whole_model
 from tests.pipespec.tiny_models import make
+from tests.support.processes import program
 from tests.trials import trials
 
 ROOT = Path(__file__).parents[2]
@@ -43,9 +44,8 @@ def run(*command):
 @pytest.fixture(scope="module")
 def found():
     """By size of the group, what each rank saw."""
-    out = run("-m", "tests.pipespec.group_harness", *SIZES)
-    lines = [json.loads(line) for line in out.splitlines() if line.startswith("[{")]
-    return dict(zip(SIZES, lines, strict=True))
+    lines = program("tests.pipespec.group_harness", *SIZES)
+    return {size: [seen for _, seen in ranks] for size, ranks in zip(SIZES, lines, strict=True)}
 
 
 def texts_of(model):

@@ -16,13 +16,12 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import pipespec
-import pipespec.schedules.workers.driver  # here, so that its time limits are long in the fixtures, too
+import pipespec.schedules.asynchronous.local  # here, so that its time limits are long in the fixtures, too
 from pipespec import Pipeline, SpeedWarning
 from pipespec.engine.chain import as_draft
 from pipespec.process import ranks as transport
 from pipespec_spd import SpeculativePipeline
 from tests.conftest import DEVICE, always_wrong, left_pad, noisy, random_llama, random_prompts
-from tests.pipespec.chains_of_ranks import in_process
 from tests.same_text.table import (
     CALLS,
     CHAINS,
@@ -37,6 +36,7 @@ from tests.same_text.table import (
     calls_of,
     is_captured,
 )
+from tests.support.chains import in_process
 from tests.support.reference import transformers_text
 from tests.support.streamers import failing
 from tests.trials import trials

@@ -6,21 +6,16 @@ A command is a function of this module whose parameters are words: the folder of
 from __future__ import annotations
 
 import itertools
-import json
 import mmap
 import os
 import random
 import signal
-import socket
 import sys
-import tempfile
 import threading
 import time
-import traceback
 import types
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +27,7 @@ from pipespec_spd.model_drafter import ModelDrafter
 from pipespec_spd.ranks import RanksPipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.spd.drafters import Blind
+from tests.support.processes import everywhere
 from tests.support.streamers import failing
 from tests.trials import PROFILE
 from tests.waiting import SECONDS
@@ -62,79 +58,6 @@ class PhaseClock:
     def advance(self, rank: int, seconds: float) -> None:
         self._passed[rank] += seconds
         time.sleep(2 * transport.BEAT_S)  # the watchdogs read it
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def fork_ranks(world: int, work: Callable[[int], None], logs: str) -> list[int]:
-    """Processes, by rank. Each runs ``work(rank)`` with torchrun's environment and its stderr in a file."""
-    port, pids = free_port(), []
-    for rank in range(world):
-        pid = os.fork()
-        if pid:
-            pids.append(pid)
-            continue
-        status = 1
-        try:
-            # Only standard error, to which a rank reports its end.
-            os.dup2(os.open(f"{logs}/{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            work(rank)
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-    return pids
-
-
-def wait_all(pids: list[int]) -> dict[int, int]:
-    """Per rank its exit status (negative: the signal, also of one that is stopped). Ranks that do not end are killed and left out."""
-    ended: dict[int, int] = {}
-    deadline = time.monotonic() + PATIENCE_S
-    while len(ended) < len(pids) and time.monotonic() < deadline:
-        for rank, pid in enumerate(pids):
-            if rank not in ended:
-                done, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
-                if done:
-                    ended[rank] = -signal.SIGSTOP if os.WIFSTOPPED(status) else os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    for rank, pid in enumerate(pids):
-        if ended.get(rank, -signal.SIGSTOP) == -signal.SIGSTOP:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    return ended
-
-
-def last_error(logs: str, rank: int) -> str:
-    """The last error of a rank."""
-    lines = Path(logs, str(rank)).read_text().splitlines()
-    return next((line for line in reversed(lines) if "RankError: " in line or line.startswith("pipespec: ")), "")
-
-
-def everywhere(work: Callable[[int], object], world: int = 3) -> None:
-    """One line of JSON: per rank its exit status, and the result of ``work`` or the last error. The output of ranks that fail goes to stderr."""
-    with tempfile.TemporaryDirectory() as logs:
-
-        def run(rank: int) -> None:
-            Path(logs, f"{rank}.json").write_text(json.dumps(work(rank)))
-
-        ended = wait_all(fork_ranks(world, run, logs))
-        out = []
-        for rank in range(world):
-            said = Path(logs, f"{rank}.json")
-            words = json.loads(said.read_text()) if said.is_file() else last_error(logs, rank)
-            out.append([ended.get(rank), words])
-            if ended.get(rank) != 0:
-                print(f"rank {rank}: {ended.get(rank)}\n{Path(logs, str(rank)).read_text()}", file=sys.stderr)
-        print(json.dumps(out), flush=True)
 
 
 class Reader(Blind):
@@ -441,7 +364,7 @@ def main() -> None:
     """Commands are separated by ``--``."""
     for part in " ".join(sys.argv[1:]).split(" -- "):
         command, *words = part.split()
-        print(command, flush=True)
+        print(json.dumps(command), flush=True)
         globals()[command](*words)
 
 

@@ -275,11 +275,11 @@ def test_a_rank_that_was_stopped_blames_no_other(monkeypatch):
     ranks.deadline = ranks.now() + 60.0, "waiting for rank 1 took too long"
     monkeypatch.setattr(transport.time, "monotonic", lambda: now + stopped)
     assert ranks.late() is not None
-    ranks.away_s += stopped
+    ranks.suspended_s += stopped
     assert ranks.late() is None
-    ranks.away_s -= 30
+    ranks.suspended_s -= 30
     assert "store does not answer" in ranks.late()
-    ranks.away_s -= 120
+    ranks.suspended_s -= 120
     assert "waiting for rank 1 took too long" in ranks.late()
 
 

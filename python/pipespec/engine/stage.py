@@ -26,7 +26,7 @@ from pipespec_kernels import _native
 from pipespec_kernels.state import Action, StateBlock
 
 LONG_REST = 8
-"""Tokens from which on a draft that has rested compares those of the target with its own choices: that tells whether it pays, and costs their logits."""
+"""Minimum number of missed tokens for which a draft that resumes also scores those of the target: that shows whether it pays, and costs their logits."""
 
 
 def _raised(error: Exception) -> None:

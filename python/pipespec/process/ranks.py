@@ -62,8 +62,8 @@ GRACE_S = 1.0
 FOREVER = timedelta(days=7)
 """Waits for messages have no limit of gloo's: it would break the connections to all ranks."""
 
-_LOOK_S, _SOON_S = 0.02, 0.001
-"""Between two looks at the store, and where the answer is on its way."""
+_POLL_S, _POLL_FAST_S = 0.02, 0.001
+"""Poll intervals for the store, and for an answer that is on its way."""
 
 _KEPT = 8
 """Calls whose texts stay in the store."""
@@ -78,7 +78,7 @@ class Ranks:
 
     Attributes:
         cause: Why the ranks cannot go on together: what a rank has published that ended, or the end of the store; None if nothing is known.
-        away_s: How long this process was stopped.
+        suspended_s: How long this process was stopped.
         deadline: When what this rank does now is late, and its description, see :meth:`watch`; None: never.
         broken: Whether the group cannot be used any more.
     """
@@ -88,7 +88,7 @@ class Ranks:
         self._store, self._beats = store.clone(), store.clone()
         self.cause: str | None = None
         self.broken = False
-        self.away_s = 0.0
+        self.suspended_s = 0.0
         self.deadline: tuple[float, str] | None = None
         now = self.now()
         self._seen: dict[int, tuple[bytes | None, float]] = {r: (None, now) for r in range(world) if r != rank}
@@ -130,7 +130,7 @@ class Ranks:
 
     def now(self) -> float:
         """The time, less the time that this process was stopped: then nothing that it waits for is late."""
-        return time.monotonic() - self.away_s
+        return time.monotonic() - self.suspended_s
 
     # ---- signs of life
 
@@ -174,7 +174,7 @@ class Ranks:
         count, before = 0, time.monotonic()
         while not self._stopped.wait(BEAT_S):
             if (passed := time.monotonic() - before) > SILENCE_S:
-                self.away_s += passed
+                self.suspended_s += passed
             count += 1
             try:
                 self._sign(count)
@@ -210,7 +210,7 @@ class Ranks:
                     found, _, text = self._store.get(key).decode().partition(" ")
                     if int(found) >= number:
                         return text if int(found) == number else None
-                time.sleep(_SOON_S)
+                time.sleep(_POLL_FAST_S)
         return None
 
     # ---- the start
@@ -228,7 +228,7 @@ class Ranks:
                     cause = f"rank {', '.join(missing)} took too long, more than start_s={self.start_s:g} s"
                 if cause is not None:
                     raise self.failed(f"ended waiting until {until}: {cause}")
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
             return [self._store.get(name)[1:].decode() for name in names]
         except dist.DistError as error:
             raise self.failed(
@@ -295,7 +295,7 @@ class Ranks:
         names = [f"{sign}/{r}" for r in range(self.world)]
         with suppress(dist.DistError):
             while self.rank == 0 and time.monotonic() < deadline and not self._store.check(names):
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
 
 
 def break_group(group: Any) -> None:

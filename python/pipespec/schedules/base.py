@@ -280,7 +280,7 @@ def make_driver(models: Sequence[PreTrainedModel], config: SpeculationConfig) ->
     Args:
         models: Of the drafts that have one, and of the target. With ``"plain"`` the drafts take no part.
         config: Its schedule is any but ``"ranks"``, whose models are in other processes: see
-            :func:`pipespec.schedules.ranks.membership.join`.
+            :func:`pipespec.schedules.asynchronous.membership.join`.
 
     Raises:
         ValueError: The models cannot run in this schedule, or captured steps would run on a CPU.

@@ -1,4 +1,4 @@
-"""Chains of schedule ``ranks`` for tests: in one process, with a thread per draft, or as processes over gloo."""
+"""Chains of schedule ``ranks`` for tests, in one process, with a thread per draft."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pipespec import Pipeline
 from pipespec.config import SpeculationConfig
 from pipespec.engine.chain import as_draft
 from pipespec.process.ranks import Ranks, break_group
-from pipespec.schedules.ranks.draft import DraftRank
-from pipespec.schedules.ranks.driver import RanksDriver
+from pipespec.schedules.asynchronous.remote import DraftRank, RemoteDriver
 from tests.waiting import SECONDS, until
 
 
@@ -31,7 +30,7 @@ class InProcess:
         self.errors: list[BaseException] = []
         for rank in range(1, self.world):
             self._start(rank)
-        self.driver = RanksDriver(models[-1], self.config, self._ranks(0))
+        self.driver = RemoteDriver(models[-1], self.config, self._ranks(0))
         until(lambda: len(self.drafts) == self.world - 1, "all drafts are connected")
 
     def _ranks(self, rank: int) -> Ranks:
@@ -69,7 +68,7 @@ def in_process(monkeypatch: Any, models: Sequence[Any], **options: Any) -> Itera
     """A pipeline over a chain in this process."""
     chain = InProcess(models, **options)
     monkeypatch.setattr(
-        "pipespec.schedules.ranks.membership.join", lambda given, config, **_: (given[-1], chain.driver)
+        "pipespec.schedules.asynchronous.membership.join", lambda given, config, **_: (given[-1], chain.driver)
     )
     try:
         yield Pipeline(models[-1], models[:-1], schedule="ranks"), chain

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 import select
 import socket
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 _MAX_FDS = 64
-_LARGEST_PACKET = 1 << 15
-_IN_A_FILE = b"file"
-"""In place of a larger message, which lies in a file in memory: its descriptor comes last. A pickle never begins like that."""
+_MAX_PACKET = 1 << 15
+_IN_A_FILE = b"\0file"
+"""In place of a larger message, which lies in a file in memory: its descriptor comes last. No other message begins like that."""
 
 
 class ChannelError(Exception):
@@ -28,7 +26,7 @@ class Closed(ChannelError):
 
 
 class Channel:
-    """One end of a socket over which two processes send each other pickled messages and file descriptors.
+    """One end of a socket over which two processes send each other messages and file descriptors.
 
     A message is one packet, which arrives whole or not at all. So neither process waits for the other one to read or to complete it.
     """
@@ -65,16 +63,15 @@ class Channel:
         poll.register(fd, select.POLLIN)
         return bool(poll.poll(None if timeout_s is None else 1e3 * timeout_s))
 
-    def send(self, message: object, fds: Sequence[int] = ()) -> None:
-        """Send a message and copies of at most 63 file descriptors, without waiting.
+    def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        """Send a message, which is not empty, and copies of at most 63 file descriptors, without waiting.
 
         Raises:
             Closed: One end is closed.
             ChannelError: The other process has too many unread messages, or there is no room for a large one.
         """
-        data = pickle.dumps(message)
         with _system_errors(), ExitStack() as stack:
-            if len(data) > _LARGEST_PACKET:
+            if len(data) > _MAX_PACKET:
                 file = stack.enter_context(open(os.memfd_create("pipespec-message"), "wb"))
                 file.write(data)
                 file.flush()
@@ -83,18 +80,18 @@ class Channel:
             # A program may have given SIGPIPE its default effect, which ends it.
             self._socket.sendmsg([data], rights, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 
-    def receive(self) -> tuple[Any, list[int]]:
+    def receive(self) -> tuple[bytes, list[int]]:
         """Wait for the next message. Return it and the file descriptors that came with it.
 
         Raises:
             Closed: One end is closed.
-            ChannelError: This process has no room for the file descriptors. The message is lost, those behind it are not.
+            ChannelError: This process has no room for the file descriptors. The message is lost, those after it are not.
         """
         fds = array("i")
         try:
             with _system_errors():
                 space = socket.CMSG_SPACE(_MAX_FDS * fds.itemsize)
-                receive = partial(self._socket.recvmsg, _LARGEST_PACKET, space, socket.MSG_CMSG_CLOEXEC)
+                receive = partial(self._socket.recvmsg, _MAX_PACKET, space, socket.MSG_CMSG_CLOEXEC)
                 try:
                     data, rights, flags, _ = receive()
                 except ConnectionResetError:  # once, if the other end left messages unread; its own last ones follow
@@ -109,7 +106,7 @@ class Channel:
                 with open(fds.pop(), "rb") as file:
                     file.seek(0)
                     data = file.read()
-            return pickle.loads(data), fds.tolist()
+            return data, fds.tolist()
         except BaseException:
             for fd in fds:
                 os.close(fd)

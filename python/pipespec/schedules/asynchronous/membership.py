@@ -21,9 +21,8 @@ from pipespec.config import SpeculationConfig
 from pipespec.engine.inputs import stage_names
 from pipespec.models.loading import load_model
 from pipespec.process.ranks import START_S, RankError, Ranks, rank_and_world
+from pipespec.schedules.asynchronous.remote import DraftRank, RemoteDriver
 from pipespec.schedules.base import Decoder
-from pipespec.schedules.ranks.draft import DraftRank
-from pipespec.schedules.ranks.driver import RanksDriver
 from pipespec_kernels.state import MAX_STAGES
 
 
@@ -47,7 +46,7 @@ def join(
         start_s: Longest time until all ranks are there, and again until all have loaded their models.
 
     Returns:
-        This rank's model, and what runs it: a :class:`RanksDriver` on rank 0, else a :class:`DraftRank`.
+        This rank's model, and what runs it: a :class:`RemoteDriver` on rank 0, else a :class:`DraftRank`.
 
     Raises:
         ValueError: There are no ranks, their number is not that of the models, or a model cannot take part.
@@ -98,7 +97,7 @@ def join(
     config = replace(config, drafts=tuple(specs))
     if rank:
         return model, DraftRank(model, config, ranks)
-    return model, RanksDriver(model, config, ranks)
+    return model, RemoteDriver(model, config, ranks)
 
 
 def device_of_stage(device: Devices, names: Sequence[str], own: int) -> Devices:

@@ -1,1 +1,0 @@
-"""The driver that runs each draft in a process of its own."""
