@@ -6,6 +6,7 @@ A command is a function of this module whose parameters are words: the folder of
 from __future__ import annotations
 
 import itertools
+import json
 import mmap
 import os
 import random
