@@ -16,7 +16,7 @@ from pipespec.engine.forward import native_unsupported_reason
 from pipespec.models import families
 from pipespec.models.families import FAMILIES
 from pipespec.models.gguf import GgufFile
-from pipespec.models.gguf_models import gguf_tokenizer
+from pipespec.models.gguf_tokenizer import gguf_tokenizer
 from pipespec.models.loading import load_model
 from pipespec.models.quantized import QuantizedEmbedding, QuantizedLinear, pages_released
 from pipespec.models.tokenizers import load_tokenizer

@@ -6,6 +6,7 @@ package gguf takes seconds for a vocabulary, and transformers' own dequantises a
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from collections.abc import Mapping
@@ -127,6 +128,53 @@ class GgufFile:
         if not isinstance(found, str):
             raise ValueError(f"{self.path} does not name an architecture (general.architecture)")
         return found
+
+    # ---- the metadata, of which any value may be of any type
+
+    def text(self, key: str, default: str | None = None) -> str | None:
+        """A string."""
+        return self._value(key, default, str, "text")
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A truth value."""
+        return self._value(key, default, bool, "a truth value")
+
+    def integer(self, key: str, default: int | None = None) -> int | None:
+        """An integer."""
+        return self._value(key, default, int, "an integer")
+
+    def number(self, key: str, default: float | None = None) -> float | None:
+        """A finite number."""
+        found = self._value(key, default, (int, float), "a number")
+        if found is not None and not math.isfinite(found):
+            raise ValueError(f"{self.path} is damaged: its {key} is {found}")
+        return found
+
+    def texts(self, key: str) -> list[str]:
+        """A list of strings; empty if there is none."""
+        return self._values(key, str, "texts")
+
+    def integers(self, key: str) -> list[int]:
+        """A list of integers; empty if there is none."""
+        return self._values(key, int, "integers")
+
+    def numbers(self, key: str) -> list[float]:
+        """A list of numbers; empty if there is none."""
+        return self._values(key, (int, float), "numbers")
+
+    def _value(self, key: str, default: Any, kind: Any, name: str) -> Any:
+        found = self.metadata.get(key, default)
+        if found is None or (isinstance(found, kind) and (kind is bool or not isinstance(found, bool))):
+            return found
+        shown = f"a list of {len(found)}" if isinstance(found, list) else repr(found)[:60]
+        raise ValueError(f"{self.path} is damaged: its {key} is {shown}, not {name}")
+
+    def _values(self, key: str, kind: Any, name: str) -> Any:
+        found = self.metadata.get(key, [])
+        # The entries of a list have one type.
+        if isinstance(found, list) and (not found or (isinstance(found[0], kind) and not isinstance(found[0], bool))):
+            return found
+        raise ValueError(f"{self.path} is damaged: its {key} is not a list of {name}")
 
     @property
     def nbytes(self) -> int:

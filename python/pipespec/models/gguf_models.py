@@ -1,4 +1,4 @@
-"""Models and tokenizers out of GGUF files.
+"""Models out of GGUF files.
 
 The architectures are those that :data:`pipespec.models.families.FAMILIES` names. Their matrices stay in blocks, where they lie in the file; what is no
 block becomes float32, or bfloat16 where all matrices of the file are bfloat16.
@@ -7,18 +7,16 @@ block becomes float32, or bfloat16 where all matrices of the file are bfloat16.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import pre_tokenizers
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedModel
 
-from pipespec.models.compat import convert_gguf_tokenizer
 from pipespec.models.families import FAMILIES, Family
 from pipespec.models.gguf import FLOATS, GgufFile, GgufTensor
+from pipespec.models.gguf_tokenizer import end_ids, token_id
 from pipespec.models.quantized import filled, in_blocks
 
 _ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -68,7 +66,6 @@ def gguf_config(file: GgufFile) -> Any:
 
     hidden, heads = value("embedding_length"), value("attention.head_count")
     head_dim = value("attention.key_length", hidden // heads)
-    tokens = file.metadata
     config: dict[str, Any] = {
         "hidden_size": hidden,
         "intermediate_size": value("feed_forward_length"),
@@ -80,9 +77,9 @@ def gguf_config(file: GgufFile) -> Any:
         "rms_norm_eps": _shortest(value("attention.layer_norm_rms_epsilon")),
         "vocab_size": _tensor(file, "token_embd.weight").shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "bos_token_id": tokens.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": tokens.get("tokenizer.ggml.eos_token_id"),
-        "pad_token_id": tokens.get("tokenizer.ggml.padding_token_id"),
+        "bos_token_id": token_id(file, "bos"),
+        "eos_token_id": token_id(file, "eos"),
+        "pad_token_id": token_id(file, "padding"),
         "rope_parameters": _rope(file, name, head_dim),
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "architectures": [f"{family.prefix}ForCausalLM"],
@@ -197,8 +194,7 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
     other = next((name for name in file.tensors if name not in used), None)
     if other is not None:
         raise ValueError(f"{file.path}: tensor {other} has no place in a {family.model_type} model")
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ends = sorted({file.metadata[f"tokenizer.ggml.{key}"] for key in keys if f"tokenizer.ggml.{key}" in file.metadata})
+    ends = end_ids(file)
     model.generation_config.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
     return model
 
@@ -228,58 +224,3 @@ def _in_order(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     if not heads:
         return tensor
     return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-
-
-# ---- the tokenizer
-
-_TOKENIZER = {
-    "tokenizer_type": "model",
-    "pre_tokenizer_type": "pre",
-    "tokens": "tokens",
-    "scores": "scores",
-    "token_type": "token_type",
-    "merges": "merges",
-    "bos_token_id": "bos_token_id",
-    "eos_token_id": "eos_token_id",
-    "unk_token_id": "unknown_token_id",
-    "pad_token_id": "padding_token_id",
-    "add_prefix_space": "add_space_prefix",
-}
-"""What transformers' conversion takes, and the names in the metadata."""
-
-
-def gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a file, with its special tokens and its chat template.
-
-    Raises:
-        ValueError: the file has none that transformers can build.
-    """
-    file = GgufFile.open(path)
-
-    def value(name: str, default: Any = None) -> Any:
-        return file.metadata.get(f"tokenizer.ggml.{name}", default)
-
-    tokens = value("tokens")
-    if not tokens:
-        raise ValueError(f"{path} has no tokenizer")
-    described = {theirs: found for theirs, ours in _TOKENIZER.items() if (found := value(ours)) is not None}
-    try:
-        backend = convert_gguf_tokenizer(file.architecture, described)
-    except Exception as error:  # tokenizers raises the base class
-        raise ValueError(
-            f"{path}: transformers cannot build its tokenizer ({type(error).__name__}: {error})"
-        ) from error
-    if value("pre") == "smollm":
-        # transformers does not know that such a vocabulary splits digits before the rest.
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    special = {name: described.get(f"{name}_id") for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
-    given = {name: tokens[i] for name, i in special.items() if i is not None and i < len(tokens)}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        chat_template=file.metadata.get("tokenizer.chat_template"),
-        clean_up_tokenization_spaces=False,
-        add_bos_token=bool(value("add_bos_token", value("model") == "llama")),  # SentencePiece's has one
-        add_eos_token=bool(value("add_eos_token", False)),
-        **given,
-    )
