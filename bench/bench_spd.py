@@ -36,10 +36,10 @@ from pipespec.bench.machine import provenance
 from pipespec.demo import MODULE_STAGES, draft_module_path, family_path, load_family, prompts
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.registry import PLAIN
-from pipespec.spd import RanksPipeline, SpeculativePipeline
-from pipespec.spd.draft_module import DraftModuleConfig
-from pipespec.spd.law import spd_accepted_length, spd_speedup, spd_tokens_per_cycle
-from pipespec.spd.report import PHASES, SpeculativeReport
+from pipespec_spd import RanksPipeline, SpeculativePipeline
+from pipespec_spd.draft_module import DraftModuleConfig
+from pipespec_spd.law import spd_accepted_length, spd_speedup, spd_tokens_per_cycle
+from pipespec_spd.report import PHASES, SpeculativeReport
 
 _CALIBRATION = 2
 _SIMULATIONS = 16

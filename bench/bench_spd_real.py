@@ -31,14 +31,14 @@ from pipespec.bench.machine import provenance
 from pipespec.models.loading import load_model
 from pipespec.models.properties import end_tokens
 from pipespec.process.progress import say
-from pipespec.spd import SpeculativePipeline
-from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
-from pipespec.spd.partition import cut
-from pipespec.spd.training import recipe
-from pipespec.spd.training.acceptance import Acceptance, drafts_right, replay
-from pipespec.spd.training.data import Batches, TrainingExample, collate, frequent_tokens
-from pipespec.spd.training.settings import TrainingSettings
-from pipespec.spd.training.trainer import RECORD, Taught, TrainingBatch, train
+from pipespec_spd import SpeculativePipeline
+from pipespec_spd.draft_module import DraftModule, DraftModuleConfig
+from pipespec_spd.partition import cut
+from pipespec_train import recipe
+from pipespec_train.acceptance import Acceptance, drafts_right, replay
+from pipespec_train.data import Batches, TrainingExample, collate, frequent_tokens
+from pipespec_train.settings import TrainingSettings
+from pipespec_train.trainer import RECORD, Taught, TrainingBatch, train
 
 PROMPTS = Path(__file__).with_name("recipes") / "smollm2-135m-prompts.toml"
 NEW_TOKENS, BATCH, HELD_OUT, SEED, ANSWER = 96, 48, 8, 42, 64

@@ -50,8 +50,8 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "prompt.json": (*_ENGINE, "bench/bench_prompt.py"),
     "quality.json": ("csrc/cpu/formats", "python/pipespec/models/quantizing.py", "bench/quality.py"),
     "real.json": (*_ENGINE, "bench/bench_real.py"),
-    "spd.json": (*_KERNELS, "python/pipespec/engine", "python/pipespec/spd", "bench/bench_spd.py"),
-    "spd_real.json": ("python/pipespec/spd", "bench/bench_spd_real.py", "bench/recipes"),
+    "spd.json": (*_KERNELS, "python/pipespec/engine", "python/pipespec_spd", "bench/bench_spd.py"),
+    "spd_real.json": ("python/pipespec_spd", "python/pipespec_train", "bench/bench_spd_real.py", "bench/recipes"),
 }
 """By results file: the files and folders whose changes outdate it, as pathspecs of git. Those of GPUs outdate no figure of a CPU."""
 

@@ -8,7 +8,7 @@ Symbols:
 
 In a chain, ``acceptance[i]`` is a between stages i and i + 1, and other lists have a number per verifying stage. All times share one unit, and rates are tokens per that unit. "Published" means PipeSpec, arXiv 2505.01572, sections 3.2 and 3.3.
 Probabilities must lie in [0, 1], and times be positive. The docs page ``theory.md`` has the derivations and the error of each form against the perf
-model. The formulas of SPD are in :mod:`pipespec.spd.law`.
+model. The formulas of SPD are in :mod:`pipespec_spd.law`.
 """
 
 from __future__ import annotations

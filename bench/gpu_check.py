@@ -34,7 +34,7 @@ CALL_SECONDS = 540
 LAST_LINES = 12
 """Lines of the output of a failed part that the results keep."""
 
-GPU_TESTS = ("tests/pipespec", "tests/kernels", "tests/spd")
+GPU_TESTS = ("tests/pipespec", "tests/kernels", "tests/spd", "tests/train")
 """Folders with tests that need a GPU."""
 
 FIRST = "tests/pipespec/test_first_minute.py"
@@ -43,8 +43,12 @@ FIRST = "tests/pipespec/test_first_minute.py"
 BY_RISK = ("tests/kernels/test_cuda_launcher.py", "tests/pipespec/test_streams.py", "tests/spd/test_spd_gpu.py")
 """Tests of what nothing without a GPU has run, which come first."""
 
-HEADS = "tests/pipespec/test_heads"
-DEVICE_TESTS = ("tests/same_text", "tests/spd/test_spd_generate.py", f"{HEADS}.py", f"{HEADS}_training.py")
+DEVICE_TESTS = (
+    "tests/same_text",
+    "tests/spd/test_spd_generate.py",
+    "tests/pipespec/test_heads.py",
+    "tests/train/test_heads_training.py",
+)
 """Tests that CI runs on a CPU, whose models and prompts lie on the GPU here."""
 
 ON_DEVICE = (("PIPESPEC_TEST_DEVICE", "cuda"),)

@@ -21,7 +21,7 @@ from bench.planted import plant, random_prompts
 from pipespec import Pipeline
 from pipespec.bench.machine import provenance
 from pipespec.schedules import base
-from pipespec.spd.training.heads import head_for
+from pipespec_train.heads import head_for
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "pad_token_id": 0}

@@ -14,13 +14,13 @@ from pipespec.bench.config import BenchConfig
 from pipespec.bench.contenders import Contender, TunedSetting, Workload, generated
 from pipespec.bench.results import Sample, StepCounts, SystemSettings
 from pipespec.bench.systems import Kind
-from pipespec.spd import SpeculativePipeline
-from pipespec.spd.draft_module import DraftModuleConfig
-from pipespec.spd.partition import partition_of
+from pipespec_spd import SpeculativePipeline
+from pipespec_spd.draft_module import DraftModuleConfig
+from pipespec_spd.partition import partition_of
 
 
 class StagedContender(Contender):
-    """SPD: the target in stages with one token in flight in each, all in this process (:class:`pipespec.spd.SpeculativePipeline`).
+    """SPD: the target in stages with one token in flight in each, all in this process (:class:`pipespec_spd.SpeculativePipeline`).
 
     Args:
         key: See the base class, as for ``label`` and ``drafts``.

@@ -21,7 +21,7 @@ from bench import closed_form, published_runs
 from bench.harness import markdown_table, replace_table
 from bench.perf_model import SimulatedPolicy, StageModel, simulate, simulate_spd
 from bench.plot import Panel, Series, chart
-from pipespec.spd import law
+from pipespec_spd import law
 
 _REPLICAS = 8
 ACCEPTANCE = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)

@@ -61,8 +61,10 @@ register_when_imported()
 
 def __getattr__(name: str) -> Any:
     # torch and transformers take seconds to import: `pipespec doctor` and `--help` should not wait for them.
-    if name not in _HOMES:
-        raise AttributeError(f"module 'pipespec' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "spd":  # a package of its own, which imports this one: it is imported by name, when somebody asks for it
+        return import_module("pipespec_spd")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pipespec' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

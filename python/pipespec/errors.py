@@ -72,7 +72,7 @@ def run_user_code() -> Iterator[None]:
         raise
 
 
-_INSIDE = {"pipespec", "pipespec_kernels", "transformers", "torch", "contextlib"}
+_INSIDE = {"pipespec", "pipespec_kernels", "pipespec_spd", "pipespec_train", "transformers", "torch", "contextlib"}
 """Packages that may stand between the user's line and a warning."""
 
 

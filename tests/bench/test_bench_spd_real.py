@@ -14,7 +14,7 @@ from bench import bench_spd_real as bench
 from pipespec.cli.main import main
 from pipespec.demo import family_path
 from tests.conftest import random_llama
-from tests.spd.test_data import LLAMA, TALK
+from tests.train.test_data import LLAMA, TALK
 
 PROMPTS = ["Name a river.", "What is a prime number, and which is the smallest one?", "Count to five."]
 

@@ -10,7 +10,7 @@ import pytest
 from bench import closed_form as cf
 from bench import theory
 from bench.perf_model import simulate_spd
-from pipespec.spd import law
+from pipespec_spd import law
 from tests.trials import trials
 
 ACCEPTANCE = (0.0, 0.2, 0.5, 0.8, 0.95, 0.999)

@@ -27,7 +27,7 @@ from pipespec.bench.summary import summarise
 from pipespec.bench.systems import KINDS, contender_of, systems_of
 from pipespec.cli.main import main
 from pipespec.demo import draft_module_path, family_path
-from pipespec.spd.draft_module import CONFIG_FILE, anchors_for, types_for
+from pipespec_spd.draft_module import CONFIG_FILE, anchors_for, types_for
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "bench" / "configs").glob("*.toml"))

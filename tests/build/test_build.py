@@ -114,7 +114,7 @@ def test_module_that_does_not_load_says_why(copy: Path) -> None:
     assert "file too short" in ran.stderr or "invalid ELF header" in ran.stderr
 
 
-@pytest.mark.parametrize("package", ["pipespec", "pipespec_kernels"])
+@pytest.mark.parametrize("package", ["pipespec", "pipespec_kernels", "pipespec_spd", "pipespec_train"])
 def test_every_folder_with_code_is_a_package(package: str) -> None:
     """A folder without ``__init__.py`` works in the source tree and is missing from the wheel."""
     root = Path(importlib.import_module(package).__file__).parent

@@ -32,7 +32,7 @@ _NOT_RUN = re.compile(r"<!-- not run: (.+) -->\n$")
 _SERVER = """
 # Imports once, then runs the blocks of each page in a process of its own.
 import json, os, signal, sys, traceback
-import torch, transformers, pipespec.api.pipeline, pipespec.spd.pipeline
+import torch, transformers, pipespec.api.pipeline, pipespec_spd.pipeline
 
 def run(blocks, folder):
     signal.alarm(600)  # a page that hangs ends with a status

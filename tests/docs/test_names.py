@@ -11,7 +11,7 @@ import pytest
 from pipespec_kernels import ops
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = (ROOT / "python" / "pipespec", ROOT / "pipespec_kernels", ROOT / "csrc")
+PACKAGES = (ROOT / "python", ROOT / "pipespec_kernels", ROOT / "csrc")
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -19,10 +19,10 @@ DOCUMENTS = [
 _SPAN = re.compile(r"`([^`\n]+)`")
 _FILE = re.compile(r"^[\w.-]+\.(py|hpp|cpp|cu|cuh)$")
 _PATH = re.compile(r"^(csrc|bench|tests|docs|python|pipespec_kernels|tools|\.ci|\.github)/[\w./*<>-]*$")
-_DOTTED = re.compile(r"^(?:pipespec|pipespec_kernels|bench|tools)(?:\.\w+)+$")
+_DOTTED = re.compile(r"^(?:pipespec|pipespec_kernels|pipespec_spd|pipespec_train|bench|tools)(?:\.\w+)+$")
 _OPERATION = re.compile(r"^ops\.(?!py\b)\w+")
 _PART = re.compile(r"`([\w/]+?)(?:/|\.py)?`")
-_MODULE = re.compile(r"-m ((?:pipespec|pipespec_kernels|bench|tools)(?:\.\w+)*)")
+_MODULE = re.compile(r"-m ((?:pipespec|pipespec_kernels|pipespec_spd|pipespec_train|bench|tools)(?:\.\w+)*)")
 
 
 def _exists(path: str) -> bool:
@@ -83,7 +83,7 @@ def test_the_architecture_lists_every_part_of_the_package() -> None:
     listed = [
         name for line in page.splitlines() if line.startswith("| `") for name in _PART.findall(line.split("|")[1])
     ]
-    package = PACKAGES[0]
+    package = ROOT / "python" / "pipespec"
     parts = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
     assert {name for name in listed if name in parts} == parts - {"__init__", "__main__"}
     assert len(listed) == len(set(listed))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipespec.spd.draft_module import CONFIG_FILE, DraftModule, DraftModuleConfig
-from pipespec.spd.partition import Partition
+from pipespec_spd.draft_module import CONFIG_FILE, DraftModule, DraftModuleConfig
+from pipespec_spd.partition import Partition
 from tests.conftest import random_llama
 from tests.fuzz.mutations import check_names, in_child
 

@@ -19,7 +19,7 @@ from transformers import (
 from pipespec import NgramDraft, Pipeline
 from pipespec.models.tokenizers import load_tokenizer
 from pipespec.schedules.workers import driver as workers
-from pipespec.spd import SpeculativePipeline
+from pipespec_spd import SpeculativePipeline
 from tests.conftest import always_right, noisy, random_llama
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -70,6 +71,12 @@ def shown(tokenizer, tokens: list[int]) -> str:
         stream.put(torch.tensor([token]))
     stream.end()
     return "".join(pieces)
+
+
+WITHOUT = (
+    "import sys; sys.modules[sys.argv[1]] = None; from pipespec.cli.main import main; sys.exit(main(sys.argv[2:]))"
+)
+"""The program without a package, which comes before its arguments."""
 
 
 def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess:
@@ -139,10 +146,7 @@ def test_doctor_ends_with_an_error_where_a_package_is_of_another_version(monkeyp
 
 @pytest.mark.parametrize("missing", ["torch", "transformers", "pipespec_kernels._native"])
 def test_doctor_works_where_something_is_missing(missing):
-    code = (
-        "import sys; sys.modules[sys.argv[1]] = None; from pipespec.cli.main import main; sys.exit(main(sys.argv[2:]))"
-    )
-    done = run_python(code, missing, "doctor")
+    done = run_python(WITHOUT, missing, "doctor")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "CANNOT work" in done.stdout
     assert "! " in done.stdout
@@ -150,11 +154,25 @@ def test_doctor_works_where_something_is_missing(missing):
 
 
 def test_generate_without_torch_is_one_line():
-    code = "import sys; sys.modules['torch'] = None; from pipespec.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    done = run_python(code, "generate", "--prompt", "x")
+    done = run_python(WITHOUT, "torch", "generate", "--prompt", "x")
     assert done.returncode == 2
     assert "pipespec doctor" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", ["spd train --target x", "train-draft --help", "generate --system spd --prompt x"]
+)
+def test_a_command_of_a_missing_package_says_what_to_install(arguments):
+    package, remedy = ("pipespec_spd", "") if "generate" in arguments else ("pipespec_train", r"'pipespec\[train\]'")
+    done = run_python(WITHOUT, package, *arguments.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(f"pipespec: error: {package} cannot be imported .*: pip install {remedy}.*\n", done.stderr)
+
+
+def test_spd_is_a_name_of_the_package():
+    code = "import sys, pipespec; assert 'pipespec_spd' not in sys.modules; print(pipespec.spd.SpeculativePipeline.__module__)"
+    assert run_python(code).stdout == "pipespec_spd.pipeline\n"
 
 
 # --- generate ------------------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from pipespec.models import families
 from pipespec.models.layout import CacheLayout
 from pipespec.preflight.checks import check_architecture
 from pipespec.preflight.support import check_streams
-from pipespec.spd import SpeculativePipeline
-from pipespec.spd.partition import check_target
+from pipespec_spd import SpeculativePipeline
+from pipespec_spd.partition import check_target
 from tests.conftest import left_pad, noisy
 from tests.pipespec.tiny_models import LACKING, LAYERS, SIZES, TINY_MODELS, VOCABULARY, WINDOW, make, model_of
 from tests.support.reference import Noise

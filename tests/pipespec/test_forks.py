@@ -24,8 +24,8 @@ from pipespec.process.threads import lowered_threads, renew_pool, target_threads
 from pipespec.schedules.base import StageFailure
 from pipespec.schedules.workers import driver as workers
 from pipespec.schedules.workers import template
-from pipespec.spd import SpeculativePipeline
 from pipespec_kernels.state import SharedMemory, StateBlock
+from pipespec_spd import SpeculativePipeline
 from tests.conftest import noisy, random_llama, random_prompts
 from tests.support.processes import pids_of, workers_of
 from tests.support.streamers import Held

@@ -9,8 +9,8 @@ from transformers import DynamicCache
 
 from pipespec.engine import forward as forward_module
 from pipespec.engine.cache import RowCache
-from pipespec.engine.sections import ModelSection, open_sections
 from pipespec.models.parts import ModelParts
+from pipespec_spd.sections import ModelSection, open_sections
 from tests.pipespec import test_native
 
 forward = functools.partial(forward_module.forward, native=False)

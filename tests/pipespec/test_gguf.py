@@ -21,9 +21,9 @@ from pipespec.models.loading import load_model
 from pipespec.models.quantized import QuantizedEmbedding, QuantizedLinear, pages_released
 from pipespec.models.tokenizers import load_tokenizer
 from pipespec.preflight.tokenizers import tokenizer_digest
-from pipespec.spd.partition import Partition, load_ends, load_stage
-from pipespec.spd.pipeline import SpeculativePipeline
 from pipespec_kernels.formats import FORMATS, dequantize
+from pipespec_spd.partition import Partition, load_ends, load_stage
+from pipespec_spd.pipeline import SpeculativePipeline
 from tests.pipespec.gguf_files import LARGE, SIZES, tiny, tokens, with_weights, write
 
 gguf = pytest.importorskip("gguf")

@@ -1,4 +1,4 @@
-"""The order of the package: imports point down, no circle of files, at most 13 entries at the top.
+"""The order of the packages, and of the parts of `pipespec`: imports point down, no circle of files, at most 13 entries at the top.
 
 The sources are parsed, not imported. Imports inside of functions and under ``TYPE_CHECKING`` count.
 """
@@ -6,17 +6,20 @@ The sources are parsed, not imported. Imports inside of functions and under ``TY
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ["pipespec_train", "pipespec_spd", "pipespec", "pipespec_kernels"]
+"""Highest first. A package imports from lower ones only; from `bench`, `tools` and `tests` none does."""
+
 LAYERS = [
     ["cli"],
     ["demo"],
     ["bench"],
-    ["spd"],
     ["api"],
     ["schedules"],
     ["preflight"],
@@ -29,8 +32,8 @@ LAYERS = [
 """Highest first. An entry imports from lower layers only."""
 
 
-def imports(source: str, package: str) -> set[str]:
-    """Dotted names below ``package`` that a source imports: modules, and what is imported from them."""
+def imports(source: str, packages: Collection[str]) -> set[str]:
+    """Dotted names below ``packages`` that a source imports: modules, and what is imported from them."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -38,13 +41,14 @@ def imports(source: str, package: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"a relative import: {ast.unparse(node)}"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in found if name.split(".")[0] == package}
+    return {name for name in found if name.split(".")[0] in packages}
 
 
 def graph(sources: dict[str, str]) -> dict[str, set[str]]:
-    """Per module of ``pipespec`` the modules it imports."""
+    """Per module the modules of these packages that it imports."""
+    packages = {name.split(".")[0] for name in sources}
     return {
-        name: {found if found in sources else found.rpartition(".")[0] for found in imports(source, "pipespec")}
+        name: {found if found in sources else found.rpartition(".")[0] for found in imports(source, packages)}
         for name, source in sources.items()
     }
 
@@ -60,23 +64,29 @@ def upward(edges: dict[str, set[str]]) -> list[str]:
     ]
 
 
+def sources(*packages: str) -> dict[str, str]:
+    """The modules of packages, by name."""
+    found = {}
+    for package in packages:
+        folder = ROOT if package == "pipespec_kernels" else ROOT / "python"
+        for file in (folder / package).rglob("*.py"):
+            parts = file.relative_to(folder).with_suffix("").parts
+            if parts[-1] != "__main__":  # it only forwards, as the package's own __init__ does
+                found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file.read_text(encoding="utf-8")
+    return found
+
+
 @pytest.fixture(scope="module")
 def edges() -> dict[str, set[str]]:
-    found = {}
-    for file in (ROOT / "python" / "pipespec").rglob("*.py"):
-        parts = file.relative_to(ROOT / "python").with_suffix("").parts
-        if parts[-1] == "__main__":
-            continue  # it only forwards, as the package's own __init__ does
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file.read_text(encoding="utf-8")
-    return graph(found)
+    return graph(sources("pipespec"))
 
 
 def test_imports_point_down(edges):
     assert upward(edges) == []
 
 
-def test_no_circle_of_files(edges):
-    TopologicalSorter(edges).prepare()
+def test_no_circle_of_files():
+    TopologicalSorter(graph(sources("pipespec_train", "pipespec_spd", "pipespec"))).prepare()
 
 
 def test_every_entry_has_a_layer_and_there_are_at_most_13(edges):
@@ -85,9 +95,11 @@ def test_every_entry_has_a_layer_and_there_are_at_most_13(edges):
     assert len(entries) <= 13
 
 
-def test_the_kernels_import_nothing_of_pipespec():
-    for file in (ROOT / "pipespec_kernels").rglob("*.py"):
-        assert imports(file.read_text(encoding="utf-8"), "pipespec") == set(), file
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_package_imports_one_above(package):
+    """`pipespec` imports SPD and training by name only, when somebody asks for them (`pipespec.spd`, and their commands)."""
+    above = {"bench", "tools", "tests", *PACKAGES[: PACKAGES.index(package)]}
+    assert {name: found for name, source in sources(package).items() if (found := imports(source, above))} == {}
 
 
 @pytest.mark.parametrize(

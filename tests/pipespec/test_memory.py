@@ -26,7 +26,7 @@ from pipespec.preflight.devices import DeviceFacts
 from pipespec.preflight.memory import HEADROOM, StageFacts, check_memory, estimate
 from pipespec.preflight.placement import arrange
 from pipespec.preflight.support import check_shareable
-from pipespec.spd import SpeculativePipeline
+from pipespec_spd import SpeculativePipeline
 from tests.conftest import noisy, random_llama
 from tests.pipespec.checkpoints import GIB, PROMPT, folder_of, llama, on_gpu, save
 

@@ -29,15 +29,15 @@ from transformers import (
 from transformers.models.gemma import modeling_gemma
 
 import pipespec
+import pipespec_spd.sections as sections_module
 from pipespec.engine import forward as forward_module
 from pipespec.engine import native
-from pipespec.engine import sections as sections_module
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import TOLERANCE
 from pipespec.engine.forward import described, forward, recheck, release
-from pipespec.engine.sections import ModelSection, open_sections
 from pipespec.models import families
 from pipespec.models.parts import ModelParts
+from pipespec_spd.sections import ModelSection, open_sections
 from tests.conftest import noisy, random_llama
 from tests.pipespec import hostile
 from tests.waiting import SECONDS, drafts_keep_up

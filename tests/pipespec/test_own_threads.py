@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from pipespec import Pipeline
-from pipespec.spd.training.heads import head_for
+from pipespec_train.heads import head_for
 from tests.conftest import DEVICE, random_llama
 from tests.trials import trials
 

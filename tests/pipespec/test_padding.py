@@ -11,7 +11,7 @@ from transformers import DynamicCache, GenerationMixin
 from pipespec import Pipeline, attach
 from pipespec.engine.cache import RowCache
 from pipespec.schedules.base import SpeedWarning
-from pipespec.spd import SpeculativePipeline
+from pipespec_spd import SpeculativePipeline
 from tests.conftest import left_pad, noisy, random_prompts
 from tests.pipespec.faulty import Faulty
 

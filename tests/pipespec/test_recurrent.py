@@ -19,8 +19,8 @@ from pipespec.errors import NotCapturable
 from pipespec.models.layout import STATES, CacheLayout
 from pipespec.preflight.checks import check_architecture
 from pipespec.preflight.support import check_streams
-from pipespec.spd import SpeculativePipeline
-from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
+from pipespec_spd import SpeculativePipeline
+from pipespec_spd.draft_module import DraftModule, DraftModuleConfig
 from tests.conftest import left_pad, noisy
 from tests.pipespec.tiny_models import LACKING, TINY_MODELS, VOCABULARY, make, model_of
 from tests.trials import PROFILE

@@ -20,7 +20,7 @@ from pipespec.api import prepare
 from pipespec.api.text import Progress
 from pipespec.engine import stage as stages
 from pipespec.engine.cache import RowCache
-from pipespec.spd import SpeculativePipeline
+from pipespec_spd import SpeculativePipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.support.streamers import Held, Recorder
 from tests.waiting import SECONDS

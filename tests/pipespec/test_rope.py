@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 from pipespec import Pipeline, attach
 from pipespec.config import WIDTH
 from pipespec.schedules.base import SpeedWarning
-from pipespec.spd import SpeculativePipeline
+from pipespec_spd import SpeculativePipeline
 from tests.conftest import always_right, always_wrong, left_pad, noisy
 
 LIMIT = 32 + WIDTH

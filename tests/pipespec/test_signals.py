@@ -17,9 +17,9 @@ from pipespec import Pipeline, trust
 from pipespec.process import shutdown
 from pipespec.process.signals import delayed, handlers_watched, is_handlers_error, raise_handlers_error
 from pipespec.schedules.base import StageFailure
-from pipespec.spd import SpeculativePipeline
 from pipespec_kernels import _native, env, state
 from pipespec_kernels.state import StateBlock
+from pipespec_spd import SpeculativePipeline
 from tests.conftest import noisy, random_llama, random_prompts
 from tests.support.processes import workers_of
 from tests.trials import trials

@@ -19,7 +19,7 @@ from pipespec.models.properties import quantisation
 from pipespec.preflight.support import check_runnable, check_shareable, check_streams
 from pipespec.schedules.workers import driver as workers
 from pipespec.schedules.workers.driver import WorkersDriver
-from pipespec.spd import SpeculativePipeline
+from pipespec_spd import SpeculativePipeline
 from tests.conftest import always_right, noisy, random_llama
 from tests.pipespec.checkpoints import PROMPT, Packed, on_gpu, packed, replaced
 

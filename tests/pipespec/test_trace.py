@@ -14,7 +14,7 @@ import torch
 from pipespec import Pipeline
 from pipespec.api.trace import chrome_trace, not_kept, summary
 from pipespec.schedules.base import StageFailure
-from pipespec.spd import SpeculativePipeline
+from pipespec_spd import SpeculativePipeline
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
 from tests.waiting import drafts_keep_up

@@ -18,7 +18,7 @@ import pipespec.schedules.workers.driver  # here, so that its time limits are lo
 from pipespec import NgramDraft, Pipeline, SpeedWarning
 from pipespec.process import ranks as transport
 from pipespec.registry import SCHEDULES, UNCAPTURED
-from pipespec.spd import SpeculativePipeline
+from pipespec_spd import SpeculativePipeline
 from tests.conftest import DEVICE, random_llama
 from tests.pipespec.chains_of_ranks import in_process
 from tests.same_text.table import CALLS, CHAINS, NEW, TOP, VOCABULARY, WAYS, WORD, Call, Chain, Way, calls_of

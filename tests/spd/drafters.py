@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from pipespec.spd import Drafter
+from pipespec_spd import Drafter
 
 
 class Known(Drafter):

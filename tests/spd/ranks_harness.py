@@ -30,9 +30,9 @@ import torch
 from transformers import StoppingCriteriaList
 
 from pipespec.process import ranks as transport
-from pipespec.spd import link, ranks, ring
-from pipespec.spd.chain import ChainDrafter
-from pipespec.spd.ranks import RanksPipeline
+from pipespec_spd import link, ranks, ring
+from pipespec_spd.chain import ChainDrafter
+from pipespec_spd.ranks import RanksPipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.spd.drafters import Blind
 from tests.support.streamers import failing

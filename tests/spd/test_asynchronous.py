@@ -15,9 +15,9 @@ import torch
 
 from pipespec import trust
 from pipespec.models import devices
-from pipespec.spd import SpeculativePipeline, local, pipeline
-from pipespec.spd.chain import ChainDrafter
-from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
+from pipespec_spd import SpeculativePipeline, local, pipeline
+from pipespec_spd.chain import ChainDrafter
+from pipespec_spd.draft_module import DraftModule, DraftModuleConfig
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.tiny_models import model_of
 from tests.spd.drafters import Blind, Failing
@@ -189,7 +189,7 @@ def test_a_thread_generates_when_the_main_thread_has_ended(tmp_path):
         """
 import threading, time, torch
 from concurrent.futures import ThreadPoolExecutor
-from pipespec.spd import SpeculativePipeline
+from pipespec_spd import SpeculativePipeline
 from tests.conftest import random_llama
 
 pipe = SpeculativePipeline(random_llama(3), "ngram", stages=2, devices=["cpu", "cpu"])

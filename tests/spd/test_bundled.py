@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from pipespec import demo
-from pipespec.spd import SpeculativePipeline
-from pipespec.spd.draft_module import DraftModule
-from pipespec.spd.partition import Partition
-from pipespec.spd.training.acceptance import Acceptance, acceptance_along
+from pipespec_spd import SpeculativePipeline
+from pipespec_spd.draft_module import DraftModule
+from pipespec_spd.partition import Partition
+from pipespec_train.acceptance import Acceptance, acceptance_along
 from tests.trials import trials
 
 # Measured figures are in family/module/README.md. The bound only separates a trained module from broken files, on few prompts.

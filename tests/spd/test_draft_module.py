@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from pipespec.spd.draft_module import (
+from pipespec_spd.draft_module import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     DraftModule,
@@ -23,10 +23,10 @@ from pipespec.spd.draft_module import (
     target_digest,
     types_for,
 )
-from pipespec.spd.machine import DraftRequest
-from pipespec.spd.module_drafter import ModuleDrafter
-from pipespec.spd.partition import Partition
-from pipespec.spd.training.students import simulate
+from pipespec_spd.machine import DraftRequest
+from pipespec_spd.module_drafter import ModuleDrafter
+from pipespec_spd.partition import Partition
+from pipespec_train.students import simulate
 from tests.conftest import VOCABULARY, random_llama
 from tests.spd.replay import Machine
 
@@ -237,7 +237,7 @@ def test_memory_does_not_grow_with_the_text() -> None:
 
 
 def test_narrow_last_block_equals_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipespec.spd.training import students
+    from pipespec_train import students
 
     module = make(6, Partition.uniform(6, 3).ranges, 2, 1)  # grouped heads
     anchors = torch.randn(2, 11, len(module.config.anchors), module.config.hidden)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from pipespec.spd.link import Receiver, Sender
+from pipespec_spd.link import Receiver, Sender
 
 DEPTH = 2
 SHAPE = (2, 3, 1, 4)

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from pipespec.spd.law import spd_tokens_per_cycle
-from pipespec.spd.machine import Machine
+from pipespec_spd.law import spd_tokens_per_cycle
+from pipespec_spd.machine import Machine
 
 VOCABULARY = 1000
 
@@ -312,5 +312,5 @@ def test_what_does_not_belong_to_a_cycle():
 
 
 def test_no_torch():
-    code = "import sys, pipespec.spd.machine; sys.exit('torch' in sys.modules)"
+    code = "import sys, pipespec_spd.machine; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -23,10 +23,9 @@ from transformers import (
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import TOLERANCE
 from pipespec.engine.forward import forward
-from pipespec.engine.sections import open_sections
 from pipespec.models import loading
-from pipespec.spd import partition as module
-from pipespec.spd.partition import (
+from pipespec_spd import partition as module
+from pipespec_spd.partition import (
     LayerStage,
     Partition,
     Verifier,
@@ -37,6 +36,7 @@ from pipespec.spd.partition import (
     partition_of,
     seconds_of,
 )
+from pipespec_spd.sections import open_sections
 from tests.conftest import random_llama
 
 LAYERS = 5

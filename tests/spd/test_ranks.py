@@ -27,11 +27,11 @@ from pipespec.demo import load_family
 from pipespec.preflight.devices import rank_device
 from pipespec.process import ranks as transport
 from pipespec.process.ranks import RankError, Ranks
-from pipespec.spd import SpeculativePipeline
-from pipespec.spd import ranks as module
-from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
-from pipespec.spd.link import Link
-from pipespec.spd.ranks import RanksPipeline, ranks_of
+from pipespec_spd import SpeculativePipeline
+from pipespec_spd import ranks as module
+from pipespec_spd.draft_module import DraftModule, DraftModuleConfig
+from pipespec_spd.link import Link
+from pipespec_spd.ranks import RanksPipeline, ranks_of
 from tests.conftest import random_llama
 from tests.spd.drafters import Blind
 from tests.spd.ranks_harness import LAYERS, calls, made

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pipespec import spd
+import pipespec_spd as spd
 from pipespec.cli.main import main
 from pipespec.demo import draft_module_path, family_path, load_family
-from pipespec.spd import SpeculativePipeline
-from pipespec.spd.link import TIMEOUT_S
+from pipespec_spd import SpeculativePipeline
+from pipespec_spd.link import TIMEOUT_S
 
 PROMPT = "def mean(values):"
 

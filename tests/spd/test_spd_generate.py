@@ -12,11 +12,11 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from pipespec import Pipeline
 from pipespec.schedules.base import StageFailure
-from pipespec.spd import Drafter, SpeculativePipeline
-from pipespec.spd import partition as runtime
-from pipespec.spd.chain import ChainDrafter
-from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
-from pipespec.spd.drafting import NgramDrafter
+from pipespec_spd import Drafter, SpeculativePipeline
+from pipespec_spd import partition as runtime
+from pipespec_spd.chain import ChainDrafter
+from pipespec_spd.draft_module import DraftModule, DraftModuleConfig
+from pipespec_spd.drafting import NgramDrafter
 from tests.conftest import DEVICE, VOCABULARY, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
 from tests.spd.drafters import Blind, Failing, Known
@@ -565,7 +565,7 @@ def test_refused_before_weights_are_loaded(model, tmp_path, monkeypatch):
     def loaded(*args, **kwargs):
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("pipespec.spd.pipeline.load_model", loaded)
+    monkeypatch.setattr("pipespec_spd.pipeline.load_model", loaded)
     for stages in (6, [2, 2], "balanced:6"):
         with pytest.raises(ValueError, match="5"):
             SpeculativePipeline(tmp_path, stages=stages)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipespec.demo import load_family
-from pipespec.spd import SpeculativePipeline
+from pipespec_spd import SpeculativePipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.spd.test_ranks import environment
 

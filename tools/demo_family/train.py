@@ -43,9 +43,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Lo
 
 from bench import plot
 from pipespec.demo import MODULE_STAGES, corpus
-from pipespec.spd.training import acceptance
-from pipespec.spd.training import trainer as training
-from pipespec.spd.training.trainer import learning_rate
+from pipespec_train import acceptance
+from pipespec_train import trainer as training
+from pipespec_train.trainer import learning_rate
 from tools.demo_family import card
 
 VOCAB = 2048
@@ -845,8 +845,8 @@ class TrainingRun:
         It starts from the target's last layers and head. Every fourth step is the corpus, the others are the target's own text; drafts
         are judged on the latter.
         """
-        from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
-        from pipespec.spd.partition import Partition
+        from pipespec_spd.draft_module import DraftModule, DraftModuleConfig
+        from pipespec_spd.partition import Partition
 
         n: int = self.args.stages
         name = "module" if n == MODULE_STAGES else f"module-{n}"

@@ -79,7 +79,7 @@ class Sample:
         stages: Counts of each model, the target last.
         schedule: The schedule that ran; it may differ from the one asked for, see ``notes``.
         notes: Remarks of the system about this call.
-        phases: SPD: as in :class:`pipespec.spd.report.SpeculativeReport`, like ``cycles``, ``verified``, ``stage_seconds`` and ``parallel_seconds``.
+        phases: SPD: as in :class:`pipespec_spd.report.SpeculativeReport`, like ``cycles``, ``verified``, ``stage_seconds`` and ``parallel_seconds``.
         identical: Whether the tokens equal those of the reference; None where they need not.
         differs_at: The first new token that differs.
         error: The message of the failure that ended the text; the other figures are empty then.

@@ -12,6 +12,7 @@ from pipespec.cli.options import (
     Subparsers,
     add_models,
     chosen_models,
+    command_of,
     flag,
     number,
     one_or_all,
@@ -21,7 +22,6 @@ from pipespec.cli.options import (
     require_text,
     weights_option,
 )
-from pipespec.cli.staged import check_spd, spd_pipeline
 from pipespec.config import ACCEPTANCES
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.registry import LOCKSTEP, SCHEDULES
@@ -106,7 +106,8 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
     else:
         prompt = require_text(args.prompt, "--prompt")
     if args.system == "spd":
-        check_spd(args, trace)
+        spd = command_of("pipespec_spd")
+        spd.check_options(args, trace)
         target, drafts, dtype = chosen_models(args, list)  # its draft module comes later
     elif any(value is not None for value in (args.stages, args.timeout)):
         raise ValueError("--stages and --timeout are options of --system spd")
@@ -118,7 +119,7 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
 
     with quiet_transformers():
         with working("loading the models"):
-            make = spd_pipeline if args.system == "spd" else _chain
+            make = spd.make_pipeline if args.system == "spd" else _chain
             pipe = make(args, target, drafts, dtype, trace)
         with pipe:
             if not pipe.has_target:

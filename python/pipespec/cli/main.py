@@ -14,7 +14,8 @@ import traceback
 import warnings
 from collections.abc import Callable
 
-from pipespec.cli import bench, demo, doctor, generate, recommend, serve, trace, train
+from pipespec.cli import bench, demo, doctor, generate, recommend, serve, trace
+from pipespec.cli.options import Subparsers, command_of
 from pipespec.process.progress import say
 from pipespec_kernels import __version__
 
@@ -28,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     parser = _parser()
     args, unknown = parser.parse_known_args(arguments)
-    if unknown:
+    if unknown and args.options:
         option = next((text for text in unknown if text.startswith("--")), "").partition("=")[0]
         near = difflib.get_close_matches(option, args.options, 1)
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near[0]}?' if near else ''}")
@@ -74,11 +75,29 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"pipespec {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for subcommand in (generate, serve, trace, demo, recommend, bench, train, doctor):
+    # By name: pipespec imports no package that imports it.
+    try:
+        training = command_of("pipespec_train")
+    except ImportError as error:
+        _refuse(commands, ("spd", "train-draft"), error)
+        training = None
+    for subcommand in filter(None, (generate, serve, trace, demo, recommend, bench, training, doctor)):
         for command in subcommand.add_parser(commands):
             command.add_argument("--debug", action="store_true", help="show the traceback of an error")
             command.set_defaults(options=tuple(command._option_string_actions))
     return parser
+
+
+def _refuse(commands: Subparsers, names: tuple[str, ...], error: ImportError) -> None:
+    """Add the commands of a package that is not installed: whatever their options, they end with ``error``, which says what to install."""
+
+    def fail(args: argparse.Namespace) -> int:
+        raise error
+
+    for name in names:
+        command = commands.add_parser(name, help="not installed", add_help=False)
+        command.add_argument("words", nargs="*")
+        command.set_defaults(command=fail, options=(), debug=False)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,21 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 Subparsers = Any
 """What ``ArgumentParser.add_subparsers`` returns; its class is private to argparse."""
+
+
+_INSTALL = {"pipespec_spd": "pip install pipespec", "pipespec_train": "pip install 'pipespec[train]'"}
+
+
+def command_of(package: str) -> Any:
+    """The module ``command`` of a package that imports pipespec, and that pipespec itself never imports: only by name, for its own commands.
+
+    Raises:
+        ImportError: The package, or something that it needs, is not installed.
+    """
+    try:
+        return import_module(f"{package}.command")
+    except ImportError as error:
+        raise ImportError(f"{package} cannot be imported ({error}): {_INSTALL[package]}") from error
 
 
 def option(group: Any, name: str, metavar: str | tuple[str, ...] | None, kind: Any, text: str, **how: Any) -> None:

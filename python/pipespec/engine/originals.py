@@ -30,7 +30,7 @@ from pipespec.engine.attention import ATTENTION, attention_forward
 from pipespec_kernels._native import Stamp
 
 PACKAGES = frozenset(
-    ("torch", "transformers", "pipespec", "accelerate", "peft", "bitsandbytes", "torchao", "compressed_tensors", "gptqmodel",
+    ("torch", "transformers", "pipespec", "pipespec_spd", "pipespec_train", "accelerate", "peft", "bitsandbytes", "torchao", "compressed_tensors", "gptqmodel",
      "auto_gptq", "awq", "hqq", "optimum", "eetq", "aqlm", "vptq", "spqr_quant", "auto_round", "fp_quant")
 )  # fmt: skip
 """Packages whose modules compute each column of a forward by itself: torch, transformers, adapters, quantisation, placement."""

@@ -16,7 +16,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from pipespec.process.record_files import records
-from pipespec.spd.training.trainer import TrainingBatch
+from pipespec_train.trainer import TrainingBatch
 
 _STRUCTURED = (".jsonl", ".json", ".parquet")
 _TEXT = (".txt", ".md")

@@ -19,10 +19,10 @@ from pipespec.config import SpeculationConfig
 from pipespec.engine.inputs import StageInputs
 from pipespec.schedules.lockstep import LockstepDriver
 from pipespec.schedules.request import GenerationRequest
-from pipespec.spd.decoding import DraftSampler
-from pipespec.spd.drafting import Drafter, SampleTokens
-from pipespec.spd.machine import DraftRequest
 from pipespec_kernels.state import Action
+from pipespec_spd.decoding import DraftSampler
+from pipespec_spd.drafting import Drafter, SampleTokens
+from pipespec_spd.machine import DraftRequest
 
 _LOOKAHEAD = 4
 """Lookahead of the drafts inside the chain, the default of a lockstep chain."""
@@ -31,7 +31,7 @@ _LOOKAHEAD = 4
 class ChainDrafter(Drafter):
     """Drafts the greedy or coupled continuation of a chain of models, smallest first. The last one's text is drafted.
 
-    All use the target's tokenizer, which :class:`pipespec.spd.SpeculativePipeline` checks.
+    All use the target's tokenizer, which :class:`pipespec_spd.SpeculativePipeline` checks.
     """
 
     def __init__(self, models: Sequence[PreTrainedModel]) -> None:

@@ -23,10 +23,10 @@ from pipespec.models.layout import CacheLayout
 from pipespec.process.signals import draft_errors
 from pipespec.schedules.base import Decoder, StageFailure
 from pipespec.schedules.request import GenerationRequest
-from pipespec.spd.drafting import Drafter
-from pipespec.spd.machine import DraftRequest, Entry, Machine
-from pipespec.spd.partition import Partition, Verifier
-from pipespec.spd.report import PHASES
+from pipespec_spd.drafting import Drafter
+from pipespec_spd.machine import DraftRequest, Entry, Machine
+from pipespec_spd.partition import Partition, Verifier
+from pipespec_spd.report import PHASES
 
 
 class DraftSampler:

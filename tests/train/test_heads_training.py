@@ -13,11 +13,11 @@ from pipespec import Pipeline
 from pipespec.cli.main import main
 from pipespec.demo import family_path
 from pipespec.engine.head import DraftHead, is_head
-from pipespec.spd.training import trainer
-from pipespec.spd.training.heads import HeadStudent, head_for
-from pipespec.spd.training.settings import TrainingSettings
-from pipespec.spd.training.students import Lesson
-from pipespec.spd.training.trainer import TrainingBatch, teach
+from pipespec_train import trainer
+from pipespec_train.heads import HeadStudent, head_for
+from pipespec_train.settings import TrainingSettings
+from pipespec_train.students import Lesson
+from pipespec_train.trainer import TrainingBatch, teach
 from tests.conftest import DEVICE, VOCABULARY
 from tests.pipespec import heads
 

@@ -1,4 +1,4 @@
-"""What :func:`pipespec.spd.training.trainer.train` trains: drafts that read the target's hidden states, and their loss."""
+"""What :func:`pipespec_train.trainer.train` trains: drafts that read the target's hidden states, and their loss."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
 
-from pipespec.spd.draft_module import DraftModule
-from pipespec.spd.training.settings import TrainingSettings
+from pipespec_spd.draft_module import DraftModule
+from pipespec_train.settings import TrainingSettings
 
 
 class Lesson(NamedTuple):
@@ -36,7 +36,7 @@ class Lesson(NamedTuple):
 
 
 class Student(abc.ABC):
-    """A draft that reads the target's hidden states, as what :func:`pipespec.spd.training.trainer.train` trains.
+    """A draft that reads the target's hidden states, as what :func:`pipespec_train.trainer.train` trains.
 
     Attributes:
         module: its weights.
@@ -84,7 +84,7 @@ class Student(abc.ABC):
 
 
 class PipelineStudent(Student):
-    """A draft module. A draft head is :class:`pipespec.spd.training.heads.HeadStudent`."""
+    """A draft module. A draft head is :class:`pipespec_train.heads.HeadStudent`."""
 
     def __init__(self, module: DraftModule) -> None:
         self.module, self.head, self.anchors = module, module.head, module.config.anchors

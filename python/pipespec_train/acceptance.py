@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from pipespec.spd.draft_module import DraftModule
-from pipespec.spd.training.students import full_ids, simulate
-from pipespec.spd.training.trainer import teach
+from pipespec_spd.draft_module import DraftModule
+from pipespec_train.students import full_ids, simulate
+from pipespec_train.trainer import teach
 
 
 class Acceptance(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pipespec.api.report import Report
-from pipespec.spd.law import spd_accepted_length
+from pipespec_spd.law import spd_accepted_length
 
 PHASES = ("prefill", "draft", "stages", "verify", "other")
 

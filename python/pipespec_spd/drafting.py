@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from pipespec.spd.machine import DraftRequest
 from pipespec_kernels import _native
+from pipespec_spd.machine import DraftRequest
 
 SampleTokens = Callable[[torch.Tensor, list[int], list[int]], list[int]]
 """Logits ``[R, V]`` over the target's vocabulary, the row and the absolute position of each, to token ids (greedy or coupled)."""

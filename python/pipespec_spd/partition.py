@@ -23,13 +23,13 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.sections import ModelSection, open_sections
 from pipespec.models.families import IN_STAGES
 from pipespec.models.loading import is_gguf, load_config, load_model, read_stored
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import text_config
 from pipespec.preflight.checks import check_architecture
 from pipespec.preflight.devices import device_name
+from pipespec_spd.sections import ModelSection, open_sections
 
 _INITIAL_CAPACITY = 1024
 """New tokens that a cache has room for at first. Its capacity doubles when it is full."""
@@ -193,7 +193,7 @@ class LayerStage:
         stages: Stages of the model: the maximum number of positions that a step rolls back.
 
     Attributes:
-        section: The layers' forward; :func:`pipespec.engine.sections.open_sections` chooses its form.
+        section: The layers' forward; :func:`pipespec_spd.sections.open_sections` chooses its form.
     """
 
     def __init__(self, parts: ModelParts, stages: int = 1) -> None:

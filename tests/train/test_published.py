@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, rotate_half
 
-from pipespec import spd
+import pipespec_spd as spd
 from pipespec.cli.main import main
-from pipespec.spd import SpeculativePipeline
-from pipespec.spd.draft_module import DraftModuleConfig, target_digest
-from pipespec.spd.published import FORMAT, import_module
+from pipespec_spd import SpeculativePipeline
+from pipespec_spd.draft_module import DraftModuleConfig, target_digest
+from pipespec_train.published import FORMAT, import_module
 from tests.pipespec.tiny_models import LACKING, SIZES, VOCABULARY, model_of
 
 BLOCKS = 2

@@ -1,4 +1,4 @@
-"""Draft modules as the authors of SPD publish them, converted into a :class:`pipespec.spd.draft_module.DraftModule`.
+"""Draft modules as the authors of SPD publish them, converted into a :class:`pipespec_spd.draft_module.DraftModule`.
 
 The file is one dictionary of ``torch.save``: ``config`` and ``state_dict``, format version 11 (arXiv 2605.30852 and its public repository). Its
 blocks are Qwen3 decoder layers of the target's width, with the target's own RoPE, whatever the target is. transformers has such layers with
@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from pipespec.models.loading import fill
 from pipespec.models.properties import text_config
 from pipespec.process.records import parse_json
-from pipespec.spd.draft_module import DraftModule, DraftModuleConfig, described, target_digest
-from pipespec.spd.partition import Partition, check_target
+from pipespec_spd.draft_module import DraftModule, DraftModuleConfig, described, target_digest
+from pipespec_spd.partition import Partition, check_target
 
 FORMAT = 11
 """Version of the published files that is read."""
@@ -31,7 +31,7 @@ _BUFFERS = "rotary_emb."
 
 
 def import_module(file: str | Path, target: PreTrainedModel, *, vocabulary: str | Path | None = None) -> DraftModule:
-    """Convert a published draft module. ``save()`` of the result writes a folder that :class:`pipespec.spd.SpeculativePipeline` takes.
+    """Convert a published draft module. ``save()`` of the result writes a folder that :class:`pipespec_spd.SpeculativePipeline` takes.
 
     The file says nothing of the target's weights but their sizes. The result belongs to the ``target`` that is given.
 

@@ -18,15 +18,15 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from pipespec.spd import SpeculativePipeline
-from pipespec.spd.draft_module import WEIGHTS_FILE, DraftModule, DraftModuleConfig
-from pipespec.spd.partition import Partition
-from pipespec.spd.training import students
-from pipespec.spd.training import trainer as training
-from pipespec.spd.training.acceptance import Acceptance, acceptance_along, replay
-from pipespec.spd.training.settings import TrainingSettings
-from pipespec.spd.training.students import loss_of
-from pipespec.spd.training.trainer import TrainingBatch, teach
+from pipespec_spd import SpeculativePipeline
+from pipespec_spd.draft_module import WEIGHTS_FILE, DraftModule, DraftModuleConfig
+from pipespec_spd.partition import Partition
+from pipespec_train import students
+from pipespec_train import trainer as training
+from pipespec_train.acceptance import Acceptance, acceptance_along, replay
+from pipespec_train.settings import TrainingSettings
+from pipespec_train.students import loss_of
+from pipespec_train.trainer import TrainingBatch, teach
 from tests.conftest import VOCABULARY, random_llama
 from tests.spd.replay import Machine
 from tests.waiting import SECONDS

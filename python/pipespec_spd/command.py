@@ -16,7 +16,7 @@ def _ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 0
 
 
-def check_spd(args: argparse.Namespace, trace: int) -> None:
+def check_options(args: argparse.Namespace, trace: int) -> None:
     """Raise ``ValueError`` for options that SPD does not have."""
     given = [
         f"--{name.replace('_', '-')}" for name in ("schedule", "lookahead", "exact", "weights") if getattr(args, name)
@@ -46,7 +46,9 @@ def _stages(text: str) -> Any:
     return counts[0] if len(counts) == 1 else counts
 
 
-def spd_pipeline(args: argparse.Namespace, target: str | Path, drafts: list[str | Path], dtype: str, trace: int) -> Any:
+def make_pipeline(
+    args: argparse.Namespace, target: str | Path, drafts: list[str | Path], dtype: str, trace: int
+) -> Any:
     """The pipeline that the options describe, on one process or on torchrun's ranks.
 
     Raises:
@@ -55,8 +57,8 @@ def spd_pipeline(args: argparse.Namespace, target: str | Path, drafts: list[str 
     import torch
 
     from pipespec.demo import MODULE_STAGES, draft_module_path
-    from pipespec.spd import RanksPipeline, SpeculativePipeline
-    from pipespec.spd.pipeline import module_config
+    from pipespec_spd import RanksPipeline, SpeculativePipeline
+    from pipespec_spd.pipeline import module_config
 
     if not drafts and args.target is None and args.stages in (None, str(MODULE_STAGES)):
         drafts = [draft_module_path()]

@@ -15,13 +15,13 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.sections import open_sections
 from pipespec.schedules.base import Decoder
 from pipespec.schedules.request import GenerationRequest
-from pipespec.spd.decoding import Fed, SpeculativeDriver, Streams, column
-from pipespec.spd.drafting import Drafter
-from pipespec.spd.machine import Entry
-from pipespec.spd.partition import LayerStage, Partition, Verifier, synchronise
+from pipespec_spd.decoding import Fed, SpeculativeDriver, Streams, column
+from pipespec_spd.drafting import Drafter
+from pipespec_spd.machine import Entry
+from pipespec_spd.partition import LayerStage, Partition, Verifier, synchronise
+from pipespec_spd.sections import open_sections
 
 _END_S = 10.0
 """Longest wait for the step of a thread that is to end."""

@@ -1,4 +1,4 @@
-"""Training of a draft head over several forward steps of its own outputs, as what :func:`pipespec.spd.training.trainer.train` trains."""
+"""Training of a draft head over several forward steps of its own outputs, as what :func:`pipespec_train.trainer.train` trains."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel
 
 from pipespec.engine.head import DraftHead, HeadConfig
 from pipespec.models.properties import text_config
-from pipespec.spd.training.settings import TrainingSettings
-from pipespec.spd.training.students import Lesson, Student, loss_of
+from pipespec_train.settings import TrainingSettings
+from pipespec_train.students import Lesson, Student, loss_of
 
 STEPS = 4
 """Forward steps of a lesson."""

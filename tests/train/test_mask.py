@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from pipespec.spd.training.students import depths, visible
+from pipespec_train.students import depths, visible
 from tests.spd.replay import Call, trace
 
 SIZES = [(n, fill) for n in (1, 2, 3, 4, 8) for fill in range(1, n + 1)]

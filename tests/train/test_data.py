@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from pipespec.demo import family_path
-from pipespec.spd.training import data
+from pipespec_train import data
 
 # Like LLaMA 3's template: no markers, and a header that add_generation_prompt leaves open.
 LLAMA = (

@@ -11,7 +11,7 @@ them, ``commit(drafts, chosen)``.
 Counting: N tokens of a row, the prefill's included, take K cycles. Every cycle after the pipeline has filled emits one token, and filling
 takes n - 1 cycles: once at the start, and once after each flush that does not end the row. So K = (N - 1) + (n - 1)(1 + F), where F
 counts the flushes that more tokens follow. With independent acceptance a, (N - 1)/K tends to 1/(n(1 - a) + a), see
-:func:`pipespec.spd.law.spd_tokens_per_cycle`.
+:func:`pipespec_spd.law.spd_tokens_per_cycle`.
 """
 
 from __future__ import annotations

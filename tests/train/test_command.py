@@ -13,13 +13,13 @@ from transformers import AutoTokenizer
 
 from pipespec.cli.main import main
 from pipespec.demo import family_path
-from pipespec.spd.draft_module import CONFIG_FILE, WEIGHTS_FILE, DraftModule, DraftModuleConfig
-from pipespec.spd.partition import Partition
-from pipespec.spd.training import recipe
-from pipespec.spd.training import trainer as training
+from pipespec_spd.draft_module import CONFIG_FILE, WEIGHTS_FILE, DraftModule, DraftModuleConfig
+from pipespec_spd.partition import Partition
+from pipespec_train import recipe
+from pipespec_train import trainer as training
 from tests.conftest import random_llama
-from tests.spd.test_data import LLAMA, TALK
-from tests.spd.test_training import lines
+from tests.train.test_data import LLAMA, TALK
+from tests.train.test_training import lines
 from tests.waiting import SECONDS
 
 

@@ -55,7 +55,7 @@ class Link(Ranks):
 
     @classmethod
     def open(cls, terms: Mapping[str, Any], timeout_s: float = TIMEOUT_S, start_s: float = START_S) -> Link:
-        """Join and connect. Arguments as for :class:`pipespec.spd.RanksPipeline`, and :meth:`pipespec.process.ranks.Ranks.join`."""
+        """Join and connect. Arguments as for :class:`pipespec_spd.RanksPipeline`, and :meth:`pipespec.process.ranks.Ranks.join`."""
         link = cls.join(terms, start_s)
         link.timeout_s = timeout_s
         # From here on a rank that is still connecting ends when another one fails.

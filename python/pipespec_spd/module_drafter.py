@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.sections import ModelSection, open_sections
 from pipespec.models.parts import ModelParts
-from pipespec.spd.draft_module import DraftModule
-from pipespec.spd.drafting import Drafter, SampleTokens
-from pipespec.spd.machine import DraftRequest
+from pipespec_spd.draft_module import DraftModule
+from pipespec_spd.drafting import Drafter, SampleTokens
+from pipespec_spd.machine import DraftRequest
+from pipespec_spd.sections import ModelSection, open_sections
 
 _CHUNK = 64
 """Most columns of one forward over the prompt."""

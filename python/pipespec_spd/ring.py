@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from pipespec.engine.known import NATIVE
-from pipespec.engine.sections import open_sections
-from pipespec.spd.decoding import Streams
-from pipespec.spd.link import Link, Receiver, Sender
-from pipespec.spd.partition import LayerStage
+from pipespec_spd.decoding import Streams
+from pipespec_spd.link import Link, Receiver, Sender
+from pipespec_spd.partition import LayerStage
+from pipespec_spd.sections import open_sections
 
 CONTROL, BULK, STREAMS, LINES = range(4)
 """Tags of messages. Those of the lines come last, one for each size of a line."""

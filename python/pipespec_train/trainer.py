@@ -19,9 +19,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.process.progress import readable_time, say
-from pipespec.spd.draft_module import DraftModule
-from pipespec.spd.training.settings import TrainingSettings
-from pipespec.spd.training.students import Lesson, PipelineStudent, Student, autocast
+from pipespec_spd.draft_module import DraftModule
+from pipespec_train.settings import TrainingSettings
+from pipespec_train.students import Lesson, PipelineStudent, Student, autocast
 
 CHECKPOINT, RECORD = "training.pt", "training.json"
 SAY_EVERY_S = 30.0

@@ -11,8 +11,8 @@ from typing import Any
 
 from pipespec.cli.options import DTYPES, Subparsers, check_output_folder, flag, option
 from pipespec.process.progress import quiet_transformers, say, working
-from pipespec.spd.training import recipe as recipes
-from pipespec.spd.training.settings import TrainingSettings
+from pipespec_train import recipe as recipes
+from pipespec_train.settings import TrainingSettings
 
 _VALIDATION_BATCHES = 16
 
@@ -153,8 +153,8 @@ def run_import(args: argparse.Namespace) -> int:
         import torch
 
         from pipespec.models.loading import load_model
-        from pipespec.spd.draft_module import CONFIG_FILE
-        from pipespec.spd.published import import_module
+        from pipespec_spd.draft_module import CONFIG_FILE
+        from pipespec_train.published import import_module
     if (args.out / CONFIG_FILE).exists():
         raise ValueError(f"{args.out} holds a draft module already: give another --out")
     with quiet_transformers():
@@ -180,9 +180,9 @@ def run(args: argparse.Namespace) -> int:
         import torch.distributed as dist
 
         from pipespec.engine.head import CONFIG
-        from pipespec.spd.draft_module import CONFIG_FILE
-        from pipespec.spd.training import data
-        from pipespec.spd.training.trainer import RECORD, train
+        from pipespec_spd.draft_module import CONFIG_FILE
+        from pipespec_train import data
+        from pipespec_train.trainer import RECORD, train
     given = {field.name: getattr(args, field.name) for field in fields(TrainingSettings)}
     # The number of steps of some epochs is known when the data are. One step stands for it in the checks until then.
     settings = TrainingSettings(
@@ -237,7 +237,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 def _check_folder(args: argparse.Namespace, file: str) -> None:
     """Raise an error for an ``--out`` that holds another draft, or nothing to resume."""
-    from pipespec.spd.training.trainer import CHECKPOINT
+    from pipespec_train.trainer import CHECKPOINT
 
     check_output_folder(args.out)
     found = next((name for name in (file, CHECKPOINT) if (args.out / name).exists()), None)
@@ -269,7 +269,7 @@ def _examples(args: argparse.Namespace, seed: int) -> tuple[Any, Any, Any]:
     from transformers import AutoConfig, AutoTokenizer
 
     from pipespec.models.properties import text_config
-    from pipespec.spd.training import data
+    from pipespec_train import data
 
     try:
         described = text_config(AutoConfig.from_pretrained(args.target))
@@ -301,7 +301,7 @@ def _load(args: argparse.Namespace, examples: Any, device: str | None) -> tuple[
     """The target, and the draft that is trained: a new one, or that of the run that is resumed."""
     from pipespec.models.loading import load_model
     from pipespec.models.properties import end_tokens
-    from pipespec.spd.training import data
+    from pipespec_train import data
 
     with working("loading the target"):
         model = load_model(args.target, dtype=args.dtype, device=device)
@@ -313,16 +313,16 @@ def _load(args: argparse.Namespace, examples: Any, device: str | None) -> tuple[
 
 def _ranges(args: argparse.Namespace, config: Any) -> Any:
     """The layers of each of ``--stages``."""
-    from pipespec.spd.partition import cut
+    from pipespec_spd.partition import cut
 
     return cut(config.num_hidden_layers, args.stages if len(args.stages) > 1 else args.stages[0], list).ranges
 
 
 def _student(args: argparse.Namespace, model: Any, vocabulary: list[int] | None) -> Any:
-    """The new draft, or that of the folder to resume, as what :func:`pipespec.spd.training.trainer.train` trains."""
-    from pipespec.spd.draft_module import DraftModule, DraftModuleConfig
-    from pipespec.spd.training.heads import HeadStudent, head_for
-    from pipespec.spd.training.students import PipelineStudent
+    """The new draft, or that of the folder to resume, as what :func:`pipespec_train.trainer.train` trains."""
+    from pipespec_spd.draft_module import DraftModule, DraftModuleConfig
+    from pipespec_train.heads import HeadStudent, head_for
+    from pipespec_train.students import PipelineStudent
 
     if args.kind == "eagle3":
         return HeadStudent(head_for(model, vocabulary, args.anchors), model, args.forward_steps)

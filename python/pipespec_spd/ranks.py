@@ -36,21 +36,21 @@ from pipespec.api.base import BasePipeline
 from pipespec.api.prepare import PreparedCall
 from pipespec.engine.cache import RowCache
 from pipespec.engine.known import NATIVE
-from pipespec.engine.sections import open_sections, stream_dtype
 from pipespec.preflight.devices import rank_device
 from pipespec.process.ranks import START_S, RankError, rank_and_world
 from pipespec.process.signals import delayed, handlers_watched
 from pipespec.registry import RANKS
 from pipespec.schedules.base import Decoder
 from pipespec.schedules.request import GenerationRequest
-from pipespec.spd.decoding import Fed, SpeculativeDriver, Streams
-from pipespec.spd.drafting import Drafter
-from pipespec.spd.link import TIMEOUT_S, Link, Receiver, Sender
-from pipespec.spd.machine import Entry
-from pipespec.spd.partition import Partition, Verifier, cut, load_ends, load_skeleton, load_stage, seconds_of
-from pipespec.spd.pipeline import module_config, resolve_drafter, speculative_report
-from pipespec.spd.report import SpeculativeReport
-from pipespec.spd.ring import BULK, CHUNK, CLOSE, CONTROL, END, HEAD, OPEN, RUN, STREAMS, Head, Ring, StageServer
+from pipespec_spd.decoding import Fed, SpeculativeDriver, Streams
+from pipespec_spd.drafting import Drafter
+from pipespec_spd.link import TIMEOUT_S, Link, Receiver, Sender
+from pipespec_spd.machine import Entry
+from pipespec_spd.partition import Partition, Verifier, cut, load_ends, load_skeleton, load_stage, seconds_of
+from pipespec_spd.pipeline import module_config, resolve_drafter, speculative_report
+from pipespec_spd.report import SpeculativeReport
+from pipespec_spd.ring import BULK, CHUNK, CLOSE, CONTROL, END, HEAD, OPEN, RUN, STREAMS, Head, Ring, StageServer
+from pipespec_spd.sections import open_sections, stream_dtype
 
 
 class RanksDriver(SpeculativeDriver):
@@ -297,7 +297,7 @@ def ranks_of(stages: int, world: int) -> list[int]:
 class RanksPipeline(BasePipeline):
     """A partitioned target over the ranks that torchrun has started: ``generate()`` on rank 0, ``serve()`` on the others.
 
-    The text is that of :class:`pipespec.spd.SpeculativePipeline`. Ranks do not support ``past_key_values``, ``output_hidden_states`` and
+    The text is that of :class:`pipespec_spd.SpeculativePipeline`. Ranks do not support ``past_key_values``, ``output_hidden_states`` and
     ``output_attentions``.
 
     Args:

@@ -20,14 +20,14 @@ from pipespec.preflight.checks import check_chain
 from pipespec.preflight.devices import device_name
 from pipespec.preflight.support import check_whole
 from pipespec.schedules.request import GenerationRequest
-from pipespec.spd.chain import ChainDrafter
-from pipespec.spd.decoding import SpeculativeDriver
-from pipespec.spd.draft_module import CONFIG_FILE, DraftModule, DraftModuleConfig
-from pipespec.spd.drafting import Drafter, NgramDrafter
-from pipespec.spd.local import LocalDriver
-from pipespec.spd.module_drafter import ModuleDrafter
-from pipespec.spd.partition import Partition, check_target, cut, load_skeleton, partition_of, place, stage_devices
-from pipespec.spd.report import SpeculativeReport
+from pipespec_spd.chain import ChainDrafter
+from pipespec_spd.decoding import SpeculativeDriver
+from pipespec_spd.draft_module import CONFIG_FILE, DraftModule, DraftModuleConfig
+from pipespec_spd.drafting import Drafter, NgramDrafter
+from pipespec_spd.local import LocalDriver
+from pipespec_spd.module_drafter import ModuleDrafter
+from pipespec_spd.partition import Partition, check_target, cut, load_skeleton, partition_of, place, stage_devices
+from pipespec_spd.report import SpeculativeReport
 
 _Model: TypeAlias = PreTrainedModel | str | Path
 
@@ -43,8 +43,8 @@ class SpeculativePipeline(BasePipeline):
     Args:
         target: A causal language model of the LLaMA family, or its path.
         drafter: The folder of a draft module that was trained for this target and these stages; ``"ngram"`` (prompt lookup); one or
-            several models or paths, smallest first, which draft as a PipeSpec chain (:mod:`pipespec.spd.chain`); or any
-            :class:`pipespec.spd.Drafter`.
+            several models or paths, smallest first, which draft as a PipeSpec chain (:mod:`pipespec_spd.chain`); or any
+            :class:`pipespec_spd.Drafter`.
         stages: The number of equal stages, where the first ones get one layer more if it does not divide; the layers of each stage; or
             ``"balanced:n"``, by the measured time of each layer. With one stage the target decodes plainly, without the drafter.
         dtype: For models given as paths, as for :class:`pipespec.Pipeline`.
