@@ -6,18 +6,25 @@ block becomes float32, or bfloat16 where all matrices of the file are bfloat16.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
+import warnings
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
+from pipespec.errors import user_stacklevel
 from pipespec.models.families import FAMILIES, Family
-from pipespec.models.gguf import FLOATS, GgufFile, GgufTensor
+from pipespec.models.gguf import DEQUANTIZED, FLOATS, GgufFile, GgufTensor
 from pipespec.models.gguf_tokenizer import end_ids, token_id
 from pipespec.models.quantized import filled, in_blocks
+from pipespec_kernels.formats import QuantizedMatrix, from_codes, from_q3_k, quantize
 
 _ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _OF_LAYER = {
@@ -49,32 +56,82 @@ def family_of_file(file: GgufFile) -> Family | None:
 # ---- the configuration
 
 
+_HARMLESS = frozenset(
+    [
+        "vocab_size",
+        "context_length",
+        "embedding_length",
+        "block_count",
+        "feed_forward_length",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "attention.layer_norm_rms_epsilon",
+        "attention.sliding_window",
+        "rope.dimension_count",
+        "rope.freq_base",
+        "rope.scale_linear",
+        "rope.scaling.type",
+        "rope.scaling.factor",
+        "rope.scaling.attn_factor",
+        "rope.scaling.original_context_length",
+        "rope.scaling.finetuned",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+        "tensor_data_layout",
+        "pooling_type",
+    ]
+)
+"""Keys under the name of the architecture that are read here, or change nothing."""
+
+_NEUTRAL = {
+    "attention.causal": True,
+    "use_parallel_residual": False,
+    "logit_scale": 1.0,
+    "residual_scale": 1.0,
+    "embedding_scale": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+}
+"""Keys that are read nowhere, and the values at which they change nothing. Of others it is 0."""
+
+
 def gguf_config(file: GgufFile) -> Any:
     """The configuration that the metadata describe of a file of a family here.
 
     Raises:
-        ValueError: a key is missing, or no configuration describes its RoPE.
+        ValueError: a key is missing, of another type or out of range, or is known to change the model and not read here: the message names it.
     """
     family, name = family_of_file(file), file.architecture
     assert family is not None
-
-    def value(key: str, default: Any = None) -> Any:
-        found = file.metadata.get(f"{name}.{key}", default)
-        if found is None:
-            raise ValueError(f"{file.path} has no {name}.{key} in its metadata")
-        return found
-
-    hidden, heads = value("embedding_length"), value("attention.head_count")
-    head_dim = value("attention.key_length", hidden // heads)
+    _check_keys(file, name)
+    hidden = _size(file, f"{name}.embedding_length")
+    heads = _size(file, f"{name}.attention.head_count")
+    head_dim = _size(file, f"{name}.attention.key_length", hidden // heads)
+    if (other := _size(file, f"{name}.attention.value_length", head_dim)) != head_dim:
+        raise ValueError(
+            f"{file.path}: {name}.attention.value_length is {other}, and its keys have {head_dim}, which is not supported"
+        )
+    layers = _size(file, f"{name}.block_count")
+    found = {
+        number for tensor in file.tensors if (number := tensor.split(".")[1]).isdigit() and tensor.startswith("blk.")
+    }
+    if len(found) != layers:
+        raise ValueError(f"{file.path}: {name}.block_count is {layers}, and there are tensors of {len(found)} layers")
+    eps = file.number(f"{name}.attention.layer_norm_rms_epsilon")
+    if eps is None:
+        raise ValueError(f"{file.path} has no {name}.attention.layer_norm_rms_epsilon in its metadata")
     config: dict[str, Any] = {
         "hidden_size": hidden,
-        "intermediate_size": value("feed_forward_length"),
-        "num_hidden_layers": value("block_count"),
+        "intermediate_size": _size(file, f"{name}.feed_forward_length"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": value("attention.head_count_kv", heads),
+        "num_key_value_heads": _size(file, f"{name}.attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "max_position_embeddings": value("context_length"),
-        "rms_norm_eps": _shortest(value("attention.layer_norm_rms_epsilon")),
+        "max_position_embeddings": _size(file, f"{name}.context_length"),
+        "rms_norm_eps": _shortest(eps),
         "vocab_size": _tensor(file, "token_embd.weight").shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": token_id(file, "bos"),
@@ -82,15 +139,44 @@ def gguf_config(file: GgufFile) -> Any:
         "pad_token_id": token_id(file, "padding"),
         "rope_parameters": _rope(file, name, head_dim),
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
         "architectures": [f"{family.prefix}ForCausalLM"],
     }
-    window = file.metadata.get(f"{name}.attention.sliding_window")
-    if window:
+    if window := file.integer(f"{name}.attention.sliding_window"):
         config["sliding_window"] = window
     try:
         return AutoConfig.for_model(family.model_type, **config)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, StrictDataclassError) as error:
         raise ValueError(f"{file.path} describes no {family.model_type} model: {error}") from error
+
+
+def _check_keys(file: GgufFile, name: str) -> None:
+    """Refuse what would change the model and is not read."""
+    for key, value in file.metadata.items():
+        rest = key.removeprefix(f"{name}.")
+        if rest == key or rest in _HARMLESS or value == _NEUTRAL.get(rest, 0):
+            continue
+        what = " (a mixture of experts)" if rest.startswith("expert") else ""
+        shown = f"a list of {len(value)}" if isinstance(value, list) else repr(value)[:60]
+        raise ValueError(
+            f"{file.path}: {key} is {shown}{what}, which is not supported for models of the architecture {name!r}"
+        )
+
+
+def _size(file: GgufFile, key: str, default: int | None = None) -> int:
+    """A positive integer, or a list of one value."""
+    found = file.metadata.get(key)
+    if isinstance(found, list) and found and all(type(n) is int and n == found[0] for n in found):
+        found = found[0]
+    elif isinstance(found, list):
+        raise ValueError(f"{file.path}: {key} differs from layer to layer, which is not supported")
+    else:
+        found = file.integer(key, default)
+    if found is None:
+        raise ValueError(f"{file.path} has no {key} in its metadata")
+    if found < 1:
+        raise ValueError(f"{file.path} is damaged: its {key} is {found}")
+    return found
 
 
 def _shortest(value: float) -> float:
@@ -99,36 +185,69 @@ def _shortest(value: float) -> float:
 
 
 def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, Any]:
-    rope: dict[str, Any] = {
-        "rope_type": "default",
-        "rope_theta": float(_shortest(file.metadata.get(f"{name}.rope.freq_base", 10000.0))),
-    }
-    rotated = file.metadata.get(f"{name}.rope.dimension_count", head_dim)
+    """The rotary embedding, as configurations describe it."""
+    scaling = f"{name}.rope.scaling"
+    base = file.number(f"{name}.rope.freq_base", 10000.0)
+    assert base is not None
+    if base <= 0:
+        raise ValueError(f"{file.path} is damaged: its {name}.rope.freq_base is {base}")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _shortest(base)}
+    rotated = _size(file, f"{name}.rope.dimension_count", head_dim)
     if rotated != head_dim:
+        if name != "phi3":
+            raise ValueError(
+                f"{file.path}: {name}.rope.dimension_count is {rotated}, and a head has {head_dim}, which is not supported"
+            )
         rope["partial_rotary_factor"] = rotated / head_dim
-    kind = file.metadata.get(f"{name}.rope.scaling.type", "none")
-    odd = next((tensor for tensor in file.tensors if tensor.startswith("rope_factors_")), None)
-    if kind not in ("none", "linear", "yarn") or odd is not None:
+    # The name of the first files of 2023 is rope.scale_linear; a factor without a type is linear.
+    factor = file.number(f"{scaling}.factor", file.number(f"{name}.rope.scale_linear")) or 1.0
+    kind = file.text(f"{scaling}.type", "linear")
+    longrope = _long_factors(file)
+    if kind not in ("none", "linear", "yarn") and not longrope:
+        raise ValueError(f"{file.path} has a RoPE of the type {kind!r}, which is not supported")
+    original = file.integer(f"{scaling}.original_context_length")
+    attention = file.number(f"{scaling}.attn_factor", 1.0)
+    if longrope:
+        rope |= {"rope_type": "longrope", "original_max_position_embeddings": original, **longrope}
+        rope |= {} if attention == 1.0 else {"attention_factor": _shortest(attention)}
+    elif kind == "yarn" and factor != 1.0:
+        rope |= {"rope_type": "yarn", "factor": _shortest(factor)}
+        rope |= {} if original is None else {"original_max_position_embeddings": original}
+        for key in ("beta_fast", "beta_slow"):
+            if (found := file.number(f"{scaling}.yarn_{key}")) is not None:
+                rope[key] = _shortest(found)
+        if attention != 1.0:
+            rope["attention_factor"] = _shortest(attention * (0.1 * math.log(factor) + 1.0))
+    elif attention != 1.0:
         raise ValueError(
-            f"{file.path} has a RoPE of the type {kind!r}{f' with {odd}' if odd else ''}, which is not supported"
+            f"{file.path}: {scaling}.attn_factor is {attention}, which is not supported without yarn or longrope"
         )
-    if kind != "none":
-        scaling = f"{name}.rope.scaling"
-        rope |= {"rope_type": kind, "factor": _shortest(file.metadata[f"{scaling}.factor"])}
-        original = file.metadata.get(f"{scaling}.original_context_length")
-        if original is not None:
-            rope["original_max_position_embeddings"] = original
+    elif kind == "linear" and factor != 1.0:
+        rope |= {"rope_type": "linear", "factor": _shortest(factor)}
     if _ROPE_FACTORS in file.tensors:
         rope |= _llama3(file, rope["rope_theta"], rotated)
     return rope
 
 
+def _long_factors(file: GgufFile) -> dict[str, list[float]]:
+    """Those of Phi-3's longrope, which depends on the length of the text."""
+    tensors = [file.tensors.get(f"rope_factors_{name}.weight") for name in ("long", "short")]
+    names = ("long_factor", "short_factor")
+    return {
+        name: file.floats(tensor).reshape(-1).tolist()
+        for name, tensor in zip(names, tensors, strict=True)
+        if tensor is not None
+    }
+
+
 def _llama3(file: GgufFile, theta: float, rotated: int) -> dict[str, Any]:
-    """The parameters of the published LLaMA 3 models that give the factors of the file."""
+    """The parameters with which LLaMA 3's rule gives the factors of the file. The published models have an original length of 8,192."""
     factors = file.floats(_tensor(file, _ROPE_FACTORS)).double().reshape(-1)
-    low, high, original = 1.0, 4.0, 8192
+    low, high = 1.0, 4.0
     wavelength = 2 * torch.pi * theta ** (torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
-    for factor in (_shortest(float(factors.max())), 8.0, 32.0):
+    named = file.integer(f"{file.architecture}.rope.scaling.original_context_length")
+    originals = [n for n in dict.fromkeys((named, 8192, *(1 << bits for bits in range(10, 18)))) if n]
+    for factor, original in itertools.product((_shortest(float(factors.max())), 8.0, 32.0), originals):
         smooth = (original / wavelength - low) / (high - low)
         between = 1 / ((1 - smooth) / factor + smooth)
         made = torch.where(wavelength < original / high, 1.0, torch.where(wavelength > original / low, factor, between))
@@ -141,7 +260,7 @@ def _llama3(file: GgufFile, theta: float, rotated: int) -> dict[str, Any]:
                 "original_max_position_embeddings": original,
             }
     raise ValueError(
-        f"{file.path}: tensor {_ROPE_FACTORS} holds factors that are not those of a LLaMA 3 model, which is not supported"
+        f"{file.path}: tensor {_ROPE_FACTORS} holds factors that are not those of LLaMA 3's rule, which is not supported"
     )
 
 
@@ -160,7 +279,8 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
     """
     config, family, stored = gguf_config(file), family_of_file(file), _dtype(file, dtype)
     assert family is not None
-    used = {_ROPE_FACTORS}
+    used = {_ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight"}
+    converted: set[str] = set()
     source = replace(file, metadata={})  # the modules need no vocabulary
 
     def fill(name: str, module: nn.Module) -> nn.Module:
@@ -182,21 +302,57 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
                     f"{file.path}: tensor {at} is {list(tensor.shape)}, and {name}.{leaf} of this model {list(parameter.shape)}"
                 )
             if tensor.type in FLOATS:
-                floats = _in_order(file.floats(tensor), heads).sub_(offset).to(stored)
+                floats = file.floats(tensor)
+                if len(tensor.shape) == 1 and not (
+                    bool(floats.isfinite().all()) and ("bias" in at or bool(floats.any()))
+                ):
+                    raise ValueError(
+                        f"{file.path} is damaged: tensor {at} holds zeros only, or numbers that are not finite"
+                    )
+                floats = _in_order(floats, heads).sub_(offset).to(stored)
                 module._parameters[leaf] = nn.Parameter(floats, requires_grad=False)
             elif len(tensor.shape) == 2:
-                blocks = file.matrix(tensor)
+                blocks = file.matrix(tensor) if tensor.type not in DEQUANTIZED else _as_blocks(file, tensor)
+                converted |= {DEQUANTIZED[tensor.type][0]} if tensor.type in DEQUANTIZED else set()
             else:
                 raise ValueError(f"{file.path}: tensor {at} is quantised, and {name}.{leaf} is no matrix")
         return module if blocks is None else in_blocks(module, blocks, heads, source)
 
     model = filled(file.path, config, stored, fill)
+    if converted:
+        warnings.warn(
+            f"{file.path}: its matrices of the types {', '.join(sorted(converted))} are held in larger blocks, for which there are kernels",
+            stacklevel=user_stacklevel(),
+        )
     other = next((name for name in file.tensors if name not in used), None)
     if other is not None:
         raise ValueError(f"{file.path}: tensor {other} has no place in a {family.model_type} model")
     ends = end_ids(file)
     model.generation_config.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
     return model
+
+
+def _as_blocks(file: GgufFile, tensor: GgufTensor) -> QuantizedMatrix:
+    """A matrix of a type without kernels, in larger blocks.
+
+    Those of Q3_K, IQ4_NL and MXFP4 hold the same weights, but for scales of MXFP4 beyond float16. Of other types each weight is within 1/254 of the
+    largest of its 32.
+    """
+    name, _, block_bytes = DEQUANTIZED[tensor.type]
+    weights, stored = file.floats(tensor), file.stored(tensor).view(tensor.shape[0], -1)
+    if name == "Q3_K":
+        return from_q3_k(stored, weights)
+    groups = stored.view(-1, block_bytes)
+    scales = None
+    if name == "IQ4_NL":
+        scales = groups[:, :2].contiguous().view(torch.float16).float()
+    elif name == "MXFP4":  # a power of two, and halves
+        scales = torch.ldexp(torch.ones(len(groups), 1), groups[:, :1].int() - 128)
+    if scales is not None:
+        codes = (weights.view(-1, 32) / torch.where(scales == 0, 1.0, scales)).round().to(torch.int8)
+        with contextlib.suppress(ValueError):
+            return from_codes(codes.view(weights.shape), scales.view(len(weights), -1))
+    return quantize(weights, "q8_0")
 
 
 def _dtype(file: GgufFile, dtype: torch.dtype | str) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,9 @@ from pipespec.process.threads import renew_pool
 
 if TYPE_CHECKING:
     from pipespec.models.gguf import GgufFile
+
+LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
+"""Names of parts of split GGUF files that are not the first."""
 
 DAMAGE = (
     SafetensorError,
@@ -207,8 +211,34 @@ def load_model(
 
 
 def is_gguf(model: Any) -> bool:
-    """Whether a user's model is the path of a GGUF file."""
-    return isinstance(model, (str, Path)) and str(model).endswith(".gguf")
+    """Whether a user's model is the path of a GGUF file: one by its first bytes, or one that is not there and would be by its name."""
+    if not isinstance(model, (str, Path)):
+        return False
+    path = Path(model)
+    if path.is_file():
+        with path.open("rb") as opened:
+            return path.suffix.lower() == ".gguf" or opened.read(4) == b"GGUF"
+    return path.suffix.lower() == ".gguf"
+
+
+def model_path(model: Any) -> Any:
+    """A user's model: of a folder without ``config.json`` that holds one GGUF file, or the parts of one, that file.
+
+    Raises:
+        ValueError: the folder holds several: the message lists them.
+    """
+    if not isinstance(model, (str, Path)) or not (folder := Path(model)).is_dir() or (folder / "config.json").is_file():
+        return model
+    files = sorted(
+        path for path in folder.iterdir() if path.suffix.lower() == ".gguf" and not LATER_PART.search(path.name)
+    )
+    # Projectors of images are not models of text.
+    files = [path for path in files if not path.name.startswith("mmproj")] or files
+    if len(files) > 1:
+        raise ValueError(
+            f"{model} holds several GGUF files: name one of {', '.join(path.name for path in files)} (its path, or gguf_file=)"
+        )
+    return files[0] if files else model
 
 
 def file_in_blocks(model: Any) -> GgufFile | None:
@@ -223,9 +253,9 @@ def file_in_blocks(model: Any) -> GgufFile | None:
 
 
 def gguf_path(model: Any, file: str | None) -> Any:
-    """The path of a GGUF file in a folder or a hub repository, as ``gguf_file`` of ``from_pretrained`` names it; None: the model as it is."""
+    """The path of a GGUF file in a folder or a hub repository, as ``gguf_file`` of ``from_pretrained`` names it; None: see :func:`model_path`."""
     if file is None:
-        return model
+        return model_path(model)
     if not isinstance(model, (str, Path)):
         raise TypeError(
             f"gguf_file={file!r} is a file in a folder or on the hub, and the target is a {type(model).__name__}"
