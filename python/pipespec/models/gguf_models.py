@@ -211,13 +211,7 @@ def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, Any]:
         rope |= {"rope_type": "longrope", "original_max_position_embeddings": original, **longrope}
         rope |= {} if attention == 1.0 else {"attention_factor": _shortest(attention)}
     elif kind == "yarn" and factor != 1.0:
-        rope |= {"rope_type": "yarn", "factor": _shortest(factor)}
-        rope |= {} if original is None else {"original_max_position_embeddings": original}
-        for key in ("beta_fast", "beta_slow"):
-            if (found := file.number(f"{scaling}.yarn_{key}")) is not None:
-                rope[key] = _shortest(found)
-        if attention != 1.0:
-            rope["attention_factor"] = _shortest(attention * (0.1 * math.log(factor) + 1.0))
+        rope |= _yarn(file, scaling, factor, attention)
     elif attention != 1.0:
         raise ValueError(
             f"{file.path}: {scaling}.attn_factor is {attention}, which is not supported without yarn or longrope"
@@ -226,6 +220,19 @@ def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, Any]:
         rope |= {"rope_type": "linear", "factor": _shortest(factor)}
     if _ROPE_FACTORS in file.tensors:
         rope |= _llama3(file, rope["rope_theta"], rotated)
+    return rope
+
+
+def _yarn(file: GgufFile, scaling: str, factor: float, attention: float) -> dict[str, Any]:
+    """YaRN (arXiv 2309.00071). llama.cpp multiplies its default factor of attention by ``attn_factor``."""
+    rope: dict[str, Any] = {"rope_type": "yarn", "factor": _shortest(factor)}
+    if (original := file.integer(f"{scaling}.original_context_length")) is not None:
+        rope["original_max_position_embeddings"] = original
+    for key in ("beta_fast", "beta_slow"):
+        if (found := file.number(f"{scaling}.yarn_{key}")) is not None:
+            rope[key] = _shortest(found)
+    if attention != 1.0:
+        rope["attention_factor"] = _shortest(attention * (0.1 * math.log(factor) + 1.0))
     return rope
 
 
@@ -313,7 +320,8 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
                 module._parameters[leaf] = nn.Parameter(floats, requires_grad=False)
             elif len(tensor.shape) == 2:
                 blocks = file.matrix(tensor) if tensor.type not in DEQUANTIZED else _as_blocks(file, tensor)
-                converted |= {DEQUANTIZED[tensor.type][0]} if tensor.type in DEQUANTIZED else set()
+                if tensor.type in DEQUANTIZED:
+                    converted.add(DEQUANTIZED[tensor.type][0])
             else:
                 raise ValueError(f"{file.path}: tensor {at} is quantised, and {name}.{leaf} is no matrix")
         return module if blocks is None else in_blocks(module, blocks, heads, source)
