@@ -205,7 +205,9 @@ def test_parts_of_split_files_are_refused(tmp_path):
     assert "is part 2 of 3 of a split GGUF file" in refusal(tmp_path / "m.gguf")
 
 
-@pytest.mark.parametrize(("number", "message"), [(9, "of the type Q8_1"), (255, r"of an unknown type \(255\)"), (31, "of the type Q4_0_4_4")])
+@pytest.mark.parametrize(
+    ("number", "message"), [(9, "of the type Q8_1"), (255, r"of an unknown type \(255\)"), (31, "of the type Q4_0_4_4")]
+)
 def test_other_types_of_tensors_are_named(tmp_path, number, message):
     write(tiny("llama"), tmp_path / "m.gguf")
     content = (tmp_path / "m.gguf").read_bytes()
