@@ -73,7 +73,7 @@ def write(
         The weights as they are stored, by their names in transformers: float32.
     """
     config = model.config
-    name = config.model_type
+    name = config.model_type.removesuffix("_text")
     writer = gguf.GGUFWriter(path, name)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -83,7 +83,8 @@ def write(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     for key, value in (metadata or {}).items():
         (
             writer.add_string
@@ -103,13 +104,13 @@ def write(
         )
         if name == "llama" and heads:
             weights = weights.view(heads, 2, -1, *weights.shape[1:]).transpose(1, 2).reshape(weights.shape)
-        if name == "gemma" and "norm" in module:
+        if name.startswith("gemma") and "norm" in module:
             weights += 1
         target = f"{names.get_name(module)}.{leaf}"
         stored[full] = _add(writer, target, weights, types)
         if name == "llama" and heads:
             stored[full] = stored[full].view(heads, -1, 2, *weights.shape[1:]).transpose(1, 2).reshape(weights.shape)
-        if name == "gemma" and "norm" in module:
+        if name.startswith("gemma") and "norm" in module:
             stored[full] = stored[full] - 1
     for extra, array in (tensors or {}).items():
         writer.add_tensor(extra, array)
@@ -118,6 +119,39 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return stored
+
+
+def write_again(file: Any, path: Path, names: Sequence[str], changed: dict[str, Any], **more: int) -> None:
+    """Write tensors of a file with its metadata.
+
+    Args:
+        file: an open ``GgufFile``.
+        path: of the new one.
+        names: of the tensors.
+        changed: blocks and their type, by the names of tensors that take the place of the file's.
+        **more: further numbers of 16 bits, with ``_`` for the dots of their keys. With ``split_no`` above 0 the metadata stay out.
+    """
+    writer = gguf.GGUFWriter(path, file.architecture)
+    for key, value in file.metadata.items() if not more.get("split_no") else ():
+        kind = gguf.GGUFValueType.get_type(value)
+        if key != "general.architecture":
+            kind = gguf.GGUFValueType.UINT32 if kind == gguf.GGUFValueType.INT32 else kind
+            writer.add_key_value(key, value, kind)
+    for key, value in more.items():
+        writer.add_uint16(key.replace("_", "."), value)
+    for name in names:
+        tensor = file.tensors[name]
+        if name in changed:
+            writer.add_tensor(name, changed[name][0], raw_dtype=changed[name][1])
+        elif tensor.type == 0:
+            writer.add_tensor(name, file.floats(tensor).numpy())
+        else:
+            data = file.stored(tensor).numpy().reshape(tensor.shape[0], -1)
+            writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType(tensor.type))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def with_weights(model: PreTrainedModel, stored: dict[str, torch.Tensor]) -> PreTrainedModel:

@@ -1,11 +1,13 @@
 """Models out of GGUF files."""
 
 import json
+import math
 import struct
 import threading
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -17,19 +19,19 @@ from pipespec.models import families
 from pipespec.models.families import FAMILIES
 from pipespec.models.gguf import GgufFile
 from pipespec.models.gguf_tokenizer import gguf_tokenizer
-from pipespec.models.loading import load_model
+from pipespec.models.loading import load_config, load_model
 from pipespec.models.quantized import QuantizedEmbedding, QuantizedLinear, pages_released
 from pipespec.models.tokenizers import load_tokenizer
 from pipespec.preflight.tokenizers import tokenizer_digest
 from pipespec_kernels.formats import FORMATS, dequantize
 from pipespec_spd.partition import Partition, load_ends, load_stage
 from pipespec_spd.pipeline import SpeculativePipeline
-from tests.pipespec.gguf_files import LARGE, SIZES, tiny, tokens, with_weights, write
+from tests.pipespec.gguf_files import LARGE, SIZES, tiny, tokens, with_weights, write, write_again
 
 gguf = pytest.importorskip("gguf")
 
 TEXT = torch.tensor([[3, 9, 14, 15, 92, 65, 35, 8, 9, 79]])
-GGUF_FAMILIES = [family.model_type for family in FAMILIES.values() if family.gguf]
+GGUF_FAMILIES = [family.model_type for family in FAMILIES.values() if family.gguf and family.prefix]
 
 
 def logits(model, text=TEXT):
@@ -161,6 +163,159 @@ def test_scaled_rotary_embeddings(tmp_path, kind):
         load_model(tmp_path / "odd.gguf")
 
 
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),  # files of 2023
+        ({"scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, {"rope_type": "default"}),
+        ({"scaling.type": "linear", "scaling.factor": 0.0}, {"rope_type": "default"}),
+        ({"scaling.type": "yarn"}, {"rope_type": "default"}),
+        (
+            {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.yarn_beta_fast": 16.0, "scaling.attn_factor": 2.0},
+            {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "attention_factor": 2 * (0.1 * math.log(4) + 1)},
+        ),
+    ],
+)
+def test_scales_of_rotary_embeddings(tmp_path, keys, expected):
+    write(tiny("qwen2"), tmp_path / "m.gguf", metadata={f"qwen2.rope.{key}": value for key, value in keys.items()})
+    found = load_config(tmp_path / "m.gguf").rope_parameters
+    assert {key: found[key] for key in expected} == pytest.approx(expected)
+    assert "factor" in expected or "factor" not in found
+
+
+GEMMA_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+SCALING = {
+    "gemma3.rope.scaling.type": "linear",
+    "gemma3.rope.scaling.factor": 8.0,
+    "gemma3.attention.sliding_window": 32,
+}
+CAPS = {
+    "gemma2.attn_logit_softcapping": 50.0,
+    "gemma2.final_logit_softcapping": 30.0,
+    "gemma2.attention.sliding_window": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "more", "metadata"),
+    [
+        ("gemma3_text", 7, {"rope_parameters": GEMMA_ROPE, "query_pre_attn_scalar": 64}, SCALING),
+        ("gemma3_text", 62, {"query_pre_attn_scalar": 16}, SCALING | {"gemma3.rope.scaling.factor": 1.0}),  # 27B
+        ("gemma2", 3, {"query_pre_attn_scalar": 64}, CAPS),
+    ],
+)
+def test_gemma_2_and_3_have_their_scales_windows_and_factors(tmp_path, kind, layers, more, metadata):
+    sizes = LARGE | {"num_hidden_layers": layers} | ({"hidden_size": 64} if layers > 9 else {})
+    written = tiny(kind, sizes, tie_word_embeddings=True, sliding_window=32, **more)
+    write(written, tmp_path / "m.gguf", "f32", metadata=metadata)
+    text = torch.arange(60)[None] + 5
+    with torch.inference_mode():
+        torch.testing.assert_close(load_model(tmp_path / "m.gguf")(text).logits, written(text).logits)
+        stored = write(written, tmp_path / "m.gguf", "q8_0", metadata=metadata)
+        model = load_model(tmp_path / "m.gguf")
+    assert any(isinstance(module, QuantizedLinear) for module in model.modules())
+    assert torch.equal(
+        dequantize(model.model.layers[0].mlp.up_proj.matrix), stored["model.layers.0.mlp.up_proj.weight"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"llama.expert_count": 8}, r"llama\.expert_count is 8 \(a mixture of experts\), which is not supported"),
+        ({"llama.logit_scale": 0.5}, r"llama\.logit_scale is 0\.5, which is not supported"),
+        ({"llama.attention.value_length": 8}, r"value_length is 8, and its keys have 16"),
+        ({"llama.rope.dimension_count": 8}, r"dimension_count is 8, and a head has 16"),
+        ({"llama.rope.scaling.attn_factor": 2.0}, r"attn_factor is 2\.0, which is not supported without yarn"),
+        ({"llama.rope.scaling.type": 3}, r"llama\.rope\.scaling\.type is 3, not text"),
+        ({"llama.rope.freq_base": float("nan")}, r"llama\.rope\.freq_base is nan"),
+        ({"llama.rope.freq_base": 0.0}, r"llama\.rope\.freq_base is 0\.0"),
+        ({"llama.block_count": 4_000_000_000}, r"block_count is 4000000000, and there are tensors of 2 layers"),
+        ({"llama.attention.head_count": 0}, r"head_count is 0"),
+        ({"llama.attention.head_count": "four"}, r"head_count is 'four', not an integer"),
+    ],
+)
+def test_what_the_metadata_say_is_read_or_refused(tmp_path, metadata, message):
+    write(tiny("llama"), tmp_path / "m.gguf", metadata=metadata)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_model(tmp_path / "m.gguf")
+    assert str(tmp_path / "m.gguf") in str(caught.value)
+
+
+# ---- files by other names, in parts, and with types without kernels
+
+
+def test_a_file_is_known_by_its_first_bytes_and_a_folder_by_its_only_file(tmp_path):
+    written = tiny("llama")
+    write(written, tmp_path / "sha256-0123")  # as ollama calls them
+    expected = logits(load_model(tmp_path / "sha256-0123"))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "MODEL.GGUF").write_bytes((tmp_path / "sha256-0123").read_bytes())
+    with Pipeline(tmp_path / "folder", schedule="plain") as pipe:
+        assert torch.equal(logits(pipe.target), expected)
+    assert load_tokenizer(tmp_path / "folder").eos_token == "<end>"
+    (tmp_path / "folder" / "other.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"holds several GGUF files: name one of MODEL\.GGUF, other\.gguf"):
+        Pipeline(tmp_path / "folder")
+
+
+def split(path, count):
+    """The file as ``count`` parts, as llama.cpp splits it: the metadata in the first one. Returns the path of the first part."""
+    file = GgufFile.open(path)
+    parts = [path.with_name(f"part-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
+    for i, part in enumerate(parts):
+        write_again(file, part, [*file.tensors][i::count], {}, split_count=count, split_no=i)
+    return parts[0]
+
+
+def test_the_first_part_of_a_split_file_stands_for_all(tmp_path):
+    write(tiny("llama"), tmp_path / "m.gguf")
+    first = split(tmp_path / "m.gguf", 3)
+    assert torch.equal(logits(load_model(first)), logits(load_model(tmp_path / "m.gguf")))
+    assert load_tokenizer(first).eos_token == "<end>"
+    second = first.with_name(first.name.replace("00001-of", "00002-of"))
+    with pytest.raises(ValueError, match=r"is part 2 of 3 of a split GGUF file: name the first part"):
+        load_model(second)
+    second.unlink()
+    with pytest.raises(FileNotFoundError, match=r"there is no file .*part-00002-of-00003\.gguf"):
+        load_model(first)
+
+
+def random_blocks(kind, rows, columns):
+    """Blocks of a type that the package gguf reads and does not write. Scales are small float16 numbers, where the type has them."""
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    data = np.random.default_rng(3).integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    scale = np.frombuffer(np.float16(0.004).tobytes(), np.uint8)
+    places = {"Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS": (0,), "IQ3_S": (0,), "MXFP4": ()}[kind.name]
+    for at in places:
+        data[:, :, at : at + 2] = scale
+    if kind.name == "MXFP4":
+        data[:, :, 0] = 115 + data[:, :, 0] % 8
+    return data.reshape(rows, -1)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "tolerance"),
+    [("Q3_K", "q6_k", 0), ("IQ4_NL", "q8_0", 0), ("MXFP4", "q5_0", 0), ("Q2_K", "q8_0", 1 / 220), ("IQ4_XS", "q8_0", 1 / 220), ("IQ3_S", "q8_0", 1 / 220)],
+)  # fmt: skip
+def test_types_without_kernels_are_held_in_larger_blocks(tmp_path, name, form, tolerance):
+    kind = gguf.GGMLQuantizationType[name]
+    write(tiny("llama", LARGE), tmp_path / "m.gguf")
+    file = GgufFile.open(tmp_path / "m.gguf")
+    data = random_blocks(kind, 512, 256)
+    write_again(file, tmp_path / "odd.gguf", [*file.tensors], {"blk.1.ffn_up.weight": (data, kind)})
+    with pytest.warns(UserWarning, match=rf"odd\.gguf: its matrices of the types {name} are held in larger blocks"):
+        model = load_model(tmp_path / "odd.gguf")
+    matrix, expected = model.model.layers[1].mlp.up_proj.matrix, torch.from_numpy(gguf.dequantize(data, kind)).float()
+    assert matrix.format.name == form
+    error = (dequantize(matrix) - expected).abs().view(-1, 32)
+    assert bool((error <= tolerance * expected.abs().view(-1, 32).amax(1, keepdim=True)).all())
+
+
 # ---- damage
 
 
@@ -200,9 +355,26 @@ def test_other_files_are_refused(tmp_path):
         load_model(tmp_path / "absent.gguf")
 
 
-def test_parts_of_split_files_are_refused(tmp_path):
-    write(tiny("llama"), tmp_path / "m.gguf", metadata={"split.count": 3, "split.no": 1})
-    assert "is part 2 of 3 of a split GGUF file" in refusal(tmp_path / "m.gguf")
+def test_tensors_follow_one_another(tmp_path):
+    write(tiny("llama"), tmp_path / "m.gguf")
+    content = (tmp_path / "m.gguf").read_bytes()
+    name = b"blk.1.attn_v.weight"
+    at = content.index(name) + len(name) + 4 + 16 + 4
+    (tmp_path / "m.gguf").write_bytes(content[:at] + struct.pack("<Q", 64) + content[at + 8 :])
+    assert "tensor blk.1.attn_v.weight begins at 64 of the weights" in refusal(tmp_path / "m.gguf")
+
+
+def test_norms_of_zeros_or_without_numbers_are_named(tmp_path):
+    """As the rest of a download that was given its size before it came."""
+    for value in (0.0, float("nan")):
+        model = tiny("llama")
+        with torch.no_grad():
+            model.model.layers[1].input_layernorm.weight.fill_(value)
+        write(model, tmp_path / "m.gguf")
+        with pytest.raises(
+            ValueError, match=r"tensor blk\.1\.attn_norm\.weight holds zeros only, or numbers that are not finite"
+        ):
+            load_model(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ FAMILIES = {
         Family("qwen3", "Qwen3", gguf="qwen3"),
         Family("phi3", "Phi3", merged=True, gguf="phi3"),
         Family("gemma", "Gemma", norm_offset=1.0, embedding="GemmaTextScaledWordEmbedding", gguf="gemma"),
-        Family("gemma3_text"),
+        Family("gemma3_text", norm_offset=1.0, gguf="gemma3"),
         Family("ministral"),
         Family("mixtral"),
         Family("phimoe"),
@@ -108,7 +108,7 @@ FAMILIES = {
         Family("qwen3_5_moe_text"),
         Family("cohere2", in_stages=False),
         Family("deepseek_v2", in_stages=False),
-        Family("gemma2", in_stages=False),
+        Family("gemma2", in_stages=False, norm_offset=1.0, gguf="gemma2"),
         Family("granite", in_stages=False),
         Family("minicpm3", in_stages=False),
     )

@@ -18,6 +18,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pipespec.errors import user_stacklevel
 from pipespec.models.families import FAMILIES, Family
@@ -43,6 +44,13 @@ _OF_LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 """The names of modules in transformers and in GGUF files; before the latter ``blk.N.``."""
+
+_SANDWICH = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+"""Those of layers with norms before and after each part."""
 
 _ROPE_FACTORS = "rope_freqs.weight"
 """Per pair of a rotation, the factor by which LLaMA 3 slows it down."""
@@ -85,6 +93,10 @@ _HARMLESS = frozenset(
 )
 """Keys under the name of the architecture that are read here, or change nothing."""
 
+_OF_GEMMA = frozenset(
+    ("attn_logit_softcapping", "final_logit_softcapping", "attention.sliding_window_pattern", "rope.freq_base_swa")
+)
+
 _NEUTRAL = {
     "attention.causal": True,
     "use_parallel_residual": False,
@@ -106,7 +118,8 @@ def gguf_config(file: GgufFile) -> Any:
     """
     family, name = family_of_file(file), file.architecture
     assert family is not None
-    _check_keys(file, name)
+    gemma = name in ("gemma2", "gemma3")
+    _check_keys(file, name, _OF_GEMMA if gemma else frozenset())
     hidden = _size(file, f"{name}.embedding_length")
     heads = _size(file, f"{name}.attention.head_count")
     head_dim = _size(file, f"{name}.attention.key_length", hidden // heads)
@@ -140,8 +153,10 @@ def gguf_config(file: GgufFile) -> Any:
         "rope_parameters": _rope(file, name, head_dim),
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
-        "architectures": [f"{family.prefix}ForCausalLM"],
+        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]],
     }
+    if gemma:
+        config |= _gemma(file, name, config)
     if window := file.integer(f"{name}.attention.sliding_window"):
         config["sliding_window"] = window
     try:
@@ -150,11 +165,30 @@ def gguf_config(file: GgufFile) -> Any:
         raise ValueError(f"{file.path} describes no {family.model_type} model: {error}") from error
 
 
-def _check_keys(file: GgufFile, name: str) -> None:
+def _gemma(file: GgufFile, name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """What Gemma 2 and 3 have more. Their published sizes tell the scale of the queries, which the metadata lack."""
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    is_27b = layers == {"gemma2": 46, "gemma3": 62}[name]
+    found: dict[str, Any] = {"query_pre_attn_scalar": config["hidden_size"] // heads if is_27b else config["head_dim"]}
+    every = _size(file, f"{name}.attention.sliding_window_pattern", {"gemma2": 2, "gemma3": 6}[name])
+    found["layer_types"] = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)]
+    if name == "gemma3":
+        local = file.number(f"{name}.rope.freq_base_swa", 10000.0) or 10000.0
+        found["rope_parameters"] = {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": _shortest(local)},
+        }
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if (number := file.number(f"{name}.{key}")) is not None:
+            found[key] = _shortest(number)
+    return found
+
+
+def _check_keys(file: GgufFile, name: str, read: frozenset[str]) -> None:
     """Refuse what would change the model and is not read."""
     for key, value in file.metadata.items():
         rest = key.removeprefix(f"{name}.")
-        if rest == key or rest in _HARMLESS or value == _NEUTRAL.get(rest, 0):
+        if rest == key or rest in _HARMLESS or rest in read or value == _NEUTRAL.get(rest, 0):
             continue
         what = " (a mixture of experts)" if rest.startswith("expert") else ""
         shown = f"a list of {len(value)}" if isinstance(value, list) else repr(value)[:60]
@@ -187,7 +221,7 @@ def _shortest(value: float) -> float:
 def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, Any]:
     """The rotary embedding, as configurations describe it."""
     scaling = f"{name}.rope.scaling"
-    base = file.number(f"{name}.rope.freq_base", 10000.0)
+    base = file.number(f"{name}.rope.freq_base", 1e6 if name == "gemma3" else 10000.0)
     assert base is not None
     if base <= 0:
         raise ValueError(f"{file.path} is damaged: its {name}.rope.freq_base is {base}")
@@ -287,6 +321,7 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
     config, family, stored = gguf_config(file), family_of_file(file), _dtype(file, dtype)
     assert family is not None
     used = {_ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight"}
+    is_sandwich = "blk.0.post_ffw_norm.weight" in file.tensors
     converted: set[str] = set()
     source = replace(file, metadata={})  # the modules need no vocabulary
 
@@ -299,7 +334,7 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
         for leaf, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            at = f"{_stored_name(name)}.{leaf}"
+            at = f"{_stored_name(name, is_sandwich)}.{leaf}"
             if name == "lm_head" and at not in file.tensors:
                 at = f"token_embd.{leaf}"
             used.add(at)
@@ -343,7 +378,7 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
 def _as_blocks(file: GgufFile, tensor: GgufTensor) -> QuantizedMatrix:
     """A matrix of a type without kernels, in larger blocks.
 
-    Those of Q3_K, IQ4_NL and MXFP4 hold the same weights, but for scales of MXFP4 beyond float16. Of other types each weight is within 1/254 of the
+    Those of Q3_K, IQ4_NL and MXFP4 hold the same weights, but for scales of MXFP4 beyond float16. Of other types each weight is within 1/220 of the
     largest of its 32.
     """
     name, _, block_bytes = DEQUANTIZED[tensor.type]
@@ -376,11 +411,11 @@ def _tensor(file: GgufFile, name: str) -> GgufTensor:
     return file.tensors[name]
 
 
-def _stored_name(module: str) -> str:
+def _stored_name(module: str, is_sandwich: bool) -> str:
     if module in _ENDS:
         return _ENDS[module]
     _, _, number, rest = module.split(".", 3)
-    return f"blk.{number}.{_OF_LAYER[rest]}"
+    return f"blk.{number}.{(_OF_LAYER | _SANDWICH if is_sandwich else _OF_LAYER)[rest]}"
 
 
 def _in_order(tensor: torch.Tensor, heads: int) -> torch.Tensor:
