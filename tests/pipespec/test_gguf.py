@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipespec import Pipeline
 from pipespec.cli.main import main
+from pipespec.demo import family_path
 from pipespec.engine.forward import native_unsupported_reason
 from pipespec.models import families
 from pipespec.models.families import FAMILIES
@@ -554,3 +555,27 @@ def test_stages_of_one_target_have_its_text(tmp_path):
     ends = load_ends(tmp_path / "m.gguf")
     assert len(ends.model.layers) == 0
     assert torch.equal(ends.lm_head.matrix.data, model.lm_head.matrix.data)
+
+
+def test_doctor_describes_a_file_and_a_folder(tmp_path, capsys):
+    write(tiny("qwen2"), tmp_path / "m.gguf")
+    assert main(["doctor", str(tmp_path / "m.gguf"), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["model"] == f"{tmp_path / 'm.gguf'}: qwen2, 2 layers of 64"
+    assert "16 Q8_0" in facts["weights"]
+    assert facts["tokenizer"] == "gpt2, split as qwen2: 96 tokens; no token before a text"
+    assert (facts["a turn ends with"], facts["chat template"]) == ("<end>", "there")
+    assert facts["runs on a CPU"] == "matrices stay in blocks, multiplied by the native form"
+    assert main(["doctor", str(family_path("target"))]) == 0
+    assert "multiplied by the native form" in capsys.readouterr().out
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    assert main(["doctor", str(tmp_path / "m.gguf")]) == 2
+
+
+def test_the_command_line_takes_another_tokenizer(tmp_path, capsys):
+    write(tiny("qwen2"), tmp_path / "odd.gguf", pre="mystery")
+    write(tiny("qwen2"), tmp_path / "m.gguf")
+    command = ["generate", "--target", str(tmp_path / "odd.gguf"), "--prompt", "abcd", "--max-new-tokens", "4"]
+    assert main(command) == 2
+    assert "splits a text as 'mystery'" in capsys.readouterr().err
+    assert main([*command, "--tokenizer", str(tmp_path / "m.gguf")]) == 0

@@ -78,6 +78,13 @@ class GgufTensor:
     nbytes: int
     part: int = 0
 
+    @property
+    def type_name(self) -> str:
+        """As llama.cpp calls it."""
+        if self.type in FLOATS:
+            return {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[FLOATS[self.type]]
+        return DEQUANTIZED[self.type][0] if self.type in DEQUANTIZED else _FORMATS[self.type].name.upper()
+
 
 @dataclass(frozen=True)
 class GgufFile:

@@ -128,9 +128,7 @@ def gguf_config(file: GgufFile) -> Any:
             f"{file.path}: {name}.attention.value_length is {other}, and its keys have {head_dim}, which is not supported"
         )
     layers = _size(file, f"{name}.block_count")
-    found = {
-        number for tensor in file.tensors if (number := tensor.split(".")[1]).isdigit() and tensor.startswith("blk.")
-    }
+    found = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
     if len(found) != layers:
         raise ValueError(f"{file.path}: {name}.block_count is {layers}, and there are tensors of {len(found)} layers")
     eps = file.number(f"{name}.attention.layer_norm_rms_epsilon")
