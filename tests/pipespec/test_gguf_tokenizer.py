@@ -138,6 +138,16 @@ def test_special_tokens_are_known_by_their_type(tmp_path):
     assert end_ids(GgufFile.open(path)) == [258]
 
 
+def test_special_tokens_of_characters_that_stand_for_bytes_are_text(tmp_path):
+    """DeepSeek's vocabularies have the characters of bytes that UTF-8 never has as tokens of their own."""
+    tokens = [*((text, USER if text in "\u00c0\u00f5" else kind) for text, kind in BYTES)]
+    tokenizer = load_tokenizer(write(tmp_path / "m.gguf", tokens, pre="deepseek-coder"))
+    text = "a\u00c0\u00f5\u00e9b"
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert len(ids) == 6  # the others are bytes
+    assert tokenizer.decode(ids) == text
+
+
 def test_ids_beyond_the_vocabulary_are_no_special_tokens(tmp_path):
     tokenizer = load_tokenizer(write(tmp_path / "m.gguf", BYTES, bos_token_id=999, eos_token_id=70))
     assert (tokenizer.bos_token, tokenizer.eos_token) == (None, alphabet()[70])

@@ -6,6 +6,7 @@ A file names its tokenizer by two words: ``tokenizer.ggml.model`` says how piece
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pipespec.errors import user_stacklevel
 from pipespec.models.gguf import GgufFile
+from pipespec.models.tokenizers import byte_level_alphabet
 
 
 class TokenType(IntEnum):
@@ -267,8 +269,24 @@ def _byte_level(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> 
     made.pre_tokenizer = pre_tokenizers.Sequence(
         [*parts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
-    made.decoder = decoders.ByteLevel()
+    made.decoder = decoders.Sequence([*_as_bytes(tokens, types), decoders.ByteLevel()])
     return made, split.adds_bos
+
+
+def _as_bytes(tokens: Sequence[str], types: Sequence[int]) -> list[decoders.Decoder]:
+    """What lets :class:`decoders.ByteLevel` read special tokens whose characters stand for bytes elsewhere as text, as DeepSeek's ``\u00c0``."""
+    alphabet = byte_level_alphabet()
+    character_of = {byte: character for character, byte in alphabet.items()}
+    found = []
+    for text, kind in zip(tokens, types, strict=True):
+        if (
+            kind in (TokenType.CONTROL, TokenType.USER_DEFINED)
+            and not text.isascii()
+            and all(c in alphabet for c in text)
+        ):
+            written = "".join(character_of[byte] for byte in text.encode())
+            found.append(decoders.Replace(Regex(rf"\A{re.escape(text)}\z"), written))
+    return found
 
 
 def _sentencepiece(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> tuple[Tokenizer, bool]:

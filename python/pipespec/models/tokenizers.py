@@ -205,7 +205,7 @@ def _decoder(content: dict[str, Any]) -> Any:
     parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = {part["type"] for part in parts}
     if "ByteLevel" in kinds:
-        alphabet = _byte_level_alphabet()
+        alphabet = byte_level_alphabet()
         return lambda piece: bytes(alphabet[c] for c in piece) if all(c in alphabet for c in piece) else piece.encode()
     space = next((part["replacement"] for part in parts if part["type"] == "Metaspace"), None)
     for part in parts:
@@ -223,7 +223,7 @@ def _decoder(content: dict[str, Any]) -> Any:
     return to_bytes
 
 
-def _byte_level_alphabet() -> dict[str, int]:
+def byte_level_alphabet() -> dict[str, int]:
     """The bytes by the characters that stand for them in byte-level vocabularies (GPT-2, Radford et al. 2019)."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [b for b in range(256) if b not in visible]
