@@ -19,6 +19,7 @@ from pipespec.engine.forward import native_unsupported_reason
 from pipespec.models import families
 from pipespec.models.families import FAMILIES
 from pipespec.models.gguf import GgufFile
+from pipespec.models.gguf_architectures import ARCHITECTURES
 from pipespec.models.gguf_tokenizer import gguf_tokenizer
 from pipespec.models.loading import load_config, load_model
 from pipespec.models.quantized import QuantizedEmbedding, QuantizedLinear, pages_released
@@ -32,7 +33,7 @@ from tests.pipespec.gguf_files import LARGE, SIZES, tiny, tokens, with_weights, 
 gguf = pytest.importorskip("gguf")
 
 TEXT = torch.tensor([[3, 9, 14, 15, 92, 65, 35, 8, 9, 79]])
-GGUF_FAMILIES = [family.model_type for family in FAMILIES.values() if family.gguf and family.prefix]
+NATIVE = [row.model_type for row in ARCHITECTURES if row.model_type in FAMILIES and FAMILIES[row.model_type].prefix]
 
 
 def logits(model, text=TEXT):
@@ -45,7 +46,7 @@ def logits(model, text=TEXT):
 
 @pytest.mark.parametrize(
     ("model_type", "tied"),
-    [(name, tied) for name in GGUF_FAMILIES for tied in (False, True) if tied or name != "gemma"],  # always tied
+    [(name, tied) for name in NATIVE for tied in (False, True) if tied or name != "gemma"],  # always tied
 )
 def test_a_file_is_read_as_the_model_that_was_written(tmp_path, model_type, tied):
     written = tiny(model_type, tie_word_embeddings=tied)
@@ -506,7 +507,7 @@ def test_the_command_line_takes_a_file(tmp_path, capsys):
 # ---- the native form
 
 
-@pytest.mark.parametrize("model_type", GGUF_FAMILIES)
+@pytest.mark.parametrize("model_type", NATIVE)
 def test_every_family_runs_natively_in_blocks(tmp_path, model_type):
     tied = model_type == "gemma"
     types = {"token_embd": "q6_k", "ffn_down": "q5_k", "attn_v": "q8_0", "attn_qkv": "q5_0", "": "q4_k"}

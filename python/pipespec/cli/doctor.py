@@ -82,7 +82,7 @@ def _facts_of(model: str) -> dict[str, str]:
 
         from pipespec.models.families import FAMILIES
         from pipespec.models.gguf import GgufFile
-        from pipespec.models.gguf_models import family_of_file
+        from pipespec.models.gguf_models import architecture_of
         from pipespec.models.gguf_tokenizer import end_ids
         from pipespec.models.loading import is_gguf, load_config, load_model, model_path, stored_bytes
         from pipespec.models.tokenizers import load_tokenizer
@@ -94,7 +94,7 @@ def _facts_of(model: str) -> dict[str, str]:
         facts = {"model": f"{path}: {config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size}"}
         if is_gguf(path):
             file = GgufFile.open(path)
-            in_blocks = family_of_file(file) is not None
+            in_blocks = architecture_of(file) is not None
             if in_blocks:
                 load_model(path)  # all tensors have their places
             counts = Counter(tensor.type_name for tensor in file.tensors.values())

@@ -1,6 +1,6 @@
 """Models out of GGUF files.
 
-The architectures are those that :data:`pipespec.models.families.FAMILIES` names. Their matrices stay in blocks, where they lie in the file; what is no
+The architectures are those of :data:`pipespec.models.gguf_architectures.ARCHITECTURES`. Their matrices stay in blocks, where they lie in the file; what is no
 block becomes float32, or bfloat16 where all matrices of the file are bfloat16.
 """
 
@@ -21,44 +21,22 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pipespec.errors import user_stacklevel
-from pipespec.models.families import FAMILIES, Family
 from pipespec.models.gguf import DEQUANTIZED, FLOATS, GgufFile, GgufTensor
+from pipespec.models.gguf_architectures import ARCHITECTURES, LAYER_NORM_EPS, NORM_EPS, TENSORS, Architecture
 from pipespec.models.gguf_tokenizer import end_ids, token_id
 from pipespec.models.quantized import filled, in_blocks
 from pipespec_kernels.formats import QuantizedMatrix, from_codes, from_q3_k, quantize
 
 _ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_OF_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.qkv_proj": "attn_qkv",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-"""The names of modules in transformers and in GGUF files; before the latter ``blk.N.``."""
-
-_SANDWICH = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-"""Those of layers with norms before and after each part."""
+"""The names of modules in transformers and in GGUF files."""
 
 _ROPE_FACTORS = "rope_freqs.weight"
 """Per pair of a rotation, the factor by which LLaMA 3 slows it down."""
 
 
-def family_of_file(file: GgufFile) -> Family | None:
-    """The family whose matrices can stay in blocks; None for other architectures."""
-    return next((family for family in FAMILIES.values() if family.gguf == file.architecture), None)
+def architecture_of(file: GgufFile) -> Architecture | None:
+    """How a file is read whose matrices can stay in blocks; None for other architectures."""
+    return next((row for row in reversed(ARCHITECTURES) if row.matches(file.architecture, file.metadata)), None)
 
 
 # ---- the configuration
@@ -75,7 +53,8 @@ _HARMLESS = frozenset(
         "attention.head_count_kv",
         "attention.key_length",
         "attention.value_length",
-        "attention.layer_norm_rms_epsilon",
+        NORM_EPS,
+        LAYER_NORM_EPS,
         "attention.sliding_window",
         "rope.dimension_count",
         "rope.freq_base",
@@ -87,15 +66,12 @@ _HARMLESS = frozenset(
         "rope.scaling.finetuned",
         "rope.scaling.yarn_beta_fast",
         "rope.scaling.yarn_beta_slow",
+        "rope.scaling.yarn_log_multiplier",
         "tensor_data_layout",
         "pooling_type",
     ]
 )
 """Keys under the name of the architecture that are read here, or change nothing."""
-
-_OF_GEMMA = frozenset(
-    ("attn_logit_softcapping", "final_logit_softcapping", "attention.sliding_window_pattern", "rope.freq_base_swa")
-)
 
 _NEUTRAL = {
     "attention.causal": True,
@@ -105,21 +81,23 @@ _NEUTRAL = {
     "embedding_scale": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
-    "rope.scaling.yarn_log_multiplier": 0.0,
 }
 """Keys that are read nowhere, and the values at which they change nothing. Of others it is 0."""
 
 
 def gguf_config(file: GgufFile) -> Any:
-    """The configuration that the metadata describe of a file of a family here.
+    """The configuration that the metadata describe of a file whose architecture is in the table.
 
     Raises:
         ValueError: a key is missing, of another type or out of range, or is known to change the model and not read here: the message names it.
     """
-    family, name = family_of_file(file), file.architecture
-    assert family is not None
-    gemma = name in ("gemma2", "gemma3")
-    _check_keys(file, name, _OF_GEMMA if gemma else frozenset())
+    row, name = architecture_of(file), file.architecture
+    assert row is not None
+    if row.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(
+            f"{file.path}: the architecture {name!r} needs a newer version of transformers (with {row.model_type})"
+        )
+    _check_keys(file, row)
     hidden = _size(file, f"{name}.embedding_length")
     heads = _size(file, f"{name}.attention.head_count")
     head_dim = _size(file, f"{name}.attention.key_length", hidden // heads)
@@ -131,9 +109,6 @@ def gguf_config(file: GgufFile) -> Any:
     found = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
     if len(found) != layers:
         raise ValueError(f"{file.path}: {name}.block_count is {layers}, and there are tensors of {len(found)} layers")
-    eps = file.number(f"{name}.attention.layer_norm_rms_epsilon")
-    if eps is None:
-        raise ValueError(f"{file.path} has no {name}.attention.layer_norm_rms_epsilon in its metadata")
     config: dict[str, Any] = {
         "hidden_size": hidden,
         "intermediate_size": _size(file, f"{name}.feed_forward_length"),
@@ -142,48 +117,61 @@ def gguf_config(file: GgufFile) -> Any:
         "num_key_value_heads": _size(file, f"{name}.attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": _size(file, f"{name}.context_length"),
-        "rms_norm_eps": _shortest(eps),
+        row.eps: _number(file, f"{name}.{row.eps_key}"),
         "vocab_size": _tensor(file, "token_embd.weight").shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": token_id(file, "bos"),
         "eos_token_id": token_id(file, "eos"),
         "pad_token_id": token_id(file, "padding"),
-        "rope_parameters": _rope(file, name, head_dim),
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
-        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]],
+        "rope_parameters": _rope(file, row, head_dim),
+        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[row.model_type]],
     }
-    if gemma:
-        config |= _gemma(file, name, config)
-    if window := file.integer(f"{name}.attention.sliding_window"):
-        config["sliding_window"] = window
+    config |= {flag: f"blk.0.{tensor}" in file.tensors for tensor, flag in row.flags.items()}
+    if row.published is not None:
+        # Published sizes tell the scale of the queries, which the metadata lack.
+        config["query_pre_attn_scalar"] = hidden // heads if layers == row.published else head_dim
+    for key, to in {**row.numbers, **row.options}.items():
+        if key in row.numbers or f"{name}.{key}" in file.metadata:
+            of_rope = to.startswith("rope.")
+            (config["rope_parameters"] if of_rope else config)[to.removeprefix("rope.")] = _number(
+                file, f"{name}.{key}"
+            )
+    config |= _windows(file, row, config)
     try:
-        return AutoConfig.for_model(family.model_type, **config)
+        return AutoConfig.for_model(row.model_type, **config)
     except (TypeError, ValueError, StrictDataclassError) as error:
-        raise ValueError(f"{file.path} describes no {family.model_type} model: {error}") from error
+        raise ValueError(f"{file.path} describes no {row.model_type} model: {error}") from error
 
 
-def _gemma(file: GgufFile, name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """What Gemma 2 and 3 have more. Their published sizes tell the scale of the queries, which the metadata lack."""
-    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    is_27b = layers == {"gemma2": 46, "gemma3": 62}[name]
-    found: dict[str, Any] = {"query_pre_attn_scalar": config["hidden_size"] // heads if is_27b else config["head_dim"]}
-    every = _size(file, f"{name}.attention.sliding_window_pattern", {"gemma2": 2, "gemma3": 6}[name])
-    found["layer_types"] = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)]
-    if name == "gemma3":
-        local = file.number(f"{name}.rope.freq_base_swa", 10000.0) or 10000.0
+def _windows(file: GgufFile, row: Architecture, config: dict[str, Any]) -> dict[str, Any]:
+    """The windows of the layers, and the rotation of those that have one."""
+    name, count = row.name, config["num_hidden_layers"]
+    window = file.integer(f"{name}.attention.sliding_window")
+    found: dict[str, Any] = {"sliding_window": window or None}
+    if row.every is None:
+        return found
+    pattern = file.metadata.get(f"{name}.attention.sliding_window_pattern", row.every)
+    if type(pattern) is int and pattern > 0:
+        pattern = [(i + 1) % pattern != 0 for i in range(count)]
+    if not isinstance(pattern, list) or len(pattern) != count:
+        raise ValueError(
+            f"{file.path} is damaged: its {name}.attention.sliding_window_pattern does not fit {count} layers"
+        )
+    found["layer_types"] = ["sliding_attention" if window and local else "full_attention" for local in pattern]
+    if row.local_base is not None:
+        local = file.number(f"{name}.rope.freq_base_swa") or row.local_base or config["rope_parameters"]["rope_theta"]
         found["rope_parameters"] = {
             "full_attention": config["rope_parameters"],
             "sliding_attention": {"rope_type": "default", "rope_theta": _shortest(local)},
         }
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if (number := file.number(f"{name}.{key}")) is not None:
-            found[key] = _shortest(number)
     return found
 
 
-def _check_keys(file: GgufFile, name: str, read: frozenset[str]) -> None:
+def _check_keys(file: GgufFile, row: Architecture) -> None:
     """Refuse what would change the model and is not read."""
+    name = row.name
+    read = {*row.numbers, *row.options, *(("attention.sliding_window_pattern",) if row.every else ())}
+    read |= set() if row.local_base is None else {"rope.freq_base_swa"}
     for key, value in file.metadata.items():
         rest = key.removeprefix(f"{name}.")
         if rest == key or rest in _HARMLESS or rest in read or value == _NEUTRAL.get(rest, 0):
@@ -211,26 +199,35 @@ def _size(file: GgufFile, key: str, default: int | None = None) -> int:
     return found
 
 
+def _number(file: GgufFile, key: str) -> bool | float:
+    """A number or a truth value that must be there."""
+    if isinstance(found := file.metadata.get(key), int):
+        return found
+    if (number := file.number(key)) is None:
+        raise ValueError(f"{file.path} has no {key} in its metadata")
+    return _shortest(number)
+
+
 def _shortest(value: float) -> float:
     """The shortest number that is this one in float32, as configurations write it."""
     return float(str(np.float32(value)))
 
 
-def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, Any]:
+def _rope(file: GgufFile, row: Architecture, head_dim: int) -> dict[str, Any]:
     """The rotary embedding, as configurations describe it."""
-    scaling = f"{name}.rope.scaling"
-    base = file.number(f"{name}.rope.freq_base", 1e6 if name == "gemma3" else 10000.0)
+    name, scaling = row.name, f"{row.name}.rope.scaling"
+    base = file.number(f"{name}.rope.freq_base", row.rope_base)
     assert base is not None
     if base <= 0:
         raise ValueError(f"{file.path} is damaged: its {name}.rope.freq_base is {base}")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _shortest(base)}
     rotated = _size(file, f"{name}.rope.dimension_count", head_dim)
-    if rotated != head_dim:
-        if name != "phi3":
-            raise ValueError(
-                f"{file.path}: {name}.rope.dimension_count is {rotated}, and a head has {head_dim}, which is not supported"
-            )
+    if row.partial:
         rope["partial_rotary_factor"] = rotated / head_dim
+    elif rotated != head_dim:
+        raise ValueError(
+            f"{file.path}: {name}.rope.dimension_count is {rotated}, and a head has {head_dim}, which is not supported"
+        )
     # The name of the first files of 2023 is rope.scale_linear; a factor without a type is linear.
     factor = file.number(f"{scaling}.factor", file.number(f"{name}.rope.scale_linear")) or 1.0
     kind = file.text(f"{scaling}.type", "linear")
@@ -256,15 +253,17 @@ def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, Any]:
 
 
 def _yarn(file: GgufFile, scaling: str, factor: float, attention: float) -> dict[str, Any]:
-    """YaRN (arXiv 2309.00071). llama.cpp multiplies its default factor of attention by ``attn_factor``."""
+    """YaRN (arXiv 2309.00071). llama.cpp multiplies its default factor of attention by ``attn_factor``, and divides it by one with the multiplier."""
     rope: dict[str, Any] = {"rope_type": "yarn", "factor": _shortest(factor)}
     if (original := file.integer(f"{scaling}.original_context_length")) is not None:
         rope["original_max_position_embeddings"] = original
     for key in ("beta_fast", "beta_slow"):
         if (found := file.number(f"{scaling}.yarn_{key}")) is not None:
             rope[key] = _shortest(found)
-    if attention != 1.0:
-        rope["attention_factor"] = _shortest(attention * (0.1 * math.log(factor) + 1.0))
+    multiplier = file.number(f"{scaling}.yarn_log_multiplier", 0.0) or 0.0
+    if attention != 1.0 or multiplier:
+        grown = 0.1 * math.log(factor)
+        rope["attention_factor"] = _shortest(attention * (grown + 1.0) / (multiplier * grown + 1.0))
     return rope
 
 
@@ -310,16 +309,15 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
     """A model in eval mode around the blocks of a file. Their pages are read when they are used.
 
     Args:
-        file: of a model of a family here.
+        file: of an architecture in the table.
         dtype: of what is not in blocks; ``"auto"``: as the module says.
 
     Raises:
         ValueError: it is damaged: the message names the tensor.
     """
-    config, family, stored = gguf_config(file), family_of_file(file), _dtype(file, dtype)
-    assert family is not None
+    config, row, stored = gguf_config(file), architecture_of(file), _dtype(file, dtype)
+    assert row is not None
     used = {_ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight"}
-    is_sandwich = "blk.0.post_ffw_norm.weight" in file.tensors
     converted: set[str] = set()
     source = replace(file, metadata={})  # the modules need no vocabulary
 
@@ -327,12 +325,12 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
         # Files of LLaMA have the two rows of a rotation next to each other.
         part = name.rpartition(".")[2]
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(part, 0)
-        heads = heads if family.gguf_pairs else 0
-        offset, blocks = family.norm_offset if "norm" in part else 0.0, None
+        heads = heads if row.pairs else 0
+        blocks = None
         for leaf, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            at = f"{_stored_name(name, is_sandwich)}.{leaf}"
+            at = f"{_stored_name(name, row)}.{leaf}"
             if name == "lm_head" and at not in file.tensors:
                 at = f"token_embd.{leaf}"
             used.add(at)
@@ -349,6 +347,7 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
                     raise ValueError(
                         f"{file.path} is damaged: tensor {at} holds zeros only, or numbers that are not finite"
                     )
+                offset = row.norm_offset if "norm" in part and leaf == "weight" else 0.0
                 floats = _in_order(floats, heads).sub_(offset).to(stored)
                 module._parameters[leaf] = nn.Parameter(floats, requires_grad=False)
             elif len(tensor.shape) == 2:
@@ -367,7 +366,7 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
         )
     other = next((name for name in file.tensors if name not in used), None)
     if other is not None:
-        raise ValueError(f"{file.path}: tensor {other} has no place in a {family.model_type} model")
+        raise ValueError(f"{file.path}: tensor {other} has no place in a {row.model_type} model")
     ends = end_ids(file)
     model.generation_config.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
     return model
@@ -409,11 +408,11 @@ def _tensor(file: GgufFile, name: str) -> GgufTensor:
     return file.tensors[name]
 
 
-def _stored_name(module: str, is_sandwich: bool) -> str:
+def _stored_name(module: str, row: Architecture) -> str:
     if module in _ENDS:
         return _ENDS[module]
     _, _, number, rest = module.split(".", 3)
-    return f"blk.{number}.{(_OF_LAYER | _SANDWICH if is_sandwich else _OF_LAYER)[rest]}"
+    return f"blk.{number}.{row.tensors.get(rest) or TENSORS[rest]}"
 
 
 def _in_order(tensor: torch.Tensor, heads: int) -> torch.Tensor:

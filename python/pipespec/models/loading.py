@@ -246,10 +246,10 @@ def file_in_blocks(model: Any) -> GgufFile | None:
     if not is_gguf(model):
         return None
     from pipespec.models.gguf import GgufFile
-    from pipespec.models.gguf_models import family_of_file
+    from pipespec.models.gguf_models import architecture_of
 
     file = GgufFile.open(model)
-    return None if family_of_file(file) is None else file
+    return None if architecture_of(file) is None else file
 
 
 def gguf_path(model: Any, file: str | None) -> Any:
