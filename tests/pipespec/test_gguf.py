@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from pipespec import Pipeline
+from pipespec import Pipeline, attach
 from pipespec.cli.main import main
 from pipespec.demo import family_path
 from pipespec.engine.forward import native_unsupported_reason
@@ -496,6 +496,36 @@ def test_a_pipeline_runs_files_as_target_and_draft(tmp_path):
         assert torch.equal(pipe.generate(TEXT, max_new_tokens=12), text)
     with pytest.raises(FileNotFoundError, match=r"absent\.gguf"):
         Pipeline(tmp_path, gguf_file="absent.gguf")
+
+
+@pytest.mark.parametrize("way", ["overwritten", "truncated", "a draft's"])
+def test_a_file_that_changes_while_it_is_in_use_is_named_at_the_next_call(tmp_path, way):
+    write(tiny("qwen2"), tmp_path / "m.gguf")
+    write(tiny("qwen2", seed=1, num_hidden_layers=1), tmp_path / "draft.gguf")
+    changed = tmp_path / ("draft.gguf" if way == "a draft's" else "m.gguf")
+    content = changed.read_bytes()
+    model = load_model(tmp_path / "m.gguf")
+    attach(model, tmp_path / "draft.gguf")
+    with Pipeline(tmp_path / "m.gguf", tmp_path / "draft.gguf") as pipe:
+        unused = load_model(changed)
+        pipe.generate(TEXT, max_new_tokens=4)
+        changed.write_bytes(b"" if way == "truncated" else content)
+        for call in (pipe.generate, model.generate, lambda *_, **__: Pipeline(unused)):
+            with pytest.raises(ValueError, match=rf"{changed} has changed since .*: load it again"):
+                call(TEXT, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("way", ["renamed over", "deleted"])
+def test_a_file_may_be_renamed_over_or_deleted_while_it_is_in_use(tmp_path, way):
+    write(tiny("qwen2"), tmp_path / "m.gguf")
+    with Pipeline(tmp_path / "m.gguf") as pipe:
+        expected = pipe.generate(TEXT, max_new_tokens=8)
+        if way == "deleted":
+            (tmp_path / "m.gguf").unlink()
+        else:
+            write(tiny("qwen2", seed=1), tmp_path / "new.gguf")
+            (tmp_path / "new.gguf").rename(tmp_path / "m.gguf")
+        assert torch.equal(pipe.generate(TEXT, max_new_tokens=8), expected)
 
 
 def test_the_command_line_takes_a_file(tmp_path, capsys):

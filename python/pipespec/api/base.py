@@ -37,6 +37,7 @@ from pipespec.errors import NotKnown, is_final, mark_final, user_stacklevel
 from pipespec.models.compat import lost_arguments
 from pipespec.models.devices import LayerDevices
 from pipespec.models.properties import reset_rope
+from pipespec.models.quantized import check_files
 from pipespec.preflight.checks import check_rope
 from pipespec.preflight.memory import check_memory, shortage_explained
 from pipespec.preflight.support import check_checkpointing, check_runnable
@@ -244,6 +245,7 @@ class BasePipeline:
         with self._turn("generate()", "use another Pipeline there"):
             shutdown.check()
             self._leave_parent()
+            check_files(self.models)
             try:
                 self._check_known()
                 # They may have been moved, cast or hooked since.

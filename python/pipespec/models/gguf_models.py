@@ -24,7 +24,7 @@ from pipespec.errors import user_stacklevel
 from pipespec.models.gguf import DEQUANTIZED, FLOATS, GgufFile, GgufTensor
 from pipespec.models.gguf_architectures import ARCHITECTURES, LAYER_NORM_EPS, NORM_EPS, TENSORS, Architecture
 from pipespec.models.gguf_tokenizer import end_ids, token_id
-from pipespec.models.quantized import filled, in_blocks
+from pipespec.models.quantized import filled, has_blocks, in_blocks
 from pipespec_kernels.formats import QuantizedMatrix, from_codes, from_q3_k, quantize
 
 _ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -359,6 +359,8 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
         return module if blocks is None else in_blocks(module, blocks, heads, source)
 
     model = filled(file.path, config, stored, fill)
+    if has_blocks(model):
+        model.source = source  # for check_files()
     if converted:
         warnings.warn(
             f"{file.path}: its matrices of the types {', '.join(sorted(converted))} are held in larger blocks, for which there are kernels",
