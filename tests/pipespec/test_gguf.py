@@ -467,15 +467,52 @@ def test_tokenizers_of_files_and_folders_are_compared(tmp_path):
 # ---- other ways in
 
 
-def test_an_incomplete_file_of_another_architecture_is_refused(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
+@pytest.mark.parametrize(
+    ("architecture", "columns", "message"),
+    [
+        ("mamba", None, r"m\.gguf: .* lack .*get the complete weights"),
+        ("gemma3n", None, r"m\.gguf is of the architecture 'gemma3n', which transformers \S+ does not read"),
+        ("lfm2", None, r"m\.gguf is of the architecture 'lfm2', .*: there is no 'lfm2\.attention\.head_count_kv'"),
+        (
+            "qwen2moe",
+            8,
+            r"m\.gguf is of the architecture 'qwen2moe', .*: its tensors have other shapes than its config",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*transformers dequantises")
+def test_files_that_transformers_does_not_read_are_named(tmp_path, architecture, columns, message):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", architecture)
     writer.add_block_count(1)
+    if columns:
+        writer.add_tensor("token_embd.weight", np.zeros((4, columns), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ValueError, match=r"m\.gguf: .* lack .*get the complete weights"):
+    with pytest.raises(ValueError, match=message):
         load_model(tmp_path / "m.gguf")
+
+
+def test_what_transformers_dequantises_is_said_to_cost_memory(tmp_path):
+    write(tiny("qwen2"), tmp_path / "m.gguf")
+    content = (tmp_path / "m.gguf").read_bytes().replace(b"qwen2", b"falcn")
+    (tmp_path / "m.gguf").write_bytes(content)
+    with (
+        pytest.raises(ValueError, match="'falcn'"),
+        pytest.warns(
+            UserWarning, match=r"m\.gguf: transformers dequantises files of the architecture 'falcn': 0\.00 GB"
+        ),
+    ):
+        load_model(tmp_path / "m.gguf")
+
+
+def test_folders_of_mlx_are_named(tmp_path):
+    written = tiny("qwen2")
+    written.config.quantization = {"group_size": 64, "bits": 4}
+    written.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds weights in MLX's format of 4 bits, which is not supported"):
+        load_model(tmp_path)
 
 
 def test_a_model_that_transformers_has_dequantised_is_an_ordinary_one(tmp_path):

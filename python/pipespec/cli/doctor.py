@@ -78,12 +78,14 @@ def _print(facts: dict[str, str], as_json: bool) -> int:
 def _facts_of(model: str) -> dict[str, str]:
     """What a model's files hold. Weights are not read, but for the norms of a GGUF file."""
     with working("reading the model's files (imports torch and transformers)"):
+        import torch
         from transformers import GenerationConfig
 
         from pipespec.models.families import FAMILIES
         from pipespec.models.gguf import GgufFile
         from pipespec.models.gguf_models import architecture_of
         from pipespec.models.gguf_tokenizer import end_ids
+        from pipespec.models.layout import CacheLayout, UnsupportedLayers
         from pipespec.models.loading import is_gguf, load_config, load_model, model_path, stored_bytes
         from pipespec.models.tokenizers import load_tokenizer
 
@@ -122,10 +124,13 @@ def _facts_of(model: str) -> dict[str, str]:
     facts["runs on a CPU"] = (
         f"matrices {how}, multiplied by {'the native form' if native else 'modules of transformers'}"
     )
-    per_token = 8 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    facts["memory"] = (
-        f"the weights, and {per_token * 1024 / 2**20:.0f} MiB for 1,024 tokens in float32; at most {config.max_position_embeddings} tokens"
-    )
+    try:
+        nbytes = CacheLayout.of(config).bytes_for(1, 1024, torch.float32)
+        facts["memory"] = (
+            f"the weights, and {nbytes / 2**20:.0f} MiB for 1,024 tokens in float32; at most {config.max_position_embeddings} tokens"
+        )
+    except UnsupportedLayers as error:
+        facts["memory"] = f"the weights; {error}"
     return facts
 
 

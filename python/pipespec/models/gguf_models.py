@@ -340,15 +340,8 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
                     f"{file.path}: tensor {at} is {list(tensor.shape)}, and {name}.{leaf} of this model {list(parameter.shape)}"
                 )
             if tensor.type in FLOATS:
-                floats = file.floats(tensor)
-                if len(tensor.shape) == 1 and not (
-                    bool(floats.isfinite().all()) and ("bias" in at or bool(floats.any()))
-                ):
-                    raise ValueError(
-                        f"{file.path} is damaged: tensor {at} holds zeros only, or numbers that are not finite"
-                    )
                 offset = row.norm_offset if "norm" in part and leaf == "weight" else 0.0
-                floats = _in_order(floats, heads).sub_(offset).to(stored)
+                floats = _in_order(_floats(file, tensor), heads).sub_(offset).to(stored)
                 module._parameters[leaf] = nn.Parameter(floats, requires_grad=False)
             elif len(tensor.shape) == 2:
                 blocks = file.matrix(tensor) if tensor.type not in DEQUANTIZED else _as_blocks(file, tensor)
@@ -372,6 +365,16 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
     ends = end_ids(file)
     model.generation_config.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
     return model
+
+
+def _floats(file: GgufFile, tensor: GgufTensor) -> torch.Tensor:
+    """A tensor without blocks. Raises ``ValueError`` for a norm of zeros, or a vector of other things than numbers."""
+    floats = file.floats(tensor)
+    if len(tensor.shape) == 1 and not (floats.isfinite().all() and ("bias" in tensor.name or floats.any())):
+        raise ValueError(
+            f"{file.path} is damaged: tensor {tensor.name} holds zeros only, or numbers that are not finite"
+        )
+    return floats
 
 
 def _as_blocks(file: GgufFile, tensor: GgufTensor) -> QuantizedMatrix:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import cached_file
 
-from pipespec.errors import DoesNotFit
+from pipespec.errors import DoesNotFit, user_stacklevel
 from pipespec.models.adapters import without_wrapper
 from pipespec.process.threads import renew_pool
 
@@ -76,7 +79,13 @@ def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
         )
     source, more = (path.parent, {"gguf_file": path.name}) if is_gguf(path) else (model, {})
     with readable(model):
-        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **more)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **more)
+    of_mlx = getattr(config, "quantization", None)
+    if isinstance(of_mlx, dict) and "group_size" in of_mlx:
+        raise ValueError(
+            f"{model} holds weights in MLX's format of {of_mlx.get('bits')} bits, which is not supported: take the original model, its GGUF file, or GPTQ or AWQ"
+        )
+    return config
 
 
 def weight_files(source: str | Path) -> list[Path]:
@@ -171,6 +180,7 @@ def load_model(
         return model_of(file, dtype).to(device)
     if is_gguf(model):
         source, more = Path(model).parent, {"gguf_file": Path(model).name}
+        _warn_of_memory(model)
     config = load_config(model, trust_remote_code=trust_remote_code)
     # Packed weights cannot be moved (GPTQ, bitsandbytes 8-bit), or are packed on the way there.
     in_place = device is not None and (is_split or getattr(config, "quantization_config", None) is not None)
@@ -274,7 +284,33 @@ def readable(model: str | Path) -> Iterator[None]:
     except OSError as error:
         raise FileNotFoundError(f"{model} holds no model that can be loaded: {error}") from error
     except (ValueError, *DAMAGE) as error:
-        raise ValueError(f"{model} holds no model that can be loaded: {error or type(error).__name__}") from error
+        what, detail = "holds no model that can be loaded", str(error) or type(error).__name__
+        if is_gguf(model):
+            what = f"is of the architecture {_architecture(model)!r}, which transformers {transformers.__version__} does not read"
+        if "ignore_mismatched_sizes" in detail:
+            detail = "its tensors have other shapes than its configuration says"
+        elif isinstance(error, KeyError):
+            detail = f"there is no {detail}"
+        raise ValueError(f"{model} {what}: {detail}") from error
+
+
+def _architecture(model: str | Path) -> str:
+    from pipespec.models.gguf import GgufFile
+
+    return GgufFile.open(model).architecture
+
+
+def _warn_of_memory(model: str | Path) -> None:
+    """Say what a GGUF file costs of which transformers makes floats."""
+    from pipespec.models.gguf import GgufFile
+
+    file = GgufFile.open(model)
+    floats = 4 * sum(math.prod(tensor.shape) for tensor in file.tensors.values())
+    warnings.warn(
+        f"{model}: transformers dequantises files of the architecture {file.architecture!r}: {file.nbytes / 1e9:.2f} GB become {floats / 1e9:.2f} GB, and "
+        "more while they are read",
+        stacklevel=user_stacklevel(),
+    )
 
 
 @contextmanager

@@ -214,7 +214,9 @@ def check_files(models: Sequence[PreTrainedModel]) -> None:
     for model in models:
         source: GgufFile | None = getattr(model, "source", None)
         if source is not None and (changed := source.changed()) is not None:
-            error = ValueError(f"{changed} has changed since the model was loaded from it, and the model reads its weights there: load it again")
+            error = ValueError(
+                f"{changed} has changed since the model was loaded from it, and the model reads its weights there: load it again"
+            )
             mark_final(error)  # transformers would read them, too
             raise error
 
