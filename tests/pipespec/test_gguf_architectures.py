@@ -1,9 +1,12 @@
 """Every architecture of the table of GGUF files: the model that was written comes out, and stays in blocks."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from pipespec import Pipeline
+from pipespec.models import gguf_models
 from pipespec.models.gguf_architectures import ARCHITECTURES
 from pipespec.models.loading import load_model
 from pipespec.models.quantized import QuantizedLinear
@@ -113,6 +116,45 @@ def logits(model):
 
 def test_every_architecture_is_tested():
     assert {case.partition(" ")[0] for case in CASES} == {row.model_type for row in ARCHITECTURES}
+
+
+def test_the_page_of_models_lists_them():
+    page = (Path(__file__).parents[2] / "docs/reference/models.md").read_text()
+    listed = "\n".join(f"| `{row.name}` | `{row.model_type}` |" for row in ARCHITECTURES)
+    assert f"| architecture | `model_type` |\n|---|---|\n{listed}\n\n" in page
+
+
+def test_a_version_of_transformers_without_the_model_is_named(tmp_path, monkeypatch):
+    written("olmo2", tmp_path / "m.gguf", "f32")
+    monkeypatch.setattr(gguf_models, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", {})
+    with pytest.raises(
+        ValueError, match=r"the architecture 'olmo2' needs a newer version of transformers \(with olmo2\)"
+    ):
+        load_model(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("case", "without", "message"),
+    [
+        ("granite", "attention.scale", r"has no granite\.attention\.scale in its metadata"),
+        ("cohere", "logit_scale", r"has no command-r\.logit_scale in its metadata"),
+    ],
+)
+def test_numbers_that_a_model_needs_are_missed_by_name(tmp_path, case, without, message, monkeypatch):
+    more, metadata = CASES[case]
+    monkeypatch.setitem(CASES, case, (more, {key: value for key, value in metadata.items() if key != without}))
+    written(case, tmp_path / "m.gguf", "f32")
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path / "m.gguf")
+
+
+def test_windows_of_another_number_of_layers_are_damage(tmp_path, monkeypatch):
+    more, metadata = CASES["exaone4 with windows"]
+    wrong = metadata | {"attention.sliding_window_pattern": [True, False]}
+    monkeypatch.setitem(CASES, "exaone4 with windows", (more, wrong))
+    written("exaone4 with windows", tmp_path / "m.gguf", "f32")
+    with pytest.raises(ValueError, match=r"sliding_window_pattern does not fit 5 layers"):
+        load_model(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize("case", CASES)
