@@ -182,9 +182,9 @@ def from_q3_k(blocks: Tensor, weights: Tensor) -> QuantizedMatrix:
     low = torch.cat((low & 15, low >> 4), 1)
     high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], 1)
     scales = (low | high << 4).to(torch.int8) - 32
-    head = _half(stored, 108)
+    head, (rows, columns) = _half(stored, 108), weights.shape
     codes = (weights.reshape(-1, 16) * _inverse((head * scales).view(-1, 1))).round()
-    return QuantizedMatrix(FORMATS["q6_k"], _q6_k(codes, scales, head).view(len(blocks), -1), tuple(weights.shape))
+    return QuantizedMatrix(FORMATS["q6_k"], _q6_k(codes, scales, head).view(rows, -1), (rows, columns))
 
 
 def dequantize(matrix: QuantizedMatrix) -> Tensor:

@@ -35,6 +35,7 @@ NAMES = {
     "cohere": "command-r",
     "hunyuan_v1_dense": "hunyuan-dense",
     "ministral3": "mistral3",
+    "mistral": "mistral3",
     "olmo3": "olmo2",
 }
 """Architectures that are called otherwise in files."""

@@ -1,6 +1,7 @@
 """Every architecture of the table of GGUF files: the model that was written comes out, and stays in blocks."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from tests.pipespec.gguf_files import SIZES, tiny, write
 pytest.importorskip("gguf")
 
 TEXT = torch.arange(60)[None] + 5
-PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
-WINDOWS = {"num_hidden_layers": 5, "sliding_window": 32}
+PARTIAL: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+}
+WINDOWS: dict[str, Any] = {"num_hidden_layers": 5, "sliding_window": 32}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
@@ -27,6 +30,14 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
+}
+DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
+OLMO_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "attention_factor": 1.2079441541679836,
 }
 CASES = {
     "llama": ({}, {}),
@@ -73,6 +84,7 @@ CASES = {
         {"attention.scale": 0.3, "embedding_scale": 3.0, "residual_scale": 0.4, "logit_scale": 2.0},
     ),
     "hunyuan_v1_dense": ({}, {}),
+    "mistral": ({"sliding_window": None}, {}),
     "ministral3": (
         {"rope_parameters": YARN},
         {
@@ -88,6 +100,16 @@ CASES = {
     "nemotron": (PARTIAL, {}),
     "olmo2": ({}, {}),
     "olmo3": (WINDOWS, {"attention.sliding_window": 32}),
+    "olmo3 with yarn": (
+        WINDOWS | {"rope_parameters": {"full_attention": OLMO_YARN, "sliding_attention": DEFAULT}},
+        {
+            "attention.sliding_window": 32,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 8.0,
+            "rope.scaling.attn_factor": OLMO_YARN["attention_factor"],
+            "rope.scaling.original_context_length": 32,
+        },
+    ),
     "seed_oss": ({}, {}),
     "smollm3": ({"num_hidden_layers": 5}, {}),
     "stablelm": (PARTIAL, {"use_parallel_residual": False}),

@@ -119,8 +119,9 @@ ARCHITECTURES = (
         "hunyuan-dense", "hunyuan_v1_dense",
         tensors={"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
     ),
+    Architecture("mistral3", "mistral", pairs=True),
     Architecture(
-        "mistral3", "ministral3", pairs=True,
+        "mistral3", "ministral3", with_key="attention.temperature_scale", pairs=True,
         numbers={
             "attention.temperature_scale": "rope.llama_4_scaling_beta",
             "rope.scaling.original_context_length": "rope.original_max_position_embeddings",

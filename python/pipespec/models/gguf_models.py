@@ -235,7 +235,7 @@ def _rope(file: GgufFile, row: Architecture, head_dim: int) -> dict[str, Any]:
     if kind not in ("none", "linear", "yarn") and not longrope:
         raise ValueError(f"{file.path} has a RoPE of the type {kind!r}, which is not supported")
     original = file.integer(f"{scaling}.original_context_length")
-    attention = file.number(f"{scaling}.attn_factor", 1.0)
+    attention = file.number(f"{scaling}.attn_factor") or 1.0
     if longrope:
         rope |= {"rope_type": "longrope", "original_max_position_embeddings": original, **longrope}
         rope |= {} if attention == 1.0 else {"attention_factor": _shortest(attention)}
@@ -260,10 +260,13 @@ def _yarn(file: GgufFile, scaling: str, factor: float, attention: float) -> dict
     for key in ("beta_fast", "beta_slow"):
         if (found := file.number(f"{scaling}.yarn_{key}")) is not None:
             rope[key] = _shortest(found)
-    multiplier = file.number(f"{scaling}.yarn_log_multiplier", 0.0) or 0.0
+    multiplier, grown = file.number(f"{scaling}.yarn_log_multiplier", 0.0) or 0.0, 0.1 * math.log(factor)
+    own = (grown + 1.0) / (multiplier * grown + 1.0)
+    # The conversion of Olmo 3 writes the whole factor, which is its own, and not a second one.
+    if not math.isclose(attention, own, rel_tol=1e-3):
+        own *= attention
     if attention != 1.0 or multiplier:
-        grown = 0.1 * math.log(factor)
-        rope["attention_factor"] = _shortest(attention * (grown + 1.0) / (multiplier * grown + 1.0))
+        rope["attention_factor"] = _shortest(own)
     return rope
 
 

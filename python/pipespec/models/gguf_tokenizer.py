@@ -277,7 +277,7 @@ def _as_bytes(tokens: Sequence[str], types: Sequence[int]) -> list[decoders.Deco
     """What lets :class:`decoders.ByteLevel` read special tokens whose characters stand for bytes elsewhere as text, as DeepSeek's ``\u00c0``."""
     alphabet = byte_level_alphabet()
     character_of = {byte: character for character, byte in alphabet.items()}
-    found = []
+    found: list[decoders.Decoder] = []
     for text, kind in zip(tokens, types, strict=True):
         if (
             kind in (TokenType.CONTROL, TokenType.USER_DEFINED)
