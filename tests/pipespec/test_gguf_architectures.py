@@ -9,7 +9,7 @@ import torch
 from pipespec import Pipeline
 from pipespec.models import gguf_models
 from pipespec.models.gguf_architectures import ARCHITECTURES
-from pipespec.models.loading import load_model
+from pipespec.models.loading import load_config, load_model
 from pipespec.models.quantized import QuantizedLinear
 from tests.pipespec.gguf_files import SIZES, tiny, write
 
@@ -168,6 +168,12 @@ def test_numbers_that_a_model_needs_are_missed_by_name(tmp_path, case, without, 
     written(case, tmp_path / "m.gguf", "f32")
     with pytest.raises(ValueError, match=message):
         load_model(tmp_path / "m.gguf")
+
+
+def test_first_files_of_gemma_2_name_no_window(tmp_path):
+    write(tiny("gemma2", tie_word_embeddings=True), tmp_path / "m.gguf")
+    config = load_config(tmp_path / "m.gguf")
+    assert (config.sliding_window, config.layer_types) == (4096, ["sliding_attention", "full_attention"])
 
 
 def test_windows_of_another_number_of_layers_are_damage(tmp_path, monkeypatch):

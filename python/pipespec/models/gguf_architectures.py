@@ -57,6 +57,7 @@ class Architecture:
         rope_base: where the metadata name none.
         local_base: of layers with a window, which have a rotation of their own: where the metadata name none; 0: that of the others. None: one rotation for all.
         every: layers up to and with the next one that has no window, where the metadata do not say; None: all layers are alike.
+        window: where the metadata name none; 0: there is none.
         published: layers of the model whose queries are scaled by its hidden size per head, as its publisher's code does, not by the size of a head.
     """
 
@@ -75,6 +76,7 @@ class Architecture:
     rope_base: float = 10000.0
     local_base: float | None = None
     every: int | None = None
+    window: int = 0
     published: int | None = None
 
     def matches(self, name: str, keys: Mapping[str, Any]) -> bool:
@@ -88,7 +90,7 @@ ARCHITECTURES = (
     Architecture("qwen3", "qwen3"),
     Architecture("phi3", "phi3", partial=True),
     Architecture("gemma", "gemma", norm_offset=1.0),
-    Architecture("gemma2", "gemma2", tensors=_AROUND, norm_offset=1.0, options=_CAPS, every=2, published=46),
+    Architecture("gemma2", "gemma2", tensors=_AROUND, norm_offset=1.0, options=_CAPS, every=2, window=4096, published=46),
     Architecture(
         "gemma3", "gemma3_text", tensors=_AROUND, norm_offset=1.0, options=_CAPS, rope_base=1e6, local_base=10000.0, every=6, published=62
     ),

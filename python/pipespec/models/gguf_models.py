@@ -146,7 +146,7 @@ def gguf_config(file: GgufFile) -> Any:
 def _windows(file: GgufFile, row: Architecture, config: dict[str, Any]) -> dict[str, Any]:
     """The windows of the layers, and the rotation of those that have one."""
     name, count = row.name, config["num_hidden_layers"]
-    window = file.integer(f"{name}.attention.sliding_window")
+    window = file.integer(f"{name}.attention.sliding_window", row.window)
     found: dict[str, Any] = {"sliding_window": window or None}
     if row.every is None:
         return found
