@@ -11,6 +11,7 @@ import itertools
 import math
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -356,7 +357,7 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
 
     model = filled(file.path, config, stored, fill)
     if has_blocks(model):
-        model.source = source  # for check_files()
+        model._pipespec_file = source  # for check_files()
     if converted:
         warnings.warn(
             f"{file.path}: its matrices of the types {', '.join(sorted(converted))} are held in larger blocks, for which there are kernels",
@@ -378,6 +379,17 @@ def _floats(file: GgufFile, tensor: GgufTensor) -> torch.Tensor:
             f"{file.path} is damaged: tensor {tensor.name} holds zeros only, or numbers that are not finite"
         )
     return floats
+
+
+def warn_of_memory(path: str | Path) -> None:
+    """Say what a file costs of which transformers makes floats."""
+    file = GgufFile.open(path)
+    floats = 4 * sum(math.prod(tensor.shape) for tensor in file.tensors.values())
+    warnings.warn(
+        f"{path}: transformers dequantises files of the architecture {file.architecture!r}: {file.nbytes / 1e9:.2f} GB become {floats / 1e9:.2f} GB, and "
+        "more while they are read",
+        stacklevel=user_stacklevel(),
+    )
 
 
 def _as_blocks(file: GgufFile, tensor: GgufTensor) -> QuantizedMatrix:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import cached_file
 
-from pipespec.errors import DoesNotFit, user_stacklevel
+from pipespec.errors import DoesNotFit
 from pipespec.models.adapters import without_wrapper
 from pipespec.process.threads import renew_pool
 
@@ -179,8 +177,10 @@ def load_model(
             raise ValueError(f"{model}: a model out of a GGUF file is not split over devices: name one")
         return model_of(file, dtype).to(device)
     if is_gguf(model):
+        from pipespec.models.gguf_models import warn_of_memory
+
         source, more = Path(model).parent, {"gguf_file": Path(model).name}
-        _warn_of_memory(model)
+        warn_of_memory(model)
     config = load_config(model, trust_remote_code=trust_remote_code)
     # Packed weights cannot be moved (GPTQ, bitsandbytes 8-bit), or are packed on the way there.
     in_place = device is not None and (is_split or getattr(config, "quantization_config", None) is not None)
@@ -286,31 +286,14 @@ def readable(model: str | Path) -> Iterator[None]:
     except (ValueError, *DAMAGE) as error:
         what, detail = "holds no model that can be loaded", str(error) or type(error).__name__
         if is_gguf(model):
-            what = f"is of the architecture {_architecture(model)!r}, which transformers {transformers.__version__} does not read"
+            from pipespec.models.gguf import GgufFile
+
+            what = f"is of the architecture {GgufFile.open(model).architecture!r}, which transformers {transformers.__version__} does not read"
         if "ignore_mismatched_sizes" in detail:
             detail = "its tensors have other shapes than its configuration says"
         elif isinstance(error, KeyError):
             detail = f"there is no {detail}"
         raise ValueError(f"{model} {what}: {detail}") from error
-
-
-def _architecture(model: str | Path) -> str:
-    from pipespec.models.gguf import GgufFile
-
-    return GgufFile.open(model).architecture
-
-
-def _warn_of_memory(model: str | Path) -> None:
-    """Say what a GGUF file costs of which transformers makes floats."""
-    from pipespec.models.gguf import GgufFile
-
-    file = GgufFile.open(model)
-    floats = 4 * sum(math.prod(tensor.shape) for tensor in file.tensors.values())
-    warnings.warn(
-        f"{model}: transformers dequantises files of the architecture {file.architecture!r}: {file.nbytes / 1e9:.2f} GB become {floats / 1e9:.2f} GB, and "
-        "more while they are read",
-        stacklevel=user_stacklevel(),
-    )
 
 
 @contextmanager

@@ -212,7 +212,7 @@ def pages_released(parts: Any) -> Iterator[None]:
 def check_files(models: Sequence[PreTrainedModel]) -> None:
     """Raise ``ValueError`` if a GGUF file that holds blocks of a model was written to or truncated since it was opened. Reading a page beyond its end would end the process."""
     for model in models:
-        source: GgufFile | None = getattr(model, "source", None)
+        source: GgufFile | None = getattr(model, "_pipespec_file", None)
         if source is not None and (changed := source.changed()) is not None:
             error = ValueError(
                 f"{changed} has changed since the model was loaded from it, and the model reads its weights there: load it again"
