@@ -16,7 +16,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["FORMATS", "QuantizedMatrix", "WeightFormat", "dequantize", "format_of", "from_codes", "quantize"]
+__all__ = [
+    "FORMATS",
+    "QuantizedMatrix",
+    "WeightFormat",
+    "dequantize",
+    "format_of",
+    "from_codes",
+    "from_q3_k",
+    "quantize",
+]
 
 _CHUNK = 1 << 17  # weights of a chunk: its intermediate tensors stay in the caches
 _TINY = 1e-15  # a group with smaller weights is stored as zeros
@@ -159,6 +168,23 @@ def from_codes(codes: Tensor, scales: Tensor) -> QuantizedMatrix:
     numbers = (codes.to(torch.int16) + (0 if bits == 8 else 1 << bits - 1)).to(torch.uint8).view(-1, 32)
     packed = numbers if bits == 8 else _pack_five(numbers) if bits == 5 else _pack_nibbles(numbers, 16)
     return QuantizedMatrix(form, torch.cat((half, packed), 1).view(rows, -1), (rows, columns))
+
+
+def from_q3_k(blocks: Tensor, weights: Tensor) -> QuantizedMatrix:
+    """A matrix of GGUF's type Q3_K in ``q6_k``, whose blocks hold the same weights: both have 16 scales per block.
+
+    Args:
+        blocks: uint8 ``[rows, columns // 256 * 110]``.
+        weights: Those of the blocks, float32 ``[rows, columns]``.
+    """
+    stored = blocks.reshape(-1, 110)
+    low, high = stored[:, 96:104], stored[:, 104:108]
+    low = torch.cat((low & 15, low >> 4), 1)
+    high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], 1)
+    scales = (low | high << 4).to(torch.int8) - 32
+    head, (rows, columns) = _half(stored, 108), weights.shape
+    codes = (weights.reshape(-1, 16) * _inverse((head * scales).view(-1, 1))).round()
+    return QuantizedMatrix(FORMATS["q6_k"], _q6_k(codes, scales, head).view(rows, -1), (rows, columns))
 
 
 def dequantize(matrix: QuantizedMatrix) -> Tensor:
@@ -464,10 +490,15 @@ def _encode_q6_k(x: Tensor) -> Tensor:
     stored = (-128 * _inverse(largest) * scale).round().clamp(-128, 127).to(torch.int8)
     head = largest / -128
     step = (_as_stored(head) * stored).view(-1, 1)
-    numbers = ((groups * _inverse(step)).round().clamp(-32, 31) + 32).to(torch.uint8).view(-1, 2, 4, 32)
+    return _q6_k((groups * _inverse(step)).round().clamp(-32, 31), stored, head)
+
+
+def _q6_k(codes: Tensor, scales: Tensor, head: Tensor) -> Tensor:
+    """Blocks of the weights ``head * scale * code``: -32 to 31 for each of 256, int8 ``[n, 16]``, and float16 values ``[n, 1]``."""
+    numbers = (codes + 32).to(torch.uint8).view(-1, 2, 4, 32)
     low = (numbers[:, :, :2] & 15) | ((numbers[:, :, 2:] & 15) << 4)
     high = _pack_fields((numbers >> 4).transpose(2, 3), 2)
-    return torch.cat((low.reshape(-1, 128), high.reshape(-1, 64), stored.view(torch.uint8), _half_bytes(head)), 1)
+    return torch.cat((low.reshape(-1, 128), high.reshape(-1, 64), scales.view(torch.uint8), _half_bytes(head)), 1)
 
 
 def _decode_q6_k(block: Tensor) -> Tensor:

@@ -30,6 +30,19 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
+NAMES = {
+    "gemma3_text": "gemma3",
+    "cohere": "command-r",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "ministral3": "mistral3",
+    "mistral": "mistral3",
+    "olmo3": "olmo2",
+}
+"""Architectures that are called otherwise in files."""
+
+_IN_PAIRS = ("llama", "arcee", "granite", "mistral3", "smollm3")
+"""Architectures for which the conversion changes the order of the rows of queries and keys."""
+
 LARGE = SIZES | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 """Sizes for the formats with blocks of 256."""
 
@@ -60,7 +73,7 @@ def write(
     """Write a model.
 
     Args:
-        model: of a family that is called the same in GGUF files.
+        model: of a family whose files are read here.
         path: of the file.
         types: the format of all matrices, or by part of a tensor's name; "f32", "f16" and "bf16" are no blocks. The first that fits counts.
         metadata: further numbers, by key.
@@ -73,7 +86,7 @@ def write(
         The weights as they are stored, by their names in transformers: float32.
     """
     config = model.config
-    name = config.model_type
+    name = NAMES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, name)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -82,16 +95,19 @@ def write(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    eps = [getattr(config, key, None) for key in ("layer_norm_eps", "norm_epsilon", "norm_eps")]
+    if (found := next(filter(None, eps), None)) is not None:
+        writer.add_layer_norm_eps(found)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        writer.add_rope_dimension_count(int(part * config.head_dim))
+    add = {str: writer.add_string, float: writer.add_float32, bool: writer.add_bool, list: writer.add_array}
     for key, value in (metadata or {}).items():
-        (
-            writer.add_string
-            if isinstance(value, str)
-            else writer.add_float32
-            if isinstance(value, float)
-            else writer.add_uint32
-        )(key, value)
+        add.get(type(value), writer.add_uint32)(key, value)
     _write_tokenizer(writer, vocabulary or tokens(config.vocab_size), merges, pre)
     names = gguf.get_tensor_name_map({v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[name], config.num_hidden_layers)
     stored = {}
@@ -101,16 +117,15 @@ def write(
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
             module.rpartition(".")[2], 0
         )
-        if name == "llama" and heads:
+        if name in _IN_PAIRS and heads:
             weights = weights.view(heads, 2, -1, *weights.shape[1:]).transpose(1, 2).reshape(weights.shape)
-        if name == "gemma" and "norm" in module:
-            weights += 1
+        offset = 1 if name.startswith(("gemma", "nemotron")) and "norm" in module and leaf == "weight" else 0
+        weights += offset
         target = f"{names.get_name(module)}.{leaf}"
         stored[full] = _add(writer, target, weights, types)
-        if name == "llama" and heads:
+        if name in _IN_PAIRS and heads:
             stored[full] = stored[full].view(heads, -1, 2, *weights.shape[1:]).transpose(1, 2).reshape(weights.shape)
-        if name == "gemma" and "norm" in module:
-            stored[full] = stored[full] - 1
+        stored[full] = stored[full] - offset
     for extra, array in (tensors or {}).items():
         writer.add_tensor(extra, array)
     writer.write_header_to_file()
@@ -118,6 +133,39 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return stored
+
+
+def write_again(file: Any, path: Path, names: Sequence[str], changed: dict[str, Any], **more: int) -> None:
+    """Write tensors of a file with its metadata.
+
+    Args:
+        file: an open ``GgufFile``.
+        path: of the new one.
+        names: of the tensors.
+        changed: blocks and their type, by the names of tensors that take the place of the file's.
+        **more: further numbers of 16 bits, with ``_`` for the dots of their keys. With ``split_no`` above 0 the metadata stay out.
+    """
+    writer = gguf.GGUFWriter(path, file.architecture)
+    for key, value in file.metadata.items() if not more.get("split_no") else ():
+        kind = gguf.GGUFValueType.get_type(value)
+        if key != "general.architecture":
+            kind = gguf.GGUFValueType.UINT32 if kind == gguf.GGUFValueType.INT32 else kind
+            writer.add_key_value(key, value, kind)
+    for key, value in more.items():
+        writer.add_uint16(key.replace("_", "."), value)
+    for name in names:
+        tensor = file.tensors[name]
+        if name in changed:
+            writer.add_tensor(name, changed[name][0], raw_dtype=changed[name][1])
+        elif tensor.type == 0:
+            writer.add_tensor(name, file.floats(tensor).numpy())
+        else:
+            data = file.stored(tensor).numpy().reshape(tensor.shape[0], -1)
+            writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType(tensor.type))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def with_weights(model: PreTrainedModel, stored: dict[str, torch.Tensor]) -> PreTrainedModel:
@@ -149,7 +197,7 @@ def _write_tokenizer(writer: Any, texts: list[str], merges: Sequence[str], pre: 
 
 def _add(writer: Any, name: str, weights: torch.Tensor, types: str | dict[str, str]) -> torch.Tensor:
     kind = types if isinstance(types, str) else next(v for part, v in types.items() if part in name)
-    if weights.dim() == 1:
+    if weights.dim() == 1 or "norm" in name:
         kind = "f32"
     if kind in FORMATS:
         form = gguf.GGMLQuantizationType(FORMATS[kind].ggml_type)

@@ -1,6 +1,7 @@
 """Models out of GGUF files."""
 
 import json
+import math
 import struct
 import threading
 from dataclasses import replace
@@ -11,26 +12,28 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from pipespec import Pipeline
+from pipespec import Pipeline, attach
 from pipespec.checks.tokenizers import tokenizer_digest
 from pipespec.cli.main import main
+from pipespec.demo import family_path
 from pipespec.engine.forward import native_unsupported_reason
 from pipespec.models import families
 from pipespec.models.families import FAMILIES
 from pipespec.models.gguf import GgufFile
-from pipespec.models.gguf_models import gguf_tokenizer
-from pipespec.models.loading import load_model
+from pipespec.models.gguf_architectures import ARCHITECTURES
+from pipespec.models.gguf_tokenizer import gguf_tokenizer
+from pipespec.models.loading import load_config, load_model
 from pipespec.models.quantized import QuantizedEmbedding, QuantizedLinear, pages_released
 from pipespec.models.tokenizers import load_tokenizer
 from pipespec_kernels.formats import FORMATS, dequantize
 from pipespec_spd.partition import Partition, load_ends, load_stage
 from pipespec_spd.pipeline import SpeculativePipeline
-from tests.pipespec.gguf_files import LARGE, SIZES, tiny, tokens, with_weights, write
+from tests.pipespec.gguf_files import LARGE, SIZES, tiny, tokens, with_weights, write, write_again
 
 gguf = pytest.importorskip("gguf")
 
 TEXT = torch.tensor([[3, 9, 14, 15, 92, 65, 35, 8, 9, 79]])
-GGUF_FAMILIES = [family.model_type for family in FAMILIES.values() if family.gguf]
+NATIVE = [row.model_type for row in ARCHITECTURES if row.model_type in FAMILIES and FAMILIES[row.model_type].prefix]
 
 
 def logits(model, text=TEXT):
@@ -43,7 +46,7 @@ def logits(model, text=TEXT):
 
 @pytest.mark.parametrize(
     ("model_type", "tied"),
-    [(name, tied) for name in GGUF_FAMILIES for tied in (False, True) if tied or name != "gemma"],  # always tied
+    [(name, tied) for name in NATIVE for tied in (False, True) if tied or name != "gemma"],  # always tied
 )
 def test_a_file_is_read_as_the_model_that_was_written(tmp_path, model_type, tied):
     written = tiny(model_type, tie_word_embeddings=tied)
@@ -139,7 +142,7 @@ def test_the_factors_of_llama_3_become_its_configuration(tmp_path):
     torch.testing.assert_close(logits(model), logits(written))
 
     write(written, tmp_path / "odd.gguf", "f32", tensors={"rope_freqs.weight": factors * 0 + 3})
-    with pytest.raises(ValueError, match=r"rope_freqs\.weight holds factors that are not those of a LLaMA 3 model"):
+    with pytest.raises(ValueError, match=r"rope_freqs\.weight holds factors that are not those of LLaMA 3"):
         load_model(tmp_path / "odd.gguf")
 
 
@@ -154,6 +157,159 @@ def test_scaled_rotary_embeddings(tmp_path, kind):
     write(written, tmp_path / "odd.gguf", metadata=more | {f"{scaling}.type": "longrope"})
     with pytest.raises(ValueError, match="RoPE of the type 'longrope'"):
         load_model(tmp_path / "odd.gguf")
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),  # files of 2023
+        ({"scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, {"rope_type": "default"}),
+        ({"scaling.type": "linear", "scaling.factor": 0.0}, {"rope_type": "default"}),
+        ({"scaling.type": "yarn"}, {"rope_type": "default"}),
+        (
+            {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.yarn_beta_fast": 16.0, "scaling.attn_factor": 2.0},
+            {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "attention_factor": 2 * (0.1 * math.log(4) + 1)},
+        ),
+    ],
+)
+def test_scales_of_rotary_embeddings(tmp_path, keys, expected):
+    write(tiny("qwen2"), tmp_path / "m.gguf", metadata={f"qwen2.rope.{key}": value for key, value in keys.items()})
+    found = load_config(tmp_path / "m.gguf").rope_parameters
+    assert {key: found[key] for key in expected} == pytest.approx(expected)
+    assert "factor" in expected or "factor" not in found
+
+
+GEMMA_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+SCALING = {
+    "gemma3.rope.scaling.type": "linear",
+    "gemma3.rope.scaling.factor": 8.0,
+    "gemma3.attention.sliding_window": 32,
+}
+CAPS = {
+    "gemma2.attn_logit_softcapping": 50.0,
+    "gemma2.final_logit_softcapping": 30.0,
+    "gemma2.attention.sliding_window": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "more", "metadata"),
+    [
+        ("gemma3_text", 7, {"rope_parameters": GEMMA_ROPE, "query_pre_attn_scalar": 64}, SCALING),
+        ("gemma3_text", 62, {"query_pre_attn_scalar": 16}, SCALING | {"gemma3.rope.scaling.factor": 1.0}),  # 27B
+        ("gemma2", 3, {"query_pre_attn_scalar": 64}, CAPS),
+    ],
+)
+def test_gemma_2_and_3_have_their_scales_windows_and_factors(tmp_path, kind, layers, more, metadata):
+    sizes = LARGE | {"num_hidden_layers": layers} | ({"hidden_size": 64} if layers > 9 else {})
+    written = tiny(kind, sizes, tie_word_embeddings=True, sliding_window=32, **more)
+    write(written, tmp_path / "m.gguf", "f32", metadata=metadata)
+    text = torch.arange(60)[None] + 5
+    with torch.inference_mode():
+        torch.testing.assert_close(load_model(tmp_path / "m.gguf")(text).logits, written(text).logits)
+        stored = write(written, tmp_path / "m.gguf", "q8_0", metadata=metadata)
+        model = load_model(tmp_path / "m.gguf")
+    assert any(isinstance(module, QuantizedLinear) for module in model.modules())
+    assert torch.equal(
+        dequantize(model.model.layers[0].mlp.up_proj.matrix), stored["model.layers.0.mlp.up_proj.weight"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"llama.expert_count": 8}, r"llama\.expert_count is 8 \(a mixture of experts\), which is not supported"),
+        ({"llama.logit_scale": 0.5}, r"llama\.logit_scale is 0\.5, which is not supported"),
+        ({"llama.attention.value_length": 8}, r"value_length is 8, and its keys have 16"),
+        ({"llama.rope.dimension_count": 8}, r"dimension_count is 8, and a head has 16"),
+        ({"llama.rope.scaling.attn_factor": 2.0}, r"attn_factor is 2\.0, which is not supported without yarn"),
+        ({"llama.rope.scaling.type": 3}, r"llama\.rope\.scaling\.type is 3, not text"),
+        ({"llama.rope.freq_base": float("nan")}, r"llama\.rope\.freq_base is nan"),
+        ({"llama.rope.freq_base": 0.0}, r"llama\.rope\.freq_base is 0\.0"),
+        ({"llama.block_count": 4_000_000_000}, r"block_count is 4000000000, and there are tensors of 2 layers"),
+        ({"llama.attention.head_count": 0}, r"head_count is 0"),
+        ({"llama.attention.head_count": "four"}, r"head_count is 'four', not an integer"),
+    ],
+)
+def test_what_the_metadata_say_is_read_or_refused(tmp_path, metadata, message):
+    write(tiny("llama"), tmp_path / "m.gguf", metadata=metadata)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_model(tmp_path / "m.gguf")
+    assert str(tmp_path / "m.gguf") in str(caught.value)
+
+
+# ---- files by other names, in parts, and with types without kernels
+
+
+def test_a_file_is_known_by_its_first_bytes_and_a_folder_by_its_only_file(tmp_path):
+    written = tiny("llama")
+    write(written, tmp_path / "sha256-0123")  # as ollama calls them
+    expected = logits(load_model(tmp_path / "sha256-0123"))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "MODEL.GGUF").write_bytes((tmp_path / "sha256-0123").read_bytes())
+    with Pipeline(tmp_path / "folder", schedule="plain") as pipe:
+        assert torch.equal(logits(pipe.target), expected)
+    assert load_tokenizer(tmp_path / "folder").eos_token == "<end>"
+    (tmp_path / "folder" / "other.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"holds several GGUF files: name one of MODEL\.GGUF, other\.gguf"):
+        Pipeline(tmp_path / "folder")
+
+
+def split(path, count):
+    """The file as ``count`` parts, as llama.cpp splits it: the metadata in the first one. Returns the path of the first part."""
+    file = GgufFile.open(path)
+    parts = [path.with_name(f"part-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
+    for i, part in enumerate(parts):
+        write_again(file, part, [*file.tensors][i::count], {}, split_count=count, split_no=i)
+    return parts[0]
+
+
+def test_the_first_part_of_a_split_file_stands_for_all(tmp_path):
+    write(tiny("llama"), tmp_path / "m.gguf")
+    first = split(tmp_path / "m.gguf", 3)
+    assert torch.equal(logits(load_model(first)), logits(load_model(tmp_path / "m.gguf")))
+    assert load_tokenizer(first).eos_token == "<end>"
+    second = first.with_name(first.name.replace("00001-of", "00002-of"))
+    with pytest.raises(ValueError, match=r"is part 2 of 3 of a split GGUF file: name the first part"):
+        load_model(second)
+    second.unlink()
+    with pytest.raises(FileNotFoundError, match=r"there is no file .*part-00002-of-00003\.gguf"):
+        load_model(first)
+
+
+def random_blocks(kind, rows, columns):
+    """Blocks of a type that the package gguf reads and does not write. Scales are small float16 numbers, where the type has them."""
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    data = np.random.default_rng(3).integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    scale = np.frombuffer(np.float16(0.004).tobytes(), np.uint8)
+    places = {"Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS": (0,), "IQ3_S": (0,), "MXFP4": ()}[kind.name]
+    for at in places:
+        data[:, :, at : at + 2] = scale
+    if kind.name == "MXFP4":
+        data[:, :, 0] = 115 + data[:, :, 0] % 8
+    return data.reshape(rows, -1)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "tolerance"),
+    [("Q3_K", "q6_k", 0), ("IQ4_NL", "q8_0", 0), ("MXFP4", "q5_0", 0), ("Q2_K", "q8_0", 1 / 220), ("IQ4_XS", "q8_0", 1 / 220), ("IQ3_S", "q8_0", 1 / 220)],
+)  # fmt: skip
+def test_types_without_kernels_are_held_in_larger_blocks(tmp_path, name, form, tolerance):
+    kind = gguf.GGMLQuantizationType[name]
+    write(tiny("llama", LARGE), tmp_path / "m.gguf")
+    file = GgufFile.open(tmp_path / "m.gguf")
+    data = random_blocks(kind, 512, 256)
+    write_again(file, tmp_path / "odd.gguf", [*file.tensors], {"blk.1.ffn_up.weight": (data, kind)})
+    with pytest.warns(UserWarning, match=rf"odd\.gguf: its matrices of the types {name} are held in larger blocks"):
+        model = load_model(tmp_path / "odd.gguf")
+    matrix, expected = model.model.layers[1].mlp.up_proj.matrix, torch.from_numpy(gguf.dequantize(data, kind)).float()
+    assert matrix.format.name == form
+    error = (dequantize(matrix) - expected).abs().view(-1, 32)
+    assert bool((error <= tolerance * expected.abs().view(-1, 32).amax(1, keepdim=True)).all())
 
 
 # ---- damage
@@ -172,12 +328,14 @@ DAMAGED = [
     (lambda c: c[:4] + struct.pack(">I", 3) + c[8:], "big-endian"),
     (lambda c: c[:4] + struct.pack("<I", 1) + c[8:], "GGUF version 1"),
     (lambda c: b"PK" + c[2:], "is no GGUF file"),
-    (lambda c: at(c, NAME, 20, struct.pack("<I", 11)), r"tensor blk\.1\.attn_v\.weight is of the type Q3_K, which is not supported"),
+    (lambda c: at(c, NAME, 20, struct.pack("<I", 9)), r"tensor blk\.1\.attn_v\.weight is of the type Q8_1, which is not supported"),
+    (lambda c: at(c, NAME, 20, struct.pack("<I", 31)), r"is of the type Q4_0_4_4, which is not supported: .* take the file in Q4_0"),
+    (lambda c: at(c, NAME, 24, struct.pack("<Q", 64)), r"tensor blk\.1\.attn_v\.weight begins at 64 of the weights"),
     (lambda c: at(c, NAME, 20, struct.pack("<I", 255)), r"tensor blk\.1\.attn_v\.weight is of an unknown type \(255\), which is not supported"),
     (lambda c: at(c, HEADS, 4, struct.pack("<I", 1)),
      r"tensor blk\.0\.attn_k\.weight is \[32, 64\], and .*k_proj\.weight of this model \[16, 64\]"),
     (lambda c: c.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_un.weight"), r"has no tensor blk\.1\.ffn_up\.weight"),
-    (lambda c: c.replace(b"llama.block_count", b"llama.block_kount"), r"has no llama\.block_count in its metadata"),
+    (lambda c: c.replace(b"llama.block_count", b"lllma.block_count"), r"has no llama\.block_count in its metadata"),
 ]  # fmt: skip
 
 
@@ -205,6 +363,19 @@ def test_files_with_more_are_refused(tmp_path, more, says):
         load_model(tmp_path / "m.gguf")
     with pytest.raises(FileNotFoundError, match=r"there is no file .*absent\.gguf"):
         load_model(tmp_path / "absent.gguf")
+
+
+def test_norms_of_zeros_or_without_numbers_are_named(tmp_path):
+    """As the rest of a download that was given its size before it came."""
+    for value in (0.0, float("nan")):
+        model = tiny("llama")
+        with torch.no_grad():
+            model.model.layers[1].input_layernorm.weight.fill_(value)
+        write(model, tmp_path / "m.gguf")
+        with pytest.raises(
+            ValueError, match=r"tensor blk\.1\.attn_norm\.weight holds zeros only, or numbers that are not finite"
+        ):
+            load_model(tmp_path / "m.gguf")
 
 
 # ---- the tokenizer
@@ -258,15 +429,52 @@ def test_tokenizers_of_files_and_folders_are_compared(tmp_path):
 # ---- other ways in
 
 
-def test_an_incomplete_file_of_another_architecture_is_refused(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
+@pytest.mark.parametrize(
+    ("architecture", "columns", "message"),
+    [
+        ("mamba", None, r"m\.gguf: .* lack .*get the complete weights"),
+        ("gemma3n", None, r"m\.gguf is of the architecture 'gemma3n', which transformers \S+ does not read"),
+        ("lfm2", None, r"m\.gguf is of the architecture 'lfm2', .*: there is no 'lfm2\.attention\.head_count_kv'"),
+        (
+            "qwen2moe",
+            8,
+            r"m\.gguf is of the architecture 'qwen2moe', .*: its tensors have other shapes than its config",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*transformers dequantises")
+def test_files_that_transformers_does_not_read_are_named(tmp_path, architecture, columns, message):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", architecture)
     writer.add_block_count(1)
+    if columns:
+        writer.add_tensor("token_embd.weight", np.zeros((4, columns), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ValueError, match=r"m\.gguf: .* lack .*get the complete weights"):
+    with pytest.raises(ValueError, match=message):
         load_model(tmp_path / "m.gguf")
+
+
+def test_what_transformers_dequantises_is_said_to_cost_memory(tmp_path):
+    write(tiny("qwen2"), tmp_path / "m.gguf")
+    content = (tmp_path / "m.gguf").read_bytes().replace(b"qwen2", b"falcn")
+    (tmp_path / "m.gguf").write_bytes(content)
+    with (
+        pytest.raises(ValueError, match="'falcn'"),
+        pytest.warns(
+            UserWarning, match=r"m\.gguf: transformers dequantises files of the architecture 'falcn': 0\.00 GB"
+        ),
+    ):
+        load_model(tmp_path / "m.gguf")
+
+
+def test_folders_of_mlx_are_named(tmp_path):
+    written = tiny("qwen2")
+    written.config.quantization = {"group_size": 64, "bits": 4}
+    written.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds weights in MLX's format of 4 bits, which is not supported"):
+        load_model(tmp_path)
 
 
 def test_a_model_that_transformers_has_dequantised_is_an_ordinary_one(tmp_path):
@@ -289,6 +497,36 @@ def test_a_pipeline_runs_files_as_target_and_draft(tmp_path):
         Pipeline(tmp_path, gguf_file="absent.gguf")
 
 
+@pytest.mark.parametrize("way", ["overwritten", "truncated", "a draft's"])
+def test_a_file_that_changes_while_it_is_in_use_is_named_at_the_next_call(tmp_path, way):
+    write(tiny("qwen2"), tmp_path / "m.gguf")
+    write(tiny("qwen2", seed=1, num_hidden_layers=1), tmp_path / "draft.gguf")
+    changed = tmp_path / ("draft.gguf" if way == "a draft's" else "m.gguf")
+    content = changed.read_bytes()
+    model = load_model(tmp_path / "m.gguf")
+    attach(model, tmp_path / "draft.gguf")
+    with Pipeline(tmp_path / "m.gguf", tmp_path / "draft.gguf") as pipe:
+        unused = load_model(changed)
+        pipe.generate(TEXT, max_new_tokens=4)
+        changed.write_bytes(b"" if way == "truncated" else content)
+        for call in (pipe.generate, model.generate, lambda *_, **__: Pipeline(unused)):
+            with pytest.raises(ValueError, match=rf"{changed} has changed since .*: load it again"):
+                call(TEXT, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("way", ["renamed over", "deleted"])
+def test_a_file_may_be_renamed_over_or_deleted_while_it_is_in_use(tmp_path, way):
+    write(tiny("qwen2"), tmp_path / "m.gguf")
+    with Pipeline(tmp_path / "m.gguf") as pipe:
+        expected = pipe.generate(TEXT, max_new_tokens=8)
+        if way == "deleted":
+            (tmp_path / "m.gguf").unlink()
+        else:
+            write(tiny("qwen2", seed=1), tmp_path / "new.gguf")
+            (tmp_path / "new.gguf").rename(tmp_path / "m.gguf")
+        assert torch.equal(pipe.generate(TEXT, max_new_tokens=8), expected)
+
+
 def test_the_command_line_takes_a_file(tmp_path, capsys):
     write(tiny("qwen2"), tmp_path / "m.gguf")
     assert main(["generate", "--target", str(tmp_path / "m.gguf"), "--prompt", "abcd", "--max-new-tokens", "4"]) == 0
@@ -298,7 +536,7 @@ def test_the_command_line_takes_a_file(tmp_path, capsys):
 # ---- the native form
 
 
-@pytest.mark.parametrize("model_type", GGUF_FAMILIES)
+@pytest.mark.parametrize("model_type", NATIVE)
 def test_every_family_runs_natively_in_blocks(tmp_path, model_type):
     tied = model_type == "gemma"
     types = {"token_embd": "q6_k", "ffn_down": "q5_k", "attn_v": "q8_0", "attn_qkv": "q5_0", "": "q4_k"}
@@ -347,3 +585,27 @@ def test_stages_of_one_target_have_its_text(tmp_path):
     ends = load_ends(tmp_path / "m.gguf")
     assert len(ends.model.layers) == 0
     assert torch.equal(ends.lm_head.matrix.data, model.lm_head.matrix.data)
+
+
+def test_doctor_describes_a_file_and_a_folder(tmp_path, capsys):
+    write(tiny("qwen2"), tmp_path / "m.gguf")
+    assert main(["doctor", str(tmp_path / "m.gguf"), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["model"] == f"{tmp_path / 'm.gguf'}: qwen2, 2 layers of 64"
+    assert "16 Q8_0" in facts["weights"]
+    assert facts["tokenizer"] == "gpt2, split as qwen2: 96 tokens; no token before a text"
+    assert (facts["a turn ends with"], facts["chat template"]) == ("<end>", "there")
+    assert facts["runs on a CPU"] == "matrices stay in blocks, multiplied by the native form"
+    assert main(["doctor", str(family_path("target"))]) == 0
+    assert "multiplied by the native form" in capsys.readouterr().out
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    assert main(["doctor", str(tmp_path / "m.gguf")]) == 2
+
+
+def test_the_command_line_takes_another_tokenizer(tmp_path, capsys):
+    write(tiny("qwen2"), tmp_path / "odd.gguf", pre="mystery")
+    write(tiny("qwen2"), tmp_path / "m.gguf")
+    command = ["generate", "--target", str(tmp_path / "odd.gguf"), "--prompt", "abcd", "--max-new-tokens", "4"]
+    assert main(command) == 2
+    assert "splits a text as 'mystery'" in capsys.readouterr().err
+    assert main([*command, "--tokenizer", str(tmp_path / "m.gguf")]) == 0

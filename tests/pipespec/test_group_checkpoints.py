@@ -172,8 +172,9 @@ NAME = "model.layers.1.mlp.up_proj"
     ("change", "words"),
     [
         (lambda t: t.update({f"{NAME}.g_idx": t[f"{NAME}.g_idx"].flip(0)}), "not neighbours"),
-        (lambda t: t[f"{NAME}.scales"].fill_(float("inf")), "scale that float16 does not hold"),
-        (lambda t: t.update({f"{NAME}.scales": torch.full_like(t[f"{NAME}.scales"], 1e-9, dtype=torch.float32)}), "float16 does not hold"),
+        (lambda t: t[f"{NAME}.scales"].fill_(float("inf")), "scales that are not finite"),
+        (lambda t: t.update({f"{NAME}.bias": torch.ones(512)}), r"takes the tensor model.layers.1.mlp.up_proj.bias"),
+        (lambda t: t.update({f"{NAME}.lora_A.weight": torch.ones(2, 2)}), r"takes the tensor model.layers.1.mlp.up_proj.lora_A.weight"),
         (lambda t: t.pop(f"{NAME}.scales"), r"there is no .*up_proj.scales"),
         (lambda t: t.update({f"{NAME}.qweight": t[f"{NAME}.qweight"][:, 8:].contiguous()}), r"numbers \[504, 256\] and zero points \[512, 8\]"),
         (lambda t: t.pop("model.norm.weight"), r"does not hold model.norm.weight"),
@@ -196,6 +197,7 @@ def test_what_is_damaged_or_does_not_fit_is_named(tmp_path, change, words):
         (AWQ | {"version": "gemv"}, "checkpoint of awq in the format 'gemv' with weights of 4 bits"),
         (compressed("float-quantized", 8), "format 'float-quantized' with weights of 8 bits"),
         (compressed(bits=3), "weights of 3 bits"),
+        (compressed() | {"transform_config": {"config_groups": {"R1": {}}}}, r"inputs are rotated .*transform_config"),
     ],
 )
 def test_settings_that_are_not_supported_are_named(tmp_path, settings, words):
@@ -204,9 +206,54 @@ def test_settings_that_are_not_supported_are_named(tmp_path, settings, words):
         load_model(tmp_path)
 
 
-def test_eight_bits_around_another_zero_point_do_not_fit(tmp_path):
-    write(tmp_path, Matrix.gptq, GPTQ8, bits=8, symmetric=False)
-    with pytest.raises(ValueError, match=r"model.layers.0.self_attn.q_proj: its codes are -\d+ .. \d+"):
+def tiny_scales(m):
+    return m.gptq() | {"scales": m.scales.T.contiguous().bfloat16() * 2e-6}
+
+
+@pytest.mark.parametrize(
+    ("settings", "pack", "matrix", "factor"),
+    [
+        (GPTQ8, Matrix.gptq, {"bits": 8, "symmetric": False}, 1),
+        (GPTQ, Matrix.gptq, {"group": 16}, 1),
+        (GPTQ, tiny_scales, {"dtype": torch.bfloat16}, 2e-6),
+    ],
+    ids=["8 bits around another zero point", "groups of 16", "scales below float16"],
+)
+def test_a_matrix_that_no_block_holds_is_in_floats(tmp_path, settings, pack, matrix, factor):
+    values = write(tmp_path, pack, settings, **matrix)
+    with pytest.warns(
+        UserWarning, match=r"no block holds the weights of 14 of its matrices \(model\.layers\.0\.self_attn\.q_proj"
+    ):
+        model = load_model(tmp_path)
+    for name, expected in values.items():
+        torch.testing.assert_close(
+            model.get_submodule(name).weight.detach(), expected * factor, rtol=1e-2 if factor != 1 else 0, atol=0
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "pack", "matrix"),
+    [
+        (GPTQ | {"format": "gptq_v2"}, lambda m: m.gptq(less=0), {"symmetric": False}),
+        (GPTQ | {"bits": "4", "checkpoint_format": "GPTQ_V2"}, lambda m: m.gptq(less=0), {"symmetric": False}),
+        (GPTQ | {"checkpoint_format": "gptq", "sym": True}, lambda m: m.gptq(less=0), {}),
+        (GPTQ | {"checkpoint_format": "gptq", "sym": True}, Matrix.gptq, {}),
+        (GPTQ | {"sym": False}, lambda m: m.gptq(less=1), {"symmetric": False}),
+        ({"quant_method": "awq", "bits": 4, "format": "GEMM", "zero_point": False}, lambda m: {k: v for k, v in m.awq().items() if k != "qzeros"}, {}),
+        (GPTQ, lambda m: m.gptq() | {"bias": torch.zeros(len(m.scales))}, {}),
+    ],
+    ids=["format", "capitals", "the second version under the name of the first", "sym", "not sym", "awq without zero points", "biases of zeros"],
+)  # fmt: skip
+def test_spellings_of_settings(tmp_path, settings, pack, matrix):
+    values = write(tmp_path, pack, settings, model_type="llama", **matrix)
+    model = load_model(tmp_path)
+    for name, expected in values.items():
+        assert torch.equal(dequantize(model.get_submodule(name).matrix), expected), name
+
+
+def test_activation_order_without_the_order_is_refused(tmp_path):
+    write(tmp_path, lambda m: {k: v for k, v in m.gptq().items() if k != "g_idx"}, GPTQ | {"desc_act": True})
+    with pytest.raises(ValueError, match="there is no g_idx"):
         load_model(tmp_path)
 
 

@@ -40,6 +40,7 @@ from pipespec.errors import NotKnown, is_final, mark_final, user_stacklevel
 from pipespec.models.compat import callers_cache
 from pipespec.models.devices import LayerDevices
 from pipespec.models.properties import reset_rope
+from pipespec.models.quantized import check_files
 from pipespec.process import shutdown
 from pipespec.process.signals import handlers_watched, is_handlers_error
 from pipespec.process.threads import Lock, keep_to_one, renew_pool
@@ -240,6 +241,7 @@ class BasePipeline:
         with self._turn("generate()", "use another Pipeline there"):
             shutdown.check()
             self._leave_parent()
+            check_files(self.models)
             try:
                 self._check_known()
                 # They may have been moved, cast or hooked since.

@@ -20,6 +20,7 @@ from pipespec.errors import UnsupportedInput
 from pipespec.models.families import NATIVE_CLASSES
 from pipespec.models.layout import CacheLayout, UnsupportedLayers, takes_mask_per_type
 from pipespec.models.properties import embedding_size, head_size, rope_changes_at, rope_type, text_config
+from pipespec.models.quantized import check_files
 from pipespec_kernels.state import MAX_STAGES
 
 _NEEDED = {"input_ids", "attention_mask", "position_ids", "past_key_values", "logits_to_keep"}
@@ -37,6 +38,7 @@ def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any], *, tran
             (:func:`pipespec.checks.support.check_runnable`).
         TypeError: an architecture that is not LLaMA-like.
     """
+    check_files(models)
     if len(models) > MAX_STAGES:
         raise ValueError(f"a pipeline has at most {MAX_STAGES} stages, got {len(models)}")
     names = stage_names(len(models))

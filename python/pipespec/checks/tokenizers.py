@@ -27,7 +27,7 @@ def tokenizer_digest(given: Any, model: PreTrainedModel) -> str | None:
     if is_gguf(source):
         from pipespec.models.gguf import GgufFile
 
-        return _digest_of(dict(enumerate(GgufFile.open(source).metadata.get("tokenizer.ggml.tokens", ()))))
+        return _digest_of(dict(enumerate(GgufFile.open(source).texts("tokenizer.ggml.tokens"))))
     # The file of a folder, or of a hub name in the local cache. A check downloads nothing.
     try:
         file = cached_file(str(source), "tokenizer.json", local_files_only=True)

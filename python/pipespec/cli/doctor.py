@@ -1,10 +1,12 @@
-"""``pipespec doctor``: what is installed, what works, and what to do about the rest."""
+"""``pipespec doctor``: what is installed, what works, and what to do about the rest; or what a model's files hold, and how it will run."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,17 @@ from pipespec_kernels.env import misfits
 def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     parser = commands.add_parser("doctor", help="check the installation", description=run.__doc__)
     parser.set_defaults(command=run)
+    parser.add_argument(
+        "model", nargs="?", help="a model's folder or GGUF file: describe it instead of the installation"
+    )
     parser.add_argument("--json", action="store_true", help="all facts as JSON")
     return [parser]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what is installed and built, what pipespec will use, and what is wrong with it. Exit code 1 if pipespec cannot work, or a package is of a version that it does not support."""
+    """Print what is installed and built, what pipespec will use, and what is wrong with it; or what a model is. Exit code 1 if pipespec cannot work, or a package is of a version that it does not support."""
+    if args.model is not None:
+        return _print(_facts_of(args.model), args.json)
     with working("checking (imports torch and transformers)"):
         env = collect_env()
         env["pipeline_error"] = _pipeline_error()
@@ -45,10 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(env, indent=1))
         return 0 if usable else 1
-    rows = list(_doctor_rows(env))
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(f"{name:<{width}}  {value}")
+    _print(dict(_doctor_rows(env)), False)
     print()
     for problem in env["problems"]:
         print(f"! {problem}")
@@ -59,6 +63,75 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("No problems found.")
     return 0 if usable else 1
+
+
+def _print(facts: dict[str, str], as_json: bool) -> int:
+    if as_json:
+        print(json.dumps(facts, indent=1))
+        return 0
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        print(f"{name:<{width}}  {value}")
+    return 0
+
+
+def _facts_of(model: str) -> dict[str, str]:
+    """What a model's files hold. Weights are not read, but for the norms of a GGUF file."""
+    with working("reading the model's files (imports torch and transformers)"):
+        import torch
+        from transformers import GenerationConfig
+
+        from pipespec.models.families import FAMILIES
+        from pipespec.models.gguf import GgufFile
+        from pipespec.models.gguf_models import architecture_of
+        from pipespec.models.gguf_tokenizer import end_ids
+        from pipespec.models.layout import CacheLayout, UnsupportedLayers
+        from pipespec.models.loading import is_gguf, load_config, load_model, model_path, stored_bytes
+        from pipespec.models.tokenizers import load_tokenizer
+
+        path = model_path(model)
+        config, tokenizer = load_config(path), load_tokenizer(path)
+        family = FAMILIES.get(config.model_type)
+        native = family is not None and family.prefix is not None
+        facts = {"model": f"{path}: {config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size}"}
+        if is_gguf(path):
+            file = GgufFile.open(path)
+            in_blocks = architecture_of(file) is not None
+            if in_blocks:
+                load_model(path)  # all tensors have their places
+            counts = Counter(tensor.type_name for tensor in file.tensors.values())
+            types = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+            facts["weights"] = f"{file.nbytes / 1e9:.2f} GB: {types}"
+            kind, split = file.text("tokenizer.ggml.model"), file.text("tokenizer.ggml.pre")
+            ends = [tokenizer.convert_ids_to_tokens(i) for i in end_ids(file)]
+            how = "stay in blocks" if in_blocks else "are dequantised by transformers"
+        else:
+            facts["weights"] = f"{stored_bytes(path) / 1e9:.2f} GB"
+            kind, split = type(tokenizer).__name__, None
+            found = GenerationConfig.from_model_config(config).eos_token_id
+            with suppress(OSError):
+                found = GenerationConfig.from_pretrained(path).eos_token_id
+            ends = tokenizer.convert_ids_to_tokens(
+                found if isinstance(found, list) else [found] if found is not None else []
+            )
+            how = "are read as they are stored"
+        bos = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
+    facts["tokenizer"] = (
+        f"{kind}{f', split as {split}' if split else ''}: {len(tokenizer)} tokens; {'begins a text with ' + tokenizer.bos_token if bos else 'no token before a text'}"
+    )
+    facts["a turn ends with"] = ", ".join(ends) or "nothing that the files name"
+    facts["chat template"] = "there" if tokenizer.chat_template else "none: --chat needs one"
+    facts["runs on a CPU"] = (
+        f"matrices {how}, multiplied by {'the native form' if native else 'modules of transformers'}"
+    )
+    try:
+        nbytes = CacheLayout.of(config).bytes_for(1, 1024, torch.float32)
+        facts["memory"] = (
+            f"the weights, and {nbytes / 2**20:.0f} MiB for 1,024 tokens in float32; at most {config.max_position_embeddings} tokens"
+        )
+    except UnsupportedLayers as error:
+        facts["memory"] = f"the weights; {error}"
+    return facts
 
 
 def _pipeline_error() -> str | None:

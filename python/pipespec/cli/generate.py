@@ -125,7 +125,7 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
             if not pipe.has_target:
                 pipe.serve()
                 return None
-            tokenizer = load_tokenizer(target, trust_remote_code=args.trust_remote_code)
+            tokenizer = load_tokenizer(args.tokenizer or target, trust_remote_code=args.trust_remote_code)
             inputs = _encode(tokenizer, prompt, args.chat)
             length, limit = inputs.input_ids.shape[1], getattr(pipe.target.config, "max_position_embeddings", None)
             if limit is not None and limit < length + args.max_new_tokens:

@@ -50,6 +50,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     option(parser, "target", "PATH", str, "model that defines the text: a folder, a hub name or a GGUF file (default: the bundled family)")
     option(parser, "draft", "PATH", str, "; ".join(["draft; several: smallest first", *(row.usage for row in DRAFTS if row.usage)]),
            action="append", default=[])
+    option(parser, "tokenizer", "PATH", str, "folder, hub name or GGUF file of the target's tokenizer (default: the target)")
     option(parser, "dtype", None, str, "default: as stored; float32 for the bundled family", choices=DTYPES)
     option(parser, "device", "D", str, "cpu, cuda or cuda:1: one for all or one per stage, drafts first; cuda:1+cuda:2: a stage split over both; auto: GPUs by "
            "free memory; default: cpu", nargs="+")

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
                 target, drafts, dtype=dtype, weights=weights_option(args), device=one_or_all(args.device), trust_remote_code=args.trust_remote_code
             )  # fmt: skip
         with pipe:
-            tokenizer = load_tokenizer(target, trust_remote_code=args.trust_remote_code)
+            tokenizer = load_tokenizer(args.tokenizer or target, trust_remote_code=args.trust_remote_code)
             _pack(pipe)
             app = make_app(pipe, tokenizer, str(target), queue=args.queue, cors=args.cors)
             host, port = listener.getsockname()[:2]

@@ -181,17 +181,3 @@ def library_columns(dtype: torch.dtype) -> int | None:
     """
     has = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
     return 24 if dtype == torch.bfloat16 and any(is_there is not None and is_there() for is_there in has) else None
-
-
-def convert_gguf_tokenizer(architecture: str, described: dict[str, Any]) -> Any:
-    """The ``tokenizers.Tokenizer`` of a GGUF file, by transformers' own conversion, which has moved.
-
-    Args:
-        architecture: of the file.
-        described: what the file says of the tokenizer, under transformers' names.
-    """
-    try:
-        from transformers.integrations.gguf import convert_gguf_tokenizer as convert
-    except ImportError:
-        from transformers.integrations.ggml import convert_gguf_tokenizer as convert
-    return convert(architecture, described)[0]

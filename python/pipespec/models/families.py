@@ -48,8 +48,6 @@ class Family:
         merged: whether queries, keys and values are one matrix, and gate and up another, as in Phi-3.
         norm_offset: added to the weights of the norms.
         embedding: the class of the token embedding where it is not ``nn.Embedding``.
-        gguf: the name of the architecture in GGUF files whose matrices can stay in blocks.
-        gguf_pairs: whether these files have the rows of queries and keys pair by pair of a rotation.
     """
 
     model_type: str
@@ -58,8 +56,6 @@ class Family:
     merged: bool = False
     norm_offset: float = 0.0
     embedding: str | None = None
-    gguf: str | None = None
-    gguf_pairs: bool = False
 
     @property
     def module(self) -> str:
@@ -81,13 +77,13 @@ class Family:
 FAMILIES = {
     family.model_type: family
     for family in (
-        Family("llama", "Llama", gguf="llama", gguf_pairs=True),
+        Family("llama", "Llama"),
         Family("mistral", "Mistral"),
-        Family("qwen2", "Qwen2", gguf="qwen2"),
-        Family("qwen3", "Qwen3", gguf="qwen3"),
-        Family("phi3", "Phi3", merged=True, gguf="phi3"),
-        Family("gemma", "Gemma", norm_offset=1.0, embedding="GemmaTextScaledWordEmbedding", gguf="gemma"),
-        Family("gemma3_text"),
+        Family("qwen2", "Qwen2"),
+        Family("qwen3", "Qwen3"),
+        Family("phi3", "Phi3", merged=True),
+        Family("gemma", "Gemma", norm_offset=1.0, embedding="GemmaTextScaledWordEmbedding"),
+        Family("gemma3_text", norm_offset=1.0),
         Family("ministral"),
         Family("mixtral"),
         Family("phimoe"),
@@ -108,7 +104,7 @@ FAMILIES = {
         Family("qwen3_5_moe_text"),
         Family("cohere2", in_stages=False),
         Family("deepseek_v2", in_stages=False),
-        Family("gemma2", in_stages=False),
+        Family("gemma2", in_stages=False, norm_offset=1.0),
         Family("granite", in_stages=False),
         Family("minicpm3", in_stages=False),
     )

@@ -1,24 +1,27 @@
 """GGUF files: what they hold.
 
 A file is checked as a whole, every tensor by name, before memory is taken. It is mapped, not read: blocks lie in the file's pages. The reader of the
-package gguf takes seconds for a vocabulary, and transformers' own dequantises all weights.
+package gguf takes seconds for a vocabulary, and transformers' own dequantises all weights. The first part of a split file stands for all of them.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
+import os
+import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from pipespec_kernels.formats import FORMATS, QuantizedMatrix
 
-_MAGIC = b"GGUF"
+MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Types of metadata with a fixed size, in the words of ``struct``."""
@@ -29,11 +32,30 @@ FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 
 _FORMATS = {form.ggml_type: form for form in FORMATS.values()}
 
-_OTHERS = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
-    22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+DEQUANTIZED = {
+    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
+    29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
 }  # fmt: skip
-"""Types that are not supported, for messages."""
+"""Types that the package gguf dequantises: their names, weights and bytes of a block."""
+
+_OTHERS = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
+_OLD_LAYOUTS = {
+    4: "Q4_2",
+    5: "Q4_3",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+}
+"""Types that are not supported, for messages. The second ones are of older programs, which wrote the same weights for one processor."""
+
+_MAX_ENTRIES = 1 << 22
+"""Most entries of a list in the metadata. The largest vocabularies have 262,144 tokens and twice as many merges."""
+
+_PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -44,8 +66,9 @@ class GgufTensor:
         name: of the tensor.
         shape: in torch's order: ``[rows, columns]``.
         type: a number of :data:`FLOATS`, or of a weight format.
-        begin: of its first byte in the file.
+        begin: of its first byte in its part.
         nbytes: its bytes.
+        part: the index of the file that holds it.
     """
 
     name: str
@@ -53,6 +76,14 @@ class GgufTensor:
     type: int
     begin: int
     nbytes: int
+    part: int = 0
+
+    @property
+    def type_name(self) -> str:
+        """As llama.cpp calls it."""
+        if self.type in FLOATS:
+            return {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[FLOATS[self.type]]
+        return DEQUANTIZED[self.type][0] if self.type in DEQUANTIZED else _FORMATS[self.type].name.upper()
 
 
 @dataclass(frozen=True)
@@ -60,73 +91,106 @@ class GgufFile:
     """A file whose header has been checked against its size.
 
     Attributes:
-        path: of the file.
+        path: of the file, of a split one that of its first part.
         metadata: numbers, strings and lists of them by name.
         tensors: by name, in the order of the file.
-        content: the file, mapped; what is written to it stays in this process.
+        parts: the parts of the file, mapped; what is written to them stays in this process.
     """
 
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
-    content: mmap.mmap = field(repr=False)
+    parts: tuple[_Part, ...] = field(repr=False)
 
     @classmethod
     def open(cls, path: str | Path) -> GgufFile:
         """Map a file, and read its header.
 
+        Args:
+            path: of the file, or of the first part of a split one.
+
         Raises:
-            FileNotFoundError: there is none.
-            ValueError: no GGUF file, a part of a split one, a big-endian or truncated one, or one with a tensor that does not fit: the message names it.
+            FileNotFoundError: there is none, or a part is missing.
+            ValueError: no GGUF file, a later part of a split one, a big-endian or truncated one, or one with a tensor that does not fit: the message names it.
         """
         path = Path(path)
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no file {path}")
-        size = path.stat().st_size
-        with path.open("rb") as opened:
-            start = opened.read(8)
-            if start[:4] != _MAGIC or len(start) < 8:
-                raise ValueError(f"{path} is no GGUF file: it does not begin with {_MAGIC.decode()}")
-            version = int.from_bytes(start[4:], "little")
-            if version & 0xFFFF == 0:
-                raise ValueError(
-                    f"{path} is a big-endian GGUF file: convert it again for this machine (llama.cpp: gguf_convert_endian.py)"
-                )
-            if version not in _VERSIONS:
-                raise ValueError(f"{path} is of GGUF version {version}; versions 2 and 3 are supported")
-            content = mmap.mmap(opened.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-        reader = _Reader(content)
-        try:
-            count, entries = reader.unpack("QQ")
-            metadata = {reader.string(): reader.value() for _ in range(entries)}
-            if (parts := metadata.get("split.count", 1)) > 1:
-                raise ValueError(
-                    f"{path} is part {metadata['split.no'] + 1} of {parts} of a split GGUF file: merge them first (llama.cpp: llama-gguf-split "
-                    "--merge)"
-                )
-            listed = [(reader.string(), reader.dimensions(), *reader.unpack("IQ")) for _ in range(count)]
-        except (struct.error, LookupError, TypeError, OverflowError, MemoryError) as error:
+        first = _Part.open(path)
+        metadata, tensors = first.header()
+        made = cls(path, metadata, tensors, (first,))
+        count, number = made.integer("split.count", 1) or 1, made.integer("split.no", 0) or 0
+        if count <= 1:
+            return made
+        if number or (name := _PART.search(path.name)) is None or int(name[2]) != count:
             raise ValueError(
-                f"{path} is truncated or damaged: its header cannot be read beyond byte {reader.at} of {size}"
-            ) from error
-        alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1:
-            raise ValueError(f"{path} is damaged: its general.alignment is {alignment!r}")
-        data = -(-reader.at // alignment) * alignment
-        tensors: dict[str, GgufTensor] = {}
-        for name, dimensions, kind, offset in listed:
-            if name in tensors:
-                raise ValueError(f"{path}: there are two tensors {name}")
-            tensors[name] = _checked(path, size, name, tuple(reversed(dimensions)), kind, data + offset)
-        return cls(path, metadata, tensors, content)
+                f"{path} is part {number + 1} of {count} of a split GGUF file: name the first part (...-00001-of-{count:05}.gguf), with the others next "
+                "to it, or merge them (llama.cpp: llama-gguf-split --merge)"
+            )
+        parts, found = [first], dict(tensors)
+        for i in range(1, count):
+            part = _Part.open(
+                path.with_name(f"{path.name[: name.start()]}-{i + 1:05}-of-{count:05}{path.name[name.end() :]}")
+            )
+            for tensor in part.header()[1].values():
+                if tensor.name in found:
+                    raise ValueError(f"{part.path}: there are two tensors {tensor.name}")
+                found[tensor.name] = replace(tensor, part=i)
+            parts.append(part)
+        return cls(path, metadata, found, tuple(parts))
 
     @property
     def architecture(self) -> str:
         """Name of the architecture."""
-        found = self.metadata.get("general.architecture")
-        if not isinstance(found, str):
+        found = self.text("general.architecture")
+        if found is None:
             raise ValueError(f"{self.path} does not name an architecture (general.architecture)")
         return found
+
+    # ---- the metadata, of which any value may be of any type
+
+    def text(self, key: str, default: str | None = None) -> str | None:
+        """A string."""
+        return self._value(key, default, str, "text")
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A truth value."""
+        return self._value(key, default, bool, "a truth value")
+
+    def integer(self, key: str, default: int | None = None) -> int | None:
+        """An integer."""
+        return self._value(key, default, int, "an integer")
+
+    def number(self, key: str, default: float | None = None) -> float | None:
+        """A finite number."""
+        found = self._value(key, default, (int, float), "a number")
+        if found is not None and not math.isfinite(found):
+            raise ValueError(f"{self.path} is damaged: its {key} is {found}")
+        return found
+
+    def texts(self, key: str) -> list[str]:
+        """A list of strings; empty if there is none."""
+        return self._values(key, str, "texts")
+
+    def integers(self, key: str) -> list[int]:
+        """A list of integers; empty if there is none."""
+        return self._values(key, int, "integers")
+
+    def numbers(self, key: str) -> list[float]:
+        """A list of numbers; empty if there is none."""
+        return self._values(key, (int, float), "numbers")
+
+    def _value(self, key: str, default: Any, kind: Any, name: str) -> Any:
+        found = self.metadata.get(key, default)
+        if found is None or (isinstance(found, kind) and (kind is bool or not isinstance(found, bool))):
+            return found
+        shown = f"a list of {len(found)}" if isinstance(found, list) else repr(found)[:60]
+        raise ValueError(f"{self.path} is damaged: its {key} is {shown}, not {name}")
+
+    def _values(self, key: str, kind: Any, name: str) -> Any:
+        found = self.metadata.get(key, [])
+        # The entries of a list have one type.
+        if isinstance(found, list) and (not found or (isinstance(found[0], kind) and not isinstance(found[0], bool))):
+            return found
+        raise ValueError(f"{self.path} is damaged: its {key} is not a list of {name}")
 
     @property
     def nbytes(self) -> int:
@@ -139,19 +203,110 @@ class GgufFile:
         return QuantizedMatrix(form, self._bytes(tensor).view(rows, form.row_bytes(columns)), (rows, columns))
 
     def floats(self, tensor: GgufTensor) -> torch.Tensor:
-        """A copy of a tensor without blocks, in float32."""
-        stored = self._bytes(tensor).clone()  # the file aligns to less than torch's kernels like
-        return stored.view(FLOATS[tensor.type]).view(tensor.shape).float()
+        """A copy of a tensor without blocks, in float32; of a type in :data:`DEQUANTIZED`, its weights.
+
+        Raises:
+            ValueError: the package gguf is not there, or too old.
+        """
+        stored = self.stored(tensor)
+        if tensor.type in FLOATS:
+            return stored.view(FLOATS[tensor.type]).view(tensor.shape).float()
+        try:
+            from gguf import GGMLQuantizationType, quants
+
+            rows = quants.dequantize(
+                stored.view(tensor.shape[0] if len(tensor.shape) > 1 else 1, -1).numpy(),
+                GGMLQuantizationType(tensor.type),
+            )
+        except (ImportError, ValueError, NotImplementedError) as error:
+            name = DEQUANTIZED[tensor.type][0]
+            raise ValueError(
+                f"{self.path}: tensor {tensor.name} is of the type {name}, which the package gguf reads: install a current one (pip install -U gguf)"
+            ) from error
+        return torch.from_numpy(rows).float().view(tensor.shape)
+
+    def stored(self, tensor: GgufTensor) -> torch.Tensor:
+        """A copy of a tensor's bytes."""
+        return self._bytes(tensor).clone()  # the file aligns to less than torch's kernels like
 
     def release_pages(self) -> None:
         """Give the pages that were read back to the system. What is read again comes from the file."""
-        self.content.madvise(mmap.MADV_DONTNEED)
+        for part in self.parts:
+            part.content.madvise(mmap.MADV_DONTNEED)
+
+    def changed(self) -> Path | None:
+        """The part that was written to, replaced in place or truncated since it was opened; None: there is none. A file that was renamed or deleted has not changed."""
+        return next((part.path for part in self.parts if part.has_changed()), None)
 
     def __deepcopy__(self, memo: Any) -> GgufFile:
         return self  # a mapping has no copies
 
     def _bytes(self, tensor: GgufTensor) -> torch.Tensor:
-        return torch.frombuffer(self.content, dtype=torch.uint8, offset=tensor.begin, count=tensor.nbytes)
+        content = self.parts[tensor.part].content
+        return torch.frombuffer(content, dtype=torch.uint8, offset=tensor.begin, count=tensor.nbytes)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A file of a GGUF model, mapped. The descriptor stays open: it tells whether the content changes, wherever the name leads."""
+
+    path: Path
+    content: mmap.mmap
+    opened: BinaryIO
+    state: tuple[int, int]
+
+    @classmethod
+    def open(cls, path: Path) -> _Part:
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {path}")
+        opened = path.open("rb")
+        start = opened.read(8)
+        if start[:4] != MAGIC or len(start) < 8:
+            raise ValueError(f"{path} is no GGUF file: it does not begin with {MAGIC.decode()}")
+        version = int.from_bytes(start[4:], "little")
+        if version & 0xFFFF == 0:
+            raise ValueError(
+                f"{path} is a big-endian GGUF file: convert it again for this machine (llama.cpp: gguf_convert_endian.py)"
+            )
+        if version not in _VERSIONS:
+            raise ValueError(f"{path} is of GGUF version {version}; versions 2 and 3 are supported")
+        content = mmap.mmap(opened.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        return cls(path, content, opened, _state(opened))
+
+    def has_changed(self) -> bool:
+        return _state(self.opened) != self.state
+
+    def header(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+        """The metadata, and the tensors by name."""
+        path, size, reader = self.path, len(self.content), _Reader(self.content)
+        try:
+            count, entries = reader.unpack("QQ")
+            metadata = {reader.string(): reader.value() for _ in range(entries)}
+            listed = [(reader.string(), reader.dimensions(), *reader.unpack("IQ")) for _ in range(count)]
+        except (struct.error, LookupError, TypeError, OverflowError, MemoryError) as error:
+            raise ValueError(
+                f"{path} is truncated or damaged: its header cannot be read beyond byte {reader.at} of {size}"
+            ) from error
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise ValueError(f"{path} is damaged: its general.alignment is {alignment!r}")
+        begin = -(-reader.at // alignment) * alignment
+        expected, tensors = 0, dict[str, GgufTensor]()
+        for name, dimensions, kind, offset in listed:
+            if name in tensors:
+                raise ValueError(f"{path}: there are two tensors {name}")
+            if offset != expected:
+                raise ValueError(
+                    f"{path} is damaged: tensor {name} begins at {offset} of the weights, and the one before it ends at {expected}"
+                )
+            tensors[name] = _checked(path, size, name, tuple(reversed(dimensions)), kind, begin + offset)
+            expected += -(-tensors[name].nbytes // alignment) * alignment
+        return metadata, tensors
+
+
+def _state(opened: BinaryIO) -> tuple[int, int]:
+    found = os.fstat(opened.fileno())
+    return found.st_size, found.st_mtime_ns
 
 
 class _Reader:
@@ -185,6 +340,8 @@ class _Reader:
         if kind != _ARRAY:
             return self.unpack(_NUMBERS[kind])[0]
         kind, count = self.unpack("IQ")
+        if count > _MAX_ENTRIES:
+            raise OverflowError
         if kind == _STRING:
             return [self.string() for _ in range(count)]
         return list(self.unpack(f"{count}{_NUMBERS[kind]}"))
@@ -196,10 +353,19 @@ def _checked(path: Path, size: int, name: str, shape: tuple[int, ...], kind: int
         block, block_bytes = 1, FLOATS[kind].itemsize
     elif kind in _FORMATS:
         block, block_bytes = _FORMATS[kind].block, _FORMATS[kind].block_bytes
+    elif kind in DEQUANTIZED:
+        _, block, block_bytes = DEQUANTIZED[kind]
     else:
-        known = f"of the type {_OTHERS[kind]}" if kind in _OTHERS else f"of an unknown type ({kind})"
+        known = {**_OTHERS, **_OLD_LAYOUTS}.get(kind)
+        what = f"of an unknown type ({kind})" if known is None else f"of the type {known}"
+        instead = (
+            ": it is Q4_0 in an order for one processor; take the file in Q4_0 (or IQ4_NL) instead"
+            if known and kind in _OLD_LAYOUTS
+            else ""
+        )
+        names = ", ".join([*(name for name, _, _ in DEQUANTIZED.values()), *(form.upper() for form in FORMATS)])
         raise ValueError(
-            f"{path}: tensor {name} is {known}, which is not supported; the types are F32, F16, BF16, {', '.join(FORMATS).upper()}"
+            f"{path}: tensor {name} is {what}, which is not supported{instead or f'; the types are F32, F16, BF16, {names}'}"
         )
     if not shape or 0 in shape or shape[-1] % block:
         raise ValueError(f"{path}: tensor {name} {list(shape)} does not consist of blocks of {block}")

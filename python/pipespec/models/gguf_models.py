@@ -1,99 +1,212 @@
-"""Models and tokenizers out of GGUF files.
+"""Models out of GGUF files.
 
-The architectures are those that :data:`pipespec.models.families.FAMILIES` names. Their matrices stay in blocks, where they lie in the file; what is no
+The architectures are those of :data:`pipespec.models.gguf_architectures.ARCHITECTURES`. Their matrices stay in blocks, where they lie in the file; what is no
 block becomes float32, or bfloat16 where all matrices of the file are bfloat16.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import pre_tokenizers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from pipespec.models.compat import convert_gguf_tokenizer
-from pipespec.models.families import FAMILIES, Family
-from pipespec.models.gguf import FLOATS, GgufFile, GgufTensor
-from pipespec.models.quantized import filled, in_blocks
+from pipespec.errors import user_stacklevel
+from pipespec.models.gguf import DEQUANTIZED, FLOATS, GgufFile, GgufTensor
+from pipespec.models.gguf_architectures import ARCHITECTURES, LAYER_NORM_EPS, NORM_EPS, TENSORS, Architecture
+from pipespec.models.gguf_tokenizer import end_ids, token_id
+from pipespec.models.quantized import filled, has_blocks, in_blocks
+from pipespec_kernels.formats import QuantizedMatrix, from_codes, from_q3_k, quantize
 
 _ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_OF_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.qkv_proj": "attn_qkv",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-"""The names of modules in transformers and in GGUF files; before the latter ``blk.N.``."""
+"""The names of modules in transformers and in GGUF files."""
 
 _ROPE_FACTORS = "rope_freqs.weight"
 """Per pair of a rotation, the factor by which LLaMA 3 slows it down."""
 
 
-def family_of_file(file: GgufFile) -> Family | None:
-    """The family whose matrices can stay in blocks; None for other architectures."""
-    return next((family for family in FAMILIES.values() if family.gguf == file.architecture), None)
+def architecture_of(file: GgufFile) -> Architecture | None:
+    """How a file is read whose matrices can stay in blocks; None for other architectures."""
+    return next((row for row in reversed(ARCHITECTURES) if row.matches(file.architecture, file.metadata)), None)
 
 
 # ---- the configuration
 
 
+_HARMLESS = frozenset(
+    [
+        "vocab_size",
+        "context_length",
+        "embedding_length",
+        "block_count",
+        "feed_forward_length",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        NORM_EPS,
+        LAYER_NORM_EPS,
+        "attention.sliding_window",
+        "rope.dimension_count",
+        "rope.freq_base",
+        "rope.scale_linear",
+        "rope.scaling.type",
+        "rope.scaling.factor",
+        "rope.scaling.attn_factor",
+        "rope.scaling.original_context_length",
+        "rope.scaling.finetuned",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+        "rope.scaling.yarn_log_multiplier",
+        "tensor_data_layout",
+        "pooling_type",
+    ]
+)
+"""Keys under the name of the architecture that are read here, or change nothing."""
+
+_NEUTRAL = {
+    "attention.causal": True,
+    "use_parallel_residual": False,
+    "logit_scale": 1.0,
+    "residual_scale": 1.0,
+    "embedding_scale": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+}
+"""Keys that are read nowhere, and the values at which they change nothing. Of others it is 0."""
+
+
 def gguf_config(file: GgufFile) -> Any:
-    """The configuration that the metadata describe of a file of a family here.
+    """The configuration that the metadata describe of a file whose architecture is in the table.
 
     Raises:
-        ValueError: a key is missing, or no configuration describes its RoPE.
+        ValueError: a key is missing, of another type or out of range, or is known to change the model and not read here: the message names it.
     """
-    family, name = family_of_file(file), file.architecture
-    assert family is not None
-
-    def value(key: str, default: Any = None) -> Any:
-        found = file.metadata.get(f"{name}.{key}", default)
-        if found is None:
-            raise ValueError(f"{file.path} has no {name}.{key} in its metadata")
-        return found
-
-    hidden, heads = value("embedding_length"), value("attention.head_count")
-    head_dim = value("attention.key_length", hidden // heads)
-    tokens = file.metadata
+    row, name = architecture_of(file), file.architecture
+    assert row is not None
+    if row.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(
+            f"{file.path}: the architecture {name!r} needs a newer version of transformers (with {row.model_type})"
+        )
+    _check_keys(file, row)
+    hidden = _size(file, f"{name}.embedding_length")
+    heads = _size(file, f"{name}.attention.head_count")
+    head_dim = _size(file, f"{name}.attention.key_length", hidden // heads)
+    if (other := _size(file, f"{name}.attention.value_length", head_dim)) != head_dim:
+        raise ValueError(
+            f"{file.path}: {name}.attention.value_length is {other}, and its keys have {head_dim}, which is not supported"
+        )
+    layers = _size(file, f"{name}.block_count")
+    found = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
+    if len(found) != layers:
+        raise ValueError(f"{file.path}: {name}.block_count is {layers}, and there are tensors of {len(found)} layers")
     config: dict[str, Any] = {
         "hidden_size": hidden,
-        "intermediate_size": value("feed_forward_length"),
-        "num_hidden_layers": value("block_count"),
+        "intermediate_size": _size(file, f"{name}.feed_forward_length"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": value("attention.head_count_kv", heads),
+        "num_key_value_heads": _size(file, f"{name}.attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "max_position_embeddings": value("context_length"),
-        "rms_norm_eps": _shortest(value("attention.layer_norm_rms_epsilon")),
+        "max_position_embeddings": _size(file, f"{name}.context_length"),
+        row.eps: _number(file, f"{name}.{row.eps_key}"),
         "vocab_size": _tensor(file, "token_embd.weight").shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "bos_token_id": tokens.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": tokens.get("tokenizer.ggml.eos_token_id"),
-        "pad_token_id": tokens.get("tokenizer.ggml.padding_token_id"),
-        "rope_parameters": _rope(file, name, head_dim),
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "architectures": [f"{family.prefix}ForCausalLM"],
+        "bos_token_id": token_id(file, "bos"),
+        "eos_token_id": token_id(file, "eos"),
+        "pad_token_id": token_id(file, "padding"),
+        "rope_parameters": _rope(file, row, head_dim),
+        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[row.model_type]],
     }
-    window = file.metadata.get(f"{name}.attention.sliding_window")
-    if window:
-        config["sliding_window"] = window
+    config |= {flag: f"blk.0.{tensor}" in file.tensors for tensor, flag in row.flags.items()}
+    if row.published is not None:
+        # Published sizes tell the scale of the queries, which the metadata lack.
+        config["query_pre_attn_scalar"] = hidden // heads if layers == row.published else head_dim
+    for key, to in {**row.numbers, **row.options}.items():
+        if key in row.numbers or f"{name}.{key}" in file.metadata:
+            of_rope = to.startswith("rope.")
+            (config["rope_parameters"] if of_rope else config)[to.removeprefix("rope.")] = _number(
+                file, f"{name}.{key}"
+            )
+    config |= _windows(file, row, config)
     try:
-        return AutoConfig.for_model(family.model_type, **config)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{file.path} describes no {family.model_type} model: {error}") from error
+        return AutoConfig.for_model(row.model_type, **config)
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise ValueError(f"{file.path} describes no {row.model_type} model: {error}") from error
+
+
+def _windows(file: GgufFile, row: Architecture, config: dict[str, Any]) -> dict[str, Any]:
+    """The windows of the layers, and the rotation of those that have one."""
+    name, count = row.name, config["num_hidden_layers"]
+    window = file.integer(f"{name}.attention.sliding_window", row.window)
+    found: dict[str, Any] = {"sliding_window": window or None}
+    if row.every is None:
+        return found
+    pattern = file.metadata.get(f"{name}.attention.sliding_window_pattern", row.every)
+    if type(pattern) is int and pattern > 0:
+        pattern = [(i + 1) % pattern != 0 for i in range(count)]
+    if not isinstance(pattern, list) or len(pattern) != count:
+        raise ValueError(
+            f"{file.path} is damaged: its {name}.attention.sliding_window_pattern does not fit {count} layers"
+        )
+    found["layer_types"] = ["sliding_attention" if window and local else "full_attention" for local in pattern]
+    if row.local_base is not None:
+        local = file.number(f"{name}.rope.freq_base_swa") or row.local_base or config["rope_parameters"]["rope_theta"]
+        found["rope_parameters"] = {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": _shortest(local)},
+        }
+    return found
+
+
+def _check_keys(file: GgufFile, row: Architecture) -> None:
+    """Refuse what would change the model and is not read."""
+    name = row.name
+    read = {*row.numbers, *row.options, *(("attention.sliding_window_pattern",) if row.every else ())}
+    read |= set() if row.local_base is None else {"rope.freq_base_swa"}
+    for key, value in file.metadata.items():
+        rest = key.removeprefix(f"{name}.")
+        if rest == key or rest in _HARMLESS or rest in read or value == _NEUTRAL.get(rest, 0):
+            continue
+        what = " (a mixture of experts)" if rest.startswith("expert") else ""
+        shown = f"a list of {len(value)}" if isinstance(value, list) else repr(value)[:60]
+        raise ValueError(
+            f"{file.path}: {key} is {shown}{what}, which is not supported for models of the architecture {name!r}"
+        )
+
+
+def _size(file: GgufFile, key: str, default: int | None = None) -> int:
+    """A positive integer, or a list of one value."""
+    found = file.metadata.get(key)
+    if isinstance(found, list) and found and all(type(n) is int and n == found[0] for n in found):
+        found = found[0]
+    elif isinstance(found, list):
+        raise ValueError(f"{file.path}: {key} differs from layer to layer, which is not supported")
+    else:
+        found = file.integer(key, default)
+    if found is None:
+        raise ValueError(f"{file.path} has no {key} in its metadata")
+    if found < 1:
+        raise ValueError(f"{file.path} is damaged: its {key} is {found}")
+    return found
+
+
+def _number(file: GgufFile, key: str) -> bool | float:
+    """A number or a truth value that must be there."""
+    if isinstance(found := file.metadata.get(key), int):
+        return found
+    if (number := file.number(key)) is None:
+        raise ValueError(f"{file.path} has no {key} in its metadata")
+    return _shortest(number)
 
 
 def _shortest(value: float) -> float:
@@ -101,37 +214,82 @@ def _shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, Any]:
-    rope: dict[str, Any] = {
-        "rope_type": "default",
-        "rope_theta": float(_shortest(file.metadata.get(f"{name}.rope.freq_base", 10000.0))),
-    }
-    rotated = file.metadata.get(f"{name}.rope.dimension_count", head_dim)
-    if rotated != head_dim:
+def _rope(file: GgufFile, row: Architecture, head_dim: int) -> dict[str, Any]:
+    """The rotary embedding, as configurations describe it."""
+    name, scaling = row.name, f"{row.name}.rope.scaling"
+    base = file.number(f"{name}.rope.freq_base", row.rope_base)
+    assert base is not None
+    if base <= 0:
+        raise ValueError(f"{file.path} is damaged: its {name}.rope.freq_base is {base}")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _shortest(base)}
+    rotated = _size(file, f"{name}.rope.dimension_count", head_dim)
+    if row.partial:
         rope["partial_rotary_factor"] = rotated / head_dim
-    kind = file.metadata.get(f"{name}.rope.scaling.type", "none")
-    odd = next((tensor for tensor in file.tensors if tensor.startswith("rope_factors_")), None)
-    if kind not in ("none", "linear", "yarn") or odd is not None:
+    elif rotated != head_dim:
         raise ValueError(
-            f"{file.path} has a RoPE of the type {kind!r}{f' with {odd}' if odd else ''}, which is not supported"
+            f"{file.path}: {name}.rope.dimension_count is {rotated}, and a head has {head_dim}, which is not supported"
         )
-    if kind != "none":
-        scaling = f"{name}.rope.scaling"
-        rope |= {"rope_type": kind, "factor": _shortest(file.metadata[f"{scaling}.factor"])}
-        original = file.metadata.get(f"{scaling}.original_context_length")
-        if original is not None:
-            rope["original_max_position_embeddings"] = original
+    # The name of the first files of 2023 is rope.scale_linear; a factor without a type is linear.
+    factor = file.number(f"{scaling}.factor", file.number(f"{name}.rope.scale_linear")) or 1.0
+    kind = file.text(f"{scaling}.type", "linear")
+    longrope = _long_factors(file)
+    if kind not in ("none", "linear", "yarn") and not longrope:
+        raise ValueError(f"{file.path} has a RoPE of the type {kind!r}, which is not supported")
+    original = file.integer(f"{scaling}.original_context_length")
+    attention = file.number(f"{scaling}.attn_factor") or 1.0
+    if longrope:
+        rope |= {"rope_type": "longrope", "original_max_position_embeddings": original, **longrope}
+        rope |= {} if attention == 1.0 else {"attention_factor": _shortest(attention)}
+    elif kind == "yarn" and factor != 1.0:
+        rope |= _yarn(file, scaling, factor, attention)
+    elif attention != 1.0:
+        raise ValueError(
+            f"{file.path}: {scaling}.attn_factor is {attention}, which is not supported without yarn or longrope"
+        )
+    elif kind == "linear" and factor != 1.0:
+        rope |= {"rope_type": "linear", "factor": _shortest(factor)}
     if _ROPE_FACTORS in file.tensors:
         rope |= _llama3(file, rope["rope_theta"], rotated)
     return rope
 
 
+def _yarn(file: GgufFile, scaling: str, factor: float, attention: float) -> dict[str, Any]:
+    """YaRN (arXiv 2309.00071). llama.cpp multiplies its default factor of attention by ``attn_factor``, and divides it by one with the multiplier."""
+    rope: dict[str, Any] = {"rope_type": "yarn", "factor": _shortest(factor)}
+    if (original := file.integer(f"{scaling}.original_context_length")) is not None:
+        rope["original_max_position_embeddings"] = original
+    for key in ("beta_fast", "beta_slow"):
+        if (found := file.number(f"{scaling}.yarn_{key}")) is not None:
+            rope[key] = _shortest(found)
+    multiplier, grown = file.number(f"{scaling}.yarn_log_multiplier", 0.0) or 0.0, 0.1 * math.log(factor)
+    own = (grown + 1.0) / (multiplier * grown + 1.0)
+    # The conversion of Olmo 3 writes the whole factor, which is its own, and not a second one.
+    if not math.isclose(attention, own, rel_tol=1e-3):
+        own *= attention
+    if attention != 1.0 or multiplier:
+        rope["attention_factor"] = _shortest(own)
+    return rope
+
+
+def _long_factors(file: GgufFile) -> dict[str, list[float]]:
+    """Those of Phi-3's longrope, which depends on the length of the text."""
+    tensors = [file.tensors.get(f"rope_factors_{name}.weight") for name in ("long", "short")]
+    names = ("long_factor", "short_factor")
+    return {
+        name: file.floats(tensor).reshape(-1).tolist()
+        for name, tensor in zip(names, tensors, strict=True)
+        if tensor is not None
+    }
+
+
 def _llama3(file: GgufFile, theta: float, rotated: int) -> dict[str, Any]:
-    """The parameters of the published LLaMA 3 models that give the factors of the file."""
+    """The parameters with which LLaMA 3's rule gives the factors of the file. The published models have an original length of 8,192."""
     factors = file.floats(_tensor(file, _ROPE_FACTORS)).double().reshape(-1)
-    low, high, original = 1.0, 4.0, 8192
+    low, high = 1.0, 4.0
     wavelength = 2 * torch.pi * theta ** (torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
-    for factor in (_shortest(float(factors.max())), 8.0, 32.0):
+    named = file.integer(f"{file.architecture}.rope.scaling.original_context_length")
+    originals = [n for n in dict.fromkeys((named, 8192, *(1 << bits for bits in range(10, 18)))) if n]
+    for factor, original in itertools.product((_shortest(float(factors.max())), 8.0, 32.0), originals):
         smooth = (original / wavelength - low) / (high - low)
         between = 1 / ((1 - smooth) / factor + smooth)
         made = torch.where(wavelength < original / high, 1.0, torch.where(wavelength > original / low, factor, between))
@@ -144,7 +302,7 @@ def _llama3(file: GgufFile, theta: float, rotated: int) -> dict[str, Any]:
                 "original_max_position_embeddings": original,
             }
     raise ValueError(
-        f"{file.path}: tensor {_ROPE_FACTORS} holds factors that are not those of a LLaMA 3 model, which is not supported"
+        f"{file.path}: tensor {_ROPE_FACTORS} holds factors that are not those of LLaMA 3's rule, which is not supported"
     )
 
 
@@ -155,27 +313,28 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
     """A model in eval mode around the blocks of a file. Their pages are read when they are used.
 
     Args:
-        file: of a model of a family here.
+        file: of an architecture in the table.
         dtype: of what is not in blocks; ``"auto"``: as the module says.
 
     Raises:
         ValueError: it is damaged: the message names the tensor.
     """
-    config, family, stored = gguf_config(file), family_of_file(file), _dtype(file, dtype)
-    assert family is not None
-    used = {_ROPE_FACTORS}
+    config, row, stored = gguf_config(file), architecture_of(file), _dtype(file, dtype)
+    assert row is not None
+    used = {_ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight"}
+    converted: set[str] = set()
     source = replace(file, metadata={})  # the modules need no vocabulary
 
     def fill(name: str, module: nn.Module) -> nn.Module:
         # Files of LLaMA have the two rows of a rotation next to each other.
         part = name.rpartition(".")[2]
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(part, 0)
-        heads = heads if family.gguf_pairs else 0
-        offset, blocks = family.norm_offset if "norm" in part else 0.0, None
+        heads = heads if row.pairs else 0
+        blocks = None
         for leaf, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            at = f"{_stored_name(name)}.{leaf}"
+            at = f"{_stored_name(name, row)}.{leaf}"
             if name == "lm_head" and at not in file.tensors:
                 at = f"token_embd.{leaf}"
             used.add(at)
@@ -185,22 +344,75 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
                     f"{file.path}: tensor {at} is {list(tensor.shape)}, and {name}.{leaf} of this model {list(parameter.shape)}"
                 )
             if tensor.type in FLOATS:
-                floats = _in_order(file.floats(tensor), heads).sub_(offset).to(stored)
+                offset = row.norm_offset if "norm" in part and leaf == "weight" else 0.0
+                floats = _in_order(_floats(file, tensor), heads).sub_(offset).to(stored)
                 module._parameters[leaf] = nn.Parameter(floats, requires_grad=False)
             elif len(tensor.shape) == 2:
-                blocks = file.matrix(tensor)
+                blocks = file.matrix(tensor) if tensor.type not in DEQUANTIZED else _as_blocks(file, tensor)
+                if tensor.type in DEQUANTIZED:
+                    converted.add(DEQUANTIZED[tensor.type][0])
             else:
                 raise ValueError(f"{file.path}: tensor {at} is quantised, and {name}.{leaf} is no matrix")
         return module if blocks is None else in_blocks(module, blocks, heads, source)
 
     model = filled(file.path, config, stored, fill)
+    if has_blocks(model):
+        model._pipespec_file = source  # for check_files()
+    if converted:
+        warnings.warn(
+            f"{file.path}: its matrices of the types {', '.join(sorted(converted))} are held in larger blocks, for which there are kernels",
+            stacklevel=user_stacklevel(),
+        )
     other = next((name for name in file.tensors if name not in used), None)
     if other is not None:
-        raise ValueError(f"{file.path}: tensor {other} has no place in a {family.model_type} model")
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ends = sorted({file.metadata[f"tokenizer.ggml.{key}"] for key in keys if f"tokenizer.ggml.{key}" in file.metadata})
+        raise ValueError(f"{file.path}: tensor {other} has no place in a {row.model_type} model")
+    ends = end_ids(file)
     model.generation_config.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
     return model
+
+
+def _floats(file: GgufFile, tensor: GgufTensor) -> torch.Tensor:
+    """A tensor without blocks. Raises ``ValueError`` for a norm of zeros, or a vector of other things than numbers."""
+    floats = file.floats(tensor)
+    if len(tensor.shape) == 1 and not (floats.isfinite().all() and ("bias" in tensor.name or floats.any())):
+        raise ValueError(
+            f"{file.path} is damaged: tensor {tensor.name} holds zeros only, or numbers that are not finite"
+        )
+    return floats
+
+
+def warn_of_memory(path: str | Path) -> None:
+    """Say what a file costs of which transformers makes floats."""
+    file = GgufFile.open(path)
+    floats = 4 * sum(math.prod(tensor.shape) for tensor in file.tensors.values())
+    warnings.warn(
+        f"{path}: transformers dequantises files of the architecture {file.architecture!r}: {file.nbytes / 1e9:.2f} GB become {floats / 1e9:.2f} GB, and "
+        "more while they are read",
+        stacklevel=user_stacklevel(),
+    )
+
+
+def _as_blocks(file: GgufFile, tensor: GgufTensor) -> QuantizedMatrix:
+    """A matrix of a type without kernels, in larger blocks.
+
+    Those of Q3_K, IQ4_NL and MXFP4 hold the same weights, but for scales of MXFP4 beyond float16. Of other types each weight is within 1/220 of the
+    largest of its 32.
+    """
+    name, _, block_bytes = DEQUANTIZED[tensor.type]
+    weights, stored = file.floats(tensor), file.stored(tensor).view(tensor.shape[0], -1)
+    if name == "Q3_K":
+        return from_q3_k(stored, weights)
+    groups = stored.view(-1, block_bytes)
+    scales = None
+    if name == "IQ4_NL":
+        scales = groups[:, :2].contiguous().view(torch.float16).float()
+    elif name == "MXFP4":  # a power of two, and halves
+        scales = torch.ldexp(torch.ones(len(groups), 1), groups[:, :1].int() - 128)
+    if scales is not None:
+        codes = (weights.view(-1, 32) / torch.where(scales == 0, 1.0, scales)).round().to(torch.int8)
+        with contextlib.suppress(ValueError):
+            return from_codes(codes.view(weights.shape), scales.view(len(weights), -1))
+    return quantize(weights, "q8_0")
 
 
 def _dtype(file: GgufFile, dtype: torch.dtype | str) -> torch.dtype:
@@ -216,11 +428,11 @@ def _tensor(file: GgufFile, name: str) -> GgufTensor:
     return file.tensors[name]
 
 
-def _stored_name(module: str) -> str:
+def _stored_name(module: str, row: Architecture) -> str:
     if module in _ENDS:
         return _ENDS[module]
     _, _, number, rest = module.split(".", 3)
-    return f"blk.{number}.{_OF_LAYER[rest]}"
+    return f"blk.{number}.{row.tensors.get(rest) or TENSORS[rest]}"
 
 
 def _in_order(tensor: torch.Tensor, heads: int) -> torch.Tensor:
@@ -228,58 +440,3 @@ def _in_order(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     if not heads:
         return tensor
     return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-
-
-# ---- the tokenizer
-
-_TOKENIZER = {
-    "tokenizer_type": "model",
-    "pre_tokenizer_type": "pre",
-    "tokens": "tokens",
-    "scores": "scores",
-    "token_type": "token_type",
-    "merges": "merges",
-    "bos_token_id": "bos_token_id",
-    "eos_token_id": "eos_token_id",
-    "unk_token_id": "unknown_token_id",
-    "pad_token_id": "padding_token_id",
-    "add_prefix_space": "add_space_prefix",
-}
-"""What transformers' conversion takes, and the names in the metadata."""
-
-
-def gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a file, with its special tokens and its chat template.
-
-    Raises:
-        ValueError: the file has none that transformers can build.
-    """
-    file = GgufFile.open(path)
-
-    def value(name: str, default: Any = None) -> Any:
-        return file.metadata.get(f"tokenizer.ggml.{name}", default)
-
-    tokens = value("tokens")
-    if not tokens:
-        raise ValueError(f"{path} has no tokenizer")
-    described = {theirs: found for theirs, ours in _TOKENIZER.items() if (found := value(ours)) is not None}
-    try:
-        backend = convert_gguf_tokenizer(file.architecture, described)
-    except Exception as error:  # tokenizers raises the base class
-        raise ValueError(
-            f"{path}: transformers cannot build its tokenizer ({type(error).__name__}: {error})"
-        ) from error
-    if value("pre") == "smollm":
-        # transformers does not know that such a vocabulary splits digits before the rest.
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    special = {name: described.get(f"{name}_id") for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
-    given = {name: tokens[i] for name, i in special.items() if i is not None and i < len(tokens)}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        chat_template=file.metadata.get("tokenizer.chat_template"),
-        clean_up_tokenization_spaces=False,
-        add_bos_token=bool(value("add_bos_token", value("model") == "llama")),  # SentencePiece's has one
-        add_eos_token=bool(value("add_eos_token", False)),
-        **given,
-    )

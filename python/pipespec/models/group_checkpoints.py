@@ -1,12 +1,13 @@
 """Checkpoints with integer weights in groups, as GPTQ, AWQ and compressed-tensors store them, as models whose matrices are in blocks.
 
 A weight there is ``scale * (number - zero point)``, with a scale per group of a row. Blocks of 32 hold the same values: 4 bits around the middle as
-``q4_0``, 4 bits around another zero point as ``q5_0``, and 8 bits as ``q8_0``. What is no such matrix becomes float32.
+``q4_0``, 4 bits around another zero point as ``q5_0``, and 8 bits as ``q8_0``. A matrix that no block holds, and what is no such matrix, becomes float32.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -18,9 +19,10 @@ from safetensors import safe_open
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from pipespec.errors import user_stacklevel
 from pipespec.models.families import FAMILIES
 from pipespec.models.quantized import filled, in_blocks, untie
-from pipespec_kernels.formats import QuantizedMatrix, from_codes
+from pipespec_kernels.formats import from_codes
 
 Get = Callable[[str], torch.Tensor]
 """A tensor of a module by its last name; ``KeyError`` where the module has none of that name."""
@@ -54,6 +56,10 @@ def settings_of(config: Any) -> Settings | None:
                 f"a checkpoint of {name} in the format {form!r} with weights of {bits} bits is not supported: the formats are "
                 f"{', '.join(method.formats)}, with {' or '.join(map(str, method.bits))} bits"
             )
+    if settings.get("transform_config"):
+        raise ValueError(
+            f"a checkpoint of {name} whose inputs are rotated while it runs (transform_config) is not supported: get one without rotations"
+        )
     return settings
 
 
@@ -77,35 +83,65 @@ def repacked(source: str | Path, files: Sequence[Path], config: Any, settings: S
         opened_files = [opened.enter_context(safe_open(file, "pt")) for file in files]
         tensors = {name: file for file in opened_files for name in list(file.keys())}
 
+        unused, floats = set(tensors), list[str]()
+
         def fill(name: str, module: nn.Module) -> nn.Module:
             def get(leaf: str) -> torch.Tensor:
                 full = f"{name}.{leaf}"
-                return tensors[full].get_tensor(full)
+                found = tensors[full].get_tensor(full)
+                unused.discard(full)
+                return found
 
-            for leaf, parameter in module._parameters.items():
-                if parameter is not None and f"{name}.{leaf}" in tensors:
-                    module._parameters[leaf] = _loaded(f"{source}: {name}.{leaf}", get(leaf), parameter)
             if type(module) is nn.Linear and f"{name}.{method.marker}" in tensors:
-                return in_blocks(module, _matrix(f"{source}: {name}", module, partial(method.unpack, get, settings)))
+                module = _with_matrix(f"{source}: {name}", module, partial(method.unpack, get, settings))
+                floats.extend([name] if type(module) is nn.Linear else [])
+            for leaf, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta and f"{name}.{leaf}" in tensors:
+                    module._parameters[leaf] = _loaded(f"{source}: {name}.{leaf}", get(leaf), parameter)
             return module
 
         model = filled(source, config, torch.float32, fill)
+        for name in sorted(unused):
+            if not _is_spare(name, tensors[name], config):
+                raise ValueError(
+                    f"{source}: no module of a {config.model_type} model takes the tensor {name}, which is not supported"
+                )
+    if floats:
+        warnings.warn(
+            f"{source}: no block holds the weights of {len(floats)} of its matrices ({floats[0]}, ...), which are in float32: they take more memory and time",
+            stacklevel=user_stacklevel(),
+        )
     untie(model)
     with suppress(OSError):  # it has none
         model.generation_config = GenerationConfig.from_pretrained(source)
     return model
 
 
-def _matrix(name: str, module: nn.Linear, unpack: Callable[[], Unpacked]) -> QuantizedMatrix:
+def _with_matrix(name: str, module: nn.Linear, unpack: Callable[[], Unpacked]) -> nn.Module:
+    """The module with its matrix: in blocks, or as floats where no block holds the weights."""
     try:
         codes, scales = unpack()
-        if codes.shape != (module.out_features, module.in_features):
-            raise ValueError(f"it is {list(codes.shape)}, and this model's {list(module.weight.shape)}")
-        return from_codes(codes, scales)
     except KeyError as error:
         raise ValueError(f"{name}: there is no {error.args[0]}") from error
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{name}: {error}") from error
+    if codes.shape != (module.out_features, module.in_features):
+        raise ValueError(f"{name}: it is {list(codes.shape)}, and this model's {list(module.weight.shape)}")
+    if not bool(scales.isfinite().all()):
+        raise ValueError(f"{name} is damaged: it has scales that are not finite")
+    try:
+        return in_blocks(module, from_codes(codes, scales))
+    except ValueError:
+        weights = codes.float().unflatten(1, (scales.shape[1], -1)) * scales.float()[:, :, None]
+        module.weight = nn.Parameter(weights.flatten(1), requires_grad=False)
+        return module
+
+
+def _is_spare(name: str, file: Any, config: Any) -> bool:
+    """Whether a tensor that no module takes changes nothing: a bias of zeros, a head that is the embedding, what is computed from the configuration."""
+    if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings):
+        return True
+    return name.endswith(".bias") and not bool(file.get_tensor(name).any())
 
 
 def _loaded(name: str, stored: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
@@ -133,34 +169,42 @@ def _around(numbers: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
     return (groups - zeros.to(torch.int16)[:, :, None]).view(numbers.shape)
 
 
-def _check_neighbours(get: Get, name: str, inputs: int, groups: int) -> None:
-    """Raises ``ValueError`` where the groups of a matrix are not runs of neighbours."""
+def _check_neighbours(get: Get, name: str, inputs: int, groups: int) -> bool:
+    """Whether a checkpoint has the order of a matrix. Raises ``ValueError`` where its groups are not runs of neighbours."""
     try:
         order = get(name)
     except KeyError:
-        return
+        return False
     if not torch.equal(order.long(), torch.arange(inputs) // (inputs // groups)):
         raise ValueError(
             "the weights of a group are not neighbours, and those of a block are: get a checkpoint that was made without activation order (desc_act)"
         )
+    return True
 
 
 def _unpack_gptq(get: Get, settings: Settings) -> Unpacked:
-    bits: int = settings["bits"]
+    bits = int(settings["bits"])
     scales, numbers = get("scales").T.contiguous(), _numbers(get("qweight"), bits, 0).T.contiguous()
-    _check_neighbours(get, "g_idx", numbers.shape[1], scales.shape[1])
-    # The first version of the format stores zero points less one.
-    less = int(settings.get("checkpoint_format", "gptq") == "gptq")
-    zeros = (_numbers(get("qzeros"), bits, 1).T + less) & ((1 << bits) - 1)
-    return _around(numbers, zeros), scales
+    if (
+        not _check_neighbours(get, "g_idx", numbers.shape[1], scales.shape[1])
+        and settings.get("desc_act")
+        and scales.shape[1] > 1
+    ):
+        raise ValueError("it was made with activation order (desc_act), and there is no g_idx, which holds the order")
+    zeros, middle = _numbers(get("qzeros"), bits, 1).T, 1 << bits - 1
+    # The first version of the format stores zero points less one. Some programs write the second under the name of the first: where all zero
+    # points are to be the middle (sym), that shows.
+    is_first = _format_of(settings) == "gptq" and not (settings.get("sym") and bool((zeros == middle).all()))
+    return _around(numbers, zeros + int(is_first) & (1 << bits) - 1), scales
 
 
 def _unpack_awq(get: Get, settings: Settings) -> Unpacked:
-    numbers, zeros = (
-        _numbers(get(name), 4, 1).unflatten(1, (-1, 8))[:, :, _AWQ_ORDER].flatten(1).T.contiguous()
-        for name in ("qweight", "qzeros")
-    )
-    return _around(numbers, zeros), get("scales").T.contiguous()
+    def numbers(name: str) -> torch.Tensor:
+        return _numbers(get(name), 4, 1).unflatten(1, (-1, 8))[:, :, _AWQ_ORDER].flatten(1).T.contiguous()
+
+    scales = get("scales").T.contiguous()
+    zeros = torch.full(scales.shape, 8) if settings.get("zero_point") is False else numbers("qzeros")
+    return _around(numbers("qweight"), zeros), scales
 
 
 def _unpack_compressed(get: Get, settings: Settings) -> Unpacked:
@@ -186,13 +230,22 @@ def _unpack_compressed(get: Get, settings: Settings) -> Unpacked:
 
 def _packings(settings: Settings) -> Iterator[tuple[Any, Any]]:
     """The bits of a weight, and the format, of all matrices or of each group of them."""
-    if settings["quant_method"] == "gptq":
-        yield settings.get("bits"), settings.get("checkpoint_format", "gptq")
-    elif settings["quant_method"] == "awq":
-        yield settings.get("bits", settings.get("w_bit", 4)), str(settings.get("version", "gemm")).lower()
+    if settings["quant_method"] in ("gptq", "awq"):
+        bits = str(settings.get("bits", settings.get("w_bit", 4)))
+        yield int(bits) if bits.isdecimal() else bits, _format_of(settings)
     else:
         for group in (settings.get("config_groups") or {}).values():
             yield (group.get("weights") or {}).get("num_bits"), group.get("format") or settings.get("format")
+
+
+def _format_of(settings: Settings) -> str:
+    """The format of GPTQ or AWQ. ``format`` is the present name of the key."""
+    keys, default = (
+        (("format", "checkpoint_format"), "gptq")
+        if settings["quant_method"] == "gptq"
+        else (("format", "version"), "gemm")
+    )
+    return str(next((settings[key] for key in keys if settings.get(key)), default)).lower()
 
 
 class _Method(NamedTuple):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -21,6 +23,9 @@ from pipespec.process.threads import renew_pool
 
 if TYPE_CHECKING:
     from pipespec.models.gguf import GgufFile
+
+LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
+"""Names of parts of split GGUF files that are not the first."""
 
 DAMAGE = (
     SafetensorError,
@@ -72,7 +77,13 @@ def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
         )
     source, more = (path.parent, {"gguf_file": path.name}) if is_gguf(path) else (model, {})
     with readable(model):
-        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **more)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **more)
+    of_mlx = getattr(config, "quantization", None)
+    if isinstance(of_mlx, dict) and "group_size" in of_mlx:
+        raise ValueError(
+            f"{model} holds weights in MLX's format of {of_mlx.get('bits')} bits, which is not supported: take the original model, its GGUF file, or GPTQ or AWQ"
+        )
+    return config
 
 
 def weight_files(source: str | Path, prefixes: tuple[str, ...] = ("",)) -> list[Path]:
@@ -156,7 +167,10 @@ def load_model(
             raise ValueError(f"{model}: a model out of a GGUF file is not split over devices: name one")
         return model_of(file, dtype).to(device)
     if is_gguf(model):
+        from pipespec.models.gguf_models import warn_of_memory
+
         source, more = Path(model).parent, {"gguf_file": Path(model).name}
+        warn_of_memory(model)
     config = load_config(model, trust_remote_code=trust_remote_code)
     # Packed weights cannot be moved (GPTQ, bitsandbytes 8-bit), or are packed on the way there.
     in_place = device is not None and (is_split or getattr(config, "quantization_config", None) is not None)
@@ -197,8 +211,34 @@ def load_model(
 
 
 def is_gguf(model: Any) -> bool:
-    """Whether a user's model is the path of a GGUF file."""
-    return isinstance(model, (str, Path)) and str(model).endswith(".gguf")
+    """Whether a user's model is the path of a GGUF file: one by its first bytes, or one that is not there and would be by its name."""
+    if not isinstance(model, (str, Path)):
+        return False
+    path = Path(model)
+    if path.is_file():
+        with path.open("rb") as opened:
+            return path.suffix.lower() == ".gguf" or opened.read(4) == b"GGUF"
+    return path.suffix.lower() == ".gguf"
+
+
+def model_path(model: Any) -> Any:
+    """A user's model: of a folder without ``config.json`` that holds one GGUF file, or the parts of one, that file.
+
+    Raises:
+        ValueError: the folder holds several: the message lists them.
+    """
+    if not isinstance(model, (str, Path)) or not (folder := Path(model)).is_dir() or (folder / "config.json").is_file():
+        return model
+    files = sorted(
+        path for path in folder.iterdir() if path.suffix.lower() == ".gguf" and not LATER_PART.search(path.name)
+    )
+    # Projectors of images are not models of text.
+    files = [path for path in files if not path.name.startswith("mmproj")] or files
+    if len(files) > 1:
+        raise ValueError(
+            f"{model} holds several GGUF files: name one of {', '.join(path.name for path in files)} (its path, or gguf_file=)"
+        )
+    return files[0] if files else model
 
 
 def file_in_blocks(model: Any) -> GgufFile | None:
@@ -206,16 +246,16 @@ def file_in_blocks(model: Any) -> GgufFile | None:
     if not is_gguf(model):
         return None
     from pipespec.models.gguf import GgufFile
-    from pipespec.models.gguf_models import family_of_file
+    from pipespec.models.gguf_models import architecture_of
 
     file = GgufFile.open(model)
-    return None if family_of_file(file) is None else file
+    return None if architecture_of(file) is None else file
 
 
 def gguf_path(model: Any, file: str | None) -> Any:
-    """The path of a GGUF file in a folder or a hub repository, as ``gguf_file`` of ``from_pretrained`` names it; None: the model as it is."""
+    """The path of a GGUF file in a folder or a hub repository, as ``gguf_file`` of ``from_pretrained`` names it; None: see :func:`model_path`."""
     if file is None:
-        return model
+        return model_path(model)
     if not isinstance(model, (str, Path)):
         raise TypeError(
             f"gguf_file={file!r} is a file in a folder or on the hub, and the target is a {type(model).__name__}"
@@ -234,7 +274,16 @@ def readable(model: str | Path) -> Iterator[None]:
     except OSError as error:
         raise FileNotFoundError(f"{model} holds no model that can be loaded: {error}") from error
     except (ValueError, *DAMAGE) as error:
-        raise ValueError(f"{model} holds no model that can be loaded: {error or type(error).__name__}") from error
+        what, detail = "holds no model that can be loaded", str(error) or type(error).__name__
+        if is_gguf(model):
+            from pipespec.models.gguf import GgufFile
+
+            what = f"is of the architecture {GgufFile.open(model).architecture!r}, which transformers {transformers.__version__} does not read"
+        if "ignore_mismatched_sizes" in detail:
+            detail = "its tensors have other shapes than its configuration says"
+        elif isinstance(error, KeyError):
+            detail = f"there is no {detail}"
+        raise ValueError(f"{model} {what}: {detail}") from error
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from pipespec.errors import mark_final
 from pipespec.models.properties import text_config
 from pipespec_kernels.formats import FORMATS, QuantizedMatrix, WeightFormat, dequantize
 from pipespec_kernels.packed import PackedMatrix
@@ -206,6 +207,18 @@ def pages_released(parts: Any) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+def check_files(models: Sequence[PreTrainedModel]) -> None:
+    """Raise ``ValueError`` if a GGUF file that holds blocks of a model was written to or truncated since it was opened. Reading a page beyond its end would end the process."""
+    for model in models:
+        source: GgufFile | None = getattr(model, "_pipespec_file", None)
+        if source is not None and (changed := source.changed()) is not None:
+            error = ValueError(
+                f"{changed} has changed since the model was loaded from it, and the model reads its weights there: load it again"
+            )
+            mark_final(error)  # transformers would read them, too
+            raise error
 
 
 def in_blocks(module: Any, matrix: QuantizedMatrix, heads: int = 0, source: GgufFile | None = None) -> nn.Module:

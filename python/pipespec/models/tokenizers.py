@@ -42,8 +42,11 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> An
     """
     from transformers import AutoTokenizer
 
-    if str(source).endswith(".gguf"):
-        from pipespec.models.gguf_models import gguf_tokenizer
+    from pipespec.models.loading import is_gguf, model_path
+
+    source = model_path(source)
+    if is_gguf(source):
+        from pipespec.models.gguf_tokenizer import gguf_tokenizer
 
         return gguf_tokenizer(source)
     try:

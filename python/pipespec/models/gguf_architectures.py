@@ -1,0 +1,153 @@
+"""Architectures of GGUF files whose matrices stay in blocks: how their files differ from those of LLaMA, one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+NORM_EPS, LAYER_NORM_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+
+TENSORS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""The modules of a layer in transformers, and their names in files after ``blk.N.``."""
+
+_AROUND = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+"""Of layers with norms after each part."""
+
+_BIASES = {"attn_q.bias": "attention_bias", "ffn_down.bias": "mlp_bias"}
+
+_CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How files of one architecture are read.
+
+    Attributes:
+        name: in the files.
+        model_type: in transformers.
+        with_key: only files with this key, under the name of the architecture, are of this row.
+        tensors: names of modules that are not as in :data:`TENSORS`.
+        pairs: the rows of queries and keys lie pair by pair of a rotation.
+        norm_offset: what files add to the weights of norms.
+        eps: name of the norms' epsilon in the configuration.
+        eps_key: its key.
+        flags: names of truth values in the configuration, by the tensor of the first layer that makes them true.
+        numbers: names of numbers in the configuration by their keys, which must be there. ``rope.NAME`` is one of ``rope_parameters``.
+        options: the same, of keys that may lack: transformers' default counts then.
+        partial: a part of each head may be rotated.
+        rope_base: where the metadata name none.
+        local_base: of layers with a window, which have a rotation of their own: where the metadata name none; 0: that of the others. None: one rotation for all.
+        every: layers up to and with the next one that has no window, where the metadata do not say; None: all layers are alike.
+        window: where the metadata name none; 0: there is none.
+        published: layers of the model whose queries are scaled by its hidden size per head, as its publisher's code does, not by the size of a head.
+    """
+
+    name: str
+    model_type: str
+    with_key: str | None = None
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    pairs: bool = False
+    norm_offset: float = 0.0
+    eps: str = "rms_norm_eps"
+    eps_key: str = NORM_EPS
+    flags: Mapping[str, str] = field(default_factory=_BIASES.copy)
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)
+    partial: bool = False
+    rope_base: float = 10000.0
+    local_base: float | None = None
+    every: int | None = None
+    window: int = 0
+    published: int | None = None
+
+    def matches(self, name: str, keys: Mapping[str, Any]) -> bool:
+        """Whether files of the architecture ``name`` with the metadata ``keys`` are of this row."""
+        return self.name == name and (self.with_key is None or f"{name}.{self.with_key}" in keys)
+
+
+ARCHITECTURES = (
+    Architecture("llama", "llama", pairs=True),
+    Architecture("qwen2", "qwen2"),
+    Architecture("qwen3", "qwen3"),
+    Architecture("phi3", "phi3", partial=True),
+    Architecture("gemma", "gemma", norm_offset=1.0),
+    Architecture("gemma2", "gemma2", tensors=_AROUND, norm_offset=1.0, options=_CAPS, every=2, window=4096, published=46),
+    Architecture(
+        "gemma3", "gemma3_text", tensors=_AROUND, norm_offset=1.0, options=_CAPS, rope_base=1e6, local_base=10000.0, every=6, published=62
+    ),
+    Architecture("arcee", "arcee", pairs=True),
+    Architecture(
+        "command-r", "cohere", eps="layer_norm_eps", eps_key=LAYER_NORM_EPS, numbers={"logit_scale": "logit_scale"},
+        flags={"attn_q.bias": "attention_bias", "attn_q_norm.weight": "use_qk_norm"},
+    ),
+    Architecture(
+        "cohere2", "cohere2", eps="layer_norm_eps", eps_key=LAYER_NORM_EPS, numbers={"logit_scale": "logit_scale"}, every=4
+    ),
+    Architecture("ernie4_5", "ernie4_5", flags={"attn_output.bias": "use_bias"}),
+    Architecture("exaone4", "exaone4", tensors=_AROUND, every=4),
+    Architecture(
+        "glm4", "glm4", partial=True,
+        tensors={"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
+    ),
+    Architecture(
+        "granite", "granite", pairs=True,
+        numbers={
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+    ),
+    Architecture(
+        "hunyuan-dense", "hunyuan_v1_dense",
+        tensors={"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
+    ),
+    Architecture("mistral3", "mistral", pairs=True),
+    Architecture(
+        "mistral3", "ministral3", with_key="attention.temperature_scale", pairs=True,
+        numbers={
+            "attention.temperature_scale": "rope.llama_4_scaling_beta",
+            "rope.scaling.original_context_length": "rope.original_max_position_embeddings",
+        },
+    ),
+    Architecture(
+        "nemotron", "nemotron", norm_offset=1.0, partial=True, eps="norm_eps", eps_key=LAYER_NORM_EPS,
+    ),
+    Architecture("olmo2", "olmo2", tensors=_AROUND),
+    Architecture(
+        "olmo2", "olmo3", with_key="attention.sliding_window", tensors=_AROUND, local_base=0.0, every=4
+    ),
+    Architecture(
+        "seed_oss", "seed_oss", tensors={"post_attention_layernorm": "post_attention_norm"},
+        flags={"attn_q.bias": "attention_bias", "attn_output.bias": "attention_out_bias", "ffn_down.bias": "mlp_bias"},
+    ),
+    Architecture("smollm3", "smollm3", pairs=True),
+    Architecture(
+        "stablelm", "stablelm", partial=True, eps="layer_norm_eps", eps_key=LAYER_NORM_EPS, flags={"attn_q.bias": "use_qkv_bias"},
+        options={"use_parallel_residual": "use_parallel_residual"},
+    ),
+    Architecture(
+        "starcoder2", "starcoder2", tensors={"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}, eps="norm_epsilon",
+        eps_key=LAYER_NORM_EPS, flags={"attn_q.bias": "use_bias"},
+    ),
+)  # fmt: skip
+"""Of several rows for one file the last counts."""
