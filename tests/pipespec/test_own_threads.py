@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="of steps on a CPU")
 GRAIN = 32_768
 """Elements from which on an operation of torch wakes its threads."""
 
-SMALL = ["alias", "as_strided", "detach", "embedding", "empty", "expand", "flatten", "index", "lift"]
+SMALL = ["alias", "as_strided", "detach", "embedding", "empty", "expand", "flatten", "index", "lift", "resolve"]
 SMALL += ["narrow", "select", "slice", "split", "squeeze", "to", "unbind", "unsqueeze", "view"]
 """They make views, or take few elements of a large tensor."""
 
