@@ -49,6 +49,8 @@ class ModelDrafter(Drafter):
         while until != end:
             begin = self.cache.lengths
             until = [min(e, b + CHUNK) for e, b in zip(end, begin, strict=True)]
+            if until != end:  # the last column of each row comes with the last feed
+                until = [min(u, max(b, e - 1)) for u, b, e in zip(until, begin, end, strict=True)]
             logits = self._feed(tokens, until, selects=until == end)
         rows = [request.row for request in requests]
         last = [end[row] - begin[row] - 1 for row in rows]

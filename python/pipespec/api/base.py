@@ -331,14 +331,15 @@ class BasePipeline:
         """See :func:`pipespec.checks.memory.check_memory`. The caches of a call are there already if the one before had its size."""
         driver, inputs, static = self._driver, request.inputs, self._driver.has_static_caches
         rows, longest, limit = len(inputs.prompts), max(map(len, inputs.prompts)), inputs.most
-        if rows == driver.checked[0] and longest <= driver.checked[1] and limit <= driver.checked[2]:
+        is_kept = request.cache is None and not request.returns_cache
+        if is_kept and rows == driver.checked[0] and longest <= driver.checked[1] and limit <= driver.checked[2]:
             return
         names = {id(m): name for m, name in zip(self.models, stage_names(len(self.models)), strict=True)}
         caching = {names[id(model)]: model for model in self._caching()}
         if request.cache is not None and request.cache.fits(rows, inputs.capacity) and not static:
             caching.pop("target", None)
         check_memory(caching, rows=rows, longest=longest, limit=limit, is_static=static, release=driver.release)
-        driver.checked = rows, longest, limit
+        driver.checked = (rows, longest, limit) if is_kept else (0, 0, 0)
 
     @contextmanager
     def _turn(self, what: str, instead: str) -> Iterator[None]:

@@ -141,10 +141,12 @@ def _measured(
         models: dict[str, PreTrainedModel] = {}
         for name in drafts:
             chain = load_chain(target, given_drafts(name), SpeculationConfig(), Loading(**loading))
-            if not any(draft.translates for draft in chain.drafts):
-                models[name] = chain.models[0]
-            else:
+            if any(draft.translates for draft in chain.drafts):
                 say(f"skipped {name}: it has another tokenizer than the target")
+            elif any(draft.reads_target for draft in chain.drafts):
+                say(f"skipped {name}: it is a draft head")
+            else:
+                models[name] = chain.models[0]
         tokenizer = load_tokenizer(path, trust_remote_code=args.trust_remote_code)
         ids = [tokenizer(prompt, return_tensors="pt").input_ids for prompt in prompts or _BUILT_IN]
         limit, longest = getattr(target.config, "max_position_embeddings", None), max(i.shape[1] for i in ids)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,10 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 4e-2}
 """Largest deviation from the outputs of the model's own module on the probe, relative to the largest output."""
 
 
+_probed: WeakSet[nn.Module] = WeakSet()
+"""The model's modules whose outputs have been compared: SPD makes its layers anew in each call."""
+
+
 class GatedDeltaNet(nn.Module):
     """A gated delta net of transformers with the weights and sub-modules of its own, and a state per column.
 
@@ -46,7 +51,9 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         self.own = own
         self._act = ACT2FN[own.activation]
-        self._probe()
+        if own not in _probed:
+            self._probe()
+            _probed.add(own)
 
     def forward(self, hidden_states: torch.Tensor, cache_params: Any, **kwargs: Any) -> torch.Tensor:
         """Run ``hidden_states [rows, q, H]``. ``cache_params``: a :class:`pipespec.engine.cache.RowCache`. Others are ignored: rows have no padding."""

@@ -246,6 +246,7 @@ class Driver(Decoder):
         return type(self)(self.models, self.config)
 
     def release(self) -> None:
+        self.checked = (0, 0, 0)
         for stage in self.stages:
             stage.release()
 

@@ -104,7 +104,7 @@ class LocalPeer(Peer):
             with ExitStack() as stack:
                 lent = [stack.enter_context(shared.lent(writable)) for shared, writable in self._parts]
                 setup = replace(self._setup, parts=[len(fds) for fds in lent])
-                self.channel.send(pickle.dumps(setup), list(chain(*lent)))
+                self.channel.send(_pickled(setup), list(chain(*lent)))
         except Closed:
             pass  # it has ended already, which is found where it is awaited
         except BaseException as error:
@@ -135,6 +135,8 @@ class LocalPeer(Peer):
         """In a fork of the caller, whose child the process is not."""
         if self.channel is not None:
             self.channel.close()
+        if self.process is not None:
+            self.process.returncode = 0  # so that nothing here waits for it, or kills it
 
     # ---- its state
 
@@ -230,6 +232,14 @@ _REMEDIES = {
     errno.ENFILE: " (fs.file-max allows this machine no more)",
     errno.EAGAIN: " (`ulimit -u`, or the control group, allows no more processes)",
 }
+
+
+def _pickled(setup: Setup) -> bytes:
+    """Raises ``ChannelError`` for a draft of the user's that has no pickled form."""
+    try:
+        return pickle.dumps(setup)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise ChannelError(f"its drafts cannot be sent to a process ({error}): use schedule='lockstep'") from error
 
 
 def _not_ready() -> str:

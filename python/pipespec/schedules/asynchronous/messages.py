@@ -100,6 +100,8 @@ def _plain(value: Any) -> Any:
     match value:
         case None | bool() | int() | float() | str():
             return value
+        case np.generic():
+            return value.item()
         case torch.Tensor():
             return ["tensor", value.tolist(), str(value.dtype).removeprefix("torch.")]
         case np.ndarray():

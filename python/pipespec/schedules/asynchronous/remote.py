@@ -301,7 +301,7 @@ class RemoteDriver(AsynchronousDriver):
         ranks: All ranks, one per model of the chain.
     """
 
-    schedule = RANKS.name
+    schedule = "ranks"
 
     def __init__(self, model: PreTrainedModel, config: SpeculationConfig, ranks: Ranks) -> None:
         super().__init__([model], config)
