@@ -133,7 +133,6 @@ class EarlyExitSystem(HFSystem):
     def start(self, workload: Workload) -> None:
         if not hasattr(GenerationConfig(), "assistant_early_exit"):
             raise NotImplementedError("this version of transformers has no assistant_early_exit")
-        self._before = copy.deepcopy(workload.family.target.generation_config)
         super().start(workload)
 
     def _candidates(self, workload: Workload) -> Sequence[tuple[Any, ...]]:
@@ -151,6 +150,9 @@ class EarlyExitSystem(HFSystem):
             counts["target" if target.config.num_hidden_layers == depth else OWN_LAYERS] += 1
 
         handle = target.register_forward_pre_hook(count)
+        # The other systems read the same object.
+        before = target.generation_config
+        target.generation_config = copy.deepcopy(before)
         use_assistant_setting(target, setting)
         try:
             options = {"max_new_tokens": new_tokens, "assistant_early_exit": setting.layers, **self.workload.sampling}
@@ -158,16 +160,9 @@ class EarlyExitSystem(HFSystem):
         finally:
             handle.remove()
             target.config.num_hidden_layers = depth
-            use_assistant_setting(target, _setting_in(self._before))
+            target.generation_config = before
         stages = [StepCounts(OWN_LAYERS, counts[OWN_LAYERS]), StepCounts("target", counts["target"], len(tokens))]
         return Sample(tokens=tokens, stages=stages, commits=commits)
-
-
-def _setting_in(config: GenerationConfig) -> TunedSetting:
-    """What a generation configuration says about assisted generation."""
-    return TunedSetting(
-        1, config.num_assistant_tokens, config.assistant_confidence_threshold, config.num_assistant_tokens_schedule
-    )
 
 
 class PublishedSystem(System):

@@ -32,7 +32,7 @@ from bench.harness import choose_sizes, markdown_table, replace_table, save
 from bench.machine import provenance
 from bench.perf_model import simulate_spd
 from pipespec import Pipeline
-from pipespec.demo import MODULE_STAGES, Family, draft_module_path, family_path, load_family, prompts
+from pipespec.demo import MODULE_STAGES, draft_module_path, family_path, load_family, prompts
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.registry import PLAIN
 from pipespec_spd import RanksPipeline, SpeculativePipeline
@@ -40,7 +40,9 @@ from pipespec_spd.draft_module import DraftModuleConfig
 from pipespec_spd.law import spd_accepted_length, spd_speedup, spd_tokens_per_cycle
 from pipespec_spd.report import PHASES, SpeculativeReport
 
-_CALIBRATION = 2
+CALIBRATION, PROMPTS, REPEATS = 2, (4, 1), (2, 1)
+"""Held-out function heads: to calibrate, to measure and, last, how often these; the second numbers are those of ``--quick``."""
+
 _SIMULATIONS = 16
 _TIMEOUT_S = 60.0
 
@@ -114,12 +116,10 @@ def settings(modules: Sequence[Path], quick: bool, ranks: Sequence[int]) -> Iter
 # ---- measuring
 
 
-def measure_plain(family: Family, ids: list[torch.Tensor], new_tokens: int, threads: int) -> Calls:
+def measure(
+    pipe: Pipeline | SpeculativePipeline | RanksPipeline, ids: list[torch.Tensor], new_tokens: int, threads: int
+) -> Calls:
     torch.set_num_threads(threads)
-    return measure(Pipeline(family.target, schedule=PLAIN.name), ids, new_tokens)
-
-
-def measure(pipe: Pipeline | SpeculativePipeline | RanksPipeline, ids: list[torch.Tensor], new_tokens: int) -> Calls:
     calls = Calls()
     for prompt in ids:
         calls.outputs.append(pipe.generate(prompt, max_new_tokens=new_tokens, do_sample=False)[0].tolist())
@@ -144,7 +144,6 @@ def measure_ranks(setting: StagedSetting, work: dict[str, Any]) -> list[Calls]:
 
 def rank(job: Path) -> None:
     """Main function of a rank."""
-    torch.set_num_threads(1)
     work = json.loads(job.read_text())
     options = {"stages": work["stages"], "timeout_s": _TIMEOUT_S, "dtype": torch.float32}
     with quiet_transformers(), RanksPipeline(work["target"], work["drafter"], **options) as pipe:
@@ -153,9 +152,9 @@ def rank(job: Path) -> None:
             return
         calibration, prompts_ = ([torch.tensor([p]) for p in work[name]] for name in ("calibration", "prompts"))
         new_tokens = work["new_tokens"]
-        measure(pipe, calibration[:1], min(8, new_tokens))
-        found = [measure(pipe, calibration, new_tokens)]
-        found += [measure(pipe, prompts_, new_tokens) for _ in range(work["repeats"])]
+        measure(pipe, calibration[:1], min(8, new_tokens), 1)
+        found = [measure(pipe, calibration, new_tokens, 1)]
+        found += [measure(pipe, prompts_, new_tokens, 1) for _ in range(work["repeats"])]
         # This module is __main__ here and another one there.
         torch.save([(calls.outputs, calls.reports) for calls in found], work["result"])
 
@@ -244,35 +243,31 @@ def row(
 
 def record(args: argparse.Namespace) -> dict[str, Any]:
     """A new measurement."""
-    all_threads = args.threads
-    texts = prompts(args.prompts + _CALIBRATION)
+    all_threads, count, repeats = args.threads, PROMPTS[args.quick], REPEATS[args.quick]
+    texts = prompts(count + CALIBRATION)
     with quiet_transformers():
         with working("loading the models"):
             family = load_family()
         ids = [family.encode(text) for text in texts]
-        calibration, measured = ids[args.prompts :], ids[: args.prompts]
+        calibration, measured = ids[count:], ids[:count]
         every = list(settings([draft_module_path(), *args.module], args.quick, args.ranks))
         local = [s for s in every if not s.ranks]
         threads = sorted({all_threads, 1, *(min(all_threads, s.ranks) for s in every if s.ranks)}, reverse=True)
-        torch.set_num_threads(all_threads)
         pipes = [SpeculativePipeline(family.target, s.drafter, stages=s.stages, dtype=torch.float32) for s in local]
+        plainly = Pipeline(family.target, schedule=PLAIN.name)
         say("warming up and calibrating")
-        fitted, plain = {}, {t: [] for t in threads}
-        for t in threads:
-            measure_plain(family, calibration[:1], 8, t)
-            fitted[t] = measure_plain(family, calibration, args.new_tokens, t)
-        torch.set_num_threads(all_threads)
-        for pipe in pipes:
-            measure(pipe, calibration[:1], 8)
-        calibrated = [measure(pipe, calibration, args.new_tokens) for pipe in pipes]
+        for pipe, t in [*((plainly, t) for t in threads), *((pipe, all_threads) for pipe in pipes)]:
+            measure(pipe, calibration[:1], 8, t)
+        fitted = {t: measure(plainly, calibration, args.new_tokens, t) for t in threads}
+        calibrated = [measure(pipe, calibration, args.new_tokens, all_threads) for pipe in pipes]
+        plain: dict[int, list[Calls]] = {t: [] for t in threads}
         found: list[list[Calls]] = [[] for _ in pipes]
-        for repeat in range(args.repeats):
-            say(f"one process: repeat {repeat + 1} of {args.repeats}")
+        for repeat in range(repeats):
+            say(f"one process: repeat {repeat + 1} of {repeats}")
             for t in threads:
-                plain[t].append(measure_plain(family, measured, args.new_tokens, t))
-            torch.set_num_threads(all_threads)
+                plain[t].append(measure(plainly, measured, args.new_tokens, t))
             for pipe, calls in zip(pipes, found, strict=True):
-                calls.append(measure(pipe, measured, args.new_tokens))
+                calls.append(measure(pipe, measured, args.new_tokens, all_threads))
         rows = [
             row(s, known, calls, fitted, plain, all_threads, all_threads)
             for s, known, calls in zip(local, calibrated, found, strict=True)
@@ -282,7 +277,7 @@ def record(args: argparse.Namespace) -> dict[str, Any]:
             "calibration": [p[0].tolist() for p in calibration],
             "prompts": [p[0].tolist() for p in measured],
             "new_tokens": args.new_tokens,
-            "repeats": args.repeats,
+            "repeats": repeats,
         }
         for s in (s for s in every if s.ranks):
             say(s.label)
@@ -292,9 +287,9 @@ def record(args: argparse.Namespace) -> dict[str, Any]:
         "machine": provenance(all_threads),
         "threads": all_threads,
         "dtype": "float32",
-        "prompts": args.prompts,
+        "prompts": count,
         "new_tokens": args.new_tokens,
-        "repeats": args.repeats,
+        "repeats": repeats,
         "plain": [
             {
                 "threads": t,
@@ -350,9 +345,7 @@ def summary(found: dict[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("bench_spd", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few prompts, short texts, fewer drafters")
-    parser.add_argument("--prompts", type=int, metavar="N", help="held-out function heads (4; quick: 1)")
     parser.add_argument("--new-tokens", type=int, metavar="T", help="per prompt (64; quick: 24)")
-    parser.add_argument("--repeats", type=int, metavar="R", help="medians are taken over these (2; quick: 1)")
     ranks = "torchrun's processes (2 3 4, quick: 2; none: one process only)"
     parser.add_argument("--ranks", type=int, nargs="*", metavar="W", help=ranks)
     modules = "more draft modules of the bundled target"
@@ -361,19 +354,13 @@ def main(arguments: list[str] | None = None) -> int:
     cores, threads = len(os.sched_getaffinity(0)), "of one process (all cores: %(default)s)"
     parser.add_argument("--threads", type=int, default=cores, metavar="T", help=threads)
     parser.add_argument("--docs", type=Path, metavar="FILE", help="rewrite the table between its two comments there")
-    earlier = "do not measure: show this measurement"
-    parser.add_argument("--from", dest="earlier", type=Path, metavar="FILE", help=earlier)
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.rank:
         rank(args.rank)
         return 0
-    choose_sizes(args, prompts=(4, 1), new_tokens=(64, 24), repeats=(2, 1))
-    for name in ("prompts", "new_tokens", "repeats", "threads"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    args.ranks = ([2] if args.quick else [2, 3, 4]) if args.ranks is None else args.ranks
-    found = json.loads(args.earlier.read_text(encoding="utf-8")) if args.earlier else record(args)
+    choose_sizes(args, new_tokens=(64, 24), ranks=([2, 3, 4], [2]))
+    found = record(args)
     text = f"{markdown_table(HEADER, map(cells, found['rows']))}\n\n{summary(found)}"
     print(text)
     if args.docs:

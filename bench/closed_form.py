@@ -29,23 +29,13 @@ def accepted_run(a: float, g: float) -> float:
     return 1.0 if a == 0.0 else -math.expm1((g + 1) * math.log(a)) / (1.0 - a)
 
 
-def lockstep_rate(a: float, g: int, draft: float, verify: float) -> float:
-    """Tokens per unit of time of lockstep with two stages: S(g) / (g draft + verify).
-
-    Leviathan et al., theorem 3.8, with separate costs of drafting and verifying.
-    """
-    return accepted_run(a, g) / (g * draft + verify)
-
-
 # --- PipeSpec as published -----------------------------------------------------------------------------------------
 
 
 def verify_probability(a: float, g: float) -> float:
     """Steady-state probability that a step of the verifier verifies draft tokens: rho = a / (1 - a^(g+1) + a).
 
-    The other steps decode one token. Published, section 3.2. The formula is exact for this Markov chain: a verification follows a
-    verification when all g draft tokens and the bonus token agree, and it follows a one-token step when that token agrees.
-    Limits: 0 at a = 0 and 1 at a = 1.
+    The other steps decode one token. Published, section 3.2, and exact for the Markov chain of the docs page ``theory.md``.
     """
     return a / (1.0 - a ** (g + 1) + a)
 
@@ -53,9 +43,8 @@ def verify_probability(a: float, g: float) -> float:
 def tokens_per_step(a: float, g: float) -> float:
     """Expected tokens per step of the verifier: E[N(M)] = (1 - rho) + rho (1 - a^(g+1)) / (1 - a).
 
-    Published, section 3.2. It assumes independent acceptance, one plain step after every rejection or missed bonus token, a draft
-    that is corrected at once and drafts on meanwhile, equal time for plain and verifying steps, and a free handshake. Under these
-    assumptions ``g = c - 1`` is the fixed point. Limits: 1 at g = 0, c at a = 1 and g = c - 1, and 1 / (1 - a^2) for g to infinity.
+    Published, section 3.2, with its assumptions, under which ``g = c - 1`` is the fixed point. Limits: 1 at g = 0, c at a = 1 and g = c - 1,
+    and 1 / (1 - a^2) for g to infinity.
     """
     rho = verify_probability(a, g)
     return (1.0 - rho) + rho * accepted_run(a, g)
@@ -93,19 +82,8 @@ def two_stage(
 ) -> float:
     """Tokens per unit of time of a draft that runs ahead of a verifier, with separate costs of a wide and of a one-token step.
 
-    A cycle goes from a rejection to the next. With b = verify/draft - 1 the draft tokens that pile up during a verification, w the minimum number of draft tokens, and q the
-    mean number of further verifications::
-
-        w > 0:     q = a^(w+1) / (1 - a^(b+1))
-                   tokens = S(w) + q S(b)
-                   time = handshake + lag + w draft + verify + q (verify + handshake)
-        w = 0:     b0 = (plain - lag)/draft - 1,  q = a a^(b0+1) / (1 - a^(b+1))
-                   tokens = 1 + a S(b0) + q S(b)
-                   time = handshake + plain + a (verify + handshake) + q (verify + handshake)
-
-    The derivation is in the docs page ``theory.md``. The form assumes independent acceptance and w <= b. Otherwise b is raised to w,
-    and the time grows with it. It is exact for lag = 0 and whole ratios of step times. With w = 0, verify = plain and
-    handshake = lag = 0 it equals the published form.
+    The docs page ``theory.md`` has the formula, which describes a cycle from a rejection to the next. It assumes independent acceptance and w <= b.
+    Otherwise b is raised to w, and the time grows with it.
 
     Args:
         min_draft_tokens: Draft tokens that the verifier waits for after a rejection. 0: it decodes one token at once.
@@ -153,18 +131,13 @@ def chain_rate(
 # --- lockstep ------------------------------------------------------------------------------------------------------
 
 
-def lockstep_speedup(a: float, g: int, c: float) -> float:
-    """Speed-up of lockstep over plain decoding: (1 - a^(g+1)) / ((1 - a) (g/c + 1)).
-
-    Leviathan et al., arXiv 2211.17192, theorem 3.8. It assumes that a verification takes as long as a plain step.
-    """
-    return lockstep_rate(a, g, 1.0 / c, 1.0)
-
-
 def best_lockstep(a: float, c: float) -> tuple[int, float]:
-    """Number of draft tokens, at least one, with the largest lockstep speed-up, and that speed-up, for ``a`` below 1."""
-    g, best = 1, lockstep_speedup(a, 1, c)
-    while (more := lockstep_speedup(a, g + 1, c)) > best:  # unimodal: a concave over a linear function
+    """Number of draft tokens, at least one, with the largest lockstep speed-up, and that speed-up, for ``a`` below 1.
+
+    The speed-up is S(g) / (g/c + 1): Leviathan et al., arXiv 2211.17192, theorem 3.8, where a verification takes as long as a plain step.
+    """
+    g, best = 0, 0.0
+    while (more := accepted_run(a, g + 1) / ((g + 1) / c + 1.0)) > best:  # unimodal: a concave over a linear function
         g, best = g + 1, more
     return g, best
 
@@ -175,7 +148,6 @@ def crossover_acceptance(c: float) -> float:
     The claim of arXiv 2505.01572 that asynchronous decoding is always faster holds for c <= 5 only. The loss is the plain step after
     each rejection. Waiting for a few draft tokens avoids it, see :func:`two_stage`.
     """
-
     return _always_ahead(lambda a: published_speedup(a, c) - best_lockstep(a, c)[1])
 
 

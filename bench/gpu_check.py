@@ -61,16 +61,6 @@ DEPENDENT = (("PIPESPEC_PDL", "1"),)
 BY_MODULES = "run transformers' modules"
 """Of the warning that a model is not in the fused form."""
 
-KERNELS = (
-    "verify greedy",
-    "verify coupled",
-    "attention",
-    "argmax",
-    "kv_append",
-    "add_rms_norm",
-    "silu_mul",
-    "rope_append",
-)
 ROWS = ("plain-graphs", "lockstep-graphs", "streams", "assisted")
 """Beside ``generate()``. On one device the published asynchronous schedule and workers take turns, so they are left out."""
 
@@ -149,7 +139,7 @@ def parts_of(dry: bool) -> tuple[Part, ...]:
         _generations("1B -> 8B", ("1B", "8B"), ROWS, 240, *sizes, *tuning),
         # Compilation takes longer than bench.run allows of a time limit.
         _generations("compiled", ("8B",), ("static",), 150, *sizes, "--no-calibrated", "--seconds", "inf"),
-        _kernels(60, "--device", "cuda", "--only", *KERNELS),
+        _kernels(60, "--device", "cuda"),
         Part("more", ("-m", "bench.gpu_more", "--json", "{file}"), 200, required=False, call="figures"),
         _tests("dependent", marked, GPU_TESTS, 150, processes=processes, required=False, variables=DEPENDENT),
         _generations("dependent, 8B", ("1B", "8B"), ROWS[:2], 80, *sizes, *tuning, required=False, variables=DEPENDENT),

@@ -11,7 +11,6 @@ medians over replays, between events.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import time
 from collections.abc import Callable
@@ -63,7 +62,7 @@ class Benchmark:
 
     Attributes:
         name: In the results.
-        make: Of a device, ``quick``, a shape, a dtype and a number of copies: a case.
+        make: Of a device, a shape, a dtype and a number of copies: a case.
         axes: Headings of a shape.
         shapes: Of a device and ``quick``: the shapes to measure.
         dtypes: Of a device and ``quick``: the dtypes to measure.
@@ -71,21 +70,11 @@ class Benchmark:
     """
 
     name: str
-    make: Callable[[str, bool, Shape, torch.dtype, int], KernelCase]
+    make: Callable[[str, Shape, torch.dtype, int], KernelCase]
     axes: tuple[str, str, str] = ("B", "Q", "V")
     shapes: Callable[[str, bool], list[Shape]] = logits_shapes
     dtypes: Callable[[str, bool], list[torch.dtype]] = logits_dtypes
     input_bytes: Callable[[Shape, torch.dtype], int] = logits_bytes
-
-
-def rivals(
-    device: str, quick: bool, eager: Callable[..., object], arguments: Callable[[int], tuple[Any, ...]]
-) -> dict[str, Call]:
-    """Eager torch, and its compiled form where that is measured, on the arguments of a copy."""
-    found = {"eager": eager}
-    if device == "cuda" and not quick:
-        found["compile"] = compiled(eager)
-    return {name: lambda i, rival=rival: rival(*arguments(i)) for name, rival in found.items()}  # type: ignore[misc]
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -191,7 +180,7 @@ def time_call(call: Call, copies: int, repeats: int) -> tuple[float, bool]:
 
 
 def measure_on_gpu(make: Maker, shape: Shape, dtype: torch.dtype, copies: int, repeats: int) -> dict[str, Any]:
-    """The times of a case and of its rivals, each of which may fail: out of memory, compilation, launch."""
+    """The times of a case and of its rivals, each of which may fail: out of memory, launch."""
     case = make(shape, dtype, copies)
     us, captured = time_call(case.ours, copies, repeats)
     rivals: dict[str, dict[str, Any]] = {}
@@ -205,10 +194,3 @@ def measure_on_gpu(make: Maker, shape: Shape, dtype: torch.dtype, copies: int, r
         rivals[name] = {"us": rival_us, "captured": rival_captured, "times_ours": rival_us / us}
     moved = case.bytes_moved
     return {"us": us, "captured": captured, "bytes": moved, "gb_per_s": moved / us / 1e3, "rivals": rivals}
-
-
-@functools.cache
-def compiled(function: Callable[..., object]) -> Callable[..., object]:
-    """``torch.compile`` of a function, compiled for each shape separately."""
-    torch._dynamo.config.recompile_limit = 1000
-    return torch.compile(function, dynamic=False)

@@ -1,8 +1,6 @@
 """The kernels' benchmarks: ``python -m bench.kernels [--device cuda] [--quick] [--only NAME] [--json FILE]``
 
-``bench/selection_cases.py``, ``bench/layer_cases.py`` and ``bench/packed_cases.py`` are the table of cases. The rivals are eager torch, on a GPU also ``torch.compile`` (not with
-``--quick``), FlashInfer for rejection sampling where it is installed, and FlexAttention for attention. ``bench/kernel_timing.py`` describes the
-timing. GB/s counts the bytes that must be moved once; the share of a plain read with the same threads (CPU) or of a copy (GPU) stands beside it. A star: the
+``bench/selection_cases.py`` and ``bench/layer_cases.py`` are the table of cases, whose rivals are torch. ``bench/kernel_timing.py`` describes the timing. GB/s counts the bytes that must be moved once; the share of a plain read with the same threads (CPU) or of a copy (GPU) stands beside it. A star: the
 call was not in a graph. A shape that does not fit the memory is left out. Exit status 1: a shape failed.
 """
 
@@ -18,12 +16,12 @@ from typing import Any
 
 import torch
 
-from bench import kernel_timing, layer_cases, packed_cases, selection_cases
+from bench import kernel_timing, layer_cases, selection_cases
 from bench.harness import copy_bytes_per_second, refuse_without_gpu, save
 from bench.kernel_timing import Benchmark
 from bench.machine import provenance
 
-BENCHMARKS = [*selection_cases.BENCHMARKS, *layer_cases.BENCHMARKS, *packed_cases.BENCHMARKS]
+BENCHMARKS = [*selection_cases.BENCHMARKS, *layer_cases.BENCHMARKS]
 
 
 def run(benchmarks: Sequence[Benchmark], options: argparse.Namespace) -> int:
@@ -60,7 +58,7 @@ def measure(benchmark: Benchmark, device: str, quick: bool, copy: float | None) 
     """
     copies_for = kernel_timing.gpu_copies if device == "cuda" else kernel_timing.cpu_copies
     measure_one = kernel_timing.measure_on_gpu if device == "cuda" else kernel_timing.measure_on_cpu
-    make = functools.partial(benchmark.make, device, quick)
+    make = functools.partial(benchmark.make, device)
     print(f"\n{benchmark.name}")
     heads = (*benchmark.axes, "dtype", "us", "GB/s", "of copy" if copy else "of read")
     print("{:>4}{:>4}{:>8}  {:10}{:>10} {:>9}{:>9}   times ours".format(*heads))
@@ -97,7 +95,7 @@ def mark(timed: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--quick", action="store_true", help="few shapes, one dtype, nothing compiled by torch")
+    parser.add_argument("--quick", action="store_true", help="few shapes, one dtype")
     names = [b.name for b in BENCHMARKS]
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, help=f"some of: {', '.join(names)}")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="on the CPU; default: %(default)s")

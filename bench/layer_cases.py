@@ -5,8 +5,7 @@ storage. On a GPU in bfloat16; on the CPU in float32 with small shapes.
 
 Rivals of attention, whose last ``Q`` keys are the columns' own: ``sdpa``, torch's with the mask that rows of their own lengths need, and keys and values
 repeated for each query head, as in transformers; ``gqa``, the same without the repetition; ``unmasked``, one column, which needs rows of equal length;
-``flex``, FlexAttention with a block mask made beforehand (GPU, not ``--quick``); ``invariant``, ours with sums in an order that depends on the visible keys
-alone. Bytes: keys, values, queries and results once.
+``invariant``, ours with sums in an order that depends on the visible keys alone. Bytes: keys, values, queries and results once.
 
 Rivals of the moves are indexed reads and assignments whose indices are made beforehand; bytes: what is moved, read once and written once. Rivals of the rest
 are transformers' modules in torch; bytes: each input read once and each result written once, without weights and tables.
@@ -14,17 +13,14 @@ are transformers' modules in torch; bytes: each input read once and each result 
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench import kernel_timing
-from bench.kernel_timing import BATCHES, WIDTHS, Benchmark, Call, KernelCase, Shape, normal, rivals
+from bench.kernel_timing import BATCHES, WIDTHS, Benchmark, Call, KernelCase, Shape, normal
 from pipespec_kernels import ops, reference
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -74,27 +70,7 @@ def visible(lengths: Tensor, width: int, keys: int) -> Tensor:
     return (torch.arange(keys, device=lengths.device) <= (lengths[:, None] + columns)[:, :, None])[:, None]
 
 
-def flexible(lengths: Tensor, width: int, keys: int) -> Callable[[Tensor, Tensor, Tensor], Any]:
-    """FlexAttention for these lengths, made by its first call. If this torch cannot run it, the rival fails."""
-
-    @functools.cache
-    def made() -> tuple[Callable[..., Any], Any]:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            return kv <= lengths[b] + q
-
-        mask = create_block_mask(mask_mod, len(lengths), None, width, keys, device=str(lengths.device))
-        return kernel_timing.compiled(flex_attention), mask
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        compiled, mask = made()
-        return compiled(q, k, v, block_mask=mask, enable_gqa=True)
-
-    return attention
-
-
-def make_attention(device: str, quick: bool, shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
+def make_attention(device: str, shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
     batch, width, keys = shape
     q = normal((copies, batch, width, HEADS, DIM), dtype, device).transpose(2, 3)
     k, v = (normal((copies, batch, KV_HEADS, keys, DIM), dtype, device) for _ in range(2))
@@ -112,9 +88,6 @@ def make_attention(device: str, quick: bool, shape: Shape, dtype: torch.dtype, c
     }
     if width == 1:
         others["unmasked"] = lambda i: grouped(q[i], k[i], v[i], None)
-    if device == "cuda" and not quick:
-        flex = flexible(lengths, width, keys)
-        others["flex"] = lambda i: flex(q[i], k[i], v[i])
     if batch * keys <= MAX_CHECKED:
         tolerance = 1e-4 if dtype is torch.float32 else 2e-2
         torch.testing.assert_close(ours(0), masked(q[0], k[0], v[0], mask), rtol=tolerance, atol=tolerance)
@@ -196,13 +169,9 @@ of a column that are read or written."""
 def check_operation(call: Operation) -> None:
     """Check that both give the same. In 16 bits, a number may be rounded to its neighbour."""
     mine = [x.clone() for x in call(True)]
-    for ours, expected in zip(mine, theirs(call), strict=True):
+    for ours, expected in zip(mine, call(False), strict=True):
         tolerance = 1e-5 if expected.dtype is torch.float32 else 2e-2
         torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
-
-
-def theirs(call: Operation) -> tuple[Tensor, ...]:
-    return call(False)
 
 
 def operation(op: str) -> Benchmark:
@@ -211,11 +180,10 @@ def operation(op: str) -> Benchmark:
     def bytes_moved(shape: Shape, dtype: torch.dtype) -> int:
         return shape[0] * shape[1] * numbers * dtype.itemsize
 
-    def make(device: str, quick: bool, shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
+    def make(device: str, shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
         calls = [make_call(shape, dtype, device) for _ in range(copies)]
         check_operation(calls[0])
-        others = rivals(device, quick, theirs, lambda i: (calls[i],))
-        return KernelCase(bytes_moved(shape, dtype), lambda i: calls[i](True), others)
+        return KernelCase(bytes_moved(shape, dtype), lambda i: calls[i](True), {"eager": lambda i: calls[i](False)})
 
     def shapes(device: str, quick: bool) -> list[Shape]:
         return [(b, q, size or 4 * q) for b, q in rows_and_widths(device, quick)]

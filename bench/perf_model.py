@@ -28,7 +28,7 @@ SCHEDULES = ("asynchronous", "reference", "reference-lockstep")
 
 ROOT = Path(__file__).parents[1]
 _COUNTS = 4 + 101
-"""Numbers per stage: four counters, and the steps by the tokens that they appended, at most 100."""
+"""Numbers of ``StageResult`` of the C++ file: four counters, and the steps by the tokens that they appended, at most 100."""
 
 
 def _fields(**kinds: str) -> list[tuple[str, Any]]:
@@ -230,9 +230,7 @@ def simulate(
         setting.table, setting.positions = table.ctypes.data, len(table)
     counts, message = np.zeros((len(stages), _COUNTS), np.uint64), ctypes.create_string_buffer(256)
     counted = ctypes.c_void_p(counts.ctypes.data)
-    seconds = _native()(
-        ctypes.c_uint32(SCHEDULES.index(schedule)), ctypes.byref(setting), counted, ctypes.c_uint32(_COUNTS), message
-    )
+    seconds = _native()(ctypes.c_uint32(SCHEDULES.index(schedule)), ctypes.byref(setting), counted, message)
     if seconds < 0:
         raise RuntimeError(message.value.decode())
     return Simulation(seconds, tokens, tuple(StageCounts(*map(int, c[:4]), c[4:].astype(np.int64)) for c in counts))

@@ -53,9 +53,6 @@ SHAPES = {
     # LLaMA-like, with about as many weights and as many layers as Qwen3.5-4B and 9B, which have other layers.
     "4B": Shape(2560, 9216, 32, 16, 4, vocab_size=248320),
     "9B": Shape(4096, 12288, 32, 16, 4, vocab_size=248320),
-    # For checks of a GPU: small, with heads of 64 as the 1B's.
-    "check-draft": Shape(256, 512, 2, 4, 2, vocab_size=512),
-    "check-target": Shape(512, 1024, 3, 8, 2, vocab_size=512),
     # For tests: small, with different sizes.
     "tiny-small": Shape(96, 192, 2, 4, 2, vocab_size=512),
     "tiny-medium": Shape(128, 256, 3, 4, 2, vocab_size=512),

@@ -16,9 +16,8 @@ import json
 import math
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +72,6 @@ class Series:
     marks: bool = False
     dashed: bool = False
     joined: bool = False
-    steps: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,8 +99,8 @@ def chart(title: str, panels: Sequence[Panel], note: str = "") -> str:
             raise ValueError(f"{title}: every series needs finite points")
         for s in panel.series:
             line = "none" if s.marks and not s.joined else "--" if s.dashed else "-"
-            style = {"ls": line, "marker": "o" if s.marks else "", "drawstyle": "steps-post" if s.steps else "default"}
-            ax.plot(s.x, s.y, ms=4, color=COLOURS[s.colour % len(COLOURS)], label=s.name, **style)
+            marker = "o" if s.marks else ""
+            ax.plot(s.x, s.y, ls=line, marker=marker, ms=4, color=COLOURS[s.colour % len(COLOURS)], label=s.name)
         ax.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label, ylim=(0.0, panel.y_high))
         ax.grid(axis="y", color="#dddddd")
         ax.spines[["top", "right"]].set_visible(False)
@@ -145,36 +143,19 @@ def bars(title: str, rows: Sequence[Bar], note: str = "", reference: float | Non
 # ---- a run
 
 
-@dataclass
-class Run:
-    """Everything that a run has measured: its summary, and its samples."""
-
-    summary: dict[str, Any]
-    samples: list[Sample]
-
-    @classmethod
-    def load(cls, folder: ResultsFolder) -> Run:
-        """Read a run's folder. Raises ``FileNotFoundError`` and ``ValueError`` as :meth:`ResultsFolder.settings` does."""
-        samples = list(folder.samples.values())
-        return cls(tables.summarise(folder.settings(), samples), samples)
-
-    def rows(self, dataset: str) -> list[tuple[dict[str, Any], tables.Row]]:
-        """The record and the row of each system on a dataset."""
-        systems = {system["key"]: system for system in self.summary["systems"]}
-        return [(systems[row.key], row) for row in tables.rows_of(self.summary) if row.dataset == dataset]
-
-    def texts(self, dataset: str) -> Iterator[tuple[str, list[Sample]]]:
-        """The label of each system on a dataset that has texts, with those that did not fail."""
-        for system, _ in self.rows(dataset):
-            own = [s for s in self.samples if (s.dataset, s.system) == (dataset, system["key"]) and s.tokens]
-            if own:
-                yield system["label"], own
+Summary = dict[str, Any]
 
 
-def speedups(run: Run, dataset: str) -> str:
+def placed(summary: Summary, dataset: str) -> list[tuple[dict[str, Any], tables.Row]]:
+    """The record and the row of each system on a dataset."""
+    systems = {system["key"]: system for system in summary["systems"]}
+    return [(systems[row.key], row) for row in tables.rows_of(summary) if row.dataset == dataset]
+
+
+def speedups(summary: Summary, dataset: str, samples: Sequence[Sample]) -> str:
     """The speed-up of each system against the fastest one without drafts."""
     rows = []
-    for _, row in run.rows(dataset):
+    for _, row in placed(summary, dataset):
         if row.speedup is None:
             rows.append(Bar(row.label, None, f"not measured: {(row.reason or 'no complete sample')[:60]}"))
         else:
@@ -184,10 +165,10 @@ def speedups(run: Run, dataset: str) -> str:
     return bars(f"Speed-up on {dataset}", rows, note, 1.0)
 
 
-def sweeps(run: Run, dataset: str) -> str:
+def sweeps(summary: Summary, dataset: str, samples: Sequence[Sample]) -> str:
     """Speed-up over each setting that a sweep varied, and over the number of models in the chain."""
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for system, row in run.rows(dataset):
+    for system, row in placed(summary, dataset):
         if row.speedup is None:
             continue
         chain = " > ".join([system["kind"], *system["drafts"]])
@@ -211,10 +192,10 @@ def sweeps(run: Run, dataset: str) -> str:
     return chart(f"Sweeps on {dataset}", panels)
 
 
-def accepted(run: Run, dataset: str) -> str:
+def accepted(summary: Summary, dataset: str, samples: Sequence[Sample]) -> str:
     """The share of the target's steps by accepted draft tokens."""
     series = []
-    for _, row in run.rows(dataset):
+    for _, row in placed(summary, dataset):
         if any(row.histogram):
             shares = [count / sum(row.histogram) for count in row.histogram]
             series.append(Series(row.label, range(len(shares)), shares, len(series), marks=True, joined=True))
@@ -222,57 +203,42 @@ def accepted(run: Run, dataset: str) -> str:
     return chart(f"Accepted draft tokens on {dataset}", [panel])
 
 
-def over_time(run: Run, dataset: str) -> str:
-    """Tokens of the first sample over time, and the distribution of the time per token."""
-    growth, times = [], []
-    for i, (label, texts) in enumerate(list(run.texts(dataset))[:MAX_CURVES]):
-        if texts[0].commits:
-            at, tokens = zip((0.0, 0), *texts[0].commits, strict=True)
-            growth.append(Series(label, at, tokens, i, steps=True))
-        gaps = sorted(
-            1e3 * (b[0] - a[0]) / (b[1] - a[1])
-            for text in texts
-            for a, b in pairwise(text.commits)
-            for _ in range(b[1] - a[1])
-        )
-        if gaps:
-            times.append(Series(label, gaps, [(j + 1) / len(gaps) for j in range(len(gaps))], i))
-    panels = [
-        Panel(growth, "one text", "s", "new tokens"),
-        Panel(times, "all texts", "ms per token, at most", "share of the tokens", 1.0),
-    ]
-    return chart(f"Tokens over time on {dataset}", [p for p in panels if p.series])
-
-
 PHASES = ("draft", "stages", "verify", "other")
 
 
-def cycles(run: Run, dataset: str) -> str:
+def cycles(summary: Summary, dataset: str, samples: Sequence[Sample]) -> str:
     """SPD: the parts of a cycle."""
     import pandas
 
-    rows = [(label, texts) for label, texts in run.texts(dataset) if all(t.phases and t.cycles for t in texts)]
+    rows: dict[str, list[Sample]] = {}
+    for system, row in placed(summary, dataset):
+        own = [s for s in samples if (s.dataset, s.system) == (dataset, system["key"]) and s.phases and s.cycles]
+        if own:
+            rows[row.label] = own
     if not rows:
         raise ValueError("no system has cycles")
     figure, (ax,) = _figure(f"SPD on {dataset}: parts of a cycle", 8.0, 1.2 + 0.3 * len(rows))
-    totals = pandas.DataFrame([pandas.DataFrame([t.phases for t in texts], columns=PHASES).sum() for _, texts in rows])
-    cycles = [sum(t.cycles or 0 for t in texts) / 1e3 for _, texts in rows]
-    parts = totals.div(cycles, axis="index").set_axis([label for label, _ in rows])
+    totals = pandas.DataFrame(
+        [pandas.DataFrame([t.phases for t in own], columns=PHASES).sum() for own in rows.values()]
+    )
+    cycles = [sum(t.cycles or 0 for t in own) / 1e3 for own in rows.values()]
+    parts = totals.div(cycles, axis="index").set_axis(list(rows))
     parts.plot.barh(stacked=True, width=0.8, ax=ax, color=COLOURS, xlabel="ms")
     ax.invert_yaxis()
     ax.legend(ncols=len(PHASES), loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
     return svg(figure)
 
 
-FIGURES = {"speedup": speedups, "sweep": sweeps, "accepted": accepted, "time": over_time, "spd": cycles}
+FIGURES = {"speedup": speedups, "sweep": sweeps, "accepted": accepted, "spd": cycles}
 
 
-def report(run: Run, out: Path) -> list[Path]:
+def report(folder: ResultsFolder, out: Path) -> list[Path]:
     """Write the figures of a run that its samples allow, and ``report.html`` with them and the tables; returns the files."""
     import pandas
 
     out.mkdir(parents=True, exist_ok=True)
-    summary, files = run.summary, list[Path]()
+    samples, files = list(folder.samples.values()), list[Path]()
+    summary = tables.summarise(folder.settings(), samples)
     parts = [f"<p>{html.escape(tables.caption(summary))}</p>", f"<p>{html.escape(describe(summary['machine']))}</p>"]
     for dataset in (d["name"] for d in summary["datasets"]):
         parts.append(f"<h2>{html.escape(dataset)}</h2>")
@@ -281,7 +247,7 @@ def report(run: Run, out: Path) -> list[Path]:
         parts.append(table.to_html(index=False, na_rep="-", float_format="{:.3f}".format, border=0))
         for name, draw in FIGURES.items():
             try:
-                picture = draw(run, dataset)
+                picture = draw(summary, dataset, samples)
             except ValueError:
                 continue  # the samples have nothing for this figure
             files.append(out / f"{name}-{len(files)}.svg")
@@ -364,7 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         files = [(args.out or args.results.parent) / args.results.with_suffix(".svg").name]
         files[0].write_text(picture, encoding="utf-8")
     else:
-        files = report(Run.load(ResultsFolder(args.results)), args.out or args.results)
+        files = report(ResultsFolder(args.results), args.out or args.results)
     print(*files, sep="\n")
     return 0
 

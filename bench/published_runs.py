@@ -324,19 +324,17 @@ def report(runs: Sequence[PublishedRun]) -> dict[str, Any]:
     for run in runs:
         if run.kind == "plain":
             continue
-        place, entry = ("lockstep", _lockstep_entry) if run.kind == "lockstep" else ("pipelines", _pipeline_entry)
         try:
-            out[place].append(entry(runs, run))
+            if run.kind == "pipeline":
+                out["pipelines"].append(_pipeline_entry(runs, run))
+                continue
+            evidence, measured = gather(runs, run.models, but=run), run.ms_per_token()
+            predicted = predict(evidence, run, "reference-lockstep", lookahead=run.lookahead)[0]
+            figures = {"measured_ms": measured, "predicted_ms": predicted, "error": predicted / measured - 1}
+            out["lockstep"].append({"run": run.label, **figures})
         except ValueError as error:
             out["failed"].append({"run": run.label, "reason": str(error)})
     return out
-
-
-def _lockstep_entry(runs: Sequence[PublishedRun], run: PublishedRun) -> dict[str, Any]:
-    evidence = gather(runs, run.models, but=run)
-    predicted = predict(evidence, run, "reference-lockstep", lookahead=run.lookahead)[0]
-    measured = run.ms_per_token()
-    return {"run": run.label, "measured_ms": measured, "predicted_ms": predicted, "error": predicted / measured - 1}
 
 
 def _pipeline_entry(runs: Sequence[PublishedRun], run: PublishedRun) -> dict[str, Any]:

@@ -73,8 +73,8 @@ def own_plain(row: str) -> str:
 def our_rows(options: argparse.Namespace) -> Iterator[System]:
     """Rows of ours. Drafts are named in :func:`family_of`."""
 
-    def lockstep(drafts: Sequence[str], n: int, **more: Any) -> dict[str, Any]:
-        return {"drafts": drafts, "schedule": LOCKSTEP.name, "lookahead": n, **more}
+    def lockstep(drafts: Sequence[str], n: int) -> dict[str, Any]:
+        return {"drafts": drafts, "schedule": LOCKSTEP.name, "lookahead": n}
 
     fixed: dict[str, dict[str, Any]] = {f"lockstep, draft x{n}": lockstep(["draft"], n) for n in (1, 2, 3, 4, 6)}
     ngram = {f"lockstep, n-gram x{n}": lockstep(["ngram"], n) for n in (2, 4, 8, 16)}
@@ -91,9 +91,6 @@ def our_rows(options: argparse.Namespace) -> Iterator[System]:
         "workers": {"drafts": ["draft"], "schedule": WORKERS.name},
         "exact": {"drafts": ["draft"], "exact": True},
         "rejection": {"drafts": ["draft"], "acceptance": "rejection"},
-        "int8 draft": lockstep(["draft"], 3, weights={"drafts": "int8"}),
-        "other tokenizer x2": lockstep(["third"], 2),
-        "three models": lockstep(["third", "draft"], 2),
         f"{PACKED}, plain": {"schedule": PLAIN.name, **packed},
         f"{PACKED}, default, no draft": packed,
         f"{PACKED}, default": {"drafts": ["packed"], **packed},
@@ -381,7 +378,6 @@ def parser() -> argparse.ArgumentParser:
     option(out, "repeats", None, int, "default: %(default)s", default=3)
     option(out, "temperature", None, float, "sample (greedy without)")
     option(out, "head", None, Path, "a draft head of the target: its rows")
-    option(out, "third", None, str, "a smaller draft with another tokenizer (%(default)s)", default="smol")
     option(out, "llama", None, Path, "llama.cpp's llama-server: its rows")
     option(out, "openvino", ("PYTHON", "FOLDER"), Path, "OpenVINO GenAI's rows: an interpreter with openvino_genai, and a folder of exports NAME-fp16, -int8, -int4",
            nargs=2)
@@ -417,7 +413,6 @@ def measure(options: argparse.Namespace) -> None:
     target, draft = load(options.target, options.dtype), load(options.draft, options.dtype)
     drafts: dict[str, Any] = {
         "draft": draft,
-        "third": partial(load, options.third, options.dtype),
         "useless": partial(shuffled, target),
         "itself": partial(copy.deepcopy, target),
         "packed": options.models / f"{options.draft}.gguf",

@@ -105,19 +105,6 @@ def plant_models(config: BenchConfig, rate: float) -> tuple[Family, dict[str, An
     return family, {"target": family.name, "drafts": paths, "planted": record}
 
 
-def _has_matrices(model: Any) -> bool:
-    """Whether the embedding and the head are matrices of weights: those of a GGUF file lie there in blocks."""
-    return all(hasattr(module, "weight") for module in (model.get_input_embeddings(), model.get_output_embeddings()))
-
-
-def _here(config: BenchConfig) -> BenchConfig:
-    """A configuration of planted models on a device of this machine: its file may name GPUs that are not here."""
-    if torch.cuda.is_available() and len(set(config.device)) == 1 and config.device[0].startswith("cuda"):
-        return config
-    is_cpu = config.device == ("cpu",)
-    return replace(config, device=("cpu",), dtype=config.dtype if is_cpu else "float32")
-
-
 def prompts_of(config: BenchConfig, request: DatasetRequest, family: Family) -> Dataset:
     """The prompts of a dataset that fit the target: of a file, function heads for the bundled family, or random tokens for planted models.
 
@@ -172,7 +159,11 @@ HEADS = DatasetRequest(name="heads")
 def completed(config: BenchConfig) -> BenchConfig:
     """A configuration with the bundled family where it names no model, and with prompts where it names none."""
     if config.planted:
-        return _here(replace(config, target=None, dataset=config.dataset or (DatasetRequest(name="planted"),)))
+        config = replace(config, target=None, dataset=config.dataset or (DatasetRequest(name="planted"),))
+        if torch.cuda.is_available() and len(set(config.device)) == 1 and config.device[0].startswith("cuda"):
+            return config
+        # The file of the configuration may name GPUs that are not here.
+        return replace(config, device=("cpu",), dtype=config.dtype if config.device == ("cpu",) else "float32")
     if config.target is None:
         if config.drafts:
             raise ValueError("--drafts needs a --target: the bundled family has its own drafts")
@@ -221,8 +212,11 @@ def prepare(config: BenchConfig, folder: ResultsFolder, source: str | None = Non
     about |= {
         "name": family.name,
         "parameters": {name: model.num_parameters() for name, model in models.items()},
+        # The matrices of a GGUF file lie there in blocks.
         "bytes_per_step": {
-            name: planted.bytes_per_step(model) for name, model in models.items() if _has_matrices(model)
+            name: planted.bytes_per_step(model)
+            for name, model in models.items()
+            if hasattr(model.get_input_embeddings(), "weight") and hasattr(model.get_output_embeddings(), "weight")
         },
     }
     return Runner(
@@ -243,13 +237,6 @@ def prepare(config: BenchConfig, folder: ResultsFolder, source: str | None = Non
     )
 
 
-def _list() -> None:
-    formats = [(name, ", ".join(f.fields) or datasets.FIELDS) for name, f in datasets.FORMATS.items()]
-    print(aligned([("system", ""), *((name, kind.about) for name, kind in KINDS.items())], left=2))
-    print()
-    print(aligned([("format", "fields"), *formats], left=2))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("bench.run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
@@ -266,7 +253,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_options(parser)
     args = parser.parse_args(arguments)
     if args.list:
-        _list()
+        formats = [(name, ", ".join(f.fields) or datasets.FIELDS) for name, f in datasets.FORMATS.items()]
+        print(aligned([("system", ""), *((name, kind.about) for name, kind in KINDS.items())], left=2), end="\n\n")
+        print(aligned([("format", "fields"), *formats], left=2))
         return 0
     if args.out is None:
         parser.error("no folder for the results: give --out DIR")

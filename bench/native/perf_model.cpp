@@ -7,6 +7,7 @@
 // (arXiv 2505.01572) are there for comparison. Each stage has a device of its own, and there is one
 // row. Every function gives the same result for the same seed on every machine with IEEE doubles.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -70,21 +71,18 @@ struct Setting {
   std::span<const StageModel> stages() const { return {models, n_stages}; }
 };
 
+constexpr double kNever = std::numeric_limits<double>::infinity();
+constexpr u32 kReferenceCap = 100;  // the reference feeds at most this many tokens per verification
+
+// What the caller gets of a stage: bench/perf_model.py has the same numbers in the same order.
 struct StageResult {
   u64 steps = 0;     // forwards
   u64 drafted = 0;   // draft tokens fed
   u64 accepted = 0;  // draft tokens that survived
   u64 rollbacks = 0;
-  std::vector<u64> histogram;  // [n]: steps that appended n tokens
+  u64 histogram[kReferenceCap + 1] = {};  // [n]: steps that appended n tokens
 };
-
-struct Result {
-  double seconds = 0.0;  // until the target's text is complete
-  std::vector<StageResult> stages;
-};
-
-constexpr double kNever = std::numeric_limits<double>::infinity();
-constexpr u32 kReferenceCap = 100;  // the reference feeds at most this many tokens per verification
+using Results = std::span<StageResult>;
 
 u64 mix(u64 x) {  // splitmix64's finaliser
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -146,12 +144,6 @@ double step_time(const StageModel& stage, u32 columns) {
   return stage.step_s[std::min(columns, stage.widths) - 1];
 }
 
-u32 power_of_two(u32 n) {
-  u32 p = 1;
-  while (p < n) p *= 2;
-  return p;
-}
-
 // The product's block and ports, with stages that choose the oracle's tokens.
 class Chain {
  public:
@@ -160,7 +152,7 @@ class Chain {
         target_(setting.n_stages - 1),
         oracle_(setting),
         selected_(setting.width) {
-    const u32 capacity = power_of_two(setting.tokens + 2);
+    const u32 capacity = std::bit_ceil(setting.tokens + 2);
     const std::size_t bytes = Block::bytes(target_ + 1, 1, capacity);
     memory_.reset(static_cast<char*>(::operator new(bytes, std::align_val_t{kLine})));
     std::memset(memory_.get(), 0, bytes);
@@ -215,15 +207,12 @@ class Chain {
     return false;
   }
 
-  Result result(double seconds) const {
-    Result out{seconds, {}};
+  void write(Results results) const {
     for (u32 s = 0; s <= target_; ++s) {
       const Counters& c = block_.priv(s, 0).counters;
-      StageResult stage{c.steps, c.drafted, c.accepted, c.rollbacks, {0}};
-      for (u32 i = 0; i < kHistogram; ++i) stage.histogram.push_back(c.histogram[i]);
-      out.stages.push_back(std::move(stage));
+      results[s] = {c.steps, c.drafted, c.accepted, c.rollbacks, {}};
+      std::copy_n(c.histogram, kHistogram, results[s].histogram + 1);
     }
-    return out;
   }
 
  private:
@@ -250,7 +239,8 @@ class Workers {
       runners_.push_back({State::kReady, model.start_s, 0.0, model.step_s[0], false, kNever});
   }
 
-  Result run() {
+  // Returns the seconds until the target's text is complete.
+  double run(Results results) {
     while (true) {
       now_ = kNever;
       for (const Runner& r : runners_) now_ = std::min(now_, r.at);
@@ -262,8 +252,10 @@ class Workers {
       for (u32 s = 0; s < runners_.size(); ++s)
         if (runners_[s].state == State::kRunning && runners_[s].at <= now_) finish(s);
       for (u32 s = 0; s < runners_.size(); ++s)
-        if (runners_[s].state != State::kRunning && runners_[s].at <= now_ && look(s))
-          return chain_.result(now_);
+        if (runners_[s].state != State::kRunning && runners_[s].at <= now_ && look(s)) {
+          chain_.write(results);
+          return now_;
+        }
     }
   }
 
@@ -357,12 +349,11 @@ class Reference {
       // The prompt's last token, and the first token, which each stage takes from its own prefill.
       stage.out = {kTrue, oracle_.next(s, 0, kTrue)};
       stage.at = setting.models[s].start_s;
-      stage.result.histogram.resize(kReferenceCap + 1);
       stages_.push_back(std::move(stage));
     }
   }
 
-  Result asynchronous() {
+  double asynchronous(Results results) {
     for (now_ = 0.0; !complete();) {
       // Blocked stages poll, because a step of one may free another.
       for (bool changed = true; changed;) {
@@ -383,10 +374,10 @@ class Reference {
         stage.asked = s > 0;  // after every step, whether drafts were rejected or not
       }
     }
-    return result();
+    return write(results);
   }
 
-  Result synchronous() {
+  double synchronous(Results results) {
     const u32 lead = setting_.lookahead > 0 ? setting_.lookahead - 1 : 0;
     for (const Stage& s : stages_) now_ = std::max(now_, s.at);
     while (!complete()) {
@@ -397,7 +388,7 @@ class Reference {
       }
       for (u32 s = 0; s < target_; ++s) roll_back(s, target_);
     }
-    return result();
+    return write(results);
   }
 
  private:
@@ -505,10 +496,9 @@ class Reference {
     return true;
   }
 
-  Result result() const {
-    Result out{now_, {}};
-    for (const Stage& stage : stages_) out.stages.push_back(stage.result);
-    return out;
+  double write(Results results) const {
+    for (u32 s = 0; s <= target_; ++s) results[s] = stages_[s].result;
+    return now_;
   }
 
   const Setting& setting_;
@@ -518,30 +508,19 @@ class Reference {
   double now_ = 0.0;
 };
 
-// 0: asynchronous, 1: the published asynchronous schedule, 2: the published lockstep.
-Result run(u32 schedule, const Setting& setting) {
-  if (schedule == 0) return Workers(setting).run();
-  Reference reference(setting);
-  return schedule == 1 ? reference.asynchronous() : reference.synchronous();
-}
-
 }  // namespace
 }  // namespace pipespec::perf
 
-// Returns the seconds, or -1 with a `message` of at most 256 bytes. `counts`: [stages][row] zeros,
-// filled with steps, drafted, accepted, rollbacks and the histogram.
+// `schedule` 0: asynchronous, 1: the published asynchronous schedule, 2: the published lockstep.
+// Returns the seconds, or -1 with a `message` of at most 256 bytes.
 extern "C" double pipespec_simulate(std::uint32_t schedule, const pipespec::perf::Setting* setting,
-                                    std::uint64_t* counts, std::uint32_t row, char* message) {
+                                    pipespec::perf::StageResult* stages, char* message) {
+  using namespace pipespec::perf;
+  const Results results(stages, setting->n_stages);
   try {
-    const auto result = run(schedule, *setting);
-    for (const auto& stage : result.stages) {
-      const std::uint64_t first[] = {stage.steps, stage.drafted, stage.accepted, stage.rollbacks};
-      std::copy_n(first, 4, counts);
-      std::copy_n(stage.histogram.data(), std::min<std::size_t>(stage.histogram.size(), row - 4),
-                  counts + 4);
-      counts += row;
-    }
-    return result.seconds;
+    if (schedule == 0) return Workers(*setting).run(results);
+    Reference reference(*setting);
+    return schedule == 1 ? reference.asynchronous(results) : reference.synchronous(results);
   } catch (const std::exception& error) {
     std::strncpy(message, error.what(), 255);
     return -1.0;

@@ -281,7 +281,7 @@ def collate(examples: Sequence[TrainingExample]) -> TrainingBatch:
     """Make one batch, padded on the right: ids and ``wanted`` of shape ``[len(examples), longest]``."""
     ids = pad_sequence([torch.from_numpy(e.ids.astype(np.int64)) for e in examples], batch_first=True)
     wanted = pad_sequence([torch.from_numpy(e.wanted) for e in examples], batch_first=True)
-    return TrainingBatch(ids, wanted, tokens=sum(len(e.ids) for e in examples))
+    return TrainingBatch(ids, wanted, sum(len(e.ids) for e in examples))
 
 
 def split(

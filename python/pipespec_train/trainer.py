@@ -49,13 +49,11 @@ class TrainingBatch(NamedTuple):
     Attributes:
         ids: ``[B, S]`` int64, padded on the right.
         wanted: ``[B, S]`` bool, whether the module learns the token after each position.
-        teacher_output: The target's forward over the batch, if the caller has kept it.
         tokens: Tokens without the padding; None: there is none.
     """
 
     ids: torch.Tensor
     wanted: torch.Tensor
-    teacher_output: TeacherOutput | None = None
     tokens: int | None = None
 
 
@@ -212,7 +210,7 @@ class _Run:
         """Both heads compute no position but those to learn: for a large vocabulary they are the larger part of a step and of its memory."""
         valid, ids = which.wanted.to(self.device), which.ids.to(self.device)
         with torch.no_grad(), autocast(self.device, self.settings.amp):
-            anchors, last = which.teacher_output or teacher_forward(self.target, ids, self.student.anchors)
+            anchors, last = teacher_forward(self.target, ids, self.student.anchors)
             logits = self.target.get_output_embeddings()(last.to(self.device)[valid].to(self.target.dtype))
         trained = torch.isin(logits.argmax(-1), self.columns)
         valid = valid.masked_scatter(valid, trained)

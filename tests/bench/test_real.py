@@ -14,7 +14,7 @@ def test_rows_name_drafts_that_there_are() -> None:
     options = real.parser().parse_args(["--head", "head"])
     found = {system.key: system for system in real.our_rows(options)}
     assert {name for system in found.values() for name in system.drafts} == {
-        "ngram", "draft", "third", "useless", "itself", "packed", "head",
+        "ngram", "draft", "useless", "itself", "packed", "head",
     }  # fmt: skip
     options = real.parser().parse_args(["--rows", "default"])
     assert [system.key for system in real.our_rows(options)] == ["plain", "default"]

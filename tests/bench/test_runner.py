@@ -693,7 +693,7 @@ def test_a_planted_run_from_the_command_line(
     page = (folder.path / "report.html").read_text()
     assert f"{found['lockstep-tiny-small'].tokens_per_second:.3f}" in page
     drawn = {path.stem.split("-")[0] for path in folder.path.glob("*.svg")}
-    assert drawn == {"speedup", "sweep", "accepted", "time", "spd"}
+    assert drawn == {"speedup", "sweep", "accepted", "spd"}
     assert plot.main([str(folder.path / "summary.json")]) == 0
     assert "<svg" in (folder.path / "summary.svg").read_text()
 

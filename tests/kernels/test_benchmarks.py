@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import cpu, gpu, harness, kernels, layer_cases, packed_cases, selection_cases
-from bench.harness import KernelCase
+from bench import kernel_timing, kernels, layer_cases, selection_cases
+from bench.kernel_timing import Benchmark, KernelCase
 from pipespec_kernels import ops
 
 SHAPE = (2, 3, 200)
@@ -20,16 +20,13 @@ SHAPE = (2, 3, 200)
 def test_cases_run_and_rivals_do_the_same() -> None:
     torch.manual_seed(0)
     for benchmark in selection_cases.BENCHMARKS:
-        case = benchmark.make("cpu", True, SHAPE, torch.bfloat16, 2)
+        case = benchmark.make("cpu", SHAPE, torch.bfloat16, 2)
         assert set(case.rivals) == {"eager"}
         assert case.bytes_moved >= torch.Size(SHAPE).numel() * 2
         ours, theirs = case.ours(1), case.rivals["eager"](1)
-        if benchmark.name in ("argmax", "cutoff"):
+        if benchmark.name == "argmax":
             ours, theirs = (ours,), (theirs,)
-        if benchmark.name == "logprobs":  # equal logits may be in another order
-            torch.testing.assert_close(ours[0], theirs[0])  # type: ignore[index]
-            torch.testing.assert_close(ours[2], theirs[2])  # type: ignore[index]
-        if benchmark.name in ("argmax", "cutoff", "verify greedy"):  # the other cases draw
+        if benchmark.name != "verify coupled":  # which draws
             for a, b in zip(ours, theirs, strict=True):  # type: ignore[call-overload]
                 assert torch.equal(a, b.to(a.dtype))
 
@@ -37,7 +34,7 @@ def test_cases_run_and_rivals_do_the_same() -> None:
 def test_attention_cases_run_and_rivals_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     benchmark = layer_cases.BENCHMARKS[0]
-    make = functools.partial(benchmark.make, "cpu", True)
+    make = functools.partial(benchmark.make, "cpu")
     for width, others in ((1, {"sdpa", "gqa", "invariant", "unmasked"}), (3, {"sdpa", "gqa", "invariant"})):
         case = make((2, width, 40), torch.float32, 2)
         assert set(case.rivals) == others
@@ -52,31 +49,9 @@ def test_attention_cases_run_and_rivals_do_the_same(monkeypatch: pytest.MonkeyPa
         make((2, 3, 40), torch.float32, 2)
 
 
-def test_products_with_quantised_matrices_run() -> None:
-    torch.manual_seed(0)
-    for benchmark in packed_cases.BENCHMARKS:
-        assert benchmark.shapes("cuda", False) == []
-        case = benchmark.make("cpu", True, (3, 512, 128), torch.float32, 2)
-        assert torch.equal(case.ours(0), case.ours(1))
-        assert case.rivals["bfloat16"](9).shape == case.ours(0).shape == (3, 128)  # type: ignore[attr-defined]
-        assert 4.5 / 8 * 512 * 128 <= case.bytes_moved <= 8.5 / 8 * 512 * 128
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_sees_what_ours_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "compiled", lambda function: function)
-    torch.manual_seed(0)
-    q, k, v = torch.randn(2, 32, 5, 128), torch.randn(2, 8, 150, 128), torch.randn(2, 8, 150, 128)
-    lengths = torch.tensor([140, 60], dtype=torch.int32)
-    got = layer_cases.flexible(lengths, 5, 150)(q, k, v)
-    torch.testing.assert_close(got, ops.verify_attention(q, k, v, lengths), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("benchmark", layer_cases.BENCHMARKS[1:], ids=lambda b: b.name)
-def test_layers_are_checked_before_they_are_timed(
-    benchmark: harness.Benchmark, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make = functools.partial(benchmark.make, "cpu", True)
+def test_layers_are_checked_before_they_are_timed(benchmark: Benchmark, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = functools.partial(benchmark.make, "cpu")
     numbers = {
         "kv_append": 4 * 8 * 128,
         "add_rms_norm": 4 * 4096,
@@ -106,12 +81,10 @@ def test_layers_are_checked_before_they_are_timed(
 def test_a_table_on_the_cpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(harness, "QUICK", [SHAPE, (1, 1, 50)])
+    monkeypatch.setattr(kernel_timing, "QUICK", [SHAPE, (1, 1, 50)])
     monkeypatch.setattr(layer_cases, "CPU_SHAPES", [(2, 3, 40)])
-    for name, size in (("COLUMNS", (1,)), ("INPUTS", 256), ("OUTPUTS", 64)):
-        monkeypatch.setattr(packed_cases, name, size)
-    monkeypatch.setattr(cpu, "cold_bytes", lambda: 1 << 20)
-    monkeypatch.setattr(cpu, "SECONDS_PER_CASE", 0.0)
+    monkeypatch.setattr(kernel_timing, "cold_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(kernel_timing, "SECONDS_PER_CASE", 0.0)
     monkeypatch.setattr(sys, "argv", ["x", "--quick", "--threads", "1", "--json", str(tmp_path / "out.json")])
     with pytest.raises(SystemExit) as end:
         kernels.main()
@@ -119,10 +92,8 @@ def test_a_table_on_the_cpu(
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["machine"]["threads"] == 1
     assert {"cpu", "torch", "simd", "load_average", "load_average_after"} <= set(written["machine"])
-    names = ["argmax", "sample", "verify greedy", "verify coupled", "rejection_sample", "cutoff", "logprobs"]
-    measured = [name for name in names for _ in range(2)] + ["attention"]
+    measured = [b.name for b in selection_cases.BENCHMARKS for _ in range(2)] + ["attention"]
     measured += [b.name for b in layer_cases.BENCHMARKS[1:] for _ in range(2)]
-    measured += [b.name for b in packed_cases.BENCHMARKS]
     assert [r["benchmark"] for r in written["results"]] == measured
     for r in written["results"]:
         assert r["us"] > 0
@@ -141,9 +112,9 @@ def test_no_contender_finds_its_inputs_in_a_cache(monkeypatch: pytest.MonkeyPatc
     used: list[int] = []
     rivals = {name: lambda i: used.append(i) for name in ("eager", "other")}
     make = lambda shape, dtype, copies: KernelCase(size, lambda i: used.append(i), rivals)  # noqa: E731
-    monkeypatch.setattr(cpu, "cold_bytes", lambda: 10_000)
-    copies = cpu.copies_for(size)
+    monkeypatch.setattr(kernel_timing, "cold_bytes", lambda: 10_000)
+    copies = kernel_timing.cpu_copies(size)
     assert copies == {100: 64, 5000: 2}[size]
-    result = cpu.measure_one(make, (1, 1, 10), torch.float32, copies, 50)
+    result = kernel_timing.measure_on_cpu(make, (1, 1, 10), torch.float32, copies, 50)
     assert len(used) == 1 + 3 * result["repeats"]
     assert all(len(set(used[i : i + copies])) == copies for i in range(1, len(used) - copies))

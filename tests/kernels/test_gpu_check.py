@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from bench import gpu_check, kernels
+from bench import gpu_check
 from bench.gpu_check import Part, check
 from pipespec.schedules.graphs.stage import GraphedStage
 from tests.waiting import until
@@ -187,10 +187,6 @@ def test_one_architecture_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         gpu_check.prepare(tmp_path / "log", False, 300)
     on = {"PIPESPEC_CUDA": "on"}
     assert built == [on | {"PIPESPEC_CUDA_ARCHS": "90"}, on, on]
-
-
-def test_the_kernels_of_the_check_exist() -> None:
-    assert set(gpu_check.KERNELS) <= {b.name for b in kernels.BENCHMARKS}
 
 
 def test_a_tree_without_git(tmp_path: Path) -> None:
