@@ -68,12 +68,6 @@ def prefill(driver: Driver, request: GenerationRequest) -> None:
             stage.prefill(draft_inputs)
 
 
-def run_in_turn(driver: Driver, request: GenerationRequest) -> None:
-    """Run the stages of a driver, one after the other, until every row of the target is complete. After :func:`prefill`."""
-    while advance(driver, driver.block.target) != Action.FINISHED:
-        request.committed(driver.block)
-
-
 def advance(driver: Driver, i: int, lookahead: int | None = None) -> Action:
     """Let the drafts of stage ``i`` fill their lookahead, then take one step of the stage. Returns the action of the step.
 

@@ -30,6 +30,7 @@ from pipespec.models.properties import text_config
 from pipespec.schedules.base import SpeedWarning
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep, StaticBuffers, StaticSampler
 from pipespec_kernels import _native
+from pipespec_kernels.scheduler import Rectangle
 from pipespec_kernels.state import StateBlock
 
 if TYPE_CHECKING:
@@ -48,25 +49,14 @@ MAX_GRAPH_WIDTH = 512
 _versions = itertools.count()
 
 
-def prompt_widths(columns: int) -> list[int]:
-    """Widths of the graphs that feed so many columns of a prompt: few different ones, the last one with padding."""
-    whole, rest = divmod(columns, MAX_GRAPH_WIDTH)
-    return [MAX_GRAPH_WIDTH] * whole + [max(WIDTH, 1 << (rest - 1).bit_length())] * (rest > 0)
-
-
 class GraphedStage(Stage):
     """A stage with static buffers. The attention of its model must be ``"pipespec"``.
 
     It keeps one set of buffers for each of the last few numbers of rows. Capacities are those of :func:`static_capacity`. A cache of the caller is copied in, and copied
     out after the call. :meth:`step` remains for calls that need the host.
 
-    Args:
-        model: The model.
-        block: The state block of the chain.
-        index: Place in the chain, from 0.
-        trace: Where the steps are recorded. None: nowhere.
-        native: Whether the model may run in the fused form, see :mod:`pipespec.engine.fused`.
-        exact: Whether it must run in the exact fused form, prefill included. :meth:`prepare` raises ValueError where it cannot.
+    Args, in addition to those of :class:`Stage`:
+        exact: Whether the model must run in the exact fused form, prefill included. :meth:`prepare` raises ValueError where it cannot.
 
     Attributes:
         is_prefilled: Whether the last prefill ended without an error.
@@ -124,12 +114,6 @@ class GraphedStage(Stage):
     def all_buffers(self) -> Sequence[StaticBuffers]:
         """The static buffers for all numbers of rows."""
         return list(self._buffers.values())
-
-    def drop_graphs(self) -> None:
-        """Drop all graphs."""
-        for buffers in self.all_buffers():
-            buffers.graphs.clear()
-            buffers.prompt_graphs.clear()
 
     def prepare(self, inputs: StageInputs) -> StaticBuffers:
         """Set up the static buffers of a call, or reuse those of an earlier call that fit. :meth:`prefill` comes next."""
@@ -213,7 +197,10 @@ class GraphedStage(Stage):
 
     def _forward(self, fed: Tensor, cache: RowCache, keep: int) -> Tensor:
         rows, q = fed.shape
-        widths, held = prompt_widths(q), cache.lengths
+        # Few different widths: the last one has padding.
+        full, rest = divmod(q, MAX_GRAPH_WIDTH)
+        widths = [MAX_GRAPH_WIDTH] * full + [max(WIDTH, 1 << (rest - 1).bit_length())] * (rest > 0)
+        held = cache.lengths
         fits = rows * sum(widths) <= MAX_GRAPHED_COLUMNS and max(held) + sum(widths) <= cache.capacity
         if keep or not fits or self.capture_prompt is None or not self._may_pad:
             return super()._forward(fed, cache, keep)
@@ -241,10 +228,8 @@ class GraphedStage(Stage):
             except NotCapturable as error:
                 # Not again over these buffers. The tracebacks hold the memory of the capture.
                 graphs[width] = error.__cause__ = None
-                what = (
-                    f"{error}; the host launches each kernel over its prompts. The text is not affected, only its speed"
-                )
-                warnings.warn(what, SpeedWarning, stacklevel=user_stacklevel())
+                what = f"{error}; the host launches each kernel over its prompts"
+                warnings.warn(f"{what}. The text is not affected, only its speed", SpeedWarning, user_stacklevel())
         return graphs.get(width)
 
     def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
@@ -320,14 +305,13 @@ class GraphedStage(Stage):
         """Of the graph that is one step of this stage."""
         return GraphKey.of([StageStep(0, width)], [self.buffers])
 
-    def body_on_host(self, *given: Tensor) -> Tensor:
-        """:meth:`body` of tensors of the host, which waits for the device: through a graph of its own if there is one."""
+    def body_on_host(self, planned: Rectangle | _native.StagePort) -> Tensor:
+        """:meth:`body` of a step that the host plans, which waits for the device: through a graph of its own if there is one."""
+        rows = self.buffers.cache.rows
+        arrays = planned.tokens, planned.kv, planned.num_draft_tokens, planned.n_select
+        given = [torch.from_numpy(array)[:rows] for array in arrays]
         graph = self.buffers.graphs.get(self.key(given[0].shape[1]))
         if graph is not None:
             found: Tensor = graph(*given)
             return found
         return self.body(*(tensor.to(self.model.device) for tensor in given)).cpu()
-
-    def check_distributions(self) -> None:
-        """See :meth:`pipespec.engine.sampler.Sampler.check_distributions`."""
-        self.buffers.sampler.check_distributions()
