@@ -131,15 +131,10 @@ class Driver(Decoder):
         super().__init__()
         self.models = list(models)
         self.config = config
-        self._acceptance: RejectionAcceptance | None = None
+        self._stage_count = len(config.drafts) + 1
         self.ran_as = self._name_of(self.schedule)
         self.block = self._make_block()
         self._trace_memory = TraceMemory(self._stage_count, config.trace) if config.trace else None
-
-    @property
-    def _stage_count(self) -> int:
-        """Stages of the chain."""
-        return len(self.config.drafts) + 1
 
     def _model_of(self, i: int) -> PreTrainedModel:
         """The model of stage ``i``."""
@@ -174,14 +169,6 @@ class Driver(Decoder):
         # Products of a library may depend on the number of threads.
         stage.reads_wide = not config.exact
         return stage
-
-    def _acceptance_remarks(self, request: GenerationRequest) -> tuple[str, ...]:
-        """What the text of a call depends on under another rule of acceptance than coupled sampling."""
-        if self._acceptance is None or request.inputs.sampling_params.seeds is None:
-            return ()
-        return (
-            f"acceptance={self.config.acceptance!r}: the text is a draw from the target's distribution that depends on the draft, too",
-        )
 
     @property
     def names(self) -> Sequence[str]:
@@ -220,11 +207,6 @@ class Driver(Decoder):
         """Room in the block for the rows. While no stage runs."""
         new = (limit - len(prompt) for prompt, limit in zip(request.inputs.prompts, request.inputs.limits, strict=True))
         self.block.ensure(len(request.inputs.prompts), max(new) + 2)
-
-    def _open_lookahead(self) -> None:
-        """Tell stages that run on their own how far they may be ahead."""
-        for i, lookahead in enumerate(self.config.lookahead):
-            self.block.set_lookahead(i, lookahead)
 
     def _trace_of(self, stage: int) -> _native.TraceBuffer | None:
         """Where ``stage`` writes its steps; None without a trace."""

@@ -25,8 +25,8 @@ class LockstepDriver(Driver):
 
     def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
         super().__init__(models, config)
-        if config.acceptance != "coupled" and len(self.models) > 1:
-            self._acceptance = RejectionAcceptance(max(config.lookahead))
+        by_rejection = config.acceptance != "coupled" and len(self.models) > 1
+        self._acceptance = RejectionAcceptance(max(config.lookahead)) if by_rejection else None
         self._stages = [self._make_stage(i, self._acceptance) for i in config.model_stages]
         for stage in self._stages:
             self.block.set_alive(stage.index, True)
@@ -41,7 +41,12 @@ class LockstepDriver(Driver):
         return self._stages
 
     def _generate(self, request: GenerationRequest) -> None:
-        self.remarks = self._acceptance_remarks(request)
+        self.remarks = ()
+        if self._acceptance is not None and request.inputs.sampling_params.seeds is not None:
+            rule = f"acceptance={self.config.acceptance!r}"
+            self.remarks = (
+                f"{rule}: the text is a draw from the target's distribution that depends on the draft, too",
+            )
         self.begin(request)
         while self.advance() != Action.FINISHED:
             request.committed(self.block)

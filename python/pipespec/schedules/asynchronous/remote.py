@@ -183,19 +183,16 @@ class Party:
         for link in self.links.values():
             link.start()
 
-    def _reads_tokens(self, reader: int, writer: int) -> bool:
-        """Whether a rank reads another one's sequences: everyone the target's, otherwise neighbours."""
-        at, of = ((rank - 1) % self._world for rank in (reader, writer))
-        return writer == 0 or abs(at - of) == 1
-
     def begin(self, generation: int) -> None:
         """Take part in a generation, whose rows lie in the block. While the lock is held."""
         self.generation, self.running = generation, True
         for peer in self.links:
-            own, theirs = (list(stages_of(rank, self._config)) for rank in (self.rank, peer))
-            tokens = self._reads_tokens(peer, self.rank)
+            own, peers_stages = (list(stages_of(rank, self._config)) for rank in (self.rank, peer))
+            # All ranks read the target's sequences, and neighbours each other's.
+            at, of = ((rank - 1) % self._world for rank in (peer, self.rank))
+            tokens = self.rank == 0 or abs(at - of) == 1
             outbox = self.block.outbox(own, tokens=tokens, counters=peer == 0, controls=self.rank == 0)
-            self._boxes[peer] = outbox, self.block.inbox(theirs, controls=peer == 0)
+            self._boxes[peer] = outbox, self.block.inbox(peers_stages, controls=peer == 0)
 
     def forget(self) -> None:
         """Before the block is laid out again. While the lock is held."""
