@@ -30,9 +30,13 @@ def family_path(name: str) -> Path:
     """
     if name not in FAMILY:
         raise ValueError(f"no model {name!r} in the bundled family: it has {', '.join(FAMILY)}")
+    return _folder_with(name, "model.safetensors")
+
+
+def _folder_with(name: str, weights: str) -> Path:
     folder = Path(__file__).resolve().parent / "family" / name
-    if not (folder / "model.safetensors").is_file():
-        raise FileNotFoundError(f"{folder} has no model.safetensors: this installation came without the demo's weights")
+    if not (folder / weights).is_file():
+        raise FileNotFoundError(f"{folder} has no {weights}: this installation came without the demo's weights")
     return folder
 
 
@@ -67,10 +71,7 @@ def draft_module_path() -> Path:
     Raises:
         FileNotFoundError: The weights are not installed.
     """
-    folder = Path(__file__).resolve().parent / "family" / "module"
-    if not (folder / "draft_module.safetensors").is_file():
-        raise FileNotFoundError(f"{folder} has no draft module: this installation came without the demo's weights")
-    return folder
+    return _folder_with("module", "draft_module.safetensors")
 
 
 def prompts(n: int, seed: int = 0) -> list[str]:

@@ -19,12 +19,6 @@ class _BorrowedName(str):
 
     own: str
 
-    @classmethod
-    def instead_of(cls, own: str) -> _BorrowedName:
-        name = cls(ATTENTION)
-        name.own = own
-        return name
-
     def __deepcopy__(self, memo: object) -> str:
         return self.own
 
@@ -57,15 +51,14 @@ class BorrowedAttention:
                 if model.config._attn_implementation != ATTENTION:
                     model.set_attn_implementation(ATTENTION)
                     if model.config._attn_implementation == ATTENTION:
-                        model.config._attn_implementation = _BorrowedName.instead_of(own)
+                        model.config._attn_implementation = name = _BorrowedName(ATTENTION)
+                        name.own = own
             except (ValueError, ImportError) as error:
                 cause = str(error)
             if model.config._attn_implementation != ATTENTION:
                 self.close()
-                name = stage_names(len(models))[i]
-                raise NotCapturable(
-                    name, f"{type(model).__name__}'s {own} attention, which is not {ATTENTION!r}", cause
-                )
+                part = f"{type(model).__name__}'s {own} attention, which is not {ATTENTION!r}"
+                raise NotCapturable(stage_names(len(models))[i], part, cause)
             runtime.borrowed = own, holders + 1
             held.append(weakref.ref(model))
 

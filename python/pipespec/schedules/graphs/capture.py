@@ -27,11 +27,10 @@ from pipespec_kernels.env import MIN_CAPABILITY
 from pipespec_kernels.state import StateBlock
 
 _DRAFT_PRIORITY = -1
-"""Priority of the drafts' streams: their small grids should not queue behind the target's."""
+"""Priority of the drafts' streams: their small grids should not queue after the target's."""
 
 _TORCH_STREAMS = 32
 """Number of streams per device and priority. torch assigns them round-robin."""
-
 
 _INVALIDATED = "previous error during capture"
 """Of the message of ``cudaErrorStreamCaptureInvalidated``: something outside of the capture has ended it."""
@@ -79,13 +78,10 @@ def cuda_module() -> Any:
         raise _refused("the driver", error, error) from error
     # Within one major version any driver runs any runtime.
     if supports // 1000 < runtime // 1000:
-        what = f"it supports CUDA {_dotted(supports)}, and the CUDA module has the runtime of {_dotted(runtime)}"
+        driver, module = (f"{version // 1000}.{version % 1000 // 10}" for version in (supports, runtime))
+        what = f"it supports CUDA {driver}, and the CUDA module has the runtime of {module}"
         raise _refused("the driver", f"{what}: update the driver, or build pipespec from source with an older nvcc")
     return _cuda
-
-
-def _dotted(version: int) -> str:
-    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 class RecordedStep:
@@ -138,9 +134,6 @@ class CaptureResources:
     No other stage uses the stream: torch has one cuBLAS workspace per stream, whose address becomes part of the graph, and stages run
     at the same time.
 
-    Args:
-        stage: The stage.
-
     Attributes:
         priority: Of its kernels, lower first. torch instantiates graphs so that each kernel keeps the priority of the stream that captured it,
             whatever stream the graph is launched on.
@@ -163,15 +156,6 @@ class CaptureResources:
             if self.stream.cuda_stream not in taken:
                 break
         _all_resources.add(self)
-
-    def pool(self) -> Any:
-        """The memory pool for the next capture, which the graphs that live share.
-
-        Without a living graph it is a new one: torch refuses a pool that no graph uses while memory in it is held.
-        """
-        if not self._graphs:
-            self._pool = torch.cuda.graph_pool_handle()
-        return self._pool
 
     def leave_pool(self) -> None:
         """Use another pool from here on, after a capture into this one has failed. torch may still record to it."""
@@ -204,7 +188,10 @@ class CaptureResources:
     def _capture(
         self, parts: Sequence[Part], steps: Sequence[RecordedStep], keep_alive: object, named: str | None
     ) -> CapturedGraph:
-        pool, graph, stream = self.pool(), torch.cuda.CUDAGraph(), self.stream
+        # All graphs share a memory pool. torch refuses one that no graph uses while memory in it is held.
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
+        pool, graph, stream = self._pool, torch.cuda.CUDAGraph(), self.stream
         current, inside = parts[-1][0], named or "the step as a whole"
         error: Exception | None = None
 
@@ -257,10 +244,6 @@ class CaptureResources:
         self._graphs.add(captured)
         return captured
 
-    def capture_prompt(self, stage: GraphedStage, width: int, held: Sequence[int]) -> CapturedPrompt:
-        """The graph of a forward over ``width`` columns of the stage's prompt, see :class:`CapturedPrompt`."""
-        return CapturedPrompt(self, stage, width, held)
-
     def compare_opaque(self, stage: GraphedStage, rows: int) -> None:
         """Compare the opaque modules of a stage's model, captured once and replayed on two other inputs, with their eager calls, bit by bit.
 
@@ -304,13 +287,7 @@ class CaptureResources:
 class CapturedBody:
     """Forward and selection of a stage as a graph of its own, of which the host takes the plan and the commit.
 
-    Args:
-        resources: Of the stage.
-        stage: The stage, prepared.
-        width: Columns of the step.
-
-    Raises:
-        NotCapturable: See :meth:`CaptureResources.capture`.
+    ``width``: columns of the step. The stage is prepared. Raises as :meth:`CaptureResources.capture`.
     """
 
     def __init__(self, resources: CaptureResources, stage: GraphedStage, width: int) -> None:
@@ -346,14 +323,8 @@ class CapturedBody:
 class CapturedPrompt:
     """The forward of a stage over a part of its prompt, as a graph. Its model has a fused form without opaque modules.
 
-    Args:
-        resources: Of the stage.
-        stage: The stage, prepared.
-        width: Columns.
-        held: Tokens of each row that the cache holds. The warm-up writes after them, where the first replay does.
-
-    Raises:
-        NotCapturable: See :meth:`CaptureResources.capture`.
+    ``width``: columns. ``held``: tokens of each row that the cache holds; the warm-up writes after them, where the first replay does. Raises as
+    :meth:`CaptureResources.capture`.
     """
 
     def __init__(self, resources: CaptureResources, stage: GraphedStage, width: int, held: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -318,8 +319,10 @@ class GraphedDriver(Driver):
 
     def _keep_last(self, present: Sequence[int], resources: Sequence[CaptureResources]) -> None:
         """Drop the graphs that were launched long ago, but for those of the present call, so many per stage."""
+        from pipespec.schedules.graphs.capture import CapturedPrompt
+
         for stage, number, own in zip(self._stages, present, resources, strict=True):
-            stage.capture_prompt = None if stage.index in self.refused else own.capture_prompt
+            stage.capture_prompt = None if stage.index in self.refused else functools.partial(CapturedPrompt, own)
             reason = stage.by_modules_reason() if stage.capture_prompt is not None and self.config.native else None
             if reason is not None:
                 self.warn_slower(reason)

@@ -33,13 +33,9 @@ class ScheduledChain:
     def use(
         self, key: Hashable, make_launcher: Callable[[], Launcher], lookahead: Sequence[int], *, ahead: int
     ) -> None:
-        """Keep the present scheduler if it was made for ``key``, otherwise make one.
+        """Keep the present scheduler if it was made for ``key``, which is what the launcher depends on; otherwise make one.
 
-        Args:
-            key: What the launcher depends on.
-            make_launcher: Builds the launcher.
-            lookahead: That the scheduler starts with.
-            ahead: Steps that may be launched and not ended, see :class:`pipespec_kernels.scheduler.Scheduler`.
+        ``ahead``: steps that may be launched and not ended, see :class:`pipespec_kernels.scheduler.Scheduler`.
         """
         if self.scheduler is not None and self._key == key:
             return

@@ -40,8 +40,8 @@ _MAX_BUFFERS = 4
 """Numbers of rows for which a stage keeps its static buffers, and their graphs, from call to call."""
 
 MAX_GRAPHED_COLUMNS = 1024
-"""Maximum number of columns, of all rows, for which the forwards over a prompt are graphs. By arithmetic: on an H200 the products of some more columns take an 8B model as long
-as its launches take the host (21 to 34 ms, measured)."""
+"""Maximum number of columns, of all rows, for which the forwards over a prompt are graphs. On an H200 the products of a few more columns take an 8B model as
+long as its launches take the host: 21 to 34 ms."""
 
 MAX_GRAPH_WIDTH = 512
 """Columns of the widest such graph."""
