@@ -26,7 +26,7 @@ ACCEPTANCES = ("coupled", "rejection")
 """Values of ``acceptance``."""
 
 WIDTH = 64
-"""Most tokens that one row feeds in one step. A stage that is further behind catches up in several steps."""
+"""Maximum number of tokens that one row feeds in one step. A stage that lacks more catches up in several steps."""
 
 _MAX_TOKENS = 2**31 - 1
 """Of lookahead: stages hold it in 32 bits."""
@@ -198,7 +198,7 @@ class SpeculationConfig:
         return self.lookahead[stage] if stage < len(self.lookahead) else 0
 
     def max_draft_tokens(self, stage: int) -> int:
-        """Most draft tokens in a step of ``stage``: half of the columns stay free for its own tokens. 0 for the first stage."""
+        """Maximum number of draft tokens in a step of ``stage``: half of the columns stay free for its own tokens. 0 for the first stage."""
         return min(self.lookahead[stage - 1], WIDTH // 2) if 0 < stage <= len(self.lookahead) else 0
 
 
@@ -208,7 +208,7 @@ def can_be_captured(drafts: Sequence[Any]) -> bool:
 
 
 def can_be_controlled(drafts: Sequence[Any]) -> bool:
-    """Whether the controller can choose between drafts: it knows all of them, and at most one is inline."""
+    """Whether the controller can choose between drafts: it has a rate for each of them, and at most one is inline."""
     return all(draft.source for draft in drafts) and sum(draft.inline for draft in drafts) <= 1
 
 

@@ -1,4 +1,4 @@
-"""The memory of a call: whether its caches fit beside what is there, asked before they are allocated, and what helps where they do not."""
+"""The memory of a call: whether its caches fit in addition to what is there, checked before they are allocated, and what helps where they do not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipespec.models.loading import is_out_of_memory
 from pipespec.models.properties import compute_dtype
 
 HEADROOM = 256 << 20
-"""Bytes for each stage beside its caches: activations, logits, work spaces, the memory pool of captured graphs. Assumed, not measured."""
+"""Bytes for each stage in addition to its caches: activations, logits, work spaces, the memory pool of captured graphs. Assumed, not measured."""
 
 
 @contextmanager

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MARGIN = 1.05
-"""Least measured speed-up for which drafts are recommended."""
-_MOST_PROMPTS = 4
+"""Minimum measured speed-up for which drafts are recommended."""
+_MAX_PROMPTS = 4
 _FIELDS = ("prompt", "text", "question", "turns")
 _NGRAM = "ngram"
 _BUILT_IN = (
@@ -65,7 +65,7 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     parser.set_defaults(command=run)
     option(parser, "target", "PATH", str, "model that defines the text (default: the bundled family)")
     option(parser, "draft", "PATH", str, "a candidate; may be repeated", action="append", default=[])
-    prompts = f"a text, or JSON lines with prompts; the first {_MOST_PROMPTS} count (default: a few built-in ones)"
+    prompts = f"a text, or JSON lines with prompts; the first {_MAX_PROMPTS} count (default: a few built-in ones)"
     option(parser, "prompts", "FILE", Path, prompts)
     option(parser, "new-tokens", "N", positive, "new tokens per prompt (%(default)s)", default=32)
     option(parser, "dtype", None, str, "default: as stored; float32 for the bundled family", choices=DTYPES)
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _given(args: argparse.Namespace) -> tuple[str, list[str], str]:
-    """Target, candidates beside prompt lookup, and dtype."""
+    """Target, candidates in addition to prompt lookup, and dtype."""
     drafts = [d for d in args.draft if d != _NGRAM]
     if args.target is not None:
         return args.target, list(dict.fromkeys(drafts)), args.dtype or "auto"
@@ -122,7 +122,7 @@ def read_prompts(file: Path) -> list[str]:
             raise ValueError(
                 f"{file}, entry {number}, is no prompt: a string, or an object with {', '.join(_FIELDS)}"
             ) from error
-        if number == _MOST_PROMPTS:
+        if number == _MAX_PROMPTS:
             break
     return found
 

@@ -21,7 +21,7 @@ from pipespec.engine.inputs import stage_names
 from pipespec.engine.stage import Stage
 from pipespec.errors import user_stacklevel
 from pipespec.models.devices import input_device
-from pipespec.registry import PLAIN, SCHEDULES, names
+from pipespec.registry import PLAIN, SCHEDULES, imported, names
 from pipespec.schedules.request import CacheOwner, GenerationRequest, TextSource
 from pipespec_kernels import _native
 from pipespec_kernels.state import StateBlock
@@ -34,6 +34,10 @@ class SpeedWarning(RuntimeWarning):
 
 class StageFailure(SpeedWarning):
     """A draft stage died or failed. The text is the same."""
+
+
+def warn_of_speed(reason: str, kind: type[SpeedWarning] = SpeedWarning) -> None:
+    warnings.warn(f"{reason}. The text is not affected, only its speed", kind, stacklevel=user_stacklevel())
 
 
 class Decoder(ABC):
@@ -82,9 +86,7 @@ class Decoder(ABC):
         """Warn that calls leave the fast path, once for each reason."""
         if reason not in self._warned:
             self._warned.add(reason)
-            warnings.warn(
-                f"{reason}. The text is not affected, only its speed", SpeedWarning, stacklevel=user_stacklevel()
-            )
+            warn_of_speed(reason)
 
     @property
     def forms(self) -> Sequence[str]:
@@ -215,8 +217,7 @@ class Driver(Decoder):
     def _lost(self, i: int, what: str) -> None:
         """Warn once about draft ``i``. No stage waits for it any more."""
         self.block.set_alive(i, False)
-        message = f"{self._draft_name(i)} {what}. The text is not affected, only its speed"
-        warnings.warn(message, StageFailure, stacklevel=user_stacklevel())
+        warn_of_speed(f"{self._draft_name(i)} {what}", StageFailure)
 
     def draft_failed(self, i: int, error: Exception) -> None:
         """Take draft ``i`` out of the present call, after ``error`` in a stage of this process."""
@@ -278,5 +279,6 @@ def make_driver(models: Sequence[PreTrainedModel], config: SpeculationConfig) ->
         raise ValueError(
             f"{what} runs captured CUDA graphs, and all models are on the CPU: use schedule={others} without graphs there"
         )
-    kind: type[Driver] = row.driver_class(captured=config.graphs, controlled=config.controlled)
-    return kind(models, config)
+    kind = imported(row.captured if config.graphs else row.controlled if config.controlled else row.driver)
+    driver: Driver = kind(models, config)
+    return driver

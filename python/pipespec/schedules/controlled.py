@@ -29,7 +29,7 @@ class ControlledDriver(LockstepDriver):
         for stage in self._stages[:-1]:
             stage.defers = stage.may_defer
         self._packed = False
-        # The controller lets the inline stage draft, not the target.
+        # The controller runs the inline stage, not the target.
         self._inline, self.target.upstream = self.target.upstream, None
         drafts = [draft for draft in config.drafts if not draft.inline]
         sizes = sum(draft.step_bytes(model) for draft, model in zip(drafts, models, strict=False))

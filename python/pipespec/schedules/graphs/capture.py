@@ -8,6 +8,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from pipespec.models.families import is_opaque_linear
 from pipespec.models.properties import compute_dtype
 from pipespec.process.signals import raise_handlers_error
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep
-from pipespec.schedules.graphs.shadow import PinnedMemory
+from pipespec.schedules.graphs.scheduling import PinnedMemory
 from pipespec.schedules.graphs.stage import GraphedStage
 from pipespec_kernels.device_state import DevicePort, PolicyRing
 from pipespec_kernels.env import MIN_CAPABILITY
+from pipespec_kernels.scheduler import Launcher
 from pipespec_kernels.state import StateBlock
 
 _DRAFT_PRIORITY = -1
@@ -424,7 +426,7 @@ class CaptureContext:
             raise _refused("torch", error, error) from error
         return captured
 
-    def launcher(self, graphs: Sequence[Sequence[tuple[int, CapturedGraph]]]) -> GraphLauncher:
+    def launcher(self, graphs: Sequence[Sequence[tuple[int, CapturedGraph]]]) -> Launcher:
         """Build the scheduler's launcher.
 
         Args:
@@ -447,7 +449,8 @@ class CaptureContext:
             native = _cuda.CudaLauncher(self.shadow.memory.address, entries)
         except (RuntimeError, ValueError) as error:
             raise NotCapturable("the chain", "the launcher of its graphs", str(error)) from error
-        return GraphLauncher(native, (self, graphs))
+        launcher: Any = SimpleNamespace(native=native, keep_alive=(self, graphs))
+        return launcher
 
     def read_back(self) -> None:
         """Copy the block to the host shadow, with all counters; a step copies only three of them. While no stage runs."""
@@ -459,14 +462,6 @@ class CaptureContext:
         self._pinned.copy_(self._block)
         for i in stages:
             self.shadow.set_alive(i, alive[i])
-
-
-class GraphLauncher:
-    """The scheduler's launcher of graphs, and what must live as long as it does."""
-
-    def __init__(self, native: Any, keep_alive: object) -> None:
-        self.native = native
-        self._keep_alive = keep_alive
 
 
 @contextmanager

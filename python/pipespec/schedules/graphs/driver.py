@@ -24,12 +24,11 @@ from pipespec.models.loading import is_out_of_memory
 from pipespec.models.properties import embedding_size
 from pipespec.process.progress import working
 from pipespec.process.signals import raise_handlers_error
-from pipespec.registry import kind_of
+from pipespec.registry import imported, kind_of
 from pipespec.schedules.base import Driver, GenerationRequest
 from pipespec.schedules.graphs.attention import BorrowedAttention
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep
-from pipespec.schedules.graphs.scheduling import ScheduledChain
-from pipespec.schedules.graphs.shadow import HostShadow, PinnedMemory
+from pipespec.schedules.graphs.scheduling import HostShadow, PinnedMemory, ScheduledChain
 from pipespec.schedules.graphs.stage import GraphedStage
 from pipespec.schedules.lockstep import LockstepDriver, advance, prefill
 from pipespec_kernels.state import Action, StateBlock
@@ -115,7 +114,7 @@ class GraphedDriver(Driver):
         for i, model in enumerate(models):
             is_target = i == self.block.target
             row = None if is_target else kind_of(config.drafts[i])
-            make = GraphedStage if row is None else row.captured_class()
+            make = GraphedStage if row is None else imported(row.captured)
             exact = config.exact and is_target
             self._stages.append(make(model, self.block, i, self._trace_of(i), native=config.native, exact=exact))
             self.block.set_alive(i, True)

@@ -7,7 +7,6 @@ capture.
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +24,9 @@ from pipespec.engine.inputs import StageInputs, stage_names, static_capacity
 from pipespec.engine.known import CAPTURED, identify
 from pipespec.engine.sampling import ScoreRecord, Step
 from pipespec.engine.stage import Stage
-from pipespec.errors import NotCapturable, user_stacklevel
+from pipespec.errors import NotCapturable
 from pipespec.models.properties import text_config
-from pipespec.schedules.base import SpeedWarning
+from pipespec.schedules.base import warn_of_speed
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep, StaticBuffers, StaticSampler
 from pipespec_kernels import _native
 from pipespec_kernels.scheduler import Rectangle
@@ -99,9 +98,9 @@ class GraphedStage(Stage):
 
     def by_modules_reason(self) -> str | None:
         """Why its graphs run its model's own modules; None if they run the fused form, which has a quarter of the launches."""
-        _, own, why = described(self.model, self.buffers.cache).partition("transformers: ")
+        _, own, reason = described(self.model, self.buffers.cache).partition("transformers: ")
         launches = "with some 40 launches per layer instead of 9"
-        return f"the graphs of {self.name} run transformers' modules, {launches}: {why}" if own else None
+        return f"the graphs of {self.name} run transformers' modules, {launches}: {reason}" if own else None
 
     # ---- buffers
 
@@ -228,8 +227,7 @@ class GraphedStage(Stage):
             except NotCapturable as error:
                 # Not again over these buffers. The tracebacks hold the memory of the capture.
                 graphs[width] = error.__cause__ = None
-                what = f"{error}; the host launches each kernel over its prompts"
-                warnings.warn(f"{what}. The text is not affected, only its speed", SpeedWarning, user_stacklevel())
+                warn_of_speed(f"{error}; the host launches each kernel over its prompts")
         return graphs.get(width)
 
     def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
