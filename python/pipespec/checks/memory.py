@@ -58,16 +58,12 @@ def check_memory(
     Caches that grow need their first capacity free now, and their last one must fit the device at all. Static caches need their last capacity now. On a
     CPU other programs may release memory: what is not free is a ``RuntimeWarning`` there.
 
+    Raises ``DoesNotFit``, with the numbers.
+
     Args:
         models: those that will hold caches, by the names of their stages.
-        rows: texts.
-        longest: tokens of the longest prompt.
-        limit: positions that a row may come to use.
-        is_static: whether the caches are static.
+        rows: texts, whose longest prompt has ``longest`` tokens, and which may come to use ``limit`` positions.
         release: frees the caches of earlier calls; called only where there is too little memory otherwise.
-
-    Raises:
-        DoesNotFit: with the numbers.
     """
     last = static_capacity(limit) if is_static else limit
     first = last if is_static else first_capacity(longest, limit)

@@ -26,11 +26,7 @@ _NEEDED = {"input_ids", "attention_mask", "position_ids", "past_key_values", "lo
 
 
 def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any], *, translated: Collection[int] = ()) -> None:
-    """Check that models, drafts first, can form one chain.
-
-    Args:
-        given: what the user passed for each: a path, or the model itself.
-        translated: the drafts that may have another tokenizer.
+    """Check that models, drafts first, can form one chain. ``given``: what the user passed for each. ``translated``: those that may have another tokenizer.
 
     Raises:
         ValueError: too many models, one model twice, another vocabulary or tokenizer, or a model that no stage can run

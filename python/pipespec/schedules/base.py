@@ -119,12 +119,7 @@ class Decoder(ABC):
 
 
 class Driver(Decoder):
-    """Runs the stages of one chain over a state block.
-
-    Args:
-        models: Of the drafts that have one, in their order, and of the target.
-        config: How they run.
-    """
+    """Runs the stages of one chain over a state block. ``models``: of the drafts that have one, in their order, and of the target."""
 
     schedule: ClassVar[str]
     block: StateBlock
@@ -258,12 +253,7 @@ _runs_uncaptured = False
 
 
 def make_driver(models: Sequence[PreTrainedModel], config: SpeculationConfig) -> Driver:
-    """Build the driver of ``config.schedule``.
-
-    Args:
-        models: Of the drafts that have one, and of the target. With ``"plain"`` the drafts take no part.
-        config: Its schedule is any but ``"ranks"``, whose models are in other processes: see
-            :func:`pipespec.schedules.asynchronous.membership.join`.
+    """Build the driver of ``config.schedule``: any but ``"ranks"``, whose models are in other processes. With ``"plain"`` the drafts take no part.
 
     Raises:
         ValueError: The models cannot run in this schedule, or captured steps would run on a CPU.

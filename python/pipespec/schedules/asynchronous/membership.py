@@ -37,12 +37,10 @@ def join(
 ) -> tuple[PreTrainedModel, Decoder]:
     """Take this rank's place in a chain. All ranks call this with the same chain.
 
-    Args:
+    Args, where they differ from those of ``Pipeline``:
         given: Models or paths, drafts first, target last. Only this rank's own one is loaded: rank 0 has the target, rank 1 the first draft, and so on.
         config: Of the whole chain.
-        device: As for ``Pipeline``. ``"cuda"`` is the GPU of number LOCAL_RANK.
-        dtype: As for ``Pipeline``.
-        trust_remote_code: As for ``Pipeline``.
+        device: ``"cuda"`` is the GPU of number LOCAL_RANK.
         start_s: Longest time until all ranks are there, and again until all have loaded their models.
 
     Returns:

@@ -29,13 +29,8 @@ class _BorrowedName(str):
 class BorrowedAttention:
     """Sets ``attn_implementation="pipespec"`` on models until :meth:`close`. Copies of the models have their own attention at once.
 
-    Several may be open for the same model; the last one that closes restores it. Garbage collection closes, too.
-
-    Args:
-        models: The models of a chain, the target last.
-
-    Raises:
-        NotCapturable: A model does not accept the attention.
+    Several may be open for the same model; the last one that closes restores it. Garbage collection closes, too. Raises ``NotCapturable`` where a model
+    does not accept the attention.
     """
 
     def __init__(self, models: Sequence[PreTrainedModel]) -> None:

@@ -19,13 +19,7 @@ _numbers = itertools.count(1)
 
 
 class StaticPenalties:
-    """The text that penalties see, and their numbers, at fixed addresses.
-
-    Args:
-        rows: Rows of the batch.
-        capacity: Tokens of a row's history.
-        biases: Biases per row that there is room for.
-        device: The stage's device.
+    """The text that penalties see, and their numbers, at fixed addresses, with room for ``capacity`` tokens and ``biases`` per row.
 
     Attributes:
         number: Differs between any two instances.
@@ -77,14 +71,7 @@ class StaticPenalties:
 class StaticRecord:
     """What a call records of the target's logits, at fixed addresses: entry ``i`` of a row belongs to its ``i``-th new token.
 
-    A step writes the entries of the tokens that it selects. One more entry takes what selects nothing.
-
-    Args:
-        record: What to record.
-        rows: Rows of the batch.
-        tokens: New tokens per row that there is room for.
-        vocabulary: Entries of a row of logits.
-        device: The stage's device.
+    A step writes the entries of the tokens that it selects. One more entry takes what selects nothing. There is room for ``tokens`` new tokens per row.
 
     Attributes:
         number: Differs between any two instances.
@@ -163,10 +150,7 @@ class StaticSampler(Sampler):
     def start(self, sampling_params: SamplingParams, prompts: Sequence[np.ndarray], max_length: int) -> None:
         """Use these parameters from the next step on. The numbers overwrite the old ones in place.
 
-        Args:
-            sampling_params: Of the call.
-            prompts: Per row, int32 ids ``[P_r]``.
-            max_length: Positions that a row may come to use.
+        ``prompts``: per row, int32 ids ``[P_r]``. ``max_length``: positions that a row may come to use.
         """
         self._set_numbers(sampling_params)
         fused = sampling_params.penalties
@@ -181,16 +165,9 @@ class StaticSampler(Sampler):
         self.kind = self.kind._replace(penalties=self._penalties.number)
 
     def keep(self, record: ScoreRecord, starts: Sequence[int], tokens: int, vocabulary: int) -> None:
-        """Record the logits of the present call, after :meth:`start`.
+        """Record the logits of the present call, after :meth:`start`. Raises ``torch.OutOfMemoryError`` if there is no room for them.
 
-        Args:
-            record: What to record.
-            starts: Lengths of the prompts.
-            tokens: Maximum number of new tokens of a row.
-            vocabulary: Entries of a row of logits.
-
-        Raises:
-            torch.OutOfMemoryError: There is no room for them.
+        ``starts``: lengths of the prompts. ``tokens``: maximum number of new tokens of a row.
         """
         if self._kept is None or not self._kept.fits(record, tokens):
             self._kept = None
@@ -204,15 +181,7 @@ class StaticSampler(Sampler):
         self._kept.read(record, lengths)
 
     def __call__(self, logits: Tensor, step: Step) -> Tensor:
-        """Choose the tokens of one step, without a wait for the device.
-
-        Args:
-            logits: ``[rows, width, V]``, of the columns of the step, in the model's dtype.
-            step: On the device of the logits.
-
-        Returns:
-            int32 ``[rows, width]``: per row the accepted draft tokens and one more, then -1; see :func:`pipespec_kernels.ops.verify`.
-        """
+        """As :meth:`pipespec.engine.sampler.HostSampler.__call__`, without a wait for the device: the step and the result are on that of the logits."""
         processed = logits
         if self.kind.penalties:
             own = self._penalties
@@ -252,12 +221,7 @@ class StaticBuffers(NamedTuple):
 
 
 class StageStep(NamedTuple):
-    """One step within a graph or a round.
-
-    Attributes:
-        stage: Index of the stage.
-        width: Columns of the step.
-    """
+    """One step within a graph or a round: the index of its stage, and its columns."""
 
     stage: int
     width: int

@@ -171,11 +171,10 @@ class CaptureResources:
         *,
         inside: str | None = None,
     ) -> CapturedGraph:
-        """Capture what the parts launch, one after the other, as one graph.
+        """Capture what the parts launch, one after the other, as one graph; once more if something else has ended the capture: a thread that has
+        synchronised the whole device.
 
         ``inside``: what that is, if no module of the model is called; None: hooks find the module that an error comes from.
-
-        Once more, if something outside of the capture has ended it: a thread that has synchronised the whole device.
 
         Raises:
             NotCapturable: Names the stage and the module that the error comes from.
@@ -247,17 +246,11 @@ class CaptureResources:
         return captured
 
     def compare_opaque(self, stage: GraphedStage, rows: int) -> None:
-        """Compare the opaque modules of a stage's model, captured once and replayed on two other inputs, with their eager calls, bit by bit.
+        """Compare the opaque modules of a stage's model, captured once and replayed on two other inputs of ``rows``, with their eager calls, bit by bit.
 
         One graph has all of them, so that each uses memory in which others have written since the capture. It finds kernels that a library has launched
-        outside of the capture, and products that differ from call to call.
-
-        Args:
-            stage: The stage, prepared.
-            rows: Rows of the products.
-
-        Raises:
-            NotCapturable: Names the first module whose bits differ, or that cannot be captured.
+        outside of the capture, and products that differ from call to call. Raises ``NotCapturable`` for the first module whose bits differ, or that
+        cannot be captured.
         """
         if (stage.buffers.weights, rows) in self._compared:
             return
@@ -366,13 +359,8 @@ def capture_bodies(
 class CaptureContext:
     """Captures the graphs of a chain over one state block, and builds the scheduler's launcher for them.
 
-    The kernels use a copy of the block in the memory of the GPU where all stages are on one. On several GPUs they use the host shadow itself,
-    with loads and stores only, so that no peer access is needed.
-
-    Args:
-        shadow: The host's block, in :class:`PinnedMemory`.
-        stages: All stages of the chain.
-        layout: Address and size of the block, for the owner to compare.
+    The kernels use a copy of the block in the memory of the GPU where all stages are on one. On several GPUs they use ``shadow`` itself, the host's block,
+    with loads and stores only, so that no peer access is needed. ``layout``: address and size of the block, for the owner to compare.
     """
 
     def __init__(self, shadow: StateBlock, stages: Sequence[GraphedStage], layout: Hashable) -> None:
@@ -427,13 +415,9 @@ class CaptureContext:
         return captured
 
     def launcher(self, graphs: Sequence[Sequence[tuple[int, CapturedGraph]]]) -> Launcher:
-        """Build the scheduler's launcher.
+        """Build the scheduler's launcher. Raises ``NotCapturable`` where the CUDA module refuses the device or the driver.
 
-        Args:
-            graphs: Per stage the width and graph of each step that it is launched with, ascending. Empty: its steps are in another stage's graph.
-
-        Raises:
-            NotCapturable: The CUDA module refuses the device or the driver.
+        ``graphs``: per stage the width and graph of each step that it is launched with, ascending. Empty: its steps are in another stage's graph.
         """
         _cuda = cuda_module()
         entries = []

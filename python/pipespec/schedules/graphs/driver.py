@@ -45,12 +45,7 @@ rounds."""
 
 
 def host_reason(request: GenerationRequest, device: str) -> str | None:
-    """Return why the steps of a call need the host, and what avoids it; None if they do not.
-
-    Args:
-        request: The call.
-        device: Type of the target's device, for example ``"cuda"``.
-    """
+    """Return why the steps of a call need the host, and what avoids it; None if they do not. ``device``: type of the target's device."""
     if torch.is_autocast_enabled(device):
         return "autocast belongs to the calling thread; load the models in the dtype that is wanted"
     sampling_params = request.inputs.sampling_params

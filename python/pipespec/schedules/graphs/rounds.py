@@ -57,12 +57,9 @@ def round_steps(config: SpeculationConfig) -> list[StageStep]:
 
 
 class RoundsDriver(GraphedDriver):
-    """Runs lockstep, or with one model plain decoding, in rounds. On a GPU a round is one graph, or where the host takes part, each step is one; all stages
-    are on the same GPU.
+    """Runs lockstep, or with one model plain decoding, in rounds. On a GPU a round is one graph, or where the host takes part, each step is one.
 
-    Raises:
-        ValueError: The models are on more than one device.
-        NotCapturable: See :class:`GraphedDriver`.
+    All stages are on one device, else the constructor raises ``ValueError``.
     """
 
     schedule = "lockstep"

@@ -30,10 +30,7 @@ class HostShadow(StateBlock):
 class PinnedMemory:
     """Memory of the host that every GPU reads and writes at its own address, for a :class:`StateBlock`.
 
-    Attributes:
-        tensor: The memory, uint8.
-        array: The same as an array.
-        address: The same as an address.
+    ``tensor``, ``array`` and ``address`` are the same memory, in uint8.
     """
 
     alignment = PrivateMemory.alignment
@@ -55,13 +52,9 @@ class PinnedMemory:
 
 
 class ScheduledChain:
-    """The scheduler of one chain. It stays from call to call while its launcher fits.
+    """The scheduler of one chain. It stays from call to call while its launcher fits, and keeps the last ``trace`` steps of each stage for :meth:`trace`.
 
     ``lookahead`` in its methods: per draft, see :class:`pipespec_kernels.scheduler.Scheduler`.
-
-    Args:
-        block: The chain's block.
-        trace: Steps per stage that the scheduler keeps for :meth:`trace`.
 
     Attributes:
         scheduler: The present scheduler; None before :meth:`use` and after :meth:`drop`.
@@ -97,13 +90,8 @@ class ScheduledChain:
     ) -> None:
         """Run the stages until the target's rows are complete.
 
-        Args:
-            lookahead: Of the call.
-            on_commit: Called after steps of the target.
-            on_failure: Called once for each draft that failed, with its index and error.
-
-        Raises:
-            TargetFailed: The target's step failed; its cause is the error.
+        ``on_commit`` is called after steps of the target, ``on_failure`` once for each draft that failed, with its index and error. Raises
+        ``TargetFailed``, whose cause is the error of the target's step.
         """
         scheduler = self.scheduler
         assert scheduler is not None
