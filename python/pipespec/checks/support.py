@@ -34,10 +34,7 @@ _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 def check_runnable(models: Sequence[PreTrainedModel]) -> None:
     """Check that each model, drafts first, has its weights, and computes on devices, in a dtype and with layers that stages run. Quantised models do.
 
-    Raises:
-        ValueError: for a model that is not loaded, sharded in a way that stages do not run, spread over devices without hooks, on another kind of
-            device, or in another dtype.
-        TypeError: for a model whose recurrent layers keep no state per column.
+    Raises ``TypeError`` for a model whose recurrent layers keep no state per column, else ``ValueError``.
     """
     for name, model in zip(stage_names(len(models)), models, strict=True):
         is_target = model is models[-1]
@@ -115,8 +112,7 @@ def check_whole(models: Sequence[PreTrainedModel], where: str) -> None:
 def check_shareable(models: Sequence[PreTrainedModel]) -> None:
     """Check that each draft can run in a worker process, which builds its class around weights in shared memory. The target stays where it is.
 
-    Raises:
-        ValueError: for a draft that is quantised, split or offloaded, whose class cannot be imported, or that holds tensors its class does not create.
+    Raises ``ValueError`` for a draft that is quantised, split or offloaded, whose class cannot be imported, or that holds tensors its class does not create.
     """
     for name, model in zip(stage_names(len(models)), models[:-1], strict=False):
         quantised = quantisation(model)

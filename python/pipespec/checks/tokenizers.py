@@ -74,11 +74,7 @@ def with_translations(
 ) -> list[DraftSpec]:
     """The specs of draft models, where those with another tokenizer than the target are translated.
 
-    Args:
-        specs: Of the draft models.
-        models: They and the target, the last one.
-        given: What the user passed for each of ``models``, drafts first: a path, or the model itself.
-        tokenizer: As for :class:`pipespec.Pipeline`, like ``draft_tokenizers``.
+    ``models``: the drafts and the target. ``given``: what the user passed for each of them. ``tokenizer`` and ``draft_tokenizers`` are those of ``Pipeline``.
 
     Raises:
         ValueError: A draft has another tokenizer, whose tokens have no known bytes.

@@ -108,13 +108,7 @@ def run_trace(args: argparse.Namespace) -> int:
 def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
     """Print the continuation on stdout, and return the report of the call. With ranks, all but rank 0 serve instead, and return None.
 
-    Args:
-        args: The options of :func:`add_generation`.
-        trace: Steps per stage that the report's trace keeps.
-
-    Raises:
-        ValueError: Options that do not fit together, an empty prompt, or models that form no chain.
-        OSError: A file or a model cannot be read.
+    ``args``: the options of :func:`add_generation`. ``trace``: steps per stage that the report's trace keeps.
     """
     prompt = ""
     has_ranks = args.system == "spd" or (args.schedule is not None and SCHEDULES[args.schedule].needs_ranks)

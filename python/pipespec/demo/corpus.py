@@ -115,12 +115,9 @@ def heads_of(files: Iterable[Source]) -> list[Source]:
 
 
 def function_heads(n: int | None = None, seed: int = 0) -> list[Source]:
-    """Return ``n`` prompts (all of them with ``None``) from the held-out modules, in an order drawn with ``seed``.
+    """Return ``n`` prompts (all of them with ``None``) from the held-out modules, in an order drawn with ``seed``: for an interpreter always the same.
 
-    The result is deterministic for an interpreter, and the first ``k`` of ``n`` are those of ``function_heads(k)``.
-
-    Raises:
-        ValueError: The held-out modules of this interpreter have fewer than ``n`` functions.
+    The first ``k`` of ``n`` are those of ``function_heads(k)``. Raises ``ValueError`` if there are fewer than ``n``.
     """
     heads = heads_of(held_out_files(Path(sysconfig.get_paths()["stdlib"])))
     random.Random(seed).shuffle(heads)

@@ -100,11 +100,7 @@ class Ranks:
 
     @classmethod
     def join(cls, terms: Mapping[str, Any], start_s: float = START_S) -> Self:
-        """The ranks that the launcher's environment variables describe.
-
-        Args:
-            terms: What all ranks must share in addition to the version of pipespec, as JSON has it, see :func:`difference`.
-            start_s: Longest time until all ranks are there.
+        """The ranks that the launcher's environment variables describe. ``terms``: what all must share in addition to the version of pipespec, as JSON has it.
 
         Raises:
             RankError: Not all ranks have come in time, one has ended or has other terms, or MASTER_ADDR or MASTER_PORT cannot be used.
@@ -152,20 +148,21 @@ class Ranks:
 
     def watch(self, end: Callable[[str], None]) -> None:
         """From now on call ``end``, with a message, where ranks cannot go on, or something takes too long, and this rank does not raise in time."""
-        threading.Thread(target=self._watch, args=(end,), daemon=True, name="pipespec-watch").start()
+
+        def watch() -> None:
+            while not self._unwatched.wait(BEAT_S):
+                self.cause = self.cause or self.late()
+                if self.cause is not None:
+                    if not self._unwatched.wait(GRACE_S):
+                        end(f"pipespec: rank {self.rank} ends: {self.cause}")
+                    return
+
+        threading.Thread(target=watch, daemon=True, name="pipespec-watch").start()
 
     def unwatch(self) -> None:
         """Watch nothing any more. The signs of life go on."""
         self.broken = True
         self._unwatched.set()
-
-    def _watch(self, end: Callable[[str], None]) -> None:
-        while not self._unwatched.wait(BEAT_S):
-            self.cause = self.cause or self.late()
-            if self.cause is not None:
-                if not self._unwatched.wait(GRACE_S):
-                    end(f"pipespec: rank {self.rank} ends: {self.cause}")
-                return
 
     def _sign(self, count: int) -> None:
         self._beats.set(f"beat/{self.rank}", str(count))

@@ -35,7 +35,7 @@ class CacheOwner(Protocol):
 
 @dataclass(eq=False)
 class GenerationRequest:
-    """One call of ``generate()``, as decoders get it.
+    """One call of ``generate()``.
 
     Args:
         inputs: What the target begins with. Drafts begin with the same, but for ``draft_sampling_params``.

@@ -51,16 +51,15 @@ _versions = itertools.count()
 class GraphedStage(Stage):
     """A stage with static buffers. The attention of its model must be ``"pipespec"``.
 
-    It keeps one set of buffers for each of the last few numbers of rows. Capacities are those of :func:`static_capacity`. A cache of the caller is copied in, and copied
-    out after the call. :meth:`step` remains for calls that need the host.
+    It keeps one set of buffers for each of the last few numbers of rows. A cache of the caller is copied in, and copied out after the call. :meth:`step`
+    remains for calls that need the host.
 
     Args, in addition to those of :class:`Stage`:
         exact: Whether the model must run in the exact fused form, prefill included. :meth:`prepare` raises ValueError where it cannot.
 
     Attributes:
         is_prefilled: Whether the last prefill ended without an error.
-        capture_prompt: Captures the forward of this stage over so many columns of its prompt, after what each row holds; None since :meth:`prepare`: the host
-            launches it.
+        capture_prompt: Captures the forward over so many columns of the prompt, after what each row holds; None, as after :meth:`prepare`: the host launches it.
     """
 
     def __init__(
@@ -270,16 +269,8 @@ class GraphedStage(Stage):
     def body(self, tokens: Tensor, kv: Tensor, num_draft_tokens: Tensor, n_select: Tensor) -> Tensor:
         """Run forward and selection of one step, without a wait for the device.
 
-        All columns are fed and scored, padding included, as only the device has the number of tokens in each row.
-
-        Args:
-            tokens: int32 ``[rows, width]`` on the model's device, as plan fills it; likewise the others.
-            kv: Position of each row's first token, int32 ``[rows]``.
-            num_draft_tokens: Draft tokens of each row, int32 ``[rows]``.
-            n_select: Columns of each row that need a choice, int32 ``[rows]``.
-
-        Returns:
-            ``selected``, int32 ``[rows, width]``, for commit.
+        All columns are fed and scored, padding included, as only the device has the number of tokens in each row. The arguments are those of plan, and
+        the result is that of commit, int32 ``[rows, width]``.
         """
         logits = self._score_columns(tokens, kv, n_select)
         return self.buffers.sampler(logits, Step(tokens, kv, n_select, num_draft_tokens))
