@@ -103,9 +103,9 @@ def _check_weights(name: str, model: PreTrainedModel, is_target: bool) -> None:
 def check_whole(models: Sequence[PreTrainedModel], where: str) -> None:
     """Raise ``ValueError`` for a model that is split, offloaded or sharded. ``where``: what needs whole models, for the message."""
     for name, model in zip(stage_names(len(models)), models, strict=True):
-        if (why := not_whole_reason(model)) is not None:
+        if (reason := not_whole_reason(model)) is not None:
             raise ValueError(
-                f"{where} needs each model whole on one device, and {name} is not: {why}; use schedule='plain', 'lockstep' or 'workers'"
+                f"{where} needs each model whole on one device, and {name} is not: {reason}; use schedule='plain', 'lockstep' or 'workers'"
             )
 
 
@@ -178,18 +178,20 @@ def check_streams(models: Sequence[PreTrainedModel]) -> None:
 
 def _not_static(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     """Parts that cannot work with a static cache and padding columns, captured or not, and why."""
-    if (why := not_whole_reason(model)) is not None:
-        yield "its weights", why
+    if (reason := not_whole_reason(model)) is not None:
+        yield "its weights", reason
     config, layout = text_config(model.config), CacheLayout.of(model.config)
     first = next((at for at, module in model.named_modules() if "Attention" in type(module).__name__), "its attention")
     if not model._can_set_attn_implementation():
-        why = f"{type(model).__name__} calls its attention directly, not through transformers' AttentionInterface"
-        yield first, why
+        yield (
+            first,
+            f"{type(model).__name__} calls its attention directly, not through transformers' AttentionInterface",
+        )
     if getattr(config, "attn_logit_softcapping", None):
         yield first, "it caps its scores (attn_logit_softcapping), which attention by lengths does not"
     if layout.states is not None:
-        why = "it is recurrent, and the host chooses the state that a step begins with, which a static cache does not have"
-        yield f"layer {layout.states.layers[0]}", why
+        reason = "it is recurrent, and the host chooses the state that a step begins with, which a static cache does not have"
+        yield f"layer {layout.states.layers[0]}", reason
     if layout.key_dim != layout.value_dim:
         yield first, "it keeps keys and values of different sizes (latents), which attention by lengths does not read"
     for at, module in model.named_modules():

@@ -56,12 +56,8 @@ def run(args: argparse.Namespace) -> int:
     print()
     for problem in env["problems"]:
         print(f"! {problem}")
-    if not usable:
-        print("pipespec CANNOT work here until these problems are fixed.")
-    elif env["problems"]:
-        print("pipespec works here, with these restrictions.")
-    else:
-        print("No problems found.")
+    verdict = "pipespec works here, with these restrictions." if env["problems"] else "No problems found."
+    print(verdict if usable else "pipespec CANNOT work here until these problems are fixed.")
     return 0 if usable else 1
 
 
@@ -103,11 +99,9 @@ def _doctor_rows(env: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "CPU", f"{cpu['model']}, {cpu['usable_cores']} of {cpu['cores']} cores usable{quota}"
     yield "row selection", f"native, {cpu['simd']}" if native else "-"
     if env["memory_bytes"]:
-        yield (
-            "memory",
-            f"{env['memory_bytes'] / 2**30:.1f} GiB, {(env['memory_available_bytes'] or 0) / 2**30:.1f} available"
-            + (f", {limit / 2**30:.1f} allowed by the container" if (limit := env["memory_limit_bytes"]) else ""),
-        )
+        total, available = env["memory_bytes"] / 2**30, (env["memory_available_bytes"] or 0) / 2**30
+        allowed = f", {limit / 2**30:.1f} allowed by the container" if (limit := env["memory_limit_bytes"]) else ""
+        yield "memory", f"{total:.1f} GiB, {available:.1f} available{allowed}"
     yield "CUDA module", "not built" if not cuda["file"] else "broken" if cuda["error"] else cuda["file"]
     yield "GPUs", ", ".join(device["name"] for device in cuda["devices"]) or "none"
     for schedule, state in env["schedules"].items():
@@ -118,7 +112,5 @@ def _doctor_rows(env: dict[str, Any]) -> Iterator[tuple[str, str]]:
     sizes = family if isinstance(family, str) else ", ".join(f"{name} {size} MB" for name, size in family.items())
     yield "bundled family", f"incomplete: {sizes}" if isinstance(family, str) else f"complete: {sizes}"
     module = env["draft_module"]
-    yield (
-        "draft module",
-        f"missing: {module}" if isinstance(module, str) else f"there: {module} MB (pipespec generate --system spd)",
-    )
+    missing = isinstance(module, str)
+    yield "draft module", f"missing: {module}" if missing else f"there: {module} MB (pipespec generate --system spd)"

@@ -77,10 +77,15 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
 def run(args: argparse.Namespace) -> int:
     """Run candidates for the drafts of a target on the CPU, one after the other: none, prompt lookup (ngram), each --draft, and pairs of them. The last line
     is code to copy."""
-    target, drafts, dtype = _given(args)
+    target, drafts, dtype = args.target, [d for d in args.draft if d != _NGRAM], args.dtype or "auto"
+    if target is None:
+        from pipespec.demo import family_path
+
+        target, dtype = str(family_path("target")), args.dtype or "float32"
+        drafts += [str(family_path("small")), str(family_path("medium"))]
     prompts = None if args.prompts is None else read_prompts(args.prompts)
     with quiet_transformers():
-        found = _measured(args, target, drafts, dtype, prompts)
+        found = _measured(args, target, list(dict.fromkeys(drafts)), dtype, prompts)
     plain = next(c for c in found if not c.drafts)
     best = max(found, key=lambda c: c.rate)
     if best.rate < MARGIN * plain.rate:
@@ -93,17 +98,6 @@ def run(args: argparse.Namespace) -> int:
         print(table(found, plain, best))
         print(f"\n{code}")
     return 0
-
-
-def _given(args: argparse.Namespace) -> tuple[str, list[str], str]:
-    """Target, candidates in addition to prompt lookup, and dtype."""
-    drafts = [d for d in args.draft if d != _NGRAM]
-    if args.target is not None:
-        return args.target, list(dict.fromkeys(drafts)), args.dtype or "auto"
-    from pipespec.demo import family_path
-
-    drafts += [str(family_path("small")), str(family_path("medium"))]
-    return str(family_path("target")), list(dict.fromkeys(drafts)), args.dtype or "float32"
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -206,5 +200,5 @@ def table(found: Sequence[Candidate], plain: Candidate, best: Candidate) -> str:
         )
         for c in found
     ]
-    why = "drafting pays" if best.drafts else f"do not draft: no candidate reaches {MARGIN:.2f}x of plain decoding"
-    return f"{aligned(lines, left=2)}\n{why}"
+    reason = "drafting pays" if best.drafts else f"do not draft: no candidate reaches {MARGIN:.2f}x of plain decoding"
+    return f"{aligned(lines, left=2)}\n{reason}"

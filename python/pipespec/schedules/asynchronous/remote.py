@@ -167,7 +167,7 @@ class Party:
         self._sent_statuses = 0
         self._boxes: dict[int, tuple[_native.Outbox, _native.Inbox]] = {}
         self._announced: dict[int, tuple[int, int]] = {}
-        self._theirs: dict[int, int] = {}
+        self._peer_generations: dict[int, int] = {}
         drafts = range(1, world)
         peers = drafts if rank == 0 else [0, *(peer for peer in (rank - 1, rank + 1) if peer in drafts)]
         self.group = ranks.connect()
@@ -217,7 +217,7 @@ class Party:
         """Write the next message. Return its words, or 0 if there is nothing to send."""
         with self.lock:
             count, now = 0, (self.generation, int(self.running) + 2 * self._sent_statuses)
-            if link.peer in self._boxes and self._theirs.get(link.peer) == self.generation:
+            if link.peer in self._boxes and self._peer_generations.get(link.peer) == self.generation:
                 count = self._boxes[link.peer][0].fill(words[HEAD:].ctypes.data, BODY)
             if not count and self._announced.get(link.peer) == now:
                 return 0
@@ -229,8 +229,8 @@ class Party:
         """Use a message. Raises ``ValueError`` for one that no rank of this chain sends."""
         self.on_state(link.peer, generation, bool(state & 1), state >> 1)
         with self.lock:
-            if self._theirs.get(link.peer) != generation:
-                self._theirs[link.peer] = generation
+            if self._peer_generations.get(link.peer) != generation:
+                self._peer_generations[link.peer] = generation
                 link.wake()
             boxes = self._boxes.get(link.peer) if generation == self.generation else None
             if boxes is not None and len(body) and not boxes[1].apply(body.ctypes.data, len(body)):

@@ -66,10 +66,9 @@ class RoundsDriver(GraphedDriver):
 
     def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
         if len({model.device for model in models}) > 1:
-            raise ValueError(
-                f"graphs=True runs a round of all models as one graph, so they must be on one device; they are on "
-                f"{', '.join(str(model.device) for model in models)}"
-            )
+            places = ", ".join(str(model.device) for model in models)
+            what = "graphs=True runs a round of all models as one graph, so they must be on one device"
+            raise ValueError(f"{what}; they are on {places}")
         super().__init__(models, config)
 
     def graph_keys(self) -> list[GraphKey]:
