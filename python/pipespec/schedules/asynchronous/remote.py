@@ -283,7 +283,7 @@ class RemotePeer(Peer):
 class RemoteDriver(AsynchronousDriver):
     """The driver of schedule ``ranks``, on rank 0: that of the target. The drafts run on the other ranks, see :class:`DraftRank`."""
 
-    schedule = RANKS.name
+    schedule = "ranks"
 
     def __init__(self, model: PreTrainedModel, config: SpeculationConfig, ranks: Ranks) -> None:
         super().__init__([model], config)

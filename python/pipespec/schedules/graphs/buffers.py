@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipespec.engine.cache import RowCache
+from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampler import Sampler, SamplingKind
 from pipespec.engine.sampling import FusedPenalties, SamplingParams, ScoreRecord, Step, logprobs_of
 from pipespec_kernels import ops
@@ -147,31 +148,28 @@ class StaticSampler(Sampler):
         self._penalties: StaticPenalties | None = None
         self._kept: StaticRecord | None = None
 
-    def start(self, sampling_params: SamplingParams, prompts: Sequence[np.ndarray], max_length: int) -> None:
-        """Use these parameters from the next step on. The numbers overwrite the old ones in place.
-
-        ``prompts``: per row, int32 ids ``[P_r]``. ``max_length``: positions that a row may come to use.
-        """
+    def start(self, inputs: StageInputs) -> None:
+        """Use the parameters of a call from the next step on. The numbers overwrite the old ones in place."""
+        sampling_params = inputs.sampling_params
         self._set_numbers(sampling_params)
         fused = sampling_params.penalties
         if fused is None:
             return
         # Ids that processors see may be more than those of the text: padding within a prompt.
-        capacity = max_length + max([0, *(len(p.ids) - p.length for p in sampling_params.prompts)])
+        capacity = inputs.most + max([0, *(len(p.ids) - p.length for p in sampling_params.prompts)])
         if self._penalties is None or not self._penalties.fits(capacity, len(fused.bias)):
             room = 1 << (len(fused.bias) - 1).bit_length() if fused.bias else 0
             self._penalties = StaticPenalties(self._rows, 1 << (capacity - 1).bit_length(), room, self._device)
-        self._penalties.set(fused, sampling_params, prompts)
+        self._penalties.set(fused, sampling_params, inputs.prompts)
         self.kind = self.kind._replace(penalties=self._penalties.number)
 
-    def keep(self, record: ScoreRecord, starts: Sequence[int], tokens: int, vocabulary: int) -> None:
-        """Record the logits of the present call, after :meth:`start`. Raises ``torch.OutOfMemoryError`` if there is no room for them.
-
-        ``starts``: lengths of the prompts. ``tokens``: maximum number of new tokens of a row.
-        """
+    def keep(self, record: ScoreRecord, inputs: StageInputs) -> None:
+        """Record the logits of the present call, after :meth:`start`. Raises ``torch.OutOfMemoryError`` if there is no room for them."""
+        starts = [len(prompt) for prompt in inputs.prompts]
+        tokens = max(limit - start for limit, start in zip(inputs.limits, starts, strict=True))
         if self._kept is None or not self._kept.fits(record, tokens):
             self._kept = None
-            self._kept = StaticRecord(record, self._rows, tokens, vocabulary, self._device)
+            self._kept = StaticRecord(record, self._rows, tokens, inputs.vocabulary, self._device)
         self._kept.start(starts)
         self._record, self.kind = self._kept, self.kind._replace(record=self._kept.number)
 

@@ -214,7 +214,7 @@ class GraphedDriver(Driver):
             purpose = "to record the logits of all tokens at fixed addresses"
             try:
                 if request.record is not None:
-                    self.target.keep(request.record, request.inputs)
+                    self.target.buffers.sampler.keep(request.record, request.inputs)
                 purpose = "for the graphs"
                 if self.on_gpu:
                     self.capture()

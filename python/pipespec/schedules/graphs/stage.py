@@ -141,7 +141,7 @@ class GraphedStage(Stage):
             form.add_cache(found.cache)
         while len(self._buffers) > _MAX_BUFFERS:
             del self._buffers[next(iter(self._buffers))]
-        found.sampler.start(inputs.sampling_params, inputs.prompts, inputs.most)
+        found.sampler.start(inputs)
         return found
 
     def _choose_form(self) -> tuple[FusedForm | None, int]:
@@ -160,12 +160,6 @@ class GraphedStage(Stage):
     def _can_use(self, cache: RowCache, rows: int, capacity: int) -> bool:
         """Whether a call of this size runs over an earlier call's cache."""
         return cache.fits(rows, capacity) and cache.matches(self.model)
-
-    def keep(self, record: ScoreRecord, inputs: StageInputs) -> None:
-        """Let the captured steps of the present call fill ``record``, after :meth:`prepare`. The allocator's error if there is no room."""
-        starts = [len(prompt) for prompt in inputs.prompts]
-        tokens = max(limit - start for limit, start in zip(inputs.limits, starts, strict=True))
-        self.buffers.sampler.keep(record, starts, tokens, self._scored)
 
     def release(self) -> None:
         super().release()
