@@ -227,7 +227,7 @@ def default_schedule(
     | otherwise, so on a CPU with one node | ``"lockstep"`` |
 
     With a draft without a captured form, as an n-gram index or a draft with another tokenizer, and where a model is not whole on one device, no steps are
-    captured. On a CPU an n-gram index joins the stages of ``"plain"`` and ``"lockstep"``, in ``"lockstep"``: the controller lets it rest where it does not pay.
+    captured. On a CPU an n-gram index joins the stages of ``"plain"`` and ``"lockstep"``, in ``"lockstep"``: the controller does not use it where it does not pay.
 
     Args:
         devices: Per model of transformers, drafts first, target last: ``"cpu"``, ``"cuda:0"``, ...

@@ -16,8 +16,10 @@ from contextlib import contextmanager
 
 _HOLD_S = 1.0
 """A thread whose call was ended waits this long: by then the interpreter is gone, or another thread joins this one."""
+
 _CALLS_TIMEOUT_S = 10.0
 """A call ends after its present step. The shutdown waits at most this long for all calls."""
+
 _POLL_S = 0.005
 """Poll interval of the shutdown."""
 

@@ -101,7 +101,7 @@ def _after_fork() -> None:
         del _lowered[other]
 
 
-# No thread sets the number during a fork: the child would wait for ever for the lock of its parent's pool.
+# No thread sets the number during a fork: the child would wait forever for the lock of its parent's pool.
 os.register_at_fork(before=_lock.__enter__, after_in_parent=_lock.__exit__, after_in_child=_lock.__exit__)
 os.register_at_fork(after_in_child=_after_fork)
 

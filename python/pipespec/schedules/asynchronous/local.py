@@ -99,9 +99,9 @@ class LocalPeer(Peer):
             )
             return
         try:
-            self.channel, theirs = Channel.pair()
-            with theirs:
-                self.process = _started(theirs.fileno())
+            self.channel, end = Channel.pair()
+            with end:
+                self.process = _started(end.fileno())
             with ExitStack() as stack:
                 lent = [stack.enter_context(shared.lent(writable)) for shared, writable in self._parts]
                 setup = replace(self._setup, parts=[len(fds) for fds in lent])

@@ -87,7 +87,7 @@ def join(
         ranks.leave()
         raise
     assert model is not None
-    # The inline drafts run in the process of a model. A corpus of theirs may have to be encoded by the target's tokenizer.
+    # The inline drafts run in the process of a model. Their corpus may have to be encoded by the target's tokenizer.
     source = given[-1] if isinstance(given[-1], (str, Path)) else given[-1].config._name_or_path
     specs = list(config.drafts)
     for i in config.stages_of(config.model_stages[own])[:-1]:
