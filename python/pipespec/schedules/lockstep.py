@@ -90,8 +90,8 @@ def advance(driver: Driver, i: int, lookahead: int | None = None) -> Action:
             pass
     if stage is driver.target:
         return stage.step(lookahead, max_draft_tokens)
-    if not driver.block.is_alive(i):
-        return Action.IDLE
-    with draft_errors(functools.partial(driver.draft_failed, i)):
-        return stage.step(lookahead, max_draft_tokens)
-    return Action.IDLE
+    action = Action.IDLE
+    if driver.block.is_alive(i):
+        with draft_errors(functools.partial(driver.draft_failed, i)):
+            action = stage.step(lookahead, max_draft_tokens)
+    return action
