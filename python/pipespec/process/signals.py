@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 _NUMBERS = [int(number) for number in signal.valid_signals()]
@@ -105,11 +105,20 @@ def is_handlers_error(error: BaseException) -> bool:
     return any(error is raised for raised in _raised)
 
 
-@contextmanager
-def draft_errors(failed: Callable[[Exception], None]) -> Iterator[None]:
-    """Around what a draft computes: call ``failed`` with its error. A signal handler's error is the caller's, and passes."""
-    try:
-        yield
-    except Exception as error:
+class draft_errors:
+    """Around what a draft computes: hand its error to ``failed``. A signal handler's error is the caller's, and passes."""
+
+    def __init__(self, failed: Callable[[Exception], None]) -> None:
+        self._failed = failed
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
         raise_handlers_error()
-        failed(error)
+        self._failed(error)
+        return True
