@@ -26,7 +26,7 @@ ACCEPTANCES = ("coupled", "rejection")
 """Values of ``acceptance``."""
 
 WIDTH = 64
-"""Most tokens that one row feeds in one step. A stage that is further behind catches up in several steps."""
+"""Maximum number of tokens that one row feeds in one step. A stage that lacks more catches up in several steps."""
 
 _MAX_TOKENS = 2**31 - 1
 """Of lookahead: stages hold it in 32 bits."""
@@ -34,19 +34,13 @@ _MAX_TOKENS = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
-    """How a chain runs: one object for pipeline, factory and driver.
-
-    :meth:`of` builds it from the arguments of :class:`pipespec.Pipeline`.
+    """How a chain runs: one object for pipeline, factory and driver. :meth:`of` builds it from the arguments of :class:`pipespec.Pipeline`.
 
     Attributes that are not explained at :class:`pipespec.Pipeline`, or have another form:
         drafts: A :class:`pipespec.engine.chain.DraftSpec` for each draft, in the order of the stages.
         lookahead: Per draft. 0: the draft rests.
         controlled: The controller chooses before each round which draft proposes tokens, and how many, see :mod:`pipespec.engine.controller`.
             ``lookahead`` then limits only drafts whose tokens another draft verifies.
-
-    Raises:
-        TypeError: A value has the wrong type.
-        ValueError: A value is out of range.
     """
 
     schedule: str = LOCKSTEP.name
@@ -131,11 +125,10 @@ class SpeculationConfig:
 
         Args:
             drafts: The spec of each draft. With none, every schedule is plain decoding.
-            schedule: See the class.
             lookahead: One integer for all drafts, or one per draft, each at least 1. Default: ``controlled`` in lockstep where that is possible, with
                 4 for drafts of drafts; otherwise 4 in lockstep, 8 in other schedules, or the default of the kind of draft. Under the controller the
                 inline drafts are the last ones.
-            graphs: See the class. Default: only in schedules whose steps are all captured.
+            graphs: Default: only in schedules whose steps are all captured.
             **options: Other fields of the class. Those of drafts have no effect without drafts.
 
         Raises:
@@ -198,7 +191,7 @@ class SpeculationConfig:
         return self.lookahead[stage] if stage < len(self.lookahead) else 0
 
     def max_draft_tokens(self, stage: int) -> int:
-        """Most draft tokens in a step of ``stage``: half of the columns stay free for its own tokens. 0 for the first stage."""
+        """Maximum number of draft tokens in a step of ``stage``: half of the columns stay free for its own tokens. 0 for the first stage."""
         return min(self.lookahead[stage - 1], WIDTH // 2) if 0 < stage <= len(self.lookahead) else 0
 
 
@@ -208,7 +201,7 @@ def can_be_captured(drafts: Sequence[Any]) -> bool:
 
 
 def can_be_controlled(drafts: Sequence[Any]) -> bool:
-    """Whether the controller can choose between drafts: it knows all of them, and at most one is inline."""
+    """Whether the controller can choose between drafts: it has a rate for each of them, and at most one is inline."""
     return all(draft.source for draft in drafts) and sum(draft.inline for draft in drafts) <= 1
 
 

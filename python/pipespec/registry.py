@@ -38,11 +38,7 @@ class DraftKind:
 
     def spec_class(self) -> Any:
         """Import the class."""
-        return _imported(self.spec)
-
-    def captured_class(self) -> Any:
-        """Import the stage class of captured steps."""
-        return _imported(self.captured)
+        return imported(self.spec)
 
 
 TRANSLATED = DraftKind("pipespec.engine.translation:TranslatedDraft", "the first one may have another tokenizer")
@@ -121,16 +117,9 @@ class Schedule:
         runs_here = self.in_turn or not draft.reads_target
         return self.has_drafts and runs_here and (has_captured_form(draft) or not self.is_captured)
 
-    def driver_class(self, *, captured: bool = False, controlled: bool = False) -> Any:
-        """Import the driver class."""
-        return _imported(self.captured if captured else self.controlled if controlled else self.driver)
 
-    def join_function(self) -> Any:
-        """Import the function that takes this process's place among the others."""
-        return _imported(self.join)
-
-
-def _imported(where: str) -> Any:
+def imported(where: str) -> Any:
+    """Import ``"module:name"``."""
     module, _, name = where.partition(":")
     return getattr(import_module(module), name)
 
@@ -222,8 +211,8 @@ def default_schedule(
 ) -> tuple[str, bool, bool]:
     """Choose the schedule where the user names none, without measuring.
 
-    All cores with one memory bus are one device: a stage that runs beside another on it slows it down by as much as it works. Processes pay where stages
-    have memory buses of their own.
+    All cores with one memory bus are one device: a stage that runs at the same time as another slows it down by as much as it works. Processes pay where
+    stages have memory buses of their own.
 
     | stages | schedule |
     |---|---|
@@ -237,8 +226,8 @@ def default_schedule(
     | the target on a GPU, the drafts on the CPU, and a core for each stage | ``"workers"`` |
     | otherwise, so on a CPU with one node | ``"lockstep"`` |
 
-    Beside a draft without a captured form, as an n-gram index or a draft with another tokenizer, and where a model is not whole on one device, no steps are
-    captured. On a CPU an n-gram index joins the stages of ``"plain"`` and ``"lockstep"``, in ``"lockstep"``: the controller lets it rest where it does not pay.
+    With a draft without a captured form, as an n-gram index or a draft with another tokenizer, and where a model is not whole on one device, no steps are
+    captured. On a CPU an n-gram index joins the stages of ``"plain"`` and ``"lockstep"``, in ``"lockstep"``: the controller does not use it where it does not pay.
 
     Args:
         devices: Per model of transformers, drafts first, target last: ``"cpu"``, ``"cuda:0"``, ...
@@ -279,15 +268,9 @@ def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> int:
     own, found = os.sched_getaffinity(0), 0
     for file in folder.glob("node[0-9]*/cpulist"):
         with suppress(ValueError):  # a container may change it
-            found += not own.isdisjoint(_cores(file.read_text()))
+            cores: set[int] = set()
+            for part in filter(None, file.read_text().strip().split(",")):  # such as 0-3 or 8
+                first, _, last = part.partition("-")
+                cores.update(range(int(first), int(last or first) + 1))
+            found += not own.isdisjoint(cores)
     return max(1, found)
-
-
-def _cores(text: str) -> set[int]:
-    """The cores of a list such as ``0-3,8``."""
-    cores: set[int] = set()
-    for part in text.strip().split(","):
-        if part:
-            first, _, last = part.partition("-")
-            cores.update(range(int(first), int(last or first) + 1))
-    return cores

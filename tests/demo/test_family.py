@@ -70,7 +70,7 @@ def test_head_ends_where_the_body_begins() -> None:
             "def short(a): return a",
         ]
     )
-    (head,) = corpus.heads_of([corpus.SourceFile("m.py", text)])
+    (head,) = corpus.heads_of([corpus.Source("m.py", text)])
     assert head.name == "m.py:documented"
     assert head.text.startswith("import os\n# A line")
     assert head.text.endswith('long enough."""')

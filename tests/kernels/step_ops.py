@@ -30,7 +30,7 @@ from pipespec.engine.attention import ATTENTION
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampling import SamplingParams
 from pipespec.schedules.graphs.capture import RecordedStep
-from pipespec.schedules.graphs.shadow import HostShadow
+from pipespec.schedules.graphs.scheduling import HostShadow
 from pipespec.schedules.graphs.stage import GraphedStage
 
 MODELS = {

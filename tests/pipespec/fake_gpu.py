@@ -17,7 +17,6 @@ import torch
 
 from pipespec.schedules.graphs import capture as capturing
 from pipespec.schedules.graphs.driver import GraphedDriver
-from pipespec.schedules.graphs.rounds import HostPort
 from pipespec.schedules.graphs.stage import GraphedStage
 from pipespec_kernels import _native
 from pipespec_kernels.scheduler import HostLauncher
@@ -268,22 +267,29 @@ class FakeGpu:
 
         seen = self
 
-        class Port(HostPort):
+        class Port:
             def __init__(self, block, stage, width, device, *, rows, policy):
-                port = types.SimpleNamespace(port=lambda s, w: _native.StagePort(_native.Block(block.data_ptr()), s, w))
-                super().__init__(port, stage, width, rows)
+                self.port = port = _native.StagePort(_native.Block(block.data_ptr()), stage, width)
+                arrays = (port.tokens, port.kv, port.num_draft_tokens, port.n_select)
+                self.tokens, self.kv, self.num_draft_tokens, self.n_select = (
+                    torch.from_numpy(a)[:rows] for a in arrays
+                )
                 self.stage, self.width = stage, width
+                self.set_policy(0, 0)
+
+            def set_policy(self, lookahead, max_draft_tokens):
+                self.policy = lookahead, max_draft_tokens
 
             def open(self, scratch):
                 seen.log.append("open")
 
             def plan(self):
                 seen.log.append(("plan", self.stage, self.width))
-                return super().plan()
+                return self.port.plan(*self.policy, 0)
 
             def commit(self, selected):
                 seen.log.append("commit")
-                super().commit(selected)
+                self.port.commit(selected.data_ptr(), selected.stride(0))
 
             def close(self, shadow, scratch, log):
                 seen.log.append("close")

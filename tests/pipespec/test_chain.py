@@ -14,7 +14,7 @@ import pipespec
 from pipespec import NgramDraft, Pipeline, StageFailure
 from pipespec.engine.chain import DraftSpec, as_draft
 from pipespec.engine.proposer import ProposerStage
-from pipespec.registry import DRAFTS, OPTIONS, kind_of
+from pipespec.registry import DRAFTS, OPTIONS, imported, kind_of
 from tests.conftest import always_right, random_llama, random_prompts
 from tests.pipespec import heads
 from tests.support.proposers import LastToken
@@ -60,7 +60,7 @@ def test_each_row_is_complete() -> None:
         assert issubclass(kind, DraftSpec)
         assert kind.label.startswith("a")
         if row.captured:
-            assert row.captured_class().__name__ == row.captured.partition(":")[2]
+            assert imported(row.captured).__name__ == row.captured.partition(":")[2]
         if row.joins:
             assert kind().source
     assert not set(OPTIONS) & {row.spec_class().name for row in DRAFTS}

@@ -28,7 +28,7 @@ from pipespec.errors import DoesNotFit, NotCapturable
 from pipespec.schedules.base import SpeedWarning
 from pipespec.schedules.graphs import capture as capturing
 from pipespec.schedules.graphs.rounds import RoundsDriver, round_steps
-from pipespec.schedules.graphs.shadow import PinnedMemory
+from pipespec.schedules.graphs.scheduling import PinnedMemory
 from pipespec_kernels.state import StateBlock
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.fake_gpu import FakeGpu

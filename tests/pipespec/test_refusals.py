@@ -155,7 +155,7 @@ NARROW = set_to("lm_head", nn.Linear(64, 310, bias=False))
 SHARE = r"draft 0: a worker process "
 CHAINS: list[Row] = [
     # vocabularies and tokenizers
-    (ValueError, ("draft 0 .*vocabulary of 300 .*target 320", "draft 0 has no tokenizer.json", "put tokenizer.json beside the weights of both"),
+    (ValueError, ("draft 0 .*vocabulary of 300 .*target 320", "draft 0 has no tokenizer.json", "put tokenizer.json next to the weights of both"),
      lambda g: chain(g.model, SMALL())),
     (ValueError, "draft 1", lambda g: chain(g.model, [g.draft(), SMALL()])),
     (ValueError, ("vocabulary of 300", "draft 0 has no tokenizer.json"), lambda g: chain(g.saved("t", tokens=WORDS[:250]), SMALL())),

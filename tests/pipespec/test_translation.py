@@ -188,7 +188,7 @@ def test_refused_chains(target, tokenizer, other, folder):
         Pipeline(target, other[0], tokenizer="a name", draft_tokenizers=other[1])
     unknown = random_llama(1, vocabulary=64)
     with pytest.raises(
-        ValueError, match="the target was given as a model, which does not tell its tokenizer: pass tokenizer="
+        ValueError, match="the target was given as a model, which does not name its tokenizer: pass tokenizer="
     ):
         Pipeline(unknown, random_llama(2), draft_tokenizers=other[1])
     words = json.loads(other[1].to_str()) | {"decoder": None}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -36,7 +35,7 @@ from pipespec.checks.models import check_rope
 from pipespec.checks.support import check_checkpointing, check_runnable
 from pipespec.engine.inputs import stage_names
 from pipespec.engine.known import one_call, unknown_reason
-from pipespec.errors import NotKnown, is_final, mark_final, user_stacklevel
+from pipespec.errors import NotKnown, is_final, mark_final
 from pipespec.models.compat import callers_cache
 from pipespec.models.devices import LayerDevices
 from pipespec.models.properties import reset_rope
@@ -44,7 +43,7 @@ from pipespec.models.quantized import check_files
 from pipespec.process import shutdown
 from pipespec.process.signals import handlers_watched, is_handlers_error
 from pipespec.process.threads import Lock, keep_to_one, renew_pool
-from pipespec.schedules.base import Decoder, SpeedWarning
+from pipespec.schedules.base import Decoder, warn_of_speed
 from pipespec.schedules.request import GenerationRequest
 
 if TYPE_CHECKING:
@@ -258,7 +257,7 @@ class BasePipeline:
                 cause = str(error)
             if cause not in self._causes:
                 self._causes.add(cause)
-                warn_of(f"{cause}. transformers' own loop decodes such calls, token by token")
+                warn_of_speed(f"{cause}. transformers' own loop decodes such calls, token by token")
             from pipespec.api.fallback import decode as decode_by_transformers
 
             self.partial, cause = None, cause.removeprefix("generate(): ")
@@ -410,14 +409,10 @@ def _after_fork() -> None:
 def _keep_to_one_thread() -> None:
     """In a fork, before its first forward."""
     if keep_to_one():
-        warn_of(
+        warn_of_speed(
             "a forked process computes with one thread, as torch's threads do not survive a fork; to use more, start the process with "
             "multiprocessing's method 'spawn' and make the pipeline there"
         )
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def warn_of(what: str) -> None:
-    warnings.warn(f"{what}. The text is not affected, only its speed", SpeedWarning, stacklevel=user_stacklevel())

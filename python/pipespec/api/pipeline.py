@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from pipespec.api.base import BasePipeline, warn_of
+from pipespec.api.base import BasePipeline
 from pipespec.api.chain import (
     Chain,
     Draft,
@@ -35,8 +35,8 @@ from pipespec.models.devices import input_device, not_whole_reason
 from pipespec.models.loading import gguf_path
 from pipespec.models.quantizing import Weights
 from pipespec.process.signals import handlers_watched, raise_handlers_error
-from pipespec.registry import DRAFTS, LOCKSTEP, WORKERS, default_schedule
-from pipespec.schedules.base import Driver, make_driver
+from pipespec.registry import DRAFTS, LOCKSTEP, WORKERS, default_schedule, imported
+from pipespec.schedules.base import Driver, make_driver, warn_of_speed
 from pipespec.schedules.request import GenerationRequest
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class Pipeline(BasePipeline):
     def _join(self, given: Sequence[Any], config: SpeculationConfig, loading: Loading) -> None:
         """Take this rank's place in a chain whose models are in other processes."""
         check_rank_drafts(given[:-1], loading)
-        model, self._driver = config.schedule_row.join_function()(
+        model, self._driver = imported(config.schedule_row.join)(
             given, config, device=loading.device, dtype=loading.dtype, trust_remote_code=loading.trust_remote_code
         )
         super().__init__([model])
@@ -208,7 +208,7 @@ class Pipeline(BasePipeline):
         _check_form(chain.models, config)
         on_gpu = input_device(chain.models[-1]).type == "cuda"
         if on_gpu and config.schedule_row.has_drafts and (cost := cost_of_width(chain.models[-1])) is not None:
-            warn_of(cost)
+            warn_of_speed(cost)
         if self._follows:
             from pipespec.schedules.follower import FollowerDriver
 
@@ -344,12 +344,12 @@ def _make_driver_or_fallback(models: Sequence[PreTrainedModel], config: Speculat
     if config.schedule_row.is_captured:
         try:
             driver = make_driver(models, replace(config, schedule=WORKERS.name, graphs=False))
-            warn_of(f"{reason}; schedule={WORKERS.name!r} is used instead")
+            warn_of_speed(f"{reason}; schedule={WORKERS.name!r} is used instead")
             return driver
         except (ValueError, RuntimeError) as error:
             raise_handlers_error()
             reason = f"{reason}; worker processes cannot be used either ({error})"
-    warn_of(f"{reason}; the steps run one by one, in lockstep, without graphs")
+    warn_of_speed(f"{reason}; the steps run one by one, in lockstep, without graphs")
     return make_driver(models, _eager(config))
 
 

@@ -56,15 +56,8 @@ def device_facts(names: Sequence[str] | None = None) -> list[DeviceFacts]:
 
 
 def requested(device: Devices, count: int) -> list[str | tuple[str, ...] | None]:
-    """Normalise ``device=`` for ``count`` stages.
-
-    Returns:
-        Per stage one name (``"cuda"`` becomes the current GPU), :data:`AUTO`, a tuple of names for a stage that is to be split, or None.
-
-    Raises:
-        ValueError: a device that does not exist or that no stage can run on; too many or too few devices; an unknown stage.
-        TypeError: an element that is not a device.
-    """
+    """Normalise ``device=``: for each of ``count`` stages one name (``"cuda"`` becomes the current GPU), :data:`AUTO`, a tuple of names for a stage that
+    is to be split, or None. Raises the errors of :func:`of_each` and :func:`device_name`."""
     found: list[str | tuple[str, ...] | None] = []
     for place in place_of_each(device, stage_names(count)):
         if place is None or place == AUTO:
@@ -182,7 +175,7 @@ def arrange(
         DoesNotFit: the weights of a stage to be split do not fit its devices.
         ImportError: accelerate is needed, and not installed.
         ValueError: a device that cannot be used, or a stage that cannot be split.
-        Exception: those of :func:`pipespec.models.loading.load_config`.
+        Exception: those of ``load_config``.
     """
     places, names = requested(device, len(given)), names or stage_names(len(given))
     configs: list[Any] = []

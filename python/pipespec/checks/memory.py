@@ -1,4 +1,4 @@
-"""The memory of a call: whether its caches fit beside what is there, asked before they are allocated, and what helps where they do not."""
+"""The memory of a call: whether its caches fit in addition to what is there, checked before they are allocated, and what helps where they do not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipespec.models.loading import is_out_of_memory
 from pipespec.models.properties import compute_dtype
 
 HEADROOM = 256 << 20
-"""Bytes for each stage beside its caches: activations, logits, work spaces, the memory pool of captured graphs. Assumed, not measured."""
+"""Bytes for each stage in addition to its caches: activations, logits, work spaces, the memory pool of captured graphs. Assumed, not measured."""
 
 
 @contextmanager
@@ -58,16 +58,12 @@ def check_memory(
     Caches that grow need their first capacity free now, and their last one must fit the device at all. Static caches need their last capacity now. On a
     CPU other programs may release memory: what is not free is a ``RuntimeWarning`` there.
 
+    Raises ``DoesNotFit``, with the numbers.
+
     Args:
         models: those that will hold caches, by the names of their stages.
-        rows: texts.
-        longest: tokens of the longest prompt.
-        limit: positions that a row may come to use.
-        is_static: whether the caches are static.
+        rows: texts, whose longest prompt has ``longest`` tokens, and which may come to use ``limit`` positions.
         release: frees the caches of earlier calls; called only where there is too little memory otherwise.
-
-    Raises:
-        DoesNotFit: with the numbers.
     """
     last = static_capacity(limit) if is_static else limit
     first = last if is_static else first_capacity(longest, limit)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from pipespec.checks.support import check_recurrent, check_runnable
+from pipespec.checks.support import check_runnable
 from pipespec.checks.tokenizers import tokenizer_digest
 from pipespec.config import WIDTH
 from pipespec.engine.forward import exact_unsupported_reason, native_unsupported_reason
@@ -27,11 +27,7 @@ _NEEDED = {"input_ids", "attention_mask", "position_ids", "past_key_values", "lo
 
 
 def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any], *, translated: Collection[int] = ()) -> None:
-    """Check that models, drafts first, can form one chain.
-
-    Args:
-        given: what the user passed for each: a path, or the model itself.
-        translated: the drafts that may have another tokenizer.
+    """Check that models, drafts first, can form one chain. ``given``: what the user passed for each. ``translated``: those that may have another tokenizer.
 
     Raises:
         ValueError: too many models, one model twice, another vocabulary or tokenizer, or a model that no stage can run
@@ -55,7 +51,7 @@ def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any], *, tran
 
 
 class Vocabulary(NamedTuple):
-    """What must agree between stages: the tokens of the embedding, and the digest of the tokenizer beside the weights (None: there is none)."""
+    """What must agree between stages: the tokens of the embedding, and the digest of the tokenizer next to the weights (None: there is none)."""
 
     name: str
     size: int
@@ -87,7 +83,7 @@ def check_vocabularies(stages: Sequence[Vocabulary]) -> None:
             raise ValueError(
                 f"{draft.name} has a vocabulary of {draft.size} tokens, the target {target.size}: drafts must use the target's "
                 f"tokenizer, and {unknown} has no tokenizer.json to check that with. If it is the same one and only the "
-                "padding differs, put tokenizer.json beside the weights of both; if it is another one, pass tokenizer= and draft_tokenizers="
+                "padding differs, put tokenizer.json next to the weights of both; if it is another one, pass tokenizer= and draft_tokenizers="
             )
 
 
@@ -139,7 +135,6 @@ def check_architecture(name: str, model: PreTrainedModel) -> None:
         raise TypeError(
             f"{name} is a {kind} with windows in some of its layers, and its forward() takes one mask for all of them"
         )
-    check_recurrent(name, model)
     if layout.states is None and kind not in NATIVE_CLASSES and not _stores(model, layout):
         raise TypeError(
             f"{name} is a {kind} whose layers do not each store the keys and values that its configuration says; no cache here can roll that back"

@@ -34,10 +34,7 @@ _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 def check_runnable(models: Sequence[PreTrainedModel]) -> None:
     """Check that each model, drafts first, has its weights, and computes on devices, in a dtype and with layers that stages run. Quantised models do.
 
-    Raises:
-        ValueError: for a model that is not loaded, sharded in a way that stages do not run, spread over devices without hooks, on another kind of
-            device, or in another dtype.
-        TypeError: for a model whose recurrent layers keep no state per column.
+    Raises ``TypeError`` for a model whose recurrent layers keep no state per column, else ``ValueError``.
     """
     for name, model in zip(stage_names(len(models)), models, strict=True):
         is_target = model is models[-1]
@@ -58,14 +55,9 @@ def check_runnable(models: Sequence[PreTrainedModel]) -> None:
             raise ValueError(
                 f"{name} is float16 on the CPU, where many operations are slow or missing; use float32 or bfloat16"
             )
-        check_recurrent(name, model)
-
-
-def check_recurrent(name: str, model: PreTrainedModel) -> None:
-    """Raise ``TypeError`` for recurrent layers of which no state per column can be kept."""
-    why = None if CacheLayout.of(model.config).states is None else recurrent_unsupported_reason(model)
-    if why is not None:
-        raise TypeError(f"{name} is a {type(model).__name__}: {why}")
+        reason = None if CacheLayout.of(model.config).states is None else recurrent_unsupported_reason(model)
+        if reason is not None:
+            raise TypeError(f"{name} is a {type(model).__name__}: {reason}")
 
 
 def check_checkpointing(models: Sequence[PreTrainedModel]) -> None:
@@ -111,17 +103,16 @@ def _check_weights(name: str, model: PreTrainedModel, is_target: bool) -> None:
 def check_whole(models: Sequence[PreTrainedModel], where: str) -> None:
     """Raise ``ValueError`` for a model that is split, offloaded or sharded. ``where``: what needs whole models, for the message."""
     for name, model in zip(stage_names(len(models)), models, strict=True):
-        if (why := not_whole_reason(model)) is not None:
+        if (reason := not_whole_reason(model)) is not None:
             raise ValueError(
-                f"{where} needs each model whole on one device, and {name} is not: {why}; use schedule='plain', 'lockstep' or 'workers'"
+                f"{where} needs each model whole on one device, and {name} is not: {reason}; use schedule='plain', 'lockstep' or 'workers'"
             )
 
 
 def check_shareable(models: Sequence[PreTrainedModel]) -> None:
     """Check that each draft can run in a worker process, which builds its class around weights in shared memory. The target stays where it is.
 
-    Raises:
-        ValueError: for a draft that is quantised, split or offloaded, whose class cannot be imported, or that holds tensors its class does not create.
+    Raises ``ValueError`` for a draft that is quantised, split or offloaded, whose class cannot be imported, or that holds tensors its class does not create.
     """
     for name, model in zip(stage_names(len(models)), models[:-1], strict=False):
         quantised = quantisation(model)
@@ -130,28 +121,28 @@ def check_shareable(models: Sequence[PreTrainedModel]) -> None:
                 f"{name}: a worker process builds a draft whole on one device, around plain weights in shared memory, and {whole}; use "
                 "schedule='lockstep', or another draft (the target may be)"
             )
-        kind, why = type(model), None
+        kind, task = type(model), None
         named = (*model.named_parameters(), *model.named_buffers())
         if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
-            why = f"import its class {kind.__qualname__}: define it in a module"
+            task = f"import its class {kind.__qualname__}: define it in a module"
         elif odd := next(
             (f"{at}, a {type(tensor).__name__}" for at, tensor in named if type(tensor) not in _PLAIN), None
         ):
-            why = f"share {odd}: make it plain"
+            task = f"share {odd}: make it plain"
         else:
             rebuilt = skeleton(kind, model.config, described(model))
             own, created = ({at for at, _ in named_tensors(m, merged=False)} for m in (model, rebuilt))
             if added := sorted(own - created):
-                why = (
+                task = (
                     f"build {added[0]}, which its class {kind.__qualname__} does not create (an adapter, replaced layers?): merge what was added "
                     "into the weights"
                 )
-        if why is not None:
-            raise ValueError(f"{name}: a worker process cannot {why}, or use schedule='lockstep'")
+        if task is not None:
+            raise ValueError(f"{name}: a worker process cannot {task}, or use schedule='lockstep'")
 
 
 def cost_of_width(model: PreTrainedModel) -> str | None:
-    """What steps of several tokens move where bitsandbytes turns whole matrices into the compute dtype for them, as a phrase; None: nothing does."""
+    """What steps of several tokens move where bitsandbytes turns whole matrices into the compute dtype for them, as a phrase; None: it does not."""
     kinds = ((type(module).__module__, type(module).__name__, module) for module in model.modules())
     packed: list[Any] = [m for place, kind, m in kinds if kind == "Linear4bit" and place.startswith("bitsandbytes.")]
     if not packed:
@@ -167,7 +158,7 @@ def check_streams(models: Sequence[PreTrainedModel]) -> None:
     """Check that models can run with ``schedule="streams"`` or ``graphs=True``. On the CPU the same steps run uncaptured.
 
     Raises:
-        ValueError: for stages on GPUs beside stages on the CPU.
+        ValueError: for some stages on GPUs and others on the CPU.
         NotCapturable: for the first model whose step cannot. Some causes show only in the capture itself.
     """
     named = zip(stage_names(len(models)), models, strict=True)
@@ -187,18 +178,20 @@ def check_streams(models: Sequence[PreTrainedModel]) -> None:
 
 def _not_static(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     """Parts that cannot work with a static cache and padding columns, captured or not, and why."""
-    if (why := not_whole_reason(model)) is not None:
-        yield "its weights", why
+    if (reason := not_whole_reason(model)) is not None:
+        yield "its weights", reason
     config, layout = text_config(model.config), CacheLayout.of(model.config)
     first = next((at for at, module in model.named_modules() if "Attention" in type(module).__name__), "its attention")
     if not model._can_set_attn_implementation():
-        why = f"{type(model).__name__} calls its attention directly, not through transformers' AttentionInterface"
-        yield first, why
+        yield (
+            first,
+            f"{type(model).__name__} calls its attention directly, not through transformers' AttentionInterface",
+        )
     if getattr(config, "attn_logit_softcapping", None):
         yield first, "it caps its scores (attn_logit_softcapping), which attention by lengths does not"
     if layout.states is not None:
-        why = "it is recurrent, and the host chooses the state that a step begins with, which a static cache does not know"
-        yield f"layer {layout.states.layers[0]}", why
+        reason = "it is recurrent, and the host chooses the state that a step begins with, which a static cache does not have"
+        yield f"layer {layout.states.layers[0]}", reason
     if layout.key_dim != layout.value_dim:
         yield first, "it keeps keys and values of different sizes (latents), which attention by lengths does not read"
     for at, module in model.named_modules():

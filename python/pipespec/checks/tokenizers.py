@@ -20,7 +20,7 @@ from pipespec.registry import TRANSLATED
 
 
 def tokenizer_digest(given: Any, model: PreTrainedModel) -> str | None:
-    """Digest of the map token -> id of the tokenizer beside the weights; None if there is none. ``ValueError`` for a damaged file."""
+    """Digest of the map token -> id of the tokenizer next to the weights; None if there is none. ``ValueError`` for a damaged file."""
     source = _source(given, model)
     if not source:
         return None
@@ -58,7 +58,7 @@ def _digest(text: str) -> str:
 
 
 def _digest_of(texts: dict[int, str]) -> str:
-    """Of the tokens by id: a GGUF file does not tell which of them were added, and names those that pad the embedding ``[PAD<id>]``."""
+    """Of the tokens by id: a GGUF file does not say which of them were added, and names those that pad the embedding ``[PAD<id>]``."""
     known = sorted((i, text) for i, text in texts.items() if text != f"[PAD{i}]")
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
@@ -74,11 +74,7 @@ def with_translations(
 ) -> list[DraftSpec]:
     """The specs of draft models, where those with another tokenizer than the target are translated.
 
-    Args:
-        specs: Of the draft models.
-        models: They and the target, the last one.
-        given: What the user passed for each of ``models``, drafts first: a path, or the model itself.
-        tokenizer: As for :class:`pipespec.Pipeline`, like ``draft_tokenizers``.
+    ``models``: the drafts and the target. ``given``: what the user passed for each of them. ``tokenizer`` and ``draft_tokenizers`` are those of ``Pipeline``.
 
     Raises:
         ValueError: A draft has another tokenizer, whose tokens have no known bytes.
@@ -89,7 +85,7 @@ def with_translations(
         draft_tokenizers = [draft_tokenizers] + [None] * (drafts - 1) if drafts else []
     if len(draft_tokenizers) != drafts:
         raise ValueError(
-            f"draft_tokenizers: one per draft model (None: the one beside its weights), {drafts}, not {len(draft_tokenizers)}"
+            f"draft_tokenizers: one per draft model (None: the one next to its weights), {drafts}, not {len(draft_tokenizers)}"
         )
     known = [None if t is None else backend_of(t) for t in (*draft_tokenizers, tokenizer)]
 
@@ -97,7 +93,7 @@ def with_translations(
         if (found := known[i]) is None:
             if not (source := _source(given[i], models[i])):
                 name, argument = (names[i], "draft_tokenizers=") if i < drafts else ("the target", "tokenizer=")
-                raise ValueError(f"{name} was given as a model, which does not tell its tokenizer: pass {argument}")
+                raise ValueError(f"{name} was given as a model, which does not name its tokenizer: pass {argument}")
             known[i] = found = backend_of(load_tokenizer(source, trust_remote_code=trust_remote_code))
         return found
 
@@ -107,7 +103,7 @@ def with_translations(
             files = [tokenizer_digest(given[at], models[at]) for at in (i, -1)]
             is_same = None in files or files[0] == files[1]
         elif known[i] is None and tokenizer_digest(given[i], models[i]) is None:
-            is_same = True  # as far as anything tells
+            is_same = True  # as far as can be found out
         else:
             is_same = _digest(tokenizer_of(i).to_str()) == _digest(tokenizer_of(drafts).to_str())
         if is_same:

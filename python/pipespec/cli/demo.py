@@ -18,7 +18,7 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     flag(parser, "quick", "seconds instead of a minute or more; the figures mean little")
     option(parser, "prompt", "FILE", str, "use this text as the prompt; - for standard input")
     option(parser, "prompts", "N", positive, "number of prompts to measure")
-    option(parser, "new-tokens", "N", positive, "most new tokens per prompt")
+    option(parser, "new-tokens", "N", positive, "maximum number of new tokens per prompt")
     option(parser, "family", "FOLDER", Path, "other models: FOLDER/target, /medium and /small")
     return [parser]
 

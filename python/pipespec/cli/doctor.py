@@ -34,7 +34,11 @@ def run(args: argparse.Namespace) -> int:
         return _print(_facts_of(args.model), args.json)
     with working("checking (imports torch and transformers)"):
         env = collect_env()
-        env["pipeline_error"] = _pipeline_error()
+        env["pipeline_error"] = None
+        try:
+            import pipespec.api.pipeline  # noqa: F401  # needs every dependency
+        except Exception as error:  # broken packages raise errors of many types
+            env["pipeline_error"] = f"{type(error).__name__}: {error}"
     env["family"] = _megabytes(lambda: {name: family_path(name) / "model.safetensors" for name in FAMILY})
     module = _megabytes(lambda: {"module": draft_module_path() / "draft_module.safetensors"})
     env["draft_module"] = module if isinstance(module, str) else module["module"]
@@ -56,12 +60,8 @@ def run(args: argparse.Namespace) -> int:
     print()
     for problem in env["problems"]:
         print(f"! {problem}")
-    if not usable:
-        print("pipespec CANNOT work here until these problems are fixed.")
-    elif env["problems"]:
-        print("pipespec works here, with these restrictions.")
-    else:
-        print("No problems found.")
+    verdict = "pipespec works here, with these restrictions." if env["problems"] else "No problems found."
+    print(verdict if usable else "pipespec CANNOT work here until these problems are fixed.")
     return 0 if usable else 1
 
 
@@ -134,15 +134,6 @@ def _facts_of(model: str) -> dict[str, str]:
     return facts
 
 
-def _pipeline_error() -> str | None:
-    """The error of importing the pipeline, which needs every dependency; None if the import works."""
-    try:
-        import pipespec.api.pipeline  # noqa: F401
-    except Exception as error:  # broken packages raise errors of many types
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 def _megabytes(files: Callable[[], dict[str, Path]]) -> dict[str, float] | str:
     """Megabytes of each file, or which one is missing."""
     try:
@@ -173,20 +164,18 @@ def _doctor_rows(env: dict[str, Any]) -> Iterator[tuple[str, str]]:
         elif name == "torch" and torch["version"]:
             detail = f"{torch['version']}, {torch['threads']} threads, CUDA {torch['cuda_version'] or 'no'}"
         yield name, detail
-    yield "native module", ", ".join(f"{k} {_short(v)}" for k, v in native.items()) if native else "does not import"
+    parts = {
+        k: (" ".join(map(str, v)) or "none") if isinstance(v, (list, tuple)) else v for k, v in (native or {}).items()
+    }
+    yield "native module", ", ".join(f"{name} {part}" for name, part in parts.items()) or "does not import"
     quota = f", {cpu['quota_cores']:g} allowed by the container" if cpu["quota_cores"] else ""
     yield "CPU", f"{cpu['model']}, {cpu['usable_cores']} of {cpu['cores']} cores usable{quota}"
     yield "row selection", f"native, {cpu['simd']}" if native else "-"
     if env["memory_bytes"]:
-        yield (
-            "memory",
-            f"{env['memory_bytes'] / 2**30:.1f} GiB, {(env['memory_available_bytes'] or 0) / 2**30:.1f} available"
-            + (f", {limit / 2**30:.1f} allowed by the container" if (limit := env["memory_limit_bytes"]) else ""),
-        )
-    yield (
-        "CUDA module",
-        cuda["file"] if cuda["file"] and not cuda["error"] else "not built" if not cuda["file"] else "broken",
-    )
+        total, available = env["memory_bytes"] / 2**30, (env["memory_available_bytes"] or 0) / 2**30
+        allowed = f", {limit / 2**30:.1f} allowed by the container" if (limit := env["memory_limit_bytes"]) else ""
+        yield "memory", f"{total:.1f} GiB, {available:.1f} available{allowed}"
+    yield "CUDA module", "not built" if not cuda["file"] else "broken" if cuda["error"] else cuda["file"]
     yield "GPUs", ", ".join(device["name"] for device in cuda["devices"]) or "none"
     for schedule, state in env["schedules"].items():
         yield f"schedule {schedule}", state
@@ -196,11 +185,5 @@ def _doctor_rows(env: dict[str, Any]) -> Iterator[tuple[str, str]]:
     sizes = family if isinstance(family, str) else ", ".join(f"{name} {size} MB" for name, size in family.items())
     yield "bundled family", f"incomplete: {sizes}" if isinstance(family, str) else f"complete: {sizes}"
     module = env["draft_module"]
-    yield (
-        "draft module",
-        f"missing: {module}" if isinstance(module, str) else f"there: {module} MB (pipespec generate --system spd)",
-    )
-
-
-def _short(value: Any) -> str:
-    return " ".join(map(str, value)) or "none" if isinstance(value, (list, tuple)) else str(value)
+    missing = isinstance(module, str)
+    yield "draft module", f"missing: {module}" if missing else f"there: {module} MB (pipespec generate --system spd)"

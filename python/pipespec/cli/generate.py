@@ -1,4 +1,4 @@
-"""``pipespec generate``: continue a prompt."""
+"""``pipespec generate``: continue a prompt. ``pipespec trace``: the same, and every step is recorded."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 from pipespec.cli.options import (
     Subparsers,
     add_models,
+    check_output,
     chosen_models,
     command_of,
     flag,
+    loading_options,
     number,
     one_or_all,
     option,
     positive,
     read_text,
     require_text,
-    weights_option,
 )
 from pipespec.config import ACCEPTANCES
 from pipespec.process.progress import quiet_transformers, say, working
@@ -35,7 +36,11 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     parser.set_defaults(command=run)
     add_generation(parser)
     parser.add_argument("--report", action="store_true", help="afterwards, print what each stage did")
-    return [parser]
+    tracer = commands.add_parser("trace", help="record every step of a generation", description=run_trace.__doc__)
+    tracer.set_defaults(command=run_trace)
+    add_generation(tracer)
+    tracer.add_argument("--out", metavar="FILE", type=Path, required=True, help="trace for https://ui.perfetto.dev")
+    return [parser, tracer]
 
 
 # fmt: off
@@ -76,6 +81,7 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
 
 
 SYSTEMS = ("pipespec", "spd")
+_TRACE_STEPS = 1 << 16
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,16 +92,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_trace(args: argparse.Namespace) -> int:
+    """Continue a prompt as `generate` does, and record every step of every stage: its time, its tokens, the draft tokens that were accepted, and
+    rollbacks. Open the file with https://ui.perfetto.dev; a summary goes to standard error."""
+    check_output(args.out)
+    report = generate(args, trace=_TRACE_STEPS)
+    if report is not None:
+        from pipespec.api.trace import summary
+
+        report.save_trace(args.out)
+        print(report, summary(report.traced()), sep="\n", file=sys.stderr)
+    return 0
+
+
 def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
     """Print the continuation on stdout, and return the report of the call. With ranks, all but rank 0 serve instead, and return None.
 
-    Args:
-        args: The options of :func:`add_generation`.
-        trace: Steps per stage that the report's trace keeps.
-
-    Raises:
-        ValueError: Options that do not fit together, an empty prompt, or models that form no chain.
-        OSError: A file or a model cannot be read.
+    ``args``: the options of :func:`add_generation`. ``trace``: steps per stage that the report's trace keeps.
     """
     prompt = ""
     has_ranks = args.system == "spd" or (args.schedule is not None and SCHEDULES[args.schedule].needs_ranks)
@@ -169,10 +182,7 @@ def _chain(args: argparse.Namespace, target: str | Path, drafts: list[str | Path
         exact=args.exact,
         acceptance=args.acceptance,
         trace=trace,
-        dtype=dtype,
-        weights=weights_option(args),
-        device=one_or_all(args.device),
-        trust_remote_code=args.trust_remote_code,
+        **loading_options(args, dtype),
     )
     for name in (name for name, draft in zip(pipe.config.names, pipe.config.drafts, strict=False) if draft.translates):
         say(f"{name} has another tokenizer than the target: its draft tokens are translated")

@@ -14,8 +14,8 @@ import traceback
 import warnings
 from collections.abc import Callable
 
-from pipespec.cli import demo, doctor, generate, recommend, serve, trace
-from pipespec.cli.options import Subparsers, command_of
+from pipespec.cli import demo, doctor, generate, recommend, serve
+from pipespec.cli.options import command_of
 from pipespec.process.progress import say
 from pipespec_kernels import __version__
 
@@ -52,21 +52,16 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             if args.debug:
                 traceback.print_exc()
-            say(f"error: {_message(error)}")
+            # One line, except for errors that contain a table.
+            message = str(error).rstrip() if getattr(error, "in_lines", False) else " ".join(str(error).split())
+            message = message or type(error).__name__
+            if not isinstance(error, _INPUT_ERRORS):
+                message = f"{type(error).__name__}: {message}"
+            hint = " (`pipespec doctor` checks the installation)" if isinstance(error, ImportError) else ""
+            say(f"error: {message}{hint}")
         except OSError:  # nothing can be written there; Python must not try to at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         return 2
-
-
-def _message(error: Exception) -> str:
-    """One line, except for errors that contain a table (``in_lines``)."""
-    message = str(error).rstrip() if getattr(error, "in_lines", False) else " ".join(str(error).split())
-    message = message or type(error).__name__
-    if not isinstance(error, _INPUT_ERRORS):
-        message = f"{type(error).__name__}: {message}"
-    if isinstance(error, ImportError):
-        message += " (`pipespec doctor` checks the installation)"
-    return message
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,25 +74,20 @@ def _parser() -> argparse.ArgumentParser:
     try:
         training = command_of("pipespec_train")
     except ImportError as error:
-        _refuse(commands, ("spd", "train-draft"), error)
-        training = None
-    for subcommand in filter(None, (generate, serve, trace, demo, recommend, training, doctor)):
+        training, missing = None, error
+
+        def fail(args: argparse.Namespace) -> int:
+            raise missing
+
+        for name in ("spd", "train-draft"):
+            command = commands.add_parser(name, help="not installed", add_help=False)
+            command.add_argument("words", nargs="*")
+            command.set_defaults(command=fail, options=(), debug=False)
+    for subcommand in filter(None, (generate, serve, demo, recommend, training, doctor)):
         for command in subcommand.add_parser(commands):
             command.add_argument("--debug", action="store_true", help="show the traceback of an error")
             command.set_defaults(options=tuple(command._option_string_actions))
     return parser
-
-
-def _refuse(commands: Subparsers, names: tuple[str, ...], error: ImportError) -> None:
-    """Add the commands of a package that is not installed: whatever their options, they end with ``error``, which says what to install."""
-
-    def fail(args: argparse.Namespace) -> int:
-        raise error
-
-    for name in names:
-        command = commands.add_parser(name, help="not installed", add_help=False)
-        command.add_argument("words", nargs="*")
-        command.set_defaults(command=fail, options=(), debug=False)
 
 
 if __name__ == "__main__":

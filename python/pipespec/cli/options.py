@@ -18,7 +18,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 Subparsers = Any
 """What ``ArgumentParser.add_subparsers`` returns; its class is private to argparse."""
 
-
 _INSTALL = {"pipespec_spd": "pip install pipespec", "pipespec_train": "pip install 'pipespec[train]'"}
 
 
@@ -76,10 +75,11 @@ def chosen_models(
     return family_path("target"), args.draft or [family_path(n) for n in bundled()], args.dtype or "float32"
 
 
-def weights_option(args: argparse.Namespace) -> Any:
-    """The value of ``--weights`` as ``Pipeline`` takes it."""
-    given = args.weights
-    return one_or_all(None if given is None else [None if name == "keep" else name for name in given])
+def loading_options(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    """The arguments of ``Pipeline`` that say how the models are loaded."""
+    weights = None if args.weights is None else [None if name == "keep" else name for name in args.weights]
+    places = {"weights": one_or_all(weights), "device": one_or_all(args.device)}
+    return {"dtype": dtype, "trust_remote_code": args.trust_remote_code, **places}
 
 
 def one_or_all(values: list[Any] | None) -> Any:
@@ -87,15 +87,14 @@ def one_or_all(values: list[Any] | None) -> Any:
     return values[0] if values is not None and len(values) == 1 else values
 
 
-def number(kind: Callable[[str], float], least: float, most: float = math.inf) -> Callable[[str], float]:
+def number(kind: Callable[[str], float], low: float, high: float = math.inf) -> Callable[[str], float]:
     """The type of an option whose value is a number of a range, both ends included: a wrong one is refused before models are loaded."""
 
     def read(text: str) -> float:
         value = kind(text)
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(
-                f"must be at least {least}{f' and at most {most}' * (most < math.inf)}, not {text}"
-            )
+        if not low <= value <= high:
+            at_most = f" and at most {high}" if high < math.inf else ""
+            raise argparse.ArgumentTypeError(f"must be at least {low}{at_most}, not {text}")
         return value
 
     read.__name__ = kind.__name__  # argparse names it where the text is no number

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MARGIN = 1.05
-"""Least measured speed-up for which drafts are recommended."""
-_MOST_PROMPTS = 4
+"""Minimum measured speed-up for which drafts are recommended."""
+_MAX_PROMPTS = 4
 _FIELDS = ("prompt", "text", "question", "turns")
 _NGRAM = "ngram"
 _BUILT_IN = (
@@ -65,7 +65,7 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     parser.set_defaults(command=run)
     option(parser, "target", "PATH", str, "model that defines the text (default: the bundled family)")
     option(parser, "draft", "PATH", str, "a candidate; may be repeated", action="append", default=[])
-    prompts = f"a text, or JSON lines with prompts; the first {_MOST_PROMPTS} count (default: a few built-in ones)"
+    prompts = f"a text, or JSON lines with prompts; the first {_MAX_PROMPTS} count (default: a few built-in ones)"
     option(parser, "prompts", "FILE", Path, prompts)
     option(parser, "new-tokens", "N", positive, "new tokens per prompt (%(default)s)", default=32)
     option(parser, "dtype", None, str, "default: as stored; float32 for the bundled family", choices=DTYPES)
@@ -77,10 +77,15 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
 def run(args: argparse.Namespace) -> int:
     """Run candidates for the drafts of a target on the CPU, one after the other: none, prompt lookup (ngram), each --draft, and pairs of them. The last line
     is code to copy."""
-    target, drafts, dtype = _given(args)
+    target, drafts, dtype = args.target, [d for d in args.draft if d != _NGRAM], args.dtype or "auto"
+    if target is None:
+        from pipespec.demo import family_path
+
+        target, dtype = str(family_path("target")), args.dtype or "float32"
+        drafts += [str(family_path("small")), str(family_path("medium"))]
     prompts = None if args.prompts is None else read_prompts(args.prompts)
     with quiet_transformers():
-        found = _measured(args, target, drafts, dtype, prompts)
+        found = _measured(args, target, list(dict.fromkeys(drafts)), dtype, prompts)
     plain = next(c for c in found if not c.drafts)
     best = max(found, key=lambda c: c.rate)
     if best.rate < MARGIN * plain.rate:
@@ -93,17 +98,6 @@ def run(args: argparse.Namespace) -> int:
         print(table(found, plain, best))
         print(f"\n{code}")
     return 0
-
-
-def _given(args: argparse.Namespace) -> tuple[str, list[str], str]:
-    """Target, candidates beside prompt lookup, and dtype."""
-    drafts = [d for d in args.draft if d != _NGRAM]
-    if args.target is not None:
-        return args.target, list(dict.fromkeys(drafts)), args.dtype or "auto"
-    from pipespec.demo import family_path
-
-    drafts += [str(family_path("small")), str(family_path("medium"))]
-    return str(family_path("target")), list(dict.fromkeys(drafts)), args.dtype or "float32"
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -122,7 +116,7 @@ def read_prompts(file: Path) -> list[str]:
             raise ValueError(
                 f"{file}, entry {number}, is no prompt: a string, or an object with {', '.join(_FIELDS)}"
             ) from error
-        if number == _MOST_PROMPTS:
+        if number == _MAX_PROMPTS:
             break
     return found
 
@@ -208,5 +202,5 @@ def table(found: Sequence[Candidate], plain: Candidate, best: Candidate) -> str:
         )
         for c in found
     ]
-    why = "drafting pays" if best.drafts else f"do not draft: no candidate reaches {MARGIN:.2f}x of plain decoding"
-    return f"{aligned(lines, left=2)}\n{why}"
+    reason = "drafting pays" if best.drafts else f"do not draft: no candidate reaches {MARGIN:.2f}x of plain decoding"
+    return f"{aligned(lines, left=2)}\n{reason}"

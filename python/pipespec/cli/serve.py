@@ -8,17 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from pipespec.cli.generate import bundled_drafts
-from pipespec.cli.options import (
-    Subparsers,
-    add_models,
-    chosen_models,
-    flag,
-    number,
-    one_or_all,
-    option,
-    positive,
-    weights_option,
-)
+from pipespec.cli.options import Subparsers, add_models, chosen_models, flag, loading_options, number, option, positive
 from pipespec.process.progress import quiet_transformers, say, working
 
 _PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client")
@@ -70,9 +60,7 @@ def run(args: argparse.Namespace) -> int:
                 ) from error
 
         with working("loading the models"):
-            pipe = Pipeline(
-                target, drafts, dtype=dtype, weights=weights_option(args), device=one_or_all(args.device), trust_remote_code=args.trust_remote_code
-            )  # fmt: skip
+            pipe = Pipeline(target, drafts, **loading_options(args, dtype))
         with pipe:
             tokenizer = load_tokenizer(args.tokenizer or target, trust_remote_code=args.trust_remote_code)
             _pack(pipe)

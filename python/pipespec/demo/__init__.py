@@ -22,17 +22,16 @@ __all__ = ["FAMILY", "MODULE_STAGES", "Family", "draft_module_path", "family_pat
 
 
 def family_path(name: str) -> Path:
-    """Return the folder of one bundled model (``"target"``, ``"medium"`` or ``"small"``), for ``from_pretrained``.
-
-    Raises:
-        ValueError: The family has no such model.
-        FileNotFoundError: The weights are not installed.
-    """
+    """Return the folder of one bundled model, for ``from_pretrained``. Raises ``FileNotFoundError`` where the weights are not installed."""
     if name not in FAMILY:
         raise ValueError(f"no model {name!r} in the bundled family: it has {', '.join(FAMILY)}")
+    return _folder_with(name, "model.safetensors")
+
+
+def _folder_with(name: str, weights: str) -> Path:
     folder = Path(__file__).resolve().parent / "family" / name
-    if not (folder / "model.safetensors").is_file():
-        raise FileNotFoundError(f"{folder} has no model.safetensors: this installation came without the demo's weights")
+    if not (folder / weights).is_file():
+        raise FileNotFoundError(f"{folder} has no {weights}: this installation came without the demo's weights")
     return folder
 
 
@@ -62,25 +61,12 @@ def load_family(folder: Path | None = None, dtype: torch.dtype | str = "float32"
 
 
 def draft_module_path() -> Path:
-    """Return the folder of the bundled target's draft module for ``MODULE_STAGES`` stages, for ``DraftModule.load``.
-
-    Raises:
-        FileNotFoundError: The weights are not installed.
-    """
-    folder = Path(__file__).resolve().parent / "family" / "module"
-    if not (folder / "draft_module.safetensors").is_file():
-        raise FileNotFoundError(f"{folder} has no draft module: this installation came without the demo's weights")
-    return folder
+    """Return the folder of the bundled target's draft module for ``MODULE_STAGES`` stages, for ``DraftModule.load``. Raises as :func:`family_path`."""
+    return _folder_with("module", "draft_module.safetensors")
 
 
 def prompts(n: int, seed: int = 0) -> list[str]:
-    """Return ``n`` distinct prompts: function heads of standard-library modules that no bundled model was trained on.
-
-    The list is the same for the same interpreter, ``n`` and ``seed``.
-
-    Raises:
-        ValueError: The held-out modules have fewer than ``n`` functions.
-    """
+    """Return ``n`` distinct prompts: function heads of standard-library modules that no bundled model was trained on, see :mod:`pipespec.demo.corpus`."""
     from pipespec.demo.corpus import function_heads
 
     return [head.text for head in function_heads(n, seed)]

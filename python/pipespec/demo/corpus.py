@@ -12,8 +12,8 @@ import ast
 import random
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 #: Top-level modules (a file ``x.py`` or a package ``x/``) that no model of the family is trained on.
 #: All of them exist in CPython 3.11 to 3.14.
@@ -32,54 +32,35 @@ HELD_OUT = (
     "zipfile",
 )
 
-_SKIPPED_FOLDERS = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled"},
-)
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled"}
+
+_MAX_CHARS = 480
+"""Of a head. Preceding lines are dropped first, the oldest ones before others."""
+
+_CONTEXT_LINES = 8
+"""Maximum number of lines before the function."""
 
 
-@dataclass(frozen=True)
-class SourceFile:
-    """One module of the standard library: its path below the library folder, with ``/``, and its text."""
-
-    name: str
-    text: str
-
-    @property
-    def module(self) -> str:
-        """The top-level module that the file belongs to (``zipfile/_path.py`` -> ``zipfile``)."""
-        return self.name.split("/")[0].removesuffix(".py")
-
-
-@dataclass(frozen=True)
-class Head:
-    """A prompt: a function's head and some lines that precede it in its file."""
+class Source(NamedTuple):
+    """A held-out module, or a function's head in one: the module's path below the library folder, with ``/``, for a head ``:`` and the function; and the text."""
 
     name: str
     text: str
 
 
-def stdlib() -> Path:
-    """The running interpreter's standard library folder."""
-    return Path(sysconfig.get_paths()["stdlib"])
-
-
-def source_files(root: Path) -> Iterator[SourceFile]:
-    """The non-empty UTF-8 Python files below ``root``, without tests and installed packages, sorted by name."""
+def held_out_files(root: Path) -> Iterator[Source]:
+    """The held-out modules' non-empty UTF-8 files below ``root``, without tests and installed packages, sorted by name."""
     for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
-        relative = path.relative_to(root)
-        if _SKIPPED_FOLDERS.intersection(relative.parts[:-1]):
+        name = path.relative_to(root).as_posix()
+        *folders, _ = name.split("/")
+        if name.split("/")[0].removesuffix(".py") not in HELD_OUT or _SKIPPED_FOLDERS.intersection(folders):
             continue
         try:
             text = path.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):
             continue
         if text.strip():
-            yield SourceFile(relative.as_posix(), text)
-
-
-def held_out_files(root: Path | None = None) -> list[SourceFile]:
-    """The held-out modules' files in ``root`` (default: the standard library), sorted by name."""
-    return [s for s in source_files(root or stdlib()) if s.module in HELD_OUT]
+            yield Source(name, text)
 
 
 def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -93,19 +74,14 @@ def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.Funct
             yield from _functions(node, prefix)
 
 
-def heads_of(files: Iterable[SourceFile], *, max_chars: int = 480, context_lines: int = 8) -> list[Head]:
+def heads_of(files: Iterable[Source]) -> list[Source]:
     """Collect the function heads of ``files``, in file order, without duplicates.
 
     A head is the signature, the docstring where there is one, and preceding lines of the file. It ends
     with a visible character: the tokenizer joins a line's end to the next line's indent, so a final
     newline would be a token that the models never saw there.
-
-    Args:
-        files: The sources.
-        max_chars: Longest head, in characters. Preceding lines are dropped first, the oldest ones before others.
-        context_lines: Most lines before the function.
     """
-    heads: list[Head] = []
+    heads: list[Source] = []
     seen: set[str] = set()
     for source in files:
         try:
@@ -125,28 +101,25 @@ def heads_of(files: Iterable[SourceFile], *, max_chars: int = 480, context_lines
             head = lines[start:end]
             while head and (not head[-1].strip() or head[-1].lstrip().startswith("#")):
                 head.pop()  # comments before the first statement belong to the body
-            if not head or len("\n".join(head)) > max_chars:
+            if not head or len("\n".join(head)) > _MAX_CHARS:
                 continue
-            before = lines[max(0, start - context_lines) : start]
-            while before and len("\n".join(before + head)) > max_chars:
+            before = lines[max(0, start - _CONTEXT_LINES) : start]
+            while before and len("\n".join(before + head)) > _MAX_CHARS:
                 before.pop(0)
             text = "\n".join(before + head).strip("\n").rstrip()
             if len(text) < 100 or text in seen:
                 continue
             seen.add(text)
-            heads.append(Head(f"{source.name}:{qualified}", text))
+            heads.append(Source(f"{source.name}:{qualified}", text))
     return heads
 
 
-def function_heads(n: int | None = None, seed: int = 0) -> list[Head]:
-    """Return ``n`` prompts (all of them with ``None``) from the held-out modules, in an order drawn with ``seed``.
+def function_heads(n: int | None = None, seed: int = 0) -> list[Source]:
+    """Return ``n`` prompts (all of them with ``None``) from the held-out modules, in an order drawn with ``seed``: for an interpreter always the same.
 
-    The result is deterministic for an interpreter, and the first ``k`` of ``n`` are those of ``function_heads(k)``.
-
-    Raises:
-        ValueError: The held-out modules of this interpreter have fewer than ``n`` functions.
+    The first ``k`` of ``n`` are those of ``function_heads(k)``. Raises ``ValueError`` if there are fewer than ``n``.
     """
-    heads = heads_of(held_out_files())
+    heads = heads_of(held_out_files(Path(sysconfig.get_paths()["stdlib"])))
     random.Random(seed).shuffle(heads)
     if n is None:
         return heads

@@ -74,15 +74,9 @@ def pipe_of(generate: Call) -> Any:
 
 
 def run_demo(size: DemoSize, prompt: str | None = None, folder: Path | None = None) -> bool:
-    """Show the demo on stdout, its progress on stderr.
+    """Show the demo on stdout, its progress on stderr. Returns whether the text of every row was the one of ``generate()``.
 
-    Args:
-        size: How much to measure.
-        prompt: Stream and measure this text; default: function heads of the standard library.
-        folder: Another family than the bundled one.
-
-    Returns:
-        Whether the text of every row was the one of ``generate()``.
+    ``prompt``: the text to measure; default: function heads of the standard library. ``folder``: another family than the bundled one.
     """
     console, threads = Console(highlight=False, soft_wrap=True), len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
@@ -99,14 +93,8 @@ def run_demo(size: DemoSize, prompt: str | None = None, folder: Path | None = No
             rows = rows_of(family, opened)
         pipe = pipe_of(list(rows.values())[-1])
         sizes = ", ".join(f"{model.num_parameters() / 1e6:.1f} M" for model in (*family.drafts.values(), family.target))
-        stream_text(
-            console,
-            family,
-            pipe,
-            ids[0],
-            min(2 * size.new_tokens, room),
-            f"three models at once ({sizes} parameters), one text",
-        )
+        title = f"three models at once ({sizes} parameters), one text"
+        stream_text(console, family, pipe, ids[0], min(2 * size.new_tokens, room), title)
         return measure(console, rows, ids, min(size.new_tokens, room), size.repeats)
 
 

@@ -74,7 +74,11 @@ class RemainingWork:
 
     def show(self, what: str) -> None:
         """Show what is done now."""
-        line = f"{self.done} of {self.total} ({self.remaining()}): {what}"
+        left, new = "time unknown", self.done - self._before
+        if new:  # from the parts that are complete since the beginning
+            seconds = (time.monotonic() - self._began) / new * (self.total - self.done)
+            left = f"about {readable_time(seconds)} left"
+        line = f"{self.done} of {self.total} ({left}): {what}"
         if self._live is not None:
             from rich.text import Text
 
@@ -83,14 +87,6 @@ class RemainingWork:
         elif time.monotonic() - self._shown > _SAY_EVERY_S:
             say(line)
             self._shown = time.monotonic()
-
-    def remaining(self) -> str:
-        """The time that remains, from the parts that are complete since the beginning."""
-        new = self.done - self._before
-        if not new:
-            return "time unknown"
-        seconds = (time.monotonic() - self._began) / new * (self.total - self.done)
-        return f"about {readable_time(seconds)} left"
 
 
 def readable_time(seconds: float) -> str:

@@ -40,10 +40,10 @@ def rank_and_world() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def difference(everyone: Sequence[Mapping[str, Any]]) -> str | None:
-    """What the ranks do not share, for a message; None if they share all. ``everyone``: values by name of each rank. None is unknown, and not compared."""
-    for name, first in everyone[0].items():
-        for rank, terms in enumerate(everyone):
+def difference(terms_of_ranks: Sequence[Mapping[str, Any]]) -> str | None:
+    """What the ranks do not share, for a message; None if they share all. Values by name for each rank; None is unknown, and not compared."""
+    for name, first in terms_of_ranks[0].items():
+        for rank, terms in enumerate(terms_of_ranks):
             if first is not None and terms.get(name, "none") not in (first, None):
                 other = terms.get(name, "none")
                 return f"all ranks need the same {name}: rank 0 has {first}, rank {rank} has {other}; start all with the same"
@@ -100,11 +100,7 @@ class Ranks:
 
     @classmethod
     def join(cls, terms: Mapping[str, Any], start_s: float = START_S) -> Self:
-        """The ranks that the launcher's environment variables describe.
-
-        Args:
-            terms: What all ranks must share beside the version of pipespec, as JSON has it, see :func:`difference`.
-            start_s: Longest time until all ranks are there.
+        """The ranks that the launcher's environment variables describe. ``terms``: what all must share in addition to the version of pipespec, as JSON has it.
 
         Raises:
             RankError: Not all ranks have come in time, one has ended or has other terms, or MASTER_ADDR or MASTER_PORT cannot be used.
@@ -121,9 +117,9 @@ class Ranks:
                 f"not all ranks have come within {start_s:g} s, one has ended, or MASTER_ADDR={address} or MASTER_PORT={port} cannot be used: "
                 f"{first_line(error)}"
             ) from error
-        mine = json.dumps({"version of pipespec": __version__} | dict(terms))
-        everyone = ranks.exchange("start", mine, "all ranks start")
-        if (what_differs := difference(list(map(json.loads, everyone)))) is not None:
+        own = json.dumps({"version of pipespec": __version__} | dict(terms))
+        texts = ranks.exchange("start", own, "all ranks start")
+        if (what_differs := difference(list(map(json.loads, texts)))) is not None:
             ranks.leave()
             raise RankError(what_differs)
         return ranks
@@ -152,20 +148,21 @@ class Ranks:
 
     def watch(self, end: Callable[[str], None]) -> None:
         """From now on call ``end``, with a message, where ranks cannot go on, or something takes too long, and this rank does not raise in time."""
-        threading.Thread(target=self._watch, args=(end,), daemon=True, name="pipespec-watch").start()
+
+        def watch() -> None:
+            while not self._unwatched.wait(BEAT_S):
+                self.cause = self.cause or self.late()
+                if self.cause is not None:
+                    if not self._unwatched.wait(GRACE_S):
+                        end(f"pipespec: rank {self.rank} ends: {self.cause}")
+                    return
+
+        threading.Thread(target=watch, daemon=True, name="pipespec-watch").start()
 
     def unwatch(self) -> None:
         """Watch nothing any more. The signs of life go on."""
         self.broken = True
         self._unwatched.set()
-
-    def _watch(self, end: Callable[[str], None]) -> None:
-        while not self._unwatched.wait(BEAT_S):
-            self.cause = self.cause or self.late()
-            if self.cause is not None:
-                if not self._unwatched.wait(GRACE_S):
-                    end(f"pipespec: rank {self.rank} ends: {self.cause}")
-                return
 
     def _sign(self, count: int) -> None:
         self._beats.set(f"beat/{self.rank}", str(count))
@@ -185,7 +182,7 @@ class Ranks:
                             self._seen[rank] = value, self.now()
                 if self.cause is None and self._beats.check(["failed"]):
                     self.cause = self._beats.get("failed").decode()
-                    self._beats.set(f"knows/{self.rank}", "+")
+                    self._beats.set(f"read/{self.rank}", "+")
             except Exception:
                 self.cause = self.cause or (
                     "the ranks' store does not answer any more: the process that held it (rank 0, or torchrun) has ended"
@@ -215,12 +212,12 @@ class Ranks:
 
     # ---- the start
 
-    def exchange(self, sign: str, mine: str, until: str) -> list[str]:
+    def exchange(self, sign: str, own: str, until: str) -> list[str]:
         """Wait until all ranks are here, and return the text of each. Raises ``RankError`` if one does not come."""
         names = [f"{sign}/{r}" for r in range(self.world)]
         deadline = self.now() + self.start_s
         try:
-            self._store.set(names[self.rank], f"+{mine}")  # the store has no empty values
+            self._store.set(names[self.rank], f"+{own}")  # the store has no empty values
             while not self._store.check(names):
                 cause = self.cause or self.late()
                 if cause is None and self.now() > deadline:
@@ -235,10 +232,10 @@ class Ranks:
                 f"ended waiting until {until}: the ranks' store broke, rank 0, or torchrun, has ended"
             ) from error
 
-    def agree(self, error: BaseException | None, sign: str = "ready", mine: str = "") -> list[str]:
+    def agree(self, error: BaseException | None, sign: str = "ready", own: str = "") -> list[str]:
         """:meth:`exchange`, unless some ranks have an ``error``: all leave then. Raises ``RankError`` with the first one's message."""
         said = f"{type(error).__name__}: {error}" if error is not None else ""
-        texts = self.exchange(sign, json.dumps([said, mine]), f"all ranks are {sign}")
+        texts = self.exchange(sign, json.dumps([said, own]), f"all ranks are {sign}")
         words = [json.loads(text) for text in texts]
         failed = next((f"rank {r} failed: {what}" for r, (what, _) in enumerate(words) if what), None)
         if failed is not None:
@@ -270,9 +267,9 @@ class Ranks:
             published = self._store.compare_set("failed", "", said).decode()
             first = self.cause if published == said else published
             for rank in {self.rank, self.rank if ended is None else ended}:
-                self._store.set(f"knows/{rank}", "+")
+                self._store.set(f"read/{rank}", "+")
         if self.cause is None:  # the others find what this rank has found
-            self._hold_store("knows")
+            self._hold_store("read")
         self._stopped.set()
         known = f" ({first})" if first and first not in what else ""
         return RankError(f"rank {self.rank}: {what}{known}")

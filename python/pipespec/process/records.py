@@ -23,12 +23,9 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def build(kind: Any, data: Any, where: str = "it") -> Any:
-    """Build ``data``, as JSON and TOML have it, as ``kind``.
+    """Build ``data``, as JSON and TOML have it, as ``kind``: a dataclass, a plain type, a list, tuple or dict of them, or one of these or None.
 
-    Args:
-        kind: A dataclass, a plain type, a list, tuple or dict of them, or one of these or None.
-        data: Objects may be dicts, and lists also tuples.
-        where: Name of the value in messages.
+    ``where`` names the value in messages.
 
     Raises:
         TypeError: A value has another type, or an object lacks a field.

@@ -16,10 +16,12 @@ from contextlib import contextmanager
 
 _HOLD_S = 1.0
 """A thread whose call was ended waits this long: by then the interpreter is gone, or another thread joins this one."""
+
 _CALLS_TIMEOUT_S = 10.0
 """A call ends after its present step. The shutdown waits at most this long for all calls."""
-_LOOK_S = 0.005
-"""Time between two looks whether they have ended."""
+
+_POLL_S = 0.005
+"""Poll interval of the shutdown."""
 
 _calling: set[int] = set()
 """Threads that are in a call. Without a lock: additions and removals are atomic, and a signal handler's error cannot come between a lock and its release."""
@@ -41,7 +43,7 @@ def _end() -> None:
     _ended_by = threading.get_ident()
     deadline = time.monotonic() + _CALLS_TIMEOUT_S
     while _calling and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 # Registered with the first call, not on import: handlers run in reverse order, and worker processes must end after this one.

@@ -101,13 +101,13 @@ def _after_fork() -> None:
         del _lowered[other]
 
 
-# No thread sets the number during a fork: the child would wait for ever for the lock of its parent's pool.
+# No thread sets the number during a fork: the child would wait forever for the lock of its parent's pool.
 os.register_at_fork(before=_lock.__enter__, after_in_parent=_lock.__exit__, after_in_child=_lock.__exit__)
 os.register_at_fork(after_in_child=_after_fork)
 
 
 def target_threads(drafts: int) -> int:
-    """Threads that a target computes with beside the worker processes of ``drafts``, of one thread each.
+    """Threads that a target computes with while ``drafts`` run in worker processes, of one thread each.
 
     The user's setting, at most the cores that this process may use, less one per worker; at least 1.
     """
@@ -116,8 +116,8 @@ def target_threads(drafts: int) -> int:
 
 
 @contextmanager
-def lowered_threads(most: int) -> Iterator[None]:
-    """Lower torch's number of threads to ``most`` within the block. Other threads may do that, too, and each restores the user's setting."""
+def lowered_threads(limit: int) -> Iterator[None]:
+    """Lower torch's number of threads to ``limit`` within the block. Other threads may do that, too, and each restores the user's setting."""
     thread = threading.get_ident()
     if thread in _lowered:  # a call inside of a call of another pipeline
         yield
@@ -125,7 +125,7 @@ def lowered_threads(most: int) -> Iterator[None]:
     try:
         with _lock:
             _lowered[thread] = before = _users_threads()
-            _set_threads(min(most, before))
+            _set_threads(min(limit, before))
         yield
     finally:
         try:

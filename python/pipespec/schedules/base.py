@@ -21,7 +21,7 @@ from pipespec.engine.inputs import stage_names
 from pipespec.engine.stage import Stage
 from pipespec.errors import user_stacklevel
 from pipespec.models.devices import input_device
-from pipespec.registry import PLAIN, SCHEDULES, names
+from pipespec.registry import PLAIN, SCHEDULES, imported, names
 from pipespec.schedules.request import CacheOwner, GenerationRequest, TextSource
 from pipespec_kernels import _native
 from pipespec_kernels.state import StateBlock
@@ -34,6 +34,10 @@ class SpeedWarning(RuntimeWarning):
 
 class StageFailure(SpeedWarning):
     """A draft stage died or failed. The text is the same."""
+
+
+def warn_of_speed(reason: str, kind: type[SpeedWarning] = SpeedWarning) -> None:
+    warnings.warn(f"{reason}. The text is not affected, only its speed", kind, stacklevel=user_stacklevel())
 
 
 class Decoder(ABC):
@@ -82,9 +86,7 @@ class Decoder(ABC):
         """Warn that calls leave the fast path, once for each reason."""
         if reason not in self._warned:
             self._warned.add(reason)
-            warnings.warn(
-                f"{reason}. The text is not affected, only its speed", SpeedWarning, stacklevel=user_stacklevel()
-            )
+            warn_of_speed(reason)
 
     @property
     def forms(self) -> Sequence[str]:
@@ -117,12 +119,7 @@ class Decoder(ABC):
 
 
 class Driver(Decoder):
-    """Runs the stages of one chain over a state block.
-
-    Args:
-        models: Of the drafts that have one, in their order, and of the target.
-        config: How they run.
-    """
+    """Runs the stages of one chain over a state block. ``models``: of the drafts that have one, in their order, and of the target."""
 
     schedule: ClassVar[str]
     block: StateBlock
@@ -131,15 +128,10 @@ class Driver(Decoder):
         super().__init__()
         self.models = list(models)
         self.config = config
-        self._acceptance: RejectionAcceptance | None = None
+        self._stage_count = len(config.drafts) + 1
         self.ran_as = self._name_of(self.schedule)
         self.block = self._make_block()
         self._trace_memory = TraceMemory(self._stage_count, config.trace) if config.trace else None
-
-    @property
-    def _stage_count(self) -> int:
-        """Stages of the chain."""
-        return len(self.config.drafts) + 1
 
     def _model_of(self, i: int) -> PreTrainedModel:
         """The model of stage ``i``."""
@@ -174,14 +166,6 @@ class Driver(Decoder):
         # Products of a library may depend on the number of threads.
         stage.reads_wide = not config.exact
         return stage
-
-    def _acceptance_remarks(self, request: GenerationRequest) -> tuple[str, ...]:
-        """What the text of a call depends on under another rule of acceptance than coupled sampling."""
-        if self._acceptance is None or request.inputs.sampling_params.seeds is None:
-            return ()
-        return (
-            f"acceptance={self.config.acceptance!r}: the text is a draw from the target's distribution that depends on the draft, too",
-        )
 
     @property
     def names(self) -> Sequence[str]:
@@ -221,11 +205,6 @@ class Driver(Decoder):
         new = (limit - len(prompt) for prompt, limit in zip(request.inputs.prompts, request.inputs.limits, strict=True))
         self.block.ensure(len(request.inputs.prompts), max(new) + 2)
 
-    def _open_lookahead(self) -> None:
-        """Tell stages that run on their own how far they may be ahead."""
-        for i, lookahead in enumerate(self.config.lookahead):
-            self.block.set_lookahead(i, lookahead)
-
     def _trace_of(self, stage: int) -> _native.TraceBuffer | None:
         """Where ``stage`` writes its steps; None without a trace."""
         return None if self._trace_memory is None else self._trace_memory.buffer(stage)
@@ -233,8 +212,7 @@ class Driver(Decoder):
     def _lost(self, i: int, what: str) -> None:
         """Warn once about draft ``i``. No stage waits for it any more."""
         self.block.set_alive(i, False)
-        message = f"{self._draft_name(i)} {what}. The text is not affected, only its speed"
-        warnings.warn(message, StageFailure, stacklevel=user_stacklevel())
+        warn_of_speed(f"{self._draft_name(i)} {what}", StageFailure)
 
     def draft_failed(self, i: int, error: Exception) -> None:
         """Take draft ``i`` out of the present call, after ``error`` in a stage of this process."""
@@ -276,12 +254,7 @@ _runs_uncaptured = False
 
 
 def make_driver(models: Sequence[PreTrainedModel], config: SpeculationConfig) -> Driver:
-    """Build the driver of ``config.schedule``.
-
-    Args:
-        models: Of the drafts that have one, and of the target. With ``"plain"`` the drafts take no part.
-        config: Its schedule is any but ``"ranks"``, whose models are in other processes: see
-            :func:`pipespec.schedules.asynchronous.membership.join`.
+    """Build the driver of ``config.schedule``: any but ``"ranks"``, whose models are in other processes. With ``"plain"`` the drafts take no part.
 
     Raises:
         ValueError: The models cannot run in this schedule, or captured steps would run on a CPU.
@@ -297,5 +270,6 @@ def make_driver(models: Sequence[PreTrainedModel], config: SpeculationConfig) ->
         raise ValueError(
             f"{what} runs captured CUDA graphs, and all models are on the CPU: use schedule={others} without graphs there"
         )
-    kind: type[Driver] = row.driver_class(captured=config.graphs, controlled=config.controlled)
-    return kind(models, config)
+    kind = imported(row.captured if config.graphs else row.controlled if config.controlled else row.driver)
+    driver: Driver = kind(models, config)
+    return driver

@@ -29,7 +29,7 @@ class ControlledDriver(LockstepDriver):
         for stage in self._stages[:-1]:
             stage.defers = stage.may_defer
         self._packed = False
-        # The controller lets the inline stage draft, not the target.
+        # The controller runs the inline stage, not the target.
         self._inline, self.target.upstream = self.target.upstream, None
         drafts = [draft for draft in config.drafts if not draft.inline]
         sizes = sum(draft.step_bytes(model) for draft, model in zip(drafts, models, strict=False))
@@ -57,11 +57,16 @@ class ControlledDriver(LockstepDriver):
         target, block, control = self.target, self.block, self.controller
         before = [block.length(block.target, row) for row in range(len(self._limits))]
         choice, matches = Choice(), []
-        if reads := not target.has_prompt_logits:
+        reads = not target.has_prompt_logits
+        if reads:
             if self._inline is not None:
                 matches = self._inline.foresee(MAX_DRAFT_TOKENS)
             remaining = max(limit - length for limit, length in zip(self._limits, before, strict=True))
-            choice = control.choose(matches, self._lag(), remaining)
+            lag = -1  # no draft model works
+            if len(self.models) > 1 and block.is_alive(len(self.models) - 2):
+                stage = self._stages[-2]
+                lag = stage.lag if stage.defers else 0
+            choice = control.choose(matches, lag, remaining)
             self._draft(choice)
         began = time.perf_counter()
         action = target.step(0, choice.tokens)
@@ -74,13 +79,6 @@ class ControlledDriver(LockstepDriver):
                 outcome = [(n, min(n, b - a - 1)) for n, a, b in zip(drafted, before, after, strict=True)]
                 control.note_round(choice, matches, outcome)
         return action
-
-    def _lag(self) -> int:
-        """Tokens that the last draft model has not read; -1: there is none that works."""
-        if len(self.models) == 1 or not self.block.is_alive(len(self.models) - 2):
-            return -1
-        stage = self._stages[-2]
-        return stage.lag if stage.defers else 0
 
     def _draft(self, choice: Choice) -> None:
         if choice.source == "model":

@@ -39,12 +39,7 @@ class _Received:
 
 
 class FollowerDriver(Driver):
-    """Runs the forwards that the leader announces. The text is the leader's.
-
-    Args:
-        models: The target, and nothing else.
-        config: Of a pipeline without drafts.
-    """
+    """Runs the forwards of the target that the leader announces. The text is the leader's."""
 
     schedule = "follower"
 

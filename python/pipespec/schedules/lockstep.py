@@ -25,8 +25,8 @@ class LockstepDriver(Driver):
 
     def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
         super().__init__(models, config)
-        if config.acceptance != "coupled" and len(self.models) > 1:
-            self._acceptance = RejectionAcceptance(max(config.lookahead))
+        by_rejection = config.acceptance != "coupled" and len(self.models) > 1
+        self._acceptance = RejectionAcceptance(max(config.lookahead)) if by_rejection else None
         self._stages = [self._make_stage(i, self._acceptance) for i in config.model_stages]
         for stage in self._stages:
             self.block.set_alive(stage.index, True)
@@ -41,7 +41,12 @@ class LockstepDriver(Driver):
         return self._stages
 
     def _generate(self, request: GenerationRequest) -> None:
-        self.remarks = self._acceptance_remarks(request)
+        self.remarks = ()
+        if self._acceptance is not None and request.inputs.sampling_params.seeds is not None:
+            rule = f"acceptance={self.config.acceptance!r}"
+            self.remarks = (
+                f"{rule}: the text is a draw from the target's distribution that depends on the draft, too",
+            )
         self.begin(request)
         while self.advance() != Action.FINISHED:
             request.committed(self.block)
@@ -68,12 +73,6 @@ def prefill(driver: Driver, request: GenerationRequest) -> None:
             stage.prefill(draft_inputs)
 
 
-def run_in_turn(driver: Driver, request: GenerationRequest) -> None:
-    """Run the stages of a driver, one after the other, until every row of the target is complete. After :func:`prefill`."""
-    while advance(driver, driver.block.target) != Action.FINISHED:
-        request.committed(driver.block)
-
-
 def advance(driver: Driver, i: int, lookahead: int | None = None) -> Action:
     """Let the drafts of stage ``i`` fill their lookahead, then take one step of the stage. Returns the action of the step.
 
@@ -91,8 +90,8 @@ def advance(driver: Driver, i: int, lookahead: int | None = None) -> Action:
             pass
     if stage is driver.target:
         return stage.step(lookahead, max_draft_tokens)
-    if not driver.block.is_alive(i):
-        return Action.IDLE
-    with draft_errors(functools.partial(driver.draft_failed, i)):
-        return stage.step(lookahead, max_draft_tokens)
-    return Action.IDLE
+    action = Action.IDLE
+    if driver.block.is_alive(i):
+        with draft_errors(functools.partial(driver.draft_failed, i)):
+            action = stage.step(lookahead, max_draft_tokens)
+    return action

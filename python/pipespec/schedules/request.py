@@ -35,7 +35,7 @@ class CacheOwner(Protocol):
 
 @dataclass(eq=False)
 class GenerationRequest:
-    """One call of ``generate()``, as decoders get it.
+    """One call of ``generate()``.
 
     Args:
         inputs: What the target begins with. Drafts begin with the same, but for ``draft_sampling_params``.
@@ -91,7 +91,7 @@ class GenerationRequest:
         return cache
 
     def take_back(self) -> None:
-        """After a failure, also behind the run: give the caller the cache as it was before the call. The stage must not write to it any more."""
+        """After a failure, also after the run: give the caller the cache as it was before the call. The stage must not write to it any more."""
         if self.cache is None or self._held is None:
             return
         try:
@@ -99,6 +99,6 @@ class GenerationRequest:
                 if self._owner is not None:
                     self._owner.return_cache(self._held)
         finally:
-            # The owner may have been interrupted before, behind the place where it gave the cache up.
+            # The owner may have been interrupted after it gave the cache up.
             self.cache.recover(self._held, self._text)
         self._held = self._owner = None

@@ -37,8 +37,8 @@ class Channel:
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
         """An end for this process, and one for another process."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        return cls(ours), theirs
+        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(own), other
 
     @property
     def closed(self) -> bool:

@@ -118,7 +118,8 @@ class AsynchronousDriver(Driver):
     def _lay_out(self, request: GenerationRequest, call: Call) -> None:
         """Start the generation in the block. While no stage runs."""
         self._prepare(request)
-        self._open_lookahead()
+        for i, lookahead in enumerate(self.config.lookahead):
+            self.block.set_lookahead(i, lookahead)
         self.block.start(call.generation)
 
     def _prepare_peers(self) -> None:

@@ -62,6 +62,7 @@ class LocalPeer(Peer):
 
     Attributes:
         process: None: there is none.
+        ready_by: When it is lost unless it is ready.
     """
 
     returns = "its process has been started again"
@@ -74,7 +75,7 @@ class LocalPeer(Peer):
         self._is_ready = False
         self._failure: str | None = None  # until its process has been started again and is ready
         self._generation = 0  # the last one that it was sent
-        self._ready_by = 0.0
+        self.ready_by = 0.0
         _peers.add(self)
 
     @property
@@ -91,16 +92,16 @@ class LocalPeer(Peer):
         Ctrl-C and Ctrl-Z do not reach it.
         """
         self._status, self._is_ready, self._generation = None, False, 0
-        self._ready_by = time.monotonic() + _READY_TIMEOUT_S
+        self.ready_by = time.monotonic() + _READY_TIMEOUT_S
         if not sys.executable:
             self._lose(
                 "a worker process needs a Python interpreter, and sys.executable names none (an embedded Python?): set it, or use schedule='lockstep'"
             )
             return
         try:
-            self.channel, theirs = Channel.pair()
-            with theirs:
-                self.process = _started(theirs.fileno())
+            self.channel, end = Channel.pair()
+            with end:
+                self.process = _started(end.fileno())
             with ExitStack() as stack:
                 lent = [stack.enter_context(shared.lent(writable)) for shared, writable in self._parts]
                 setup = replace(self._setup, parts=[len(fds) for fds in lent])
@@ -114,11 +115,6 @@ class LocalPeer(Peer):
             if not isinstance(error, ChannelError) and number is None:
                 raise
 
-    def await_ready(self) -> None:
-        """Wait until the process has built its model. It is lost if it does not."""
-        if not self._await_idle(self._ready_by) and self.failure() is None:
-            self._lose(_not_ready())
-
     def stop(self) -> None:
         """End the process. In a fork of the caller this does nothing: for it, the process has ended."""
         if self.channel is not None:
@@ -131,13 +127,6 @@ class LocalPeer(Peer):
                 self.process.wait(_EXIT_TIMEOUT_S)
         self.process = None
 
-    def leave(self) -> None:
-        """In a fork of the caller, whose child the process is not."""
-        if self.channel is not None:
-            self.channel.close()
-        if self.process is not None:
-            self.process.returncode = 0  # so that nothing here waits for it, or kills it
-
     # ---- its state
 
     def failure(self) -> str | None:
@@ -146,10 +135,15 @@ class LocalPeer(Peer):
             return self._failure or "it has no process"
         if not self._is_ready:
             self._receive_sent()
-            if not self._is_ready and time.monotonic() > self._ready_by:
-                self._lose(_not_ready())
+            if not self._is_ready and time.monotonic() >= self.ready_by:
+                self._lose(f"its process was not ready within {_READY_TIMEOUT_S:.0f} s")
         if process.poll() is not None and self.process is not None:
-            self._lose(self._exit_reason(process))
+            # The draft's own error, or else the exit status.
+            self._receive_sent()
+            code, cause = process.returncode, self._status.failure if self._status is not None else ""
+            if not cause and code < 0:
+                cause = f"killed by {next((s.name for s in signal.Signals if s == -code), f'signal {-code}')}"
+            self._lose(cause or f"its process ended with status {code}")
         return self._failure
 
     def _cause(self, cause: str) -> str:
@@ -158,14 +152,6 @@ class LocalPeer(Peer):
     def _lose(self, cause: str) -> None:
         self._failure = self._cause(cause)
         self.stop()
-
-    def _exit_reason(self, process: subprocess.Popen[bytes]) -> str:
-        """The draft's own error, or else the exit status of its process, which has ended."""
-        self._receive_sent()
-        if self._status is not None and self._status.failure:
-            return self._status.failure
-        code = process.returncode
-        return f"killed by {_signal_name(-code)}" if code < 0 else f"its process ended with status {code}"
 
     def _receive_sent(self) -> None:
         """Receive the messages that have been sent, without waiting for more."""
@@ -193,7 +179,7 @@ class LocalPeer(Peer):
             if not isinstance(error, ChannelError):
                 raise
 
-    def _await_idle(self, deadline: float) -> bool:
+    def await_idle(self, deadline: float) -> bool:
         """Wait until it has ended its last generation. Return False if it is lost, or has not answered at ``deadline``."""
         process, channel = self.process, self.channel
         if process is None or channel is None:
@@ -214,7 +200,7 @@ class LocalPeer(Peer):
 
     def prepare(self, deadline: float) -> None:
         """Before a call: wait until ``deadline`` for the end of the last one."""
-        if self._is_ready and not self._await_idle(deadline) and self.process is not None:
+        if self._is_ready and not self.await_idle(deadline) and self.process is not None:
             self._lose(self.failure() or f"it does not answer for {_FINISH_TIMEOUT_S:.0f} s")
 
     def begin(self, call: Call) -> None:
@@ -224,7 +210,7 @@ class LocalPeer(Peer):
             self.channel.send(call.to_json().encode())
 
     def await_end(self) -> None:
-        self._await_idle(time.monotonic() + _FINISH_TIMEOUT_S)
+        self.await_idle(time.monotonic() + _FINISH_TIMEOUT_S)
 
 
 _REMEDIES = {
@@ -240,17 +226,6 @@ def _pickled(setup: Setup) -> bytes:
         return pickle.dumps(setup)
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         raise ChannelError(f"its drafts cannot be sent to a process ({error}): use schedule='lockstep'") from error
-
-
-def _not_ready() -> str:
-    return f"its process was not ready within {_READY_TIMEOUT_S:.0f} s"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
 
 
 def _started(fd: int) -> subprocess.Popen[bytes]:
@@ -277,10 +252,6 @@ def _started(fd: int) -> subprocess.Popen[bytes]:
 class LocalDriver(AsynchronousDriver):
     """The driver of schedule ``workers``.
 
-    Args:
-        models: The chain, smallest draft first, the target last.
-        config: Lookahead, trace.
-
     Raises:
         ValueError: A model cannot live in shared memory.
         CannotStart: A process cannot start.
@@ -293,7 +264,16 @@ class LocalDriver(AsynchronousDriver):
         check_shareable(models)
         super().__init__(models, config)
         self._target_threads = target_threads(len(models) - 1)
-        self.peers = {i: self._peer(i) for i in config.model_stages[:-1]}
+        assert isinstance(self.block.memory, SharedMemory)
+        trace, self.peers = self._trace_memory, {}
+        for i in config.model_stages[:-1]:
+            (weights, memory), stages = share(self._model_of(i)), config.stages_of(i)
+            parts = [(memory, {0}), (self.block.memory, self.block.parts_of(stages))]
+            if trace is not None:
+                parts.append((trace.memory, set(stages)))
+            drafts = config.drafts[stages[0] : i + 1]
+            setup = Setup(i, weights, [], trace.entries if trace else 0, config.native, drafts)
+            self.peers[i] = LocalPeer(setup, parts)
         self._is_open = False
         # At interpreter exit, too, and when the driver is collected as garbage.
         weakref.finalize(self, _stop, self.peers)
@@ -307,22 +287,13 @@ class LocalDriver(AsynchronousDriver):
     def _make_block(self) -> StateBlock:
         return StateBlock.create(self._stage_count, 1, 64, SharedMemory.create([1]))
 
-    def _peer(self, i: int) -> LocalPeer:
-        assert isinstance(self.block.memory, SharedMemory)
-        (weights, memory), trace, stages = share(self._model_of(i)), self._trace_memory, self.config.stages_of(i)
-        parts = [(memory, {0}), (self.block.memory, self.block.parts_of(stages))]
-        if trace is not None:
-            parts.append((trace.memory, set(stages)))
-        drafts = self.config.drafts[stages[0] : i + 1]
-        return LocalPeer(Setup(i, weights, [], trace.entries if trace else 0, self.config.native, drafts), parts)
-
     def _open(self) -> None:
         """Start all processes, which import and build their models together, and wait until they are ready."""
         try:
             for peer in self.peers.values():
                 peer.start()
             for i, peer in self.peers.items():
-                peer.await_ready()
+                peer.await_idle(peer.ready_by)
                 self.block.set_alive(i, peer.failure() is None)
         except BaseException:
             self.close()
@@ -356,7 +327,10 @@ _peers: weakref.WeakSet[LocalPeer] = weakref.WeakSet()
 def _leave() -> None:
     """In a fork of the caller, the processes are its parent's. For the fork they have ended."""
     for peer in _peers:
-        peer.leave()
+        if peer.channel is not None:
+            peer.channel.close()
+        if peer.process is not None:
+            peer.process.returncode = 0  # so that nothing here waits for it, or kills it
 
 
 os.register_at_fork(after_in_child=_leave)

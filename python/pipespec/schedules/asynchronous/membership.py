@@ -37,12 +37,10 @@ def join(
 ) -> tuple[PreTrainedModel, Decoder]:
     """Take this rank's place in a chain. All ranks call this with the same chain.
 
-    Args:
+    Args, where they differ from those of ``Pipeline``:
         given: Models or paths, drafts first, target last. Only this rank's own one is loaded: rank 0 has the target, rank 1 the first draft, and so on.
         config: Of the whole chain.
-        device: As for ``Pipeline``. ``"cuda"`` is the GPU of number LOCAL_RANK.
-        dtype: As for ``Pipeline``.
-        trust_remote_code: As for ``Pipeline``.
+        device: ``"cuda"`` is the GPU of number LOCAL_RANK.
         start_s: Longest time until all ranks are there, and again until all have loaded their models.
 
     Returns:
@@ -77,7 +75,7 @@ def join(
     except Exception as failure:
         error = failure
     try:
-        answers = ranks.agree(error, mine=facts)
+        answers = ranks.agree(error, own=facts)
     except RankError:
         if error is not None:
             raise error from None
@@ -89,7 +87,7 @@ def join(
         ranks.leave()
         raise
     assert model is not None
-    # The inline drafts run beside a model. A corpus of theirs may have to be encoded by the target's tokenizer.
+    # The inline drafts run in the process of a model. Their corpus may have to be encoded by the target's tokenizer.
     source = given[-1] if isinstance(given[-1], (str, Path)) else given[-1].config._name_or_path
     specs = list(config.drafts)
     for i in config.stages_of(config.model_stages[own])[:-1]:

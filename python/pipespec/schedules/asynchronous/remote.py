@@ -1,9 +1,5 @@
 """Schedule ``ranks``: each stage is a rank of ``torch.distributed``, on any machine, over a copy of the block.
 
-Party: a rank's share in a chain. It keeps this rank's block equal to what the other ranks publish, and sends them what this one does.
-
-Link: messages to and from one other rank, over the gloo group of all ranks. It never blocks the stage of this rank.
-
 A message has :data:`HEAD` words of 32 bits and at most :data:`BODY` more: the sender's generation, its state in it, and the number of words after
 them, which are records of ``csrc/runtime/replica.hpp``. A thread sends, with at most one message under way: what happens meanwhile is in the next one.
 Another thread receives. A connection that breaks affects no other one, and is not made again. A call, and the status of a draft, go through the ranks' store.
@@ -58,7 +54,8 @@ SILENT_S = 300.0
 
 
 class Link:
-    """This rank's end of the connection to rank ``peer``, over the gloo group of all ranks. ``party`` composes and uses the messages.
+    """This rank's end of the connection to rank ``peer``, over the gloo group of all ranks. ``party`` composes and uses the messages. It never blocks
+    the stage of this rank.
 
     Attributes:
         cause: Why there is no connection any more; None while there is one.
@@ -150,16 +147,11 @@ def stages_of(rank: int, config: SpeculationConfig) -> range:
 
 
 class Party:
-    """A rank's share in a chain.
+    """A rank's share in a chain. It keeps this rank's block equal to what the other ranks publish, and sends them what this one does.
 
     Each rank has the whole block. It writes its own stages, and a link's thread writes those of the link's peer. A generation has a number, given
     by the target's rank. A rank sends its state to those that have sent it that they are in the same generation. With each message it sends whether the
     generation runs, and the number of the last status that it has put into the ranks' store.
-
-    Args:
-        ranks: All ranks.
-        config: Of the whole chain.
-        block: This rank's block.
 
     Attributes:
         lock: Held while the block is laid out, and while a link reads or writes it.
@@ -175,7 +167,7 @@ class Party:
         self._sent_statuses = 0
         self._boxes: dict[int, tuple[_native.Outbox, _native.Inbox]] = {}
         self._announced: dict[int, tuple[int, int]] = {}
-        self._theirs: dict[int, int] = {}
+        self._peer_generations: dict[int, int] = {}
         drafts = range(1, world)
         peers = drafts if rank == 0 else [0, *(peer for peer in (rank - 1, rank + 1) if peer in drafts)]
         self.group = ranks.connect()
@@ -183,19 +175,15 @@ class Party:
         for link in self.links.values():
             link.start()
 
-    def _reads_tokens(self, reader: int, writer: int) -> bool:
-        """Whether a rank reads another one's sequences: everyone the target's, otherwise neighbours."""
-        at, of = ((rank - 1) % self._world for rank in (reader, writer))
-        return writer == 0 or abs(at - of) == 1
-
     def begin(self, generation: int) -> None:
         """Take part in a generation, whose rows lie in the block. While the lock is held."""
         self.generation, self.running = generation, True
         for peer in self.links:
-            own, theirs = (list(stages_of(rank, self._config)) for rank in (self.rank, peer))
-            tokens = self._reads_tokens(peer, self.rank)
+            own, peers_stages = (list(stages_of(rank, self._config)) for rank in (self.rank, peer))
+            # All ranks read the target's sequences, and neighbours in the chain each other's.
+            tokens = self.rank == 0 or peer != 0 or self.rank == self._world - 1
             outbox = self.block.outbox(own, tokens=tokens, counters=peer == 0, controls=self.rank == 0)
-            self._boxes[peer] = outbox, self.block.inbox(theirs, controls=peer == 0)
+            self._boxes[peer] = outbox, self.block.inbox(peers_stages, controls=peer == 0)
 
     def forget(self) -> None:
         """Before the block is laid out again. While the lock is held."""
@@ -229,7 +217,7 @@ class Party:
         """Write the next message. Return its words, or 0 if there is nothing to send."""
         with self.lock:
             count, now = 0, (self.generation, int(self.running) + 2 * self._sent_statuses)
-            if link.peer in self._boxes and self._theirs.get(link.peer) == self.generation:
+            if link.peer in self._boxes and self._peer_generations.get(link.peer) == self.generation:
                 count = self._boxes[link.peer][0].fill(words[HEAD:].ctypes.data, BODY)
             if not count and self._announced.get(link.peer) == now:
                 return 0
@@ -241,8 +229,8 @@ class Party:
         """Use a message. Raises ``ValueError`` for one that no rank of this chain sends."""
         self.on_state(link.peer, generation, bool(state & 1), state >> 1)
         with self.lock:
-            if self._theirs.get(link.peer) != generation:
-                self._theirs[link.peer] = generation
+            if self._peer_generations.get(link.peer) != generation:
+                self._peer_generations[link.peer] = generation
                 link.wake()
             boxes = self._boxes.get(link.peer) if generation == self.generation else None
             if boxes is not None and len(body) and not boxes[1].apply(body.ctypes.data, len(body)):
@@ -293,13 +281,7 @@ class RemotePeer(Peer):
 
 
 class RemoteDriver(AsynchronousDriver):
-    """The driver of schedule ``ranks``, on rank 0. The drafts run on the other ranks, see :class:`DraftRank`.
-
-    Args:
-        model: The target.
-        config: Numbers of the whole chain.
-        ranks: All ranks, one per model of the chain.
-    """
+    """The driver of schedule ``ranks``, on rank 0: that of the target. The drafts run on the other ranks, see :class:`DraftRank`."""
 
     schedule = "ranks"
 
@@ -442,13 +424,7 @@ class _DraftParty(Party, Caller):
 
 
 class DraftRank(Decoder):
-    """A rank that runs a draft. It has no calls of its own: :meth:`serve` takes part in those of rank 0.
-
-    Args:
-        model: The draft.
-        config: Numbers of the whole chain.
-        ranks: All ranks, one per model of the chain.
-    """
+    """A rank that runs a draft. It has no calls of its own: :meth:`serve` takes part in those of rank 0. ``config``: of the whole chain."""
 
     ran_as = RANKS.name
     serves = True

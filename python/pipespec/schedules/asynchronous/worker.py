@@ -124,7 +124,7 @@ class Setup:
 
     Args:
         index: Stage of the draft.
-        weights: The model's tensors in the shared memory.
+        weights: Layout of the model's tensors in the shared memory.
         parts: Number of file descriptors of each shared memory: the weights, the state block, the trace if the calls are traced.
         trace: Entries of the trace for each stage.
         native: Whether the model may run in the native form.

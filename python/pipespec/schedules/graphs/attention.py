@@ -19,12 +19,6 @@ class _BorrowedName(str):
 
     own: str
 
-    @classmethod
-    def instead_of(cls, own: str) -> _BorrowedName:
-        name = cls(ATTENTION)
-        name.own = own
-        return name
-
     def __deepcopy__(self, memo: object) -> str:
         return self.own
 
@@ -35,13 +29,8 @@ class _BorrowedName(str):
 class BorrowedAttention:
     """Sets ``attn_implementation="pipespec"`` on models until :meth:`close`. Copies of the models have their own attention at once.
 
-    Several may be open for the same model; the last one that closes restores it. Garbage collection closes, too.
-
-    Args:
-        models: The models of a chain, the target last.
-
-    Raises:
-        NotCapturable: A model does not accept the attention.
+    Several may be open for the same model; the last one that closes restores it. Garbage collection closes, too. Raises ``NotCapturable`` where a model
+    does not accept the attention.
     """
 
     def __init__(self, models: Sequence[PreTrainedModel]) -> None:
@@ -57,15 +46,14 @@ class BorrowedAttention:
                 if model.config._attn_implementation != ATTENTION:
                     model.set_attn_implementation(ATTENTION)
                     if model.config._attn_implementation == ATTENTION:
-                        model.config._attn_implementation = _BorrowedName.instead_of(own)
+                        model.config._attn_implementation = name = _BorrowedName(ATTENTION)
+                        name.own = own
             except (ValueError, ImportError) as error:
                 cause = str(error)
             if model.config._attn_implementation != ATTENTION:
                 self.close()
-                name = stage_names(len(models))[i]
-                raise NotCapturable(
-                    name, f"{type(model).__name__}'s {own} attention, which is not {ATTENTION!r}", cause
-                )
+                part = f"{type(model).__name__}'s {own} attention, which is not {ATTENTION!r}"
+                raise NotCapturable(stage_names(len(models))[i], part, cause)
             runtime.borrowed = own, holders + 1
             held.append(weakref.ref(model))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipespec.engine.cache import RowCache
+from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampler import Sampler, SamplingKind
 from pipespec.engine.sampling import FusedPenalties, SamplingParams, ScoreRecord, Step, logprobs_of
 from pipespec_kernels import ops
@@ -19,13 +20,7 @@ _numbers = itertools.count(1)
 
 
 class StaticPenalties:
-    """The text that penalties see, and their numbers, at fixed addresses.
-
-    Args:
-        rows: Rows of the batch.
-        capacity: Tokens of a row's history.
-        biases: Biases per row that there is room for.
-        device: The stage's device.
+    """The text that penalties see, and their numbers, at fixed addresses, with room for ``capacity`` tokens and ``biases`` per row.
 
     Attributes:
         number: Differs between any two instances.
@@ -77,14 +72,7 @@ class StaticPenalties:
 class StaticRecord:
     """What a call records of the target's logits, at fixed addresses: entry ``i`` of a row belongs to its ``i``-th new token.
 
-    A step writes the entries of the tokens that it selects. One more entry takes what selects nothing.
-
-    Args:
-        record: What to record.
-        rows: Rows of the batch.
-        tokens: New tokens per row that there is room for.
-        vocabulary: Entries of a row of logits.
-        device: The stage's device.
+    A step writes the entries of the tokens that it selects. One more entry takes what selects nothing. There is room for ``tokens`` new tokens per row.
 
     Attributes:
         number: Differs between any two instances.
@@ -160,41 +148,28 @@ class StaticSampler(Sampler):
         self._penalties: StaticPenalties | None = None
         self._kept: StaticRecord | None = None
 
-    def start(self, sampling_params: SamplingParams, prompts: Sequence[np.ndarray], max_length: int) -> None:
-        """Use these parameters from the next step on. The numbers overwrite the old ones in place.
-
-        Args:
-            sampling_params: Of the call.
-            prompts: Per row, int32 ids ``[P_r]``.
-            max_length: Positions that a row may come to use.
-        """
+    def start(self, inputs: StageInputs) -> None:
+        """Use the parameters of a call from the next step on. The numbers overwrite the old ones in place."""
+        sampling_params = inputs.sampling_params
         self._set_numbers(sampling_params)
         fused = sampling_params.penalties
         if fused is None:
             return
         # Ids that processors see may be more than those of the text: padding within a prompt.
-        capacity = max_length + max([0, *(len(p.ids) - p.length for p in sampling_params.prompts)])
+        capacity = inputs.most + max([0, *(len(p.ids) - p.length for p in sampling_params.prompts)])
         if self._penalties is None or not self._penalties.fits(capacity, len(fused.bias)):
             room = 1 << (len(fused.bias) - 1).bit_length() if fused.bias else 0
             self._penalties = StaticPenalties(self._rows, 1 << (capacity - 1).bit_length(), room, self._device)
-        self._penalties.set(fused, sampling_params, prompts)
+        self._penalties.set(fused, sampling_params, inputs.prompts)
         self.kind = self.kind._replace(penalties=self._penalties.number)
 
-    def keep(self, record: ScoreRecord, starts: Sequence[int], tokens: int, vocabulary: int) -> None:
-        """Record the logits of the present call, after :meth:`start`.
-
-        Args:
-            record: What to record.
-            starts: Lengths of the prompts.
-            tokens: Maximum number of new tokens of a row.
-            vocabulary: Entries of a row of logits.
-
-        Raises:
-            torch.OutOfMemoryError: There is no room for them.
-        """
+    def keep(self, record: ScoreRecord, inputs: StageInputs) -> None:
+        """Record the logits of the present call, after :meth:`start`. Raises ``torch.OutOfMemoryError`` if there is no room for them."""
+        starts = [len(prompt) for prompt in inputs.prompts]
+        tokens = max(limit - start for limit, start in zip(inputs.limits, starts, strict=True))
         if self._kept is None or not self._kept.fits(record, tokens):
             self._kept = None
-            self._kept = StaticRecord(record, self._rows, tokens, vocabulary, self._device)
+            self._kept = StaticRecord(record, self._rows, tokens, inputs.vocabulary, self._device)
         self._kept.start(starts)
         self._record, self.kind = self._kept, self.kind._replace(record=self._kept.number)
 
@@ -204,15 +179,7 @@ class StaticSampler(Sampler):
         self._kept.read(record, lengths)
 
     def __call__(self, logits: Tensor, step: Step) -> Tensor:
-        """Choose the tokens of one step, without a wait for the device.
-
-        Args:
-            logits: ``[rows, width, V]``, of the columns of the step, in the model's dtype.
-            step: On the device of the logits.
-
-        Returns:
-            int32 ``[rows, width]``: per row the accepted draft tokens and one more, then -1; see :func:`pipespec_kernels.ops.verify`.
-        """
+        """As :meth:`pipespec.engine.sampler.HostSampler.__call__`, without a wait for the device: the step and the result are on that of the logits."""
         processed = logits
         if self.kind.penalties:
             own = self._penalties
@@ -252,12 +219,7 @@ class StaticBuffers(NamedTuple):
 
 
 class StageStep(NamedTuple):
-    """One step within a graph or a round.
-
-    Attributes:
-        stage: Index of the stage.
-        width: Columns of the step.
-    """
+    """One step within a graph or a round: the index of its stage, and its columns."""
 
     stage: int
     width: int

@@ -8,6 +8,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,18 +21,18 @@ from pipespec.models.families import is_opaque_linear
 from pipespec.models.properties import compute_dtype
 from pipespec.process.signals import raise_handlers_error
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep
-from pipespec.schedules.graphs.shadow import PinnedMemory
+from pipespec.schedules.graphs.scheduling import PinnedMemory
 from pipespec.schedules.graphs.stage import GraphedStage
 from pipespec_kernels.device_state import DevicePort, PolicyRing
 from pipespec_kernels.env import MIN_CAPABILITY
+from pipespec_kernels.scheduler import Launcher
 from pipespec_kernels.state import StateBlock
 
 _DRAFT_PRIORITY = -1
-"""Priority of the drafts' streams: their small grids should not queue behind the target's."""
+"""Priority of the drafts' streams: their small grids should not queue after the target's."""
 
 _TORCH_STREAMS = 32
 """Number of streams per device and priority. torch assigns them round-robin."""
-
 
 _INVALIDATED = "previous error during capture"
 """Of the message of ``cudaErrorStreamCaptureInvalidated``: something outside of the capture has ended it."""
@@ -79,13 +80,10 @@ def cuda_module() -> Any:
         raise _refused("the driver", error, error) from error
     # Within one major version any driver runs any runtime.
     if supports // 1000 < runtime // 1000:
-        what = f"it supports CUDA {_dotted(supports)}, and the CUDA module has the runtime of {_dotted(runtime)}"
+        driver, module = (f"{version // 1000}.{version % 1000 // 10}" for version in (supports, runtime))
+        what = f"it supports CUDA {driver}, and the CUDA module has the runtime of {module}"
         raise _refused("the driver", f"{what}: update the driver, or build pipespec from source with an older nvcc")
     return _cuda
-
-
-def _dotted(version: int) -> str:
-    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 class RecordedStep:
@@ -138,9 +136,6 @@ class CaptureResources:
     No other stage uses the stream: torch has one cuBLAS workspace per stream, whose address becomes part of the graph, and stages run
     at the same time.
 
-    Args:
-        stage: The stage.
-
     Attributes:
         priority: Of its kernels, lower first. torch instantiates graphs so that each kernel keeps the priority of the stream that captured it,
             whatever stream the graph is launched on.
@@ -164,15 +159,6 @@ class CaptureResources:
                 break
         _all_resources.add(self)
 
-    def pool(self) -> Any:
-        """The memory pool for the next capture, which the graphs that live share.
-
-        Without a living graph it is a new one: torch refuses a pool that no graph uses while memory in it is held.
-        """
-        if not self._graphs:
-            self._pool = torch.cuda.graph_pool_handle()
-        return self._pool
-
     def leave_pool(self) -> None:
         """Use another pool from here on, after a capture into this one has failed. torch may still record to it."""
         self._graphs = weakref.WeakSet()
@@ -185,11 +171,10 @@ class CaptureResources:
         *,
         inside: str | None = None,
     ) -> CapturedGraph:
-        """Capture what the parts launch, one after the other, as one graph.
+        """Capture what the parts launch, one after the other, as one graph; once more if something else has ended the capture: a thread that has
+        synchronised the whole device.
 
         ``inside``: what that is, if no module of the model is called; None: hooks find the module that an error comes from.
-
-        Once more, if something outside of the capture has ended it: a thread that has synchronised the whole device.
 
         Raises:
             NotCapturable: Names the stage and the module that the error comes from.
@@ -204,7 +189,10 @@ class CaptureResources:
     def _capture(
         self, parts: Sequence[Part], steps: Sequence[RecordedStep], keep_alive: object, named: str | None
     ) -> CapturedGraph:
-        pool, graph, stream = self.pool(), torch.cuda.CUDAGraph(), self.stream
+        # All graphs share a memory pool. torch refuses one that no graph uses while memory in it is held.
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
+        pool, graph, stream = self._pool, torch.cuda.CUDAGraph(), self.stream
         current, inside = parts[-1][0], named or "the step as a whole"
         error: Exception | None = None
 
@@ -257,22 +245,12 @@ class CaptureResources:
         self._graphs.add(captured)
         return captured
 
-    def capture_prompt(self, stage: GraphedStage, width: int, held: Sequence[int]) -> CapturedPrompt:
-        """The graph of a forward over ``width`` columns of the stage's prompt, see :class:`CapturedPrompt`."""
-        return CapturedPrompt(self, stage, width, held)
-
     def compare_opaque(self, stage: GraphedStage, rows: int) -> None:
-        """Compare the opaque modules of a stage's model, captured once and replayed on two other inputs, with their eager calls, bit by bit.
+        """Compare the opaque modules of a stage's model, captured once and replayed on two other inputs of ``rows``, with their eager calls, bit by bit.
 
         One graph has all of them, so that each uses memory in which others have written since the capture. It finds kernels that a library has launched
-        outside of the capture, and products that differ from call to call.
-
-        Args:
-            stage: The stage, prepared.
-            rows: Rows of the products.
-
-        Raises:
-            NotCapturable: Names the first module whose bits differ, or that cannot be captured.
+        outside of the capture, and products that differ from call to call. Raises ``NotCapturable`` for the first module whose bits differ, or that
+        cannot be captured.
         """
         if (stage.buffers.weights, rows) in self._compared:
             return
@@ -304,13 +282,7 @@ class CaptureResources:
 class CapturedBody:
     """Forward and selection of a stage as a graph of its own, of which the host takes the plan and the commit.
 
-    Args:
-        resources: Of the stage.
-        stage: The stage, prepared.
-        width: Columns of the step.
-
-    Raises:
-        NotCapturable: See :meth:`CaptureResources.capture`.
+    ``width``: columns of the step. The stage is prepared. Raises as :meth:`CaptureResources.capture`.
     """
 
     def __init__(self, resources: CaptureResources, stage: GraphedStage, width: int) -> None:
@@ -346,14 +318,8 @@ class CapturedBody:
 class CapturedPrompt:
     """The forward of a stage over a part of its prompt, as a graph. Its model has a fused form without opaque modules.
 
-    Args:
-        resources: Of the stage.
-        stage: The stage, prepared.
-        width: Columns.
-        held: Tokens of each row that the cache holds. The warm-up writes after them, where the first replay does.
-
-    Raises:
-        NotCapturable: See :meth:`CaptureResources.capture`.
+    ``width``: columns. ``held``: tokens of each row that the cache holds; the warm-up writes after them, where the first replay does. Raises as
+    :meth:`CaptureResources.capture`.
     """
 
     def __init__(self, resources: CaptureResources, stage: GraphedStage, width: int, held: Sequence[int]) -> None:
@@ -393,13 +359,8 @@ def capture_bodies(
 class CaptureContext:
     """Captures the graphs of a chain over one state block, and builds the scheduler's launcher for them.
 
-    The kernels use a copy of the block in the memory of the GPU where all stages are on one. On several GPUs they use the host shadow itself,
-    with loads and stores only, so that no peer access is needed.
-
-    Args:
-        shadow: The host's block, in :class:`PinnedMemory`.
-        stages: All stages of the chain.
-        layout: Address and size of the block, for the owner to compare.
+    The kernels use a copy of the block in the memory of the GPU where all stages are on one. On several GPUs they use ``shadow`` itself, the host's block,
+    with loads and stores only, so that no peer access is needed. ``layout``: address and size of the block, for the owner to compare.
     """
 
     def __init__(self, shadow: StateBlock, stages: Sequence[GraphedStage], layout: Hashable) -> None:
@@ -453,14 +414,10 @@ class CaptureContext:
             raise _refused("torch", error, error) from error
         return captured
 
-    def launcher(self, graphs: Sequence[Sequence[tuple[int, CapturedGraph]]]) -> GraphLauncher:
-        """Build the scheduler's launcher.
+    def launcher(self, graphs: Sequence[Sequence[tuple[int, CapturedGraph]]]) -> Launcher:
+        """Build the scheduler's launcher. Raises ``NotCapturable`` where the CUDA module refuses the device or the driver.
 
-        Args:
-            graphs: Per stage the width and graph of each step that it is launched with, ascending. Empty: its steps are in another stage's graph.
-
-        Raises:
-            NotCapturable: The CUDA module refuses the device or the driver.
+        ``graphs``: per stage the width and graph of each step that it is launched with, ascending. Empty: its steps are in another stage's graph.
         """
         _cuda = cuda_module()
         entries = []
@@ -476,7 +433,8 @@ class CaptureContext:
             native = _cuda.CudaLauncher(self.shadow.memory.address, entries)
         except (RuntimeError, ValueError) as error:
             raise NotCapturable("the chain", "the launcher of its graphs", str(error)) from error
-        return GraphLauncher(native, (self, graphs))
+        launcher: Any = SimpleNamespace(native=native, keep_alive=(self, graphs))
+        return launcher
 
     def read_back(self) -> None:
         """Copy the block to the host shadow, with all counters; a step copies only three of them. While no stage runs."""
@@ -488,14 +446,6 @@ class CaptureContext:
         self._pinned.copy_(self._block)
         for i in stages:
             self.shadow.set_alive(i, alive[i])
-
-
-class GraphLauncher:
-    """The scheduler's launcher of graphs, and what must live as long as it does."""
-
-    def __init__(self, native: Any, keep_alive: object) -> None:
-        self.native = native
-        self._keep_alive = keep_alive
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -17,21 +18,20 @@ from pipespec.checks.models import check_exact
 from pipespec.checks.support import check_streams
 from pipespec.config import SpeculationConfig
 from pipespec.engine.inputs import StageInputs
-from pipespec.engine.sampling import SamplingParams, ScoreRecord
+from pipespec.engine.sampling import SamplingParams
 from pipespec.errors import NotCapturable
 from pipespec.models.loading import is_out_of_memory
 from pipespec.models.properties import embedding_size
 from pipespec.process.progress import working
 from pipespec.process.signals import raise_handlers_error
-from pipespec.registry import kind_of
+from pipespec.registry import imported, kind_of
 from pipespec.schedules.base import Driver, GenerationRequest
 from pipespec.schedules.graphs.attention import BorrowedAttention
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep
-from pipespec.schedules.graphs.scheduling import ScheduledChain
-from pipespec.schedules.graphs.shadow import HostShadow, PinnedMemory
+from pipespec.schedules.graphs.scheduling import HostShadow, PinnedMemory, ScheduledChain
 from pipespec.schedules.graphs.stage import GraphedStage
-from pipespec.schedules.lockstep import LockstepDriver, prefill, run_in_turn
-from pipespec_kernels.state import StateBlock
+from pipespec.schedules.lockstep import LockstepDriver, advance, prefill
+from pipespec_kernels.state import Action, StateBlock
 
 if TYPE_CHECKING:
     from pipespec.schedules.graphs.capture import CaptureContext, CapturedGraph, CaptureResources
@@ -45,12 +45,7 @@ rounds."""
 
 
 def host_reason(request: GenerationRequest, device: str) -> str | None:
-    """Return why the steps of a call need the host, and what avoids it; None if they do not.
-
-    Args:
-        request: The call.
-        device: Type of the target's device, for example ``"cuda"``.
-    """
+    """Return why the steps of a call need the host, and what avoids it; None if they do not. ``device``: type of the target's device."""
     if torch.is_autocast_enabled(device):
         return "autocast belongs to the calling thread; load the models in the dtype that is wanted"
     sampling_params = request.inputs.sampling_params
@@ -65,28 +60,6 @@ def host_reason(request: GenerationRequest, device: str) -> str | None:
     return None
 
 
-def capture_unsupported_reason(drafts: Sequence[GraphedStage], inputs: StageInputs, reason: str | None) -> str | None:
-    """Prepare the drafts of a call. Returns why it cannot run in captured steps: ``reason`` if there is one."""
-    for stage in drafts:
-        try:
-            stage.prepare(inputs)
-        except Exception as error:
-            raise_handlers_error()
-            reason = reason or f"{stage.name} cannot be prepared ({type(error).__name__}: {error})"
-    return reason
-
-
-def record_unsupported_reason(target: GraphedStage, record: ScoreRecord, inputs: StageInputs) -> str | None:
-    """Let the captured steps of a call fill ``record``. Returns why they cannot."""
-    try:
-        target.keep(record, inputs)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return f"no room to record the logits of all tokens at fixed addresses ({error}); lower max_new_tokens"
-    return None
-
-
 def wait_for_prefill(models: Sequence[PreTrainedModel]) -> None:
     """Wait for torch's streams, which have run the prefill: the stages have streams of their own.
 
@@ -96,39 +69,12 @@ def wait_for_prefill(models: Sequence[PreTrainedModel]) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def drop_stale_graphs(stages: Sequence[GraphedStage]) -> bool:
-    """Drop graphs over another stage's static buffers that have been replaced. Returns whether there were any."""
-    buffers = [buffers for stage in stages for buffers in stage.all_buffers()]
-    versions = {b.version for b in buffers}
-    stale = [(b.graphs, key) for b in buffers for key in b.graphs if not versions.issuperset(key.versions)]
-    for graphs, key in stale:
-        del graphs[key]
-    return bool(stale)
-
-
-def make_stage(driver: GraphedDriver, i: int) -> GraphedStage:
-    """Stage ``i``: of the class that its kind of draft has for captured steps."""
-    config, is_target = driver.config, i == driver.block.target
-    row = None if is_target else kind_of(config.drafts[i])
-    make = GraphedStage if row is None else row.captured_class()
-    stage: GraphedStage = make(
-        driver.models[i], driver.block, i, driver._trace_of(i), native=config.native, exact=config.exact and is_target
-    )
-    return stage
-
-
 class GraphedDriver(Driver):
     """Runs steps that need no host: captured graphs on GPUs, the same code without capture on a CPU.
 
     Its models borrow an attention until :meth:`close`. A call that needs the host (see :func:`host_reason`) runs in lockstep, on the same stages. On GPUs the
     constructor captures the smallest steps, so that a model that cannot be captured is found before the first call. Where one cannot, or there
     are no kernels over the block, the host plans and commits: each step of the other models is a graph of its own.
-
-    Subclasses define which steps form a graph (:meth:`graph_keys`), and how the steps run on a CPU (:meth:`_run_on_host`).
-
-    Args:
-        models: Drafts, smallest first, then the target.
-        config: How they run.
 
     Attributes:
         on_gpu: Whether the models are on GPUs.
@@ -159,9 +105,15 @@ class GraphedDriver(Driver):
         self._ran_captured = False
         self.failed_drafts: set[int] = set()
         super().__init__(models, config)
-        self._stages = [make_stage(self, i) for i in range(len(models))]
+        self._stages: list[GraphedStage] = []
+        for i, model in enumerate(models):
+            is_target = i == self.block.target
+            row = None if is_target else kind_of(config.drafts[i])
+            make = GraphedStage if row is None else imported(row.captured)
+            exact = config.exact and is_target
+            self._stages.append(make(model, self.block, i, self._trace_of(i), native=config.native, exact=exact))
+            self.block.set_alive(i, True)
         for stage in self._stages:
-            self.block.set_alive(stage.index, True)
             stage.read_from(self.target)
         self.scheduled = ScheduledChain(self.block, config.trace)
         try:
@@ -177,9 +129,7 @@ class GraphedDriver(Driver):
         return models[-1].device.type == "cuda"
 
     def _make_block(self) -> StateBlock:
-        if not self.on_gpu:
-            return HostShadow.create(len(self.models), 1, 64)
-        return HostShadow.create(len(self.models), 1, 64, PinnedMemory())
+        return HostShadow.create(len(self.models), 1, 64, PinnedMemory() if self.on_gpu else None)
 
     @property
     def target(self) -> GraphedStage:
@@ -225,7 +175,8 @@ class GraphedDriver(Driver):
         self._prepare(request)
         prefill(self, request)
         if reason is not None:
-            run_in_turn(self, request)
+            while advance(self, self.block.target) != Action.FINISHED:
+                request.committed(self.block)
             return
         self._ran_captured = True
         try:
@@ -251,21 +202,28 @@ class GraphedDriver(Driver):
         with torch.inference_mode(False), torch.no_grad():
             self.target.prepare(request.inputs)
             reason = host_reason(request, self.models[-1].device.type)
-            reason = capture_unsupported_reason(self._stages[:-1], draft_inputs, reason)
-            if reason is None and request.record is not None:
-                reason = record_unsupported_reason(self.target, request.record, request.inputs)
+            for stage in self._stages[:-1]:
+                try:
+                    stage.prepare(draft_inputs)
+                except Exception as error:
+                    raise_handlers_error()
+                    reason = reason or f"{stage.name} cannot be prepared ({type(error).__name__}: {error})"
             if reason is not None:
                 return reason
             self._ensure(request)
-            if self.on_gpu:
-                try:
+            purpose = "to record the logits of all tokens at fixed addresses"
+            try:
+                if request.record is not None:
+                    self.target.buffers.sampler.keep(request.record, request.inputs)
+                purpose = "for the graphs"
+                if self.on_gpu:
                     self.capture()
-                except NotCapturable as error:
-                    return str(error)
-                except (MemoryError, RuntimeError) as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    return f"no memory for the graphs ({error}); lower max_new_tokens or the batch"
+            except NotCapturable as error:
+                return str(error)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                return f"no memory {purpose} ({error}); lower max_new_tokens or the batch"
         return None
 
     def _run_scheduled(self, request: GenerationRequest) -> None:
@@ -274,7 +232,7 @@ class GraphedDriver(Driver):
 
     def _committed(self, request: GenerationRequest) -> None:
         """Called after steps of the target."""
-        self.target.check_distributions()
+        self.target.buffers.sampler.check_distributions()
         self._read_record(request)
         request.committed(self.block)
 
@@ -315,8 +273,13 @@ class GraphedDriver(Driver):
             self._drop_graphs()
             self.context = CaptureContext(self.block, self._stages, layout)
         context = self.context
-        if drop_stale_graphs(self._stages):
-            # Its launcher may hold them.
+        # Graphs over another stage's static buffers that have been replaced. The launcher may hold them.
+        buffers = [buffers for stage in self._stages for buffers in stage.all_buffers()]
+        versions = {b.version for b in buffers}
+        stale = [(b.graphs, key) for b in buffers for key in b.graphs if not versions.issuperset(key.versions)]
+        for graphs, key in stale:
+            del graphs[key]
+        if stale:
             self.scheduled.drop()
         keys = self.graph_keys()
         missing = [key for key in keys if key not in self._graphs_launched_with(key)]
@@ -350,14 +313,13 @@ class GraphedDriver(Driver):
 
     def _keep_last(self, present: Sequence[int], resources: Sequence[CaptureResources]) -> None:
         """Drop the graphs that were launched long ago, but for those of the present call, so many per stage."""
+        from pipespec.schedules.graphs.capture import CapturedPrompt
+
         for stage, number, own in zip(self._stages, present, resources, strict=True):
-            stage.capture_prompt = None if stage.index in self.refused else own.capture_prompt
-            if (
-                stage.capture_prompt is not None
-                and (why := stage.by_modules_reason()) is not None
-                and self.config.native
-            ):
-                self.warn_slower(why)
+            stage.capture_prompt = None if stage.index in self.refused else functools.partial(CapturedPrompt, own)
+            reason = stage.by_modules_reason() if stage.capture_prompt is not None and self.config.native else None
+            if reason is not None:
+                self.warn_slower(reason)
             for key in list(stage.buffers.graphs)[: -max(_MAX_GRAPHS, number)]:
                 del stage.buffers.graphs[key]
 
@@ -367,8 +329,9 @@ class GraphedDriver(Driver):
     def _drop_graphs(self) -> None:
         self.scheduled.drop()
         self.context = None
-        for stage in self._stages:
-            stage.drop_graphs()
+        for buffers in (buffers for stage in self._stages for buffers in stage.all_buffers()):
+            buffers.graphs.clear()
+            buffers.prompt_graphs.clear()
 
     def _try_capture(self) -> None:
         """Capture the smallest steps. Raises :class:`NotCapturable`, also where there is no memory for them."""

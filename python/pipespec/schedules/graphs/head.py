@@ -108,7 +108,7 @@ class GraphedHead(GraphedStage, HeadStage):
         at = (begin[:, None] + cache.skipped[:, None] + column).clamp(max=cache.capacity - 2)
         states = cache.outputs[:, None]
         if width > 1:
-            # The target's buffers may be smaller than these, which a row without slots does not know.
+            # The target's buffers may be smaller than these; a row without slots must not read past their end.
             stored = self._features().stored
             states = head.fuse(stored[row[:, None], at.clamp(max=stored.shape[1] - 1)])
         cache.follow(begin)

@@ -10,8 +10,6 @@ import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
@@ -19,8 +17,7 @@ from pipespec.process.signals import draft_errors
 from pipespec.schedules.base import GenerationRequest
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep
 from pipespec.schedules.graphs.driver import GraphedDriver
-from pipespec_kernels import _native
-from pipespec_kernels.state import Action, StateBlock
+from pipespec_kernels.state import Action
 
 
 def round_steps(config: SpeculationConfig) -> list[StageStep]:
@@ -29,7 +26,7 @@ def round_steps(config: SpeculationConfig) -> list[StageStep]:
     A draft takes as many steps as fill its lookahead if all draft tokens are accepted: with ``h`` draft tokens a step makes ``h + 1`` tokens. Before
     each of its steps, the stage upstream fills its own lookahead.
 
-    Beside draft tokens a step feeds:
+    In addition to draft tokens a step feeds:
 
     * one token after a step of the same stage;
     * two after a step of the stage downstream, whose last token it adopts;
@@ -60,84 +57,39 @@ def round_steps(config: SpeculationConfig) -> list[StageStep]:
 
 
 class RoundsDriver(GraphedDriver):
-    """Runs lockstep, or with one model plain decoding, in rounds. On a GPU a round is one graph, or where the host takes part, each step is one; all stages
-    are on the same GPU.
+    """Runs lockstep, or with one model plain decoding, in rounds. On a GPU a round is one graph, or where the host takes part, each step is one.
 
-    Args:
-        models: Drafts, smallest first, then the target.
-        config: How they run.
-
-    Raises:
-        ValueError: The models are on more than one device.
-        NotCapturable: See :class:`GraphedDriver`.
+    All stages are on one device, else the constructor raises ``ValueError``.
     """
 
     schedule = "lockstep"
 
     def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
         if len({model.device for model in models}) > 1:
-            raise ValueError(
-                f"graphs=True runs a round of all models as one graph, so they must be on one device; they are on "
-                f"{', '.join(str(model.device) for model in models)}"
-            )
+            places = ", ".join(str(model.device) for model in models)
+            what = "graphs=True runs a round of all models as one graph, so they must be on one device"
+            raise ValueError(f"{what}; they are on {places}")
         super().__init__(models, config)
 
     def graph_keys(self) -> list[GraphKey]:
         return [self._graph_key(round_steps(self.config), self.config.lookahead)]
 
     def _run_on_host(self, request: GenerationRequest) -> None:
-        ports: dict[StageStep, HostPort] = {}
-        while self._round(ports) != Action.FINISHED:
-            self._committed(request)
-
-    def _round(self, ports: dict[StageStep, HostPort]) -> Action:
-        """Run one round. Returns the action of the target's step."""
+        config, steps = self.config, round_steps(self.config)
+        ports = {step: self.block.port(step.stage, step.width) for step in steps}
+        for step, port in ports.items():
+            port.trace(self._trace_of(step.stage))
         action = Action.IDLE
-        for step in round_steps(self.config):
-            if step.stage in self.failed_drafts:
-                continue
-            stage = self._stages[step.stage]
-            port = ports.get(step)
-            if port is None:
-                rows = stage.buffers.cache.rows
-                port = ports[step] = HostPort(self.block, step.stage, step.width, rows, self._trace_of(step.stage))
-            port.set_policy(self.config.lookahead_of(step.stage), self.config.max_draft_tokens(step.stage))
-            is_target = stage is self.target
-            with nullcontext() if is_target else draft_errors(functools.partial(self.draft_failed, step.stage)):
-                action = port.plan()
-                if action == Action.STEP:
-                    port.commit(stage.body_on_host(port.tokens, port.kv, port.num_draft_tokens, port.n_select))
-        return action
-
-
-class HostPort:
-    """A stage's port onto a block of the host, with the interface of :class:`pipespec_kernels.device_state.DevicePort`.
-
-    Args:
-        block: The state block.
-        stage: Index of the stage.
-        width: Columns of a step.
-        rows: Rows of the batch.
-        trace: Where the steps are recorded. None: nowhere.
-    """
-
-    def __init__(
-        self, block: StateBlock, stage: int, width: int, rows: int, trace: _native.TraceBuffer | None = None
-    ) -> None:
-        self._port = port = block.port(stage, width)
-        port.trace(trace)
-        self.tokens = torch.from_numpy(port.tokens)[:rows]
-        self.kv, self.num_draft_tokens, self.n_select = (
-            torch.from_numpy(array)[:rows] for array in (port.kv, port.num_draft_tokens, port.n_select)
-        )
-        self.set_policy(0, 0)
-
-    def set_policy(self, lookahead: int, max_draft_tokens: int) -> None:
-        self._policy = lookahead, max_draft_tokens
-
-    def plan(self) -> Action:
-        """Fill the arrays. Returns the combined action of the rows."""
-        return self._port.plan(*self._policy, 0)
-
-    def commit(self, selected: Tensor) -> None:
-        self._port.commit(selected.data_ptr(), selected.stride(0))
+        while action != Action.FINISHED:
+            for step in steps:
+                i, port = step.stage, ports[step]
+                if i in self.failed_drafts:
+                    continue
+                is_target = i == self.block.target
+                with nullcontext() if is_target else draft_errors(functools.partial(self.draft_failed, i)):
+                    action = port.plan(config.lookahead_of(i), config.max_draft_tokens(i), 0)
+                    if action == Action.STEP:
+                        selected = self._stages[i].body_on_host(port)
+                        port.commit(selected.data_ptr(), selected.stride(0))
+            if action != Action.FINISHED:
+                self._committed(request)

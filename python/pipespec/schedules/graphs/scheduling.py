@@ -1,23 +1,60 @@
-"""ScheduledChain: runs calls under the native scheduler, and turns its failures into Python's exceptions."""
+"""Calls under the native scheduler: the state block as the host sees it, pinned memory for it, and the scheduler's failures as Python's exceptions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
+import torch
 
-from pipespec.schedules.graphs.shadow import HostShadow
 from pipespec_kernels.scheduler import Launcher, Scheduler, TargetFailed
+from pipespec_kernels.state import PrivateMemory, StateBlock
+
+
+class HostShadow(StateBlock):
+    """The host's block. While a scheduler runs the stages, the end of a row goes to the scheduler.
+
+    Attributes:
+        scheduler: The scheduler that runs at present; None between calls and in lockstep.
+    """
+
+    scheduler: Scheduler | None = None
+
+    def end_row(self, row: int) -> None:
+        if self.scheduler is None:
+            super().end_row(row)
+        else:
+            self.scheduler.end_row(row)
+
+
+class PinnedMemory:
+    """Memory of the host that every GPU reads and writes at its own address, for a :class:`StateBlock`.
+
+    ``tensor``, ``array`` and ``address`` are the same memory, in uint8.
+    """
+
+    alignment = PrivateMemory.alignment
+
+    def __init__(self) -> None:
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.remap([1])
+
+    def remap(self, sizes: Sequence[int]) -> None:
+        """Provide at least as many bytes of any content, at the same address if the memory is large enough."""
+        size = sum(sizes)
+        if size <= self.tensor.numel():
+            return
+        # Later calls write it outside of inference mode.
+        with torch.inference_mode(False):
+            self.tensor = torch.zeros(size, dtype=torch.uint8, device="cpu").pin_memory()
+        self.array: np.ndarray = self.tensor.numpy()
+        self.address = self.tensor.data_ptr()
 
 
 class ScheduledChain:
-    """The scheduler of one chain. It stays from call to call while its launcher fits.
+    """The scheduler of one chain. It stays from call to call while its launcher fits, and keeps the last ``trace`` steps of each stage for :meth:`trace`.
 
     ``lookahead`` in its methods: per draft, see :class:`pipespec_kernels.scheduler.Scheduler`.
-
-    Args:
-        block: The chain's block.
-        trace: Steps per stage that the scheduler keeps for :meth:`trace`.
 
     Attributes:
         scheduler: The present scheduler; None before :meth:`use` and after :meth:`drop`.
@@ -33,13 +70,9 @@ class ScheduledChain:
     def use(
         self, key: Hashable, make_launcher: Callable[[], Launcher], lookahead: Sequence[int], *, ahead: int
     ) -> None:
-        """Keep the present scheduler if it was made for ``key``, otherwise make one.
+        """Keep the present scheduler if it was made for ``key``, which is what the launcher depends on; otherwise make one.
 
-        Args:
-            key: What the launcher depends on.
-            make_launcher: Builds the launcher.
-            lookahead: That the scheduler starts with.
-            ahead: Steps that may be launched and not ended, see :class:`pipespec_kernels.scheduler.Scheduler`.
+        ``ahead``: steps that may be launched and not ended, see :class:`pipespec_kernels.scheduler.Scheduler`.
         """
         if self.scheduler is not None and self._key == key:
             return
@@ -57,13 +90,8 @@ class ScheduledChain:
     ) -> None:
         """Run the stages until the target's rows are complete.
 
-        Args:
-            lookahead: Of the call.
-            on_commit: Called after steps of the target.
-            on_failure: Called once for each draft that failed, with its index and error.
-
-        Raises:
-            TargetFailed: The target's step failed; its cause is the error.
+        ``on_commit`` is called after steps of the target, ``on_failure`` once for each draft that failed, with its index and error. Raises
+        ``TargetFailed``, whose cause is the error of the target's step.
         """
         scheduler = self.scheduler
         assert scheduler is not None

@@ -7,7 +7,6 @@ capture.
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +24,12 @@ from pipespec.engine.inputs import StageInputs, stage_names, static_capacity
 from pipespec.engine.known import CAPTURED, identify
 from pipespec.engine.sampling import ScoreRecord, Step
 from pipespec.engine.stage import Stage
-from pipespec.errors import NotCapturable, user_stacklevel
+from pipespec.errors import NotCapturable
 from pipespec.models.properties import text_config
-from pipespec.schedules.base import SpeedWarning
+from pipespec.schedules.base import warn_of_speed
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep, StaticBuffers, StaticSampler
 from pipespec_kernels import _native
+from pipespec_kernels.scheduler import Rectangle
 from pipespec_kernels.state import StateBlock
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ _MAX_BUFFERS = 4
 """Numbers of rows for which a stage keeps its static buffers, and their graphs, from call to call."""
 
 MAX_GRAPHED_COLUMNS = 1024
-"""Maximum number of columns, of all rows, for which the forwards over a prompt are graphs. By arithmetic: on an H200 the products of some more columns take an 8B model as long
-as its launches take the host (21 to 34 ms, measured)."""
+"""Maximum number of columns, of all rows, for which the forwards over a prompt are graphs. On an H200 the products of a few more columns take an 8B model as
+long as its launches take the host: 21 to 34 ms."""
 
 MAX_GRAPH_WIDTH = 512
 """Columns of the widest such graph."""
@@ -48,30 +48,18 @@ MAX_GRAPH_WIDTH = 512
 _versions = itertools.count()
 
 
-def prompt_widths(columns: int) -> list[int]:
-    """Widths of the graphs that feed so many columns of a prompt: few different ones, the last one with padding."""
-    whole, rest = divmod(columns, MAX_GRAPH_WIDTH)
-    return [MAX_GRAPH_WIDTH] * whole + [max(WIDTH, 1 << (rest - 1).bit_length())] * (rest > 0)
-
-
 class GraphedStage(Stage):
     """A stage with static buffers. The attention of its model must be ``"pipespec"``.
 
-    It keeps one set of buffers for each of the last few numbers of rows. Capacities are those of :func:`static_capacity`. A cache of the caller is copied in, and copied
-    out after the call. :meth:`step` remains for calls that need the host.
+    It keeps one set of buffers for each of the last few numbers of rows. A cache of the caller is copied in, and copied out after the call. :meth:`step`
+    remains for calls that need the host.
 
-    Args:
-        model: The model.
-        block: The state block of the chain.
-        index: Place in the chain, from 0.
-        trace: Where the steps are recorded. None: nowhere.
-        native: Whether the model may run in the fused form, see :mod:`pipespec.engine.fused`.
-        exact: Whether it must run in the exact fused form, prefill included. :meth:`prepare` raises ValueError where it cannot.
+    Args, in addition to those of :class:`Stage`:
+        exact: Whether the model must run in the exact fused form, prefill included. :meth:`prepare` raises ValueError where it cannot.
 
     Attributes:
         is_prefilled: Whether the last prefill ended without an error.
-        capture_prompt: Captures the forward of this stage over so many columns of its prompt, after what each row holds; None since :meth:`prepare`: the host
-            launches it.
+        capture_prompt: Captures the forward over so many columns of the prompt, after what each row holds; None, as after :meth:`prepare`: the host launches it.
     """
 
     def __init__(
@@ -109,9 +97,9 @@ class GraphedStage(Stage):
 
     def by_modules_reason(self) -> str | None:
         """Why its graphs run its model's own modules; None if they run the fused form, which has a quarter of the launches."""
-        _, own, why = described(self.model, self.buffers.cache).partition("transformers: ")
+        _, own, reason = described(self.model, self.buffers.cache).partition("transformers: ")
         launches = "with some 40 launches per layer instead of 9"
-        return f"the graphs of {self.name} run transformers' modules, {launches}: {why}" if own else None
+        return f"the graphs of {self.name} run transformers' modules, {launches}: {reason}" if own else None
 
     # ---- buffers
 
@@ -124,12 +112,6 @@ class GraphedStage(Stage):
     def all_buffers(self) -> Sequence[StaticBuffers]:
         """The static buffers for all numbers of rows."""
         return list(self._buffers.values())
-
-    def drop_graphs(self) -> None:
-        """Drop all graphs."""
-        for buffers in self.all_buffers():
-            buffers.graphs.clear()
-            buffers.prompt_graphs.clear()
 
     def prepare(self, inputs: StageInputs) -> StaticBuffers:
         """Set up the static buffers of a call, or reuse those of an earlier call that fit. :meth:`prefill` comes next."""
@@ -159,7 +141,7 @@ class GraphedStage(Stage):
             form.add_cache(found.cache)
         while len(self._buffers) > _MAX_BUFFERS:
             del self._buffers[next(iter(self._buffers))]
-        found.sampler.start(inputs.sampling_params, inputs.prompts, inputs.most)
+        found.sampler.start(inputs)
         return found
 
     def _choose_form(self) -> tuple[FusedForm | None, int]:
@@ -178,12 +160,6 @@ class GraphedStage(Stage):
     def _can_use(self, cache: RowCache, rows: int, capacity: int) -> bool:
         """Whether a call of this size runs over an earlier call's cache."""
         return cache.fits(rows, capacity) and cache.matches(self.model)
-
-    def keep(self, record: ScoreRecord, inputs: StageInputs) -> None:
-        """Let the captured steps of the present call fill ``record``, after :meth:`prepare`. The allocator's error if there is no room."""
-        starts = [len(prompt) for prompt in inputs.prompts]
-        tokens = max(limit - start for limit, start in zip(inputs.limits, starts, strict=True))
-        self.buffers.sampler.keep(record, starts, tokens, self._scored)
 
     def release(self) -> None:
         super().release()
@@ -213,7 +189,10 @@ class GraphedStage(Stage):
 
     def _forward(self, fed: Tensor, cache: RowCache, keep: int) -> Tensor:
         rows, q = fed.shape
-        widths, held = prompt_widths(q), cache.lengths
+        # Few different widths: the last one has padding.
+        full, rest = divmod(q, MAX_GRAPH_WIDTH)
+        widths = [MAX_GRAPH_WIDTH] * full + [max(WIDTH, 1 << (rest - 1).bit_length())] * (rest > 0)
+        held = cache.lengths
         fits = rows * sum(widths) <= MAX_GRAPHED_COLUMNS and max(held) + sum(widths) <= cache.capacity
         if keep or not fits or self.capture_prompt is None or not self._may_pad:
             return super()._forward(fed, cache, keep)
@@ -241,10 +220,7 @@ class GraphedStage(Stage):
             except NotCapturable as error:
                 # Not again over these buffers. The tracebacks hold the memory of the capture.
                 graphs[width] = error.__cause__ = None
-                what = (
-                    f"{error}; the host launches each kernel over its prompts. The text is not affected, only its speed"
-                )
-                warnings.warn(what, SpeedWarning, stacklevel=user_stacklevel())
+                warn_of_speed(f"{error}; the host launches each kernel over its prompts")
         return graphs.get(width)
 
     def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
@@ -287,16 +263,8 @@ class GraphedStage(Stage):
     def body(self, tokens: Tensor, kv: Tensor, num_draft_tokens: Tensor, n_select: Tensor) -> Tensor:
         """Run forward and selection of one step, without a wait for the device.
 
-        All columns are fed and scored, padding included, as only the device has the number of tokens in each row.
-
-        Args:
-            tokens: int32 ``[rows, width]`` on the model's device, as plan fills it; likewise the others.
-            kv: Position of each row's first token, int32 ``[rows]``.
-            num_draft_tokens: Draft tokens of each row, int32 ``[rows]``.
-            n_select: Columns of each row that need a choice, int32 ``[rows]``.
-
-        Returns:
-            ``selected``, int32 ``[rows, width]``, for commit.
+        All columns are fed and scored, padding included, as only the device has the number of tokens in each row. The arguments are those of plan, and
+        the result is that of commit, int32 ``[rows, width]``.
         """
         logits = self._score_columns(tokens, kv, n_select)
         return self.buffers.sampler(logits, Step(tokens, kv, n_select, num_draft_tokens))
@@ -320,14 +288,13 @@ class GraphedStage(Stage):
         """Of the graph that is one step of this stage."""
         return GraphKey.of([StageStep(0, width)], [self.buffers])
 
-    def body_on_host(self, *given: Tensor) -> Tensor:
-        """:meth:`body` of tensors of the host, which waits for the device: through a graph of its own if there is one."""
+    def body_on_host(self, planned: Rectangle | _native.StagePort) -> Tensor:
+        """:meth:`body` of a step that the host plans, which waits for the device: through a graph of its own if there is one."""
+        rows = self.buffers.cache.rows
+        arrays = planned.tokens, planned.kv, planned.num_draft_tokens, planned.n_select
+        given = [torch.from_numpy(array)[:rows] for array in arrays]
         graph = self.buffers.graphs.get(self.key(given[0].shape[1]))
         if graph is not None:
             found: Tensor = graph(*given)
             return found
         return self.body(*(tensor.to(self.model.device) for tensor in given)).cpu()
-
-    def check_distributions(self) -> None:
-        """See :meth:`pipespec.engine.sampler.Sampler.check_distributions`."""
-        self.buffers.sampler.check_distributions()

@@ -59,9 +59,7 @@ class StreamsDriver(GraphedDriver):
             stage = own()
             assert stage is not None
             try:
-                arrays = (given.tokens, given.kv, given.num_draft_tokens, given.n_select)
-                selected = stage.body_on_host(*(torch.from_numpy(array) for array in arrays))
-                torch.from_numpy(given.selected).copy_(selected)
+                torch.from_numpy(given.selected).copy_(stage.body_on_host(given))
             except BaseException as error:
                 errors[stage.index] = error
                 raise
