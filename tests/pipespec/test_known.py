@@ -240,7 +240,7 @@ def test_a_processor_of_transformers_that_is_patched(model, attached):
     given = {"suppress_tokens": [5]}
     before = ours(model, TWO, **given)
     for _ in range(2):
-        undo = hostile.processor_class(model)
+        undo = hostile.CHANGES["class of a processor"](model)
         try:
             wanted = bare(model, TWO, **given)
             assert not torch.equal(wanted, before)
@@ -552,7 +552,7 @@ IN_A_CALL = {
     "weights": lambda model: lambda ids: hostile.in_place(model),
     "hooks": lambda model: lambda ids: hostile.pre_hook(model),
     "code": lambda model: lambda ids: hostile.instance_forward(model),
-    "other memory": lambda model: lambda ids: hostile.swapped_data(model),
+    "other memory": lambda model: lambda ids: hostile.CHANGES["other .data"](model),
 }
 
 
