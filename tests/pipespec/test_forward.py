@@ -81,23 +81,6 @@ def test_forward_of_uneven_rows_is_bit_identical_to_the_model(name, ids):
             cache.truncate([n - back for n, back in zip(cache.lengths, (q - 1, 0, q // 2), strict=True)])
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_forward_is_bit_identical_at_every_width(threads, ids):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        model = make()
-        for q in (1, 2, 3, 4, 5, 8, 16, 17):
-            cache, dynamic = RowCache.for_model(model, 1, 64), DynamicCache(config=model.config)
-            for begin in (0, 17, 17 + q):
-                tokens = ids[:1, begin : begin + (q if begin else 17)]
-                with torch.no_grad():
-                    wanted = model(tokens, past_key_values=dynamic).logits
-                assert torch.equal(forward(model, tokens, cache, keep=tokens.shape[1]), wanted)
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(
     ("tokens", "keep", "message"),
     [((2, 3), 4, "keep=4 of 3"), ((2, 3), -1, "keep=-1"), ((1, 3), 1, "1 rows of tokens for a RowCache of 2")],

@@ -79,11 +79,13 @@ def test_what_finished_rows_are_filled_with(model, pad, eos):
 
 
 @pytest.mark.parametrize("new", [1, 2, 3, 4, 5, 6, 7, 16, 17, 64, 65])
-def test_max_new_tokens(model, new):
+@pytest.mark.parametrize("how", ["lockstep", "lockstep, captured", "streams"])
+def test_max_new_tokens(model, new, how):
+    schedule, *captured = how.split(", ")
+    ids, mask = left_pad(random_prompts(2, seed=new))
     for draft in (always_right(model), always_wrong(model)):
-        pipeline = Pipeline(model, draft, lookahead=5, schedule="lockstep")
-        ids, mask = left_pad(random_prompts(2, seed=new))
-        assert same_text(pipeline, ids, attention_mask=mask, max_new_tokens=new).shape[1] == ids.shape[1] + new
+        with Pipeline(model, draft, lookahead=5, schedule=schedule, graphs=bool(captured) or None) as pipe:
+            assert same_text(pipe, ids, attention_mask=mask, max_new_tokens=new).shape[1] == ids.shape[1] + new
 
 
 def test_the_default_length(chain):

@@ -33,7 +33,7 @@ import pipespec_spd.sections as sections_module
 from pipespec.engine import native
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import TOLERANCE
-from pipespec.engine.forward import described, forward, recheck
+from pipespec.engine.forward import described, forward
 from pipespec.engine.runtime import runtime_of
 from pipespec.models import families
 from pipespec.models.parts import ModelParts
@@ -570,15 +570,6 @@ def test_a_form_that_computes_something_else_is_not_used(monkeypatch, fault, dty
     assert form.startswith(f"transformers: its {what} differ from the model's own by ")
     with torch.no_grad():
         assert torch.equal(logits, model(ids(1, 9)).logits)
-
-
-def test_a_form_is_kept_until_the_model_changes():
-    model = make()
-    logits_of(model, ids(1, 9))
-    kept = chosen(model)
-    recheck(model)
-    logits_of(model, ids(1, 9))
-    assert chosen(model) is kept
 
 
 def test_sections_are_packed_only_where_there_is_room_for_all(monkeypatch):

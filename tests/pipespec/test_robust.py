@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
 import pickle
 import subprocess
 import sys
 import threading
 import warnings
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +20,7 @@ from pipespec.engine import stage as stages
 from pipespec.engine.cache import RowCache
 from pipespec_spd import SpeculativePipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
+from tests.support.processes import ENVIRONMENT
 from tests.support.streamers import Held, Recorder
 from tests.waiting import SECONDS
 
@@ -148,17 +147,21 @@ def test_no_distribution(chain, processor):
     assert chain.generate(PROMPT, max_new_tokens=5, do_sample=True).shape[1] == PROMPT.shape[1] + 5
 
 
+@pytest.mark.parametrize("how", [{"schedule": "lockstep"}, {"graphs": True}, {"schedule": "streams"}], ids=str)
 @pytest.mark.parametrize("top_k", [0, 50])
-def test_a_model_that_has_overflown(model, chain, top_k):
+def test_a_model_that_has_overflown(model, how, top_k):
+    sampled = {"do_sample": True, "top_k": top_k, "seed": 3}
+    alone = Pipeline(model, schedule="plain").generate(PROMPT, max_new_tokens=9, **sampled)
     weight = model.lm_head.weight.data.clone()
-    model.lm_head.weight.data[5] = torch.nan
-    with pytest.raises(ValueError, match="no token can be drawn"):
-        chain.generate(PROMPT, max_new_tokens=5, do_sample=True, top_k=top_k)
-    model.lm_head.weight.data.copy_(weight)
-    # A draft's odd logits are only bad draft tokens.
-    chain.models[0].lm_head.weight.data[5] = torch.nan
-    alone = Pipeline(model).generate(PROMPT, max_new_tokens=9, do_sample=True, top_k=top_k, seed=3)
-    assert torch.equal(chain.generate(PROMPT, max_new_tokens=9, do_sample=True, top_k=top_k, seed=3), alone)
+    with Pipeline(model, noisy(model, 0.02), **how) as chain:
+        model.lm_head.weight.data[5] = torch.nan
+        with pytest.raises(ValueError, match=f"no token can be drawn at position {PROMPT.shape[1]} of row 0"):
+            chain.generate(PROMPT, max_new_tokens=5, **sampled)
+        assert torch.equal(chain.partial, PROMPT)
+        model.lm_head.weight.data.copy_(weight)
+        # A draft's odd logits are only bad draft tokens.
+        chain.models[0].lm_head.weight.data[5] = torch.nan
+        assert torch.equal(chain.generate(PROMPT, max_new_tokens=9, **sampled), alone)
 
 
 # ---- torch's own switches
@@ -283,20 +286,13 @@ for thread in threads:
 begun.wait()
 """
     )
-    root = Path(__file__).parents[2]
-    paths = os.pathsep.join([str(root), *(p for p in sys.path if p)])
-    done = subprocess.run(
-        [sys.executable, script],
-        env=os.environ | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    done = subprocess.run([sys.executable, script], env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")
 
 
+@pytest.mark.parametrize("when", ["midway", "behind its run"])
 @pytest.mark.parametrize("how", ["plain", "lockstep", "graphs", "streams", "spd"])
-def test_a_cache_that_was_lent_to_a_call_that_fails_behind_its_run(model, how):
+def test_a_cache_that_was_lent_to_a_call_that_fails(model, how, when):
     """The caller has it back as it was, and no later call writes to it, continues from it, or returns it."""
     draft, prompts = noisy(model, 0.02), random_prompts(4, seed=8, shortest=5)
     if how == "spd":
@@ -310,7 +306,7 @@ def test_a_cache_that_was_lent_to_a_call_that_fails_behind_its_run(model, how):
     def gone() -> None:
         raise ConnectionError("gone")
 
-    streamer = Recorder()
+    streamer = Recorder(5, gone) if when == "midway" else Recorder()
     streamer.end = gone  # the reader has gone when the text is complete
     with pytest.raises(ConnectionError, match="gone"):
         pipe.generate(ids, past_key_values=cache, max_new_tokens=30, streamer=streamer)
