@@ -17,16 +17,11 @@ from pipespec.engine.ngram import NgramDraft
 from pipespec.engine.stage import ModelDraft
 from pipespec.engine.translation import TranslatedDraft
 from pipespec.registry import OPTIONS, SCHEDULES, default_schedule, has_captured_form, numa_nodes
-from tests.conftest import noisy, random_llama
+from tests.conftest import noisy
 
 MODELS = [ModelDraft(), ModelDraft()]
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
-
-
-@pytest.fixture(scope="module")
-def model():
-    return random_llama(1)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import copy
 import functools
 import gc
-import itertools
 import pickle
 import weakref
 
@@ -14,8 +13,7 @@ from transformers import DynamicCache
 from pipespec.engine import forward as forward_module
 from pipespec.engine.cache import RowCache
 from pipespec.engine.runtime import runtime_of
-from pipespec.models.parts import ModelParts
-from pipespec_spd.sections import ModelSection, open_sections
+from pipespec_spd.sections import open_sections
 from tests.pipespec import test_native
 
 forward = functools.partial(forward_module.forward, native=False)
@@ -94,23 +92,11 @@ def test_forward_checks_its_arguments(tokens, keep, message):
 # --- parts of a model ------------------------------------------------------------------------------------------------
 
 
-def sections(model, cuts=(1,)):
-    """Embedding and first layers, the layers behind each of ``cuts``, norm and head."""
-    whole = ModelParts.of(model)
-    bounds = [0, *cuts, len(whole.layers)]
-    ranges = list(itertools.pairwise(bounds))
-    spans = [
-        ModelParts(model.config, whole.layers[a:b], a, whole.rotary, whole.embed if a == 0 else None) for a, b in ranges
-    ]
-    out = [ModelSection(parts) for parts in (*spans, ModelParts(model.config, norm=whole.norm, head=whole.head))]
-    open_sections(out, native=False)
-    return out
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_sections_are_bit_identical_to_the_model(name, ids):
     model = make(**MODELS[name])
-    *spans, head = sections(model, (1, 2))
+    *spans, head = parts = test_native.sections(model, (1, 2))
+    open_sections(parts, native=False)
     caches = [RowCache(s.parts.cache_config(), 3, 64, dtype=model.dtype, device=model.device) for s in spans]
     whole = RowCache.for_model(model, 3, 64)
     for q, lengths in ((12, [0, 0, 0]), (1, [12, 3, 7]), (4, [13, 4, 8]), (1, [15, 5, 9])):

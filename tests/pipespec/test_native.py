@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import itertools
 import pickle
 import threading
 import weakref
@@ -440,16 +441,14 @@ def test_pipelines_share_one_copy():
 # --- parts of a model --------------------------------------------------------------------------------------------------
 
 
-def sections(model):
-    """Embedding and first layer, second layer, norm and head."""
-    whole = ModelParts.of(model)
-    empty = ModelParts(model.config)
+def sections(model, cuts=(1,)):
+    """Embedding and first layers, the layers behind each of ``cuts``, norm and head."""
+    whole, empty = ModelParts.of(model), ModelParts(model.config)
     parts = [
-        whole._replace(layers=whole.layers[:1], norm=None, head=None),
-        whole._replace(layers=whole.layers[1:], first=1, embed=None, norm=None, head=None),
-        empty._replace(norm=whole.norm, head=whole.head),
+        whole._replace(layers=whole.layers[a:b], first=a, embed=None if a else whole.embed, norm=None, head=None)
+        for a, b in itertools.pairwise([0, *cuts, len(whole.layers)])
     ]
-    return [ModelSection(part) for part in parts]
+    return [ModelSection(part) for part in (*parts, empty._replace(norm=whole.norm, head=whole.head))]
 
 
 def through(model_sections, tokens, columns):
