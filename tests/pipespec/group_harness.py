@@ -24,6 +24,7 @@ from pipespec.checks import memory
 from pipespec.checks.devices import DeviceFacts
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.support.processes import everywhere
+from tests.support.streamers import Recorder, failing
 
 BY_ROWS, BY_COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
 
@@ -65,22 +66,6 @@ def calls() -> list[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
     return found
 
 
-class Streamer:
-    """Collects tokens; with ``fails``, raises at the third call."""
-
-    def __init__(self, fails: bool = False) -> None:
-        self.got: list[int] = []
-        self.fails, self.ended = fails, False
-
-    def put(self, value: torch.Tensor) -> None:
-        if self.fails and len(self.got) > 4:
-            raise OSError("the reader has gone")
-        self.got += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.ended = True
-
-
 class StopAfter(StoppingCriteria):
     """Ends all rows after a number of columns. On rank 0 alone; elsewhere it must not be asked."""
 
@@ -117,13 +102,14 @@ def scenario(schedules: Sequence[str]) -> dict[str, Any]:
     cache = first.past_key_values
     found["shard"] = list(cache.layers[0].keys.shape)
     found["goes on"] = pipe.generate(first.sequences, past_key_values=cache, max_new_tokens=9).tolist()
-    streamer = Streamer()
+    streamer = Recorder()
     criteria = StoppingCriteriaList([StopAfter(12)])
     found["stopped"] = pipe.generate(ids, max_new_tokens=20, stopping_criteria=criteria, streamer=streamer).tolist()
-    found["streamed"] = [streamer.got, streamer.ended]
+    found["streamed"] = streamer.record
     scored = pipe.generate(ids, max_new_tokens=4, return_dict_in_generate=True, output_scores=True, logprobs=1)
     found["scored"] = [part is not None and len(part) for part in (scored.scores, scored.logprobs)]
-    found["failed"] = error_of(lambda: pipe.generate(ids, max_new_tokens=20, streamer=Streamer(fails=rank == 0)))
+    reader = failing(2, OSError, "the reader has gone") if rank == 0 else Recorder()
+    found["failed"] = error_of(lambda: pipe.generate(ids, max_new_tokens=20, streamer=reader))
     found["differ"] = error_of(lambda: pipe.generate(ids + rank, max_new_tokens=4))
 
     facts = memory.device_facts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from pipespec.engine.acceptance import RejectionAcceptance
 from pipespec.engine.stage import ModelDraft
 from pipespec_kernels.noise import Noise
 from tests.conftest import left_pad, noisy, random_llama
+from tests.support import grammars
 from tests.trials import trials
 
 IDS, NEW = 5, 4
@@ -34,7 +36,7 @@ def draft(target):
     return noisy(target, 0.25)
 
 
-def exact(target, length: int, given: dict[str, float], prompt: torch.Tensor = PROMPT) -> torch.Tensor:
+def exact(target, length: int, given: dict[str, Any], prompt: torch.Tensor = PROMPT) -> torch.Tensor:
     """Probability of each text of ``length`` new tokens, float64 ``[IDS] * length``, by a forward of each."""
     texts = torch.tensor(list(itertools.product(range(IDS), repeat=length)))
     ids = torch.cat([prompt.expand(len(texts), -1), texts], 1)
@@ -50,6 +52,8 @@ def exact(target, length: int, given: dict[str, float], prompt: torch.Tensor = P
                 x[row, token] = x[row, token] * penalty if x[row, token] < 0 else x[row, token] / penalty
             for token in set(ids[row, prompt.shape[1] : at].tolist()):
                 x[row, token] -= given.get("presence_penalty", 0.0)
+            if i and "grammar" in given:
+                x[row, texts[row, i - 1]] = -torch.inf
         p *= x.softmax(-1)[torch.arange(len(texts)), texts[:, i]]
     return p
 
@@ -58,7 +62,8 @@ def generated(pipe: Pipeline, count: int, **given) -> torch.Tensor:
     rows, found = 500, []
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0} | given
     for i in range(0, count, rows):
-        out = pipe.generate(PROMPT.expand(rows, -1), seed=list(range(i, i + rows)), **options)
+        own = {name: value(rows) if callable(value) else value for name, value in options.items()}
+        out = pipe.generate(PROMPT.expand(rows, -1), seed=list(range(i, i + rows)), **own)
         found.append(out[:, PROMPT.shape[1] :])
     return torch.cat(found)
 
@@ -80,7 +85,24 @@ def chi_square(texts: torch.Tensor, p: torch.Tensor) -> tuple[float, float]:
     return float(((counts - expected) ** 2 / expected).sum()), df + 10 * math.sqrt(2 * df)
 
 
-@pytest.mark.parametrize("given", [{}, PENALTIES], ids=["plain", "penalties"])
+class NoRepeats(grammars.Classes):
+    """No token twice in a row."""
+
+    def allowed(self) -> list[int]:
+        return [t for t in range(self.vocabulary) if not self.tokens or t != self.tokens[-1]]
+
+    def is_terminated(self) -> bool:
+        return False
+
+
+GIVEN = {
+    "plain": {},
+    "penalties": PENALTIES,
+    "grammar": {"grammar": lambda rows: [NoRepeats(99, IDS) for _ in range(rows)]},
+}
+
+
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 def test_texts_have_the_targets_distribution(target, draft, rule, given) -> None:
     pipe = Pipeline(target, draft, schedule="lockstep", lookahead=3, acceptance=rule)

@@ -14,22 +14,14 @@ from transformers.generation import logits_process as hf
 from pipespec import Pipeline, StageFailure
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampling import STATELESS, OutputPenaltyLogitsProcessor, Prompt, SamplingParams
-from pipespec.process import ranks as transport
 from pipespec.schedules.asynchronous.messages import Call, Status
 from tests.conftest import always_right, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
-from tests.support.chains import in_process
+from tests.support.chains import in_process, plain
 from tests.support.processes import await_drafts, await_idle
 from tests.waiting import drafts_keep_up, until
 
 NEW = 24
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch):
-    """A busy machine must not make a rank count as lost. gloo must not look up the machine's name."""
-    monkeypatch.setattr(transport, "SILENCE_S", 1e9)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
 @pytest.fixture(params=["workers", "ranks"])
@@ -46,11 +38,6 @@ def connected(request, monkeypatch):
                 yield pipe
 
     return pipeline
-
-
-def plain(target, ids, **options):
-    with Pipeline(target, schedule="plain") as pipe:
-        return pipe.generate(ids, **options)
 
 
 @pytest.mark.parametrize("drafts", [1, 2])

@@ -369,14 +369,6 @@ def test_copies_are_plain(model, pipe):
     assert torch.equal(pipespec.attach(copies[0], model, schedule="lockstep").generate(ids[None], max_new_tokens=3), plain(copies[0], ids[None], max_new_tokens=3))  # fmt: skip
 
 
-def test_a_saved_model_is_plain(model, pipe, tmp_path):
-    model.save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert attached(loaded) is None
-    ids = torch.tensor([[5, 6, 7]])
-    assert torch.equal(loaded.generate(ids, max_new_tokens=5, do_sample=False), model.generate(ids, max_new_tokens=5))
-
-
 # ---- programs that call generate()
 
 

@@ -5,17 +5,16 @@ import inspect
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from pipespec import Pipeline, register_attention
+from pipespec import Pipeline
 from pipespec.engine import attention
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import described, forward
-from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
+from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.waiting import SECONDS
 
 OPTIONS = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
@@ -71,16 +70,6 @@ def test_registered_whichever_is_imported_first() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
     assert ran.stdout.strip() == "pipespec", ran.stderr
-
-
-def test_from_pretrained(models, tmp_path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    register_attention()  # a second call has no effect
-    models["sdpa"].save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="pipespec", dtype=torch.float32)
-    ids = random_prompts(1, seed=1)[0][None]
-    assert torch.equal(loaded.generate(ids, **OPTIONS), models["sdpa"].generate(ids, **OPTIONS))
 
 
 LOOKUP = {"prompt_lookup_num_tokens": 3, "eos_token_id": 1}  # 5.0's fails without such an id
@@ -193,47 +182,6 @@ def test_pipeline(models, schedule, rows, request, calls) -> None:
 # ---- RowCaches at fixed addresses, with lengths on the device
 
 
-def test_ragged_rows_equal_rows_run_alone(models, calls) -> None:
-    """Random feeds with padding columns, idle rows and a rollback per row. NaN behind the lengths has no effect."""
-    model = models["pipespec"].double()
-    rng = np.random.default_rng(0)
-    rows, total = 3, 50
-    text = torch.from_numpy(rng.integers(3, VOCABULARY, (rows, total)))
-    with torch.no_grad():
-        alone = [model(text[r : r + 1]).logits[0] for r in range(rows)]
-    cache = RowCache.for_model(model, rows, total + 16, static=True)
-    pointers = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers]
-    device_lengths = cache.device_lengths
-    calls.clear()
-    try:
-        for step in range(12):
-            q = int(rng.integers(1, 9))
-            have = np.array(cache.lengths)
-            real = np.minimum(rng.integers(0, q + 1, rows), total - have)
-            tokens = torch.from_numpy(rng.integers(3, VOCABULARY, (rows, q)))
-            for r in range(rows):
-                tokens[r, : real[r]] = text[r, have[r] : have[r] + real[r]]
-                for store in cache._stores:
-                    store[:, r, :, have[r] :] = torch.nan
-            if step % 2:
-                logits = forward(model, tokens, cache, keep=q)
-            else:
-                with torch.no_grad():
-                    options = {"attention_mask": cache.mask(q), "position_ids": cache.positions(q)}
-                    logits = model(tokens, past_key_values=cache, **options).logits
-            assert calls == [q] * 2  # a layer each, all by lengths
-            calls.clear()
-            assert device_lengths.tolist() == have.tolist()
-            for r in range(rows):
-                torch.testing.assert_close(logits[r, : real[r]], alone[r][have[r] : have[r] + real[r]])
-            back = np.array([rng.integers(0, min(have[r] + real[r], 6) + 1) for r in range(rows)])
-            cache.truncate(have + real - back)
-    finally:
-        model.float()
-    assert pointers == [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers]
-    assert cache.device_lengths is device_lengths
-
-
 def test_inside_of_a_capture(model, monkeypatch) -> None:
     """A capture copies nothing from the host to the device, and its forwards do not count."""
     ids = torch.stack(random_prompts(2, seed=11, shortest=9, longest=9))
@@ -246,36 +194,6 @@ def test_inside_of_a_capture(model, monkeypatch) -> None:
     forward(model, ids[:, 4:6], cache, keep=1)
     assert cache.lengths == (4, 4)
     assert cache.device_lengths.tolist() == [4, 4]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_captured_forward(model) -> None:
-    """One graph for all lengths."""
-    model = copy.deepcopy(model).to("cuda")
-    ids = torch.stack(random_prompts(2, seed=12, shortest=20, longest=20)).cuda()
-    cache, expected = (RowCache.for_model(model, 2, 40, static=True) for _ in range(2))
-    for c in (cache, expected):
-        forward(model, ids[:, :8], c, keep=0)
-    tokens = ids[:, 8:12].clone()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # compiles, and allocates the libraries' work space
-        forward(model, tokens, cache, keep=4)
-        cache.truncate([8, 8])
-        cache.sync()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = forward(model, tokens, cache, keep=4)
-    for lengths in ([8, 8], [5, 7], [1, 0]):
-        tokens.copy_(torch.randint_like(tokens, 2, VOCABULARY))
-        for c in (cache, expected):
-            c.truncate(lengths)
-        cache.sync()
-        graph.replay()
-        torch.testing.assert_close(logits, forward(model, tokens, expected, keep=4))
-        expected.truncate(lengths)
 
 
 def test_what_a_fixed_cache_refuses(models, model) -> None:

@@ -133,15 +133,6 @@ def test_generate_as_with_dynamic_cache(model, ids, mode):
     assert torch.equal(*results)
 
 
-def test_generate_continues_a_cache(model, ids):
-    cache = RowCache.for_model(model, 1, 64)
-    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    first = model.generate(ids[:1, :PROMPT], max_new_tokens=5, past_key_values=cache, **options)
-    assert cache.lengths == (PROMPT + 4,)
-    second = model.generate(first, max_new_tokens=5, past_key_values=cache, **options)
-    assert torch.equal(second, model.generate(ids[:1, :PROMPT], max_new_tokens=10, **options))
-
-
 # ---- truncation
 
 
@@ -166,14 +157,17 @@ def test_truncation_at_every_index_leaves_no_trace(model, ids, keep):
     "step", [call, lambda model, tokens, cache: forward(model, tokens, cache, keep=tokens.shape[1])]
 )
 @pytest.mark.parametrize("seed", range(4))
-def test_ragged_rows_equal_rows_run_alone(model, step, seed):
-    """Random feeds with padding columns, idle rows and a rollback per row: each row equals the row alone."""
+@pytest.mark.parametrize("static", [False, True], ids=["masks", "lengths"])
+def test_ragged_rows_equal_rows_run_alone(model, step, seed, static):
+    """Random feeds with padding columns, idle rows and a rollback per row: each row equals the row alone. NaN behind the lengths has no effect on attention by lengths."""
     rng = np.random.default_rng(seed)
     rows, total = 4, 60
     text = torch.from_numpy(rng.integers(3, VOCAB, (rows, total)))
     alone = [model(text[r : r + 1]).logits[0] for r in range(rows)]
-    cache = RowCache.for_model(model, rows, total + 16)
-    pointer = cache._stores[0].data_ptr()
+    if static:
+        model.set_attn_implementation("pipespec")
+    cache = RowCache.for_model(model, rows, total + 16, static=static)
+    pointers, device_lengths = [store.data_ptr() for store in cache._stores], cache.device_lengths if static else None
     for _ in range(12):
         q = int(rng.integers(1, 9))
         have = np.array(cache.lengths)
@@ -181,7 +175,12 @@ def test_ragged_rows_equal_rows_run_alone(model, step, seed):
         tokens = torch.from_numpy(rng.integers(3, VOCAB, (rows, q)))  # padding: anything
         for r in range(rows):
             tokens[r, : real[r]] = text[r, have[r] : have[r] + real[r]]
+            for store in cache._stores if static else ():
+                store[:, r, :, have[r] :] = torch.nan
         logits = step(model, tokens, cache)
+        if static:
+            assert cache.device_lengths is device_lengths
+            assert device_lengths.tolist() == have.tolist()
         assert torch.isfinite(logits).all()  # also of padding and idle rows
         assert cache.lengths == tuple(have + q)
         for r in range(rows):
@@ -190,7 +189,7 @@ def test_ragged_rows_equal_rows_run_alone(model, step, seed):
             )
         back = np.array([rng.integers(0, min(have[r] + real[r], 6) + 1) for r in range(rows)])
         cache.truncate(have + real - back)
-    assert pointer == cache._stores[0].data_ptr()
+    assert pointers == [store.data_ptr() for store in cache._stores]
 
 
 def test_truncate_reset_and_lengths_run_no_torch_operation(model, ids):

@@ -15,17 +15,12 @@ from pipespec import NgramDraft, Pipeline, StageFailure
 from pipespec.engine.chain import DraftSpec, as_draft
 from pipespec.engine.proposer import ProposerStage
 from pipespec.registry import DRAFTS, OPTIONS, imported, kind_of
-from tests.conftest import always_right, random_llama, random_prompts
+from tests.conftest import always_right, random_prompts
 from tests.pipespec import heads
 from tests.support.proposers import LastToken
 
 NEW = 24
 PACKAGE = Path(pipespec.__file__).parent
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return random_llama(3, layers=2)
 
 
 def module_file(where: str) -> str:

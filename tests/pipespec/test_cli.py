@@ -186,10 +186,15 @@ def test_generate_from_a_file_without_streaming(family, capsys, tmp_path):
 
 
 def test_generate_with_the_bundled_family(capsys):
-    assert main(["generate", "--prompt", "def f(x):", "--max-new-tokens", "4", "--schedule", "lockstep"]) == 0
-    captured = capsys.readouterr()
-    assert "bundled demo family" in captured.err
-    assert captured.out.endswith("\n")
+    texts = []
+    for options in ("plain", "lockstep", "lockstep --draft ngram --report"):
+        command = f"generate --max-new-tokens 24 --schedule {options} --prompt".split()
+        assert main([*command, "def f(x):\n    return x\n\ndef f("]) == 0
+        captured = capsys.readouterr()
+        assert ("bundled demo family" in captured.err) == ("ngram" not in options)
+        texts.append(captured.out)
+    assert texts[0] == texts[1] == texts[2]
+    assert "\nngram " in captured.err
 
 
 @pytest.mark.parametrize(

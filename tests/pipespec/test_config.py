@@ -17,16 +17,11 @@ from pipespec.engine.ngram import NgramDraft
 from pipespec.engine.stage import ModelDraft
 from pipespec.engine.translation import TranslatedDraft
 from pipespec.registry import OPTIONS, SCHEDULES, default_schedule, has_captured_form, numa_nodes
-from tests.conftest import noisy, random_llama
+from tests.conftest import noisy
 
 MODELS = [ModelDraft(), ModelDraft()]
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
-
-
-@pytest.fixture(scope="module")
-def model():
-    return random_llama(1)
 
 
 @pytest.fixture
@@ -60,17 +55,26 @@ def test_the_rule(devices, cores, nodes, expected):
 
 
 @pytest.mark.parametrize(
-    ("devices", "graphs", "expected"),
+    ("devices", "wishes", "expected"),
     [
-        (["cpu"], True, ("plain", True)),
-        (["cpu", "cpu"], True, ("lockstep", True)),
-        (["cuda:0", "cuda:0"], False, ("lockstep", False)),
-        (["cuda:0", "cuda:1"], False, ("lockstep", False)),
-        (["cuda:0", "cuda:1"], True, ("streams", True)),
+        (["cpu"], {"graphs": True}, ("plain", True)),
+        (["cpu", "cpu"], {"graphs": True}, ("lockstep", True)),
+        (["cuda:0", "cuda:0"], {"graphs": False}, ("lockstep", False)),
+        (["cuda:0", "cuda:1"], {"graphs": False}, ("lockstep", False)),
+        (["cuda:0", "cuda:1"], {"graphs": True}, ("streams", True)),
+        # a draft with another tokenizer
+        (["cuda:0", "cuda:0"], {"uncaptured": True}, ("lockstep", False)),
+        (["cpu", "cpu"], {"uncaptured": True, "places": 1}, ("lockstep", False)),
+        # a draft head
+        (["cpu"], {"in_turn": True}, ("lockstep", False)),
+        (["cuda:0"], {"in_turn": True}, ("lockstep", True)),
+        (["cuda:0"], {"in_turn": True, "uncaptured": True}, ("lockstep", False)),
+        (["cuda:0", "cuda:1"], {"in_turn": True, "uncaptured": True}, ("lockstep", False)),
+        (["cpu", "cpu"], {"in_turn": True, "places": 2}, ("lockstep", False)),
     ],
 )
-def test_the_rule_with_graphs_as_the_user_wants_them(devices, graphs, expected):
-    assert default_schedule(devices, graphs, 8) == (*expected, False)
+def test_the_rule_with_wishes_of_users_and_drafts(devices, wishes, expected):
+    assert default_schedule(devices, **{"places": 8} | wishes) == (*expected, False)
 
 
 def test_an_index_joins_on_a_cpu_where_the_controller_may_choose():

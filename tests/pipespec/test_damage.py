@@ -18,6 +18,7 @@ from pipespec_kernels.state import SharedMemory, StateBlock
 from tests.conftest import VOCABULARY, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Stray
 from tests.support.processes import await_drafts, await_idle
+from tests.support.streamers import Recorder
 from tests.trials import trials
 from tests.waiting import SECONDS, drafts_keep_up
 
@@ -203,13 +204,8 @@ def test_damage_of_the_header_ends_the_call(models, schedule):
     target, drafts, _ = models
     with Pipeline(target, drafts, schedule=schedule) as pipe:
 
-        class Damaging:
-            def put(self, tokens: torch.Tensor) -> None:
-                if tokens.numel() == 1:
-                    pipe._driver.block.memory.array[8:128] = 255
-
-            def end(self) -> None:
-                pass
+        def damage() -> None:
+            pipe._driver.block.memory.array[8:128] = 255
 
         with pytest.raises(RuntimeError, match="the state block"):
-            pipe.generate(PROMPTS[0][None], max_new_tokens=NEW, do_sample=False, streamer=Damaging())
+            pipe.generate(PROMPTS[0][None], max_new_tokens=NEW, do_sample=False, streamer=Recorder(1, damage))

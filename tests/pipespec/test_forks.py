@@ -13,7 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -25,31 +25,15 @@ from pipespec.schedules.asynchronous import local
 from pipespec.schedules.asynchronous.channel import Channel
 from pipespec.schedules.base import StageFailure
 from pipespec_kernels.state import SharedMemory, StateBlock
-from pipespec_spd import SpeculativePipeline
 from tests.conftest import noisy, random_llama, random_prompts
 from tests.support.processes import peers_of, pids_of
-from tests.support.streamers import Held
+from tests.support.streamers import Held, Recorder
+from tests.support.ways import IN_THIS_PROCESS, opened
 from tests.trials import trials
 from tests.waiting import SECONDS, drafts_keep_up
 
 PROMPTS = random_prompts(3, seed=21, shortest=4)
 NEW = 12
-
-SCHEDULES = [
-    ("plain", {}),
-    ("lockstep", {}),
-    ("plain", {"graphs": True}),
-    ("lockstep", {"graphs": True}),
-    ("streams", {}),
-    ("workers", {}),
-    ("spd", {}),
-]
-
-
-def make(target, draft, schedule: str, **options) -> AbstractContextManager:
-    if schedule == "spd":
-        return nullcontext(SpeculativePipeline(target, draft, stages=2))
-    return Pipeline(target, draft, schedule=schedule, **options)
 
 
 class Child:
@@ -97,7 +81,7 @@ def test_a_fork_while_another_thread_generates(models, schedule):
     target, draft, texts = models
 
     found, reader = [], Held(0)
-    with make(target, draft, schedule) as pipe:
+    with opened(target, draft, schedule) as pipe:
         thread = threading.Thread(
             target=lambda: found.append(
                 pipe.generate(PROMPTS[0][None], max_new_tokens=NEW, do_sample=False, streamer=reader)
@@ -115,45 +99,36 @@ def test_a_fork_while_another_thread_generates(models, schedule):
         generates(pipe, texts, 1)
 
 
-@pytest.mark.parametrize("put", [1, 4], ids=["prompt", "token"])
+@pytest.mark.parametrize("at", [0, 3], ids=["prompt", "token"])
 @pytest.mark.parametrize("schedule", ["lockstep", "streams", "workers", "spd"])
-def test_a_fork_inside_of_a_call(models, schedule, put):
+def test_a_fork_inside_of_a_call(models, schedule, at):
     """The child continues the call of its parent, or raises an error. The parent's text is right."""
     target, draft, texts = models
     read, write = os.pipe()
     forked = threading.Event()
 
-    class Forking:
-        puts = 0
-        child = 0
-
-        def put(self, tokens: torch.Tensor) -> None:
-            self.puts += 1
-            if self.puts == put:
-                self.child = os.fork()
-                if self.child == 0:
-                    signal.alarm(int(SECONDS))
-                    warnings.simplefilter("ignore", StageFailure)  # for the child the workers have ended
-                else:
-                    os.waitpid(self.child, 0)
-                    forked.set()
-
-        def end(self) -> None:
-            pass
+    def fork() -> None:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(int(SECONDS))
+            warnings.simplefilter("ignore", StageFailure)  # for the child the workers have ended
+        else:
+            os.waitpid(child, 0)
+            forked.set()
 
     def wait_for_the_fork(*_: object) -> None:
         """A thread of the target may else complete the text before the caller has seen its third token, and then a child has the whole text."""
-        if pipe._driver.block.length(1, 0) >= len(PROMPTS[0]) + put - 1:
+        if pipe._driver.block.length(1, 0) >= len(PROMPTS[0]) + at:
             assert forked.wait(SECONDS)
 
     caller = os.getpid()
-    waits = schedule == "streams" and put > 1
-    with make(target, draft, schedule) as pipe:
+    waits = schedule == "streams" and at > 0
+    with opened(target, draft, schedule) as pipe:
         trust(wait_for_the_fork)
         hook = target.register_forward_pre_hook(wait_for_the_fork) if waits else nullcontext()
         try:
             with hook:
-                got = pipe.generate(PROMPTS[0][None], max_new_tokens=NEW, do_sample=False, streamer=Forking())
+                got = pipe.generate(PROMPTS[0][None], max_new_tokens=NEW, do_sample=False, streamer=Recorder(at, fork))
             verdict = b"same" if torch.equal(got, texts[0]) else b"another text"
         except BaseException as error:
             if os.getpid() == caller:
@@ -238,24 +213,13 @@ def test_a_fork_of_a_process_that_computes_with_threads(two_threads, schedule, i
     prompt = random_prompts(1, seed=2, shortest=100, longest=100)[0][None]
     caller, children = os.getpid(), []
 
-    class Forking:
-        puts = 0
+    def fork() -> None:
+        children.append(os.fork())
+        if os.getpid() != caller:
+            signal.alarm(int(SECONDS))
+            warnings.simplefilter("ignore", StageFailure)
 
-        def put(self, tokens: torch.Tensor) -> None:
-            self.puts += 1
-            if inside and self.puts == 3:
-                self.fork()
-
-        def end(self) -> None:
-            pass
-
-        def fork(self) -> None:
-            children.append(os.fork())
-            if os.getpid() != caller:
-                signal.alarm(int(SECONDS))
-                warnings.simplefilter("ignore", StageFailure)
-
-    with make(target, draft, schedule) as pipe:
+    with opened(target, draft, schedule) as pipe:
         wanted = pipe.generate(prompt, max_new_tokens=8, do_sample=False)
         verdict = 1
         try:
@@ -263,11 +227,10 @@ def test_a_fork_of_a_process_that_computes_with_threads(two_threads, schedule, i
                 warnings.simplefilter("always")
                 # Python 3.12 and later.
                 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-                forking = Forking()
                 if not inside:
-                    forking.fork()
-                for _ in range(2):
-                    got = pipe.generate(prompt, max_new_tokens=8, do_sample=False, streamer=forking)
+                    fork()
+                for streamer in (Recorder(2, fork) if inside else Recorder(), Recorder()):
+                    got = pipe.generate(prompt, max_new_tokens=8, do_sample=False, streamer=streamer)
                     assert torch.equal(got, wanted)
             if os.getpid() != caller:
                 assert torch.get_num_threads() == 1
@@ -407,8 +370,8 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     subprocess.run([sys.executable, "-c", script], check=True, timeout=SECONDS)
 
 
-@pytest.mark.parametrize(("schedule", "options"), SCHEDULES, ids=lambda v: v if isinstance(v, str) else "".join(v))
-def test_forks_at_random_moments_while_threads_generate(models, schedule, options):
+@pytest.mark.parametrize("schedule", [*IN_THIS_PROCESS, "workers", "spd"])
+def test_forks_at_random_moments_while_threads_generate(models, schedule):
     """Two threads take turns with the pipeline while a third one forks. Each child generates with it, too, and the parent's worker drafts on."""
     target, draft, texts = models
     over, errors, numbers = threading.Event(), [], random.Random(5)
@@ -433,7 +396,7 @@ def test_forks_at_random_moments_while_threads_generate(models, schedule, option
         except BaseException as error:
             errors.append(error)
 
-    with make(target, draft, schedule, **options) as pipe:
+    with opened(target, draft, schedule) as pipe:
         generates(pipe, texts, 1)
         threads = [threading.Thread(target=what) for what in (generate, generate, fork)]
         for thread in threads:

@@ -3,7 +3,6 @@
 import copy
 import functools
 import gc
-import itertools
 import pickle
 import weakref
 
@@ -14,8 +13,7 @@ from transformers import DynamicCache
 from pipespec.engine import forward as forward_module
 from pipespec.engine.cache import RowCache
 from pipespec.engine.runtime import runtime_of
-from pipespec.models.parts import ModelParts
-from pipespec_spd.sections import ModelSection, open_sections
+from pipespec_spd.sections import open_sections
 from tests.pipespec import test_native
 
 forward = functools.partial(forward_module.forward, native=False)
@@ -81,23 +79,6 @@ def test_forward_of_uneven_rows_is_bit_identical_to_the_model(name, ids):
             cache.truncate([n - back for n, back in zip(cache.lengths, (q - 1, 0, q // 2), strict=True)])
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_forward_is_bit_identical_at_every_width(threads, ids):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        model = make()
-        for q in (1, 2, 3, 4, 5, 8, 16, 17):
-            cache, dynamic = RowCache.for_model(model, 1, 64), DynamicCache(config=model.config)
-            for begin in (0, 17, 17 + q):
-                tokens = ids[:1, begin : begin + (q if begin else 17)]
-                with torch.no_grad():
-                    wanted = model(tokens, past_key_values=dynamic).logits
-                assert torch.equal(forward(model, tokens, cache, keep=tokens.shape[1]), wanted)
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(
     ("tokens", "keep", "message"),
     [((2, 3), 4, "keep=4 of 3"), ((2, 3), -1, "keep=-1"), ((1, 3), 1, "1 rows of tokens for a RowCache of 2")],
@@ -111,23 +92,11 @@ def test_forward_checks_its_arguments(tokens, keep, message):
 # --- parts of a model ------------------------------------------------------------------------------------------------
 
 
-def sections(model, cuts=(1,)):
-    """Embedding and first layers, the layers behind each of ``cuts``, norm and head."""
-    whole = ModelParts.of(model)
-    bounds = [0, *cuts, len(whole.layers)]
-    ranges = list(itertools.pairwise(bounds))
-    spans = [
-        ModelParts(model.config, whole.layers[a:b], a, whole.rotary, whole.embed if a == 0 else None) for a, b in ranges
-    ]
-    out = [ModelSection(parts) for parts in (*spans, ModelParts(model.config, norm=whole.norm, head=whole.head))]
-    open_sections(out, native=False)
-    return out
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_sections_are_bit_identical_to_the_model(name, ids):
     model = make(**MODELS[name])
-    *spans, head = sections(model, (1, 2))
+    *spans, head = parts = test_native.sections(model, (1, 2))
+    open_sections(parts, native=False)
     caches = [RowCache(s.parts.cache_config(), 3, 64, dtype=model.dtype, device=model.device) for s in spans]
     whole = RowCache.for_model(model, 3, 64)
     for q, lengths in ((12, [0, 0, 0]), (1, [12, 3, 7]), (4, [13, 4, 8]), (1, [15, 5, 9])):

@@ -13,6 +13,7 @@ from pipespec import Pipeline
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_prompts
 from tests.support.streamers import Held, Recorder
 from tests.support.texts import one_prompt, own_text, same_text
+from tests.support.ways import opened
 from tests.waiting import SECONDS
 
 LIMIT = 512  # of the random models (max_position_embeddings)
@@ -79,11 +80,12 @@ def test_what_finished_rows_are_filled_with(model, pad, eos):
 
 
 @pytest.mark.parametrize("new", [1, 2, 3, 4, 5, 6, 7, 16, 17, 64, 65])
-def test_max_new_tokens(model, new):
+@pytest.mark.parametrize("how", ["lockstep", "lockstep, captured", "streams"])
+def test_max_new_tokens(model, new, how):
+    ids, mask = left_pad(random_prompts(2, seed=new))
     for draft in (always_right(model), always_wrong(model)):
-        pipeline = Pipeline(model, draft, lookahead=5, schedule="lockstep")
-        ids, mask = left_pad(random_prompts(2, seed=new))
-        assert same_text(pipeline, ids, attention_mask=mask, max_new_tokens=new).shape[1] == ids.shape[1] + new
+        with opened(model, draft, how, lookahead=5) as pipe:
+            assert same_text(pipe, ids, attention_mask=mask, max_new_tokens=new).shape[1] == ids.shape[1] + new
 
 
 def test_the_default_length(chain):

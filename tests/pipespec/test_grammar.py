@@ -1,4 +1,4 @@
-"""Grammars: rows with and without one, all rules of acceptance, and what matchers may do wrong. Texts: ``tests/same_text``."""
+"""Grammars: rows with and without one, and what matchers may do wrong. Texts: ``tests/same_text``; rules of acceptance: ``test_acceptance.py``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from pipespec.engine.sampling import SamplingParams, Step
 from pipespec.schedules.base import StageFailure
 from tests.conftest import left_pad, noisy, random_llama
 from tests.docs.test_code_blocks import ROOT, blocks
-from tests.pipespec import test_acceptance as acceptance
 from tests.support import grammars
 from tests.support.grammars import END, Masks
 
@@ -83,51 +82,6 @@ def test_rows_without_a_grammar(target, call, expected) -> None:
         assert torch.equal(out[1:], expected[1:, : out.shape[1]])
         assert torch.equal(out[0, : free.shape[1]], free[0, : out.shape[1]])
         assert torch.equal(pipe.generate(ids, **options, do_sample=False, grammar=[None] * 3), free)
-
-
-class NoRepeats(grammars.Classes):
-    """Over a tiny vocabulary: no token twice in a row."""
-
-    def allowed(self) -> list[int]:
-        return [t for t in range(self.vocabulary) if not self.tokens or t != self.tokens[-1]]
-
-    def is_terminated(self) -> bool:
-        return False
-
-
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-def test_texts_have_the_masked_distribution(rule) -> None:
-    """By every rule of acceptance."""
-    ids = acceptance.IDS
-    target = random_llama(8, vocabulary=ids, hidden=16, layers=1)
-    p = torch.ones(ids**acceptance.LENGTH, dtype=torch.float64)
-    texts = torch.cartesian_prod(*[torch.arange(ids)] * acceptance.LENGTH)
-    prompt = acceptance.PROMPT
-    with torch.no_grad():
-        logits = target(torch.cat([prompt.expand(len(texts), -1), texts], 1)).logits.double()[:, prompt.shape[1] - 1 :]
-    for i in range(acceptance.LENGTH):
-        x = logits[:, i].clone()
-        if i:
-            x[torch.arange(len(texts)), texts[:, i - 1]] = -torch.inf
-        p *= x.softmax(-1)[torch.arange(len(texts)), texts[:, i]]
-    assert float(p.sum()) == pytest.approx(1)
-    pipe = Pipeline(target, noisy(target, 0.25), schedule="lockstep", lookahead=3, acceptance=rule)
-    rows, found = 500, []
-    for begin in range(0, acceptance.TEXTS, rows):
-        out = pipe.generate(
-            prompt.expand(rows, -1),
-            do_sample=True,
-            top_k=0,
-            seed=list(range(begin, begin + rows)),
-            max_new_tokens=acceptance.LENGTH,
-            eos_token_id=None,
-            pad_token_id=0,
-            grammar=[NoRepeats(99, ids) for _ in range(rows)],
-        )
-        found.append(out[:, prompt.shape[1] :])
-    statistic, threshold = acceptance.chi_square(torch.cat(found), p)
-    assert statistic < threshold
-    assert pipe.report.stages[-1].accepted > 0
 
 
 class Silent(grammars.Classes):

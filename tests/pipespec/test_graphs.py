@@ -223,33 +223,6 @@ def test_a_capture_leaves_the_text_in_the_caches(model, gpu):
 
 
 @pytest.mark.parametrize("how", HOW, ids=IDS)
-def test_a_call_that_cannot_be_captured(model, gpu, how):
-    """The call runs in lockstep. One warning and its report name the reason."""
-
-    def fails(stage):
-        if gpu.capturing and stage.index == 1:
-            raise RuntimeError("operation not permitted\nwhen stream is capturing")
-
-    pipe = chain(model, **how)
-    gpu.fails = fails
-    ids = random_prompts(1, seed=4, shortest=12)[0][None]
-    wanted = type(model).generate(model, ids, **GREEDY)
-    with pytest.warns(
-        SpeedWarning,
-        match="step by step: target cannot be captured in a CUDA graph: the selection of its tokens: RuntimeError: operation not permitted",
-    ) as told:
-        assert torch.equal(pipe.generate(ids, **GREEDY), wanted)
-    assert len(told) == 1
-    assert pipe.report.schedule == "lockstep"
-    assert "operation not permitted" in str(pipe.report)
-    gpu.fails = lambda stage: None
-    if how["schedule"] == "streams":
-        check(pipe)
-        assert pipe.report.schedule == "streams"
-    pipe.close()
-
-
-@pytest.mark.parametrize("how", HOW, ids=IDS)
 def test_prompts_that_cannot_be_captured(model, gpu, how, monkeypatch):
     """The host launches their forwards, and says so once. The steps are captured."""
 
@@ -264,22 +237,6 @@ def test_prompts_that_cannot_be_captured(model, gpu, how, monkeypatch):
         assert pipe.report.schedule == how["schedule"]
         check(pipe, new=9)
         assert gpu.prompts == 0
-
-
-def test_the_module_that_cannot_be_captured_is_named(model, gpu):
-    twin = copy.deepcopy(model)
-
-    def reads(*args, **kwargs):
-        raise RuntimeError("it reads its numbers")
-
-    twin.model.layers[1].mlp.down_proj.forward = reads
-    with pytest.raises(
-        NotCapturable, match=r"target cannot be captured .* model\.layers\.1\.mlp\.down_proj \(Linear\)"
-    ) as caught:
-        RoundsDriver([twin], SpeculationConfig())
-    assert (caught.value.stage, caught.value.part) == ("target", "model.layers.1.mlp.down_proj (Linear)")
-    assert caught.value.cause == "RuntimeError: it reads its numbers"
-    assert twin.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("capturing", [False, True], ids=["warm-up", "capture"])
@@ -374,9 +331,11 @@ def test_after_a_capture_that_cannot_be_ended(model, gpu, how, newer):
             raise RuntimeError("the first error")
 
     gpu.fails = fails
-    with pytest.warns(SpeedWarning, match="RuntimeError: the first error"):
+    with pytest.warns(SpeedWarning, match="step by step: .*RuntimeError: the first error") as told:
         check(pipe, new=30)
+    assert len(told) == 1
     assert pipe.report.schedule == "lockstep"
+    assert "the first error" in str(pipe.report)
     assert not gpu.memory.recording
     assert not gpu.generator_captures
     gc.collect()

@@ -16,7 +16,6 @@ from pipespec.engine.features import Features
 from pipespec.engine.head import DraftHead, HeadConfig, is_head
 from pipespec.engine.head_stage import HeadDraft, HeadStage
 from pipespec.engine.native import Checksums
-from pipespec.models.devices import input_device
 from pipespec.models.families import NotReadable
 from pipespec.models.properties import weight_bytes
 from pipespec.schedules.graphs.head import GraphedHead
@@ -275,18 +274,27 @@ def refused(head: DraftHead) -> None:
     raise NotReadable("for a test")
 
 
-@pytest.mark.parametrize(("form", "native"), [("original", True), ("speculators", False)])
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        ("original", {"graphs": False}),
+        ("speculators", {"graphs": False, "native": False}),
+        pytest.param("original", {"graphs": True}, marks=ON_CPU),
+    ],
+    ids=["native", "torch", "captured"],
+)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_drafts_are_the_reference_s(shape, form, native, target, tmp_path, monkeypatch) -> None:
+def test_drafts_are_the_reference_s(shape, form, options, target, tmp_path, monkeypatch) -> None:
     path, weights = write(tmp_path, form, shape)
-    drafted = Drafted(monkeypatch)
+    drafted = (DraftedByColumns if options["graphs"] else Drafted)(monkeypatch)
     ids, mask = left_pad(random_prompts(2, seed=3, shortest=4, longest=9))
-    with Pipeline(target, path, lookahead=3, native=native, graphs=False) as pipe:
+    with Pipeline(target, path, lookahead=3, **options) as pipe:
         # Sampled, so that some are accepted: later rounds follow rollbacks of different depths.
         pipe.generate(ids, attention_mask=mask, max_new_tokens=12, **SAMPLED)
         if DEVICE == "cpu":
             torch_only = "draft head: its next slot reads the output behind the last norm"
-            forms = [torch_only if shape.get("norm_output") else "native"] if native else ["draft head"]
+            own = torch_only if shape.get("norm_output") else "native"
+            forms = [own if form == "original" and not options["graphs"] else "draft head"]
             assert [stage.forward for stage in pipe.report.stages[:-1]] == forms
     assert len({len(text) - known for known, text, _ in drafted.found}) == 3
     check_against_reference(drafted.found, target, weights, **reference_options(shape))
@@ -299,38 +307,6 @@ def test_the_steps_of_a_captured_round() -> None:
     most = WIDTH // 2
     long = replace(config, lookahead=(WIDTH,))
     assert round_steps(long) == [(0, 1 + most), *[(0, 1)] * (most - 1), (1, 1 + most)]
-
-
-@ON_CPU
-@pytest.mark.parametrize(("form", "rows"), [("original", 1), ("speculators", 3)])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_captured_rounds_draft_as_eager_ones(shape, form, rows, target, tmp_path, monkeypatch) -> None:
-    """The same draft tokens round by round, and so the same rollbacks, and the logits of the reference."""
-    path, weights = write(tmp_path, form, shape)
-    ids, mask = left_pad(random_prompts(rows, seed=rows, shortest=2, longest=30))
-    few = {"temperature": 4.0, "logit_bias": heads.only(4, weights)}  # most draft tokens are accepted
-    calls = {"greedy": {"do_sample": False}, "sampled": SAMPLED, "few": SAMPLED | few}
-    calls["filtered"] = SAMPLED | few | {"top_p": 0.9, "min_p": 0.01}
-    calls["penalties"] = SAMPLED | few | {"repetition_penalty": 1.2, "frequency_penalty": 0.4}
-    found, texts, accepted = [], [], 0
-    for options, recorder in (({"graphs": True}, DraftedByColumns), ({"native": False}, Drafted)):
-        with Pipeline(target, path, lookahead=3, **options) as pipe, monkeypatch.context() as patch:
-            drafted = recorder(patch)
-            for call in calls.values():
-                how = {"attention_mask": mask, "max_new_tokens": 14, "pad_token_id": 0} | call
-                texts.append(pipe.generate(ids, **how))
-                assert pipe.report.stages[0].forward == "draft head"
-                accepted += pipe.report.stages[-1].accepted
-        found.append(drafted.found)
-    assert accepted > 30
-    half = len(texts) // 2
-    assert all(torch.equal(a, b) for a, b in zip(texts[:half], texts[half:], strict=True))
-    captured, eager = ([(known, text) for known, text, _ in drafts] for drafts in found)
-    # In its first round an eager head waits where a row has no slot yet.
-    begun = [draft for draft in captured if draft in eager]
-    assert begun == eager
-    assert len(captured) - len(begun) <= 3 * rows * len(calls) * bool((mask.sum(1) == 1).any())
-    check_against_reference(found[0][::7], target, weights, **reference_options(shape))
 
 
 @pytest.mark.parametrize(
@@ -417,32 +393,9 @@ def test_each_native_forward_pays_for_the_checks_of_weights(drafts, folder, monk
 # ---- where it does not run
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"schedule": "ranks"}, "a draft head is for schedule='lockstep', not for 'ranks'"),
-        ({"acceptance": "rejection"}, "rejection sampling .* does not go with a draft head"),
-    ],
-)
-def test_options_that_exclude_a_head(options, message, target, folder) -> None:
-    with pytest.raises(ValueError, match=message):
-        Pipeline(target, folder, **options)
-
-
-def test_captured_rounds_of_a_head_are_for_gpus(target, folder, monkeypatch) -> None:
-    monkeypatch.setattr("pipespec.schedules.base._runs_uncaptured", False)
-    head = DraftHead.load(folder, target)
-    assert input_device(head) == head.device
-    if head.device.type == "cpu":
-        with pytest.raises(ValueError, match="all models are on the CPU"):
-            Pipeline(target, folder, graphs=True)
-
-
-def test_drafts_that_exclude_a_head(target, folder) -> None:
-    with pytest.raises(ValueError, match=r"draft head, which can only be the first of the drafts, .* of a draft model"):
-        Pipeline(target, [heads.make_target(3), folder])
-    with pytest.raises(ValueError, match="leave lookahead out, so that the controller chooses between them"):
-        Pipeline(target, ["ngram", folder], lookahead=4)
+def test_rejection_sampling_excludes_a_head(target, folder) -> None:
+    with pytest.raises(ValueError, match=r"rejection sampling .* does not go with a draft head"):
+        Pipeline(target, folder, acceptance="rejection")
 
 
 @ON_CPU

@@ -21,6 +21,7 @@ from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.support.streamers import failing
 from tests.support.texts import one_prompt as prompt
 from tests.support.texts import own_text, same_text
+from tests.support.ways import opened
 
 NEW = 12
 
@@ -59,27 +60,30 @@ def untouched(cache, before) -> bool:
 # ---- continuing the cache of an earlier call
 
 
-@pytest.mark.parametrize("schedule", ["lockstep", "workers"])
-def test_a_chat_of_three_ragged_rows(pipes, model, schedule):
-    """Rows begin and end at different places. Each turn pads them again, and the cache holds no padding."""
-    pipe, cache = pipes[schedule], None
-    rows = random_prompts(3, seed=2, shortest=3, longest=14)
-    for turn in range(3):
-        ids, mask = left_pad(rows)
-        texts = own_text(model, ids, attention_mask=mask, max_new_tokens=NEW)[:, ids.shape[1] :]
-        ends = {"eos_token_id": [int(texts[0, 3]), int(texts[1, 7])], "pad_token_id": 0}
-        kwargs = {"attention_mask": mask, "max_new_tokens": NEW} | ends
-        held_before = cache.lengths if cache is not None else (0, 0, 0)
-        out = pipe.generate(ids, past_key_values=cache, return_dict_in_generate=True, **kwargs)
-        assert torch.equal(out.sequences, own_text(model, ids, **kwargs))
-        assert read(pipe) == sum(len(row) - 1 - n for row, n in zip(rows, held_before, strict=True))
-        cache = out.past_key_values
-        new = [torch.tensor([t for t in row if t != 0]) for row in out.sequences[:, ids.shape[1] :].tolist()]
-        said = [torch.cat(pair) for pair in zip(rows, new, strict=True)]
-        assert cache.lengths == tuple(len(s) - 1 for s in said)
-        assert len(set(cache.lengths)) > 1
-        rows = [torch.cat([s, prompt(20 + turn, 2 + row)[0]]) for row, s in enumerate(said)]
-    assert turn == 2
+@pytest.mark.parametrize("how", ["lockstep", "lockstep, captured", "streams", "workers"])
+def test_a_chat_of_three_ragged_rows(model, how):
+    """Rows begin and end at different places. Each turn pads them again, and the cache holds no padding. Only what is new is read."""
+    cache, rows = None, random_prompts(3, seed=2, shortest=3, longest=14)
+    with opened(model, noisy(model, 0.02), how, trace=64) as pipe:
+        for turn in range(3):
+            ids, mask = left_pad(rows)
+            texts = own_text(model, ids, attention_mask=mask, max_new_tokens=NEW)[:, ids.shape[1] :]
+            ends = {"eos_token_id": [int(texts[0, 3]), int(texts[1, 7])], "pad_token_id": 0}
+            kwargs = {"attention_mask": mask, "max_new_tokens": NEW} | ends
+            held_before = cache.lengths if cache is not None else (0, 0, 0)
+            out = pipe.generate(ids, past_key_values=cache, return_dict_in_generate=True, **kwargs)
+            assert torch.equal(out.sequences, own_text(model, ids, **kwargs))
+            assert cache is None or out.past_key_values is cache
+            assert read(pipe) == sum(len(row) - 1 - n for row, n in zip(rows, held_before, strict=True))
+            if turn and how != "workers":  # the draft goes on with a cache of its own
+                assert pipe.report.trace["draft 0"]["prefill"].sum() < sum(map(len, rows)) - 3
+            cache = out.past_key_values
+            new = [torch.tensor([t for t in row if t != 0]) for row in out.sequences[:, ids.shape[1] :].tolist()]
+            said = [torch.cat(pair) for pair in zip(rows, new, strict=True)]
+            assert cache.lengths == tuple(len(s) - 1 for s in said)
+            assert len(set(cache.lengths)) > 1
+            rows = [torch.cat([s, prompt(20 + turn, 2 + row)[0]]) for row, s in enumerate(said)]
+        same_text(pipe, prompt(3), max_new_tokens=NEW, fresh=lambda: {"past_key_values": DynamicCache()})
 
 
 def test_a_cache_given_is_a_cache_grown_also_without_a_dict(pipe, model):
@@ -380,14 +384,8 @@ def test_the_returned_cache_is_the_callers(pipe, model):
 
 
 def test_custom_generate(pipe, model):
-    ids, mask = left_pad(random_prompts(3, seed=35))
-    words = own_text(model, ids, attention_mask=mask, max_new_tokens=NEW)[:, ids.shape[1] :]
+    """Its other arguments: ``tests/same_text``."""
     for kwargs in (
-        {"inputs": ids, "attention_mask": mask},
-        {"inputs": prompt(36)},
-        {"input_ids": prompt(36), "eos_token_id": int(words[0, 4]), "pad_token_id": 2},
-        {"inputs": ids, "attention_mask": mask, "eos_token_id": words[:, 4].tolist(), "pad_token_id": 2},
-        {"inputs": ids, "attention_mask": mask, "suppress_tokens": words[:, 2].tolist()},
         {"inputs": prompt(36), "streamer": None, "assistant_model": None},
         {},
     ):

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GenerationMixin, LogitsProcessor, StaticCache, UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers import GenerationMixin, LogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 import pipespec
-from pipespec import Pipeline, SpeedWarning
+from pipespec import SpeedWarning
 from pipespec.engine import known
 from pipespec.engine.native import Checksums
 from pipespec_kernels._native import Stamp
 from tests.conftest import noisy, random_llama, random_prompts
 from tests.pipespec import hostile
 from tests.pipespec.tiny_models import TINY_MODELS, make
-from tests.support.streamers import Recorder
+from tests.support.streamers import Recorder, failing
 from tests.trials import trials
 
 NEW = 16
@@ -240,7 +240,7 @@ def test_a_processor_of_transformers_that_is_patched(model, attached):
     given = {"suppress_tokens": [5]}
     before = ours(model, TWO, **given)
     for _ in range(2):
-        undo = hostile.processor_class(model)
+        undo = hostile.CHANGES["class of a processor"](model)
         try:
             wanted = bare(model, TWO, **given)
             assert not torch.equal(wanted, before)
@@ -272,30 +272,6 @@ def test_sampled_text_of_a_seed_is_the_same_where_transformers_decodes(model, at
 
 
 # ---- prompts, structures, life of a model
-
-
-def test_a_learned_prompt_put_on_later(model, attached):
-    """As peft does it: the instance gets a prepare_inputs_for_generation() of its own."""
-    kind, prompt = type(model), torch.randn(1, 4, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
-
-    def prepare(ids: torch.Tensor, **kwargs: Any) -> Any:
-        given = kind.prepare_inputs_for_generation(model, ids, **kwargs)
-        if given["past_key_values"].get_seq_length() == 0:
-            given["inputs_embeds"] = torch.cat([prompt, model.get_input_embeddings()(given.pop("input_ids"))], 1)
-        return {
-            name: value
-            for name, value in given.items()
-            if name not in ("attention_mask", "position_ids", "cache_position")
-        }
-
-    before = ours(model)
-    model.prepare_inputs_for_generation = prepare
-    wanted = bare(model)
-    assert not torch.equal(wanted, before)
-    with pytest.warns(SpeedWarning, match=r"it has a prepare_inputs_for_generation\(\) of its own"):
-        assert torch.equal(ours(model), wanted)
-    del model.prepare_inputs_for_generation
-    assert torch.equal(ours(model), before)
 
 
 def test_an_activated_adapter_sees_whole_prompts(model):
@@ -471,7 +447,7 @@ def test_an_error_in_any_line_before_the_first_token(model, name, schedule):
         if before is not None:
             before(model)
         out, lines = with_error_at(at, lambda: ours(model, ids, streamer=streamer, **given))
-        return out, [t for v in streamer.values for t in v.flatten().tolist()] if streamer else [], lines
+        return out, streamer.values[0][0].tolist() + streamer.new if streamer else [], lines
 
     pipespec.attach(model, drafts, schedule=schedule)
     ours(model, ids, **given)  # packs the weights
@@ -503,24 +479,12 @@ def _text(out: Any) -> torch.Tensor:
 
 
 def test_errors_of_the_caller_come_out(model, attached):
-    class Streamer:
-        def put(self, value):
-            raise LookupError("of the streamer")
-
-        def end(self):
-            pass
-
     def fails(ids, scores):
         raise LookupError("of the processor")
 
-    for given in ({"streamer": Streamer()}, {"logits_processor": [fails]}):
+    for given in ({"streamer": failing(0, LookupError, "of the streamer")}, {"logits_processor": [fails]}):
         with pytest.raises(LookupError, match="of the"):
             ours(model, **given)
-
-
-def test_errors_of_both_are_transformers(model, attached):
-    with pytest.raises(ValueError, match="max_new_tokens"):
-        ours(model, max_new_tokens=-4)
 
 
 class Once:
@@ -552,7 +516,7 @@ IN_A_CALL = {
     "weights": lambda model: lambda ids: hostile.in_place(model),
     "hooks": lambda model: lambda ids: hostile.pre_hook(model),
     "code": lambda model: lambda ids: hostile.instance_forward(model),
-    "other memory": lambda model: lambda ids: hostile.swapped_data(model),
+    "other memory": lambda model: lambda ids: hostile.CHANGES["other .data"](model),
 }
 
 
@@ -609,24 +573,9 @@ def test_a_processor_that_returns_too_many_scores(model, attached):
 def test_a_call_from_inside_of_a_call(model, attached):
     """The bare model can do that, so an attached one can."""
     inner = []
-
-    class Streamer:
-        def put(self, value):
-            if not inner:
-                inner.append(ours(model, TWO[:1]))
-
-        def end(self):
-            pass
-
-    assert torch.equal(ours(model, streamer=Streamer()), bare(model))
+    streamer = Recorder(0, lambda: inner.append(ours(model, TWO[:1])))
+    assert torch.equal(ours(model, streamer=streamer), bare(model))
     assert torch.equal(inner[0], bare(model, TWO[:1]))
-
-
-def test_a_pipeline_refuses_before_any_work(model):
-    pipe = Pipeline(model, schedule="plain")
-    cache = StaticCache(config=model.config, max_cache_len=64)
-    with pytest.raises(NotImplementedError, match="past_key_values"):
-        pipe.generate(IDS, past_key_values=cache, max_new_tokens=3)
 
 
 def test_what_forwards_change_is_no_change_within_a_call(model):

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import itertools
 import pickle
 import threading
 import weakref
@@ -33,7 +34,7 @@ import pipespec_spd.sections as sections_module
 from pipespec.engine import native
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import TOLERANCE
-from pipespec.engine.forward import described, forward, recheck
+from pipespec.engine.forward import described, forward
 from pipespec.engine.runtime import runtime_of
 from pipespec.models import families
 from pipespec.models.parts import ModelParts
@@ -440,16 +441,14 @@ def test_pipelines_share_one_copy():
 # --- parts of a model --------------------------------------------------------------------------------------------------
 
 
-def sections(model):
-    """Embedding and first layer, second layer, norm and head."""
-    whole = ModelParts.of(model)
-    empty = ModelParts(model.config)
+def sections(model, cuts=(1,)):
+    """Embedding and first layers, the layers behind each of ``cuts``, norm and head."""
+    whole, empty = ModelParts.of(model), ModelParts(model.config)
     parts = [
-        whole._replace(layers=whole.layers[:1], norm=None, head=None),
-        whole._replace(layers=whole.layers[1:], first=1, embed=None, norm=None, head=None),
-        empty._replace(norm=whole.norm, head=whole.head),
+        whole._replace(layers=whole.layers[a:b], first=a, embed=None if a else whole.embed, norm=None, head=None)
+        for a, b in itertools.pairwise([0, *cuts, len(whole.layers)])
     ]
-    return [ModelSection(part) for part in parts]
+    return [ModelSection(part) for part in (*parts, empty._replace(norm=whole.norm, head=whole.head))]
 
 
 def through(model_sections, tokens, columns):
@@ -570,15 +569,6 @@ def test_a_form_that_computes_something_else_is_not_used(monkeypatch, fault, dty
     assert form.startswith(f"transformers: its {what} differ from the model's own by ")
     with torch.no_grad():
         assert torch.equal(logits, model(ids(1, 9)).logits)
-
-
-def test_a_form_is_kept_until_the_model_changes():
-    model = make()
-    logits_of(model, ids(1, 9))
-    kept = chosen(model)
-    recheck(model)
-    logits_of(model, ids(1, 9))
-    assert chosen(model) is kept
 
 
 def test_sections_are_packed_only_where_there_is_room_for_all(monkeypatch):

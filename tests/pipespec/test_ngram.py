@@ -10,7 +10,6 @@ import torch
 
 import pipespec
 from pipespec import NgramDraft, Pipeline
-from pipespec.registry import default_schedule
 from tests.conftest import noisy, random_llama, random_prompts
 from tests.support.processes import await_drafts, kill_worker
 from tests.waiting import drafts_keep_up
@@ -181,29 +180,3 @@ def test_a_worker_that_dies_takes_the_index_with_it(model, repetitive):
         with drafts_keep_up(pipe, [len(prompt) + NEW]):
             assert torch.equal(wanted, pipe.generate(prompt[None], max_new_tokens=NEW, do_sample=False))
         assert pipe.report.stages[0].steps > 0
-
-
-def test_defaults(model):
-    draft = noisy(model, 0.05)
-    with Pipeline(model, ["ngram", draft], schedule="lockstep") as pipe:
-        assert (pipe.config.names, pipe.config.lookahead) == (["draft 0", "ngram", "target"], (4, 8))
-    with Pipeline(model, ["ngram", draft], schedule="plain") as pipe:
-        pipe.generate(torch.tensor([[5, 6, 5, 6]]), max_new_tokens=4)
-        assert [stage.name for stage in pipe.report.stages] == ["target"]
-    assert default_schedule(["cpu"], in_turn=True) == ("lockstep", False, False)
-    assert default_schedule(["cuda:0"], in_turn=True, uncaptured=True) == ("lockstep", False, False)
-    assert default_schedule(["cuda:0"], in_turn=True) == ("lockstep", True, False)  # a draft head
-    assert default_schedule(["cuda:0", "cuda:1"], in_turn=True, uncaptured=True) == ("lockstep", False, False)
-    assert default_schedule(["cpu", "cpu"], places=2, in_turn=True) == ("lockstep", False, False)
-
-
-def test_the_command(capfd):
-    from pipespec.cli.main import main
-
-    prompt, texts = "def mean(values):\n    return sum(values) / len(values)\n\ndef mean(", []
-    for options in (["--schedule", "plain"], ["--draft", "ngram", "--report"]):
-        assert main(["generate", "--prompt", prompt, "--max-new-tokens", "24", *options]) == 0
-        out, err = capfd.readouterr()
-        texts.append(out)
-    assert texts[0] == texts[1]
-    assert "\nngram " in err

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers.generation import LogitsProcessorList
 
 from pipespec import Pipeline
 from pipespec.engine.sampling import FusedPenalties, OutputPenaltyLogitsProcessor, SamplingParams
 from tests.conftest import left_pad, noisy, random_llama
+from tests.support.reference import transformers_text
 
 VOCABULARY, NEW = 40, 24
 OWN = {"presence_penalty": 0.9, "frequency_penalty": 0.35}
@@ -31,20 +31,6 @@ def prompts(count: int) -> list[torch.Tensor]:
     return [torch.randint(4, VOCABULARY, (2 + 3 * i % 12,), generator=generator) for i in range(count)]
 
 
-def theirs(target, ids, mask, case, **more) -> torch.Tensor:
-    """transformers' text with the same processors."""
-    case = dict(case)
-    own = OutputPenaltyLogitsProcessor(
-        ids.shape[1], case.pop("presence_penalty", 0.0), case.pop("frequency_penalty", 0.0)
-    )
-    bias = {(i,): b for i, b in case.pop("logit_bias", {}).items()} | case.pop("sequence_bias", {})
-    more |= {"sequence_bias": bias} if bias else {}
-    processors = LogitsProcessorList([own])
-    return target.generate(
-        ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, logits_processor=processors, **case, **more
-    )
-
-
 def test_the_processor_is_the_formula_of_vllm() -> None:
     ids = torch.tensor([[1, 2, 3, 3, 1, 3], [5, 5, 5, 0, 1, 2]])
     scores = torch.randn(2, 6)
@@ -61,8 +47,9 @@ def test_captured_buffers_are_those_of_the_call(target) -> None:
     with Pipeline(target, [noisy(target, 0.02)], lookahead=3, schedule="lockstep", graphs=True) as chain:
         for i, case in enumerate([*CASES.values(), {}, *CASES.values()]):
             ids, mask = left_pad(prompts(1 + i % 2))
-            got = chain.generate(ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, do_sample=False, **case)
-            assert torch.equal(got, theirs(target, ids, mask, case, do_sample=False)), case
+            given = {"max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False} | case
+            got = chain.generate(ids, attention_mask=mask, **given)
+            assert torch.equal(got, transformers_text(target, ids, mask, **given)), case
 
 
 @pytest.mark.parametrize(

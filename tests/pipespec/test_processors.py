@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from transformers import LogitsProcessor, SynthIDTextWatermarkingConfig, WatermarkingConfig
+from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 from pipespec import Pipeline
 from tests.conftest import left_pad, noisy, random_llama
@@ -107,19 +107,3 @@ def test_returned_sequences_of_processors_that_know_rows(chain):
 
 
 # ---- a user's own
-
-
-class InPlace(LogitsProcessor):
-    def __call__(self, input_ids, scores):
-        scores[:, ::2] = -torch.inf
-        return scores
-
-
-@pytest.mark.parametrize("options", [SAMPLED, {"do_sample": False}], ids=["sampled", "greedy"])
-def test_a_processor_that_changes_scores_in_place(chain, options):
-    given = {"logits_processor": [InPlace()]}
-    for count in (1, 3):
-        ids, mask = left_pad(prompts(count, seed=8))
-        assert not torch.equal(compared(chain, ids, mask, **options, **given), compared(chain, ids, mask, **options))
-        warmer = {"temperature": 0.8} if options["do_sample"] else {}
-        compared(chain, ids, mask, **options, **given, **warmer, repetition_penalty=1.4)

@@ -22,25 +22,13 @@ from pipespec.schedules.asynchronous.remote import SILENT_S, stages_of
 from pipespec_kernels import __version__
 from pipespec_kernels.state import StateBlock
 from tests.conftest import left_pad, noisy, random_prompts
-from tests.support.chains import in_process
+from tests.support.chains import in_process, plain
 from tests.support.processes import program
 from tests.support.streamers import Recorder
 from tests.trials import PROFILE
 from tests.waiting import SECONDS, until
 
 NEW = 24
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch):
-    """A busy machine must not make a rank count as lost. gloo must not look up the machine's name."""
-    monkeypatch.setattr(transport, "SILENCE_S", 1e9)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
-def plain(target, ids, **options):
-    with Pipeline(target, schedule="plain") as pipe:
-        return pipe.generate(ids, **options)
 
 
 CALLS = {

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
 import pickle
 import subprocess
 import sys
-import threading
 import warnings
 import weakref
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
@@ -22,7 +20,9 @@ from pipespec.engine import stage as stages
 from pipespec.engine.cache import RowCache
 from pipespec_spd import SpeculativePipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
+from tests.support.processes import ENVIRONMENT
 from tests.support.streamers import Held, Recorder
+from tests.support.ways import IN_THIS_PROCESS, opened
 from tests.waiting import SECONDS
 
 PROMPT = random_prompts(1, seed=5, shortest=6)[0][None]
@@ -47,23 +47,22 @@ def greedy(model, ids=PROMPT, new: int = 20, **kwargs) -> torch.Tensor:
 
 @pytest.mark.parametrize("how", ["lockstep", "spd"])
 def test_nothing_of_a_call_waits_for_the_garbage_collector(model, monkeypatch, how):
-    draft, made = noisy(model, 0.02), []
-    pipe = SpeculativePipeline(model, draft, stages=2) if how == "spd" else Pipeline(model, draft, schedule=how)
-    real = prepare.PreparedCall.__init__
+    made, real = [], prepare.PreparedCall.__init__
 
     def watched(self, *args, **kwargs):
         made.append(weakref.ref(self))
         real(self, *args, **kwargs)
 
     monkeypatch.setattr(prepare.PreparedCall, "__init__", watched)
-    gc.collect()
-    gc.disable()
-    try:
-        pipe.generate(PROMPT, max_new_tokens=5)
-        pipe.generate(PROMPT, max_new_tokens=5, return_dict_in_generate=True, output_logits=True)
-        assert [ref() for ref in made] == [None, None]
-    finally:
-        gc.enable()
+    with opened(model, noisy(model, 0.02), how) as pipe:
+        gc.collect()
+        gc.disable()
+        try:
+            pipe.generate(PROMPT, max_new_tokens=5)
+            pipe.generate(PROMPT, max_new_tokens=5, return_dict_in_generate=True, output_logits=True)
+            assert [ref() for ref in made] == [None, None]
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -148,17 +147,21 @@ def test_no_distribution(chain, processor):
     assert chain.generate(PROMPT, max_new_tokens=5, do_sample=True).shape[1] == PROMPT.shape[1] + 5
 
 
+@pytest.mark.parametrize("how", ["lockstep", "lockstep, captured", "streams"])
 @pytest.mark.parametrize("top_k", [0, 50])
-def test_a_model_that_has_overflown(model, chain, top_k):
+def test_a_model_that_has_overflown(model, how, top_k):
+    sampled = {"do_sample": True, "top_k": top_k, "seed": 3}
+    alone = Pipeline(model, schedule="plain").generate(PROMPT, max_new_tokens=9, **sampled)
     weight = model.lm_head.weight.data.clone()
-    model.lm_head.weight.data[5] = torch.nan
-    with pytest.raises(ValueError, match="no token can be drawn"):
-        chain.generate(PROMPT, max_new_tokens=5, do_sample=True, top_k=top_k)
-    model.lm_head.weight.data.copy_(weight)
-    # A draft's odd logits are only bad draft tokens.
-    chain.models[0].lm_head.weight.data[5] = torch.nan
-    alone = Pipeline(model).generate(PROMPT, max_new_tokens=9, do_sample=True, top_k=top_k, seed=3)
-    assert torch.equal(chain.generate(PROMPT, max_new_tokens=9, do_sample=True, top_k=top_k, seed=3), alone)
+    with opened(model, noisy(model, 0.02), how) as chain:
+        model.lm_head.weight.data[5] = torch.nan
+        with pytest.raises(ValueError, match=f"no token can be drawn at position {PROMPT.shape[1]} of row 0"):
+            chain.generate(PROMPT, max_new_tokens=5, **sampled)
+        assert torch.equal(chain.partial, PROMPT)
+        model.lm_head.weight.data.copy_(weight)
+        # A draft's odd logits are only bad draft tokens.
+        chain.models[0].lm_head.weight.data[5] = torch.nan
+        assert torch.equal(chain.generate(PROMPT, max_new_tokens=9, **sampled), alone)
 
 
 # ---- torch's own switches
@@ -188,42 +191,25 @@ def test_another_default_device(chain, kwargs):
 # ---- close() while a call runs
 
 
-EVERY_WAY = [
-    {"schedule": "plain"},
-    {"schedule": "plain", "graphs": True},
-    {"schedule": "lockstep"},
-    {"schedule": "lockstep", "graphs": True},
-    {"schedule": "streams"},
-    {"schedule": "workers"},
-]
-
-
-@pytest.mark.parametrize("how", EVERY_WAY, ids=str)
+@pytest.mark.parametrize("how", [*IN_THIS_PROCESS, "workers"])
 def test_close_waits_for_the_call(model, how, monkeypatch):
     """close() in another thread: the call has its whole text, and loses no resource before its end."""
     wanted = greedy(model)
-    pipe = Pipeline(model, noisy(model, 0.02), **how)
-    order, got, streamer = [], [], Held(1)
-    close = pipe._driver.close
-    monkeypatch.setattr(pipe._driver, "close", lambda: (order.append("closed"), close()))
-
-    def call():
-        got.append(pipe.generate(PROMPT, max_new_tokens=20, streamer=streamer))
-
-    calling, closing = threading.Thread(target=call), threading.Thread(target=pipe.close)
+    order, streamer = [], Held(1)
     streamer.end = lambda: order.append("ended")
-    calling.start()
-    assert streamer.inside.wait(SECONDS)
-    closing.start()
-    closing.join(0.1)  # time in which an early close() would show
-    streamer.go_on.set()
-    calling.join(SECONDS)
-    closing.join(SECONDS)
-    assert order == ["ended", "closed"]
-    assert torch.equal(got[0], wanted)
-    assert model.config._attn_implementation == "sdpa"
-    assert torch.equal(pipe.generate(PROMPT, max_new_tokens=20), wanted)  # the pipeline works again
-    pipe.close()
+    with opened(model, noisy(model, 0.02), how) as pipe, ThreadPoolExecutor(2) as threads:
+        close = pipe._driver.close
+        monkeypatch.setattr(pipe._driver, "close", lambda: (order.append("closed"), close()))
+        calling = threads.submit(pipe.generate, PROMPT, max_new_tokens=20, streamer=streamer)
+        assert streamer.inside.wait(SECONDS)
+        closing = threads.submit(pipe.close)
+        wait([closing], 0.1)  # time in which an early close() would show
+        streamer.go_on.set()
+        assert torch.equal(calling.result(SECONDS), wanted)
+        closing.result(SECONDS)
+        assert order == ["ended", "closed"]
+        assert model.config._attn_implementation == "sdpa"
+        assert torch.equal(pipe.generate(PROMPT, max_new_tokens=20), wanted)  # the pipeline works again
 
 
 @pytest.mark.parametrize("how", [{"schedule": "lockstep"}, {"schedule": "streams"}], ids=str)
@@ -283,46 +269,36 @@ for thread in threads:
 begun.wait()
 """
     )
-    root = Path(__file__).parents[2]
-    paths = os.pathsep.join([str(root), *(p for p in sys.path if p)])
-    done = subprocess.run(
-        [sys.executable, script],
-        env=os.environ | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    done = subprocess.run([sys.executable, script], env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")
 
 
-@pytest.mark.parametrize("how", ["plain", "lockstep", "graphs", "streams", "spd"])
-def test_a_cache_that_was_lent_to_a_call_that_fails_behind_its_run(model, how):
+@pytest.mark.parametrize("when", ["midway", "behind its run"])
+@pytest.mark.parametrize("how", ["plain", "lockstep", "lockstep, captured", "streams", "spd"])
+def test_a_cache_that_was_lent_to_a_call_that_fails(model, how, when):
     """The caller has it back as it was, and no later call writes to it, continues from it, or returns it."""
-    draft, prompts = noisy(model, 0.02), random_prompts(4, seed=8, shortest=5)
-    if how == "spd":
-        pipe = SpeculativePipeline(model, draft, stages=2)
-    else:
-        pipe = Pipeline(model, draft, schedule="lockstep" if how == "graphs" else how, graphs=how == "graphs")
-    first = pipe.generate(prompts[0][None], max_new_tokens=12, return_dict_in_generate=True)
-    cache, ids = first.past_key_values, torch.cat([first.sequences[0], prompts[1]])[None]
-    held, text = list(cache.lengths), cache.text[0].tolist()
+    prompts = random_prompts(4, seed=8, shortest=5)
 
     def gone() -> None:
         raise ConnectionError("gone")
 
-    streamer = Recorder()
+    streamer = Recorder(5, gone) if when == "midway" else Recorder()
     streamer.end = gone  # the reader has gone when the text is complete
-    with pytest.raises(ConnectionError, match="gone"):
-        pipe.generate(ids, past_key_values=cache, max_new_tokens=30, streamer=streamer)
-    assert (list(cache.lengths), cache.text[0].tolist()) == (held, text)
-    for new in (30, 2):
-        other = pipe.generate(prompts[2][None], max_new_tokens=new, return_dict_in_generate=True)
-        assert torch.equal(other.sequences, greedy(model, prompts[2][None], new))
-        assert other.past_key_values is not cache
-    two = torch.stack([prompts[2][:5], prompts[3][:5]])
-    assert torch.equal(pipe.generate(two, max_new_tokens=9), greedy(model, two, 9))
-    again = pipe.generate(ids, past_key_values=cache, max_new_tokens=30)
-    assert torch.equal(again, greedy(model, ids, 30))
+    with opened(model, noisy(model, 0.02), how) as pipe:
+        first = pipe.generate(prompts[0][None], max_new_tokens=12, return_dict_in_generate=True)
+        cache, ids = first.past_key_values, torch.cat([first.sequences[0], prompts[1]])[None]
+        held, text = list(cache.lengths), cache.text[0].tolist()
+        with pytest.raises(ConnectionError, match="gone"):
+            pipe.generate(ids, past_key_values=cache, max_new_tokens=30, streamer=streamer)
+        assert (list(cache.lengths), cache.text[0].tolist()) == (held, text)
+        for new in (30, 2):
+            other = pipe.generate(prompts[2][None], max_new_tokens=new, return_dict_in_generate=True)
+            assert torch.equal(other.sequences, greedy(model, prompts[2][None], new))
+            assert other.past_key_values is not cache
+        two = torch.stack([prompts[2][:5], prompts[3][:5]])
+        assert torch.equal(pipe.generate(two, max_new_tokens=9), greedy(model, two, 9))
+        again = pipe.generate(ids, past_key_values=cache, max_new_tokens=30)
+        assert torch.equal(again, greedy(model, ids, 30))
 
 
 def test_a_pickled_cache_continues_its_text(chain, model):

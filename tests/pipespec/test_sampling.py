@@ -13,17 +13,6 @@ from tests.conftest import left_pad, noisy, random_prompts
 from tests.waiting import SECONDS
 
 
-def new_tokens(pipeline: Pipeline, ids, width: int | None = None, **kwargs) -> list[list[int]]:
-    """The new tokens per row, without the padding behind an end."""
-    width = ids.shape[1] if width is None else width
-    rows = pipeline.generate(ids, pad_token_id=0, **kwargs)[:, width:].tolist()
-    ends = kwargs.get("eos_token_id") or []
-    return [row[: next((i + 1 for i, t in enumerate(row) if t in ends), len(row))] for row in rows]
-
-
-# ---- seeds
-
-
 @pytest.fixture(scope="module")
 def chain(model):
     return Pipeline(model, [noisy(model, 0.1), noisy(model, 0.03)], lookahead=[3, 4], schedule="lockstep")
@@ -33,7 +22,9 @@ PROMPTS = random_prompts(4, seed=40, shortest=3, longest=9)
 
 
 def sample(pipeline: Pipeline, ids, new: int = 10, **kwargs) -> list[list[int]]:
-    return new_tokens(pipeline, ids, max_new_tokens=new, **{"do_sample": True, "top_k": 0} | kwargs)
+    """The new tokens per row."""
+    out = pipeline.generate(ids, pad_token_id=0, max_new_tokens=new, do_sample=True, top_k=0, **kwargs)
+    return out[:, ids.shape[1] :].tolist()
 
 
 def check_reproducible(pipeline: Pipeline) -> None:

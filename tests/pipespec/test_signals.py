@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import warnings
 from contextlib import contextmanager, suppress
@@ -19,11 +18,10 @@ from pipespec.process.signals import delayed, handlers_watched, is_handlers_erro
 from pipespec.schedules.base import StageFailure
 from pipespec_kernels import _native, env, state
 from pipespec_kernels.state import StateBlock
-from pipespec_spd import SpeculativePipeline
 from tests.conftest import noisy, random_llama, random_prompts
-from tests.support.processes import await_drafts, peers_of
+from tests.support.processes import peers_of
+from tests.support.ways import opened
 from tests.trials import trials
-from tests.waiting import until
 
 PROMPT = random_prompts(1, seed=5, shortest=6)[0][None]
 
@@ -72,20 +70,15 @@ def models():
 
 @pytest.mark.parametrize("kind", [TimeoutError, TooLate])
 @pytest.mark.parametrize("number", [1, 3], ids=["prefill", "step"])
-@pytest.mark.parametrize("how", ["lockstep", "rounds", "spd"])
+@pytest.mark.parametrize("how", ["lockstep", "lockstep, captured", "spd"])
 def test_an_error_of_the_callers_while_a_draft_computes(models, how, number, kind):
     target, draft = models
-    if how == "spd":
-        pipe = SpeculativePipeline(target, draft, stages=2)
-    else:
-        pipe = Pipeline(target, draft, schedule="lockstep", lookahead=4, graphs=how == "rounds")
-    wanted = pipe.generate(PROMPT, max_new_tokens=20, do_sample=False)
-    draft.at = number
-    with raising(kind), pytest.raises(kind, match="time is up"):
-        pipe.generate(PROMPT, max_new_tokens=20, do_sample=False)
-    assert torch.equal(pipe.generate(PROMPT, max_new_tokens=20, do_sample=False), wanted)
-    if how != "spd":
-        pipe.close()
+    with opened(target, draft, how, lookahead=4) as pipe:
+        wanted = pipe.generate(PROMPT, max_new_tokens=20, do_sample=False)
+        draft.at = number
+        with raising(kind), pytest.raises(kind, match="time is up"):
+            pipe.generate(PROMPT, max_new_tokens=20, do_sample=False)
+        assert torch.equal(pipe.generate(PROMPT, max_new_tokens=20, do_sample=False), wanted)
 
 
 @pytest.mark.parametrize("kind", [TimeoutError, TooLate])
@@ -281,20 +274,3 @@ def failing_for(model):
         return forward(self, *args, **kwargs)
 
     return fail
-
-
-@pytest.mark.parametrize("number", [signal.SIGRTMIN + 6, signal.SIGKILL])
-def test_a_draft_that_any_signal_ends(models, number):
-    target, draft = models
-    wanted = Pipeline(target, schedule="plain").generate(PROMPT, max_new_tokens=20, do_sample=False)
-    with Pipeline(target, draft, schedule="workers") as pipe:
-        pid = peers_of(pipe)[0].process.pid
-        os.kill(pid, number)
-        until(lambda: peers_of(pipe)[0].failure() is not None, "the process has ended")
-        name = "SIGKILL" if number == signal.SIGKILL else f"signal {number:d}"
-        with pytest.warns(StageFailure, match=f"killed by {name}"):
-            assert torch.equal(pipe.generate(PROMPT, max_new_tokens=20, do_sample=False), wanted)
-        assert torch.equal(pipe.generate(PROMPT, max_new_tokens=20, do_sample=False), wanted)
-        await_drafts(pipe)
-        assert peers_of(pipe)[0].process.pid != pid
-        assert pipe._driver.block.is_alive(0)

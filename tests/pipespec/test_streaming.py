@@ -11,7 +11,7 @@ import torch
 from transformers import AsyncTextIteratorStreamer, TextIteratorStreamer, TextStreamer
 
 from pipespec import Pipeline
-from tests.conftest import always_right, left_pad, noisy, random_llama, random_prompts
+from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import CALLS, Faulty
 from tests.support.streamers import Recorder, failing
 from tests.support.texts import one_prompt, own_text
@@ -120,23 +120,6 @@ def test_a_streamer_for_one_row_says_so(chain):
 
 
 # ---- the end
-
-
-def test_nothing_is_shown_behind_a_stop(model):
-    """A criterion is true in the middle of an accepted block. The rest of the block is never streamed."""
-    pipeline = Pipeline(model, always_right(random_llama(3)), lookahead=12, schedule="lockstep")
-    for new in range(1, 20):
-        recorder = Recorder()
-        end = PROMPT.shape[1] + new
-        out = pipeline.generate(
-            PROMPT,
-            max_new_tokens=NEW,
-            streamer=recorder,
-            stopping_criteria=[lambda ids, scores, end=end: ids.shape[1] >= end],
-        )
-        assert out.shape[1] == end
-        assert recorder.new == out[0, PROMPT.shape[1] :].tolist()
-        assert recorder.ends == 1
 
 
 def test_the_prompt_is_streamed_before_it_is_read(model, chain):

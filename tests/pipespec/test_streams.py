@@ -1,8 +1,7 @@
 """Steps that need no host: on threads (streams), in rounds (lockstep), and on a GPU as captured graphs. The text is that of plain decoding.
 
 Attention by row lengths rounds differently from sdpa with a mask, and a wide step differently from a narrow one. In float32 logits differ by a few units
-in the last place; no text here comes that close to a tie. So the texts are compared with ``generate()`` under sdpa, and where that could hide an error,
-with plain decoding under the same attention, too.
+in the last place; no text here comes that close to a tie. So the texts are compared with ``generate()`` under sdpa.
 """
 
 from __future__ import annotations
@@ -15,11 +14,9 @@ import os
 import pickle
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 import weakref
 from dataclasses import replace
@@ -27,23 +24,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 
-from pipespec import Pipeline, trust
+from pipespec import Pipeline
 from pipespec.config import SpeculationConfig
 from pipespec.engine.cache import RowCache
 from pipespec.engine.cached_text import CachedText
 from pipespec.engine.forward import forward
-from pipespec.engine.stage import Stage
 from pipespec.errors import NotCapturable
 from pipespec.schedules.base import SpeedWarning, StageFailure
 from pipespec.schedules.graphs.capture import _running_modules
 from pipespec.schedules.graphs.driver import GraphedDriver
-from pipespec.schedules.graphs.rounds import RoundsDriver, round_steps
+from pipespec.schedules.graphs.rounds import round_steps
 from pipespec.schedules.lockstep import LockstepDriver
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
-from tests.waiting import drafts_keep_up, until
+from tests.waiting import drafts_keep_up
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
@@ -71,24 +66,16 @@ def batch(rows: int, seed: int = 2):
     return left_pad(random_prompts(rows, seed=seed, shortest=3))
 
 
-def seeded(options: dict, rows: int) -> dict:
-    return {"seed": list(range(40, 40 + rows))} if options["do_sample"] else {}
-
-
 @pytest.fixture(scope="module")
 def expected(model):
-    """The text of the target alone, under sdpa: of ``generate()``, or if sampled of plain decoding. Each is computed once."""
+    """The text of the target alone, under sdpa, by ``generate()``. Each is computed once."""
     target, texts = copy.deepcopy(model), {}
     assert target.config._attn_implementation == "sdpa"
 
     def text(ids, options, mask=None):
         key = repr((ids.tolist(), options, None if mask is None else mask.tolist()))
         if key not in texts:
-            if options["do_sample"]:
-                alone, options = Pipeline(target, schedule="plain"), options | seeded(options, len(ids))
-            else:
-                alone = target
-            texts[key] = alone.generate(ids, attention_mask=mask, **options)
+            texts[key] = target.generate(ids, attention_mask=mask, **options)
         return texts[key]
 
     return text
@@ -111,17 +98,6 @@ def paced(pipe, how: str, ids, mask=None):
     return drafts_keep_up(pipe, (starts + NEW).tolist()) if how == "streams" else contextlib.nullcontext()
 
 
-def test_under_the_same_attention_plain_decoding_is_the_same_bit_for_bit(model):
-    """The target runs the attention ``"pipespec"`` on both sides, so no difference in rounding is left."""
-    twin = copy.deepcopy(model)
-    twin.set_attn_implementation("pipespec")
-    ids, mask = batch(3, seed=5)
-    wanted = Pipeline(twin, schedule="plain").generate(ids, attention_mask=mask, **GREEDY)
-    for how, drafts in (("plain", ""), ("lockstep", "g"), ("streams", "g")):
-        with make(copy.deepcopy(twin), drafts_of(model, drafts), how) as pipe:
-            assert torch.equal(pipe.generate(ids, attention_mask=mask, **GREEDY), wanted)
-
-
 def margin_where_they_part(target, wanted: torch.Tensor, got: torch.Tensor) -> float:
     """The difference of the logits of the first two tokens that differ, of the largest logit; 0 for equal texts ``[S]``."""
     if torch.equal(wanted, got):
@@ -130,20 +106,6 @@ def margin_where_they_part(target, wanted: torch.Tensor, got: torch.Tensor) -> f
     with torch.no_grad():
         logits = target(wanted[None, :at].to(target.device)).logits[0, -1].float()
     return float((logits[wanted[at]] - logits[got[at]]).abs() / logits.abs().max())
-
-
-def plain_of(pipe, ids, options):
-    """``generate()`` of a pipeline's target, under the pipeline's attention."""
-    return type(pipe.target).generate(pipe.target, ids, **options)
-
-
-@pytest.mark.parametrize("how", ["streams", "lockstep"])
-def test_limits(model, expected, how):
-    ids, mask = batch(2)
-    with make(model, drafts_of(model, "rg"), how, lookahead=(6, 5)) as pipe:
-        for new in (1, 2, 5, 6, 7):
-            options = GREEDY | {"max_new_tokens": new}
-            assert torch.equal(pipe.generate(ids, attention_mask=mask, **options), expected(ids, options, mask))
 
 
 # ---- caches and calls after calls
@@ -172,57 +134,6 @@ def test_buffers_and_scheduler_are_reused(model, expected):
             ids, mask = batch(rows)
             pipe.generate(ids, attention_mask=mask, **GREEDY | {"max_new_tokens": 2})
         assert len(driver.target.all_buffers()) == 4
-
-
-@pytest.mark.parametrize("how", ["streams", "lockstep"])
-@pytest.mark.parametrize("rows", [1, 2])
-def test_conversations(model, expected, how, rows, monkeypatch):
-    """The next call continues with the returned cache, which is the caller's. The drafts continue with their own."""
-    fed = []
-    real = Stage._fill
-
-    def watched(self, cache, begin, end, **options):
-        fed.append((self.index, sum(end) - sum(begin)))
-        real(self, cache, begin, end, **options)
-
-    monkeypatch.setattr(Stage, "_fill", watched)
-    ids = torch.stack(random_prompts(rows, seed=9, shortest=12, longest=12))
-    with make(model, drafts_of(model, "g"), how) as pipe:
-        given = GREEDY | {"return_dict_in_generate": True}
-        with paced(pipe, how, ids):  # so that the draft's cache holds some of the text
-            first = pipe.generate(ids, **given)
-        assert torch.equal(first.sequences, expected(ids, GREEDY))
-        assert first.past_key_values.lengths == (ids.shape[1] + NEW - 1,) * rows
-        more = torch.cat([first.sequences, torch.stack(random_prompts(rows, seed=10, shortest=4, longest=4))], 1)
-        fed.clear()
-        second = pipe.generate(more, past_key_values=first.past_key_values, **given)
-        assert second.past_key_values is first.past_key_values
-        assert torch.equal(second.sequences, expected(more, GREEDY))
-        new = dict(fed)
-        assert new[1] == 4 * rows  # the last token of the first text, and three of the new four
-        assert new[0] < rows * (ids.shape[1] + 12)  # the draft's cache held the rest
-        if rows == 1:
-            own = DynamicCache(config=model.config)
-            with torch.no_grad():
-                model(ids[:, :8], past_key_values=own)
-            assert torch.equal(pipe.generate(ids, past_key_values=own, **GREEDY), first.sequences)
-            assert own.get_seq_length() == first.sequences.shape[1] - 1
-
-
-@pytest.mark.parametrize("how", ["streams", "lockstep"])
-def test_a_cache_is_given_back_after_a_failure(model, expected, how):
-    target = Faulty.like(model)
-    ids, _ = batch(1)
-    with make(target, drafts_of(model, "g"), how, lookahead=3) as pipe:  # at least four steps
-        cache = pipe.generate(ids, **GREEDY | {"return_dict_in_generate": True, "max_new_tokens": 4}).past_key_values
-        lengths, more = cache.lengths, torch.cat([ids, ids, ids], 1)
-        more[:, : lengths[0]] = torch.from_numpy(cache.text[0])
-        target.set(fail_at=4)
-        with pytest.raises((RuntimeError, ArithmeticError), match="made to fail"):
-            pipe.generate(more, past_key_values=cache, **GREEDY)
-        target.set()
-        assert cache.lengths == lengths
-        assert torch.equal(pipe.generate(more, past_key_values=cache, **GREEDY), expected(more, GREEDY))
 
 
 def test_lengths_by_the_device():
@@ -333,98 +244,20 @@ def test_a_target_that_fails(model, expected):
         assert torch.equal(pipe.generate(ids, **GREEDY), wanted)
 
 
-def test_ctrl_c(model, expected, no_thread_is_left):
-    """The stages stop, no thread is left after ``close()``, and the pipeline runs further calls."""
-    ids, _ = batch(1)
-    target = Faulty.like(model)
-    with make(target, drafts_of(model, "g"), "streams", lookahead=2) as pipe:
-        wanted = expected(ids, GREEDY)
-
-        class Interrupts:
-            steps = 0
-
-            def __call__(self, ids, scores, **kwargs):
-                self.steps += 1
-                if self.steps == 6:
-                    os.kill(os.getpid(), signal.SIGINT)
-                return torch.zeros(len(ids), dtype=torch.bool)
-
-        steps = 0
-
-        def wait_for_the_stop(*_):
-            """Hold the target's seventh step until the stop: otherwise the text can be complete before the caller has seen six steps."""
-            nonlocal steps
-            steps += pipe._driver.block.scheduler is not None  # not in the prefill
-            if steps == 7:
-                scheduler = pipe._driver.scheduled.scheduler
-                until(lambda: not scheduler._native.wait(0, 0)[1], "the stages are to stop")
-
-        trust(wait_for_the_stop)
-        hook = target.register_forward_pre_hook(wait_for_the_stop)
-        with pytest.raises(KeyboardInterrupt):
-            pipe.generate(ids, stopping_criteria=StoppingCriteriaList([Interrupts()]), **GREEDY)
-        hook.remove()
-        assert torch.equal(pipe.partial, wanted[:, : pipe.partial.shape[1]])
-        assert pipe.partial.shape[1] < wanted.shape[1]
-        calls = target.switches.tolist()
-        time.sleep(0.02)
-        assert target.switches.tolist() == calls
-        assert torch.equal(pipe.generate(ids, **GREEDY), wanted)
-
-
-@pytest.mark.parametrize("how", ["streams", "lockstep"])
-def test_no_distribution(model, how):
-    """Logits without a distribution are an error of the target. A draft with such logits only drafts badly."""
-    ids, _ = batch(1)
-    broken = copy.deepcopy(model)
-    with torch.no_grad():
-        broken.lm_head.weight.fill_(torch.nan)
-    with make(model, [broken], how) as pipe:
-        wanted = Pipeline(copy.deepcopy(model), schedule="plain").generate(ids, seed=3, **SAMPLED)
-        assert torch.equal(pipe.generate(ids, seed=3, **SAMPLED), wanted)
-    at = ids.shape[1]
-    with make(copy.deepcopy(broken), [copy.deepcopy(model)], how) as pipe:
-        with pytest.raises(ValueError, match=f"no token can be drawn at position {at} of row 0"):
-            pipe.generate(ids, seed=3, **SAMPLED)
-        assert pipe.partial.shape[1] == at
-
-
 # ---- calls that need the host
 
 
-class Bans:
-    """A logits processor of the user: forbids one token."""
-
-    def __call__(self, ids, scores):
-        scores[:, 7] = -torch.inf
-        return scores
-
-
 @pytest.mark.parametrize("how", ["streams", "lockstep"])
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (
-            {"repetition_penalty": 1.3, "suppress_tokens": [9]},
-            "RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor; leave them out",
-        ),
-        ({"logits_processor": LogitsProcessorList([Bans()])}, "position by position: Bans; leave them out"),
-        ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
-    ],
-    ids=["penalty", "processor", "ngram"],
-)
-def test_calls_that_need_the_host_run_in_lockstep(model, expected, how, arguments, reason):
-    # With more rows, transformers' own loop gives a processor of the user the whole batch.
-    ids, mask = batch(1 if "logits_processor" in arguments else 2)
+def test_calls_that_need_the_host_run_in_lockstep(model, expected, how):
+    """One warning for each pipeline and reason names the processors. Kinds of processors: ``tests/same_text``."""
+    ids, mask = batch(2)
+    arguments = GREEDY | {"repetition_penalty": 1.3, "suppress_tokens": [9]}
+    reason = "position by position: RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor; leave them out"
     with make(model, drafts_of(model, "g"), how) as pipe:
-        wanted = expected(ids, GREEDY | arguments, mask)
         with pytest.warns(SpeedWarning, match=reason) as told:
-            got = pipe.generate(ids, attention_mask=mask, **GREEDY | arguments)
+            texts = [pipe.generate(ids, attention_mask=mask, **arguments) for _ in range(2)]
+        assert all(torch.equal(text, expected(ids, arguments, mask)) for text in texts)
         assert len(told) == 1
-        with warnings.catch_warnings():  # once for each pipeline and reason
-            warnings.simplefilter("error", SpeedWarning)
-            pipe.generate(ids, attention_mask=mask, **GREEDY | arguments)
-        assert torch.equal(got, wanted)
         assert pipe.report.schedule == "lockstep"
         assert re.search(reason, str(pipe.report))
         assert pipe.report.stages[-1].accepted > 0
@@ -439,7 +272,8 @@ def test_autocast(model, how):
     ids, _ = batch(1)
     with make(model, drafts_of(model, "g"), how) as pipe:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            wanted = plain_of(pipe, ids, GREEDY)
+            # Under the attention of the pipeline.
+            wanted = type(pipe.target).generate(pipe.target, ids, **GREEDY)
             with pytest.warns(SpeedWarning, match="autocast"):
                 got = pipe.generate(ids, **GREEDY)
             # Steps of different widths round differently in 16 bits, on some processors.
@@ -497,15 +331,6 @@ def test_a_round_does_what_lockstep_does(model, kind, rows, monkeypatch):
 
 
 # ---- pipelines
-
-
-def test_streams_without_drafts_are_plain_rounds(model, expected):
-    ids, mask = batch(2)
-    with Pipeline(model, schedule="streams") as pipe:
-        assert isinstance(pipe._driver, RoundsDriver)
-        out = pipe.generate(ids, attention_mask=mask, **GREEDY)
-    assert pipe.report.schedule == "plain"
-    assert torch.equal(out, expected(ids, GREEDY, mask))
 
 
 def test_the_attention_is_borrowed(model):

@@ -9,13 +9,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pipespec import Pipeline
 from pipespec.checks.devices import weights_of_each
 from pipespec.engine.cache import RowCache
-from pipespec.engine.forward import described, forward, native_unsupported_reason
+from pipespec.engine.forward import described, native_unsupported_reason
 from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear
 from pipespec.models.quantizing import NAMES, quantized
 from pipespec_kernels.decoder import NativeDecoder
 from pipespec_kernels.formats import FORMATS, dequantize
 from tests.conftest import random_llama, random_prompts
 from tests.pipespec.gguf_files import LARGE, SIZES, tiny, write
+from tests.pipespec.test_native import logits_of
 
 TEXT = torch.tensor([[3, 9, 14, 15, 92, 65, 35, 8, 9, 79]])
 NEW = 24
@@ -186,12 +187,6 @@ def test_the_default_dtype_and_device_do_not_matter():
 @pytest.fixture(scope="module")
 def deep():
     return random_llama(3, layers=4)
-
-
-def logits_of(model, ids, **kwargs) -> torch.Tensor:
-    with torch.inference_mode():
-        cache = RowCache.for_model(model, len(ids), 64)
-        return forward(model, ids, cache, keep=ids.shape[1], **kwargs).clone()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

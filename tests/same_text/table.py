@@ -40,10 +40,9 @@ WORD = next(i for i in range(4, VOCABULARY) if TOKENIZER.convert_ids_to_tokens(i
 
 
 class Favour(LogitsProcessor):
-    """Of the user's, without a state: the token that follows the last one is likelier."""
+    """Of the user's, without a state: the token that follows the last one is likelier. It changes the scores in place."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.clone()
         scores[torch.arange(len(scores), device=scores.device), (input_ids[:, -1] + 1) % VOCABULARY] += 3.0
         return scores
 
@@ -179,6 +178,7 @@ CALLS = {
     "stop strings": Call(stop_strings, rows=1),
     "streamer": Call(lambda _: {"streamer": Recorder()}, rows=1),
     "streamer, sampled": Call(lambda _: {"streamer": Recorder(), **FILTERED}, rows=1),
+    "streamer, criteria": Call(lambda _: {"streamer": Recorder(), "stopping_criteria": [Until(6)]}, rows=1),
     "streamer of rows that end": Call(lambda text: {"streamer": Recorder(), **ends(text)}),
     "scores": Call(with_ends(**OUTPUTS, **PENALTIES)),
     "scores, sampled": Call(with_ends(**OUTPUTS, **FILTERED, repetition_penalty=1.2)),

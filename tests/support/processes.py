@@ -70,7 +70,7 @@ def strike(pid: int, number: int = signal.SIGKILL) -> None:
     os.kill(pid, number)
     if number == signal.SIGSTOP:  # the signal takes effect when the process gets a core
         until(lambda: set(states(pid)) == {"T"}, f"process {pid} is stopped")
-    elif number == signal.SIGKILL:
+    else:
         await_end_of([pid])
 
 
