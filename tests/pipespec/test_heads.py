@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from pipespec import Pipeline
 from pipespec.config import WIDTH, SpeculationConfig
-from pipespec.engine.features import Features
+from pipespec.engine.cache_storage import Features
 from pipespec.engine.head import DraftHead, HeadConfig, is_head
 from pipespec.engine.head_stage import HeadDraft, HeadStage
 from pipespec.engine.native import Checksums

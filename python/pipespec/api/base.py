@@ -30,13 +30,12 @@ from pipespec.api.arguments import (
 from pipespec.api.output import output_of, report_of, warn_of_room
 from pipespec.api.prepare import CallOptions, PreparedCall, prepare
 from pipespec.api.report import Report
-from pipespec.api.text_stream import notify_reader_of_failure
 from pipespec.checks.memory import check_memory, shortage_explained
 from pipespec.checks.models import check_rope
 from pipespec.checks.support import check_checkpointing, check_runnable
 from pipespec.engine.inputs import stage_names
 from pipespec.engine.known import one_call, unknown_reason
-from pipespec.errors import NotKnown, is_final, mark_final, user_stacklevel
+from pipespec.errors import NotKnown, is_final, mark_final, notify_reader_of_failure, user_stacklevel
 from pipespec.models.compat import callers_cache
 from pipespec.models.devices import LayerDevices
 from pipespec.models.properties import reset_rope

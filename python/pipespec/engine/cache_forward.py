@@ -10,7 +10,7 @@ import torch
 
 from pipespec.engine.attention import ATTENTION, MaskKind, attach_lengths, lengths_only, mask_kind
 from pipespec.engine.cache_storage import RowStorage
-from pipespec.engine.states import LayerStates
+from pipespec.engine.recurrent import LayerStates
 from pipespec.models.layout import FULL, SLIDING
 from pipespec_kernels import ops
 

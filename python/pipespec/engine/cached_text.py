@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.features import Features
+from pipespec.engine.cache_storage import Features
 from pipespec.engine.forward import described, forward, forward_row, native_form_of, recheck, wide_columns
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.runtime import runtime_of
@@ -68,7 +68,7 @@ class CachedText:
         self.reads_wide = True
         """Whether the model's own modules read long parts of a prompt, see :func:`pipespec.engine.forward.wide_columns`."""
         self.published: tuple[Sequence[int], torch.dtype] | None = None
-        """The hidden states that the forwards keep for a draft, and in which dtype, see :class:`pipespec.engine.features.Features`; None: none."""
+        """The hidden states that the forwards keep for a draft, and in which dtype, see :class:`pipespec.engine.cache_storage.Features`; None: none."""
 
     def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
         """Own the caller's cache (``past_key_values``) from here on. The next prefill continues from what it holds.

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.form import Form
+from pipespec.engine.form import Form, LayerLoop, WholeModel
 from pipespec.engine.known import (
     AUTOCAST,
     EXACT,
@@ -21,7 +21,6 @@ from pipespec.engine.known import (
     refusal_of_cache,
 )
 from pipespec.engine.native import NativeForm, native_form
-from pipespec.engine.own import LayerLoop, WholeModel
 from pipespec.engine.runtime import ChosenForm, Forms, runtime_of
 from pipespec.models.compat import library_columns
 from pipespec.models.devices import input_device

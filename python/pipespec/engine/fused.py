@@ -23,9 +23,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.form import Form, check_outputs, probe, probe_cache, probe_inputs, probed
+from pipespec.engine.form import Form, WholeModel, check_outputs, probe, probe_cache, probe_inputs, probed
 from pipespec.engine.known import FUSED, moving
-from pipespec.engine.own import WholeModel
 from pipespec.models import families
 from pipespec.models.families import NotReadable
 from pipespec.models.merging import check_separate, merge, merged

@@ -12,9 +12,9 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pipespec.engine.cache import RowCache
+from pipespec.engine.cache_storage import Features
 from pipespec.engine.cached_text import common_length
 from pipespec.engine.chain import DraftSpec
-from pipespec.engine.features import Features
 from pipespec.engine.head import DraftHead, HeadConfig, is_head
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.known import NATIVE

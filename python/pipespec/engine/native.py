@@ -15,9 +15,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.features import Features
-from pipespec.engine.form import PartsForm, check_outputs, check_parts, probe, probe_cache, probe_inputs, probed
-from pipespec.engine.own import LayerLoop
+from pipespec.engine.cache_storage import Features
+from pipespec.engine.form import (
+    LayerLoop,
+    PartsForm,
+    check_outputs,
+    check_parts,
+    probe,
+    probe_cache,
+    probe_inputs,
+    probed,
+)
 from pipespec.models import families
 from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
