@@ -128,7 +128,7 @@ def test_recomputation_gives_the_same_text(monkeypatch):
         grown.append(slots > ring.slots)
         reserve(ring, slots)
 
-    monkeypatch.setattr(states, "STATES", 2)
+    monkeypatch.setattr(recurrent, "STATES", 2)
     monkeypatch.setattr(recurrent.StateRing, "reserve", watched)
     target = make(ONE)
     ids, mask = left_pad([text(1, 10)[0], text(1, 3, seed=1)[0]])
