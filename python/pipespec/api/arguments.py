@@ -163,7 +163,7 @@ ARGUMENTS: dict[str, Argument] = {
 OWN = ("seed", "presence_penalty", "frequency_penalty", "logit_bias", "grammar", "logprobs")
 """Arguments of a pipeline's ``generate()`` that transformers does not have."""
 
-MOST_TOKENS = 2**30  # positions are 32-bit numbers
+MAX_TOKENS = 2**30  # positions are 32-bit numbers
 
 _SAME_TEXT = ("static", "sliding_window", "hybrid", "hybrid_chunked")
 """Caches that a checkpoint may ask for, and whose texts are those of a dynamic one."""
@@ -327,11 +327,11 @@ def check_options(config: GenerationConfig, own: GenerationConfig) -> None:
             raise Unsupported(name, f"generate(): {name}={value!r} is unknown; {_SEE}")
         if value not in argument.neutral:
             raise refusal(name, value)
-    # transformers refuses numbers that leave nothing to do. It does not read max_length beside max_new_tokens.
+    # transformers refuses numbers that leave nothing to do. It does not read max_length where max_new_tokens is given.
     name = "max_length" if config.max_new_tokens is None else "max_new_tokens"
     value = getattr(config, name)
-    if value is not None and _as_count(name, value) > MOST_TOKENS:
-        raise ValueError(f"{name}={value} is more than any row can have ({MOST_TOKENS})")
+    if value is not None and _as_count(name, value) > MAX_TOKENS:
+        raise ValueError(f"{name}={value} is more than any row can have ({MAX_TOKENS})")
 
 
 def _check_kind(name: str, value: Any) -> None:

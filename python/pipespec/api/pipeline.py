@@ -57,7 +57,7 @@ class Pipeline(BasePipeline):
             on the Hugging Face Hub, or the path of a GGUF file.
         drafts: Models or paths, smallest first, with the target's tokenizer. On a CPU an n-gram index joins them, unless ``schedule`` or ``lookahead`` is
             given. An embedding may be
-            padded to another size if ``tokenizer.json`` lies beside the weights of both and is the same. A draft may also be
+            padded to another size if the folders of both have the same ``tokenizer.json``. A draft may also be
             ``"ngram"`` or a :class:`pipespec.NgramDraft`: prompt lookup, without a model; or an object of yours with ``propose(tokens, count)``, see
             :class:`pipespec.engine.proposer.Proposer`. The first draft
             may have another tokenizer: its draft tokens are translated by way of the text. It may also be the folder of an EAGLE-3 head, which reads the target's
@@ -91,9 +91,9 @@ class Pipeline(BasePipeline):
         native: Run the steps of LLaMA-like models on the CPU as one call into C++, on packed copies of their weights. A model does so after its
             logits agreed with transformers' on probes, in float32 within 1e-5 of their range; ``report.stages[i].forward`` says which forward ran.
             Captured steps run fused kernels after the same comparison. False: forwards with the bits of transformers' own.
-        tokenizer: The target's, for a first draft with another one; transformers' object. Default: the one beside its weights.
+        tokenizer: The target's, for a first draft with another one; transformers' object. Default: the one in its folder.
         draft_tokenizers: The drafts' tokenizers: a list with one entry per draft model, or one tokenizer for a single draft. None, as the argument or as
-            an entry: the tokenizer beside the draft's weights, or the target's if there is none.
+            an entry: the tokenizer in the draft's folder, or the target's if there is none.
         exact: Refuse whatever would let the target's bits depend on anything but target, prompt and seed. Then a text in bfloat16, too, is the
             same in every batch, with every draft, in every schedule on this machine. For targets on the CPU that run in the native form, and for
             captured steps of targets that run in the fused form. The two forms round differently.

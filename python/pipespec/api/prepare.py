@@ -11,7 +11,7 @@ import torch
 from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
-from pipespec.api.arguments import MOST_TOKENS, check_logprobs, check_positions
+from pipespec.api.arguments import MAX_TOKENS, check_logprobs, check_positions
 from pipespec.api.caches import Columns, adopt, cached_texts
 from pipespec.api.text import CommittedText, Criteria, Progress
 from pipespec.engine.attention import MaskKind, mask_kind
@@ -29,7 +29,7 @@ from pipespec_kernels.state import MAX_EOS
 
 @dataclass(frozen=True, kw_only=True)
 class CallOptions:
-    """What a call has beside the arguments that transformers prepares, see :meth:`pipespec.Pipeline.generate`.
+    """What a call has in addition to the arguments that transformers prepares, see :meth:`pipespec.Pipeline.generate`.
 
     Attributes:
         cache: The caller's ``past_key_values``.
@@ -175,8 +175,8 @@ def _read_criteria(stopping_criteria: Sequence[Any], width: int) -> tuple[list[i
     # The caller's own criteria replace transformers'. They run after a token, so one token is always generated.
     lengths = [criterion for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria]
     max_length = min(lengths, key=lambda criterion: int(criterion.max_length))
-    if max_length.max_length > width + MOST_TOKENS:
-        raise ValueError(f"MaxLengthCriteria: {max_length.max_length} is more than any row can have ({MOST_TOKENS})")
+    if max_length.max_length > width + MAX_TOKENS:
+        raise ValueError(f"MaxLengthCriteria: {max_length.max_length} is more than any row can have ({MAX_TOKENS})")
     return eos, max_length, [c for c in stopping_criteria if type(c) is not MaxLengthCriteria and not _is_eos(c)]
 
 

@@ -160,9 +160,9 @@ def _check_ranges(body: dict[str, Any]) -> None:
     for field in ("max_tokens", "max_completion_tokens"):
         if body.get(field) is not None and body[field] < 1:
             raise ValueError(f"{field}={body[field]!r} must be at least 1")
-    for field, (least, most) in _RANGES.items():
-        if body.get(field) is not None and not least <= body[field] <= most:
-            raise ValueError(f"{field}={body[field]!r} must be from {least} to {most}")
+    for field, (low, high) in _RANGES.items():
+        if body.get(field) is not None and not low <= body[field] <= high:
+            raise ValueError(f"{field}={body[field]!r} must be from {low} to {high}")
 
 
 class _Streamer(utils.DirectStreamer):

@@ -87,10 +87,10 @@ class Criteria:
         self._text, self._criteria, self._pads, self._record = text, criteria, pads, record
         self._check_model = check_model
         rows, self._width = text.input_ids.shape
-        most = max(limit - start for limit, start in zip(text.limits, text.starts, strict=True))
+        longest = max(limit - start for limit, start in zip(text.limits, text.starts, strict=True))
         # Input of the criteria: ids [B, S + n], and scores per column.
         with torch.inference_mode(False):
-            self._ids = text.input_ids.new_full((rows, self._width + most), text.pad)
+            self._ids = text.input_ids.new_full((rows, self._width + longest), text.pad)
             self._ids[:, : self._width] = text.input_ids
         self._scores: list[torch.Tensor] = []
         self._num_checked = 0

@@ -86,7 +86,7 @@ def attention_forward(
         dropout: as in sdpa.
         scaling: of the scores.
         is_causal: None: as the module says.
-        **kwargs: what the model passes beside these.
+        **kwargs: what else the model passes.
 
     Returns:
         ``[rows, q, heads, head_dim]``, and None for the weights.

@@ -16,10 +16,10 @@ from pipespec_kernels.decoder import Taps
 
 
 class Features:
-    """Hidden states of some layers, position by position, beside the keys and values of a :class:`pipespec.engine.cache.RowCache`.
+    """Hidden states of some layers, position by position, with the keys and values of a :class:`pipespec.engine.cache.RowCache`.
 
     They follow the rules of the keys and values: a forward writes those of its columns at the lengths of the rows, and what lies beyond a length
-    does not count. So a rollback is a lower length for them, too. Beside a static cache they lie at a fixed address, after :meth:`reserve`.
+    does not count. So a rollback is a lower length for them, too. With a static cache they lie at a fixed address, after :meth:`reserve`.
 
     Args:
         layers: indices in transformers' ``hidden_states`` (0: the embedding, k: the output of layer k - 1).

@@ -224,7 +224,7 @@ def _head_norms(layer: Any) -> dict[str, Any]:
 
 
 def is_row_independent(rows: int, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """Test whether a product of ``rows`` rows gives each of them the same bits in every place and beside all others.
+    """Test whether a product of ``rows`` rows gives each of them the same bits in every place and among all others.
 
     The rows are random. Some of them are repeated: the product must have their bits in all places. An order of summation that differs between two
     places changes the last bit of some of the outputs, unless there are few of them or they have few summands.

@@ -90,7 +90,7 @@ class HeadConfig:
         norm_before_residual: the first layer adds to the normalised state instead of to the state.
         norm_before_fc: one norm over all hidden states in front of ``fc``.
         fc_norm: one norm for each of them.
-        norm_output: the next slot reads the output behind the last norm.
+        norm_output: the next slot reads the output after the last norm.
         where: its folder, for messages.
     """
 
@@ -350,7 +350,7 @@ class DraftHead(nn.Module):
     def parts(self) -> ModelParts:
         """What the native decoder runs. Raises :class:`NotReadable` where the head has something that it does not have."""
         if self.config.norm_output:
-            raise NotReadable("its next slot reads the output behind the last norm")
+            raise NotReadable("its next slot reads the output after the last norm")
         return ModelParts(self.block, list(self.layers), 0, self.rotary_emb, None, self.norm, self.lm_head)
 
     @functools.cached_property

@@ -30,7 +30,7 @@ from pipespec_kernels.state import Action
 class HeadStage(Stage):
     """The first stage of a chain, if that is a head, see :mod:`pipespec.engine.head`. It runs in turn with the target, in its process.
 
-    Its cache holds a slot for each position that has features, and behind them the slots of the tokens that it has drafted in this round. The next
+    Its cache holds a slot for each position that has features, and after them the slots of the tokens that it has drafted in this round. The next
     round begins by lowering the lengths to the former, and reads the features of what the target has committed since. A head that rests reads
     nothing.
 
@@ -45,7 +45,7 @@ class HeadStage(Stage):
     may_defer = True
     _decoder: NativeForm | None = None
     _product: NativeDecoder | None = None
-    """The head's ``fc``, beside its native form."""
+    """The head's ``fc``, with its native form."""
     _packed = False
     _source: Stage
     _attention: str | None = None
@@ -126,13 +126,13 @@ class HeadStage(Stage):
     def _plan(self, lookahead: int, max_draft_tokens: int) -> Action:
         action = super()._plan(lookahead, 0)
         if action == Action.STEP and not self._began:
-            self._begin_behind_others()
+            self._begin_late()
             if any(self.block.length(self.block.target, row) - 1 <= at for row, at in enumerate(self._skipped)):
                 return Action.IDLE  # nothing was published yet; the next plan gives the tokens once more
             self._began = True
         return action
 
-    def _begin_behind_others(self) -> None:
+    def _begin_late(self) -> None:
         """Begin at each row's first position with features."""
         for row, at in enumerate(self._features().begin):
             if at != self._skipped[row]:
@@ -180,7 +180,7 @@ class HeadStage(Stage):
         # Slots with features, and all slots.
         known = [block.length(block.target, row) - 1 - skipped for row, skipped in enumerate(self._skipped)]
         ends = [int(a + b) - 1 - s for a, b, s in zip(self._kv, self._query_lens, self._skipped, strict=True)]
-        # A slot reads the token behind it, which a stage downstream may have replaced.
+        # A slot reads the token after it, which a stage downstream may have replaced.
         valid = [max(0, int(kv) - 1 - s) for kv, s in zip(self._kv, self._skipped, strict=True)]
         keeps = [chosen and self._known[row] >= known[row] for row, chosen in enumerate(selects)]
         kept = [min(n, ends[row]) if keeps[row] else self._known[row] for row, n in enumerate(valid)]
@@ -234,7 +234,7 @@ class HeadStage(Stage):
         return self.model(embeds, states, cache.positions(q), cache.masks(q), cache)
 
     def _logits(self) -> torch.Tensor:
-        """The logits ``[rows, draft_vocabulary]`` behind the last outputs."""
+        """The logits ``[rows, draft_vocabulary]`` of the last outputs."""
         if self._decoder is not None:
             return self._decoder.logits(self._states[:, None], 1)[:, 0]
         return self.model.logits(self._states)

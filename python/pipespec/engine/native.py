@@ -79,17 +79,17 @@ class NativeForm(PartsForm):
 
     Args:
         model: one that :func:`pipespec.models.families.identity` accepts.
-        beside: bytes that are to be allocated beside the packed weights, for caches and other parts.
+        reserved: bytes that will be allocated in addition to the packed weights, for caches and other parts.
 
     Raises:
         NotReadable: the decoder cannot take the model, or the copy would take more than half of the free memory.
     """
 
-    def __init__(self, model: PreTrainedModel | ModelParts, beside: int) -> None:
+    def __init__(self, model: PreTrainedModel | ModelParts, reserved: int) -> None:
         parts = model if isinstance(model, ModelParts) else ModelParts.of(model)
         super().__init__(parts, torch.float32)
         read = families.read(model)
-        need, (total, free) = families.packed_bytes(parts) + beside, host_memory()
+        need, (total, free) = families.packed_bytes(parts) + reserved, host_memory()
         # The other half is for caches that grow, and for the rest of the machine.
         if total and need > free // 2:
             raise NotReadable(
@@ -175,12 +175,12 @@ def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
     return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
-def native_form(model: PreTrainedModel | ModelParts, beside: int = 0) -> NativeForm:
+def native_form(model: PreTrainedModel | ModelParts, reserved: int = 0) -> NativeForm:
     """Pack a model or parts of one, and compare the outputs with those of the model's own modules, see :func:`check_outputs`.
 
     Args:
         model: a known one, see :func:`pipespec.engine.known.identify`.
-        beside: as for :class:`NativeForm`.
+        reserved: as for :class:`NativeForm`.
 
     Raises:
         NotReadable: the decoder cannot take the model, or the outputs do not agree.
@@ -188,7 +188,7 @@ def native_form(model: PreTrainedModel | ModelParts, beside: int = 0) -> NativeF
     from pipespec.process.progress import announced
 
     with torch.inference_mode(), announced("reading and packing the weights"):
-        form = NativeForm(model, beside)
+        form = NativeForm(model, reserved)
         parts, given = form.parts, probe_inputs(form.parts)
         if has_blocks(parts):
             with packed_copies_dropped(), pages_released(parts):

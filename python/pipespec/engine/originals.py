@@ -157,7 +157,7 @@ def _names_in(codes: Iterable[CodeType]) -> set[str]:
 
 
 def _parts_of(value: Any) -> Iterator[Any]:
-    """What a call of ``value`` runs: the functions behind decorators, bound methods, properties and partial functions, and callables of other types."""
+    """What a call of ``value`` runs: the functions in decorators, bound methods, properties and partial functions, and callables of other types."""
     stack, seen = [value], set()
     while stack:
         value = stack.pop()

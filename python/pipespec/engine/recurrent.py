@@ -1,6 +1,6 @@
 """Recurrent layers with a state per column: gated delta nets (Yang et al., arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have them.
 
-transformers' module updates its states once per forward, behind the last column. Here the projections and the convolution run for all columns
+transformers' module updates its states once per forward, after the last column. Here the projections and the convolution run for all columns
 at once, and the recurrence column by column, so that the states after each column can be kept. A prefill, whose columns stay, runs the chunked
 form of the model's own module between the states that are kept.
 """

@@ -193,7 +193,7 @@ class Stage(CachedText):
 
         Args:
             lookahead: how many tokens this stage may be ahead of the next one; the target ignores it.
-            max_draft_tokens: most draft tokens per row in this step.
+            max_draft_tokens: maximum number of draft tokens per row in this step.
 
         Returns:
             ``Action.STEP`` if the step was made. Otherwise nothing was fed: ``IDLE`` until a neighbour publishes, ``FINISHED`` when the target's

@@ -28,11 +28,11 @@ SHORTEST, LONGEST = 32, 128
 _PIECE = re.compile(rf"(?s).{{{SHORTEST - 1},{LONGEST - 1}}}?\S(?= \S)|.{{{LONGEST}}}(?=..)")
 # Tokenizers begin a token at a space between two words, so that pieces cut there have the tokens of the whole.
 
-_MOST_HELD = 16
+_MAX_HELD = 16
 """Draft tokens whose translation may still change. With more, the translation counts as it is."""
 
 _CONTEXT = 8
-"""Most tokens of the target before the new text that are encoded together with it."""
+"""Maximum number of the target's tokens before the new text that are encoded together with it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ def encoded(
 class TranslatedRow:
     """One row of a draft with another tokenizer: the target's tokens, the draft's tokens of the same text, and what the draft has added.
 
-    The draft's tokens are the encoding of the text (:func:`encoded`), and behind it those that the draft has generated. They stay as long as the
+    The draft's tokens are the encoding of the text (:func:`encoded`), then those that the draft has generated. They stay as long as the
     text continues with theirs. Where it differs, they become the encoding of the text again, and the common prefix keeps its keys and values.
 
     Args:
@@ -223,8 +223,8 @@ class TranslatedRow:
 
     def healed(self) -> tuple[int, np.ndarray] | None:
         """The last token and the ids whose text begins with its text, where the draft may continue a word that the text has begun."""
-        behind_mark = len(self._text) == (self._marks[-1][0] if self._marks else 0)
-        if not self.is_fresh or self.awaited or behind_mark or len(self.sequence) < 2:
+        after_mark = len(self._text) == (self._marks[-1][0] if self._marks else 0)
+        if not self.is_fresh or self.awaited or after_mark or len(self.sequence) < 2:
             return None
         last = self.sequence[-1]
         text = self._draft.pieces[last]
@@ -281,7 +281,7 @@ class TranslatedRow:
         ids, whole, reached = self._translated(self._own)
         if reached < (len(self._own) if self.is_stuck else whole):
             self._lose(reached)
-        if not self.is_stuck and len(self._own_ends) <= _MOST_HELD:
+        if not self.is_stuck and len(self._own_ends) <= _MAX_HELD:
             before = self._translated(self._own[: self._own_ends[-2]])[0] if len(self._own_ends) > 1 else []
             settled = _common(ids, before)
             ids, self._unsettled = ids[:settled], ids[settled:]
@@ -297,7 +297,7 @@ class TranslatedRow:
         self.is_stuck = True
 
     def _translated(self, text: bytes) -> tuple[list[int], int, int]:
-        """The target's tokens of ``text`` behind the row's, the length of its whole characters, and the length that the tokens reach."""
+        """The target's tokens of ``text`` after the row's, the length of its whole characters, and the length that the tokens reach."""
         whole = codecs.utf_8_decode(text, "surrogateescape", False)[1]
         found: list[int] = []
         reached = 0
