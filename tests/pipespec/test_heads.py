@@ -285,7 +285,7 @@ def test_drafts_are_the_reference_s(shape, form, native, target, tmp_path, monke
         # Sampled, so that some are accepted: later rounds follow rollbacks of different depths.
         pipe.generate(ids, attention_mask=mask, max_new_tokens=12, **SAMPLED)
         if DEVICE == "cpu":
-            torch_only = "draft head: its next slot reads the output behind the last norm"
+            torch_only = "draft head: its next slot reads the output after the last norm"
             forms = [torch_only if shape.get("norm_output") else "native"] if native else ["draft head"]
             assert [stage.forward for stage in pipe.report.stages[:-1]] == forms
     assert len({len(text) - known for known, text, _ in drafted.found}) == 3

@@ -14,7 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from pipespec.engine.cache_forward import ForwardCache
-from pipespec.engine.cache_storage import Features
+from pipespec.engine.cache_storage import Features, RowFeatures
 from pipespec.models.compat import cropped_length, query_length
 from pipespec.models.devices import LayerDevices, local_kv_heads
 from pipespec.models.layout import CacheLayout, UnsupportedLayers
@@ -230,7 +230,7 @@ class RowCache(ForwardCache, Cache):
             store[:, 0, :, :begin].copy_(other[:, row, :, :begin])
         alone._set([begin])
         if isinstance(self.features, Features):
-            alone.features = self.features.of_row(row)
+            alone.features = RowFeatures(self.features, row)
         yield alone
         for store, other in zip(alone._stores, self._stores, strict=True):
             other[:, row, :, begin:end].copy_(store[:, 0, :, begin:end])

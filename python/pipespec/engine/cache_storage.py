@@ -91,10 +91,6 @@ class Features:
             self.stored[:, :n] = other._stored[:, :n]
             self.begin = [min(pair) for pair in zip(other.begin, lengths, strict=True)]
 
-    def of_row(self, row: int) -> RowFeatures:
-        """For a cache of that row alone."""
-        return RowFeatures(self, row)
-
 
 class RowFeatures:
     """What the forwards over one row alone record, see :meth:`pipespec.engine.cache.RowCache.row_alone`."""

@@ -18,7 +18,7 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.recurrent import LayerStates, with_states
 from pipespec.models import families
 from pipespec.models.families import NotReadable
-from pipespec.models.layout import takes_mask_per_type
+from pipespec.models.layout import FULL, SLIDING, takes_mask_per_type
 from pipespec.models.parts import ModelParts
 from pipespec.models.quantized import formats_of
 
@@ -99,7 +99,8 @@ class WholeModel(Form):
             if windows == {None} or cache.uses_device_lengths:
                 mask = cache.mask(q)
             elif takes_mask_per_type(getattr(model, model.base_model_prefix, model)):
-                mask = cache.masks_by_type(q)
+                window = next(window for window in cache.windows if window is not None)
+                mask = {FULL: cache.mask(q), SLIDING: cache.mask(q, window=window)}
             else:
                 mask = cache.mask(q, window=cache.windows[0])
         # logits_to_keep=0 would compute all of them.
@@ -151,8 +152,13 @@ class LayerLoop(PartsForm):
         q, first = hidden.shape[1], self.parts.first
         streams: dict[int, torch.Tensor] = {}
         masks, positions = cache.masks(q), cache.positions(q)
-        ropes = self._ropes(hidden, positions)
-        own = _OffsetCache(cache, first) if first else cache
+        own, rotary = _OffsetCache(cache, first) if first else cache, self.parts.rotary
+        if hasattr(rotary, "layer_types"):
+            types = self.parts.config.layer_types[first : first + len(self._layers)]
+            by_type = {kind: rotary(hidden, positions, kind) for kind in dict.fromkeys(types)}
+            ropes = [by_type[kind] for kind in types]
+        else:
+            ropes = [rotary(hidden, position_ids=positions)] * len(self._layers)
         for i, (layer, mask, rope) in enumerate(zip(self._layers, masks, ropes, strict=True), first + 1):
             hidden = layer(
                 hidden,
@@ -165,15 +171,6 @@ class LayerLoop(PartsForm):
             if i in features:
                 streams[i] = hidden
         return hidden, streams
-
-    def _ropes(self, hidden: torch.Tensor, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Per layer cosines and sines, each ``[1 or rows, q, head_dim]``. Some models have one rotary embedding per type of layer."""
-        parts = self.parts
-        if not hasattr(parts.rotary, "layer_types"):
-            return [parts.rotary(hidden, position_ids=positions)] * len(parts.layers)
-        types = parts.config.layer_types[parts.first : parts.first + len(parts.layers)]
-        made = {kind: parts.rotary(hidden, positions, kind) for kind in dict.fromkeys(types)}
-        return [made[kind] for kind in types]
 
     def logits(self, hidden: torch.Tensor, keep: int) -> torch.Tensor:
         logits: torch.Tensor = self.parts.head(self.parts.norm(hidden)[:, hidden.shape[1] - keep :])

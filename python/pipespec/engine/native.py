@@ -11,7 +11,6 @@ import time
 from collections.abc import Collection, Sequence
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
@@ -112,7 +111,8 @@ class NativeForm(PartsForm):
         self._scaled, self._rotary = read.scaled, read.rotary
         # One call runs all parts.
         self._steps = parts.embed is not None and parts.head is not None and read.scaled is None
-        self._checksums = Checksums([tensor for _, m in parts.named_modules() for tensor in _tensors_of(m)])
+        tensors = (t for _, m in parts.named_modules() for t in (*m._parameters.values(), *m._buffers.values()))
+        self._checksums = Checksums([tensor for tensor in tensors if tensor is not None])
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
         """Cosines and sines, float32 ``[positions, rotary_dim]``."""
 
@@ -169,10 +169,6 @@ class NativeForm(PartsForm):
             cos, sin = self._rotary(like, position_ids=positions[None])
             self._table = table = cos[0].contiguous(), sin[0].contiguous()
         return table
-
-
-def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
 def native_form(model: PreTrainedModel | ModelParts, reserved: int = 0) -> NativeForm:
