@@ -89,12 +89,7 @@ def add_rms_norm(
 
 
 def _check_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    one_plus_weight: bool = False,
-    bias: Tensor | None = None,
+    x: Tensor, residual: Any, weight: Any, eps: float, one_plus_weight: bool = False, bias: Any = None
 ) -> None:
     _check_rows(x, "x")
     if residual is not None:

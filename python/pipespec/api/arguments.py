@@ -9,9 +9,7 @@ import copy
 import enum
 import math
 import operator
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -330,7 +328,9 @@ def check_options(config: GenerationConfig, own: GenerationConfig) -> None:
     # transformers refuses numbers that leave nothing to do. It does not read max_length where max_new_tokens is given.
     name = "max_length" if config.max_new_tokens is None else "max_new_tokens"
     value = getattr(config, name)
-    if value is not None and _as_count(name, value) > MAX_TOKENS:
+    number = plain_number(value)  # as transformers, which only compares with it, this takes 7.0 for 7
+    is_whole = isinstance(number, float) and number.is_integer()
+    if value is not None and (int(number) if is_whole else _as_int(name, value)) > MAX_TOKENS:
         raise ValueError(f"{name}={value} is more than any row can have ({MAX_TOKENS})")
 
 
@@ -501,12 +501,6 @@ def _as_int(name: str, value: Any) -> int:
         raise TypeError(f"{name} must be an integer, not {value!r}") from None
 
 
-def _as_count(name: str, value: Any) -> int:
-    """As transformers, which only compares with it, this takes 7.0 for 7."""
-    number = plain_number(value)
-    return int(number) if isinstance(number, float) and number.is_integer() else _as_int(name, value)
-
-
 def as_ids(name: str, value: Any) -> list[int]:
     if value is None:
         return []
@@ -516,15 +510,3 @@ def as_ids(name: str, value: Any) -> list[int]:
     if not all(isinstance(v, (int, np.integer)) and not isinstance(v, bool) for v in values):
         raise TypeError(f"{name} must be a token id or a list of token ids, not {value!r}")
     return [int(v) for v in values]
-
-
-def _main() -> None:
-    """``python -m pipespec.api.arguments FILE`` writes the table into FILE, between its marks."""
-    file = Path(sys.argv[1])
-    head, begin, rest = file.read_text(encoding="utf-8").partition("<!-- arguments:begin -->\n")
-    tail = rest.partition("<!-- arguments:end -->")[2]
-    file.write_text(head + begin + table() + "<!-- arguments:end -->" + tail, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    _main()

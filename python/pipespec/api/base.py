@@ -378,16 +378,16 @@ def _generator_restored() -> Iterator[None]:
 @contextmanager
 def _leading(group: ForwardGroup | None, progress: Progress) -> Iterator[None]:
     """Tell the other ranks of a tensor-parallel target how the call has ended, if this one leads them."""
-    leads = group is not None and group.is_leader
+    if group is None or not group.is_leader:
+        yield
+        return
     try:
         yield
     except BaseException as error:
-        if group is not None and leads:
-            with suppress(Exception):
-                group.fail(error)
+        with suppress(Exception):
+            group.fail(error)
         raise
-    if group is not None and leads:
-        group.end(progress.text.generated())
+    group.end(progress.text.generated())
 
 
 _pipelines: weakref.WeakSet[BasePipeline] = weakref.WeakSet()
