@@ -113,19 +113,7 @@ def prepare(
         prompts.append(np.concatenate([held, unknown, ids[row, places[n:] - columns.cached]]))
         shown.append(Prompt(ids[row], len(places), max(0, int(places[0]) - columns.cached)))
     is_text_known = [len(held) for held in texts] == cached
-    # Ids beyond 32 bits are those of no token.
-    ends = (
-        token for criterion in stopping_criteria if _is_eos(criterion) for token in criterion.eos_token_id.flatten()
-    )
-    eos = [int(token) for token in ends if 0 <= int(token) < 2**31]
-    if len(eos) > MAX_EOS:
-        raise UnsupportedInput("eos_token_id", f"eos_token_id: at most {MAX_EOS} ids, got {len(eos)}")
-    # The caller's own criteria replace transformers'. They run after a token, so one token is always generated.
-    lengths = [criterion for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria]
-    max_length = min(lengths, key=lambda criterion: int(criterion.max_length))
-    if max_length.max_length > width + MAX_TOKENS:
-        raise ValueError(f"MaxLengthCriteria: {max_length.max_length} is more than any row can have ({MAX_TOKENS})")
-    others = [c for c in stopping_criteria if type(c) is not MaxLengthCriteria and not _is_eos(c)]
+    eos, max_length, others = _read_criteria(stopping_criteria, width)
     limits = [len(prompt) + max(int(max_length.max_length), width + 1) - width for prompt in prompts]
     seeds = row_seeds(options.seed, rows) if config.do_sample or options.seed is not None else None
     seeds = seeds if config.do_sample else None  # greedy: a seed is checked, and changes nothing
