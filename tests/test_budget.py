@@ -40,7 +40,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 58, 12_280
+MODULES, LINES = 58, 12_285
 """Most modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 
