@@ -327,17 +327,13 @@ def result(
 
 def results(out: tuple[Tensor, Tensor] | None, query_lens: Tensor, batch: int, width: int) -> tuple[Tensor, Tensor]:
     """Tensors for ``selected`` and ``accepted``, on the device of ``query_lens``."""
-    check_pair(out)
     if out is None:
         # new_empty() of an int32 tensor takes half the time of torch.empty() with dtype and device.
         return query_lens.new_empty((batch, width)), torch.empty_like(query_lens)
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        raise TypeError(f"out must be a pair of tensors, got {type(out).__name__}")
     device = query_lens.device
     return result(out[0], (batch, width), "out[0]", device), result(out[1], (batch,), "out[1]", device)
-
-
-def check_pair(out: Any) -> None:
-    if out is not None and not (isinstance(out, (tuple, list)) and len(out) == 2):
-        raise TypeError(f"out must be a pair of tensors, got {type(out).__name__}")
 
 
 def write_to(results: tuple[Tensor, Tensor], selected: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:

@@ -216,7 +216,7 @@ def _verify_attention(
     native = None
     # Under autocast torch chooses the dtype of the arithmetic.
     if kernels is None and q.dtype in NATIVE_DTYPES and not torch.is_autocast_enabled("cpu"):
-        native = native_for(q)
+        native = None if dispatch.forced or not q.is_cpu else arguments.native
     if check_counts or (kernels is None and native is None):
         check_fits(lengths, query_lens, width, k_cache.shape[2], "query_lens")
     if out is None:
@@ -322,11 +322,6 @@ def refuse_gradients(operation: str, *tensors: Any) -> None:
 def kernels_for(tensor: Tensor) -> Any:
     """The kernels for this storage, or these queries, if there are any; else None."""
     return dispatch.kernels(tensor) if tensor.shape[-1] <= MAX_DIM else None
-
-
-def native_for(tensor: Tensor) -> Any:
-    """The native code if it runs operations on this tensor, else None."""
-    return None if dispatch.forced or not tensor.is_cpu else arguments.native
 
 
 def numbers(tensor: Tensor | None) -> tuple[int, bool]:

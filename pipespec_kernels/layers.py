@@ -89,19 +89,15 @@ def add_rms_norm(
 
 
 def _check_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    one_plus_weight: bool = False,
-    bias: Tensor | None = None,
+    x: Tensor, residual: Any, weight: Any, eps: float, one_plus_weight: bool = False, bias: Any = None
 ) -> None:
     _check_rows(x, "x")
     if residual is not None:
         _check_like(residual, "residual", x)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None or name == "weight":
-            _check_vector(tensor, name, x, x.shape[-1])
+            check_tensor(tensor, name, (x.dtype,), x.shape[-1:], x.device, "x")
+            check_last(tensor, name)
     _check_eps(eps)
 
 
@@ -338,11 +334,6 @@ def _as_rows(x: Tensor) -> Tensor:
 def _check_like(tensor: Any, name: str, x: Tensor, shape: tuple[int, ...] | None = None, like: str = "x") -> None:
     check_tensor(tensor, name, (x.dtype,), tuple(x.shape) if shape is None else shape, x.device, like)
     _check_row_stride(tensor, name)
-
-
-def _check_vector(tensor: Any, name: str, x: Tensor, size: int, like: str = "x") -> None:
-    check_tensor(tensor, name, (x.dtype,), (size,), x.device, like)
-    check_last(tensor, name)
 
 
 def _check_eps(eps: float) -> None:

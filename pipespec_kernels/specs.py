@@ -54,7 +54,7 @@ SPECS: dict[str, tuple[Argument, ...]] = {
         Argument("k_norm", "D", strides="dense", optional=True),
     ),
 }
-"""By operation, what it has besides the storage, in the order of :func:`check`."""
+"""By operation, what it has in addition to the storage, in the order of :func:`check`."""
 
 
 def check(operation: str, k_cache: Tensor, v_cache: Tensor, *values: Any, written: bool = True) -> dict[str, int]:

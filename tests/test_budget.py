@@ -20,7 +20,7 @@ PYTHON = ("python/pipespec", "python/pipespec_spd", "python/pipespec_train", "pi
 
 FOLDERS = {
     "csrc": 11_880,
-    "pipespec_kernels": 8_440,
+    "pipespec_kernels": 8_420,
     "python/pipespec": 25_060,
     "python/pipespec_spd": 3_200,
     "python/pipespec_train": 1_880,
@@ -30,32 +30,17 @@ FOLDERS = {
 }
 """Most lines of C++, CUDA and Python. The design's goals: 12,000, 8,400, 21,500, 3,200, 2,000, 7,500, 600 and 42,000."""
 
-FILE, CLASS, FUNCTION = 600, 300, 60
+FILE, CLASS, FUNCTION = 600, 300, 80
 """Most lines of a file, of a class, and of a function without its docstring. Triton kernels have no limit."""
 
 LONGER = {
-    # One list of options, or one signature with its documentation.
-    "python/pipespec/api/pipeline.py:__init__": 80,
     # One launch: checks of shapes, then the choice of sizes, then the call.
     "pipespec_kernels/triton/attention.py:verify_attention": 110,
     "pipespec_kernels/triton/rejection_sample.py:rejection_sample": 110,
-    "pipespec_kernels/triton/rope.py:rope_append": 70,
-    "pipespec_kernels/triton/cutoff.py:cutoff": 70,
-    "pipespec_kernels/triton/verify.py:_launch": 70,
-    "pipespec_kernels/ops.py:rejection_sample": 80,
-    "pipespec_kernels/penalties.py:penalize": 70,
-    # The state of one machine, which its methods share.
-    "pipespec_kernels/decoder.py:__init__": 80,
-    "python/pipespec_spd/ranks.py:__init__": 70,
-    # One case or one row of a report, from its inputs to its numbers.
-    "bench/bench_spd.py:row": 70,
-    "bench/compile_gate.py:compile_case": 70,
-    "bench/planted.py:plant": 70,
-    "bench/published_runs.py:as_text": 70,
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 65, 13_150
+MODULES, LINES = 58, 12_285
 """Most modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 

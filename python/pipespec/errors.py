@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 
 class DoesNotFit(ValueError):
@@ -82,3 +83,32 @@ def user_stacklevel() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _INSIDE:
         level, frame = level + 1, frame.f_back
     return level
+
+
+class _Failure:
+    """A queue entry for transformers' iterators. They compare each entry with their stop signal, and this comparison raises the error in their thread."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError(f"generate() failed ({type(self.error).__name__}: {self.error})") from self.error
+
+
+@contextmanager
+def notify_reader_of_failure(streamer: Any) -> Iterator[None]:
+    """Raise the error of a failed call also in a thread that iterates over its streamer and would otherwise never end.
+
+    The streamer's ``end()`` is not called: it means that the text is complete, and transformers does not call it either.
+    """
+    try:
+        yield
+    except BaseException as error:
+        with suppress(Exception):  # the first error counts
+            from transformers import AsyncTextIteratorStreamer, TextIteratorStreamer
+
+            if isinstance(streamer, TextIteratorStreamer):
+                streamer.text_queue.put(_Failure(error))
+            elif isinstance(streamer, AsyncTextIteratorStreamer):
+                streamer.loop.call_soon_threadsafe(streamer.text_queue.put_nowait, _Failure(error))
+        raise

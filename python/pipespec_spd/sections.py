@@ -7,11 +7,10 @@ from collections.abc import Collection, Sequence
 import torch
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.form import PartsForm
+from pipespec.engine.form import LayerLoop, PartsForm
 from pipespec.engine.forward import choose, forget_changed
 from pipespec.engine.known import NATIVE, NATIVE_DISABLED, OWN, identify
 from pipespec.engine.native import native_form
-from pipespec.engine.own import LayerLoop
 from pipespec.engine.runtime import Forms
 from pipespec.models.families import packed_bytes
 from pipespec.models.parts import ModelParts

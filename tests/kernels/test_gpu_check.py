@@ -222,7 +222,7 @@ AVAILABLE.add("huggingface_hub")  # comes with transformers
 
 OPTIONAL = {
     ("demo", "run.py"),
-    *(("api", f"{name}.py") for name in ("server", "server_grammar", "server_metrics")),
+    ("api", "server.py"),
     ("pipespec", "test_serve.py"),
 }
 """The demo and the server, which no part runs. The server's tests skip themselves without its packages."""

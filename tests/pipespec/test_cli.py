@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from bench import bench_spd
-from pipespec.api.text_stream import TextStream
+from pipespec.api.text import TextStream
 from pipespec.cli import doctor
 from pipespec.cli.main import main
 from pipespec.demo import family_path, load_family

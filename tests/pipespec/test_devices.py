@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
 from pipespec import Pipeline, attach
-from pipespec.api import chain
+from pipespec.api import pipeline
 from pipespec.checks.devices import arrange, device_facts, requested
 from pipespec.cli.main import main
 from pipespec.errors import DoesNotFit
@@ -47,7 +47,7 @@ def test_what_device_may_be(monkeypatch):
 
 
 def test_what_device_may_not_be(model, monkeypatch, tmp_path):
-    monkeypatch.setattr(chain, "load_model", None)  # nothing is loaded
+    monkeypatch.setattr(pipeline, "load_model", None)  # nothing is loaded
     folder = save(model, tmp_path / "model")
     for device, match in {
         "cuda": "torch sees no GPU here",
@@ -85,7 +85,7 @@ def test_a_loaded_model_stays_on_its_device(model, monkeypatch, tmp_path):
         assert [str(m.device) for m in pipe.models] == ["cpu", "cpu"]
     # The devices as given, in their order.
     loads = []
-    monkeypatch.setattr(chain, "load_model", lambda m, device, **kwargs: loads.append(device))
+    monkeypatch.setattr(pipeline, "load_model", lambda m, device, **kwargs: loads.append(device))
     some_gpus(monkeypatch, 1, 1)
     for device, expected in (
         ({"draft 1": "cuda:1", "target": "cuda:0"}, ["cpu", "cuda:1", "cuda:0"]),

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from pipespec import Pipeline
 from pipespec.config import WIDTH, SpeculationConfig
-from pipespec.engine.features import Features
+from pipespec.engine.cache_storage import Features
 from pipespec.engine.head import DraftHead, HeadConfig, is_head
 from pipespec.engine.head_stage import HeadDraft, HeadStage
 from pipespec.engine.native import Checksums
@@ -292,7 +292,7 @@ def test_drafts_are_the_reference_s(shape, form, options, target, tmp_path, monk
         # Sampled, so that some are accepted: later rounds follow rollbacks of different depths.
         pipe.generate(ids, attention_mask=mask, max_new_tokens=12, **SAMPLED)
         if DEVICE == "cpu":
-            torch_only = "draft head: its next slot reads the output behind the last norm"
+            torch_only = "draft head: its next slot reads the output after the last norm"
             own = torch_only if shape.get("norm_output") else "native"
             forms = [own if form == "original" and not options["graphs"] else "draft head"]
             assert [stage.forward for stage in pipe.report.stages[:-1]] == forms

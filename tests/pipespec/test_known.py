@@ -407,7 +407,7 @@ def with_error_at(at: int | None, call: Any) -> tuple[Any, int]:
         code = frame.f_code
         has_begun |= code.co_name == "generate" and code.co_filename.endswith("api/base.py")
         # What decides about the fallback, and the record of errors, are not preparation.
-        left_out = code.co_filename.endswith(("attach.py", "errors.py", "api/text_stream.py"))
+        left_out = code.co_filename.endswith(("attach.py", "errors.py"))
         return on_line if has_begun and code.co_filename.startswith(root) and not left_out else None
 
     before = sys.gettrace()

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from pipespec import Pipeline, SpeedWarning
 from pipespec.checks.models import check_architecture
 from pipespec.checks.support import check_streams
-from pipespec.engine import recurrent, states
+from pipespec.engine import recurrent
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward
 from pipespec.errors import NotCapturable
@@ -122,14 +122,14 @@ def test_rollbacks_beyond_the_states():
 def test_recomputation_gives_the_same_text(monkeypatch):
     """Drafts that run further ahead than there are states recompute, and then have more."""
     grown = []
-    reserve = states.StateRing.reserve
+    reserve = recurrent.StateRing.reserve
 
     def watched(ring: Any, slots: int) -> None:
         grown.append(slots > ring.slots)
         reserve(ring, slots)
 
-    monkeypatch.setattr(states, "STATES", 2)
-    monkeypatch.setattr(states.StateRing, "reserve", watched)
+    monkeypatch.setattr(recurrent, "STATES", 2)
+    monkeypatch.setattr(recurrent.StateRing, "reserve", watched)
     target = make(ONE)
     ids, mask = left_pad([text(1, 10)[0], text(1, 3, seed=1)[0]])
     pipe = Pipeline(target, noisy(target, 0.05), schedule="lockstep", lookahead=7)

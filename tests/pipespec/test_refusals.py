@@ -210,7 +210,7 @@ CHAINS: list[Row] = [
     (ValueError, f"ids from 5 to {VOCABULARY}", lambda g: Pipeline(g.model, NgramDraft(corpus=[5, VOCABULARY]))),
     (ValueError, "ids from -1 to 5", lambda g: Pipeline(g.model, NgramDraft(corpus=[-1, 5]))),
     (FileNotFoundError, "no such file", lambda g: Pipeline(g.model, NgramDraft(corpus="no such file"))),
-    (FileNotFoundError, "no tokenizer beside the target .*give its token ids instead",
+    (FileNotFoundError, "no tokenizer in the target's folder .*give its token ids instead",
      lambda g: Pipeline(g.model, NgramDraft(corpus=g.with_file(g.path, "text", b"some text") / "text"))),
     (ValueError, "is not UTF-8 text", lambda g: Pipeline(g.model, NgramDraft(corpus=g.with_file(g.path, "text", b"\xff\xfe") / "text"))),
     *((ValueError, says, lambda g, given=given: NgramDraft(**given)) for says, given in (

@@ -24,8 +24,11 @@ pytest.importorskip("transformers.cli.serving.completion", reason="transformers 
 import uvicorn  # noqa: E402
 
 from pipespec import Pipeline  # noqa: E402
-from pipespec.api.server import _before_stop, make_app  # noqa: E402
-from pipespec.api.server_grammar import ResponseFormats  # noqa: E402
+from pipespec.api.server import (  # noqa: E402
+    ResponseFormats,
+    _before_stop,
+    make_app,
+)
 from pipespec.cli import main as command_line  # noqa: E402
 from pipespec.cli import serve  # noqa: E402
 from pipespec.demo import family_path  # noqa: E402

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from pipespec.engine.translation import LONGEST, SHORTEST, TranslatedRow, Translation, encoded
+from pipespec.engine.translation import LONGEST, SHORTEST, TranslatedRow, encoded, special
 from pipespec.models.tokenizers import ByteTokenizer, backend_of
 from tests.pipespec.vocabularies import KINDS, TEXT, as_bytes
 from tests.trials import trials
@@ -176,7 +176,7 @@ def test_an_update_encodes_the_last_piece_only(word):
             count += len(text)
             return list(text)
 
-    row = TranslatedRow(Translation(made, Counting()), [])
+    row = TranslatedRow(made, Counting(), [])
     for i in range(300):
         row.write(len(row._ids), made.encode(word.format(i).encode()))
         row._align()
@@ -199,9 +199,8 @@ PAIRS = [
 def test_a_row_under_random_drafts_and_rollbacks(pair, data):
     """What the queue proposes continues the text as the draft does; the draft's tokens are those of the text; cached tokens stay."""
     target, draft = map(as_bytes, pair)
-    translation = Translation(target, draft)
     ids = target.prefix + target.encode(data.draw(TEXTS).encode(), first=True)[:30]
-    row, fed = TranslatedRow(translation, ids), []
+    row, fed = TranslatedRow(target, draft, ids), []
     token = st.integers(0, len(target.pieces) + 2)
     for _ in range(data.draw(st.integers(1, 12))):
         proposed = row.next()
@@ -209,7 +208,7 @@ def test_a_row_under_random_drafts_and_rollbacks(pair, data):
         assert row.cached <= len(fed)
         queue = list(row._queue)
         assert not any(i in target.special for i in queue[:-1])
-        mapped = {translation.special(i, of_draft=True) for i in draft.special} - {None}
+        mapped = {special(i, draft, target) for i in draft.special} - {None}
         assert not queue or queue[-1] not in target.special or queue[-1] in mapped
         said = row._own[len(row._text) - row._base[0] :]
         assert said.startswith(
@@ -227,23 +226,22 @@ def test_a_row_under_random_drafts_and_rollbacks(pair, data):
             if among:
                 row.add(data.draw(st.sampled_from(among)))
             else:
-                row.stop()
+                row.is_stuck = True
         else:
             at = data.draw(st.integers(max(0, len(ids) - 6), len(ids)))
             ids = ids[:at] + data.draw(st.lists(token, max_size=3))
             row.write(at, ids[at:])
         assert row._ids == ids
     row._align()
-    assert row.sequence == TranslatedRow(translation, ids)._aligned()[0]
+    assert row.sequence == TranslatedRow(target, draft, ids)._aligned()[0]
 
 
 def test_special_tokens():
     """Only those of equal text are translated, in both directions."""
     target, draft = as_bytes("byte-level"), as_bytes("sentencepiece")
-    translation = Translation(target, draft)
     end, user = target.special_ids["<|end|>"], target.special_ids["<|user|>"]
     ids = [*target.prefix, user, *target.encode(b"the dog"), end, *target.encode(b"the")]
-    row = TranslatedRow(translation, ids)
+    row = TranslatedRow(target, draft, ids)
     assert row._aligned()[0] == [
         *draft.prefix, *draft.encode(b"the dog"), draft.special_ids["<|end|>"], *draft.encode(b"the")
     ]  # fmt: skip
@@ -266,7 +264,7 @@ def test_a_character_in_two_tokens():
     face = "\U0001f600".encode()
     ids = target.prefix + target.encode(b"the ") + target.encode(face)
     assert len(target.encode(face)) > 2
-    row = TranslatedRow(Translation(target, draft), ids[:-2])
+    row = TranslatedRow(target, draft, ids[:-2])
     assert row.next() is None
     assert row.awaited == face[: len(row.awaited)] != b""
     for token in [*draft.encode(face), *draft.encode(b" dog")]:
@@ -288,7 +286,7 @@ def test_a_word_that_the_text_has_begun():
         ids = target.encode(begun)
         expected = target.encode(b" return")[: len(ids)] == ids
         seen.add(expected)
-        row = TranslatedRow(Translation(target, draft), target.prefix + target.encode(b"x", first=True) + ids)
+        row = TranslatedRow(target, draft, target.prefix + target.encode(b"x", first=True) + ids)
         row.next()
         last, among = row.healed()
         assert last == row.sequence[-1] == draft.of_text[begun]
@@ -303,7 +301,7 @@ def test_what_the_target_cannot_say_is_lost():
     content = json.loads(KINDS["unigram"]().to_str())
     content["model"]["byte_fallback"] = False
     target, draft = ByteTokenizer(json.dumps(content)), as_bytes("byte-level")
-    row = TranslatedRow(Translation(target, draft), target.prefix + target.encode(b"the fox", first=True))
+    row = TranslatedRow(target, draft, target.prefix + target.encode(b"the fox", first=True))
     row.next()
     for token in draft.encode("\U0001f600".encode()):
         row.add(token)

@@ -9,9 +9,7 @@ import copy
 import enum
 import math
 import operator
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -163,7 +161,7 @@ ARGUMENTS: dict[str, Argument] = {
 OWN = ("seed", "presence_penalty", "frequency_penalty", "logit_bias", "grammar", "logprobs")
 """Arguments of a pipeline's ``generate()`` that transformers does not have."""
 
-MOST_TOKENS = 2**30  # positions are 32-bit numbers
+MAX_TOKENS = 2**30  # positions are 32-bit numbers
 
 _SAME_TEXT = ("static", "sliding_window", "hybrid", "hybrid_chunked")
 """Caches that a checkpoint may ask for, and whose texts are those of a dynamic one."""
@@ -327,11 +325,13 @@ def check_options(config: GenerationConfig, own: GenerationConfig) -> None:
             raise Unsupported(name, f"generate(): {name}={value!r} is unknown; {_SEE}")
         if value not in argument.neutral:
             raise refusal(name, value)
-    # transformers refuses numbers that leave nothing to do. It does not read max_length beside max_new_tokens.
+    # transformers refuses numbers that leave nothing to do. It does not read max_length where max_new_tokens is given.
     name = "max_length" if config.max_new_tokens is None else "max_new_tokens"
     value = getattr(config, name)
-    if value is not None and _as_count(name, value) > MOST_TOKENS:
-        raise ValueError(f"{name}={value} is more than any row can have ({MOST_TOKENS})")
+    number = plain_number(value)  # as transformers, which only compares with it, this takes 7.0 for 7
+    is_whole = isinstance(number, float) and number.is_integer()
+    if value is not None and (int(number) if is_whole else _as_int(name, value)) > MAX_TOKENS:
+        raise ValueError(f"{name}={value} is more than any row can have ({MAX_TOKENS})")
 
 
 def _check_kind(name: str, value: Any) -> None:
@@ -501,12 +501,6 @@ def _as_int(name: str, value: Any) -> int:
         raise TypeError(f"{name} must be an integer, not {value!r}") from None
 
 
-def _as_count(name: str, value: Any) -> int:
-    """As transformers, which only compares with it, this takes 7.0 for 7."""
-    number = plain_number(value)
-    return int(number) if isinstance(number, float) and number.is_integer() else _as_int(name, value)
-
-
 def as_ids(name: str, value: Any) -> list[int]:
     if value is None:
         return []
@@ -516,15 +510,3 @@ def as_ids(name: str, value: Any) -> list[int]:
     if not all(isinstance(v, (int, np.integer)) and not isinstance(v, bool) for v in values):
         raise TypeError(f"{name} must be a token id or a list of token ids, not {value!r}")
     return [int(v) for v in values]
-
-
-def _main() -> None:
-    """``python -m pipespec.api.arguments FILE`` writes the table into FILE, between its marks."""
-    file = Path(sys.argv[1])
-    head, begin, rest = file.read_text(encoding="utf-8").partition("<!-- arguments:begin -->\n")
-    tail = rest.partition("<!-- arguments:end -->")[2]
-    file.write_text(head + begin + table() + "<!-- arguments:end -->" + tail, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    _main()

@@ -13,11 +13,9 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from pipespec.api.arguments import OWN, plain_number
 from pipespec.api.caches import for_transformers
-from pipespec.api.chain import Draft
-from pipespec.api.pipeline import Pipeline
-from pipespec.api.text_stream import notify_reader_of_failure
+from pipespec.api.pipeline import Draft, Pipeline
 from pipespec.engine.cache import RowCache
-from pipespec.errors import NotKnown, Unsupported, is_final, user_stacklevel
+from pipespec.errors import NotKnown, Unsupported, is_final, notify_reader_of_failure, user_stacklevel
 from pipespec.models.adapters import without_wrapper
 from pipespec.schedules.base import SpeedWarning
 

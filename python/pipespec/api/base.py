@@ -29,13 +29,12 @@ from pipespec.api.arguments import (
 from pipespec.api.output import output_of, report_of, warn_of_room
 from pipespec.api.prepare import CallOptions, PreparedCall, prepare
 from pipespec.api.report import Report
-from pipespec.api.text_stream import notify_reader_of_failure
 from pipespec.checks.memory import check_memory, shortage_explained
 from pipespec.checks.models import check_rope
 from pipespec.checks.support import check_checkpointing, check_runnable
 from pipespec.engine.inputs import stage_names
 from pipespec.engine.known import one_call, unknown_reason
-from pipespec.errors import NotKnown, is_final, mark_final
+from pipespec.errors import NotKnown, is_final, mark_final, notify_reader_of_failure
 from pipespec.models.compat import callers_cache
 from pipespec.models.devices import LayerDevices
 from pipespec.models.properties import reset_rope
@@ -381,16 +380,16 @@ def _generator_restored() -> Iterator[None]:
 @contextmanager
 def _leading(group: ForwardGroup | None, progress: Progress) -> Iterator[None]:
     """Tell the other ranks of a tensor-parallel target how the call has ended, if this one leads them."""
-    leads = group is not None and group.is_leader
+    if group is None or not group.is_leader:
+        yield
+        return
     try:
         yield
     except BaseException as error:
-        if group is not None and leads:
-            with suppress(Exception):
-                group.fail(error)
+        with suppress(Exception):
+            group.fail(error)
         raise
-    if group is not None and leads:
-        group.end(progress.text.generated())
+    group.end(progress.text.generated())
 
 
 _pipelines: weakref.WeakSet[BasePipeline] = weakref.WeakSet()

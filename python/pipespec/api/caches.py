@@ -57,11 +57,6 @@ class Columns:
                     f"attention_mask: row {row} ends with padding; pad on the left (padding_side='left')",
                 )
 
-    @property
-    def has_padding(self) -> bool:
-        """Whether a column of some row holds no token."""
-        return any(len(places) < self.count for places in self.places)
-
     def tokens(self, columns: int) -> list[int]:
         """Per row, the number of tokens in the first columns."""
         return [int((places < columns).sum()) for places in self.places]

@@ -114,7 +114,7 @@ def _returned_cache(call: PreparedCall, owner: CacheOwner) -> Cache | None:
     own, cache = call.request.return_cache(owner, [n - 1 for n in call.progress.text.lengths]), call.options.cache
     if own is not None:
         own.text = own.text if call.is_text_known else None
-        own.had_padding = call.columns.has_padding
+        own.had_padding = any(len(places) < call.columns.count for places in call.columns.places)
     if own is None or cache is None or cache is own:
         return own
     give_back(own, cache, call.columns)

@@ -3,44 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from transformers import PreTrainedModel
 
 from pipespec.api.base import BasePipeline
-from pipespec.api.chain import (
-    Chain,
-    Draft,
-    Loading,
-    check_group_drafts,
-    check_rank_drafts,
-    given_drafts,
-    load_chain,
-)
 from pipespec.api.prepare import PreparedCall
 from pipespec.api.report import Report
-from pipespec.checks.devices import Devices
-from pipespec.checks.models import check_exact
+from pipespec.checks.devices import Devices, arrange, weights_of_each
+from pipespec.checks.models import check_chain, check_exact
 from pipespec.checks.support import cost_of_width
-from pipespec.checks.tokenizers import tokenizer_digest
+from pipespec.checks.tokenizers import tokenizer_digest, with_translations
 from pipespec.config import SpeculationConfig, can_be_captured, can_be_controlled
 from pipespec.engine.cached_text import forward_group
-from pipespec.engine.chain import DraftSpec
+from pipespec.engine.chain import DraftSpec, as_draft
+from pipespec.engine.inputs import stage_names
 from pipespec.errors import DoesNotFit, NotCapturable, NotKnown, UnsupportedInput, mark_final
 from pipespec.models.adapters import without_wrapper
-from pipespec.models.devices import input_device, not_whole_reason
-from pipespec.models.loading import gguf_path
-from pipespec.models.quantizing import Weights
+from pipespec.models.devices import input_device, not_whole_reason, tensor_parallel_size
+from pipespec.models.loading import gguf_path, load_config, load_model
+from pipespec.models.quantizing import Weights, quantized
 from pipespec.process.signals import handlers_watched, raise_handlers_error
-from pipespec.registry import DRAFTS, LOCKSTEP, WORKERS, default_schedule, imported
+from pipespec.registry import DRAFTS, LOCKSTEP, SCHEDULES, WORKERS, default_schedule, imported
 from pipespec.schedules.base import Driver, make_driver, warn_of_speed
 from pipespec.schedules.request import GenerationRequest
 
 if TYPE_CHECKING:
     from pipespec.schedules.follower import FollowerDriver
+
+Draft: TypeAlias = PreTrainedModel | DraftSpec | Any
+"""A draft as users give it: a model, its path, the name of a kind, or an object, see :data:`pipespec.registry.DRAFTS`."""
 
 _MIN_DRAFTED, _MAX_MISMATCH_RATE = 64, 0.02
 """Draft tokens after which, and acceptance rate up to which, a draft probably has another tokenizer."""
@@ -57,7 +52,7 @@ class Pipeline(BasePipeline):
             on the Hugging Face Hub, or the path of a GGUF file.
         drafts: Models or paths, smallest first, with the target's tokenizer. On a CPU an n-gram index joins them, unless ``schedule`` or ``lookahead`` is
             given. An embedding may be
-            padded to another size if ``tokenizer.json`` lies beside the weights of both and is the same. A draft may also be
+            padded to another size if the folders of both have the same ``tokenizer.json``. A draft may also be
             ``"ngram"`` or a :class:`pipespec.NgramDraft`: prompt lookup, without a model; or an object of yours with ``propose(tokens, count)``, see
             :class:`pipespec.engine.proposer.Proposer`. The first draft
             may have another tokenizer: its draft tokens are translated by way of the text. It may also be the folder of an EAGLE-3 head, which reads the target's
@@ -91,9 +86,9 @@ class Pipeline(BasePipeline):
         native: Run the steps of LLaMA-like models on the CPU as one call into C++, on packed copies of their weights. A model does so after its
             logits agreed with transformers' on probes, in float32 within 1e-5 of their range; ``report.stages[i].forward`` says which forward ran.
             Captured steps run fused kernels after the same comparison. False: forwards with the bits of transformers' own.
-        tokenizer: The target's, for a first draft with another one; transformers' object. Default: the one beside its weights.
+        tokenizer: The target's, for a first draft with another one; transformers' object. Default: the one in its folder.
         draft_tokenizers: The drafts' tokenizers: a list with one entry per draft model, or one tokenizer for a single draft. None, as the argument or as
-            an entry: the tokenizer beside the draft's weights, or the target's if there is none.
+            an entry: the tokenizer in the draft's folder, or the target's if there is none.
         exact: Refuse whatever would let the target's bits depend on anything but target, prompt and seed. Then a text in bfloat16, too, is the
             same in every batch, with every draft, in every schedule on this machine. For targets on the CPU that run in the native form, and for
             captured steps of targets that run in the fused form. The two forms round differently.
@@ -148,7 +143,11 @@ class Pipeline(BasePipeline):
         self._group = forward_group(target) if isinstance(target, PreTrainedModel) else None
         self._follows = self._group is not None and not self._group.is_leader
         if self._group is not None:
-            check_group_drafts(given, schedule)
+            if given and schedule is not None and schedule in SCHEDULES and SCHEDULES[schedule].needs_ranks:
+                raise ValueError(
+                    "the target is sharded over processes (tp_plan), and schedule='ranks' has a model in each process: use 'plain', "
+                    "'lockstep' or 'workers'"
+                )
             if self._follows:
                 given, draft_tokenizers = [], None  # rank 0 runs them
         loading = Loading(
@@ -190,7 +189,15 @@ class Pipeline(BasePipeline):
 
     def _join(self, given: Sequence[Any], config: SpeculationConfig, loading: Loading) -> None:
         """Take this rank's place in a chain whose models are in other processes."""
-        check_rank_drafts(given[:-1], loading)
+        for name in ("weights", "tokenizer", "draft_tokenizers"):
+            if getattr(loading, name) is not None:
+                raise ValueError(
+                    f"{name} is not for schedule='ranks', where each rank loads its own model as its folder or GGUF file has it: leave it out"
+                )
+        if any(tensor_parallel_size(draft) > 1 for draft in given[:-1] if isinstance(draft, PreTrainedModel)):
+            raise ValueError(
+                "a draft is sharded over processes (tp_plan), and schedule='ranks' has a model in each process: load it whole"
+            )
         model, self._driver = imported(config.schedule_row.join)(
             given, config, device=loading.device, dtype=loading.dtype, trust_remote_code=loading.trust_remote_code
         )
@@ -230,10 +237,13 @@ class Pipeline(BasePipeline):
         in_turn = SpeculationConfig.of(drafts, schedule=LOCKSTEP.name, **options)
         joined = [*drafts, *(row.spec_class()() for row in DRAFTS if row.joins)]
         may_join = in_turn.controlled if drafts else options["lookahead"] is None
+        # Drafts are for the target's process, or for an order that only the controller gives them.
+        without_models = bool(drafts) and all(draft.inline for draft in drafts)
         schedule, captured, joins = default_schedule(
             [str(input_device(model)) for model in self.models],
             options["graphs"],
-            in_turn=_runs_in_turn(drafts),
+            in_turn=without_models
+            or any(draft.reads_target or (i > 0 and not draft.verifies) for i, draft in enumerate(drafts)),
             uncaptured=not can_be_captured(drafts),
             whole=all(not_whole_reason(model) is None for model in self.models),
             coupled=options["acceptance"] == "coupled",
@@ -308,22 +318,16 @@ class Pipeline(BasePipeline):
 
     def _report(self, call: PreparedCall) -> Report:
         report = super()._report(call)
-        self._note_other_tokenizers(report)
-        if not self._notes:
-            return report
-        return replace(report, decisions=(*self._notes, *(report.decisions or ())))
-
-    def _note_other_tokenizers(self, report: Report) -> None:
-        """Note, once, that a draft which is hardly ever accepted may have another tokenizer, if nothing tells that it has not."""
         given, last = self._unchecked, report.stages[-1]
-        if not given or last.drafted < _MIN_DRAFTED or last.acceptance_rate > _MAX_MISMATCH_RATE:
-            return
-        self._unchecked = []
-        if any(tokenizer_digest(source, model) is None for source, model in zip(given, self.models, strict=True)):
-            self._notes += (
-                "hardly any draft token was accepted, and no tokenizer.json tells whether the models have one tokenizer: if they have not, pass "
-                "tokenizer= and draft_tokenizers=",
-            )
+        if given and last.drafted >= _MIN_DRAFTED and last.acceptance_rate <= _MAX_MISMATCH_RATE:
+            # A note is made once, if nothing says that the tokenizers are the same.
+            self._unchecked = []
+            if any(tokenizer_digest(source, model) is None for source, model in zip(given, self.models, strict=True)):
+                self._notes += (
+                    "hardly any draft token was accepted, and no tokenizer.json tells whether the models have one tokenizer: if they have not, "
+                    "pass tokenizer= and draft_tokenizers=",
+                )
+        return replace(report, decisions=(*self._notes, *(report.decisions or ())) or None)
 
 
 def _check_form(models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
@@ -353,12 +357,98 @@ def _make_driver_or_fallback(models: Sequence[PreTrainedModel], config: Speculat
     return make_driver(models, _eager(config))
 
 
-def _runs_in_turn(drafts: Sequence[DraftSpec]) -> bool:
-    """Whether drafts are for the target's process, or for an order that only the controller gives them."""
-    without_models = bool(drafts) and all(draft.inline for draft in drafts)
-    return without_models or any(d.reads_target or (i > 0 and not d.verifies) for i, d in enumerate(drafts))
-
-
 def _eager(config: SpeculationConfig) -> SpeculationConfig:
     """The same without graphs."""
     return replace(config, schedule=LOCKSTEP.name if config.schedule_row.is_captured else config.schedule, graphs=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """How models are loaded and drafts are made: arguments of :class:`pipespec.Pipeline`."""
+
+    dtype: torch.dtype | str = "auto"
+    weights: Weights = None
+    device: Devices = None
+    tokenizer: Any = None
+    draft_tokenizers: Any = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype != "auto" and not isinstance(getattr(torch, str(self.dtype), self.dtype), torch.dtype):
+            raise ValueError(
+                f"dtype={self.dtype!r} is not a dtype of torch; use 'float32', 'bfloat16', 'float16' or 'auto'"
+            )
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A chain whose models are loaded.
+
+    Attributes:
+        drafts: The spec of each draft.
+        models: Of the drafts that have one, in their order, and of the target.
+        notes: About the models that were quantised.
+        is_known: Whether it is known that the others have the target's tokenizer.
+    """
+
+    drafts: list[DraftSpec]
+    models: list[Any]
+    notes: list[str]
+    is_known: bool
+
+
+def given_drafts(drafts: Any) -> list[DraftSpec]:
+    """The drafts that a user names, without wrappers. Raises ``TypeError`` for what is no list of drafts."""
+    drafts = without_wrapper(drafts)
+    if drafts is None:
+        return []
+    if isinstance(drafts, Sequence) and not isinstance(drafts, str):
+        return [as_draft(without_wrapper(draft)) for draft in drafts]
+    single = as_draft(drafts)
+    if single.own_model and not isinstance(drafts, (str, Path, PreTrainedModel, DraftSpec)):
+        raise TypeError(f"drafts must be a list of models or paths, not {type(drafts).__name__}")
+    return [single]
+
+
+def load_chain(
+    target: PreTrainedModel | str | Path, drafts: Sequence[DraftSpec], config: SpeculationConfig, loading: Loading
+) -> Chain:
+    """Load the models of a chain, make those that are made here, and check that they form one."""
+    remote = loading.trust_remote_code
+    if not config.schedule_row.has_drafts:
+        drafts = [draft for draft in drafts if draft.own_model]
+    own = [draft for draft in drafts if draft.own_model]
+    with_model = [draft for draft in drafts if not draft.inline]
+    names = stage_names(len(with_model) + 1)
+    formats = weights_of_each(loading.weights, names)
+    if len(own) < len(with_model):
+        known = target.config if isinstance(target, PreTrainedModel) else load_config(target, trust_remote_code=remote)
+        for draft in with_model:
+            draft.check(known)
+    given = [*(draft.given for draft in own), target]
+    devices = arrange(given, device=loading.device, dtype=loading.dtype, trust_remote_code=remote)
+    loaded = [
+        load_model(m, dtype=loading.dtype, device=d, trust_remote_code=remote)
+        for m, d in zip(given, devices, strict=True)
+    ]
+    own = with_translations(own, loaded, given, loading.tokenizer, loading.draft_tokenizers, trust_remote_code=remote)
+    translated = [i for i, draft in enumerate(own) if draft.translates]
+    check_chain(loaded, given, translated=translated)
+    is_known = bool(translated) or loading.tokenizer is not None or loading.draft_tokenizers is not None
+    own_drafts = iter(zip(own, loaded, strict=False))
+    specs, models = [], []
+    for draft in drafts:
+        model = None
+        if draft.own_model:
+            draft, model = next(own_drafts)
+        elif not draft.inline:
+            model = draft.load(loaded[-1], loading.dtype)
+        specs.append(draft.for_target(target, loaded[-1]))
+        models += [model] * (not draft.inline)
+    models.append(loaded[-1])
+    if formats[-1] is not None:
+        models[-1] = quantized(models[-1], formats[-1])
+    for i, draft in enumerate(draft for draft in specs if not draft.inline):
+        models[i], formats[i] = draft.fit(models[i], models[-1], formats[i])
+    notes = [f"{name}: {form} weights" for name, form in zip(names, formats, strict=True) if form is not None]
+    return Chain(specs, models, notes, is_known)

@@ -11,7 +11,7 @@ import torch
 from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
-from pipespec.api.arguments import MOST_TOKENS, check_logprobs, check_positions
+from pipespec.api.arguments import MAX_TOKENS, check_logprobs, check_positions
 from pipespec.api.caches import Columns, adopt, cached_texts
 from pipespec.api.text import CommittedText, Criteria, Progress
 from pipespec.engine.attention import MaskKind, mask_kind
@@ -29,7 +29,7 @@ from pipespec_kernels.state import MAX_EOS
 
 @dataclass(frozen=True, kw_only=True)
 class CallOptions:
-    """What a call has beside the arguments that transformers prepares, see :meth:`pipespec.Pipeline.generate`.
+    """What a call has in addition to the arguments that transformers prepares, see :meth:`pipespec.Pipeline.generate`.
 
     Attributes:
         cache: The caller's ``past_key_values``.
@@ -105,7 +105,14 @@ def prepare(
     if position_ids is not None:
         check_positions(position_ids, attention_mask, width)
     columns = Columns(attention_mask, width)
-    prompts, shown, is_text_known = _read_prompts(columns, input_ids.to("cpu", torch.int32).numpy(), options.cache)
+    ids, cached = input_ids.to("cpu", torch.int32).numpy(), columns.tokens(columns.cached)
+    texts, prompts, shown = cached_texts(options.cache, cached), [], []
+    for row, (places, held, n) in enumerate(zip(columns.places, texts, cached, strict=True)):
+        # Where the text of cached tokens is not known, zeros stand for it, which only drafts see.
+        unknown = np.zeros(n - len(held), dtype=np.int32)
+        prompts.append(np.concatenate([held, unknown, ids[row, places[n:] - columns.cached]]))
+        shown.append(Prompt(ids[row], len(places), max(0, int(places[0]) - columns.cached)))
+    is_text_known = [len(held) for held in texts] == cached
     eos, max_length, others = _read_criteria(stopping_criteria, width)
     limits = [len(prompt) + max(int(max_length.max_length), width + 1) - width for prompt in prompts]
     seeds = row_seeds(options.seed, rows) if config.do_sample or options.seed is not None else None
@@ -114,6 +121,11 @@ def prepare(
     processors = with_penalties(logits_processor, width, **options.penalties)
     sampling_params = SamplingParams.of(processors, seeds=seeds, prompts=shown, ends=eos)
     sampling_params.check_ids(head_size(target))
+    grammar = None
+    if options.grammar is not None:
+        from pipespec.engine.grammar import Grammar
+
+        grammar = Grammar.of(options.grammar, [len(prompt) for prompt in prompts])
     inputs = StageInputs(
         prompts,
         limits,
@@ -121,9 +133,18 @@ def prepare(
         head_size(target),
         chunk=config.prefill_chunk_size or prefill_chunk(rows, str(input_device(target))),
         reuse=options.cache is not None,
-        grammar=_grammar(options, prompts),
+        grammar=grammar,
     )
-    record = _record_of(config, options, inputs)
+    record, logprobs = None, check_logprobs(options.logprobs, config, inputs.vocabulary)
+    has_outputs = config.return_dict_in_generate and (config.output_scores or config.output_logits)
+    if has_outputs or logprobs is not None:
+        record = ScoreRecord(
+            rows,
+            scores=bool(config.output_scores),
+            logits=bool(config.output_logits),
+            top_logprobs=logprobs,
+            warpers=sampling_params.warpers,
+        )
     if options.cache is not None and not config.use_cache:
         raise UnsupportedInput("use_cache", "use_cache=False with past_key_values: pass one of them only")
     _check_padding(target, columns, max(limits))
@@ -145,66 +166,25 @@ def prepare(
     return PreparedCall(config, options, columns, is_text_known, seeds, progress, request)
 
 
-def _read_prompts(
-    columns: Columns, ids: np.ndarray, cache: Cache | None
-) -> tuple[list[np.ndarray], list[Prompt], bool]:
-    """The text of each row, the cached part included; the prompts as processors see them; and whether the text of cached tokens is known."""
-    cached = columns.tokens(columns.cached)
-    texts = cached_texts(cache, cached)
-    prompts, shown = [], []
-    for row, (places, text, n) in enumerate(zip(columns.places, texts, cached, strict=True)):
-        # Where the text of cached tokens is not known, zeros stand for it, which only drafts see.
-        unknown = np.zeros(n - len(text), dtype=np.int32)
-        prompts.append(np.concatenate([text, unknown, ids[row, places[n:] - columns.cached]]))
-        shown.append(Prompt(ids[row], len(places), max(0, int(places[0]) - columns.cached)))
-    return prompts, shown, [len(text) for text in texts] == cached
-
-
 def _read_criteria(stopping_criteria: Sequence[Any], width: int) -> tuple[list[int], Any, list[Any]]:
     """The token ids that end a row, transformers' criterion for the length, and the criteria that are to be called."""
     # Ids beyond 32 bits are those of no token.
-    eos = [
-        int(token)
-        for criterion in stopping_criteria
-        if _is_eos(criterion)
-        for token in criterion.eos_token_id.flatten()
-        if 0 <= int(token) < 2**31
-    ]
+    ends = (
+        token for criterion in stopping_criteria if _is_eos(criterion) for token in criterion.eos_token_id.flatten()
+    )
+    eos = [int(token) for token in ends if 0 <= int(token) < 2**31]
     if len(eos) > MAX_EOS:
         raise UnsupportedInput("eos_token_id", f"eos_token_id: at most {MAX_EOS} ids, got {len(eos)}")
     # The caller's own criteria replace transformers'. They run after a token, so one token is always generated.
     lengths = [criterion for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria]
     max_length = min(lengths, key=lambda criterion: int(criterion.max_length))
-    if max_length.max_length > width + MOST_TOKENS:
-        raise ValueError(f"MaxLengthCriteria: {max_length.max_length} is more than any row can have ({MOST_TOKENS})")
+    if max_length.max_length > width + MAX_TOKENS:
+        raise ValueError(f"MaxLengthCriteria: {max_length.max_length} is more than any row can have ({MAX_TOKENS})")
     return eos, max_length, [c for c in stopping_criteria if type(c) is not MaxLengthCriteria and not _is_eos(c)]
 
 
 def _is_eos(criterion: Any) -> bool:
     return type(criterion) is EosTokenCriteria and getattr(criterion, "new_token_length", 1) == 1
-
-
-def _grammar(options: CallOptions, prompts: Sequence[np.ndarray]) -> Any:
-    if options.grammar is None:
-        return None
-    from pipespec.engine.grammar import Grammar
-
-    return Grammar.of(options.grammar, [len(prompt) for prompt in prompts])
-
-
-def _record_of(config: GenerationConfig, options: CallOptions, inputs: StageInputs) -> ScoreRecord | None:
-    """Where the call's scores and logits are stored, if it asks for them."""
-    logprobs = check_logprobs(options.logprobs, config, inputs.vocabulary)
-    outputs = config.return_dict_in_generate and (config.output_scores or config.output_logits)
-    if not outputs and logprobs is None:
-        return None
-    return ScoreRecord(
-        len(inputs.prompts),
-        scores=bool(config.output_scores),
-        logits=bool(config.output_logits),
-        top_logprobs=logprobs,
-        warpers=inputs.sampling_params.warpers,
-    )
 
 
 def _check_padding(target: PreTrainedModel, columns: Columns, limit: int) -> None:

@@ -11,8 +11,9 @@ import asyncio
 import inspect
 import json
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from jinja2 import TemplateError
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException  # those of unknown routes, too
 from transformers.cli.serving import utils
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -30,8 +32,7 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
 
 from pipespec.api.pipeline import Pipeline
-from pipespec.api.server_grammar import ResponseFormats
-from pipespec.api.server_metrics import ServerMetrics
+from pipespec.models.properties import end_tokens, head_size
 from pipespec.models.tokenizers import backend_of
 
 _ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
@@ -159,9 +160,9 @@ def _check_ranges(body: dict[str, Any]) -> None:
     for field in ("max_tokens", "max_completion_tokens"):
         if body.get(field) is not None and body[field] < 1:
             raise ValueError(f"{field}={body[field]!r} must be at least 1")
-    for field, (least, most) in _RANGES.items():
-        if body.get(field) is not None and not least <= body[field] <= most:
-            raise ValueError(f"{field}={body[field]!r} must be from {least} to {most}")
+    for field, (low, high) in _RANGES.items():
+        if body.get(field) is not None and not low <= body[field] <= high:
+            raise ValueError(f"{field}={body[field]!r} must be from {low} to {high}")
 
 
 class _Streamer(utils.DirectStreamer):
@@ -277,3 +278,105 @@ class _Requests(utils.GenerateManager):
                 return self._pipe.generate(**inputs, **options)
 
         return call
+
+
+class ResponseFormats:
+    """Makes a matcher for each request, for the vocabulary and end tokens of the target. xgrammar keeps what it has compiled, up to 64 MiB."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self._compiler: Any = None
+
+    def matcher(self, wanted: Any) -> Any:
+        """The argument ``grammar`` of ``generate()`` for ``{"type": "json_object"}``, or ``{"type": "json_schema", "json_schema": {"schema": SCHEMA}}``.
+
+        Raises:
+            HTTPException: Status 400; another form, a schema that xgrammar refuses, or no xgrammar.
+        """
+        kind = wanted.get("type") if isinstance(wanted, dict) else wanted
+        if kind not in ("json_object", "json_schema"):
+            raise HTTPException(400, f"response_format {kind!r} is not supported: text, json_object or json_schema")
+        try:
+            import xgrammar
+        except ImportError as error:
+            what = "response_format needs xgrammar where the server runs: pip install xgrammar"
+            raise HTTPException(400, what) from error
+        if self._compiler is None:
+            ends, size = end_tokens(self._model) or None, head_size(self._model)
+            info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=size, stop_token_ids=ends)
+            self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=64 << 20)
+        try:
+            schema = {"type": "object"} if kind == "json_object" else wanted["json_schema"]["schema"]
+            # Free spaces would let a small model write nothing else.
+            compiled = self._compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
+        except (KeyError, TypeError, RuntimeError, ValueError) as error:
+            raise HTTPException(400, f"response_format has no schema that xgrammar takes: {error}") from error
+        return xgrammar.GrammarMatcher(compiled)
+
+
+class ServerMetrics:
+    """Counters, gauges and histograms of one server.
+
+    Acceptance is counted as in vLLM: ``spec_decode_num_accepted_tokens_per_pos`` has, for each position, the verifications that accepted a draft token
+    there. ``spec_decode_num_drafts`` counts all steps of the target, those without draft tokens too. ``name`` is the label ``model_name``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._registry = CollectorRegistry()
+
+        def new(kind: Any, metric: str, text: str, *labels: str) -> Any:
+            made = kind(f"vllm:{metric}", text, ["model_name", *labels], registry=self._registry)
+            return (lambda value: made.labels(name, value)) if labels else made.labels(name)
+
+        self._running = new(Gauge, "num_requests_running", "Requests that generate.")
+        self._waiting = new(Gauge, "num_requests_waiting", "Requests in the queue.")
+        self._prompt = new(Counter, "prompt_tokens", "Tokens of prompts.")
+        self._tokens = new(Counter, "generation_tokens", "Generated tokens.")
+        self._ended = new(Counter, "request_success", "Requests by the reason of their end.", "finished_reason")
+        self._first = new(Histogram, "time_to_first_token_seconds", "From a request to its first token.")
+        self._latency = new(Histogram, "e2e_request_latency_seconds", "From a request to its last token.")
+        self._throughput = new(Gauge, "avg_generation_throughput_toks_per_s", "Tokens/s of the last request.")
+        self._drafts = new(Counter, "spec_decode_num_drafts", "Steps of the target.")
+        self._drafted = new(Counter, "spec_decode_num_draft_tokens", "Draft tokens that the target verified.")
+        self._accepted = new(Counter, "spec_decode_num_accepted_tokens", "Draft tokens that it accepted.")
+        self._by_position = new(
+            Counter, "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position.", "position"
+        )
+
+    def text(self) -> str:
+        """All figures in Prometheus' text format."""
+        return generate_latest(self._registry).decode()
+
+    def enter(self) -> float:
+        """Count a request that begins to wait. Returns the time."""
+        self._waiting.inc()
+        return time.monotonic()
+
+    @contextmanager
+    def request(self, since: float, prompt: int, config: Any, pipe: Any) -> Iterator[None]:
+        """Around a request's call of ``pipe.generate()``: count what it did.
+
+        Args:
+            since: of :meth:`enter`.
+            config: Its ``max_new_tokens`` is the limit, or None once something else has ended the text.
+            pipe: The pipeline, whose ``report`` describes the call afterwards.
+        """
+        self._waiting.dec()
+        start, reason = time.monotonic(), "abort"
+        try:
+            with self._running.track_inprogress():
+                yield
+            report, target = pipe.report, pipe.report.stages[-1]
+            reason = "length" if report.tokens == config.max_new_tokens else "stop"
+            self._prompt.inc(prompt)
+            self._tokens.inc(report.tokens)
+            self._first.observe(start - since + report.seconds_to_first_token)
+            self._latency.observe(time.monotonic() - since)
+            self._throughput.set(report.tokens_per_second)
+            self._drafts.inc(target.steps)
+            self._drafted.inc(target.drafted)
+            self._accepted.inc(target.accepted)
+            for position in range(len(target.histogram) - 1):
+                self._by_position(str(position)).inc(sum(target.histogram[position + 1 :]))
+        finally:
+            self._ended(reason).inc()

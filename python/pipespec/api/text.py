@@ -1,4 +1,4 @@
-"""The text of a call while it is generated: what is committed, checked by stopping criteria, streamed and timed."""
+"""The text of a call while it is generated: what is committed, checked by stopping criteria, streamed and timed; and a streamer that decodes it."""
 
 from __future__ import annotations
 
@@ -87,10 +87,10 @@ class Criteria:
         self._text, self._criteria, self._pads, self._record = text, criteria, pads, record
         self._check_model = check_model
         rows, self._width = text.input_ids.shape
-        most = max(limit - start for limit, start in zip(text.limits, text.starts, strict=True))
+        longest = max(limit - start for limit, start in zip(text.limits, text.starts, strict=True))
         # Input of the criteria: ids [B, S + n], and scores per column.
         with torch.inference_mode(False):
-            self._ids = text.input_ids.new_full((rows, self._width + most), text.pad)
+            self._ids = text.input_ids.new_full((rows, self._width + longest), text.pad)
             self._ids[:, : self._width] = text.input_ids
         self._scores: list[torch.Tensor] = []
         self._num_checked = 0
@@ -216,3 +216,49 @@ class Progress:
         if self._streamer is not None:
             self._streamer.end()
         self.seconds = time.perf_counter() - self._began
+
+
+class TextStream:
+    """A streamer for ``generate()`` that decodes step by step.
+
+    It gets the tokens of each step as one block, so that it can tell accepted draft tokens from the target's own token.
+
+    A token may end inside a character, and its text may depend on the token before it. So each token is decoded together with the one
+    before, and its text is held back until its last character is complete.
+
+    Args:
+        decode: Token ids to text.
+        write: Called with each new piece of text, and whether its token was an accepted draft token.
+    """
+
+    takes_blocks = True
+
+    def __init__(self, decode: Callable[[list[int]], str], write: Callable[[str, bool], None]) -> None:
+        self._decode = decode
+        self._write = write
+        self._tokens: list[int] = []
+        self._context = 0  # tokens[context:done] are shown, and decoded again with the next ones
+        self._done = 0
+        self._prompt = True
+
+    def put(self, value: Any) -> None:
+        """Take the prompt, which is not shown, then the tokens of each step: accepted draft tokens and the target's own token."""
+        if self._prompt:
+            self._prompt = False
+            return
+        tokens = value.flatten().tolist()
+        for i, token in enumerate(tokens):
+            self._tokens.append(token)
+            self._show(i < len(tokens) - 1, final=False)
+
+    def end(self) -> None:
+        """Show the text that is held back. Repeated calls show nothing twice."""
+        self._show(False, final=True)
+
+    def _show(self, drafted: bool, final: bool) -> None:
+        shown = self._decode(self._tokens[self._context : self._done])
+        text = self._decode(self._tokens[self._context :])
+        if len(text) <= len(shown) or (text.endswith("\ufffd") and not final):
+            return
+        self._context, self._done = self._done, len(self._tokens)
+        self._write(text[len(shown) :], drafted)

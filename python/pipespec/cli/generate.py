@@ -127,7 +127,7 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
     else:
         target, drafts, dtype = chosen_models(args, lambda: bundled_drafts(args.schedule, args.acceptance))
     with working("importing torch and transformers"):
-        from pipespec.api.text_stream import TextStream
+        from pipespec.api.text import TextStream
         from pipespec.models.tokenizers import load_tokenizer
 
     with quiet_transformers():

@@ -126,7 +126,7 @@ def _measured(
 ) -> list[Candidate]:
     """All candidates, the fastest first."""
     with working("loading the models"):
-        from pipespec.api.chain import Loading, given_drafts, load_chain
+        from pipespec.api.pipeline import Loading, given_drafts, load_chain
         from pipespec.models.loading import load_model
         from pipespec.models.tokenizers import load_tokenizer
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from pipespec.api.base import BasePipeline
 from pipespec.api.pipeline import Pipeline
-from pipespec.api.text_stream import TextStream
+from pipespec.api.text import TextStream
 from pipespec.demo import Family, load_family, prompts
 from pipespec.process.progress import RemainingWork, quiet_transformers, working
 from pipespec.process.table import aligned

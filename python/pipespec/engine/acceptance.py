@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from pipespec.engine.sampling import Step
 from pipespec_kernels import ops, reference
 from pipespec_kernels.noise import DRAFT, Noise
 
@@ -45,15 +46,9 @@ class RejectionAcceptance:
         self._logits = torch.full((rows, self._room, vocabulary), -torch.inf, dtype=torch.float32, device=device)
         self._cutoff = torch.full((rows, self._room), -torch.inf, dtype=torch.float32, device=device)
 
-    def draw(
-        self,
-        logits: torch.Tensor,
-        fed: torch.Tensor,
-        query_lens: np.ndarray,
-        num_draft_tokens: np.ndarray,
-        noise: Noise,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw a draft token per row, and keep what it was drawn from. Arguments and result are those of :func:`pipespec_kernels.ops.verify`."""
+    def draw(self, logits: torch.Tensor, step: Step, noise: Noise) -> torch.Tensor:
+        """Draw a draft token per row, and keep what it was drawn from. Returns ``selected`` of :func:`pipespec_kernels.ops.verify`."""
+        query_lens = step.query_lens.numpy()
         chosen = np.flatnonzero(query_lens)
         positions = np.asarray(noise.positions)[chosen] + query_lens[chosen] - 1
         rows, columns, at = map(torch.from_numpy, (chosen, query_lens[chosen] - 1, positions % self._room))
@@ -66,18 +61,12 @@ class RejectionAcceptance:
         cutoff = None if noise.cutoff is None else noise.cutoff[there].to(device)
         self._cutoff[here] = self._cutoff.new_full((len(chosen),), -torch.inf) if cutoff is None else cutoff
         self._positions[chosen, positions % self._room] = positions
-        return ops.verify(logits, fed, query_lens, num_draft_tokens, noise=replace(noise, stream=DRAFT))
+        noise = replace(noise, stream=DRAFT)
+        return ops.verify(logits, step.tokens, query_lens, step.num_draft_tokens.numpy(), noise=noise)[0]
 
-    def accept(
-        self,
-        logits: torch.Tensor,
-        fed: torch.Tensor,
-        query_lens: np.ndarray,
-        num_draft_tokens: np.ndarray,
-        noise: Noise,
-        invalid_positions: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Accept draft tokens, and draw one more. Arguments and result are those of :func:`pipespec_kernels.ops.verify`."""
+    def accept(self, logits: torch.Tensor, step: Step, noise: Noise, invalid_positions: torch.Tensor) -> torch.Tensor:
+        """Accept draft tokens, and draw one more. Returns ``selected`` of :func:`pipespec_kernels.ops.verify`."""
+        query_lens, num_draft_tokens = step.query_lens.numpy(), step.num_draft_tokens.numpy()
         width = logits.shape[1]
         at = np.asarray(noise.positions)[:, None] + np.arange(width)
         entry = at % self._room
@@ -92,25 +81,18 @@ class RejectionAcceptance:
         draft_tokens = np.where(unknown, 0, num_draft_tokens).astype(np.int32)
         index = torch.from_numpy(entry).to(self._logits.device)
         which = torch.from_numpy(rows).to(self._logits.device)
-        selected, accepted = ops.rejection_sample(
+        selected, _ = ops.rejection_sample(
             logits,
-            fed,
+            step.tokens,
             counts,
             draft_tokens,
             self._logits[which, index].to(logits.device),
             noise,
             draft_cutoff=self._cutoff[which, index].to(logits.device),
         )
-        if invalid_positions is not None:
-            reference.note_invalid_positions(
-                invalid_positions,
-                logits,
-                selected,
-                torch.from_numpy(counts),
-                torch.from_numpy(draft_tokens),
-                torch.from_numpy(np.asarray(noise.positions)),
-            )
-        return selected, accepted
+        counted = map(torch.from_numpy, (counts, draft_tokens, np.asarray(noise.positions)))
+        reference.note_invalid_positions(invalid_positions, logits, selected, *counted)
+        return selected
 
 
 def drop_rejected(

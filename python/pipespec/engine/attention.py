@@ -86,7 +86,7 @@ def attention_forward(
         dropout: as in sdpa.
         scaling: of the scores.
         is_causal: None: as the module says.
-        **kwargs: what the model passes beside these.
+        **kwargs: what else the model passes.
 
     Returns:
         ``[rows, q, heads, head_dim]``, and None for the weights.
@@ -116,12 +116,14 @@ def attention_forward(
         **{name: kwargs.get(name) is not None for name in ("softcap", "position_bias", "s_aux")},
         "output_attentions": bool(kwargs.get("output_attentions")),
     }
-    q, keys = query.shape[2], key.shape[2]
+    q, keys, on_gpu = query.shape[2], key.shape[2], query.is_cuda
+    # Here torch's attention needs no mask.
+    is_fast = (q == keys and (q > _WIDEST or not on_gpu)) or (q == 1 and not on_gpu)
     if attention_mask is None and lengths is not None:
         if any(cannot.values()):
             asked = ", ".join(name for name, is_asked in cannot.items() if is_asked)
             raise RuntimeError(f"a RowCache without a mask does not work with {asked}")
-    elif attention_mask is not None or any(cannot.values()) or _torchs_own(q, keys, query.is_cuda):
+    elif attention_mask is not None or any(cannot.values()) or is_fast:
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )
@@ -129,11 +131,6 @@ def attention_forward(
     else:
         lengths = torch.full((query.shape[0],), keys - q, dtype=torch.int32, device=query.device)
     return ops.verify_attention(query, key, value, lengths, scale=scaling, window=window).transpose(1, 2), None
-
-
-def _torchs_own(q: int, keys: int, on_gpu: bool) -> bool:
-    """Whether torch's attention needs no mask here and is fast."""
-    return (q == keys and (q > _WIDEST or not on_gpu)) or (q == 1 and not on_gpu)
 
 
 def attention_mask(**kwargs: Any) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from pipespec.engine.cache_forward import ForwardCache
-from pipespec.engine.features import Features
+from pipespec.engine.cache_storage import Features, RowFeatures
 from pipespec.models.compat import cropped_length, query_length
 from pipespec.models.devices import LayerDevices, local_kv_heads
 from pipespec.models.layout import CacheLayout, UnsupportedLayers
@@ -104,7 +104,7 @@ class RowCache(ForwardCache, Cache):
     be wrong, so the cache refuses to give one. Use ``forward(model, tokens, cache, keep=...)``, or pass both ``mask(q)`` and ``positions(q)``
     to the model.
 
-    **Recurrent layers** keep states in place of keys and values, several per row in a :class:`pipespec.engine.states.StateRing`. A rollback
+    **Recurrent layers** keep states in place of keys and values, several per row in a :class:`pipespec.engine.recurrent.StateRing`. A rollback
     chooses one of them: see ``restorable()`` and ``aim()``. Such layers run in ``forward(model, tokens, cache, keep=...)`` only.
 
     **Lengths on the device.** With ``model.set_attn_implementation("pipespec")`` on a GPU, and with ``static=True`` on any device, attention
@@ -230,7 +230,7 @@ class RowCache(ForwardCache, Cache):
             store[:, 0, :, :begin].copy_(other[:, row, :, :begin])
         alone._set([begin])
         if isinstance(self.features, Features):
-            alone.features = self.features.of_row(row)
+            alone.features = RowFeatures(self.features, row)
         yield alone
         for store, other in zip(alone._stores, self._stores, strict=True):
             other[:, row, :, begin:end].copy_(store[:, 0, :, begin:end])

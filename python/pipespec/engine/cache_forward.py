@@ -10,8 +10,7 @@ import torch
 
 from pipespec.engine.attention import ATTENTION, MaskKind, attach_lengths, lengths_only, mask_kind
 from pipespec.engine.cache_storage import RowStorage
-from pipespec.engine.states import LayerStates
-from pipespec.models.layout import FULL, SLIDING
+from pipespec.engine.recurrent import LayerStates
 from pipespec_kernels import ops
 
 _ALIGNED_KEYS = 16
@@ -155,11 +154,6 @@ class ForwardCache(RowStorage):
         windows = self.windows
         made = {window: self.mask(q, window=window) for window in dict.fromkeys(windows)}
         return [made[window] for window in windows]
-
-    def masks_by_type(self, q: int) -> dict[str, torch.Tensor | None]:
-        """:meth:`mask` of the two types of layers, as transformers names them."""
-        window = next((window for window in self.windows if window is not None), None)
-        return {FULL: self.mask(q), SLIDING: self.mask(q, window=window)}
 
     # ---- a forward
 

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.features import Features
+from pipespec.engine.cache_storage import Features
 from pipespec.engine.forward import described, forward, forward_row, native_form_of, recheck, wide_columns
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.runtime import runtime_of
@@ -68,7 +68,7 @@ class CachedText:
         self.reads_wide = True
         """Whether the model's own modules read long parts of a prompt, see :func:`pipespec.engine.forward.wide_columns`."""
         self.published: tuple[Sequence[int], torch.dtype] | None = None
-        """The hidden states that the forwards keep for a draft, and in which dtype, see :class:`pipespec.engine.features.Features`; None: none."""
+        """The hidden states that the forwards keep for a draft, and in which dtype, see :class:`pipespec.engine.cache_storage.Features`; None: none."""
 
     def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
         """Own the caller's cache (``past_key_values``) from here on. The next prefill continues from what it holds.
@@ -161,7 +161,12 @@ class CachedText:
                 held = [0] * rows
             held = self._cache.restorable(held)
         cache = self._cache_for(inputs, held)
-        self._attach_features(cache, held)
+        if self.published is None:
+            cache.features = None
+        elif isinstance(cache.features, Features) and cache.features.layers == tuple(self.published[0]):
+            cache.features.begin = [min(pair) for pair in zip(cache.features.begin, held, strict=True)]
+        else:
+            cache.features = Features(self.published[0], held, self.published[1])
         if not any(held):
             self._skipped = [0] * rows
         cache.truncate(self._in_cache(held))
@@ -171,15 +176,6 @@ class CachedText:
         self._set_text(prompts, inputs.most)
         self._held = [len(p) - 1 for p in prompts]
         return cache, held
-
-    def _attach_features(self, cache: RowCache, held: list[int]) -> None:
-        """Let the forwards over a cache, which holds ``held[r]`` tokens that count, keep what is published."""
-        if self.published is None:
-            cache.features = None
-        elif isinstance(cache.features, Features) and cache.features.layers == tuple(self.published[0]):
-            cache.features.begin = [min(pair) for pair in zip(cache.features.begin, held, strict=True)]
-        else:
-            cache.features = Features(self.published[0], held, self.published[1])
 
     def _cache_for(self, inputs: StageInputs, held: list[int]) -> RowCache:
         """The cache for a call, which the stage owns from here on. It holds the first ``held[r]`` tokens of the cache before."""
@@ -209,8 +205,18 @@ class CachedText:
         if self.reads_wide and self._group is None:
             begin = self._fill_by_library(cache, begin, end, logits if selects else None)
             end = [max(pair) for pair in zip(begin, end, strict=True)]
-        if reads_last := selects and not logits and self._can_read_last(cache, begin, end):
-            end = [e + 1 for e in end]
+        # Whether a forward of several columns gives the logits after each prompt, with the bits of a forward of its last token.
+        reads_last = (
+            selects
+            and not logits
+            and self.reads_last
+            and self._group is None
+            and len(set(begin)) == len(set(end)) == 1
+            and begin[0] < end[0]
+            and not cache.is_recurrent
+            and native_form_of(self.model, cache, native=self._native) is not None
+        )
+        end = [e + reads_last for e in end]
         # The states of a complete row do not survive further columns.
         level = not any(self._in_cache(begin)) and not cache.is_recurrent
         chunks = prompt_chunks(
@@ -227,19 +233,15 @@ class CachedText:
                 # Padding columns of complete rows must not use up the capacity.
                 cache.truncate(self._in_cache(until))
         cache.truncate(self._in_cache(end))
-        if logits:
-            self._complete(cache, logits, end)
-
-    def _can_read_last(self, cache: RowCache, begin: list[int], end: list[int]) -> bool:
-        """Whether a forward of several columns gives the logits after each prompt, with the bits of a forward of its last token."""
-        return (
-            self.reads_last
-            and self._group is None
-            and len(set(begin)) == len(set(end)) == 1
-            and begin[0] < end[0]
-            and not cache.is_recurrent
-            and native_form_of(self.model, cache, native=self._native) is not None
-        )
+        if not logits:
+            return
+        # The last token of the other prompts, each for itself: a forward of all rows would compute the keys and values of the complete ones again.
+        for row, last in enumerate(end):
+            if row not in logits:
+                with cache.row_alone(row, 1) as alone:
+                    token = self._tokens_of(row, last, last + 1)
+                    logits[row] = forward(self.model, token, alone, keep=1, native=self._native)
+        self._prompt_logits = torch.cat([logits[row] for row in range(len(end))])
 
     def _fill_by_library(
         self, cache: RowCache, begin: list[int], end: list[int], logits: dict[int, torch.Tensor] | None
@@ -258,15 +260,6 @@ class CachedText:
                 if logits is not None and keep:
                     logits[row] = kept
         return begin
-
-    def _complete(self, cache: RowCache, logits: dict[int, torch.Tensor], end: list[int]) -> None:
-        """Read the last token of the other prompts, each for itself: a forward of all rows would compute the keys and values of the complete ones again."""
-        for row, last in enumerate(end):
-            if row not in logits:
-                with cache.row_alone(row, 1) as alone:
-                    token = self._tokens_of(row, last, last + 1)
-                    logits[row] = forward(self.model, token, alone, keep=1, native=self._native)
-        self._prompt_logits = torch.cat([logits[row] for row in range(len(end))])
 
     def _tokens_of(self, row: int, begin: int, end: int) -> torch.Tensor:
         tokens = torch.from_numpy(self._text[row, begin:end])[None].to(self._device)
@@ -329,8 +322,8 @@ def prompt_chunks(
         begin = [b + (q if level else n) for b, n in zip(begin, real, strict=True)]
 
 
-def common_length(a: np.ndarray, b: np.ndarray) -> int:
+def common_length(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:
     """Length of the common prefix."""
     n = min(len(a), len(b))
-    differ = np.flatnonzero(a[:n] != b[:n])
+    differ = np.flatnonzero(np.asarray(a[:n]) != np.asarray(b[:n]))
     return int(differ[0]) if len(differ) else n

@@ -4,7 +4,7 @@ that. A pipeline has already computed later tokens, so it raises an error."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -102,7 +102,10 @@ def check_of_model(model: PreTrainedModel, code: Iterable[Any]) -> Callable[[], 
         A function that raises ``NotImplementedError`` after a change; None where all of ``code`` is that of known packages, which change no model, and
         where the model's own forwards may change it.
     """
-    if is_dynamic(rope_type(model)) or all(map(is_original, _run_by(code))):
+    # Objects of a call, and the functions that they hold, as ``prefix_allowed_tokens_fn`` is within a processor of transformers.
+    objects = [each for each in code if each is not None]
+    held = (value for each in objects for value in getattr(each, "__dict__", {}).values() if callable(value))
+    if is_dynamic(rope_type(model)) or all(map(is_original, (*objects, *held))):
         return None  # forwards change dynamic RoPE
     # Not the newest record: a call from inside of this one replaces that.
     record = record_within(model)
@@ -119,14 +122,6 @@ def check_of_model(model: PreTrainedModel, code: Iterable[Any]) -> Callable[[], 
         record = now
 
     return check
-
-
-def _run_by(code: Iterable[Any]) -> Iterator[Any]:
-    """What is called: objects of a call, and the functions that they hold, as ``prefix_allowed_tokens_fn`` is within a processor of transformers."""
-    for each in code:
-        if each is not None:
-            yield each
-            yield from filter(callable, getattr(each, "__dict__", {}).values())
 
 
 def _final(argument: str, what: str) -> Unsupported:

@@ -70,7 +70,7 @@ class DraftSpec:
         """Raise ``ValueError`` if it cannot draft for a target of this configuration. Before models are loaded."""
 
     def load(self, target: PreTrainedModel, dtype: torch.dtype | str) -> Any:
-        """Load what it runs beside a target; None for an inline stage. Not called for a model of transformers."""
+        """Load what it runs next to a target; None for an inline stage. Not called for a model of transformers."""
         return None
 
     def fit(self, model: Any, target: PreTrainedModel, weights: str | None) -> tuple[Any, str | None]:

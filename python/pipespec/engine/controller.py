@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_DRAFT_TOKENS = 16
-"""Most draft tokens of a round."""
+"""Maximum number of draft tokens of a round."""
 
 _MATCHES = (4, 8)
 """Length of the match from which on the tokens of an n-gram index belong to the next kind: longer matches are accepted more often."""
@@ -42,7 +42,7 @@ _PLAIN_EVERY = 256
 """Rounds after which a step without draft tokens measures plain decoding again."""
 _FIRST_CREDIT = 0.5
 """Plain steps that the n-gram rounds of a call may lose before they have gained anything."""
-_MOST_CREDIT = 2.0
+_MAX_CREDIT = 2.0
 """Plain steps of gains that later rounds of a call may lose again."""
 _EXPLORATION = 0.01
 """Part of the time of plain decoding that trials may cost."""
@@ -296,7 +296,7 @@ class Controller:
         self._generated += 1 + max(accepted for _, accepted in outcome)
         if choice.source == "ngram" and (plain := self.target.seconds(1)):
             gained = 1 + sum(accepted for _, accepted in outcome) / len(outcome) - self._spent / plain
-            self._credit = min(self._credit + max(gained, -1.0), _MOST_CREDIT)
+            self._credit = min(self._credit + max(gained, -1.0), _MAX_CREDIT)
         for row, (drafted, accepted) in enumerate(outcome):
             if drafted:
                 kind = "model" if choice.source == "model" else f"ngram {_kind(matches[row][1])}"
@@ -308,7 +308,7 @@ class Controller:
     def _resting(self) -> Choice:
         self.rested += 1
         self._generated += 1
-        self._credit = min(self._credit + _EXPLORATION, _MOST_CREDIT)
+        self._credit = min(self._credit + _EXPLORATION, _MAX_CREDIT)
         return _REST
 
     def _draft_seconds(self, columns: int, plain: float) -> float:

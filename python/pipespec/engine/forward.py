@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, cast
 
 import torch
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.form import Form
+from pipespec.engine.form import Form, LayerLoop, WholeModel
 from pipespec.engine.known import (
     AUTOCAST,
     EXACT,
@@ -21,7 +22,6 @@ from pipespec.engine.known import (
     refusal_of_cache,
 )
 from pipespec.engine.native import NativeForm, native_form
-from pipespec.engine.own import LayerLoop, WholeModel
 from pipespec.engine.runtime import ChosenForm, Forms, runtime_of
 from pipespec.models.compat import library_columns
 from pipespec.models.devices import input_device
@@ -92,9 +92,9 @@ def forward(
         raise ValueError(f"keep={keep} of {q} columns")
     if rows != cache.rows:
         raise ValueError(f"{rows} rows of tokens for a RowCache of {cache.rows} rows")
-    call = _form(model, cache, native)
+    form = _form(model, cache, native)
     with torch.inference_mode():
-        return call(tokens, cache, keep)
+        return form(tokens, cache, keep)
 
 
 def wide_columns(model: PreTrainedModel, cache: RowCache, most: int, *, native: bool = True) -> int | None:
@@ -128,11 +128,9 @@ def forward_row(model: PreTrainedModel, tokens: torch.Tensor, cache: RowCache, r
     Returns:
         ``[1, keep, V]``.
     """
-    with torch.inference_mode():
-        if cache.rows == 1:
-            return WholeModel(model)(tokens, cache, keep)
-        with cache.row_alone(row, tokens.shape[1]) as alone:
-            return WholeModel(model)(tokens, alone, keep)
+    alone = nullcontext(cache) if cache.rows == 1 else cache.row_alone(row, tokens.shape[1])
+    with torch.inference_mode(), alone as row_cache:
+        return WholeModel(model)(tokens, row_cache, keep)
 
 
 def native_form_of(model: PreTrainedModel, cache: RowCache, *, native: bool = True) -> NativeForm | None:
@@ -238,4 +236,4 @@ def _fused(model: PreTrainedModel, cache: RowCache) -> FusedForm | None:
         return None
     forms = runtime_of(model).forms
     fused = (cast("FusedForm", forms[name].form) for name in (FUSED, EXACT) if name in forms and forms[name].form)
-    return next((form for form in fused if form.takes(cache)), None)
+    return next((form for form in fused if cache in form.tables), None)

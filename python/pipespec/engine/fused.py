@@ -23,9 +23,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.form import Form, check_outputs, probe, probe_cache, probe_inputs, probed
+from pipespec.engine.form import Form, WholeModel, check_outputs, probe, probe_cache, probe_inputs, probed
 from pipespec.engine.known import FUSED, moving
-from pipespec.engine.own import WholeModel
 from pipespec.models import families
 from pipespec.models.families import NotReadable
 from pipespec.models.merging import check_separate, merge, merged
@@ -78,20 +77,6 @@ class _Layer(NamedTuple):
     down: _Product
 
 
-class _Fixed(NamedTuple):
-    """What a form has for a cache, at fixed addresses: graphs read and write it.
-
-    Attributes:
-        cos: Cosines ``[capacity, rotary_dim]``.
-        sin: Likewise.
-        workspace: Of attention.
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    workspace: torch.Tensor
-
-
 class FusedForm(Form):
     """A model's forward over static caches. :meth:`add_cache` comes before the first forward over a cache.
 
@@ -102,6 +87,8 @@ class FusedForm(Form):
     Attributes:
         number: differs for each form. A graph that has captured one form reads its tables.
         block: rows of each product in the exact form, one of :data:`BLOCKS`; 0: one product of all rows.
+        has_opaque: whether modules of others compute some of its products. They may see the other rows of a product.
+        tables: by cache, cosines and sines ``[capacity, rotary_dim]`` and the work space of attention, at fixed addresses: graphs read and write them.
 
     Raises:
         NotReadable: a part of the model has no operation here.
@@ -113,52 +100,46 @@ class FusedForm(Form):
         *products, self._head = map(_Product.of, families.products_of(model))
         layers, each = ModelParts.of(model).layers, iter(products)
         self._layers = [
-            _Layer(_weight(layer.post_attention_layernorm), _head_norms(layer), *four)
+            _Layer(
+                _weight(layer.post_attention_layernorm),
+                {n: _weight(getattr(layer.self_attn, n)) for n in ("q_norm", "k_norm") if hasattr(layer.self_attn, n)},
+                *four,
+            )
             for layer, *four in zip(layers, each, each, each, each, strict=True)
         ]
         self._norm: dict[str, Any] = {"eps": read.shape.eps, "one_plus_weight": read.shape.norm_offset == 1.0}
         # The second norm of a layer, then the first norm of the next one: each sums and normalises what comes before it.
         self._first_norm, *self._next_norms = [*(_weight(layer.input_layernorm) for layer in layers), read.norm]
-        self._fixed: weakref.WeakKeyDictionary[RowCache, _Fixed] = weakref.WeakKeyDictionary()
-        self.block = self._rows_of_products() if exact else 0
-
-    @property
-    def has_opaque(self) -> bool:
-        """Whether modules of others compute some of its products. They may see the other rows of a product."""
-        return any(product.modules for layer in self._layers for product in layer[2:]) or bool(self._head.modules)
+        self.tables: weakref.WeakKeyDictionary[RowCache, tuple[torch.Tensor, ...]] = weakref.WeakKeyDictionary()
+        self.has_opaque = any(product.modules for product in (*products, self._head))
+        self.block = self._rows_of_products([self._head, *products]) if exact else 0
 
     @property
     def name(self) -> str:
         """What the report says."""
         return f"{FUSED}, products of {self.block} rows" if self.block else FUSED
 
-    def _rows_of_products(self) -> int:
+    def _rows_of_products(self, products: list[_Product]) -> int:
         """The first of :data:`BLOCKS` that fits all products of the model. Of each shape, one matrix is tested."""
-        products = [self._head, *(product for layer in self._layers for product in layer[2:])]
-        if any(product.modules for product in products):
+        if self.has_opaque:
             raise NotReadable("its quantised modules, or those with an adapter, may depend on the number of rows")
         wholes = [product.whole() for product in products]
         shapes = {(weight.shape, weight.stride(), bias is None): (weight, bias) for weight, bias in wholes}
         with torch.inference_mode(), _without_autocast(wholes[0][0].device.type):
-            fits = (rows for rows in BLOCKS if all(is_row_independent(rows, *product) for product in shapes.values()))
-            return next(fits)
+            return next(rows for rows in BLOCKS if all(is_row_independent(rows, *pair) for pair in shapes.values()))
 
     def add_cache(self, cache: RowCache) -> None:
         """Compute RoPE for all positions of a cache, from the model's own rotary embedding, and allocate the work space of attention."""
-        if cache in self._fixed:
+        if cache in self.tables:
             return
         with torch.inference_mode(False), torch.no_grad():
             like = torch.empty(0, dtype=cache.dtype, device=cache.device)
             cos, sin = self._read.rotary(like, position_ids=torch.arange(cache.capacity, device=cache.device)[None])
             workspace = torch.zeros(2 * cache.rows * self._read.shape.kv_heads, dtype=torch.int32, device=cache.device)
-            self._fixed[cache] = _Fixed(cos[0].contiguous(), sin[0].contiguous(), workspace)
-
-    def takes(self, cache: RowCache) -> bool:
-        """Whether a forward over this cache can run now."""
-        return cache in self._fixed
+            self.tables[cache] = cos[0].contiguous(), sin[0].contiguous(), workspace
 
     def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
-        read, (cos, sin, workspace) = self._read, self._fixed[cache]
+        read, (cos, sin, workspace) = self._read, self.tables[cache]
         shape, depth = read.shape, len(self._layers)
         rows, q = tokens.shape
         n = rows * q
@@ -219,13 +200,8 @@ def _weight(norm: Any) -> torch.Tensor:
     return found
 
 
-def _head_norms(layer: Any) -> dict[str, Any]:
-    names = [name for name in ("q_norm", "k_norm") if hasattr(layer.self_attn, name)]
-    return {name: _weight(getattr(layer.self_attn, name)) for name in names}
-
-
 def is_row_independent(rows: int, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """Test whether a product of ``rows`` rows gives each of them the same bits in every place and beside all others.
+    """Test whether a product of ``rows`` rows gives each of them the same bits in every place and among all others.
 
     The rows are random. Some of them are repeated: the product must have their bits in all places. An order of summation that differs between two
     places changes the last bit of some of the outputs, unless there are few of them or they have few summands.

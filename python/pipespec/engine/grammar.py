@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from pipespec.engine.cached_text import common_length
 from pipespec.engine.sampling import Step
 
 
@@ -71,14 +72,7 @@ class Grammar:
             raise ValueError("grammar: one matcher for several rows; each row needs its own, since their texts differ")
         return cls(matchers, starts) if used else None
 
-    def bitmask(
-        self,
-        text: np.ndarray,
-        step: Step,
-        vocabulary: int,
-        *,
-        is_target: bool,
-    ) -> torch.Tensor:
+    def bitmask(self, text: np.ndarray, step: Step, vocabulary: int, *, is_target: bool) -> torch.Tensor:
         """The masks of the columns of a step that choose a token. Other columns get masks of ones.
 
         Args:
@@ -128,11 +122,7 @@ class Grammar:
     def _follow(self, row: int, matcher: TokenMatcher, text: list[int], *, is_target: bool) -> bool:
         """Take the matcher to the end of ``text``. Returns whether it is there, or has terminated on the way."""
         accepted = self._accepted[row]
-        common = 0
-        for a, b in zip(accepted, text, strict=False):
-            if a != b:
-                break
-            common += 1
+        common = common_length(accepted, text)
         if common < len(accepted):
             rejected = len(accepted) - common
             try:

@@ -61,13 +61,7 @@ class ForwardGroup:
     # ---- the leader
 
     def announce(self, tokens: torch.Tensor, lengths: Sequence[int], keep: int) -> None:
-        """Announce a forward, which this process runs next.
-
-        Args:
-            tokens: int ``[rows, q]``.
-            lengths: per row, tokens that the cache holds.
-            keep: columns with logits.
-        """
+        """Announce a forward, which this process runs next. Arguments are those of :class:`Announced`."""
         self._broadcast(Announced(tokens.cpu(), tuple(lengths), keep))
 
     def end(self, text: Sequence[Sequence[int]]) -> None:

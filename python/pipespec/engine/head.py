@@ -46,13 +46,9 @@ def is_head(draft: Any) -> bool:
     """Whether what a user gave for a draft is the folder, or the hub name, of a draft head."""
     if not isinstance(draft, (str, Path)):
         return False
-    record = _record(draft)
-    return record is not None and ("speculators_model_type" in record or _is_original(record))
-
-
-def _is_original(record: dict[str, Any]) -> bool:
-    names = record.get("architectures") or []
-    return "draft_vocab_size" in record or any("eagle3" in str(name).lower() for name in names)
+    record = _record(draft) or {}
+    is_named = any("eagle3" in str(name).lower() for name in record.get("architectures") or [])
+    return is_named or "draft_vocab_size" in record or "speculators_model_type" in record
 
 
 def _record(folder: str | Path) -> dict[str, Any] | None:
@@ -90,7 +86,7 @@ class HeadConfig:
         norm_before_residual: the first layer adds to the normalised state instead of to the state.
         norm_before_fc: one norm over all hidden states in front of ``fc``.
         fc_norm: one norm for each of them.
-        norm_output: the next slot reads the output behind the last norm.
+        norm_output: the next slot reads the output after the last norm.
         where: its folder, for messages.
     """
 
@@ -153,6 +149,7 @@ class HeadConfig:
             lookahead: draft tokens per round that the head was trained for.
         """
         layer = self.block.to_diff_dict()
+        head_dim = getattr(self.block, "head_dim", None) or self.block.hidden_size // self.block.num_attention_heads
         return {
             "architectures": ["Eagle3DraftModel"],
             "speculators_model_type": "eagle3",
@@ -162,18 +159,13 @@ class HeadConfig:
                 "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": lookahead}],
                 "verifier": {"name_or_path": target, "architectures": list(architectures)},
             },
-            "transformer_layer_config": layer | {"model_type": self.block.model_type, "head_dim": self.head_dim},
+            "transformer_layer_config": layer | {"model_type": self.block.model_type, "head_dim": int(head_dim)},
             "draft_vocab_size": self.draft_vocabulary,
             "eagle_aux_hidden_state_layer_ids": None if self.features is None else list(self.features),
             "target_hidden_size": None if self.target_hidden == self.block.hidden_size else self.target_hidden,
             **{name: getattr(self, name) for name in _FLAGS},
             "tie_word_embeddings": False,
         }
-
-    @property
-    def head_dim(self) -> int:
-        found = getattr(self.block, "head_dim", None)
-        return int(found or self.block.hidden_size // self.block.num_attention_heads)
 
     def layers_of(self, depth: int) -> tuple[int, ...]:
         """The features of a target with ``depth`` layers; without a choice 2, the middle, and the third from the end, as EAGLE-3 has them."""
@@ -269,12 +261,20 @@ class DraftHead(nn.Module):
         config = HeadConfig.load(folder)
         config.require(target.config)
         weights = _weights(folder)
-        mapping = {name: weights.pop(name, None) for name in ("d2t", "t2d")}
+        d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
         head = cls(config, has_embedding="embed_tokens.weight" in weights)
         named = {name.replace("midlayer.", "layers.0.", 1): value for name, value in weights.items()}
         named = {name: x for name, x in named.items() if name not in _UNUSED and not name.endswith("inv_freq")}
         fill(head, named, f"{config.where}: its weights are not those of its {CONFIG}")
-        head.map_vocabulary(**mapping)
+        where, count, size = config.where, config.draft_vocabulary, config.block.vocab_size
+        if d2t is not None:  # what is added to each index
+            head.ids = ids = torch.arange(len(d2t)) + d2t.long()
+            if ids.shape != (count,) or int(ids.min()) < 0 or int(ids.max()) >= size or len(ids.unique()) != count:
+                raise ValueError(f"{where}: d2t does not give {count} different tokens of {size}")
+            if t2d is not None and not torch.equal(t2d.bool().nonzero()[:, 0], ids.sort().values):
+                raise ValueError(f"{where}: d2t and t2d name different tokens")
+        elif count != size:
+            raise ValueError(f"{where} drafts {count} of {size} tokens and has no d2t, which says which ones")
         if dtype == "auto":
             dtype = min(weights["fc.weight"].dtype, compute_dtype(target), key=lambda each: each.itemsize)
         head.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
@@ -293,25 +293,6 @@ class DraftHead(nn.Module):
         if embedding_size(target) < self.config.block.vocab_size:
             raise ValueError(f"{self.config.where} has no embedding of its own, and the target's has fewer tokens")
         self._borrowed = [target.get_input_embeddings()]
-
-    def map_vocabulary(self, d2t: torch.Tensor | None, t2d: torch.Tensor | None) -> None:
-        """Set the target's ids of the draft vocabulary.
-
-        Args:
-            d2t: int ``[draft_vocabulary]``, what is added to each index; None: the vocabulary is the target's.
-            t2d: bool ``[vocabulary]``, which tokens it has; None: as ``d2t`` says.
-        """
-        where, count, size = self.config.where, self.config.draft_vocabulary, self.config.block.vocab_size
-        if d2t is None:
-            if count != size:
-                raise ValueError(f"{where} drafts {count} of {size} tokens and has no d2t, which says which ones")
-            return
-        ids = torch.arange(len(d2t)) + d2t.long()
-        if ids.shape != (count,) or int(ids.min()) < 0 or int(ids.max()) >= size or len(ids.unique()) != count:
-            raise ValueError(f"{where}: d2t does not give {count} different tokens of {size}")
-        if t2d is not None and not torch.equal(t2d.bool().nonzero()[:, 0], ids.sort().values):
-            raise ValueError(f"{where}: d2t and t2d name different tokens")
-        self.ids = ids
 
     def save(self, folder: str | Path, target: PreTrainedModel, lookahead: int = 3) -> None:
         """Write the head in the format of ``speculators``.
@@ -350,7 +331,7 @@ class DraftHead(nn.Module):
     def parts(self) -> ModelParts:
         """What the native decoder runs. Raises :class:`NotReadable` where the head has something that it does not have."""
         if self.config.norm_output:
-            raise NotReadable("its next slot reads the output behind the last norm")
+            raise NotReadable("its next slot reads the output after the last norm")
         return ModelParts(self.block, list(self.layers), 0, self.rotary_emb, None, self.norm, self.lm_head)
 
     @functools.cached_property
@@ -372,18 +353,13 @@ class DraftHead(nn.Module):
     def device(self) -> torch.device:
         return self.norm.weight.device
 
-    @property
-    def embedding(self) -> Any:
+    def get_input_embeddings(self) -> Any:
         """The module that embeds: its own, or the target's."""
         return self._borrowed[0] if self.embed_tokens is None else self.embed_tokens
 
-    def get_input_embeddings(self) -> Any:
-        """:attr:`embedding`, by the name that models have for it."""
-        return self.embedding
-
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embeddings ``[rows, q, H]`` of ``tokens [rows, q]``, ids of the target."""
-        return self.embedding(tokens).to(self.dtype)
+        return self.get_input_embeddings()(tokens).to(self.dtype)
 
     def native_product(self) -> NativeDecoder:
         """The product with ``fc``, on packed copies of its weights. Raises :class:`NotReadable` as :meth:`parts` does."""
@@ -445,12 +421,6 @@ def _weights(folder: str | Path) -> dict[str, torch.Tensor]:
     file = _file(folder, WEIGHTS)
     if file is None:
         inside = sorted(p.name for p in Path(folder).glob("*.bin")) if Path(folder).is_dir() else []
-        raise FileNotFoundError(
-            f"{folder} holds no {WEIGHTS}"
-            + (
-                f" (only {', '.join(inside)}, which can run code when loaded); convert the head to safetensors"
-                if inside
-                else ""
-            )
-        )
+        note = f" (only {', '.join(inside)}, which can run code when loaded); convert the head to safetensors"
+        raise FileNotFoundError(f"{folder} holds no {WEIGHTS}{note if inside else ''}")
     return read_stored(file)

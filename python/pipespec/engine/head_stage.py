@@ -12,9 +12,9 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pipespec.engine.cache import RowCache
+from pipespec.engine.cache_storage import Features
 from pipespec.engine.cached_text import common_length
 from pipespec.engine.chain import DraftSpec
-from pipespec.engine.features import Features
 from pipespec.engine.head import DraftHead, HeadConfig, is_head
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.known import NATIVE
@@ -30,7 +30,7 @@ from pipespec_kernels.state import Action
 class HeadStage(Stage):
     """The first stage of a chain, if that is a head, see :mod:`pipespec.engine.head`. It runs in turn with the target, in its process.
 
-    Its cache holds a slot for each position that has features, and behind them the slots of the tokens that it has drafted in this round. The next
+    Its cache holds a slot for each position that has features, and after them the slots of the tokens that it has drafted in this round. The next
     round begins by lowering the lengths to the former, and reads the features of what the target has committed since. A head that rests reads
     nothing.
 
@@ -45,7 +45,7 @@ class HeadStage(Stage):
     may_defer = True
     _decoder: NativeForm | None = None
     _product: NativeDecoder | None = None
-    """The head's ``fc``, beside its native form."""
+    """The head's ``fc``, with its native form."""
     _packed = False
     _source: Stage
     _attention: str | None = None
@@ -97,9 +97,7 @@ class HeadStage(Stage):
         else:
             self._skipped = [0] * rows
         self._known = known
-        self._text = np.zeros((rows, inputs.most), dtype=np.int32)
-        for row, prompt in enumerate(prompts):
-            self._text[row, : len(prompt)] = prompt
+        self._set_text(prompts, inputs.most)
         self.pack()
         dtype = self.model.dtype if self._decoder is None else torch.float32
         self._states = torch.zeros((rows, self.model.block.hidden_size), dtype=dtype, device=self._device)
@@ -126,13 +124,13 @@ class HeadStage(Stage):
     def _plan(self, lookahead: int, max_draft_tokens: int) -> Action:
         action = super()._plan(lookahead, 0)
         if action == Action.STEP and not self._began:
-            self._begin_behind_others()
+            self._begin_late()
             if any(self.block.length(self.block.target, row) - 1 <= at for row, at in enumerate(self._skipped)):
                 return Action.IDLE  # nothing was published yet; the next plan gives the tokens once more
             self._began = True
         return action
 
-    def _begin_behind_others(self) -> None:
+    def _begin_late(self) -> None:
         """Begin at each row's first position with features."""
         for row, at in enumerate(self._features().begin):
             if at != self._skipped[row]:
@@ -152,7 +150,18 @@ class HeadStage(Stage):
         return fed  # rows that select nothing wait until they do
 
     def _score(self, fed: torch.Tensor, cache: RowCache) -> tuple[torch.Tensor, int]:
-        self._run_slots(cache)
+        """Run the slots of the rows that select up to their newest token, and keep the last outputs."""
+        block = self.block
+        selects = [int(n) > 0 for n in self._n_select]
+        # Slots with features, and all slots.
+        known = [block.length(block.target, row) - 1 - skipped for row, skipped in enumerate(self._skipped)]
+        ends = [int(a + b) - 1 - s for a, b, s in zip(self._kv, self._query_lens, self._skipped, strict=True)]
+        # A slot reads the token after it, which a stage downstream may have replaced.
+        valid = [max(0, int(kv) - 1 - s) for kv, s in zip(self._kv, self._skipped, strict=True)]
+        keeps = [chosen and self._known[row] >= known[row] for row, chosen in enumerate(selects)]
+        kept = [min(n, ends[row]) if keeps[row] else self._known[row] for row, n in enumerate(valid)]
+        cache.truncate([min(pair) for pair in zip(cache.lengths, kept, strict=True)])
+        self._run_to(cache, known, [end if chosen else 0 for end, chosen in zip(ends, selects, strict=True)])
         logits = self._logits()
         first = self._first_selecting()
         column = torch.from_numpy(self._n_select - (1 + first)).to(logits.device)
@@ -172,20 +181,6 @@ class HeadStage(Stage):
             return torch.from_numpy(filled).view(rows, width, size)
         wide = logits.new_full((rows, width * size), -torch.inf).scatter_(1, at, logits)
         return wide.view(rows, width, size)
-
-    def _run_slots(self, cache: RowCache) -> None:
-        """Run the slots of the rows that select up to their newest token, and keep the last outputs."""
-        block = self.block
-        selects = [int(n) > 0 for n in self._n_select]
-        # Slots with features, and all slots.
-        known = [block.length(block.target, row) - 1 - skipped for row, skipped in enumerate(self._skipped)]
-        ends = [int(a + b) - 1 - s for a, b, s in zip(self._kv, self._query_lens, self._skipped, strict=True)]
-        # A slot reads the token behind it, which a stage downstream may have replaced.
-        valid = [max(0, int(kv) - 1 - s) for kv, s in zip(self._kv, self._skipped, strict=True)]
-        keeps = [chosen and self._known[row] >= known[row] for row, chosen in enumerate(selects)]
-        kept = [min(n, ends[row]) if keeps[row] else self._known[row] for row, n in enumerate(valid)]
-        cache.truncate([min(n, most) for n, most in zip(cache.lengths, kept, strict=True)])
-        self._run_to(cache, known, [end if chosen else 0 for end, chosen in zip(ends, selects, strict=True)])
 
     def _run_to(self, cache: RowCache, known: Sequence[int], ends: Sequence[int]) -> None:
         """Run the slots of each row up to ``ends[r]``, of which ``known[r]`` have features."""
@@ -216,7 +211,11 @@ class HeadStage(Stage):
             states = states.repeat(1, q, 1)
             for row, part in zip(given, fused.split([counts[row] for row in given]), strict=True):
                 states[row, : counts[row]] = part
-        outputs = self._forward_head(head.embed(tokens.to(self._device)), states, cache)
+        embeds = head.embed(tokens.to(self._device))
+        if self._decoder is not None:
+            outputs = self._decoder.run_layers(states, cache, side=embeds.float())[0]
+        else:
+            outputs = head(embeds, states, cache.positions(q), cache.masks(q), cache)
         cache.truncate([at + n for at, n in zip(begin, counts, strict=True)])
         for row, n in enumerate(counts):
             if n:
@@ -224,17 +223,8 @@ class HeadStage(Stage):
         for row in given:
             self._known[row] = begin[row] + counts[row]
 
-    # ---- the native form
-
-    def _forward_head(self, embeds: torch.Tensor, states: torch.Tensor, cache: RowCache) -> torch.Tensor:
-        """The outputs ``[rows, q, H]`` of slots."""
-        if self._decoder is not None:
-            return self._decoder.run_layers(states, cache, side=embeds.float())[0]
-        q = embeds.shape[1]
-        return self.model(embeds, states, cache.positions(q), cache.masks(q), cache)
-
     def _logits(self) -> torch.Tensor:
-        """The logits ``[rows, draft_vocabulary]`` behind the last outputs."""
+        """The logits ``[rows, draft_vocabulary]`` of the last outputs."""
         if self._decoder is not None:
             return self._decoder.logits(self._states[:, None], 1)[:, 0]
         return self.model.logits(self._states)

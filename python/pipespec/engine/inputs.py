@@ -42,7 +42,7 @@ def first_capacity(longest: int, most: int) -> int:
 def static_capacity(most: int) -> int:
     """Positions of a static cache for texts of up to ``most`` positions, so that similar calls share a cache.
 
-    The widest step beyond a power of two: a limit that is one, which most are, does not double the cache.
+    The widest step beyond a power of two: a limit that is one, as is usual, does not double the cache.
     """
     return (1 << max(most - WIDTH - 1, 0).bit_length()) + WIDTH
 

@@ -150,7 +150,8 @@ class Record:
         self._stamp = Stamp(containers, modules[1:], [], [])
         tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         self._tensors = [t for t in tensors if not t.is_inference()]
-        self._placed = tensors if all(map(_has_pointer, tensors)) else []
+        has_pointers = all(type(t) in _TENSORS and t.layout is torch.strided for t in tensors)
+        self._placed = tensors if has_pointers else []
         self._values, self._attributes, self._places = self._values_now(model), _attributes(model), self._places_now()
 
     def _values_now(self, model: PreTrainedModel) -> tuple[Any, ...]:
@@ -204,10 +205,6 @@ def _containers_in(value: Any) -> Iterator[Any]:
         yield value
         for each in value.values() if isinstance(value, dict) else value:
             yield from _containers_in(each)
-
-
-def _has_pointer(tensor: torch.Tensor) -> bool:
-    return type(tensor) in _TENSORS and tensor.layout is torch.strided
 
 
 _moving = Lock()
@@ -331,8 +328,9 @@ def _module_reason(model: PreTrainedModel, module: nn.Module) -> str | None:
         is_run = callable(getattr(kind, name, None)) or (module is not model and callable(space[name]))
         if is_run and not (_is_of_class(kind, name, space[name]) or is_original(space[name])):
             return f"has a {name}() of its own"
-    if not all(_is_known_hook(hook) for hook in hooks_of(module)):
-        return "has hooks of accelerate's kind"
+    for hook in hooks_of(module):
+        if not _is_known_kind(type(hook)) or any(callable(getattr(type(hook), name, None)) for name in vars(hook)):
+            return "has hooks of accelerate's kind"
     if space.get("is_causal") is False:
         return "is not causal"
     if "config" in space:
@@ -342,11 +340,6 @@ def _module_reason(model: PreTrainedModel, module: nn.Module) -> str | None:
     if getattr(module, "max_norm", None) is not None:
         return "changes its weights when it is called (max_norm)"
     return None
-
-
-def _is_known_hook(hook: Any) -> bool:
-    kind = type(hook)
-    return _is_known_kind(kind) and not any(callable(getattr(kind, name, None)) for name in vars(hook))
 
 
 def _is_known_kind(kind: type) -> bool:

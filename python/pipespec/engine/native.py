@@ -11,13 +11,20 @@ import time
 from collections.abc import Collection, Sequence
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.features import Features
-from pipespec.engine.form import PartsForm, check_outputs, check_parts, probe, probe_cache, probe_inputs, probed
-from pipespec.engine.own import LayerLoop
+from pipespec.engine.cache_storage import Features
+from pipespec.engine.form import (
+    LayerLoop,
+    PartsForm,
+    check_outputs,
+    check_parts,
+    probe,
+    probe_cache,
+    probe_inputs,
+    probed,
+)
 from pipespec.models import families
 from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
@@ -71,17 +78,17 @@ class NativeForm(PartsForm):
 
     Args:
         model: one that :func:`pipespec.models.families.identity` accepts.
-        beside: bytes that are to be allocated beside the packed weights, for caches and other parts.
+        reserved: bytes that will be allocated in addition to the packed weights, for caches and other parts.
 
     Raises:
         NotReadable: the decoder cannot take the model, or the copy would take more than half of the free memory.
     """
 
-    def __init__(self, model: PreTrainedModel | ModelParts, beside: int) -> None:
+    def __init__(self, model: PreTrainedModel | ModelParts, reserved: int) -> None:
         parts = model if isinstance(model, ModelParts) else ModelParts.of(model)
         super().__init__(parts, torch.float32)
         read = families.read(model)
-        need, (total, free) = families.packed_bytes(parts) + beside, host_memory()
+        need, (total, free) = families.packed_bytes(parts) + reserved, host_memory()
         # The other half is for caches that grow, and for the rest of the machine.
         if total and need > free // 2:
             raise NotReadable(
@@ -104,7 +111,8 @@ class NativeForm(PartsForm):
         self._scaled, self._rotary = read.scaled, read.rotary
         # One call runs all parts.
         self._steps = parts.embed is not None and parts.head is not None and read.scaled is None
-        self._checksums = Checksums([tensor for _, m in parts.named_modules() for tensor in _tensors_of(m)])
+        tensors = (t for _, m in parts.named_modules() for t in (*m._parameters.values(), *m._buffers.values()))
+        self._checksums = Checksums([tensor for tensor in tensors if tensor is not None])
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
         """Cosines and sines, float32 ``[positions, rotary_dim]``."""
 
@@ -163,16 +171,12 @@ class NativeForm(PartsForm):
         return table
 
 
-def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-
-
-def native_form(model: PreTrainedModel | ModelParts, beside: int = 0) -> NativeForm:
+def native_form(model: PreTrainedModel | ModelParts, reserved: int = 0) -> NativeForm:
     """Pack a model or parts of one, and compare the outputs with those of the model's own modules, see :func:`check_outputs`.
 
     Args:
         model: a known one, see :func:`pipespec.engine.known.identify`.
-        beside: as for :class:`NativeForm`.
+        reserved: as for :class:`NativeForm`.
 
     Raises:
         NotReadable: the decoder cannot take the model, or the outputs do not agree.
@@ -180,7 +184,7 @@ def native_form(model: PreTrainedModel | ModelParts, beside: int = 0) -> NativeF
     from pipespec.process.progress import announced
 
     with torch.inference_mode(), announced("reading and packing the weights"):
-        form = NativeForm(model, beside)
+        form = NativeForm(model, reserved)
         parts, given = form.parts, probe_inputs(form.parts)
         if has_blocks(parts):
             with packed_copies_dropped(), pages_released(parts):

@@ -19,7 +19,7 @@ from pipespec_kernels import _native
 NGRAM = "ngram"
 """In place of a draft: :class:`NgramDraft` with its defaults. Also the name of the stage."""
 
-_MOST_MATCH: int = _native.MOST_MATCH
+_MAX_MATCH: int = _native.MOST_MATCH
 
 
 class NgramStage(InlineStage):
@@ -96,9 +96,9 @@ class NgramDraft(DraftSpec):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{name} must be a number of tokens, not {value!r}")
-        if not 1 <= self.min_match <= self.max_match <= _MOST_MATCH:
+        if not 1 <= self.min_match <= self.max_match <= _MAX_MATCH:
             raise ValueError(
-                f"an n-gram draft needs 1 <= min_match <= max_match <= {_MOST_MATCH}, not {self.min_match} and {self.max_match}"
+                f"an n-gram draft needs 1 <= min_match <= max_match <= {_MAX_MATCH}, not {self.min_match} and {self.max_match}"
             )
         if self.corpus is None or isinstance(self.corpus, (str, Path)):
             return
@@ -115,7 +115,7 @@ class NgramDraft(DraftSpec):
             target: The model.
 
         Raises:
-            FileNotFoundError: There is no such corpus, or no tokenizer beside the target.
+            FileNotFoundError: There is no such corpus, or no tokenizer in the target's folder.
             ValueError: The corpus is empty, is not UTF-8, or has ids outside of the vocabulary.
         """
         if self.corpus is None:
@@ -155,7 +155,7 @@ def _encoded(file: Path, source: Any) -> list[int]:
         tokenizer = load_tokenizer(source)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"the corpus {file} cannot be encoded, as there is no tokenizer beside the target ({error}): give its token ids instead, "
+            f"the corpus {file} cannot be encoded, as there is no tokenizer in the target's folder ({error}): give its token ids instead, "
             "NgramDraft(corpus=tokenizer(text).input_ids)"
         ) from error
     ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids

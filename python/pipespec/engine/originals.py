@@ -157,7 +157,7 @@ def _names_in(codes: Iterable[CodeType]) -> set[str]:
 
 
 def _parts_of(value: Any) -> Iterator[Any]:
-    """What a call of ``value`` runs: the functions behind decorators, bound methods, properties and partial functions, and callables of other types."""
+    """What a call of ``value`` runs: the functions in decorators, bound methods, properties and partial functions, and callables of other types."""
     stack, seen = [value], set()
     while stack:
         value = stack.pop()
@@ -203,16 +203,6 @@ def _is_original(part: Any) -> bool:
     if isinstance(part, BuiltinFunctionType) or package in _PLAIN:
         return True
     return package in PACKAGES and (not callable(part) or is_original(type(part).__call__))
-
-
-def _own_methods(kind: type) -> dict[str, Any]:
-    """What a class defines itself that runs code."""
-    return {
-        name: value
-        for name, value in vars(kind).items()
-        if (callable(value) or isinstance(value, (staticmethod, classmethod)) or _is_read_first(value))
-        and not isinstance(value, type)
-    }
 
 
 def _is_read_first(value: Any) -> bool:
@@ -308,7 +298,11 @@ class Code:
         in_order = sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__))
         bases = dict.fromkeys(base for kind in in_order for base in kind.__mro__[:-1])
         # All of it is watched, whatever the first reason is.
-        reasons = [*map(_not_by_columns, in_order), *map(self._base_reason, bases)]
+        reasons = [_not_by_columns(kind) for kind in in_order]
+        for base in bases:
+            # Of the large ones that all models have, only what a forward or a decoding loop calls.
+            is_large = not issubclass(base, nn.Module) or base is nn.Module or base.__module__ == _BASE
+            reasons.append(self._class_reason(base, _CALLED if is_large else None))
         reasons += [*self._global_reasons(kinds), *self._attention_reasons(attention)]
         self.reason = next(filter(None, reasons), None)
         self.is_current = Stamp(self._spaces, [], list(self._functions), list(self._classes)).is_current
@@ -316,15 +310,15 @@ class Code:
     def _watch(self, value: Any) -> None:
         self._functions |= dict.fromkeys(_functions_of(value))
 
-    def _base_reason(self, kind: type) -> str | None:
-        """Watch a class of a module, or one that it extends. Of the large ones that all models have, only what a forward or a decoding loop calls."""
-        is_large = not issubclass(kind, nn.Module) or kind is nn.Module or kind.__module__ == _BASE
-        return self._class_reason(kind, _CALLED if is_large else None)
-
     def _class_reason(self, kind: type, names: Iterable[str] | None = None) -> str | None:
-        """Watch a class. Returns which of its methods is not known. ``names``: those that count; None: all."""
-        found = _own_methods(kind)
-        methods = {name: value for name, value in found.items() if names is None or name in names}
+        """Watch what a class itself defines that runs code. Returns which of it is not known. ``names``: those that count; None: all."""
+        methods = {
+            name: value
+            for name, value in vars(kind).items()
+            if (callable(value) or isinstance(value, (staticmethod, classmethod)) or _is_read_first(value))
+            and not isinstance(value, type)
+            and (names is None or name in names)
+        }
         self._classes[kind] = None
         for value in methods.values():
             self._watch(value)
@@ -403,11 +397,9 @@ _code = functools.lru_cache(maxsize=64)(Code)
 
 def code_of(kinds: frozenset[type], attention: Any) -> Code:
     """The code of a model's classes, compared again if something of it has changed. Arguments as for :class:`Code`."""
-    found = _code(kinds, attention)
-    if not found.is_current():
+    if not _code(kinds, attention).is_current():
         forget_code()
-        found = _code(kinds, attention)
-    return found
+    return _code(kinds, attention)
 
 
 def forget_code() -> None:

@@ -1,6 +1,6 @@
 """ModelRuntime: all that this process has read, made or borrowed of one model, in one place.
 
-It lies beside the model, so that copies and pickles of the model do not have it. Nothing in it refers to the model, which it would keep alive.
+It is no attribute of the model, so that copies and pickles of the model do not have it. Nothing in it refers to the model, which it would keep alive.
 """
 
 from __future__ import annotations

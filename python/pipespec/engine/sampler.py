@@ -222,10 +222,9 @@ class HostSampler(Sampler):
         if noise is None or self._acceptance is None:
             return super()._verify(logits, step, noise)
         noise = replace(noise, positions=step.kv.numpy().astype(np.int64) + 1, offset=0)
-        given = logits, step.tokens, step.query_lens.numpy(), step.num_draft_tokens.numpy(), noise
         if self._is_target:
-            return self._acceptance.accept(*given, self._invalid_positions)[0]
-        return self._acceptance.draw(*given)[0]
+            return self._acceptance.accept(logits, step, noise, self._invalid_positions)
+        return self._acceptance.draw(logits, step, noise)
 
     def _penalised(self, logits: Tensor, step: Step, bitmask: Tensor | None) -> Tensor:
         """A float32 copy with fused penalties and biases, each column with its own prefix, and with the bitmask."""
@@ -275,7 +274,11 @@ class HostSampler(Sampler):
                 at = slice(first + j, first + j + 1)
                 alone = Step(step.tokens[row : row + 1, at], step.kv[row : row + 1] + at.start, one, none)
                 raw = logits[row : row + 1, at]
-                scores = self._processed(row, int(alone.kv) + 1, raw[0])[None]
+                # Some processors enable gradients, which inference tensors do not allow.
+                with torch.inference_mode(False), torch.no_grad(), run_user_code():
+                    ids = torch.from_numpy(self._prefix(row, int(alone.kv) + 1).astype(np.int64))[None]
+                    copied = float32_copy(raw[0][None])[0]
+                    scores = run_processors(self._processors[row], ids.to(logits.device), copied)[None]
                 if bitmask is not None:
                     scores = self._penalised(scores, alone, bitmask[row : row + 1, at])
                 token = int(self._choose(raw, scores, alone, row)[0, 0])
@@ -283,14 +286,6 @@ class HostSampler(Sampler):
                 if j == draft_tokens or token != int(step.tokens[row, at.stop]) or token in self._sampling_params.ends:
                     break
         return selected
-
-    def _processed(self, row: int, position: int, logits: Tensor) -> Tensor:
-        """What the processors make of the ``logits [1, V]`` of a position."""
-        # Some processors enable gradients, which inference tensors do not allow.
-        with torch.inference_mode(False), torch.no_grad():
-            ids = torch.from_numpy(self._prefix(row, position).astype(np.int64))[None].to(logits.device)
-            with run_user_code():
-                return run_processors(self._processors[row], ids, float32_copy(logits[None])[0])
 
 
 def no_distribution_error(row: int, position: int) -> ValueError:

@@ -213,11 +213,6 @@ class SamplingParams:
     ends: frozenset[int] = frozenset()
 
     @property
-    def cuts(self) -> bool:
-        """Whether top-k, top-p or min-p exclude tokens."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
-
-    @property
     def penalties(self) -> FusedPenalties | None:
         """Penalties and biases, if they are the only processors, so that they are fused; else None."""
         return FusedPenalties.of(self.processors)

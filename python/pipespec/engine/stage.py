@@ -168,15 +168,6 @@ class Stage(CachedText):
             return [max(0, n - PROMPT_TAIL) for n in self._unread]
         return read
 
-    def _read_late(self, cache: RowCache) -> None:
-        """Read the prompts, whose reading was deferred."""
-        assert self._unread is not None
-        until, self._unread = self._unread, None
-        if not any(self._held) and not cache.is_recurrent:
-            self._held = self._skipped = [max(0, n - PROMPT_TAIL) for n in until]
-        self._fill(cache, list(self._held), until)
-        self._held = until
-
     @property
     def lag(self) -> int:
         """Tokens of the longest row that the target has committed and this draft has not read, but for the newest one."""
@@ -193,7 +184,7 @@ class Stage(CachedText):
 
         Args:
             lookahead: how many tokens this stage may be ahead of the next one; the target ignores it.
-            max_draft_tokens: most draft tokens per row in this step.
+            max_draft_tokens: maximum number of draft tokens per row in this step.
 
         Returns:
             ``Action.STEP`` if the step was made. Otherwise nothing was fed: ``IDLE`` until a neighbour publishes, ``FINISHED`` when the target's
@@ -230,7 +221,12 @@ class Stage(CachedText):
         port, cache = self.port, self._cache
         assert cache is not None
         if self._unread is not None:
-            self._read_late(cache)
+            # The prompts, whose reading was deferred.
+            until, self._unread = self._unread, None
+            if not any(self._held) and not cache.is_recurrent:
+                self._held = self._skipped = [max(0, n - PROMPT_TAIL) for n in until]
+            self._fill(cache, list(self._held), until)
+            self._held = until
         if not self.has_prompt_logits:
             self._roll_back(cache, self._in_cache(self._kv.tolist()))
         columns = port.columns
@@ -265,16 +261,13 @@ class Stage(CachedText):
         if first < LONG_REST or self._rows > 1 or self.index == self.block.target:
             return self._forward(fed, cache, keep=fed.shape[1] - first), first
         logits = self._forward(fed, cache, keep=fed.shape[1])
-        self._compare(logits, fed, first)
-        return logits[:, first:], first
-
-    def _compare(self, logits: torch.Tensor, fed: torch.Tensor, first: int) -> None:
-        """Compare the target's tokens in the columns up to ``first`` with the draft's own choices."""
+        # Compare the target's tokens in the columns up to the first one with the draft's own choices.
         one, none = torch.ones(1, dtype=torch.int32, device="cpu"), torch.zeros(1, dtype=torch.int32, device="cpu")
         text, kv = fed[0].tolist(), torch.from_numpy(self._kv)
         for c in range(first):
             own = self._select(logits[:, c : c + 1], Step(fed[:, c : c + 1].to(logits.device), kv + c, one, none))
             self.agreement = (self.agreement[0] + int(own[0, 0] == text[c + 1]), self.agreement[1] + 1)
+        return logits[:, first:], first
 
     def _choose(self, logits: torch.Tensor, fed: torch.Tensor, first: int) -> torch.Tensor:
         """The tokens that the step commits."""

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
+from pipespec.engine.cached_text import common_length
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampling import SamplingParams, ScoreRecord
 from pipespec.engine.stage import ModelDraft, Stage
@@ -28,35 +29,17 @@ SHORTEST, LONGEST = 32, 128
 _PIECE = re.compile(rf"(?s).{{{SHORTEST - 1},{LONGEST - 1}}}?\S(?= \S)|.{{{LONGEST}}}(?=..)")
 # Tokenizers begin a token at a space between two words, so that pieces cut there have the tokens of the whole.
 
-_MOST_HELD = 16
+_MAX_HELD = 16
 """Draft tokens whose translation may still change. With more, the translation counts as it is."""
 
 _CONTEXT = 8
-"""Most tokens of the target before the new text that are encoded together with it."""
+"""Maximum number of the target's tokens before the new text that are encoded together with it."""
 
 
-@dataclass(frozen=True, eq=False)
-class Translation:
-    """Two tokenizers of one chain.
-
-    Args:
-        target: The target's.
-        draft: The first draft's.
-    """
-
-    target: ByteTokenizer
-    draft: ByteTokenizer
-
-    def special(self, token: int, *, of_draft: bool = False) -> int | None:
-        """The special token of the other tokenizer with the same text; None if there is none.
-
-        Args:
-            token: A special token of the target.
-            of_draft: It is one of the draft.
-        """
-        source, other = (self.draft, self.target) if of_draft else (self.target, self.draft)
-        text = next((text for text, i in source.special_ids.items() if i == token), None)
-        return None if text is None else other.special_ids.get(text)
+def special(token: int, source: ByteTokenizer, other: ByteTokenizer) -> int | None:
+    """The special token of the ``other`` tokenizer with the text of a special token of the ``source``; None if there is none."""
+    text = next((text for text, i in source.special_ids.items() if i == token), None)
+    return None if text is None else other.special_ids.get(text)
 
 
 def encoded(
@@ -92,11 +75,13 @@ def encoded(
 class TranslatedRow:
     """One row of a draft with another tokenizer: the target's tokens, the draft's tokens of the same text, and what the draft has added.
 
-    The draft's tokens are the encoding of the text (:func:`encoded`), and behind it those that the draft has generated. They stay as long as the
+    The draft's tokens are the encoding of the text (:func:`encoded`), then those that the draft has generated. They stay as long as the
     text continues with theirs. Where it differs, they become the encoding of the text again, and the common prefix keeps its keys and values.
 
     Args:
-        translation: The two tokenizers.
+        target: The target's tokenizer.
+        draft: The draft's.
+        prompt: Tokens of the target.
 
     Attributes:
         sequence: The draft's tokens, its own included.
@@ -106,10 +91,11 @@ class TranslatedRow:
         is_stuck: Whether the draft has nothing to add until the text changes.
     """
 
-    def __init__(self, translation: Translation, prompt: Sequence[int]) -> None:
-        self._translation = translation
-        self._target, self._draft = translation.target, translation.draft
-        self._encode = lru_cache(maxsize=None)(self._encode_piece)
+    def __init__(self, target: ByteTokenizer, draft: ByteTokenizer, prompt: Sequence[int]) -> None:
+        self._target, self._draft = target, draft
+        self._encode = lru_cache(maxsize=None)(
+            lambda piece, first: draft.encode(piece.encode(errors="surrogateescape"), first=first)
+        )
         self._text = bytearray()
         self._marks: list[tuple[int, int | None]] = []  # special tokens: bytes before each, the draft's id
         self._ids: list[int] = []
@@ -139,8 +125,13 @@ class TranslatedRow:
         same = 0
         while same < len(tokens) and at + same < len(self._ids) and self._ids[at + same] == tokens[same]:
             same += 1
-        if at + same < len(self._ids):
-            self._truncate(at + same)
+        length = at + same
+        if length < len(self._ids):
+            self._drop_queue()
+            del self._ids[length:], self._ends[length:]
+            end = self._ends[-1] if length else (0, 0)
+            del self._text[end[0] :], self._marks[end[1] :]
+            self._is_cut |= end < self._base
         for token in tokens[same:]:
             if self._queue and self._queue[0] == token:
                 self._queue.pop(0)
@@ -152,13 +143,6 @@ class TranslatedRow:
         self._queue, self._unsettled = [], []
         self._has_changed = True
 
-    def _truncate(self, length: int) -> None:
-        self._drop_queue()
-        del self._ids[length:], self._ends[length:]
-        end = self._ends[-1] if length else (0, 0)
-        del self._text[end[0] :], self._marks[end[1] :]
-        self._is_cut |= end < self._base
-
     def _append(self, token: int) -> None:
         at = len(self._ids)
         self._ids.append(token)
@@ -166,7 +150,7 @@ class TranslatedRow:
         if token in self._target.special or token >= len(self._target.pieces):
             # The draft's tokenizer has its own prefix.
             if at >= len(prefix) or self._ids != prefix[: at + 1]:
-                self._marks.append((len(self._text), self._translation.special(token)))
+                self._marks.append((len(self._text), special(token, self._target, self._draft)))
         else:
             self._text += self._target.text([token], first=self._begins_at(at))
         self._ends.append((len(self._text), len(self._marks)))
@@ -203,7 +187,7 @@ class TranslatedRow:
         """Make ``sequence`` the encoding of the text, with the draft's prefix before it."""
         before = self.sequence
         self.sequence, covered = self._aligned()
-        self.cached = min(self.cached, _common(before, self.sequence))
+        self.cached = min(self.cached, common_length(before, self.sequence))
         self._forget()
         self._base = (covered, len(self._marks))
         self.is_stuck = not self.sequence
@@ -213,9 +197,6 @@ class TranslatedRow:
         ids, covered = encoded(self._encode, bytes(self._text), self._marks)
         return [*self._draft.prefix, *ids], covered
 
-    def _encode_piece(self, piece: str, first: bool) -> list[int]:
-        return self._draft.encode(piece.encode(errors="surrogateescape"), first=first)
-
     @property
     def awaited(self) -> bytes:
         """Bytes of the text that ``sequence`` does not reach: the beginning of a character."""
@@ -223,8 +204,8 @@ class TranslatedRow:
 
     def healed(self) -> tuple[int, np.ndarray] | None:
         """The last token and the ids whose text begins with its text, where the draft may continue a word that the text has begun."""
-        behind_mark = len(self._text) == (self._marks[-1][0] if self._marks else 0)
-        if not self.is_fresh or self.awaited or behind_mark or len(self.sequence) < 2:
+        after_mark = len(self._text) == (self._marks[-1][0] if self._marks else 0)
+        if not self.is_fresh or self.awaited or after_mark or len(self.sequence) < 2:
             return None
         last = self.sequence[-1]
         text = self._draft.pieces[last]
@@ -244,7 +225,7 @@ class TranslatedRow:
         """Append a token that the draft has generated, and translate."""
         if token in self._draft.special or token >= len(self._draft.pieces) or not self._draft.pieces[token]:
             self.generated += 1
-            self._end = self._translation.special(token, of_draft=True)
+            self._end = special(token, self._draft, self._target)
             self.lost += self._end is None
             self.is_stuck = True
             self._translate()
@@ -258,10 +239,6 @@ class TranslatedRow:
         self._own += text
         self._own_ends.append(len(self._own))
         self._translate()
-
-    def stop(self) -> None:
-        """Add nothing until the text changes."""
-        self.is_stuck = True
 
     # ---- the draft's tokens as the target's
 
@@ -280,24 +257,21 @@ class TranslatedRow:
         self._own_ends = [end - len(said) for end in self._own_ends if end > len(said)]
         ids, whole, reached = self._translated(self._own)
         if reached < (len(self._own) if self.is_stuck else whole):
-            self._lose(reached)
-        if not self.is_stuck and len(self._own_ends) <= _MOST_HELD:
+            # The target's tokenizer cannot express the tokens beyond.
+            kept = sum(end <= reached for end in self._own_ends)
+            self.lost += len(self._own_ends) - kept + (self._end is not None)
+            self._own, self._own_ends, self._end = self._own[:reached], self._own_ends[:kept], None
+            self.is_stuck = True
+        if not self.is_stuck and len(self._own_ends) <= _MAX_HELD:
             before = self._translated(self._own[: self._own_ends[-2]])[0] if len(self._own_ends) > 1 else []
-            settled = _common(ids, before)
+            settled = common_length(ids, before)
             ids, self._unsettled = ids[:settled], ids[settled:]
         elif self._end is not None:
             ids.append(self._end)
         self._queue = ids
 
-    def _lose(self, reached: int) -> None:
-        """Drop the tokens of the draft beyond ``reached`` bytes, which the target's tokenizer cannot express."""
-        kept = sum(end <= reached for end in self._own_ends)
-        self.lost += len(self._own_ends) - kept + (self._end is not None)
-        self._own, self._own_ends, self._end = self._own[:reached], self._own_ends[:kept], None
-        self.is_stuck = True
-
     def _translated(self, text: bytes) -> tuple[list[int], int, int]:
-        """The target's tokens of ``text`` behind the row's, the length of its whole characters, and the length that the tokens reach."""
+        """The target's tokens of ``text`` after the row's, the length of its whole characters, and the length that the tokens reach."""
         whole = codecs.utf_8_decode(text, "surrogateescape", False)[1]
         found: list[int] = []
         reached = 0
@@ -336,11 +310,6 @@ class TranslatedRow:
 _CONTINUATION = bytes(range(0x80, 0xC0))
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
 class TranslatedStage(Stage):
     """Stage 0 of a chain whose first draft has another tokenizer than the target.
 
@@ -350,7 +319,7 @@ class TranslatedStage(Stage):
     most likely token agrees with a sampled one more often than a token of an independent sample does.
 
     Args:
-        translation: The two tokenizers.
+        spec: Has the two tokenizers.
         others: See :class:`Stage`.
     """
 
@@ -363,11 +332,11 @@ class TranslatedStage(Stage):
         index: int,
         trace: _native.TraceBuffer | None = None,
         *,
-        translation: Translation,
+        spec: TranslatedDraft,
         native: bool = True,
     ) -> None:
         super().__init__(model, block, index, trace, native=native)
-        self._translation = translation
+        self._spec = spec
         self._translated: list[TranslatedRow] = []
 
     @property
@@ -375,7 +344,8 @@ class TranslatedStage(Stage):
         return sum(row.generated for row in self._translated), sum(row.lost for row in self._translated)
 
     def prefill(self, inputs: StageInputs, record: ScoreRecord | None = None) -> None:
-        self._translated = [TranslatedRow(self._translation, prompt.tolist()) for prompt in inputs.prompts]
+        spec = self._spec
+        self._translated = [TranslatedRow(spec.target, spec.own, prompt.tolist()) for prompt in inputs.prompts]
         for row in self._translated:
             row.next()
         sequences = [np.array(row.sequence or [0], dtype=np.int32) for row in self._translated]
@@ -457,7 +427,10 @@ class TranslatedStage(Stage):
                 healing[r] = found
             begin[r] = min(held[r], len(row.sequence) - 1 - (r in healing))
         longest = max(len(rows[r].sequence) for r in waiting)
-        self._reserve(cache, longest + WIDTH)
+        # A draft may need more tokens than the target.
+        if (need := longest + WIDTH) > self._text.shape[1]:
+            self._text = np.pad(self._text, ((0, 0), (0, 2 * need - self._text.shape[1])))
+        self._grow(cache, need)
         for r in waiting:
             self._text[r, begin[r] : len(rows[r].sequence)] = rows[r].sequence[begin[r] :]
         self._held = begin
@@ -486,17 +459,11 @@ class TranslatedStage(Stage):
             if token is not None and token != last and row.heal(token):
                 return
         awaited = row.awaited
-        token = _best(logits[-1], self._translation.draft.consistent_with(awaited) if awaited else None)
+        token = _best(logits[-1], self._spec.own.consistent_with(awaited) if awaited else None)
         if token is None:
-            row.stop()
+            row.is_stuck = True  # until the text changes
         else:
             row.add(token)
-
-    def _reserve(self, cache: Any, most: int) -> None:
-        """Room for texts of ``most`` tokens. A draft may need more tokens than the target."""
-        if most > self._text.shape[1]:
-            self._text = np.pad(self._text, ((0, 0), (0, 2 * most - self._text.shape[1])))
-        self._grow(cache, most)
 
 
 def _best(logits: torch.Tensor, among: np.ndarray | None) -> int | None:
@@ -529,4 +496,4 @@ class TranslatedDraft(ModelDraft):
         """None: the tokenizers of models tell, see :func:`pipespec.checks.tokenizers.with_translations`."""
 
     def make_stage(self, *place: Any, native: bool = True, **options: Any) -> TranslatedStage:
-        return TranslatedStage(*place, native=native, translation=Translation(self.target, self.own))
+        return TranslatedStage(*place, native=native, spec=self)

@@ -275,7 +275,7 @@ def _byte_level(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> 
 def _as_bytes(tokens: Sequence[str], types: Sequence[int]) -> list[decoders.Decoder]:
     """What lets :class:`decoders.ByteLevel` read special tokens whose characters stand for bytes elsewhere as text, as DeepSeek's ``\u00c0``."""
     alphabet, to_bytes = set(pre_tokenizers.ByteLevel.alphabet()), pre_tokenizers.ByteLevel(False, use_regex=False)
-    found = []
+    found: list[decoders.Decoder] = []
     for text, kind in zip(tokens, types, strict=True):
         if kind in (TokenType.CONTROL, TokenType.USER_DEFINED) and not text.isascii() and alphabet.issuperset(text):
             ((written, _),) = to_bytes.pre_tokenize_str(text)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipespec.engine.attention import ATTENTION
 from pipespec.engine.cache import RowCache
-from pipespec.engine.features import Features
+from pipespec.engine.cache_storage import Features
 from pipespec.engine.head_stage import HeadStage
 from pipespec.engine.inputs import StageInputs
 from pipespec.models.families import state_of
@@ -70,7 +70,7 @@ class GraphedHead(GraphedStage, HeadStage):
 
     def _choose_form(self) -> tuple[None, int]:
         self._set_attention()
-        modules = itertools.chain(self.model.modules(), self.model.embedding.modules())
+        modules = itertools.chain(self.model.modules(), self.model.get_input_embeddings().modules())
         return None, hash(tuple(itertools.chain.from_iterable(map(state_of, modules))))
 
     def _make_cache(self, rows: int, capacity: int) -> RowCache:
@@ -81,7 +81,7 @@ class GraphedHead(GraphedStage, HeadStage):
 
     def _read(self, inputs: StageInputs, cache: RowCache, held: list[int], *, selects: bool) -> tuple[int, int]:
         """Run the slots of the prompts. The target has read them."""
-        self._begin_behind_others()
+        self._begin_late()
         before = list(self._known)
         ends = [max(0, len(prompt) - 1 - at) for prompt, at in zip(inputs.prompts, self._skipped, strict=True)]
         cache.truncate(before)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from pipespec.checks.models import check_exact
 from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
-from pipespec.engine.features import Features
+from pipespec.engine.cache_storage import Features
 from pipespec.engine.forward import choose_fused, described, forward
 from pipespec.engine.inputs import StageInputs, stage_names, static_capacity
 from pipespec.engine.known import CAPTURED, identify
