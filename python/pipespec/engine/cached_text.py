@@ -14,6 +14,7 @@ from pipespec.engine.cache_storage import Features
 from pipespec.engine.forward import described, forward, forward_row, native_form_of, recheck, wide_columns
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.runtime import runtime_of
+from pipespec.engine.sampling import common_length
 from pipespec.models.devices import input_device, tensor_parallel_size
 from pipespec.models.properties import embedding_size
 
@@ -320,10 +321,3 @@ def prompt_chunks(
             columns[row, :n] = text[row, b : b + n]
         yield columns, begin, real
         begin = [b + (q if level else n) for b, n in zip(begin, real, strict=True)]
-
-
-def common_length(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:
-    """Length of the common prefix."""
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(np.asarray(a[:n]) != np.asarray(b[:n]))
-    return int(differ[0]) if len(differ) else n

@@ -12,8 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from pipespec.engine.cached_text import common_length
-from pipespec.engine.sampling import Step
+from pipespec.engine.sampling import Step, common_length
 
 
 @runtime_checkable

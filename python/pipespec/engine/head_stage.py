@@ -13,13 +13,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.cache_storage import Features
-from pipespec.engine.cached_text import common_length
 from pipespec.engine.chain import DraftSpec
 from pipespec.engine.head import DraftHead, HeadConfig, is_head
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.known import NATIVE
 from pipespec.engine.native import NativeForm
-from pipespec.engine.sampling import float32_copy
+from pipespec.engine.sampling import common_length, float32_copy
 from pipespec.engine.stage import Stage
 from pipespec.models.devices import tensor_parallel_size
 from pipespec.models.families import NotReadable

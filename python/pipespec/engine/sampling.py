@@ -501,3 +501,10 @@ def logprobs_of(
         top_n=top_n,
     )
     return torch.cat([chosen[:, :, None], top], -1), top_ids
+
+
+def common_length(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:
+    """Length of the common prefix."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(np.asarray(a[:n]) != np.asarray(b[:n]))
+    return int(differ[0]) if len(differ) else n

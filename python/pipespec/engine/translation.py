@@ -14,9 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
-from pipespec.engine.cached_text import common_length
 from pipespec.engine.inputs import StageInputs
-from pipespec.engine.sampling import SamplingParams, ScoreRecord
+from pipespec.engine.sampling import SamplingParams, ScoreRecord, common_length
 from pipespec.engine.stage import ModelDraft, Stage
 from pipespec.models.properties import embedding_size
 from pipespec.models.tokenizers import ByteTokenizer
