@@ -232,6 +232,8 @@ def test_gemma_2_and_3_have_their_scales_windows_and_factors(tmp_path, kind, lay
         ({"llama.rope.freq_base": 0.0}, r"llama\.rope\.freq_base is 0\.0"),
         ({"llama.block_count": 4_000_000_000}, r"block_count is 4000000000, and there are tensors of 2 layers"),
         ({"llama.attention.head_count": 0}, r"head_count is 0"),
+        ({"llama.attention.layer_norm_rms_epsilon": -1.0}, r"layer_norm_rms_epsilon is -1\.0"),
+        ({"llama.rope.scaling.factor": -4.0}, r"rope\.scaling\.factor is -4\.0"),
         ({"llama.attention.head_count": "four"}, r"head_count is 'four', not an integer"),
     ],
 )
@@ -363,6 +365,43 @@ def test_files_with_more_are_refused(tmp_path, more, says):
         load_model(tmp_path / "m.gguf")
     with pytest.raises(FileNotFoundError, match=r"there is no file .*absent\.gguf"):
         load_model(tmp_path / "absent.gguf")
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_1", "f32"])
+def test_weights_and_scales_that_are_not_finite_are_named(tmp_path, kind):
+    write(tiny("llama"), tmp_path / "m.gguf", kind)
+    tensor = GgufFile.open(tmp_path / "m.gguf").tensors["blk.0.ffn_up.weight"]
+    content = bytearray((tmp_path / "m.gguf").read_bytes())
+    at = tensor.begin + (2 if kind == "q4_1" else 0)  # its second number is the least weight
+    content[at : at + 4] = struct.pack("<f", math.nan) if kind == "f32" else b"\x00\x7e\x00\x00"
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"tensor blk\.0\.ffn_up\.weight (has scales|holds .*numbers) that are not finite"
+    ):
+        load_model(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("alignment", [1, 3, 4, 8, 16, 128])
+def test_an_alignment_that_is_not_the_files_is_refused_or_harmless(tmp_path, alignment):
+    write(tiny("llama"), tmp_path / "m.gguf", metadata={"general.alignment": 32})
+    expected = logits(load_model(tmp_path / "m.gguf"))
+    content = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "m.gguf").write_bytes(at(content, b"general.alignment", 4, struct.pack("<I", alignment)))
+    try:
+        found = logits(load_model(tmp_path / "m.gguf"))
+    except ValueError as error:
+        assert str(tmp_path / "m.gguf") in str(error)  # noqa: PT017
+    else:
+        assert torch.equal(found, expected)
+
+
+def test_a_window_of_an_architecture_without_windows_has_no_effect(tmp_path):
+    write(tiny("llama"), tmp_path / "m.gguf")
+    with Pipeline(tmp_path / "m.gguf") as pipe:
+        text = pipe.generate(TEXT, max_new_tokens=40, do_sample=False)
+    write(tiny("llama"), tmp_path / "m.gguf", metadata={"llama.attention.sliding_window": 8})
+    with pytest.warns(UserWarning, match="sliding_window has no effect"), Pipeline(tmp_path / "m.gguf") as pipe:
+        assert torch.equal(pipe.generate(TEXT, max_new_tokens=40, do_sample=False), text)
 
 
 def test_norms_of_zeros_or_without_numbers_are_named(tmp_path):

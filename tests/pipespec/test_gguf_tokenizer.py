@@ -170,9 +170,27 @@ def test_turns_end_by_the_metadata_and_by_the_texts_of_special_tokens(tmp_path, 
     assert end_ids(GgufFile.open(path)) == ends
 
 
-def test_a_normal_token_ends_nothing(tmp_path):
-    path = write(tmp_path / "m.gguf", [*BYTES, ("<|im_end|>", NORMAL), ("<|e|>", CONTROL)], eos_token_id=258)
-    assert end_ids(GgufFile.open(path)) == [258]
+def test_an_end_of_a_turn_is_special_whatever_its_type(tmp_path):
+    """But for ``</s>``, which is text in vocabularies that were trained on text with it."""
+    tokens = [*BYTES, ("<|im_end|>", NORMAL), ("</s>", NORMAL), ("<|e|>", CONTROL)]
+    path = write(tmp_path / "m.gguf", tokens, eos_token_id=259)
+    assert end_ids(GgufFile.open(path)) == [257, 259]
+    assert load_tokenizer(path)("<|im_end|>", add_special_tokens=False).input_ids == [257]
+
+
+def test_types_that_a_file_does_not_name_are_told_by_the_texts(tmp_path):
+    tokens = [*SPM, ("<|im_end|>", CONTROL)]
+    path = write(tmp_path / "m.gguf", tokens, model="llama", token_type=None)
+    with pytest.warns(UserWarning, match="does not say which of its tokens are special"):
+        tokenizer = load_tokenizer(path)
+    known = load_tokenizer(write(tmp_path / "known.gguf", tokens, model="llama"))
+    for text in ("<s>[Hi]\n", "Hi<|im_end|>\u00e9</s>"):
+        assert tokenizer(text).input_ids == known(text).input_ids
+
+
+def test_gemma_4_begins_a_text_with_bos_whatever_its_file_says(tmp_path):
+    keys = {"merges": ["H i"], "scores": None, "add_bos_token": False, "bos_token_id": 1}
+    assert load_tokenizer(write(tmp_path / "m.gguf", SPM, model="gemma4", **keys))("Hi").input_ids[0] == 1
 
 
 # ---- SentencePiece

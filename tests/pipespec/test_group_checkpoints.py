@@ -238,11 +238,13 @@ def test_a_matrix_that_no_block_holds_is_in_floats(tmp_path, settings, pack, mat
         (GPTQ | {"bits": "4", "checkpoint_format": "GPTQ_V2"}, lambda m: m.gptq(less=0), {"symmetric": False}),
         (GPTQ | {"checkpoint_format": "gptq", "sym": True}, lambda m: m.gptq(less=0), {}),
         (GPTQ | {"checkpoint_format": "gptq", "sym": True}, Matrix.gptq, {}),
+        (GPTQ, lambda m: m.gptq(less=0), {}),
+        (GPTQ | {"format": "gptq_v2", "sym": True}, Matrix.gptq, {}),
         (GPTQ | {"sym": False}, lambda m: m.gptq(less=1), {"symmetric": False}),
         ({"quant_method": "awq", "bits": 4, "format": "GEMM", "zero_point": False}, lambda m: {k: v for k, v in m.awq().items() if k != "qzeros"}, {}),
         (GPTQ, lambda m: m.gptq() | {"bias": torch.zeros(len(m.scales))}, {}),
     ],
-    ids=["format", "capitals", "the second version under the name of the first", "sym", "not sym", "awq without zero points", "biases of zeros"],
+    ids=["format", "capitals", "the second version under the name of the first", "sym", "no sym", "the first version under the name of the second", "not sym", "awq without zero points", "biases of zeros"],
 )  # fmt: skip
 def test_spellings_of_settings(tmp_path, settings, pack, matrix):
     values = write(tmp_path, pack, settings, model_type="llama", **matrix)

@@ -288,7 +288,7 @@ class _Part:
                 f"{path} is truncated or damaged: its header cannot be read beyond byte {reader.at} of {size}"
             ) from error
         alignment = metadata.get("general.alignment", 32)
-        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        if type(alignment) is not int or alignment < 8 or alignment & (alignment - 1):
             raise ValueError(f"{path} is damaged: its general.alignment is {alignment!r}")
         begin = -(-reader.at // alignment) * alignment
         expected, tensors = 0, dict[str, GgufTensor]()
@@ -301,6 +301,10 @@ class _Part:
                 )
             tensors[name] = _checked(path, size, name, tuple(reversed(dimensions)), kind, begin + offset)
             expected += -(-tensors[name].nbytes // alignment) * alignment
+        if tensors and abs(size - begin - expected) >= alignment:
+            raise ValueError(
+                f"{path} is damaged: its weights end in byte {begin + expected}, and the file in byte {size}"
+            )
         return metadata, tensors
 
 

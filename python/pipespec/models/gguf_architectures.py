@@ -57,7 +57,7 @@ class Architecture:
         rope_base: where the metadata name none.
         local_base: of layers with a window, which have a rotation of their own: where the metadata name none; 0: that of the others. None: one rotation for all.
         every: layers up to and with the next one that has no window, where the metadata do not say; None: all layers are alike.
-        window: where the metadata name none; 0: there is none.
+        window: of the layers that have one, where the metadata name none; 0: there is none. None: the model has no windows, and the key is of no effect, as in llama.cpp.
         published: layers of the model whose queries are scaled by its hidden size per head, as its publisher's code does, not by the size of a head.
     """
 
@@ -76,7 +76,7 @@ class Architecture:
     rope_base: float = 10000.0
     local_base: float | None = None
     every: int | None = None
-    window: int = 0
+    window: int | None = None
     published: int | None = None
 
     def matches(self, name: str, keys: Mapping[str, Any]) -> bool:
@@ -88,11 +88,11 @@ ARCHITECTURES = (
     Architecture("llama", "llama", pairs=True),
     Architecture("qwen2", "qwen2"),
     Architecture("qwen3", "qwen3"),
-    Architecture("phi3", "phi3", partial=True),
+    Architecture("phi3", "phi3", partial=True, window=0),
     Architecture("gemma", "gemma", norm_offset=1.0),
     Architecture("gemma2", "gemma2", tensors=_AROUND, norm_offset=1.0, options=_CAPS, every=2, window=4096, published=46),
     Architecture(
-        "gemma3", "gemma3_text", tensors=_AROUND, norm_offset=1.0, options=_CAPS, rope_base=1e6, local_base=10000.0, every=6, published=62
+        "gemma3", "gemma3_text", tensors=_AROUND, norm_offset=1.0, options=_CAPS, rope_base=1e6, local_base=10000.0, every=6, window=0, published=62
     ),
     Architecture("arcee", "arcee", pairs=True),
     Architecture(
@@ -100,10 +100,10 @@ ARCHITECTURES = (
         flags={"attn_q.bias": "attention_bias", "attn_q_norm.weight": "use_qk_norm"},
     ),
     Architecture(
-        "cohere2", "cohere2", eps="layer_norm_eps", eps_key=LAYER_NORM_EPS, numbers={"logit_scale": "logit_scale"}, every=4
+        "cohere2", "cohere2", eps="layer_norm_eps", eps_key=LAYER_NORM_EPS, numbers={"logit_scale": "logit_scale"}, every=4, window=0
     ),
     Architecture("ernie4_5", "ernie4_5", flags={"attn_output.bias": "use_bias"}),
-    Architecture("exaone4", "exaone4", tensors=_AROUND, every=4),
+    Architecture("exaone4", "exaone4", tensors=_AROUND, every=4, window=0),
     Architecture(
         "glm4", "glm4", partial=True,
         tensors={"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
@@ -121,9 +121,9 @@ ARCHITECTURES = (
         "hunyuan-dense", "hunyuan_v1_dense",
         tensors={"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
     ),
-    Architecture("mistral3", "mistral", pairs=True),
+    Architecture("mistral3", "mistral", pairs=True, window=0),
     Architecture(
-        "mistral3", "ministral3", with_key="attention.temperature_scale", pairs=True,
+        "mistral3", "ministral3", with_key="attention.temperature_scale", pairs=True, window=0,
         numbers={
             "attention.temperature_scale": "rope.llama_4_scaling_beta",
             "rope.scaling.original_context_length": "rope.original_max_position_embeddings",
@@ -134,7 +134,7 @@ ARCHITECTURES = (
     ),
     Architecture("olmo2", "olmo2", tensors=_AROUND),
     Architecture(
-        "olmo2", "olmo3", with_key="attention.sliding_window", tensors=_AROUND, local_base=0.0, every=4
+        "olmo2", "olmo3", with_key="attention.sliding_window", tensors=_AROUND, local_base=0.0, every=4, window=0
     ),
     Architecture(
         "seed_oss", "seed_oss", tensors={"post_attention_layernorm": "post_attention_norm"},
@@ -147,7 +147,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         "starcoder2", "starcoder2", tensors={"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}, eps="norm_epsilon",
-        eps_key=LAYER_NORM_EPS, flags={"attn_q.bias": "use_bias"},
+        eps_key=LAYER_NORM_EPS, flags={"attn_q.bias": "use_bias"}, window=0,
     ),
 )  # fmt: skip
 """Of several rows for one file the last counts."""

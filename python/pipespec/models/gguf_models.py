@@ -137,6 +137,8 @@ def gguf_config(file: GgufFile) -> Any:
             (config["rope_parameters"] if of_rope else config)[to.removeprefix("rope.")] = _number(
                 file, f"{name}.{key}"
             )
+    if config[row.eps] <= 0:
+        raise ValueError(f"{file.path} is damaged: its {name}.{row.eps_key} is {config[row.eps]}")
     config |= _windows(file, row, config)
     try:
         return AutoConfig.for_model(row.model_type, **config)
@@ -147,7 +149,16 @@ def gguf_config(file: GgufFile) -> Any:
 def _windows(file: GgufFile, row: Architecture, config: dict[str, Any]) -> dict[str, Any]:
     """The windows of the layers, and the rotation of those that have one."""
     name, count = row.name, config["num_hidden_layers"]
-    window = file.integer(f"{name}.attention.sliding_window", row.window)
+    window = (
+        row.window
+        if row.window is None
+        else _size(file, f"{name}.attention.sliding_window", row.window or None, least=0)
+    )
+    if row.window is None and file.metadata.get(f"{name}.attention.sliding_window"):
+        warnings.warn(
+            f"{file.path}: {name}.attention.sliding_window has no effect, as models of this architecture have no windows",
+            stacklevel=user_stacklevel(),
+        )
     found: dict[str, Any] = {"sliding_window": window or None}
     if row.every is None:
         return found
@@ -184,8 +195,8 @@ def _check_keys(file: GgufFile, row: Architecture) -> None:
         )
 
 
-def _size(file: GgufFile, key: str, default: int | None = None) -> int:
-    """A positive integer, or a list of one value."""
+def _size(file: GgufFile, key: str, default: int | None = None, least: int = 1) -> int:
+    """An integer, or a list of one value."""
     found = file.metadata.get(key)
     if isinstance(found, list) and found and all(type(n) is int and n == found[0] for n in found):
         found = found[0]
@@ -193,9 +204,11 @@ def _size(file: GgufFile, key: str, default: int | None = None) -> int:
         raise ValueError(f"{file.path}: {key} differs from layer to layer, which is not supported")
     else:
         found = file.integer(key, default)
+    if found is None and least == 0:
+        return 0
     if found is None:
         raise ValueError(f"{file.path} has no {key} in its metadata")
-    if found < 1:
+    if found < least:
         raise ValueError(f"{file.path} is damaged: its {key} is {found}")
     return found
 
@@ -231,6 +244,8 @@ def _rope(file: GgufFile, row: Architecture, head_dim: int) -> dict[str, Any]:
         )
     # The name of the first files of 2023 is rope.scale_linear; a factor without a type is linear.
     factor = file.number(f"{scaling}.factor", file.number(f"{name}.rope.scale_linear")) or 1.0
+    if factor < 0:
+        raise ValueError(f"{file.path} is damaged: its {scaling}.factor is {factor}")
     kind = file.text(f"{scaling}.type", "linear")
     longrope = _long_factors(file)
     if kind not in ("none", "linear", "yarn") and not longrope:
@@ -348,7 +363,7 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
                 floats = _in_order(_floats(file, tensor), heads).sub_(offset).to(stored)
                 module._parameters[leaf] = nn.Parameter(floats, requires_grad=False)
             elif len(tensor.shape) == 2:
-                blocks = file.matrix(tensor) if tensor.type not in DEQUANTIZED else _as_blocks(file, tensor)
+                blocks = _matrix(file, tensor) if tensor.type not in DEQUANTIZED else _as_blocks(file, tensor)
                 if tensor.type in DEQUANTIZED:
                     converted.add(DEQUANTIZED[tensor.type][0])
             else:
@@ -356,6 +371,7 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
         return module if blocks is None else in_blocks(module, blocks, heads, source)
 
     model = filled(file.path, config, stored, fill)
+    file.release_pages()  # of the scales
     if has_blocks(model):
         model._pipespec_file = source  # for check_files()
     if converted:
@@ -372,13 +388,28 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
 
 
 def _floats(file: GgufFile, tensor: GgufTensor) -> torch.Tensor:
-    """A tensor without blocks. Raises ``ValueError`` for a norm of zeros, or a vector of other things than numbers."""
+    """A tensor without blocks. Raises ``ValueError`` for a norm of zeros, or other things than numbers."""
     floats = file.floats(tensor)
-    if len(tensor.shape) == 1 and not (floats.isfinite().all() and ("bias" in tensor.name or floats.any())):
+    is_norm = len(tensor.shape) == 1 and "bias" not in tensor.name
+    if not floats.isfinite().all() or (is_norm and not floats.any()):
         raise ValueError(
             f"{file.path} is damaged: tensor {tensor.name} holds zeros only, or numbers that are not finite"
         )
     return floats
+
+
+def _matrix(file: GgufFile, tensor: GgufTensor) -> QuantizedMatrix:
+    """A matrix in blocks. Raises ``ValueError`` for scales that are not finite."""
+    matrix = file.matrix(tensor)
+    blocks = matrix.data.view(-1, matrix.format.block_bytes)
+    for at in _SCALES.get(matrix.format.name, (0, 2)):
+        if not blocks[:, at : at + 2].contiguous().view(torch.float16).isfinite().all():
+            raise ValueError(f"{file.path} is damaged: tensor {tensor.name} has scales that are not finite")
+    return matrix
+
+
+_SCALES = {"q8_0": (0,), "q5_0": (0,), "q4_0": (0,), "q6_k": (208,)}
+"""Where the float16 numbers of a block lie; in others the scale and the least weight come first."""
 
 
 def warn_of_memory(path: str | Path) -> None:

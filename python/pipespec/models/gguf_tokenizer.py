@@ -19,6 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from pipespec.errors import user_stacklevel
 from pipespec.models.gguf import GgufFile
 
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+
 
 class TokenType(IntEnum):
     """Values of ``tokenizer.ggml.token_type``."""
@@ -185,7 +187,8 @@ def gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
         tokenizer_object=backend,
         chat_template=file.text("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
-        add_bos_token=file.flag("tokenizer.ggml.add_bos_token", adds_bos),
+        # Files of Gemma 4 were written with a wrong value.
+        add_bos_token=kind == "gemma4" or file.flag("tokenizer.ggml.add_bos_token", adds_bos),
         add_eos_token=file.flag("tokenizer.ggml.add_eos_token", False),
         **{name: tokens[i] for name, i in special.items() if i is not None},
     )
@@ -197,11 +200,11 @@ _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad
 
 def token_id(file: GgufFile, name: str) -> int | None:
     """The id of a special token (``"bos"``, ``"eos"``, ``"eot"``, ...) that lies in the vocabulary; None: the file names none."""
-    found = file.integer(f"tokenizer.ggml.{name}_token_id")
-    if found is None and file.text("tokenizer.ggml.model") == "llama":
-        found = {"unknown": 0, "bos": 1, "eos": 2}.get(name)  # SentencePiece's own
-    size = len(file.texts("tokenizer.ggml.tokens"))
-    return found if found is not None and 0 <= found < (size or found + 1) else None
+    found, size = file.integer(f"tokenizer.ggml.{name}_token_id"), len(file.texts("tokenizer.ggml.tokens"))
+    if found is not None and 0 <= found < (size or found + 1):
+        return found
+    own = {"unknown": 0, "bos": 1, "eos": 2} if file.text("tokenizer.ggml.model") == "llama" else {}  # SentencePiece's
+    return own.get(name)
 
 
 def end_ids(file: GgufFile) -> list[int]:
@@ -222,12 +225,27 @@ def end_ids(file: GgufFile) -> list[int]:
 
 
 def _types(file: GgufFile, size: int) -> Sequence[int]:
-    found = file.integers("tokenizer.ggml.token_type")
+    found = list(file.integers("tokenizer.ggml.token_type"))
     if found and len(found) != size:
         raise ValueError(
             f"{file.path} is damaged: tokenizer.ggml.token_type has {len(found)} entries, and the vocabulary {size}"
         )
-    return found or [TokenType.NORMAL] * size
+    tokens = file.texts("tokenizer.ggml.tokens")
+    if not found and size:
+        warnings.warn(
+            f"{file.path} does not say which of its tokens are special (tokenizer.ggml.token_type): they are told by their texts",
+            stacklevel=user_stacklevel(),
+        )
+        named = {token_id(file, name) for name in ("bos", "eos", "eot", "eom", "padding")}
+        found = [TokenType.CONTROL if i in named else TokenType.NORMAL for i in range(size)]
+        found = [TokenType.BYTE if _BYTE.fullmatch(text) else kind for text, kind in zip(tokens, found, strict=True)]
+        if (unknown := token_id(file, "unknown")) is not None and found[unknown] == TokenType.NORMAL:
+            found[unknown] = TokenType.UNKNOWN
+    for i, text in enumerate(tokens):
+        # </s> is text in vocabularies that were trained on text with it.
+        if found[i] == TokenType.NORMAL and text in END_TEXTS and text != "</s>":
+            found[i] = TokenType.CONTROL
+    return found
 
 
 def _added(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> list[AddedToken]:

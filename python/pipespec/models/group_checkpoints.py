@@ -47,7 +47,8 @@ def settings_of(config: Any) -> Settings | None:
     if settings is None or config.model_type not in FAMILIES:
         return None
     settings = settings if isinstance(settings, dict) else settings.to_dict()
-    name = settings.get("quant_method", "")
+    name = str(settings.get("quant_method", "")).lower()
+    settings = {**settings, "quant_method": name}
     if (method := _METHODS.get(name)) is None:
         return None
     for bits, form in _packings(settings):
@@ -194,7 +195,9 @@ def _unpack_gptq(get: Get, settings: Settings) -> Unpacked:
     zeros, middle = _numbers(get("qzeros"), bits, 1).T, 1 << bits - 1
     # The first version of the format stores zero points less one. Some programs write the second under the name of the first: where all zero
     # points are to be the middle (sym), that shows.
-    is_first = _format_of(settings) == "gptq" and not (settings.get("sym") and bool((zeros == middle).all()))
+    is_first = _format_of(settings) == "gptq"
+    if settings.get("sym") is not False:
+        is_first = bool((zeros == middle - 1).all()) or (is_first and not bool((zeros == middle).all()))
     return _around(numbers, zeros + int(is_first) & (1 << bits) - 1), scales
 
 
@@ -245,7 +248,12 @@ def _format_of(settings: Settings) -> str:
         if settings["quant_method"] == "gptq"
         else (("format", "version"), "gemm")
     )
-    return str(next((settings[key] for key in keys if settings.get(key)), default)).lower()
+    given = {str(settings[key]).lower() for key in keys if settings.get(key)}
+    if len(given) > 1:
+        raise ValueError(
+            f"a checkpoint of {settings['quant_method']} names two formats ({' and '.join(sorted(given))}): correct its configuration"
+        )
+    return given.pop() if given else default
 
 
 class _Method(NamedTuple):

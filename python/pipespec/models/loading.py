@@ -222,18 +222,24 @@ def is_gguf(model: Any) -> bool:
 
 
 def model_path(model: Any) -> Any:
-    """A user's model: of a folder without ``config.json`` that holds one GGUF file, or the parts of one, that file.
+    """A user's model: of a folder without weights of other kinds that holds one GGUF file, or the parts of one, that file.
 
     Raises:
+        FileNotFoundError: the folder holds later parts of a file, and not the first.
         ValueError: the folder holds several: the message lists them.
     """
-    if not isinstance(model, (str, Path)) or not (folder := Path(model)).is_dir() or (folder / "config.json").is_file():
+    if not isinstance(model, (str, Path)) or not (folder := Path(model)).is_dir():
         return model
-    files = sorted(
-        path for path in folder.iterdir() if path.suffix.lower() == ".gguf" and not LATER_PART.search(path.name)
-    )
+    if any(path.suffix in (".safetensors", ".bin") for path in folder.iterdir()):
+        return model
+    found = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".gguf" and path.is_file())
     # Projectors of images are not models of text.
-    files = [path for path in files if not path.name.startswith("mmproj")] or files
+    found = [path for path in found if "mmproj" not in path.name.lower()] or found
+    files = [path for path in found if not LATER_PART.search(path.name)]
+    if found and not files:
+        raise FileNotFoundError(
+            f"{model} holds parts of a split GGUF file ({found[0].name}, ...), and not the first (-00001-of-...)"
+        )
     if len(files) > 1:
         raise ValueError(
             f"{model} holds several GGUF files: name one of {', '.join(path.name for path in files)} (its path, or gguf_file=)"
