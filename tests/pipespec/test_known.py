@@ -447,7 +447,8 @@ def test_an_error_in_any_line_before_the_first_token(model, name, schedule):
         if before is not None:
             before(model)
         out, lines = with_error_at(at, lambda: ours(model, ids, streamer=streamer, **given))
-        return out, streamer.values[0][0].tolist() + streamer.new if streamer else [], lines
+        streamed = [] if streamer is None else [t for value in streamer.values for t in value.flatten().tolist()]
+        return out, streamed, lines
 
     pipespec.attach(model, drafts, schedule=schedule)
     ours(model, ids, **given)  # packs the weights
