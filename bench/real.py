@@ -71,7 +71,7 @@ def own_plain(row: str) -> str:
 
 
 def our_rows(options: argparse.Namespace) -> Iterator[System]:
-    """Rows of ours. Drafts are named in :func:`family_of`."""
+    """Rows of ours. Drafts are named in ``drafts`` of :func:`measure`."""
 
     def lockstep(drafts: Sequence[str], n: int) -> dict[str, Any]:
         return {"drafts": drafts, "schedule": LOCKSTEP.name, "lookahead": n}

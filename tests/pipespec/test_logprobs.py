@@ -63,7 +63,7 @@ def test_no_room_at_fixed_addresses(target, call, monkeypatch, error) -> None:
 
     monkeypatch.setattr(StaticRecord, "__init__", full)
     with Pipeline(target, [noisy(target, 0.02)], schedule="lockstep", graphs=True) as pipe:
-        with pytest.warns(SpeedWarning, match="no room to record the logits of all tokens at fixed addresses"):
+        with pytest.warns(SpeedWarning, match="no memory to record the logits of all tokens at fixed addresses"):
             out = pipe.generate(ids, **options, **GREEDY, **OUTPUTS)
         assert torch.equal(out.sequences, target.generate(ids, **options, **GREEDY))
         assert "no room to record" in str(pipe.report)

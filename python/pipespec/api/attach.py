@@ -47,7 +47,7 @@ class _Generate:
                 if is_final(error):
                     raise
                 is_refused, (cause, message) = isinstance(error, Unsupported), _explained(error)
-                if hasattr(error, "partial") and kwargs.get("streamer") is not None:  # the call had begun
+                if getattr(error, "prompt_streamed", False) and kwargs.get("streamer") is not None:
                     kwargs["streamer"] = _AfterPrompt(kwargs["streamer"])
             # transformers sets is_assistant in its calls for drafts.
             is_news = cause not in self._warned and (cause != "is_assistant" or "is_assistant" in kwargs)

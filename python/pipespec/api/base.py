@@ -292,6 +292,7 @@ class BasePipeline:
                 mark_final(error)
             with suppress(Exception):
                 self.partial = error.partial = progress.text.sequences()  # type: ignore[attr-defined]
+                error.prompt_streamed = progress.has_prompt  # type: ignore[attr-defined]
                 error.add_note("What was generated until then is in the pipeline's .partial")
             raise
 

@@ -136,6 +136,7 @@ class Progress:
     Attributes:
         seconds_to_first: Until the first step of the target; 0 before it.
         seconds: Of the call; 0 until it is finished.
+        has_prompt: Whether the streamer has got the prompt.
     """
 
     def __init__(
@@ -152,12 +153,14 @@ class Progress:
         self._began = time.perf_counter()
         self._streamed = 0  # new tokens per row
         self.seconds_to_first = self.seconds = 0.0
+        self.has_prompt = False
 
     def stream_prompt(self) -> None:
         """Pass the prompt to the streamer, as transformers does before it decodes."""
         if self._streamer is not None:
             with run_user_code():
                 self._streamer.put(self.text.input_ids.cpu())
+        self.has_prompt = True
 
     def on_commit(self, source: TextSource) -> None:
         """Check the new tokens of a step against the criteria, then stream them."""

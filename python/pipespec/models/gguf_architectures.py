@@ -56,7 +56,7 @@ class Architecture:
         partial: a part of each head may be rotated.
         rope_base: where the metadata name none.
         local_base: of layers with a window, which have a rotation of their own: where the metadata name none; 0: that of the others. None: one rotation for all.
-        every: layers up to and with the next one that has no window, where the metadata do not say; None: all layers are alike.
+        every: period of the layers without a window, used if the metadata have no pattern; None: all layers are alike.
         window: of the layers that have one, where the metadata name none; 0: there is none. None: the model has no windows, and the key is of no effect, as in llama.cpp.
         published: layers of the model whose queries are scaled by its hidden size per head, as its publisher's code does, not by the size of a head.
     """

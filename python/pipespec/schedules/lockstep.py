@@ -1,4 +1,4 @@
-"""lockstep: all stages in one process and one loop, one after the other. For one device, as the synchronous baseline, and for debugging."""
+"""lockstep: all stages in one process and one loop, one after the other. The default on a CPU and on one GPU."""
 
 from __future__ import annotations
 
