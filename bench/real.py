@@ -71,7 +71,7 @@ def own_plain(row: str) -> str:
 
 
 def our_rows(options: argparse.Namespace) -> Iterator[System]:
-    """Rows of ours. Drafts are named in ``drafts`` of :func:`measure`."""
+    """Rows of ours."""
 
     def lockstep(drafts: Sequence[str], n: int) -> dict[str, Any]:
         return {"drafts": drafts, "schedule": LOCKSTEP.name, "lookahead": n}

@@ -230,7 +230,7 @@ OPTIONAL = {
 
 def test_the_check_imports_nothing_else() -> None:
     """Checks imports at module level. Imports in functions are optional, or belong to other programs."""
-    own = {"bench", "tests", "pipespec", "pipespec_kernels"}
+    own = {"bench", "tests", "pipespec", "pipespec_kernels", "pipespec_spd", "pipespec_train"}
     files = [
         file
         for folder in ("bench", "python", "pipespec_kernels", *gpu_check.GPU_TESTS)

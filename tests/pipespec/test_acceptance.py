@@ -14,6 +14,7 @@ import torch
 from pipespec import Pipeline
 from pipespec.config import SpeculationConfig
 from pipespec.engine.acceptance import RejectionAcceptance
+from pipespec.engine.sampling import Step
 from pipespec.engine.stage import ModelDraft
 from pipespec_kernels.noise import Noise
 from tests.conftest import left_pad, noisy, random_llama
@@ -153,9 +154,9 @@ def test_tokens_that_the_draft_does_not_have() -> None:
     """They have no draft probability."""
     acceptance = RejectionAcceptance(4)
     acceptance.begin(1, 64, torch.device("cpu"))
-    one = np.ones(1, dtype=np.int32)
+    one = torch.ones(1, dtype=torch.int32)
     noise = Noise(torch.arange(1), np.array([5]), torch.ones(1))
-    acceptance.draw(torch.zeros(1, 1, 48), torch.zeros(1, 1, dtype=torch.int32), one, one * 0, noise)
+    acceptance.draw(torch.zeros(1, 1, 48), Step(torch.zeros(1, 1, dtype=torch.int32), one * 5, one, one * 0), noise)
     assert acceptance._logits[0, 5 % 5].softmax(-1).nonzero().flatten().tolist() == list(range(48))
 
 

@@ -161,18 +161,18 @@ def fork_ranks(world: int, work: Callable[[int], None], logs: str) -> list[int]:
 
 
 def wait_all(pids: list[int]) -> dict[int, int]:
-    """Per rank its exit status (negative: the signal). Ranks that do not end are killed and left out."""
+    """Per rank its exit status (negative: the signal, also of one that is stopped). Ranks that do not end are killed and left out."""
     ended: dict[int, int] = {}
     deadline = time.monotonic() + SECONDS
     while len(ended) < len(pids) and time.monotonic() < deadline:
         for rank, pid in enumerate(pids):
             if rank not in ended:
-                done, status = os.waitpid(pid, os.WNOHANG)
+                done, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
                 if done:
-                    ended[rank] = os.waitstatus_to_exitcode(status)
+                    ended[rank] = -signal.SIGSTOP if os.WIFSTOPPED(status) else os.waitstatus_to_exitcode(status)
         time.sleep(0.01)
     for rank, pid in enumerate(pids):
-        if rank not in ended:
+        if ended.get(rank, -signal.SIGSTOP) == -signal.SIGSTOP:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     return ended
