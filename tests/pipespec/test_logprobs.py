@@ -66,7 +66,7 @@ def test_no_room_at_fixed_addresses(target, call, monkeypatch, error) -> None:
         with pytest.warns(SpeedWarning, match="no memory to record the logits of all tokens at fixed addresses"):
             out = pipe.generate(ids, **options, **GREEDY, **OUTPUTS)
         assert torch.equal(out.sequences, target.generate(ids, **options, **GREEDY))
-        assert "no room to record" in str(pipe.report)
+        assert "no memory to record" in str(pipe.report)
 
 
 def test_captured_steps_wait_for_nothing(monkeypatch) -> None:
