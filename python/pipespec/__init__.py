@@ -63,7 +63,7 @@ def __getattr__(name: str) -> Any:
     # torch and transformers take seconds to import: `pipespec doctor` and `--help` should not wait for them.
     from importlib import import_module
 
-    if name == "spd":  # a package of its own, which imports this one: it is imported by name, when somebody asks for it
+    if name == "spd":  # a package of its own, which imports this one: it is imported by name, at the first use
         return import_module("pipespec_spd")
     if name not in _HOMES:
         raise AttributeError(f"module 'pipespec' has no attribute {name!r}")

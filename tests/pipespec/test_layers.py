@@ -96,7 +96,7 @@ def test_every_entry_has_a_layer_and_there_are_at_most_13(edges):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_package_imports_one_above(package):
-    """`pipespec` imports SPD and training by name only, when somebody asks for them (`pipespec.spd`, and their commands)."""
+    """`pipespec` imports SPD and training by name only, at the first use (`pipespec.spd`, and their commands)."""
     above = {"tools", "tests", *PACKAGES[: PACKAGES.index(package)]}
     assert {name: found for name, source in sources(package).items() if (found := imports(source, above))} == {}
 

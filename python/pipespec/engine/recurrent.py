@@ -234,7 +234,7 @@ class StateRing:
 
 
 _probed: WeakSet[nn.Module] = WeakSet()
-"""The model's modules whose outputs have been compared: SPD makes its layers anew in each call."""
+"""The model's modules whose outputs have been compared: SPD makes new layers in each call."""
 
 
 class GatedDeltaNet(nn.Module):

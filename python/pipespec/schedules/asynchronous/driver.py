@@ -133,7 +133,7 @@ class AsynchronousDriver(Driver):
         self.block.start(0)
 
     def tend(self) -> None:
-        """Continue without the drafts that are lost, and take back those that have returned. Each loss is warned of once per call."""
+        """Continue without the drafts that are lost, and with those that have returned. Each loss is warned of once per call."""
         for i, peer in self.peers.items():
             cause = peer.failure()
             since, before = self._absent.get(i, (time.monotonic(), None))
