@@ -2,9 +2,10 @@
 
     python -m tools.real_models build/real
     python -m bench.real --models build/real --target q15 --draft q05 --prompts code=humaneval.jsonl chat=mt_bench.jsonl edit=docs/how-to/troubleshooting.md --out run
+    python -m bench.real --models build/real --target q15 --hf bfloat16 --rows "GGUF, plain" --prompts 32 150 512 2048 --new-tokens 1 --out first
     python -m bench.real --readme README.md bench/results/real.json
 
-Prompts are the first turns of datasets as they are published (:mod:`bench.datasets`); any other file is a text to edit, in one prompt. :mod:`bench.runner` generates each
+Prompts are the first turns of datasets as they are published (:mod:`bench.datasets`); any other file is a text to edit, in one prompt; a number is so many random tokens. :mod:`bench.runner` generates each
 prompt in all rows in turn, in whole calls, so that a machine that becomes slower does so for all. Per row and kind of prompt, ``--json`` has the tokens/s of whole calls
 (sum of tokens over the sum of each prompt's median time), the ratio to our plain decoding, the worst prompt's ratio to it, milliseconds to the first token, tokens/s
 after it, and the share of texts that are those of :func:`own_plain`. Sampled rows have one seed per prompt.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import resource
 import socket
 import subprocess
 import time
@@ -22,7 +24,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from bench.harness import markdown_table, replace_table, save
 from bench.machine import provenance
 from bench.runner import Dataset, Runner
 from bench.samples import ResultsFolder, Sample, StepCounts
-from bench.systems import Family, HFSystem, PipelineSystem, System, Workload
+from bench.systems import Family, HFSystem, LineSystem, PipelineSystem, System, Workload, stop
 from pipespec.cli.options import option
 from pipespec.process.progress import quiet_transformers
 from pipespec.registry import LOCKSTEP, PLAIN, WORKERS
@@ -49,6 +51,11 @@ PACKED = "GGUF"
 """Rows of the models' GGUF files begin with it."""
 
 START_SECONDS = 120
+
+
+def load_hf(models: Path, name: str, dtype: str = "bfloat16") -> Any:
+    """A model of the folder that ``tools.real_models`` has written."""
+    return AutoModelForCausalLM.from_pretrained(models / f"{name}-hf", dtype=getattr(torch, dtype)).eval()
 
 
 def shuffled(model: Any) -> Any:
@@ -114,9 +121,16 @@ def hf_rows(target: Any) -> Iterator[System]:
 
 
 def read_prompts(given: Sequence[str], tokenizer: Any, count: int, most: int) -> list[tuple[str, torch.Tensor]]:
-    """The first ``count`` prompts of each file, as chats of one turn if there is a template: name of the file and token ids ``[1, S]``."""
+    """The first ``count`` prompts of each file, as chats of one turn if there is a template: name of the file and token ids ``[1, S]``.
+
+    A number in place of a file is one prompt of as many random tokens.
+    """
     found = []
     for entry in given:
+        if entry.isdecimal():
+            draw = torch.Generator().manual_seed(0)
+            found.append((entry, torch.randint(tokenizer.vocab_size // 2, (1, int(entry)), generator=draw)))
+            continue
         name, _, path = entry.partition("=")
         if is_dataset(file := Path(path)):
             asked = [conversation.turns[0] for conversation in read(file)[1][:count]]
@@ -202,8 +216,7 @@ class LlamaServer(System):
 
     def close(self) -> None:
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            stop(self._process)
 
 
 def of_tokens(tokens: list[int], first: float, seconds: float) -> Sample:
@@ -235,7 +248,7 @@ for line in sys.stdin:
 """
 
 
-class OpenVino(System):
+class OpenVino(LineSystem):
     """One process with an OpenVINO GenAI pipeline, greedy only.
 
     ``python`` is an interpreter with ``openvino_genai``; ``folder`` and ``draft`` are exported models; ``lookup`` is the number of tokens per
@@ -243,44 +256,22 @@ class OpenVino(System):
     """
 
     def __init__(self, label: str, python: Path, folder: Path, draft: Path | None = None, lookup: int = 0) -> None:
-        super().__init__(label, label, "rival")
         given: dict[str, Any] = {}
         if draft is not None:
             given |= {"draft": str(draft), "per_call": {"num_assistant_tokens": 3}}
         if lookup:
             given |= {"prompt_lookup": True, "per_call": {"num_assistant_tokens": lookup, "max_ngram_size": 3}}
+        super().__init__(label, label, "rival")
         self.command = [str(python), "-c", _WORKER, json.dumps([str(folder), given])]
-        self._process: subprocess.Popen[str] | None = None
 
     def start(self, workload: Workload) -> None:
         if not workload.is_greedy:
             raise NotImplementedError("greedy only")
         super().start(workload)
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self._process = subprocess.Popen(self.command, text=True, **pipes)
-        if self._answer() != "ready":
-            raise RuntimeError(f"does not start: {self.label}")
-
-    def _answer(self) -> Any:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"OpenVINO's process ended with status {self._process.wait()}")
-        return json.loads(line)
 
     def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"ids": ids.tolist(), "max_new_tokens": new_tokens}) + "\n")
-        self._process.stdin.flush()
-        tokens, seconds, first = self._answer()
+        tokens, seconds, first = self.ask({"ids": ids.tolist(), "max_new_tokens": new_tokens})
         return of_tokens(tokens, first, seconds)
-
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
 
 
 # ---- tables
@@ -371,7 +362,7 @@ def parser() -> argparse.ArgumentParser:
     option(out, "draft", None, str, "default: %(default)s", default="q05")
     option(out, "dtype", None, str, "default: %(default)s", default="bfloat16")
     option(out, "hf", None, str, "transformers' rows, in this dtype", choices=("none", "bfloat16", "float32"), default="none")
-    option(out, "prompts", "NAME=FILE", str, "the prompts to measure", nargs="+", default=[])
+    option(out, "prompts", "NAME=FILE", str, "the prompts to measure; a number: random tokens, for the time to the first token", nargs="+", default=[])
     option(out, "count", None, int, "prompts of each file (%(default)s)", default=4)
     option(out, "prompt-tokens", None, int, "at most, the last ones (%(default)s)", default=1024)
     option(out, "new-tokens", None, int, "most per prompt (%(default)s)", default=64)
@@ -382,6 +373,7 @@ def parser() -> argparse.ArgumentParser:
     option(out, "openvino", ("PYTHON", "FOLDER"), Path, "OpenVINO GenAI's rows: an interpreter with openvino_genai, and a folder of exports NAME-fp16, -int8, -int4",
            nargs=2)
     option(out, "rows", None, str, "all without; plain is always there", nargs="+")
+    option(out, "alone", "ROW", str, "this row and no other: the peak of memory is its own")
     option(out, "out", "DIR", Path, "folder of results; one that exists is continued")
     option(out, "json", None, Path, "write the table's figures")
     return out
@@ -406,23 +398,23 @@ def main() -> None:
 def measure(options: argparse.Namespace) -> None:
     """Run all rows in turn."""
 
-    def load(name: str, dtype: str) -> Any:
-        return AutoModelForCausalLM.from_pretrained(options.models / f"{name}-hf", dtype=getattr(torch, dtype)).eval()
-
+    load = cache(partial(load_hf, options.models))
     tokenizer = AutoTokenizer.from_pretrained(options.models / f"{options.target}-hf")
-    target, draft = load(options.target, options.dtype), load(options.draft, options.dtype)
+    target, hf = load(options.target, options.dtype), options.dtype if options.hf == "none" else options.hf
     drafts: dict[str, Any] = {
-        "draft": draft,
+        "draft": partial(load, options.draft, options.dtype),
         "useless": partial(shuffled, target),
         "itself": partial(copy.deepcopy, target),
         "packed": options.models / f"{options.draft}.gguf",
         "head": options.head,
-        "assistant": draft if options.hf in ("none", options.dtype) else load(options.draft, options.hf),
+        "assistant": partial(load, options.draft, hf),
     }
-    systems = list(our_rows(options))
-    if options.hf != "none":
-        systems += hf_rows(target if options.hf == options.dtype else load(options.target, options.hf))
-    systems += rivals(options)
+    systems = [
+        *our_rows(options),
+        *(hf_rows(load(options.target, hf)) if options.hf != "none" else ()),
+        *rivals(options),
+    ]
+    systems = [system for system in systems if options.alone in (None, system.key)]
     for system in systems:
         system.compared_with = own_plain(system.key)
     kinds: dict[str, dict[str, torch.Tensor]] = {}
@@ -444,7 +436,7 @@ def measure(options: argparse.Namespace) -> None:
     settings = {key: value for key, value in vars(options).items() if not isinstance(value, Path)}
     settings["prompts"] = [f"{name}={Path(file).name}" for name, _, file in (p.partition("=") for p in options.prompts)]
     settings |= {"llama": options.llama is not None, "openvino": options.openvino is not None}
-    record = record_of(folder, settings)
+    record = record_of(folder, settings) | {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10}
     save(options.json, record)
     print(tables.text(summary))
     print(readme_table(record))

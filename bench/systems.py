@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import os
+import subprocess
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -379,6 +381,58 @@ def private_copies(drafts: Sequence[Any]) -> list[Any]:
         return isinstance(draft, PreTrainedModel) and draft.device.type == "cpu"
 
     return [copy.deepcopy(draft) if is_here(draft) else draft for draft in drafts]
+
+
+class LineSystem(System):
+    """A process, started by ``command``, that answers lines of JSON, ``"ready"`` first. ``variables``: of its environment."""
+
+    is_heavy = True
+    command: Sequence[str]
+    variables: Mapping[str, str] = {}
+    _process: subprocess.Popen[str] | None = None
+
+    def start(self, workload: Workload) -> None:
+        super().start(workload)
+        # Its errors are shown where the caller's are.
+        self._process = subprocess.Popen(
+            self.command, env={**os.environ, **self.variables}, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        if (first := self._answer()) != "ready":
+            raise RuntimeError(f"{self.label} does not start: it answers {first!r}")
+
+    def ask(self, job: Any) -> Any:
+        """The answer to a job."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process of {self.label} ended with status {self._process.wait()}")
+        return json.loads(line)
+
+    def pause(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._process is not None:
+            stop(self._process)
+
+
+def stop(process: subprocess.Popen[Any], seconds: float = 10.0) -> None:
+    """End a process: by the end of its input, and where it has none or takes longer by a signal."""
+    if process.stdin is not None:
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+    process.kill()
+    process.wait()
 
 
 class Unmeasured(System):
