@@ -43,7 +43,14 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "prompt.json": (*_ENGINE, *_RUNNER, "bench/real.py"),
     "quality.json": ("csrc/cpu/formats", "python/pipespec/models/quantizing.py", "bench/quality.py"),
     "real.json": (*_ENGINE, *_RUNNER, "bench/real.py"),
-    "spd.json": (*_KERNELS, "python/pipespec/engine", "python/pipespec_spd", *_RUNNER, "bench/baselines.py", "bench/spd.py"),
+    "spd.json": (
+        *_KERNELS,
+        "python/pipespec/engine",
+        "python/pipespec_spd",
+        *_RUNNER,
+        "bench/baselines.py",
+        "bench/spd.py",
+    ),
     "spd_real.json": ("python/pipespec_spd", "python/pipespec_train", "bench/spd.py", "bench/recipes"),
 }
 """By results file: the files and folders whose changes outdate it, as pathspecs of git. Those of GPUs outdate no figure of a CPU."""

@@ -1,7 +1,8 @@
 """What a draft token costs, and what the controller makes of it on real texts without the noise of a machine.
 
     python -m bench.controller price MODEL ... --json bench/results/price.json
-    python -m bench.controller record --models build/real --prompts code=humaneval.jsonl chat=mt_bench.jsonl --out build/texts.json
+    python -m bench.controller record --target build/real/q15-hf --drafts build/real/q05-hf --chat-template \
+      --prompts code=humaneval.jsonl chat=mt_bench.jsonl --out build/texts.json
     python -m bench.controller replay build/texts.json --json bench/results/controller.json
 
 ``price``: medians of the time of a step by its number of columns, as parts of that of one column. MODEL is a folder, a GGUF file, or FOLDER=FORMAT, whose matrices are
@@ -22,11 +23,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
 
+from bench.config import BenchConfig, add_options, configured, with_prompts
 from bench.harness import repeated, save, table
 from bench.machine import provenance
-from bench.real import load_hf, read_prompts, shuffled
+from bench.real import shuffled
+from bench.run import load_models, prompts_of
 from pipespec import Pipeline
 from pipespec.engine.cache import RowCache
 from pipespec.engine.cached_text import PROMPT_TAIL
@@ -90,22 +92,24 @@ def choices(model: Any, prompt: Sequence[int], text: Sequence[int]) -> list[int]
 
 def record(options: argparse.Namespace) -> None:
     """Write texts, agreement and times."""
-    tokenizer = AutoTokenizer.from_pretrained(options.models / f"{options.target}-hf")
-    prompts = read_prompts(options.prompts, tokenizer, options.count, options.prompt_tokens)
-    target, texts = load_hf(options.models, options.target), []
+    config = with_prompts(
+        configured(options, BenchConfig(samples=24, new_tokens=96, dtype="bfloat16")), options.prompts
+    )
+    family, _ = load_models(config)
+    target, (draft, *_), texts = family.target, family.drafts.values(), []
     with Pipeline(target, schedule="plain") as pipe:
-        for i, (kind, ids) in enumerate(prompts):
-            out = pipe.generate(ids, max_new_tokens=options.new_tokens, do_sample=False)
-            texts.append({"kind": kind, "prompt": ids[0].tolist(), "text": out[0, ids.shape[1] :].tolist()})
-            say(f"text {i + 1} of {len(prompts)}")
-    times, draft = {"target": step_times(target)}, load_hf(options.models, options.draft)
-    del target
+        for data in (prompts_of(config, request, family) for request in config.dataset):
+            for name, ids in data.prompts.items():
+                out = pipe.generate(ids, max_new_tokens=config.new_tokens, do_sample=False)
+                texts.append({"kind": data.name, "prompt": ids[0].tolist(), "text": out[0, ids.shape[1] :].tolist()})
+                say(f"{data.name} {name}")
+    times = {"target": step_times(target)}
     for name, model in {"draft": draft, "useless": shuffled(draft)}.items():
         times[name] = step_times(model)
         for entry in texts:
             own = choices(model, entry["prompt"][-PROMPT_TAIL - 1 :], entry["text"])
             entry[name] = [a == b for a, b in zip(own, entry["text"], strict=True)]
-    about = {"machine": provenance(), "target": options.target, "draft": options.draft}
+    about = {"machine": provenance(), "target": family.name, "draft": next(iter(family.drafts))}
     save(options.out, about | {"times": times, "texts": texts})
 
 
@@ -298,13 +302,8 @@ def main() -> None:
     costs.add_argument("--json", type=Path)
     costs.set_defaults(run=price)
     writes = commands.add_parser("record")
-    writes.add_argument("--models", type=Path, required=True, help="folder of tools.real_models")
-    writes.add_argument("--target", default="q15")
-    writes.add_argument("--draft", default="q05")
+    add_options(writes)  # of which those of the models and the prompts count
     writes.add_argument("--prompts", nargs="+", required=True, metavar="NAME=FILE")
-    writes.add_argument("--count", type=int, default=24, help="prompts of each file (%(default)s)")
-    writes.add_argument("--prompt-tokens", type=int, default=1600, help="at most, the last ones (%(default)s)")
-    writes.add_argument("--new-tokens", type=int, default=96)
     writes.add_argument("--out", type=Path, required=True)
     writes.set_defaults(run=record)
     reads = commands.add_parser("replay")

@@ -39,10 +39,7 @@ Commits = list[tuple[float, int]]
 
 @dataclass(frozen=True)
 class Family:
-    """A target, its drafts by name (smallest first), and their tokenizer (None: prompts are token ids).
-
-    A draft is a model, something else that a pipeline takes, or a function that makes one of these.
-    """
+    """A target, its drafts by name (smallest first), and their tokenizer (None: prompts are token ids). A draft is what a pipeline takes."""
 
     name: str
     target: PreTrainedModel
@@ -57,8 +54,7 @@ class Family:
 
     def draft(self, name: str) -> Any:
         """What a pipeline takes for a draft of this name."""
-        draft = self.drafts.get(name, name)
-        return draft() if callable(draft) and not isinstance(draft, torch.nn.Module) else draft
+        return self.drafts.get(name, name)
 
 
 @dataclass(frozen=True)
@@ -325,10 +321,14 @@ class PipelineSystem(System):
         if self.schedule in (PLAIN.name, LOCKSTEP.name):
             self.settings = [TunedSetting(n) for n in workload.thread_numbers]
         super().start(workload)
-        drafts = [workload.family.draft(name) for name in self.drafts]
+        drafts = [self.draft(name) for name in self.drafts]
         drafts = private_copies(drafts) if has_processes else drafts
         options = self.options | ({} if self.schedule is None else {"schedule": self.schedule})
         self.pipe = Pipeline(self.target or workload.family.target, drafts, **options)
+
+    def draft(self, name: str) -> Any:
+        """What the pipeline takes for a draft of this name."""
+        return self.workload.family.draft(name)
 
     def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
         sample, report = generated(self.pipe, self.workload, ids, new_tokens, seed), self.pipe.report
@@ -471,7 +471,7 @@ def draft_names(paths: Sequence[str]) -> list[str]:
 
 
 def systems_of(config: BenchConfig, drafts: Sequence[str]) -> list[System]:
-    """The rows that a configuration asks for, with ``hf`` first. When sampling, also ``plain``, whose text is the reference then.
+    """The rows that a configuration asks for, with its reference first. When sampling, also ``plain``, whose text is the reference then.
 
     ``drafts``: names of the draft models, smallest first.
 
@@ -481,7 +481,9 @@ def systems_of(config: BenchConfig, drafts: Sequence[str]) -> list[System]:
     """
     if unknown := [kind for kind in config.systems if kind not in KINDS]:
         raise ValueError(f"no system {', '.join(map(repr, unknown))}: there are {', '.join(KINDS)}")
-    kinds = dict.fromkeys([REFERENCE, *([PLAIN.name] if config.temperature is not None else []), *config.systems])
+    kinds = dict.fromkeys(
+        [config.reference, *([PLAIN.name] if config.temperature is not None else []), *config.systems]
+    )
     found = []
     for kind in kinds:
         for system in KINDS[kind].rows(kind, config, drafts):
