@@ -311,8 +311,8 @@ class OneThread(PipelineSystem):
 
 
 def _published(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[System]:
-    least = 0 if kind == "published-asynchronous" else 1
-    lookaheads: list[int | None] = [n for n in config.lookahead if n >= least] or [None]
+    minimum = 0 if kind == "published-asynchronous" else 1
+    lookaheads: list[int | None] = [n for n in config.lookahead if n >= minimum] or [None]
     for chain, lookahead in itertools.product(each_chain(kind, config, drafts), lookaheads):
         yield PublishedSystem(kind.removeprefix("published-"), chain, lookahead)
 

@@ -131,12 +131,12 @@ def matches(prompt: Sequence[int], text: Sequence[int]) -> list[Match]:
     return found
 
 
-def longest_match(text: np.ndarray, most: int) -> int:
-    """The length, at most ``most``, of the longest end of a text that occurs earlier in it."""
+def longest_match(text: np.ndarray, limit: int) -> int:
+    """The length, at most ``limit``, of the longest end of a text that occurs earlier in it."""
     best = 0
     for end in np.flatnonzero(text[:-1] == text[-1]):
         n = 1
-        while n < most and n <= end and text[end - n] == text[-1 - n]:
+        while n < limit and n <= end and text[end - n] == text[-1 - n]:
             n += 1
         best = max(best, n)
     return best

@@ -46,7 +46,7 @@ CALIBRATION = 2
 """Prompts that tune and warm up. They are not measured where a dataset has enough others."""
 
 STEP_S = 0.03
-"""Most seconds of a planted target's step: its shapes are divided until the weights can be read in this time."""
+"""Maximum seconds of a planted target's step: its shapes are divided until the weights can be read in this time."""
 
 MEMORY_SHARE = 0.4
 """Share of the free memory that planted weights may take."""
@@ -82,9 +82,9 @@ def plant_models(config: BenchConfig, rate: float) -> tuple[Family, dict[str, An
     dtype = getattr(torch, config.dtype or ("bfloat16" if on_gpu else "float32"))
     shapes, divisors = planted.SHAPES, (1, 1)
     if not config.full_size:
-        least = max(config.stages, default=2) if {"spd", "ppsd"} & set(config.systems) else 2
+        min_layers = max(config.stages, default=2) if {"spd", "ppsd"} & set(config.systems) else 2
         memory = MEMORY_SHARE * device_facts([config.device[0]])[0].free
-        shapes, divisors = planted.fitted(config.planted, memory, STEP_S * rate, dtype.itemsize, least)
+        shapes, divisors = planted.fitted(config.planted, memory, STEP_S * rate, dtype.itemsize, min_layers)
     prompt_tokens = min(64, *(d.typical_tokens for d in config.dataset))
     new_tokens = min(config.new_tokens, 128)
     chain = planted.plant(

@@ -189,7 +189,7 @@ class System(ABC):
 
     @abstractmethod
     def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
-        """Generate at most ``new_tokens`` tokens behind ``ids``, LongTensor ``[1, S]``. The sample has no time yet."""
+        """Generate at most ``new_tokens`` tokens after ``ids``, LongTensor ``[1, S]``. The sample has no time yet."""
 
     def is_exact(self, workload: Workload) -> bool:
         """Whether the text has to equal the reference. transformers draws its samples from other numbers."""

@@ -270,9 +270,9 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     lines = [
         f"{'Ours at its best' if factor >= 1 else 'WE LOSE, even at our best'}: {best}, {factor:.2f} times the best of the others ({rival})."
     ]
-    behind = [label for label in ours if label != best and speed[label] < speed[rival]]
-    if behind:
-        shares = "; ".join(f"{label} {speed[label] / speed[rival]:.2f}x" for label in behind)
+    slow = [label for label in ours if label != best and speed[label] < speed[rival]]
+    if slow:
+        shares = "; ".join(f"{label} {speed[label] / speed[rival]:.2f}x" for label in slow)
         lines.append(f"Where we lose against {rival}: {shares}.")
     slower = [r.label for r in rows if r.group == "ours" and r.vs_plain is not None and r.vs_plain < 1]
     if slower:
