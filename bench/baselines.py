@@ -282,6 +282,7 @@ class RanksSystem(LineSystem):
     ``drafter``: as :class:`pipespec_spd.RanksPipeline` takes it, a model as its path.
     """
 
+    is_heavy = True
     variables: ClassVar[dict[str, str]] = {"OMP_NUM_THREADS": "1"}
 
     def __init__(self, staged: StagedSystem, target: str, drafter: str, ranks: int) -> None:
@@ -291,13 +292,13 @@ class RanksSystem(LineSystem):
         self._job = {"target": target, "drafter": drafter, "stages": staged.stages}
 
     def start(self, workload: Workload) -> None:
+        if not workload.is_greedy:
+            raise NotImplementedError("greedy only")
         how = {"sampling": workload.sampling, "dtype": str(workload.family.target.dtype).removeprefix("torch.")}
         self.command = [*self._launch, "-m", "bench.spd", "rank", json.dumps(self._job | how)]
         super().start(workload)
 
     def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
-        if not self.workload.is_greedy:
-            raise NotImplementedError("greedy only")
         return build(Sample, self.ask([ids.tolist(), new_tokens]))
 
 

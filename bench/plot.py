@@ -35,7 +35,7 @@ OURS, OTHERS, LOSS = "#0072b2", "#c9c9c9", "#d55e00"
 """Colours of bars."""
 
 MODELS = {"q15": "Qwen2.5-Coder-1.5B-Instruct"}
-"""Names of the models in the files of ``bench.real``."""
+"""Names of the models in files of :mod:`bench.real`."""
 
 MAX_CURVES = len(COLOURS)
 """Systems in one panel."""

@@ -178,8 +178,6 @@ class LlamaServer(System):
     It takes and gives token ids, so that all rows read the same prompt, and stops at the model's end of the text, as ours do.
     """
 
-    is_heavy = True
-
     def __init__(self, label: str, binary: Path, model: Path, options: Sequence[str] = ()) -> None:
         super().__init__(label, label, "rival")
         self.compared_with = own_plain(label)
@@ -221,9 +219,6 @@ class LlamaServer(System):
             found = json.load(answer)
         seconds = time.perf_counter() - begin
         return of_tokens(found["tokens"], seconds - found["timings"]["predicted_ms"] / 1000, seconds)
-
-    def pause(self) -> None:
-        self.close()
 
     def close(self) -> None:
         if self._process is not None:

@@ -64,6 +64,7 @@ def rank(job: str) -> None:
         for line in sys.stdin:
             ids, new_tokens = json.loads(line)
             out = pipe.generate(torch.tensor(ids), max_new_tokens=new_tokens, **given["sampling"])
+            assert pipe.report is not None
             sample = staged_sample(Sample(tokens=out[0, len(ids[0]) :].tolist()), pipe.report)
             sample.commits = [(pipe.report.phases["prefill"], 1)]
             print(json.dumps(asdict(sample)), flush=True)
@@ -306,7 +307,7 @@ def real(args: argparse.Namespace) -> dict[str, Any]:
             about: dict[str, Any] = {"stages": config.n, "prompts": name, "count": len(answers)}
             about |= counted(tables, [begin for _, begin in answers]) | {"decoded": []}
             for (text, begin), right in list(zip(answers, tables, strict=True))[: args.decode]:
-                found = {"identical": torch.equal(generated(pipe, text[:, :begin]), text)}
+                found: dict[str, Any] = {"identical": torch.equal(generated(pipe, text[:, :begin]), text)}
                 found |= {"drafts": pipe.report.checked, "accepted": pipe.report.accepted, "cycles": pipe.report.cycles}  # type: ignore[union-attr]
                 about["decoded"].append(found | {"along_text": replay(right, begin)._asdict()})
             rows.append(about)

@@ -386,7 +386,6 @@ def private_copies(drafts: Sequence[Any]) -> list[Any]:
 class LineSystem(System):
     """A process, started by ``command``, that answers lines of JSON, ``"ready"`` first. ``variables``: of its environment."""
 
-    is_heavy = True
     command: Sequence[str]
     variables: Mapping[str, str] = {}
     _process: subprocess.Popen[str] | None = None
