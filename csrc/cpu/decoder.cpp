@@ -18,12 +18,12 @@ namespace pipespec::cpu {
 namespace {
 
 constexpr int64_t kPanel = kPanelOutputs;
-// Panels of one unit of work at most: what they compute for a tile stays in the second-level cache.
+// Maximum panels of one unit of work: what they compute for a tile stays in the second-level cache.
 constexpr int64_t kMaxUnitPanels = 8;
-// Columns of one unit of attention at most.
+// Maximum columns of one unit of attention.
 constexpr int64_t kAttendColumns = 16;
-// Most rows of a narrow forward. It spends most of its time reading the weights, so the cost of a
-// round shows.
+// Maximum rows of a narrow forward. It spends most of its time reading the weights, so the cost of
+// a round shows.
 constexpr int64_t kNarrow = 16;
 // Inputs of a tile of rows: they are read once per group, from the second-level cache.
 constexpr int64_t kTileBytes = 192 << 10;
@@ -31,8 +31,8 @@ constexpr int64_t kMaxTileRows = 48;  // whole blocks of rows
 constexpr int64_t kUnitsPerThread = 4;
 // Inputs that the caller rounds by itself: another round costs more.
 constexpr int64_t kRoundAlone = 1 << 16;
-// Columns of all rows that go through the layers at once: what a forward needs beside its hidden
-// states stays small.
+// Columns of all rows that go through the layers at once: what a forward needs next to its
+// hidden states stays small.
 constexpr int64_t kPieceColumns = 512;
 
 int64_t whole(int64_t n, int64_t of) { return (n + of - 1) / of; }

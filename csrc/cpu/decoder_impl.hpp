@@ -31,10 +31,10 @@ constexpr int panels_at_once(int rows) {
   return panels;
 }
 
-// The rows of a block at most: with more, a block would work on less than V::kLeastPanels at once.
+// Maximum rows of a block: with more, a block would work on less than V::kMinPanels at once.
 template <class V>
 constexpr int max_rows() {
-  const int rows = V::kAccumulators / (V::kLeastPanels * kVectors<V>);
+  const int rows = V::kAccumulators / (V::kMinPanels * kVectors<V>);
   return rows < 8 ? rows : 8;
 }
 
@@ -46,7 +46,7 @@ struct Chunk {
   const unsigned char* weights;
   int64_t input_bytes, group_bytes;  // from one input to the next, and from one group to the next
   int64_t inputs;
-  const unsigned char* ahead;  // what to ask for beside the first input
+  const unsigned char* ahead;  // what to prefetch with the first input
   int64_t ahead_bytes;         // from one input to the next
   bool is_first;               // else the sums go on from those in `out`
 };
@@ -117,10 +117,10 @@ void groups_product(const unsigned char* groups, int64_t inputs, int panels, con
   constexpr int kRows = max_rows<V>();
   const int64_t group_panels = panels < kGroupPanels ? panels : kGroupPanels;
   const int64_t blocks = (rows + kRows - 1) / kRows;
-  const int most = panels_at_once<V>(int((rows + blocks - 1) / blocks));
+  const int max_at_once = panels_at_once<V>(int((rows + blocks - 1) / blocks));
   const int64_t input_bytes = group_panels * kPanelOutputs * Weights::kBytes;
   int64_t sweeps = 0;  // over the weights
-  for (int p = 0, at_once = most; p < panels; p += at_once, sweeps += blocks)
+  for (int p = 0, at_once = max_at_once; p < panels; p += at_once, sweeps += blocks)
     while (at_once > panels - p) at_once /= 2;
   const int64_t at_a_time = sweeps == 1 ? inputs : kChunkBytes / input_bytes;
   for (int64_t k = 0; k < inputs; k += at_a_time) {
@@ -131,7 +131,7 @@ void groups_product(const unsigned char* groups, int64_t inputs, int panels, con
     int64_t row = 0;
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t end = rows * (b + 1) / blocks;
-      int at_once = most;
+      int at_once = max_at_once;
       for (int p = 0; p < panels; p += at_once) {
         while (at_once > panels - p) at_once /= 2;
         const Chunk chunk{weights + p * kPanelOutputs * Weights::kBytes,
@@ -183,7 +183,7 @@ inline void copy_bytes(unsigned char* to, const unsigned char* from, int64_t ele
   for (int64_t i = 0; i < elements * Format::kBytes; ++i) to[i] = from[i];
 }
 
-// The first `n` < kLanes elements at p and zeros behind them; reads nothing else.
+// The first `n` < kLanes elements at p and zeros after them; reads nothing else.
 template <class V, class Format>
 inline typename V::F load_part(const unsigned char* p, int64_t n) {
   unsigned char buffer[V::kLanes * 4] = {};
@@ -299,10 +299,10 @@ inline void add_weighted(const float* weights, int64_t n, const unsigned char* v
 template <class V>
 inline typename V::F capped(typename V::F x, float limit) {
   using F = typename V::F;
-  const F zero = V::broadcast(0.0f), one = V::broadcast(1.0f), most = V::broadcast(limit);
+  const F zero = V::broadcast(0.0f), one = V::broadcast(1.0f), top = V::broadcast(limit);
   const F size = V::max(x, V::subtract(zero, x));
   const F e = exponential<V>(V::multiply(size, V::broadcast(-2.0f / limit)));
-  const F sign = V::where_less(x, zero, V::subtract(zero, most), most);
+  const F sign = V::where_less(x, zero, V::subtract(zero, top), top);
   const F large = V::multiply(sign, V::divide(V::subtract(one, e), V::add(one, e)));
   const F u = V::multiply(size, V::broadcast(1.0f / limit)), square = V::multiply(u, u);
   F p = V::broadcast(-5.70498872745e-3f);

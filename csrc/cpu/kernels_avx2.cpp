@@ -73,7 +73,7 @@ struct V32 : Avx2Vector {
 
 struct DecoderAvx2 : Avx2 {
   static constexpr int kAccumulators = 12;
-  static constexpr int kLeastPanels = 1;
+  static constexpr int kMinPanels = 1;
 
   // Keeps a sum in its register: left alone, the compiler moves some of them to the stack and back.
   static void pin(F& x) { asm("" : "+x"(x)); }

@@ -75,7 +75,7 @@ struct V32 : Avx512Vector {
 
 struct DecoderAvx512 : Avx512 {
   static constexpr int kAccumulators = 24;
-  static constexpr int kLeastPanels = 4;
+  static constexpr int kMinPanels = 4;
 
   static void pin(F&) {}
   static F divide(F a, F b) { return _mm512_div_ps(a, b); }

@@ -57,7 +57,7 @@ using V32 = PortableVector<int32_t, uint32_t>;
 
 struct DecoderPortable : Portable {
   static constexpr int kAccumulators = 12;
-  static constexpr int kLeastPanels = 1;
+  static constexpr int kMinPanels = 1;
 
   static void pin(F&) {}
   static F divide(F a, F b) { return a / b; }

@@ -1,6 +1,6 @@
 // The decoder's forward on the host: products against sums in double, and forwards of one model in
 // different shapes and with different threads, which must give the same bits. All arrays have
-// exactly their size, so that AddressSanitizer sees a read behind them.
+// exactly their size, so that AddressSanitizer sees a read after them.
 #include <atomic>
 #include <chrono>
 #include <cmath>

@@ -159,7 +159,7 @@ def test_truncation_at_every_index_leaves_no_trace(model, ids, keep):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("static", [False, True], ids=["masks", "lengths"])
 def test_ragged_rows_equal_rows_run_alone(model, step, seed, static):
-    """Random feeds with padding columns, idle rows and a rollback per row: each row equals the row alone. NaN behind the lengths has no effect on attention by lengths."""
+    """Random feeds with padding columns, idle rows and a rollback per row: each row equals the row alone. NaN after the lengths has no effect on attention by lengths."""
     rng = np.random.default_rng(seed)
     rows, total = 4, 60
     text = torch.from_numpy(rng.integers(3, VOCAB, (rows, total)))

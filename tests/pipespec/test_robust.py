@@ -273,7 +273,7 @@ begun.wait()
     assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")
 
 
-@pytest.mark.parametrize("when", ["midway", "behind its run"])
+@pytest.mark.parametrize("when", ["midway", "after its run"])
 @pytest.mark.parametrize("how", ["plain", "lockstep", "lockstep, captured", "streams", "spd"])
 def test_a_cache_that_was_lent_to_a_call_that_fails(model, how, when):
     """The caller has it back as it was, and no later call writes to it, continues from it, or returns it."""

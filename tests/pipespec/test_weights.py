@@ -150,7 +150,7 @@ def test_weights_by_stage():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_embeddings_on_steps_do_not_refuse_the_native_form(seed):
-    """Codes times norm weights of 1 and 1/2 lie between two steps: the last bit of a norm rounds them, and one token's keys reach all behind it."""
+    """Codes times norm weights of 1 and 1/2 lie between two steps: the last bit of a norm rounds them, and one token's keys reach all after it."""
     model = random_llama(seed, hidden=256, layers=1)
     with torch.no_grad():
         model.model.layers[0].input_layernorm.weight[::2] = 0.5
