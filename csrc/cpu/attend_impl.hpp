@@ -18,6 +18,8 @@ namespace pipespec::cpu {
 namespace {
 
 inline constexpr int64_t kAttendChunk = 64;
+// Keys and values are asked for so many positions before they are packed.
+inline constexpr int64_t kAttendAhead = 64;
 inline constexpr int64_t kAttendQueries = 64;
 
 // The three ways to multiply. A step of a product takes kStep elements of a key, or of kStep
@@ -251,11 +253,11 @@ class QueryBlock {
   // packed[step, position]
   void pack_keys(int64_t first, int64_t n) {
     constexpr int64_t kElements = kLanes * Steps::kWord, kWords = Steps::kWord / Steps::kStep;
+    const int64_t ahead = kAttendAhead * task_.key_stride * Steps::Format::kBytes;
     for (int64_t i = 0; i < n; i += kLanes) {
       const unsigned char* keys[kLanes];
       for (int64_t l = 0; l < kLanes; ++l)
         keys[l] = at(task_.keys, task_.key_stride, first + i + l);
-      const int64_t ahead = kLanes * task_.key_stride * Steps::Format::kBytes;
       float* to = packed_ + i;
       for (int64_t d = 0; d < task_.head_dim; d += kElements) {
         typename V::I words[kLanes];
@@ -282,11 +284,14 @@ class QueryBlock {
   // packed[step, element]
   void pack_values(int64_t first, int64_t n) {
     constexpr int64_t kStep = Steps::kStep, kElements = kLanes * kStep;
+    const int64_t ahead = kAttendAhead * task_.value_stride * Steps::Format::kBytes;
     for (int64_t i = 0; i < n; i += kStep) {
       for (int64_t d = 0; d < padded_; d += kElements) {
         const unsigned char* rows[kStep];
-        for (int64_t j = 0; j < kStep; ++j)
+        for (int64_t j = 0; j < kStep; ++j) {
           rows[j] = at(task_.values, task_.value_stride, first + i + j) + d * Steps::Format::kBytes;
+          __builtin_prefetch(rows[j] + ahead);
+        }
         Steps::put_rows(rows, larger(task_.head_dim - d, 0), packed_ + i / kStep * padded_ + d);
       }
     }
@@ -305,11 +310,10 @@ class QueryBlock {
     sums_[q] = 0.0f;
     if (from < to) {
       const int64_t low = from / kLanes * kLanes, high = rounded_up(to, kLanes);
-      const F scale = V::broadcast(task_.scale);
-      for (int64_t t = low; t < high; t += kLanes) {
-        F score = V::multiply(Float32::load(bytes_of(scores + t)), scale);
-        if (task_.softcap > 0) score = capped<V>(score, task_.softcap);
-        V::store(scores + t, score);
+      const float scale = task_.softcap > 0 ? 1.0f : task_.scale;
+      for (int64_t t = low; task_.softcap > 0 && t < high; t += kLanes) {
+        const F x = V::multiply(Float32::load(bytes_of(scores + t)), V::broadcast(task_.scale));
+        V::store(scores + t, capped<V>(x, task_.softcap));
       }
       fill(low, from, -__builtin_inff());
       fill(to, high, -__builtin_inff());
@@ -319,15 +323,19 @@ class QueryBlock {
       float lanes[kLanes];
       V::store(lanes, top);
       for (float lane : lanes) highest_[q] = lane > highest_[q] ? lane : highest_[q];
-      const F highest = V::broadcast(highest_[q]);
-      for (int64_t t = low; t < high; t += kLanes)
-        V::store(scores + t,
-                 exponential<V>(V::subtract(Float32::load(bytes_of(scores + t)), highest)));
-      fill(begin, from, 0.0f);
-      fill(to, end, 0.0f);
-      F sum = V::broadcast(0.0f);
-      for (int64_t t = low; t < high; t += kLanes)
-        sum = V::add(sum, Float32::load(bytes_of(scores + t)));
+      highest_[q] *= scale;
+      const F factor = V::broadcast(scale), base_score = V::broadcast(-highest_[q]);
+      const F hidden = V::broadcast(-3e38f), zero = V::broadcast(0.0f);
+      F sum = zero;
+      for (int64_t t = low; t < high; t += kLanes) {
+        const F x = Float32::load(bytes_of(scores + t));
+        const F e = exponential<V>(V::multiply_add(x, factor, base_score));
+        const F weight = V::where_less(x, hidden, zero, e);
+        V::store(scores + t, weight);
+        sum = V::add(sum, weight);
+      }
+      fill(begin, low, 0.0f);
+      fill(high, end, 0.0f);
       sums_[q] = sum_of_lanes<V>(sum);
     } else {
       fill(begin, end, 0.0f);
