@@ -286,13 +286,14 @@ class QueryBlock {
     constexpr int64_t kStep = Steps::kStep, kElements = kLanes * kStep;
     const int64_t ahead = kAttendAhead * task_.value_stride * Steps::Format::kBytes;
     for (int64_t i = 0; i < n; i += kStep) {
+      const unsigned char* rows[kStep];
+      for (int64_t j = 0; j < kStep; ++j)
+        rows[j] = at(task_.values, task_.value_stride, first + i + j);
+      float* const to = packed_ + i / kStep * padded_;
       for (int64_t d = 0; d < padded_; d += kElements) {
-        const unsigned char* rows[kStep];
-        for (int64_t j = 0; j < kStep; ++j) {
-          rows[j] = at(task_.values, task_.value_stride, first + i + j) + d * Steps::Format::kBytes;
-          __builtin_prefetch(rows[j] + ahead);
-        }
-        Steps::put_rows(rows, larger(task_.head_dim - d, 0), packed_ + i / kStep * padded_ + d);
+        for (const unsigned char* row : rows) __builtin_prefetch(row + ahead);
+        Steps::put_rows(rows, larger(task_.head_dim - d, 0), to + d);
+        for (const unsigned char*& row : rows) row += kElements * Steps::Format::kBytes;
       }
     }
   }
