@@ -18,9 +18,10 @@ namespace pipespec::cpu {
 namespace {
 
 inline constexpr int64_t kAttendChunk = 64;
-// Keys and values are asked for so many positions before they are packed.
-inline constexpr int64_t kAttendAhead = 64;
 inline constexpr int64_t kAttendQueries = 64;
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // The three ways to multiply. A step of a product takes kStep elements of a key, or of kStep
 // positions, at once. Storage is read in words of 32 bits, which hold kWord elements.
@@ -59,24 +60,38 @@ struct HalfSteps : SingleSteps<V> {  // bfloat16 that is multiplied as float32
 };
 
 // out[q, l] = (or +=, unless `fresh`) the sum over the steps of a[q, step] * b[step, l].
+struct SmallProduct {
+  const float* a;
+  int64_t a_stride;
+  const float* b;
+  int64_t b_stride, steps;
+  float* out;
+  int64_t out_stride;
+  bool fresh;
+  const unsigned char* ahead;  // what to ask for beside the first step
+  int64_t ahead_bytes;         // from one step to the next
+};
+
 template <class V, class Steps, int kQueries, int kVectors>
-void multiply_tile(const float* a, int64_t a_stride, const float* b, int64_t b_stride,
-                   int64_t steps, float* out, int64_t out_stride, bool fresh) {
+void multiply_tile(const SmallProduct& p) {
   using F = typename V::F;
+  const float *const a = p.a, *b = p.b;
+  const unsigned char* ahead = p.ahead;
   F sums[kQueries][kVectors];
 #pragma GCC unroll 8
   for (int q = 0; q < kQueries; ++q)
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v)
-      sums[q][v] = fresh ? V::broadcast(0.0f)
-                         : Float32::load(bytes_of(out + q * out_stride + v * V::kLanes));
-  for (int64_t s = 0; s < steps; ++s, b += b_stride) {
+      sums[q][v] = p.fresh ? V::broadcast(0.0f)
+                           : Float32::load(bytes_of(p.out + q * p.out_stride + v * V::kLanes));
+  for (int64_t s = 0; s < p.steps; ++s, b += p.b_stride, ahead += p.ahead_bytes) {
+    for (int64_t i = 0; i < p.ahead_bytes; i += 64) __builtin_prefetch(ahead + i);
     F packed[kVectors];
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) packed[v] = Float32::load(bytes_of(b + v * V::kLanes));
 #pragma GCC unroll 8
     for (int q = 0; q < kQueries; ++q) {
-      const F x = Steps::spread(a + q * a_stride + s);
+      const F x = Steps::spread(a + q * p.a_stride + s);
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) sums[q][v] = Steps::dot(packed[v], x, sums[q][v]);
     }
@@ -84,10 +99,11 @@ void multiply_tile(const float* a, int64_t a_stride, const float* b, int64_t b_s
 #pragma GCC unroll 8
   for (int q = 0; q < kQueries; ++q)
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) V::store(out + q * out_stride + v * V::kLanes, sums[q][v]);
+    for (int v = 0; v < kVectors; ++v)
+      V::store(p.out + q * p.out_stride + v * V::kLanes, sums[q][v]);
 }
 
-using Tile = void (*)(const float*, int64_t, const float*, int64_t, int64_t, float*, int64_t, bool);
+using Tile = void (*)(const SmallProduct&);
 
 template <class V, class Steps, int kQueries, int kVectors>
 Tile find_tile(int64_t queries, int64_t vectors) {
@@ -100,18 +116,25 @@ Tile find_tile(int64_t queries, int64_t vectors) {
   return multiply_tile<V, Steps, kQueries, kVectors>;
 }
 
+// Asks for `ahead_bytes` at `ahead` on the way: memory is at work while this computes.
 template <class V, class Steps>
-void multiply(const float* a, int64_t a_stride, int64_t queries, const float* b, int64_t b_stride,
-              int64_t vectors, int64_t steps, float* out, int64_t out_stride, bool fresh) {
+void multiply(SmallProduct p, int64_t queries, int64_t vectors) {
   constexpr int kQueries = V::kTileQueries, kVectors = V::kTileVectors;
   const int64_t tiles = (queries + kQueries - 1) / kQueries;
+  const int64_t sweeps = tiles * ((vectors + kVectors - 1) / kVectors);
+  const unsigned char* const end = p.ahead + p.ahead_bytes;
+  p.ahead_bytes = larger(p.ahead_bytes / (sweeps * p.steps), 64);
   for (int64_t v = 0; v < vectors; v += kVectors) {
     const int64_t wide = vectors - v < kVectors ? vectors - v : kVectors;
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t first = queries * i / tiles, count = queries * (i + 1) / tiles - first;
-      find_tile<V, Steps, kQueries, kVectors>(count, wide)(
-          a + first * a_stride, a_stride, b + v * V::kLanes, b_stride, steps,
-          out + first * out_stride + v * V::kLanes, out_stride, fresh);
+      SmallProduct tile = p;
+      tile.a += first * p.a_stride;
+      tile.b += v * V::kLanes;
+      tile.out += first * p.out_stride + v * V::kLanes;
+      if (p.ahead >= end) tile.ahead_bytes = 0;
+      find_tile<V, Steps, kQueries, kVectors>(count, wide)(tile);
+      p.ahead += tile.ahead_bytes * p.steps;
     }
   }
 }
@@ -143,8 +166,6 @@ inline float exponential_of(float x) {
   return lanes[0];
 }
 
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 inline int64_t padded_dim(int64_t head_dim) { return rounded_up(head_dim, 2 * kMaxLanes); }
 
@@ -218,32 +239,59 @@ class QueryBlock {
     const int64_t begin = larger(begins_[0] / kAttendChunk * kAttendChunk - base, 0);
     const int64_t end = smaller(rounded_up(ends_[count_ - 1] - base, 2 * kLanes), kAttendSpan);
     for (int64_t at = begin; at < end; at += kAttendChunk) {
-      const int64_t n = smaller(end - at, kAttendChunk);
+      const int64_t n = smaller(end - at, kAttendChunk), next = at + kAttendChunk;
       pack_keys(base + at, n);
-      multiply<V, Steps>(queries_, padded_, count_, packed_, kAttendChunk, n / kLanes,
-                         (task_.head_dim + Steps::kStep - 1) / Steps::kStep, scores_ + at,
-                         kAttendSpan, true);
+      SmallProduct p{queries_,     padded_,     packed_, kAttendChunk, steps_of(task_.head_dim),
+                     scores_ + at, kAttendSpan, true,    nullptr,      0};
+      if (next < end)
+        ask_for(task_.keys, task_.key_stride, base + next, p);
+      else
+        ask_for(task_.values, task_.value_stride, base + begin, p);
+      multiply<V, Steps>(p, count_, n / kLanes);
     }
     for (int64_t q = 0; q < count_; ++q) soften(q, base, begin, end);
     for (int64_t at = begin; at < end; at += kAttendChunk) {
-      const int64_t n = smaller(end - at, kAttendChunk);
+      const int64_t n = smaller(end - at, kAttendChunk), next = at + kAttendChunk;
+      SmallProduct p{scores_ + at / Steps::kStep,
+                     kAttendSpan,
+                     packed_,
+                     padded_,
+                     n / Steps::kStep,
+                     values_,
+                     padded_,
+                     at == begin,
+                     nullptr,
+                     0};
+      if (next < end)
+        ask_for(task_.values, task_.value_stride, base + next, p);
+      else
+        ask_for(task_.keys, task_.key_stride, base + end, p);
       if (Steps::kInPlace && task_.head_dim % kLanes == 0) {
         const int64_t first = larger(at, begins_[0] - base);
-        const int64_t last = smaller(at + n, ends_[count_ - 1] - base);
-        multiply<V, Steps>(
-            scores_ + first, kAttendSpan, count_,
-            static_cast<const float*>(task_.values) + (base + first) * task_.value_stride,
-            task_.value_stride, task_.head_dim / kLanes, last - first, values_, padded_,
-            at == begin);
-        continue;
+        p.a = scores_ + first;
+        p.b = static_cast<const float*>(task_.values) + (base + first) * task_.value_stride;
+        p.b_stride = task_.value_stride;
+        p.steps = smaller(at + n, ends_[count_ - 1] - base) - first;
+        multiply<V, Steps>(p, count_, task_.head_dim / kLanes);
+      } else {
+        pack_values(base + at, n);
+        multiply<V, Steps>(p, count_, padded_ / kLanes);
       }
-      pack_values(base + at, n);
-      multiply<V, Steps>(scores_ + at / Steps::kStep, kAttendSpan, count_, packed_, padded_,
-                         padded_ / kLanes, n / Steps::kStep, values_, padded_, at == begin);
     }
   }
 
  private:
+  static int64_t steps_of(int64_t elements) { return (elements + Steps::kStep - 1) / Steps::kStep; }
+
+  // Lets a product ask for the chunk of tokens at a position.
+  void ask_for(const void* tokens, int64_t stride, int64_t position, SmallProduct& p) const {
+    const int64_t size = stride * Steps::Format::kBytes;
+    const int64_t n = smaller(kAttendChunk, ends_[count_ - 1] - position);
+    if (n <= 0 || stride > 2 * task_.head_dim) return;
+    p.ahead = static_cast<const unsigned char*>(tokens) + position * size;
+    p.ahead_bytes = n * size;
+  }
+
   // Positions that no query sees are replaced by the nearest ones that are seen.
   const unsigned char* at(const void* tokens, int64_t stride, int64_t position) const {
     const int64_t seen = smaller(larger(position, begins_[0]), ends_[count_ - 1] - 1);
@@ -253,7 +301,6 @@ class QueryBlock {
   // packed[step, position]
   void pack_keys(int64_t first, int64_t n) {
     constexpr int64_t kElements = kLanes * Steps::kWord, kWords = Steps::kWord / Steps::kStep;
-    const int64_t ahead = kAttendAhead * task_.key_stride * Steps::Format::kBytes;
     for (int64_t i = 0; i < n; i += kLanes) {
       const unsigned char* keys[kLanes];
       for (int64_t l = 0; l < kLanes; ++l)
@@ -264,7 +311,6 @@ class QueryBlock {
         const int64_t left = task_.head_dim - d;
         for (int64_t l = 0; l < kLanes; ++l) {
           const unsigned char* const key = keys[l] + d * Steps::Format::kBytes;
-          __builtin_prefetch(key + ahead);
           if (left >= kElements) {
             words[l] = V::bits_of(Float32::load(key));
           } else {
@@ -284,14 +330,12 @@ class QueryBlock {
   // packed[step, element]
   void pack_values(int64_t first, int64_t n) {
     constexpr int64_t kStep = Steps::kStep, kElements = kLanes * kStep;
-    const int64_t ahead = kAttendAhead * task_.value_stride * Steps::Format::kBytes;
     for (int64_t i = 0; i < n; i += kStep) {
       const unsigned char* rows[kStep];
       for (int64_t j = 0; j < kStep; ++j)
         rows[j] = at(task_.values, task_.value_stride, first + i + j);
       float* const to = packed_ + i / kStep * padded_;
       for (int64_t d = 0; d < padded_; d += kElements) {
-        for (const unsigned char* row : rows) __builtin_prefetch(row + ahead);
         Steps::put_rows(rows, larger(task_.head_dim - d, 0), to + d);
         for (const unsigned char*& row : rows) row += kElements * Steps::Format::kBytes;
       }
