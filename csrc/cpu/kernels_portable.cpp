@@ -60,13 +60,6 @@ struct DecoderPortable : Portable {
   static constexpr int kMinPanels = 1;
 
   static void pin(F&) {}
-  static F divide(F a, F b) { return a / b; }
-  // Lane i: the sum of the lanes of x[i].
-  static F sum_each(const F (&x)[4]) {
-    F sums;
-    for (int i = 0; i < 4; ++i) sums[i] = (x[i][0] + x[i][1]) + (x[i][2] + x[i][3]);
-    return sums;
-  }
 
   struct Weights8 {
     static constexpr int64_t kBytes = 1;

@@ -77,8 +77,9 @@ struct Case {
         group(1 + draw(4)),
         columns(1 + draw(11)),
         dim(1 + draw(40)),
-        capacity(columns + draw(90)),
-        window(draw(2) == 0 ? 0 : 1 + draw(60)),
+        // In a fifth of the cases several spans of positions.
+        capacity(columns + draw(draw(5) == 0 ? 700 : 90)),
+        window(draw(2) == 0 ? 0 : 1 + draw(capacity)),
         softcap(draw(2) == 0 ? 0.0f : 1.5f),
         queries(rows, kv_heads * group, columns, dim, draw(2) == 0, halves, kNaN),
         keys(rows, kv_heads, capacity, dim, draw(2) == 0, halves, kNaN),

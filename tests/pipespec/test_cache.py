@@ -341,7 +341,7 @@ def test_other_rows_dtype_and_autograd_are_refused(ids):
     model = make_model()
     with pytest.raises(ValueError, match="RowCache of 2 rows"):
         model(ids[:1, :3], past_key_values=RowCache.for_model(model, 2, 8))
-    with pytest.raises(ValueError, match=r"RowCache holds torch.float32 .* torch.float64"):
+    with pytest.raises(ValueError, match=r"RowCache is for torch.float32 .* torch.float64"):
         model(ids[:1, :3], past_key_values=RowCache(model.config, 1, 8, dtype=torch.float32, device="cpu"))
     with torch.enable_grad(), pytest.raises(RuntimeError, match="inference_mode"):
         model(ids[:1, :3], past_key_values=RowCache.for_model(model, 1, 8))

@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pipespec import Pipeline
 from pipespec.checks.devices import weights_of_each
 from pipespec.engine.cache import RowCache
-from pipespec.engine.forward import described, native_unsupported_reason
-from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear
+from pipespec.engine.forward import described, forward, native_unsupported_reason
+from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear, keep_wide
 from pipespec.models.quantizing import NAMES, quantized
 from pipespec_kernels.decoder import NativeDecoder
 from pipespec_kernels.formats import FORMATS, dequantize
@@ -88,6 +88,37 @@ def test_rows_that_blocks_do_not_fill():
     small = {"hidden_size": 24, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
     with pytest.raises(ValueError, match="blocks of 32 weights fill the rows of no matrix of the LlamaForCausalLM"):
         quantized(LlamaForCausalLM(LlamaConfig(**(sizes | small))).eval(), "q8_0")
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_keys_and_values_of_blocks_are_bfloat16(model, native):
+    """In every form, within their rounding, beside hidden states in float32; not where dtype= says float32."""
+    made = quantized(model, "q8_0")
+    tokens = torch.randint(3, 96, (2, 14), generator=torch.Generator().manual_seed(2))
+
+    def run():
+        cache = RowCache.for_model(made, 2, 32)
+        first = forward(made, tokens[:, :9], cache, keep=2, native=native)
+        cache.truncate([9, 6])
+        rest = torch.stack([tokens[0, 9:12], tokens[1, 6:9]])
+        return cache, torch.cat([first, forward(made, rest, cache, keep=2, native=native)])
+
+    cache, rounded = run()
+    assert (cache.dtype, cache.compute_dtype, rounded.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    assert cache.matches(made)
+    keep_wide(made)
+    assert not cache.matches(made)
+    cache, wide = run()
+    assert cache.dtype is torch.float32
+    assert 0 < (rounded - wide).abs().max() < 0.05 * wide.abs().max()
+
+
+def test_dtype_says_how_keys_and_values_are_kept(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    for dtype, kept in (("auto", torch.bfloat16), ("float32", torch.float32)):
+        with Pipeline(tmp_path, weights="q8_0", dtype=dtype) as pipe:
+            assert RowCache.for_model(pipe.target, 1, 8).dtype is kept
+    assert RowCache.for_model(model, 1, 8).dtype is torch.float32
 
 
 @pytest.mark.parametrize("name", ["q8_0", "q4_k"])
