@@ -156,8 +156,8 @@ class BasePipeline:
             **kwargs: Fields of ``GenerationConfig``, and all else that ``generate()`` takes.
 
         Returns:
-            int64 ``[B, S + new]``, the prompt included, finished rows padded. With ``return_dict_in_generate=True`` a
-            :class:`pipespec.api.output.PipelineOutput`.
+            int64 ``[B, S + new]``, the prompt included, finished rows padded. With ``return_dict_in_generate=True`` transformers'
+            ``GenerateDecoderOnlyOutput``; with ``logprobs`` a :class:`pipespec.api.output.LogprobsOutput`.
 
         Raises:
             ValueError: A value cannot work; the message names the argument.
@@ -285,7 +285,7 @@ class BasePipeline:
                 progress.finish()
             self.report = self._report(call)
             warn_of_room(self._driver)
-            return output_of(call, self.report, self._driver.target)
+            return output_of(call, self._driver.target)
         except BaseException as error:
             request.take_back()
             if any(progress.text.counts()):

@@ -15,7 +15,6 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from pipespec.api.caches import in_columns
-from pipespec.api.output import PipelineOutput
 from pipespec.api.prepare import CallOptions
 from pipespec.api.report import Report, StageReport
 from pipespec.engine.cache import RowCache
@@ -137,11 +136,10 @@ def decode(
         raise
     sequences = result if isinstance(result, torch.Tensor) else result.sequences
     report = _report(sequences, width, time.perf_counter() - began, last, cause, seeds)
-    if isinstance(result, torch.Tensor):
-        return result, report
-    scores, cache = tuple(last.scores) if keeps else None, result.past_key_values
-    output = PipelineOutput(sequences, scores, result.logits, past_key_values=cache, speculation=report)
-    return output, report
+    if keeps:
+        # Without the noise of the last processor.
+        result.scores = tuple(last.scores)
+    return result, report
 
 
 def _report(
