@@ -288,6 +288,7 @@ class ModelDraft(DraftSpec):
     stage_class = Stage
     own_model = True
     draws = True
+    runs_at_once = True
     source = "model"
 
     given: Any = None
