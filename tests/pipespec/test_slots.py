@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 import pipespec
 from pipespec import Pipeline, SpeedWarning
 from pipespec.api.slots import MAX_SLOTS
+from pipespec.engine.native import NativeForm
 from tests.conftest import noisy, random_llama, random_prompts
 from tests.support.grammars import Classes
 from tests.support.streamers import Held, Recorder
@@ -238,6 +239,34 @@ def test_the_failure_of_a_call_is_that_of_its_slot(model, texts) -> None:
         held.go_on.set()
         assert torch.equal(first.result(SECONDS), texts[0])
         assert pipe.report.tokens == NEW
+
+
+def test_first_calls_of_several_threads_pack_the_weights_once(monkeypatch) -> None:
+    target, made = random_llama(33), []
+    init = NativeForm.__init__
+    monkeypatch.setattr(NativeForm, "__init__", lambda self, *args: (made.append(self), init(self, *args))[1])
+    text, start = own_text(target, PROMPTS[0], max_new_tokens=NEW), threading.Barrier(3, timeout=SECONDS)
+
+    def first(pipe: Pipeline) -> torch.Tensor:
+        start.wait()
+        return pipe.generate(PROMPTS[0], max_new_tokens=NEW)
+
+    with Pipeline(target, schedule="plain") as pipe, ThreadPoolExecutor(3) as threads:
+        calls = [threads.submit(first, pipe) for _ in range(3)]
+        assert all(torch.equal(call.result(SECONDS), text) for call in calls)
+    assert len(made) == 1
+
+
+def test_idle_slots_give_their_caches_up_where_memory_is_short(model, texts, monkeypatch) -> None:
+    with Pipeline(model, schedule="plain") as pipe:
+        inner = Recorder(1, lambda: pipe.generate(PROMPTS[1], max_new_tokens=NEW))
+        pipe.generate(PROMPTS[0], max_new_tokens=NEW, streamer=inner)
+        (other,) = pipe._others
+        assert other._driver.target._cache is not None
+        monkeypatch.setattr("pipespec.api.base.check_memory", lambda *args, release, **given: release())
+        pipe._driver.checked = (0, 0, 0)
+        assert torch.equal(pipe.generate(PROMPTS[0], max_new_tokens=NEW), texts[0])
+        assert other._driver.target._cache is None
 
 
 # ---- calls that only a pipeline can run

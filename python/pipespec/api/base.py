@@ -321,7 +321,7 @@ class BasePipeline(Slots):
         caching = {names[id(model)]: model for model in self._caching()}
         if request.cache is not None and request.cache.fits(rows, inputs.capacity) and not static:
             caching.pop("target", None)
-        check_memory(caching, rows=rows, longest=longest, limit=limit, is_static=static, release=driver.release)
+        check_memory(caching, rows=rows, longest=longest, limit=limit, is_static=static, release=self._release)
         driver.checked = (rows, longest, limit) if is_kept else (0, 0, 0)
 
 

@@ -63,6 +63,14 @@ class Slots:
                 self._others.append(slot)
             yield slot
 
+    def _release(self) -> None:
+        """Release the caches of this slot, and of those in which no call runs."""
+        self._driver.release()
+        for slot in self._others:
+            with slot._lock.attempt() as is_free:
+                if is_free:
+                    slot._driver.release()
+
     @contextmanager
     def _slot(self, *, waits: bool) -> Iterator[Self]:
         """A free slot, for one call. ``waits``: if there is none, wait for the first one.
