@@ -51,6 +51,13 @@ class NotKnown(Unsupported):
     """A call that runs unknown code where a pipeline would run its own: transformers decodes it, token by token, also for a ``Pipeline``."""
 
 
+class Busy(NotKnown):
+    """A call that comes while a pipeline runs as many calls as it can."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("model", f"generate(): {message}")
+
+
 def mark_final(error: BaseException) -> None:
     """Mark an error that must reach the caller: code of the caller raised it, or the first token was committed before it."""
     with suppress(Exception):

@@ -32,7 +32,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.api.base import BasePipeline
-from pipespec.api.prepare import PreparedCall
+from pipespec.api.prepare import CallOptions, PreparedCall
 from pipespec.checks.devices import rank_device
 from pipespec.engine.cache import RowCache
 from pipespec.engine.known import NATIVE
@@ -391,6 +391,9 @@ class RanksPipeline(BasePipeline):
 
     def _report(self, generation: PreparedCall) -> SpeculativeReport:
         return speculative_report(generation, self._driver)
+
+    def _must_run(self, options: CallOptions) -> bool:
+        return True  # the target's layers are on other ranks
 
     def serve(self) -> None:
         """Run this rank's stage until rank 0 closes. Raises ``RuntimeError`` on rank 0, and ``RankError`` if a rank is lost."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from tests.support.streamers import Held
+from tests.waiting import until
 
 Undo = Callable[[], None]
 
@@ -590,3 +594,28 @@ AROUND: dict[str, Callable[[], Any]] = {
     "function mode": _Scaling,
 }
 """What a call runs in."""
+
+
+# ---- threads
+
+
+@contextmanager
+def held_call(generate: Callable[..., Any], ids: torch.Tensor, place: str) -> Iterator[Future[Any]]:
+    """Another call, in another thread. Within the block it waits in code of its caller."""
+    held = Held(0)
+    given: dict[str, Any] = {"streamer": held}
+    if place == "criterion":
+        given = {"stopping_criteria": [lambda ids, scores: (held.put(ids[:, -1]), torch.zeros(len(ids)).bool())[1]]}
+    elif place == "processor":
+        given = {"logits_processor": [lambda ids, scores: (held.put(ids[:, -1]), scores)[1]]}
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(generate, ids, max_new_tokens=6, do_sample=False, **given)
+        try:
+            until(lambda: held.inside.is_set() or call.done(), "the call waits or has ended")
+            yield call
+        finally:
+            held.go_on.set()
+
+
+BESIDE = ("streamer", "criterion", "processor")
+"""Where the call of another thread waits, while a call runs."""

@@ -238,6 +238,37 @@ def test_other_bytes_on_stdin_are_refused(locale):
     assert done.stdout == b""
 
 
+ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, ASCII, {"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1"}, ASCII | {"PYTHONIOENCODING": "utf-16"}],
+)
+def test_text_in_utf8_under_other_encodings(settings):
+    """Of the command line and of standard input. Nothing else of the command line is read so: a path has the bytes of the locale."""
+    code = "import sys; from pipespec.cli.options import *; print(ascii([utf8(sys.argv[1]), read_text(None)]))"
+    text = "caf\u00e9 \u4f60\u597d \U0001f600"
+    command, env = [sys.executable, "-c", code, text.encode()], os.environ | settings
+    done = subprocess.run(
+        command, input=text.encode() + b"\r\n", capture_output=True, env=env, timeout=SECONDS, check=True
+    )
+    encoding = "utf-16" if "utf-16" in settings.values() else "ascii"
+    assert done.stdout.decode(encoding).strip() == ascii([text, text])
+
+
+def test_text_that_the_encoding_of_the_output_does_not_have(family):
+    """It is escaped there, as on standard error."""
+    models = ["--target", family / "target", "--schedule", "plain", "--max-new-tokens", "12"]
+    command, text = [sys.executable, "-m", "pipespec.cli.main", "generate", *models], "caf\u00e9"
+    env = os.environ | ASCII | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, input=text.encode(), capture_output=True, env=env, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    wanted = expected_text(family, text, 12)
+    assert not wanted.isascii()
+    assert done.stdout == wanted.encode("ascii", "backslashreplace") + b"\n"
+
+
 def test_the_exit_code_after_a_closed_pipe():
     reader, writer = os.pipe()
     os.close(reader)

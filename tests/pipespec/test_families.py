@@ -295,6 +295,19 @@ def test_the_page_lists_the_tested_families():
     assert [row for row in rows if not row.startswith(lacking)] == table()
 
 
+@pytest.mark.parametrize("output", ["output_router_logits", "output_hidden_states", "output_attentions"])
+@pytest.mark.parametrize("name", ["mixtral, window", "llama"])
+def test_outputs_that_the_configuration_asks_for(name, output):
+    """They change no text, in wide steps either: transformers computes a loss with router logits, from masks of the tokens alone."""
+    model = make(name)
+    model.set_attn_implementation("eager")  # the only one that has attention weights
+    setattr(model.config, output, True)
+    for rows in (1, 2):
+        ids = torch.arange(3, 3 + 9 * rows).reshape(rows, 9)
+        with Pipeline(model, "ngram", schedule="lockstep", lookahead=4) as pipe:
+            same_text(pipe, ids, max_new_tokens=16)
+
+
 if __name__ == "__main__":
     print("\n".join(table()))
     for name in REFUSED:

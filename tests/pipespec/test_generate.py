@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -11,10 +10,8 @@ from transformers import GenerationConfig
 
 from pipespec import Pipeline
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_prompts
-from tests.support.streamers import Held, Recorder
 from tests.support.texts import one_prompt, own_text, same_text
 from tests.support.ways import opened
-from tests.waiting import SECONDS
 
 LIMIT = 512  # of the random models (max_position_embeddings)
 
@@ -209,59 +206,3 @@ def test_the_report_adds_up(model):
     perfect.generate(ids, attention_mask=mask, max_new_tokens=20)
     assert perfect.report.stages[-1].acceptance_rate == 1
     assert perfect.report.stages[-1].steps == 5 * 4  # 20 tokens at 4 + 1 per step
-
-
-# ---- one generation at a time
-
-
-def test_other_threads_wait_their_turn(model):
-    pipeline = Pipeline(model, noisy(model, 0.02), lookahead=2, schedule="lockstep")
-    first, *others = [p[None] for p in random_prompts(4, seed=80, shortest=4)]
-    gate, outs = Held(2), {}
-
-    def work(i, prompt, **kwargs):
-        outs[i] = pipeline.generate(prompt, max_new_tokens=30, **kwargs)
-
-    threads = [threading.Thread(target=work, args=(0, first), kwargs={"streamer": gate})]
-    threads[0].start()
-    assert gate.inside.wait(SECONDS)
-    for i, prompt in enumerate(others, start=1):
-        threads.append(threading.Thread(target=work, args=(i, prompt)))
-        threads[-1].start()
-    threads[1].join(0.3)
-    assert all(thread.is_alive() for thread in threads)  # no call has ended or failed
-    assert not outs
-    gate.go_on.set()
-    for thread in threads:
-        thread.join(SECONDS)
-    for i, prompt in enumerate([first, *others]):
-        assert torch.equal(outs[i], same_text(pipeline, prompt, max_new_tokens=30))
-
-
-def test_a_call_from_inside_of_a_call_is_refused(model):
-    """It would wait for itself. Another pipeline may run there, and the outer call continues if the error is caught."""
-    pipeline, another = (
-        Pipeline(model, noisy(model, 0.02), schedule="lockstep"),
-        Pipeline(model, noisy(model, 0.02), schedule="lockstep"),
-    )
-    prompt = random_prompts(1, seed=82)[0][None]
-    inner = []
-
-    class Nosy(Recorder):
-        def put(self, value):
-            super().put(value)
-            if len(self.values) > 1 and len(inner) < 2:
-                with pytest.raises(RuntimeError, match="inside a call of the same pipeline"):
-                    pipeline.generate(prompt, max_new_tokens=3)
-                inner.append(another.generate(prompt, max_new_tokens=3))
-
-    wanted = model.generate(prompt, max_new_tokens=20, do_sample=False)
-    assert torch.equal(pipeline.generate(prompt, max_new_tokens=20, streamer=Nosy()), wanted)
-    assert torch.equal(inner[1], wanted[:, : prompt.shape[1] + 3])
-
-    def processor(ids, scores):
-        return pipeline.generate(prompt, max_new_tokens=3)
-
-    with pytest.raises(RuntimeError, match="inside a call"):
-        pipeline.generate(prompt, max_new_tokens=20, logits_processor=[processor])
-    same_text(pipeline, prompt, max_new_tokens=20)

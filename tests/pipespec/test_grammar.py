@@ -99,11 +99,16 @@ def test_a_grammar_without_a_way_on(target) -> None:
             pipe.generate(ids, **options, do_sample=False, grammar=Silent(9, VOCABULARY))
         with pytest.raises(ValueError, match="no token can be drawn at position 5 of row 0"):
             pipe.generate(ids, **options, do_sample=True, seed=1, grammar=Silent(9, VOCABULARY))
-        # A matcher that was used before.
+        # A matcher that was used before, to its end. It would leave the text free.
         used = Classes(6)
         pipe.generate(ids, **options, do_sample=False, grammar=used)
         assert isinstance(used, TokenMatcher)
-        assert used.tokens
+        used.tokens.append(END)
+        with pytest.raises(
+            ValueError,
+            match=r"matcher of row 0 has reached its end before the first token: was it used for another call\?",
+        ):
+            pipe.generate(ids, **options, do_sample=False, grammar=used)
 
 
 def test_a_draft_with_fewer_tokens() -> None:

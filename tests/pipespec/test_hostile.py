@@ -50,11 +50,12 @@ class Trial:
             ({"schedule": "lockstep"}, {"schedule": "lockstep", "lookahead": 3}, {"schedule": "plain"})
         )
         self.through_pipeline = draw.random() < 0.2
+        self.beside = draw.choice(hostile.BESIDE) if draw.random() < 0.2 else None
 
     def __str__(self) -> str:
         return (
             f"Trial({self.seed}): {self.kind}, {self.changes}, calls {self.calls}, {self.around}, {self.rows} rows, {self.drafts}, "
-            f"{self.options}, {'Pipeline' if self.through_pipeline else 'attach'}"
+            f"{self.options}, {'Pipeline' if self.through_pipeline else 'attach'}, beside {self.beside}"
         )
 
     def _change(self, when: int, model: Any, bare: Any, undo: list[Any]) -> None:
@@ -112,16 +113,31 @@ class Trial:
         return None
 
     def _call(self, i: int, generate: Any, bare: Any) -> str | None:
-        results: list[Any] = []
-        for call in (lambda *a, **kw: GenerationMixin.generate(bare, *a, **kw), generate):
+        def own(*args: Any, **given: Any) -> Any:
+            return GenerationMixin.generate(bare, *args, **given)
+
+        def result(call: Any) -> Any:
             ids, given = self._arguments(i)
             try:
                 with hostile.AROUND[self.around]():
                     out = call(ids, **given)
-                results.append(out if isinstance(out, torch.Tensor) else out.sequences)
+                return out if isinstance(out, torch.Tensor) else out.sequences
             except Exception as error:
-                results.append(error)
-        wanted, found = results
+                return error
+
+        wanted = result(own)
+        if self.beside is None:
+            found = result(generate)
+        else:
+            ids = torch.arange(5 + i, 12 + i)[None]
+            with hostile.held_call(own, ids, self.beside) as theirs:
+                pass
+            with hostile.held_call(generate, ids, self.beside) as ours:
+                found = result(generate)
+            if theirs.exception() is None and ours.exception() is not None and not self.through_pipeline:
+                return f"the call beside it: {ours.exception()!r:.300}"
+            if not (theirs.exception() or ours.exception() or torch.equal(theirs.result(), ours.result())):
+                return f"the call beside it: wanted {theirs.result().tolist()}, not {ours.result().tolist()}"
         if isinstance(wanted, Exception):
             return None
         if isinstance(found, Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 from unittest.mock import Mock
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, GenerationConfig, MaxLengthCriteria, StaticCache, StoppingCriteriaList
 
 import pipespec.api.prepare
@@ -352,17 +354,32 @@ def test_the_fields_of_the_output(pipes, model, rows):
             got = pipe.generate(ids, **kwargs, **wants, no_repeat_ngram_size=1)
             wanted = model.generate(ids, **kwargs, **wants, do_sample=False, no_repeat_ngram_size=1)
             assert torch.equal(got.sequences, wanted.sequences)
-            assert got.speculation is pipe.report
-            assert got.speculation.tokens == rows * NEW
-            assert set(got.keys()) == set(wanted.keys()) | {"speculation"}
+            assert pipe.report.tokens == rows * NEW
+            assert type(got) is type(wanted)
+            assert list(got) == list(wanted)
             for ours in (got[name] for name in ("scores", "logits") if name in got):  # values: tests/same_text
                 assert len(ours) == NEW
                 assert all(t.dtype == torch.float32 and t.shape == (rows, 320) for t in ours)
             assert got.past_key_values.lengths == tuple(int(n) + NEW - 1 for n in mask.sum(dim=1))
 
 
+def test_an_output_can_be_taken_apart_and_saved(pipes, model):
+    """It has transformers' fields, and tensors alone in them."""
+    ids, kwargs = prompt(23), {"max_new_tokens": 4, "return_dict_in_generate": True, "use_cache": False}
+    for pipe in (*pipes.values(), Pipeline(model, schedule="plain")):
+        (sequences,) = pipe.generate(ids, **kwargs).to_tuple()
+        out = pipe.generate(ids, **kwargs, output_scores=True)
+        assert torch.equal(out[0], sequences)
+        assert [leaf.shape for leaf in tree_leaves(out)] == [sequences.shape, *((1, 320),) * 4]
+        file = io.BytesIO()
+        torch.save(dict(out), file)
+        file.seek(0)
+        assert torch.equal(torch.load(file, weights_only=True)["sequences"], sequences)
+        assert copy.deepcopy(out).keys() == out.keys()
+
+
 def test_a_failure_after_the_text_leaves_the_text(pipe, model, monkeypatch):
-    monkeypatch.setattr("pipespec.api.output.PipelineOutput", Mock(side_effect=torch.OutOfMemoryError))
+    monkeypatch.setattr("pipespec.api.output.GenerateDecoderOnlyOutput", Mock(side_effect=torch.OutOfMemoryError))
     with pytest.raises(torch.OutOfMemoryError) as caught:
         pipe.generate(prompt(50), max_new_tokens=NEW, return_dict_in_generate=True)
     text = own_text(model, prompt(50), max_new_tokens=NEW)

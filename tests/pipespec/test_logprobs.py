@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from pipespec import Pipeline, SpeedWarning
 from pipespec.engine.sampling import ScoreRecord, Step
@@ -41,7 +42,9 @@ def test_fields_that_were_not_asked_for_are_none(target, call, graphs) -> None:
         assert alone.scores is alone.logits is None
         assert alone.logprobs.chosen.shape == (3, steps)
         assert alone.logprobs.top.shape == (3, steps, 0)
-        assert pipe.generate(ids, **options, **GREEDY, return_dict_in_generate=True).logprobs is None
+        assert list(alone)[-1] == "logprobs"
+        plain = pipe.generate(ids, **options, **GREEDY, return_dict_in_generate=True)
+        assert type(plain) is GenerateDecoderOnlyOutput
 
 
 @pytest.mark.parametrize(

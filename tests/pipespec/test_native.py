@@ -239,6 +239,11 @@ def quantise(model):
     model.model.layers[1].mlp.up_proj.__class__ = Quantised
 
 
+def trains_with_dropout(model):
+    model.model.layers[1].self_attn.attention_dropout = 1e-30  # never drops anything
+    model.train()
+
+
 def own_parameters(model):
     model.lm_head.weight = Packed(model.lm_head.weight.detach())
 
@@ -247,7 +252,7 @@ CHANGES = {
     "hook, width": "layers.1.mlp has hooks",
     "forward of an MLP": "layers.1.mlp has a forward of its own",
     "wrapped MLP, last column": "layers.1.mlp is of class Wrapped",
-    "training mode": "is in training mode",
+    trains_with_dropout: "is in training mode with dropout",
     "float64": "its weights are float64",
     quantise: "up_proj is of class Quantised",
     own_parameters: "of class Packed",

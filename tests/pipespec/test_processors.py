@@ -107,3 +107,40 @@ def test_returned_sequences_of_processors_that_know_rows(chain):
 
 
 # ---- a user's own
+
+
+RETURNED = {
+    "1-D": lambda scores: scores[0],
+    "3-D": lambda scores: scores[None],
+    "two rows": lambda scores: torch.cat([scores, scores]),
+    "0-D": lambda scores: scores.max(),
+    "fewer": lambda scores: scores[:, :20],
+    "none": lambda scores: scores[:, :0],
+    "strided": lambda scores: torch.stack([scores, -scores], -1)[..., 0],
+    "integers": lambda scores: (scores * 1000).long(),
+    "float64": lambda scores: scores.double(),
+    "bfloat16": lambda scores: scores.bfloat16(),
+    "None": lambda scores: None,
+    "numpy": lambda scores: scores.numpy(),
+    "a list": lambda scores: scores.tolist(),
+}
+
+
+@pytest.mark.parametrize("form", RETURNED)
+@pytest.mark.parametrize("eos", [None, 39])
+@pytest.mark.parametrize("at", [6, 9])
+def test_what_a_processor_returns(chain, form, eos, at):
+    """From the first token on, and later: texts and errors are transformers'."""
+
+    def processor(ids, scores):
+        return RETURNED[form](scores) if ids.shape[1] >= at else scores
+
+    ids = torch.arange(5, 11)[None]
+    given = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
+    found = []
+    for generate in (chain.target.generate, chain.generate):
+        try:
+            found.append(generate(ids, **given, logits_processor=[processor]).tolist())
+        except Exception as error:
+            found.append((type(error), str(error)))
+    assert found[0] == found[1]

@@ -131,6 +131,44 @@ def test_stop_strings_are_not_part_of_the_text(client: Any, pipe: Pipeline, toke
         assert (last.choices[0].finish_reason, last.usage.completion_tokens) == ("stop", 8)
 
 
+def test_a_text_that_ends_inside_of_a_character(client: Any, tokenizer: Any) -> None:
+    """A stream has it as the whole answer has: with U+FFFD."""
+    first = next(i for i in range(len(tokenizer)) if tokenizer.decode([i]) == "\ufffd")
+    options = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "logit_bias": {str(first): 100}}
+    assert client.completions.create(model="demo", **options).choices[0].text == "\ufffd"
+    assert streamed(client, **options)[0] == "\ufffd"
+    assert streamed(client, **options, stop=["no such text"])[0] == "\ufffd"
+
+
+def test_an_end_of_text_as_the_last_permitted_token(client: Any, pipe: Pipeline) -> None:
+    """It ends the text, and not the limit."""
+    end = pipe.target.generation_config.eos_token_id
+    before = metrics(client)
+    options = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "logit_bias": {str(end): 100}}
+    for answer in (client.completions.create(model="demo", **options), streamed(client, **options)[1]):
+        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("stop", 1)
+    name = 'vllm:request_success_total finished_reason="stop"'
+    assert metrics(client)[name] == before.get(name, 0) + 2
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_streams_end_with_done(client: Any, path: str) -> None:
+    asks = {"prompt": PROMPT} if path == "completions" else {"messages": [{"role": "user", "content": "mean"}]}
+    answer = client._client.post(
+        f"{client.base_url}{path}", json={"model": "demo", "max_tokens": 2, "stream": True} | asks
+    )
+    *events, done, rest = answer.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    assert all(json.loads(event.removeprefix("data: ")) for event in events)
+
+
+def test_a_request_that_wants_no_tool(client: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    plain = client.chat.completions.create(**asked())
+    answer = client.chat.completions.create(**asked(), tools=[tool], tool_choice="none")
+    assert answer.choices[0].message.content == plain.choices[0].message.content
+
+
 def test_stop_strings_where_an_answer_is_parsed(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     text = client.chat.completions.create(**asked()).choices[0].message.content
     parse = "transformers.cli.serving.chat_completion.parse_assistant_message"

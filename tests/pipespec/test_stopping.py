@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import time
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, StoppingCriteria
@@ -38,7 +39,7 @@ def check_cut(chain, ids, **kwargs) -> None:
     """Report and returned cache have no token after the end."""
     out = chain.generate(ids, do_sample=False, return_dict_in_generate=True, **kwargs)
     length = out.sequences.shape[1]
-    assert out.speculation.tokens == length - ids.shape[1]
+    assert chain.report.tokens == length - ids.shape[1]
     assert out.past_key_values.get_seq_length() == length - 1
     # The cache holds the text: a call that continues it gives the same as a call without it.
     more = chain.generate(out.sequences, do_sample=False, max_new_tokens=6, past_key_values=out.past_key_values)
@@ -58,6 +59,49 @@ def test_at_every_place_of_a_block(chain, answer):
         assert chain.report.tokens == new
     if chain.schedule == "lockstep":  # most of these were inside a block
         assert chain.report.stages[-1].accepted > 12
+
+
+VERDICTS = {
+    "numpy": lambda done, rows: np.bool_(done),
+    "numpy array": lambda done, rows: np.full(rows, done),
+    "None": lambda done, rows: None,
+    "list": lambda done, rows: [done] * rows,
+    "0-D": lambda done, rows: torch.tensor(done),
+    "column": lambda done, rows: torch.full((rows, 1), done),
+    "row": lambda done, rows: torch.full((1, rows), done),
+    "too many": lambda done, rows: torch.full((rows + 2,), done),
+    "empty": lambda done, rows: torch.zeros(0, dtype=torch.bool),
+    "int": lambda done, rows: int(done),
+    "a number that is not one": lambda done, rows: 2 * done,
+    "int64": lambda done, rows: torch.full((rows,), 3 * done),
+    "uint8": lambda done, rows: torch.full((rows,), int(done), dtype=torch.uint8),
+    "float": lambda done, rows: torch.full((rows,), float(done)),
+    "one row at a time": lambda done, rows: torch.arange(rows) < rows * done - 1,
+}
+
+
+@pytest.mark.parametrize("verdict", VERDICTS)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("eos", [None, 319])
+def test_what_a_criterion_returns(chain, verdict, rows, eos):
+    """Texts and errors are transformers'."""
+    ids, mask = left_pad(random_prompts(rows, seed=14, shortest=4))
+    given = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
+
+    def result(generate):
+        def criterion(ids, scores):
+            return VERDICTS[verdict](ids.shape[1] >= mask.shape[1] + 5, rows)
+
+        try:
+            return generate(ids, **given, stopping_criteria=[criterion])
+        except Exception as error:
+            return error
+
+    wanted, got = result(chain.target.generate), result(chain.generate)
+    if isinstance(wanted, Exception):
+        assert (type(got), str(got)) == (type(wanted), str(wanted))
+    else:
+        assert torch.equal(got, wanted)
 
 
 class AllRows(StoppingCriteria):

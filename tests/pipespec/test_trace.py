@@ -191,7 +191,6 @@ def test_chunks_of_a_prompt_and_a_cache_that_comes_back(target) -> None:
         assert (prefill["prefill"], prefill["width"]) == (prompt.shape[1] - 1, 4)
         pipe.generate(out.sequences, max_new_tokens=5, past_key_values=out.past_key_values)
         assert (pipe.report.trace["target"]["prefill"] == 0).all()  # the cache held all of it
-        assert out.speculation.trace is not None
 
 
 def test_a_draft_that_fails_has_a_trace_until_then() -> None:

@@ -285,7 +285,7 @@ def form(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [form(v) for v in value]
     if isinstance(value, ModelOutput):
-        return {name: form(v) for name, v in value.items() if name not in ("past_key_values", "speculation")}
+        return {name: form(v) for name, v in value.items() if name != "past_key_values"}
     return value
 
 
@@ -296,7 +296,7 @@ def check_same(ours: Any, theirs: Any, *, forms_only: bool, where: str = "result
     assert not isinstance(ours, Exception), f"{where}: {ours!r}"
     assert form(ours) == form(theirs), where
     if isinstance(theirs, ModelOutput):
-        assert isinstance(ours, type(theirs))
+        assert type(ours) is type(theirs)
         cache, wanted = ours.past_key_values, theirs.past_key_values
         if isinstance(cache, RowCache):  # other columns than transformers' cache: test_inputs.py and test_cache.py
             assert isinstance(wanted, DynamicCache)

@@ -108,3 +108,25 @@ def test_a_target_that_is_padded_less_than_its_draft_never_says_the_drafts_paddi
     check(pipe, prompts)
     check(unpadded, prompts)
     assert pipe.report.stages[-1].histogram == unpadded.report.stages[-1].histogram
+
+
+# ---- heads with another number of rows than the embedding
+
+
+@pytest.mark.parametrize("rows", [150, 384])
+@pytest.mark.parametrize("schedule", ["plain", "lockstep", "workers"])
+def test_a_head_with_other_rows_than_the_embedding(model, rows, schedule):
+    """Of the target, and of a draft. The target chooses no token that its embedding lacks: a processor forbids them."""
+    target, draft = padded(model, 320), padded(noisy(model, 0.02), 320)
+    for each in (target, draft):
+        each.lm_head = padded(each, rows, bias=1.5).lm_head.eval()
+    ids, mask = left_pad([p % 150 for p in random_prompts(2, seed=4, shortest=6)])
+    given = {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0}
+    if rows > 320:
+        given["suppress_tokens"] = list(range(320, rows))
+    with Pipeline(target, draft, schedule=schedule, lookahead=None if schedule == "plain" else 4) as pipe:
+        out = same_text(pipe, ids, **given, return_dict_in_generate=True, output_scores=True)
+        assert pipe.report.schedule == schedule
+        assert int(out[:, ids.shape[1] :].max()) < min(rows, 320)
+    with Pipeline(model, draft, schedule=schedule, lookahead=None if schedule == "plain" else 4) as pipe:
+        same_text(pipe, ids, **given)

@@ -113,7 +113,7 @@ ARGUMENTS: dict[str, Argument] = {
     "guidance_scale": Argument(How.REFUSED, "classifier-free guidance needs a second forward per token", (1, 1.0)),
     # what comes back
     "num_return_sequences": Argument(How.HONOURED, "each with its own noise key"),
-    "return_dict_in_generate": Argument(How.HONOURED, "adds `speculation`, the report of the call"),
+    "return_dict_in_generate": Argument(How.HONOURED, "transformers' own class; the report of the call is `pipe.report`"),
     "output_scores": Argument(How.HONOURED, "processed, float32, per generated token; finished rows hold zeros"),
     "output_logits": Argument(How.HONOURED, "raw, float32, per generated token; finished rows hold zeros"),
     "output_attentions": Argument(How.REFUSED, _FEATURES),

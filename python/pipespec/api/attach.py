@@ -15,7 +15,7 @@ from pipespec.api.arguments import OWN, plain_number
 from pipespec.api.caches import for_transformers
 from pipespec.api.pipeline import Draft, Pipeline
 from pipespec.engine.cache import RowCache
-from pipespec.errors import NotKnown, Unsupported, is_final, notify_reader_of_failure, user_stacklevel
+from pipespec.errors import Busy, NotKnown, Unsupported, is_final, notify_reader_of_failure, user_stacklevel
 from pipespec.models.adapters import without_wrapper
 from pipespec.schedules.base import SpeedWarning
 
@@ -102,6 +102,8 @@ def _explained(error: Exception) -> tuple[str, str]:
             cause,
             f"generate(): the pipeline could not begin the call ({cause}), so transformers has decoded it, without drafts",
         )
+    if isinstance(error, Busy):
+        return str(error), f"{error}. So transformers decodes such calls itself, beside them and without drafts"
     return (
         str(error) if isinstance(error, NotKnown) else error.argument,
         f"{error}. So transformers decodes calls with this {error.argument} itself, without drafts; "

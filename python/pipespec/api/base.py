@@ -7,12 +7,9 @@ step is one call from here, and only ``GenerationRequest.on_commit`` calls back.
 from __future__ import annotations
 
 import functools
-import os
-import threading
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
@@ -29,6 +26,7 @@ from pipespec.api.arguments import (
 from pipespec.api.output import output_of, report_of, warn_of_room
 from pipespec.api.prepare import CallOptions, PreparedCall, prepare
 from pipespec.api.report import Report
+from pipespec.api.slots import Slots, keep_to_one_thread
 from pipespec.checks.memory import check_memory, shortage_explained
 from pipespec.checks.models import check_rope
 from pipespec.checks.support import check_checkpointing, check_runnable
@@ -41,8 +39,8 @@ from pipespec.models.properties import reset_rope
 from pipespec.models.quantized import check_files
 from pipespec.process import shutdown
 from pipespec.process.signals import handlers_watched, is_handlers_error
-from pipespec.process.threads import Lock, keep_to_one, renew_pool
-from pipespec.schedules.base import Decoder, warn_of_speed
+from pipespec.process.threads import renew_pool
+from pipespec.schedules.base import warn_of_speed
 from pipespec.schedules.request import GenerationRequest
 
 if TYPE_CHECKING:
@@ -50,52 +48,30 @@ if TYPE_CHECKING:
     from pipespec.engine.group import ForwardGroup
 
 
-class BasePipeline:
+class BasePipeline(Slots):
     """The contract of ``generate()`` for any decoder. A subclass sets ``_driver``, which runs the calls.
 
     Args:
         models: All models that take part, the target last.
 
     Attributes:
-        report: What the last call did; None before the first.
+        report: What the call did that has ended last; None before the first.
         partial: After a call that was interrupted or failed: what it had committed, as ``generate()`` would return it.
     """
 
-    _driver: Decoder
+    report: Report | None
+    partial: torch.Tensor | None
     _group: ForwardGroup | None = None
 
     def __init__(self, models: Sequence[PreTrainedModel]) -> None:
+        super().__init__()
         self.models = list(models)
-        self.report: Report | None = None
-        self.partial: torch.Tensor | None = None
-        self._lock = Lock()
-        self._owner: int | None = None  # thread that is inside
-        self._is_forked = False  # since the last call
         self._causes: set[str] = set()
-        _pipelines.add(self)
 
     @property
     def target(self) -> PreTrainedModel:
         """The model whose text is generated."""
         return self.models[-1]
-
-    def close(self) -> None:
-        """End worker processes, drop graphs, and restore the models' attention. A later call starts again what it needs.
-
-        This also happens at the end of a ``with`` block, at exit, and when the pipeline is collected as garbage. Calls of other threads that
-        began earlier are completed first.
-
-        Raises:
-            RuntimeError: From inside of a call: from a streamer or a processor.
-        """
-        with self._turn("close()", "raise an error there to end the call, and close the pipeline when it has returned"):
-            self._driver.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _caching(self) -> Sequence[PreTrainedModel]:
         """The models with caches in this process."""
@@ -133,7 +109,7 @@ class BasePipeline:
     ) -> Any:
         """Generate the text of the target: arguments and result are those of ``target.generate()``.
 
-        Calls from several threads run one after the other. After a call that is interrupted or fails, :attr:`partial` holds what was
+        Calls from several threads run at the same time, see :mod:`pipespec.api.slots`. After a call that is interrupted or fails, :attr:`partial` holds what was
         committed, a thread that reads the streamer has the error, and the pipeline can be used again. ``docs/generate.md`` lists all arguments.
 
         Args:
@@ -156,15 +132,15 @@ class BasePipeline:
             **kwargs: Fields of ``GenerationConfig``, and all else that ``generate()`` takes.
 
         Returns:
-            int64 ``[B, S + new]``, the prompt included, finished rows padded. With ``return_dict_in_generate=True`` a
-            :class:`pipespec.api.output.PipelineOutput`.
+            int64 ``[B, S + new]``, the prompt included, finished rows padded. With ``return_dict_in_generate=True`` transformers'
+            ``GenerateDecoderOnlyOutput``; with ``logprobs`` a :class:`pipespec.api.output.LogprobsOutput`.
 
         Raises:
             ValueError: A value cannot work; the message names the argument.
             TypeError: A value has the wrong type.
             NotImplementedError: An argument of transformers is not supported.
             DoesNotFit: The memory does not suffice.
-            RuntimeError: The call comes from inside of a call of this pipeline: from a streamer or a processor.
+            RuntimeError: Only the pipeline can run the call, no slot is free, and a call of this thread has the first one.
         """
         with _around_call(None if _only_known else streamer):
             if inputs is not None and input_ids is not None:
@@ -235,39 +211,47 @@ class BasePipeline:
     def _decode(
         self, model: PreTrainedModel, input_ids: torch.Tensor, *, call_options: CallOptions, **prepared: Any
     ) -> Any:
-        """Run a call whose arguments transformers has prepared; in transformers' loop where unknown code takes part."""
-        with self._turn("generate()", "use another Pipeline there"):
-            shutdown.check()
-            self._leave_parent()
-            check_files(self.models)
-            try:
-                self._check_known()
-                # They may have been moved, cast or hooked since.
-                check_runnable(self.models)
-                check_checkpointing(self.models)
-                is_drawn = prepared["generation_config"].do_sample and call_options.seed is None
-                with _generator_restored() if is_drawn else nullcontext():
-                    call = prepare(self.target, input_ids, call_options, **prepared)
-                    self._check_call(call)
-                    return self._run(call)
-            except NotKnown as error:
-                if call_options.only_known:
-                    raise
-                cause = str(error)
-            if cause not in self._causes:
-                self._causes.add(cause)
-                warn_of_speed(f"{cause}. transformers' own loop decodes such calls, token by token")
-            from pipespec.api.fallback import decode as decode_by_transformers
-
-            self.partial, cause = None, cause.removeprefix("generate(): ")
-            try:
-                result, self.report = decode_by_transformers(
-                    model, input_ids, options=call_options, cause=cause, **prepared
-                )
-            except BaseException as error:
-                self.partial = getattr(error, "partial", None)
+        """Run a call whose arguments transformers has prepared; in transformers' loop where unknown code takes part, or all slots are taken."""
+        try:
+            with self._slot(waits=self._must_run(call_options)) as slot:
+                return slot._decode_here(input_ids, call_options, prepared)
+        except NotKnown as error:
+            if call_options.only_known:
                 raise
-            return result
+            cause = str(error)
+        if cause not in self._causes:
+            self._causes.add(cause)
+            warn_of_speed(f"{cause}. transformers' own loop decodes such calls, token by token")
+        from pipespec.api.fallback import decode as decode_by_transformers
+
+        self.partial, cause = None, cause.removeprefix("generate(): ")
+        try:
+            result, self.report = decode_by_transformers(
+                model, input_ids, options=call_options, cause=cause, **prepared
+            )
+        except BaseException as error:
+            self.partial = getattr(error, "partial", None)
+            raise
+        return result
+
+    def _must_run(self, options: CallOptions) -> bool:
+        """Whether transformers' loop cannot decode a call of these options."""
+        return self._group is not None or options.grammar is not None or options.logprobs is not None
+
+    def _decode_here(self, input_ids: torch.Tensor, call_options: CallOptions, prepared: dict[str, Any]) -> Any:
+        """Run a call in this slot. Raises ``NotKnown`` where unknown code takes part."""
+        shutdown.check()
+        self._leave_parent()
+        check_files(self.models)
+        self._check_known()
+        # They may have been moved, cast or hooked since.
+        check_runnable(self.models)
+        check_checkpointing(self.models)
+        is_drawn = prepared["generation_config"].do_sample and call_options.seed is None
+        with _generator_restored() if is_drawn else nullcontext():
+            call = prepare(self.target, input_ids, call_options, **prepared)
+            self._check_call(call)
+            return self._run(call)
 
     def _check_known(self) -> None:
         """Raise ``NotKnown`` if the target runs unknown code."""
@@ -285,7 +269,7 @@ class BasePipeline:
                 progress.finish()
             self.report = self._report(call)
             warn_of_room(self._driver)
-            return output_of(call, self.report, self._driver.target)
+            return output_of(call, self._driver.target)
         except BaseException as error:
             request.take_back()
             if any(progress.text.counts()):
@@ -324,7 +308,7 @@ class BasePipeline:
             raise RuntimeError("CUDA cannot be used in a forked process: make the pipeline in the process that uses it")
         self._driver = self._driver.for_fork()
         self._is_forked = False
-        _keep_to_one_thread()
+        keep_to_one_thread()
 
     def _check_memory(self, request: GenerationRequest) -> None:
         """See :func:`pipespec.checks.memory.check_memory`. The caches of a call are there already if the one before had its size."""
@@ -337,20 +321,8 @@ class BasePipeline:
         caching = {names[id(model)]: model for model in self._caching()}
         if request.cache is not None and request.cache.fits(rows, inputs.capacity) and not static:
             caching.pop("target", None)
-        check_memory(caching, rows=rows, longest=longest, limit=limit, is_static=static, release=driver.release)
+        check_memory(caching, rows=rows, longest=longest, limit=limit, is_static=static, release=self._release)
         driver.checked = (rows, longest, limit) if is_kept else (0, 0, 0)
-
-    @contextmanager
-    def _turn(self, what: str, instead: str) -> Iterator[None]:
-        """Admit one thread at a time. A call of ``what`` from inside a call would wait for itself and raises ``RuntimeError``."""
-        with self._lock:
-            if self._owner == threading.get_ident():
-                raise RuntimeError(f"{what} was called inside a call of the same pipeline; {instead}")
-            try:
-                self._owner = threading.get_ident()
-                yield
-            finally:
-                self._owner = None
 
 
 @contextmanager
@@ -391,28 +363,3 @@ def _leading(group: ForwardGroup | None, progress: Progress) -> Iterator[None]:
             group.fail(error)
         raise
     group.end(progress.text.generated())
-
-
-_pipelines: weakref.WeakSet[BasePipeline] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """In the child of a fork. Calls of the parent's other threads do not continue here."""
-    for pipeline in _pipelines:
-        pipeline._is_forked = True
-        if pipeline._owner != threading.get_ident():
-            pipeline._owner = None
-    if any(pipeline._owner is not None for pipeline in _pipelines):
-        _keep_to_one_thread()  # its next forward comes without a call
-
-
-def _keep_to_one_thread() -> None:
-    """In a fork, before its first forward."""
-    if keep_to_one():
-        warn_of_speed(
-            "a forked process computes with one thread, as torch's threads do not survive a fork; to use more, start the process with "
-            "multiprocessing's method 'spawn' and make the pipeline there"
-        )
-
-
-os.register_at_fork(after_in_child=_after_fork)

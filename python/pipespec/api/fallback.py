@@ -15,7 +15,6 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from pipespec.api.caches import in_columns
-from pipespec.api.output import PipelineOutput
 from pipespec.api.prepare import CallOptions
 from pipespec.api.report import Report, StageReport
 from pipespec.engine.cache import RowCache
@@ -23,6 +22,7 @@ from pipespec.engine.sampler import no_distribution_error
 from pipespec.engine.sampling import row_seeds, with_penalties
 from pipespec.errors import Unsupported
 from pipespec.models.compat import mask_columns_of_call
+from pipespec.process import shutdown
 from pipespec_kernels import ops
 from pipespec_kernels.noise import Noise
 
@@ -54,6 +54,7 @@ class _NoiseProcessor:
         self.seconds_to_first: float | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        shutdown.check()
         self.ids = input_ids
         if self.seconds_to_first is None:
             self.seconds_to_first = time.perf_counter() - self.began
@@ -137,11 +138,10 @@ def decode(
         raise
     sequences = result if isinstance(result, torch.Tensor) else result.sequences
     report = _report(sequences, width, time.perf_counter() - began, last, cause, seeds)
-    if isinstance(result, torch.Tensor):
-        return result, report
-    scores, cache = tuple(last.scores) if keeps else None, result.past_key_values
-    output = PipelineOutput(sequences, scores, result.logits, past_key_values=cache, speculation=report)
-    return output, report
+    if keeps:
+        # Without the noise of the last processor.
+        result.scores = tuple(last.scores)
+    return result, report
 
 
 def _report(

@@ -1,4 +1,4 @@
-"""The result of a call: what transformers would have returned, and the report."""
+"""The result of a call, which is what transformers would have returned, and its report."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ class Logprobs(NamedTuple):
 
 
 @dataclass
-class PipelineOutput(GenerateDecoderOnlyOutput):
-    """What ``return_dict_in_generate=True`` returns: transformers' fields, the call's report as ``speculation``, and what ``logprobs=`` asks for."""
+class LogprobsOutput(GenerateDecoderOnlyOutput):
+    """What a call with ``logprobs=`` returns: transformers' fields, and ``logprobs`` as the last one. All other calls return transformers' own class."""
 
-    speculation: Report | None = None
     logprobs: Logprobs | None = None
 
 
@@ -74,20 +73,21 @@ def warn_of_room(decoder: Decoder) -> None:
             )
 
 
-def output_of(call: PreparedCall, report: Report, owner: CacheOwner) -> torch.Tensor | PipelineOutput:
+def output_of(call: PreparedCall, owner: CacheOwner) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    """The result of a call that has run. ``owner`` has the target's keys and values."""
     text = call.progress.text
     sequences = text.sequences()
     cache = _returned_cache(call, owner)
     if not call.config.return_dict_in_generate:
         return sequences
     steps = sequences.shape[1] - text.input_ids.shape[1]
-    scores = logits = logprobs = None
-    if (record := call.request.record) is not None:
-        scores, logits = _per_token(call, record.scores, steps), _per_token(call, record.logits, steps)
-        logprobs = _logprobs(call, record, steps)
-    return PipelineOutput(
-        sequences=sequences, scores=scores, logits=logits, past_key_values=cache, speculation=report, logprobs=logprobs
-    )
+    if (record := call.request.record) is None:
+        return GenerateDecoderOnlyOutput(sequences, past_key_values=cache)
+    scores, logits = _per_token(call, record.scores, steps), _per_token(call, record.logits, steps)
+    logprobs = _logprobs(call, record, steps)
+    if logprobs is None:
+        return GenerateDecoderOnlyOutput(sequences, scores, logits, past_key_values=cache)
+    return LogprobsOutput(sequences, scores, logits, past_key_values=cache, logprobs=logprobs)
 
 
 def _logprobs(call: PreparedCall, record: ScoreRecord, steps: int) -> Logprobs | None:

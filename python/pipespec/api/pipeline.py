@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.api.base import BasePipeline
-from pipespec.api.prepare import PreparedCall
+from pipespec.api.prepare import CallOptions, PreparedCall
 from pipespec.api.report import Report
 from pipespec.checks.devices import Devices, arrange, weights_of_each
 from pipespec.checks.models import check_chain, check_exact
@@ -294,6 +294,13 @@ class Pipeline(BasePipeline):
             self._captured, self._driver = driver, make_driver(driver.models, _eager(driver.config))
             super()._check_memory(request)
             driver.warn_slower(f"static caches do not fit, so calls like this one run without graphs: {error}")
+
+    def _another(self) -> Pipeline | None:
+        return None if self._captured is not None else super()._another()
+
+    def _must_run(self, options: CallOptions) -> bool:
+        # transformers' own loop has other bits.
+        return self.config.exact or super()._must_run(options)
 
     def _check_known(self) -> None:
         try:

@@ -152,8 +152,9 @@ def prepare(
     pad = getattr(config, "_pad_token_tensor", None)
     text = CommittedText(input_ids, prompts, limits, eos, (eos or [0])[0] if pad is None else int(pad))
     check_model = check_of_model(target, [*logits_processor, *others, options.streamer]) or (lambda: None)
-    # transformers fills finished rows only where an end-of-text token exists.
-    criteria = Criteria(text, others, any(map(_is_eos, stopping_criteria)), record, check_model) if others else None
+    # transformers fills finished rows only where a criterion has end tokens.
+    pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+    criteria = Criteria(text, others, pads, record, check_model) if others else None
     progress = Progress(text, criteria, options.streamer, record, max_length, check_model)
     request = GenerationRequest(
         inputs,

@@ -8,12 +8,13 @@ gone are cancelled.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import ExitStack, aclosing, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from pipespec.models.tokenizers import backend_of
 _ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
 _OWN = ("seed", "presence_penalty", "frequency_penalty", "logit_bias", "response_format")
 _HARMLESS = {"user", "metadata", "store", "stream_options", "service_tier", "parallel_tool_calls", "prediction"}
-_NEUTRAL = {"n": 1, "best_of": 1, "logprobs": False, "echo": False, "tool_choice": "auto"}
+_NEUTRAL = {"n": (1,), "best_of": (1,), "logprobs": (False,), "echo": (False,), "tool_choice": ("auto", "none")}
 _RANGES = {"temperature": (0, 2), "top_p": (0, 1), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2)}
 _TEXT = {"type": "text"}
 _INPUT_ERRORS = (HTTPException, RequestValidationError, ValueError, TypeError, KeyError, NotImplementedError, TemplateError)  # fmt: skip
@@ -127,11 +128,12 @@ def _handler(kind: Any, formats: ResponseFormats, requests: _Requests, vocabular
 
         def _validate_request(self, body: dict[str, Any]) -> None:
             super()._validate_request(body)
-            for field in sorted(body.keys() & self._unused_fields):
-                neutral = _NEUTRAL.get(field)
-                if body[field] is not None and (type(body[field]), body[field]) != (type(neutral), neutral):
-                    raise HTTPException(400, f"{field}={body[field]!r} is not supported: leave {field} out")
-            _check_ranges(body)
+            _check_fields(body, self._unused_fields)
+
+        def _streaming(self, *args: Any, **given: Any) -> Any:
+            response = super()._streaming(*args, **given)
+            response.body_iterator = _with_end(response.body_iterator)
+            return response
 
         def _build_generation_config(self, body: dict[str, Any], config: Any, use_cb: bool = False) -> Any:
             own = {field: body[field] for field in _OWN if body.get(field) not in (None, _TEXT)}
@@ -156,7 +158,22 @@ def _handler(kind: Any, formats: ResponseFormats, requests: _Requests, vocabular
     return Handler
 
 
-def _check_ranges(body: dict[str, Any]) -> None:
+async def _with_end(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    """The events of a stream, and the one that ends it in OpenAI's API."""
+    async with aclosing(events):
+        async for event in events:
+            yield event
+    yield "data: [DONE]\n\n"
+
+
+def _check_fields(body: dict[str, Any], unused: set[str]) -> None:
+    """Raise where a field of a request would have no effect, or is out of its range."""
+    for field in sorted(body.keys() & unused):
+        neutral = [(type(value), value) for value in _NEUTRAL.get(field, ())]
+        if body[field] is not None and (type(body[field]), body[field]) not in neutral:
+            raise HTTPException(400, f"{field}={body[field]!r} is not supported: leave {field} out")
+    if body.get("tool_choice") == "none":
+        body.pop("tools", None)
     for field in ("max_tokens", "max_completion_tokens"):
         if body.get(field) is not None and body[field] < 1:
             raise ValueError(f"{field}={body[field]!r} must be at least 1")
@@ -166,12 +183,32 @@ def _check_ranges(body: dict[str, Any]) -> None:
 
 
 class _Streamer(utils.DirectStreamer):
-    """Streams the text up to the first stop string. What may be the beginning of one is held back."""
+    """Streams the text up to the first stop string. What may be the beginning of one is held back.
+
+    Attributes:
+        note_last: Called with the last token of the text, before its end is known to the reader.
+    """
 
     stops: tuple[str, ...] = ()
+    note_last: Callable[[int], None]
     _held, _stopped = "", False
+    _pending: tuple[int, ...] = ()  # tokens whose text waits for the rest of a character
+    _last = -1
+
+    def put(self, value: Any) -> None:
+        if not self._first:
+            self._last = int(value[-1])
+            self._pending += tuple(value.tolist())
+        super().put(value)
+
+    def end(self) -> None:
+        self.note_last(self._last)
+        if self._pending and self._parser is None:
+            self._enqueue(self._tokenizer.decode(self._pending, skip_special_tokens=True))
+        super().end()
 
     def _enqueue(self, item: Any) -> None:
+        self._pending = ()
         if self.stops and type(item) is str:
             item, self._held, self._stopped = _before_stop(self._held + item, self.stops, self._stopped)
         elif self._held and item is None:
@@ -226,7 +263,7 @@ class _Requests(utils.GenerateManager):
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
         streamer = _Streamer(backend_of(processor), loop, queue, response_parser=response_parser)
         call = self._call(inputs, gen_config, processor, streamer)
-        streamer.stops = _stops.get()
+        streamer.stops, streamer.note_last = _stops.get(), functools.partial(self._note_last, gen_config)
 
         def run() -> None:
             try:
@@ -250,6 +287,10 @@ class _Requests(utils.GenerateManager):
         prompt = inputs["input_ids"].shape[-1]
         text = processor.decode(output[0, prompt:], skip_special_tokens=True)
         return "".join(_before_stop(text, _stops.get())[:2]), prompt, output[0, prompt:]
+
+    def _note_last(self, config: Any, token: int) -> None:
+        if token in end_tokens(self._pipe.target):
+            config.max_new_tokens = None  # it is not the limit that ends the text
 
     def _call(self, inputs: Any, config: Any, tokenizer: Any, streamer: Any) -> Callable[[], Any]:
         """A request's call, which takes over the request's place in the queue."""
@@ -275,7 +316,9 @@ class _Requests(utils.GenerateManager):
 
         def call() -> Any:
             with place, self._metrics.request(since, prompt, config, self._pipe):
-                return self._pipe.generate(**inputs, **options)
+                output = self._pipe.generate(**inputs, **options)
+                self._note_last(config, int(output[0, -1]))
+                return output
 
         return call
 

@@ -73,7 +73,8 @@ class CommittedText:
 class Criteria:
     """Stopping criteria, called as transformers calls them: one token of each row at a time, ended rows padded.
 
-    A row that is ahead of the slowest row is cut where it should have ended.
+    A row that is ahead of the slowest row is cut where it should have ended. Verdicts of any type and shape have the effect, and the error, that they have in
+    transformers' loop, whose operations on them are repeated here.
     """
 
     def __init__(
@@ -94,7 +95,8 @@ class Criteria:
             self._ids[:, : self._width] = text.input_ids
         self._scores: list[torch.Tensor] = []
         self._num_checked = 0
-        self._over = torch.zeros(rows, dtype=torch.bool, device="cpu")  # rows that some criterion has ended
+        # As in transformers' loop: 1 for a row that goes on. A verdict of another shape than [rows] gives it that shape.
+        self._unfinished = torch.ones(rows, dtype=torch.long, device=self._ids.device)
 
     def check(self, committed: list[int]) -> None:
         """Call the criteria for each new column that all open rows have reached."""
@@ -111,17 +113,27 @@ class Criteria:
                 self._ids[row, at] = text.tokens(row, text.lengths[row] - 1, text.lengths[row])[0]
             if self._record is not None and self._record.scores is not None:
                 self._scores.append(text.column(self._record.scores, self._num_checked - 1))
-            over = torch.zeros(len(committed), dtype=torch.bool, device="cpu")
+            scores = tuple(self._scores) if self._scores else None
+            ended = [text.has_ended(row) for row in range(len(committed))]
+            is_done = torch.tensor(ended, device=self._ids.device)
             for criterion in self._criteria:
-                scores = tuple(self._scores) if self._scores else None
-                verdict = call_with_ids("stopping_criteria", criterion, self._ids[:, : at + 1], scores)
-                over |= torch.as_tensor(verdict).cpu().bool()
-            if not self._pads:  # transformers then continues each row until all rows are over
-                self._over |= over
-                over = self._over.all().expand_as(over)
+                is_done = is_done | call_with_ids("stopping_criteria", criterion, self._ids[:, : at + 1], scores)
+            self._unfinished = self._unfinished & ~is_done
+            goes_on = self._go_on(at)
             for row in open_:
-                if over[row]:
+                if not goes_on[row]:
                     text.stop(row)
+
+    def _go_on(self, at: int) -> list[bool]:
+        """Per row, whether it continues after column ``at``. Raises transformers' error where it cannot append the next column."""
+        unfinished = self._unfinished
+        if unfinished.max() == 0:
+            return [False] * len(self._text.starts)
+        if not self._pads:  # transformers then continues each row until all rows are over
+            return [True] * len(self._text.starts)
+        following = self._ids[:, at] * unfinished
+        torch.cat([self._ids[:, : at + 1], following[:, None]], dim=-1)
+        return [bool(goes_on) for goes_on in unfinished.tolist()]
 
 
 class Progress:

@@ -19,7 +19,7 @@ from pipespec.engine.inputs import stage_names
 from pipespec.errors import UnsupportedInput
 from pipespec.models.families import NATIVE_CLASSES
 from pipespec.models.layout import CacheLayout, UnsupportedLayers, takes_mask_per_type
-from pipespec.models.properties import embedding_size, head_size, rope_changes_at, rope_type, text_config
+from pipespec.models.properties import embedding_size, rope_changes_at, rope_type, text_config
 from pipespec.models.quantized import check_files
 from pipespec_kernels.state import MAX_STAGES
 
@@ -59,13 +59,8 @@ class Vocabulary(NamedTuple):
 
 
 def vocabulary_of(name: str, model: PreTrainedModel, given: Any) -> Vocabulary:
-    """The vocabulary of a stage, for which the user passed ``given``. Raises ``ValueError`` for a head that does not fit it, and a damaged tokenizer."""
-    head, size = head_size(model), embedding_size(model)
-    if head != size:
-        raise ValueError(
-            f"{name} has {head} logits per position for {size} tokens: its head does not fit the vocabulary"
-        )
-    return Vocabulary(name, size, tokenizer_digest(given, model))
+    """The vocabulary of a stage, for which the user passed ``given``. Raises ``ValueError`` for a damaged tokenizer."""
+    return Vocabulary(name, embedding_size(model), tokenizer_digest(given, model))
 
 
 def check_vocabularies(stages: Sequence[Vocabulary]) -> None:

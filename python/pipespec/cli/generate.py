@@ -22,6 +22,7 @@ from pipespec.cli.options import (
     positive,
     read_text,
     require_text,
+    utf8,
 )
 from pipespec.config import ACCEPTANCES
 from pipespec.process.progress import quiet_transformers, say, working
@@ -58,7 +59,7 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
     option(parser, "lookahead", "N", positive, "draft tokens ahead of the next stage: one number for all drafts, or one per draft", nargs="+")
     flag(parser, "exact", "refuse a target whose bits depend on batch or drafts, in bfloat16 too")
     prompt = parser.add_mutually_exclusive_group()
-    option(prompt, "prompt", "TEXT", str, "default: standard input")
+    option(prompt, "prompt", "TEXT", utf8, "default: standard input")
     option(prompt, "prompt-file", "FILE", Path, "final line breaks are dropped")
     option(parser, "max-new-tokens", "N", positive, "default: %(default)s", default=128)
     sample = parser.add_argument_group(
@@ -74,7 +75,7 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
     option(sample, "frequency-penalty", "P", float, "subtracted from the scores of tokens, per occurrence in the new text")
     option(sample, "acceptance", None, str, "how the target accepts draft tokens; rejection: at least as many in expectation, in lockstep with one draft; the text "
            "depends on the draft, too", choices=ACCEPTANCES, default="coupled")
-    option(parser, "stop", "TEXT", str, "stop after this text; may be repeated", action="append")
+    option(parser, "stop", "TEXT", utf8, "stop after this text; may be repeated", action="append")
     flag(parser, "chat", "apply the target's chat template to the prompt")
     flag(parser, "no-stream", "print the text when it is complete")
 # fmt: on

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import os
 import sys
 import traceback
@@ -36,6 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     if sys.stdout is None:
         say("error: standard output is closed")
         return 2
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error: no encoding ends a text midway
     command: Callable[[argparse.Namespace], int] = args.command
     try:
         with warnings.catch_warnings():

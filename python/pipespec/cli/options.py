@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import os
 import sys
@@ -138,10 +139,23 @@ def read_text(file: Path | None) -> str:
         elif sys.stdin is None or sys.stdin.isatty():
             raise ValueError("no prompt: give --prompt TEXT, --prompt-file FILE, or a text on standard input")
         else:
+            if isinstance(sys.stdin, io.TextIOWrapper):
+                sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # whatever the locale is
             text = sys.stdin.read()
     except UnicodeDecodeError as error:
         raise _not_utf8(where) from error
     return require_text(text.rstrip("\r\n"), where)
+
+
+def utf8(argument: str) -> str:
+    """The type of an option whose value is text. Its bytes are read as UTF-8, whatever the locale is; other bytes as the locale has them."""
+    try:
+        return os.fsencode(argument).decode("utf-8")
+    except UnicodeError:
+        return argument
+
+
+utf8.__name__ = "text"  # argparse names it in messages
 
 
 def require_text(text: str, where: str) -> str:
@@ -150,7 +164,7 @@ def require_text(text: str, where: str) -> str:
         raise ValueError(f"the prompt is empty ({where})")
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # the C locale reads other bytes as surrogates
+    except UnicodeEncodeError as error:  # bytes that no encoding has are surrogates
         raise _not_utf8(where) from error
     return text
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedModel
 from transformers.generation import logits_process as hf
 
@@ -68,7 +69,12 @@ def call_with_ids(argument: str, function: Callable[..., Any], ids: torch.Tensor
 
 
 def run_processors(
-    processors: Iterable[Callable[..., torch.Tensor]], ids: torch.Tensor, scores: torch.Tensor
+    processors: Iterable[Callable[..., torch.Tensor]],
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    *,
+    is_sampled: bool,
+    has_ends: bool,
 ) -> torch.Tensor:
     """Scores ``[1, V]`` of a row after its processors, without gradients.
 
@@ -76,19 +82,38 @@ def run_processors(
         processors: called one after the other.
         ids: ``[1, n]``, as for :func:`call_with_ids`.
         scores: ``[1, V]`` float32.
+        is_sampled: whether a token is drawn from them.
+        has_ends: whether the call has end tokens.
 
     Raises:
         NotImplementedError: they change the ids, or return scores of tokens that there are not.
+
+    What they return in another form has the effect, and the error, that it has in transformers' loop.
     """
     count = scores.shape[-1]
     for process in processors:
         scores = call_with_ids("logits_processor", process, ids, scores)
+    is_tensor = isinstance(scores, torch.Tensor)
+    if not is_tensor or scores.shape[:-1] != (1,) or not scores.numel() or not scores.is_floating_point():
+        scores = _as_scores(ids, scores, is_sampled, has_ends)
     if scores.shape[-1] > count:
         raise Unsupported(
             "logits_processor",
             f"generate(): the logits processors return {scores.shape[-1]} scores, and the vocabulary has {count} tokens",
         )
-    return scores.detach()
+    return scores.detach().contiguous()
+
+
+def _as_scores(ids: torch.Tensor, scores: Any, is_sampled: bool, has_ends: bool) -> torch.Tensor:
+    """What processors return in another form than floating scores ``[1, V]``, in that form. The steps of transformers' loop raise the errors."""
+    if is_sampled:
+        tokens = torch.multinomial(F.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+    else:
+        tokens = torch.argmax(scores, dim=-1)
+    if has_ends:
+        tokens = tokens * tokens.new_ones(1)
+    torch.cat([ids, tokens[:, None]], dim=-1)
+    return scores.reshape(1, -1).double()
 
 
 def check_of_model(model: PreTrainedModel, code: Iterable[Any]) -> Callable[[], None] | None:

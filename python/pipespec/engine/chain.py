@@ -39,6 +39,7 @@ class DraftSpec:
         verifies: Whether it verifies draft tokens of a stage upstream, or passes them on. Otherwise it is the first of the drafts.
         draws: Whether the target may accept its tokens by rejection sampling, for which its stage takes ``acceptance``.
         translates: Whether its model has another tokenizer than the target. Its stage then counts ``translated``.
+        runs_at_once: Whether stages of it may run in several threads at the same time, over the same model or spec.
         lookahead: Default of its lookahead. None: the schedule's.
         source: How the controller calls it, see :class:`pipespec.engine.controller.Choice`. Empty: the controller cannot drive a chain with it.
         given: What the user passed for its model: a path, or the model itself.
@@ -54,6 +55,7 @@ class DraftSpec:
     verifies: ClassVar[bool] = True
     draws: ClassVar[bool] = False
     translates: ClassVar[bool] = False
+    runs_at_once: ClassVar[bool] = False
     lookahead: ClassVar[int | None] = None
     source: ClassVar[str] = ""
 

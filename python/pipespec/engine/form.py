@@ -21,6 +21,7 @@ from pipespec.models import families
 from pipespec.models.families import NotReadable
 from pipespec.models.layout import FULL, SLIDING, takes_mask_per_type
 from pipespec.models.parts import ModelParts
+from pipespec.models.properties import text_config
 from pipespec.models.quantized import formats_of
 
 
@@ -106,6 +107,11 @@ class WholeModel(Form):
                 mask = cache.mask(q, window=cache.windows[0])
         # logits_to_keep=0 would compute all of them.
         features, lengths = cache.features, cache.first_positions
+        more = {} if features is None else {"output_hidden_states": True}
+        if getattr(text_config(model.config), "output_router_logits", False):
+            more["output_router_logits"] = (
+                False  # they are for a loss of training, which takes masks of the tokens alone
+            )
         found = model(
             input_ids=tokens,
             attention_mask=mask,
@@ -113,7 +119,7 @@ class WholeModel(Form):
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=max(keep, 1),
-            **({} if features is None else {"output_hidden_states": True}),
+            **more,
         )
         if features is not None:
             features.record(lengths, dict(enumerate(found.hidden_states or ())))

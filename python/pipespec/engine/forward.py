@@ -28,9 +28,13 @@ from pipespec.models.devices import input_device
 from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
 from pipespec.models.quantized import Int8Linear, has_blocks
+from pipespec.process.threads import Lock
 
 if TYPE_CHECKING:
     from pipespec.engine.fused import FusedForm
+
+
+_choosing = Lock()
 
 
 def forget_changed(forms: Forms, model: PreTrainedModel | ModelParts, *names: str) -> None:
@@ -40,13 +44,20 @@ def forget_changed(forms: Forms, model: PreTrainedModel | ModelParts, *names: st
         if chosen is not None and (
             chosen.identity != identify(model, name) or (chosen.form is not None and not chosen.form.is_current())
         ):
-            del forms[name]
+            forms.pop(name, None)  # another thread may do the same
 
 
 def choose(forms: Forms, model: PreTrainedModel | ModelParts, name: str, make: Callable[[], Form]) -> ChosenForm:
     """A form, chosen now unless it was before. ``make`` raises :class:`NotReadable` where there is no such form."""
-    if name in forms:
-        return forms[name]
+    found = forms.get(name)
+    if found is not None:
+        return found
+    with _choosing:
+        # Another thread may have chosen it meanwhile, and a second copy of the weights would not fit.
+        return forms.get(name) or _choose(forms, model, name, make)
+
+
+def _choose(forms: Forms, model: PreTrainedModel | ModelParts, name: str, make: Callable[[], Form]) -> ChosenForm:
     identity, form = identify(model, name), None
     reason = identity.reason
     if reason is None:

@@ -53,7 +53,7 @@ class Grammar:
 
         Raises:
             TypeError: something is no matcher.
-            ValueError: another number of matchers than rows, or one matcher for several rows.
+            ValueError: another number of matchers than rows, one matcher for several rows, or one that has reached its end.
         """
         if given is None:
             return None
@@ -69,6 +69,12 @@ class Grammar:
         used = [id(matcher) for matcher in matchers if matcher is not None]
         if len(set(used)) < len(used):
             raise ValueError("grammar: one matcher for several rows; each row needs its own, since their texts differ")
+        for row, matcher in enumerate(matchers):
+            if matcher is not None and matcher.is_terminated():
+                raise ValueError(
+                    f"grammar: the matcher of row {row} has reached its end before the first token: was it used for another call? Make a new one for each "
+                    "call, or reset it"
+                )
         return cls(matchers, starts) if used else None
 
     def bitmask(self, text: np.ndarray, step: Step, vocabulary: int, *, is_target: bool) -> torch.Tensor:

@@ -38,7 +38,7 @@ from pipespec.models.devices import LayerDevices, each_module, hooks_of
 from pipespec.models.families import NotReadable
 from pipespec.models.layout import CacheLayout
 from pipespec.models.parts import ModelParts
-from pipespec.models.properties import compute_dtype, text_config
+from pipespec.models.properties import compute_dtype, has_dropout, text_config
 from pipespec.process.threads import Lock
 from pipespec_kernels._native import Stamp
 
@@ -310,7 +310,7 @@ def _foreign_reason(model: PreTrainedModel, modules: list[nn.Module]) -> str | N
         what = _module_reason(model, module)
         if what is not None:
             return f"{_name_of(model, module)} {what}"
-        if module.training and _has_dropout(module):
+        if module.training and has_dropout(module):
             return "it is in training mode with dropout or jitter, whose draws depend on the widths of the forwards"
     return _layers_reason(model)
 
@@ -344,13 +344,6 @@ def _module_reason(model: PreTrainedModel, module: nn.Module) -> str | None:
 
 def _is_known_kind(kind: type) -> bool:
     return package_of(kind.__module__) in PACKAGES or is_trusted(kind)
-
-
-def _has_dropout(module: nn.Module) -> bool:
-    numbers = [value for name, value in vars(module).items() if "drop" in name or "jitter" in name]
-    if "Drop" in type(module).__name__:
-        numbers.append(getattr(module, "p", 0))
-    return any(isinstance(number, (int, float)) and number > 0 for number in numbers)
 
 
 def _layers_reason(model: PreTrainedModel) -> str | None:

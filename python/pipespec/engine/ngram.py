@@ -84,6 +84,7 @@ class NgramDraft(DraftSpec):
     form = "n-gram index"
     stage_class = NgramStage
     inline = True
+    runs_at_once = True
     lookahead = 8  # its draft tokens take no time, but a long verification of wrong ones does
     source = NGRAM
 

@@ -278,7 +278,13 @@ class HostSampler(Sampler):
                 with torch.inference_mode(False), torch.no_grad(), run_user_code():
                     ids = torch.from_numpy(self._prefix(row, int(alone.kv) + 1).astype(np.int64))[None]
                     copied = float32_copy(raw[0][None])[0]
-                    scores = run_processors(self._processors[row], ids.to(logits.device), copied)[None]
+                    scores = run_processors(
+                        self._processors[row],
+                        ids.to(logits.device),
+                        copied,
+                        is_sampled=self.kind.sampled,
+                        has_ends=bool(self._sampling_params.ends),
+                    )[None]
                 if bitmask is not None:
                     scores = self._penalised(scores, alone, bitmask[row : row + 1, at])
                 token = int(self._choose(raw, scores, alone, row)[0, 0])

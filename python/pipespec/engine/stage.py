@@ -121,7 +121,7 @@ class Stage(CachedText):
             self._trace.prefill(began, filling, time.perf_counter_ns(), min(inputs.chunk, widest), total)
 
         sampling_params = inputs.sampling_params
-        if self._clamp is not None and sampling_params.stepwise:
+        if self._clamp is not None and sampling_params.stepwise and not is_target:
             # Processors may name tokens that this model does not have.
             sampling_params = replace(sampling_params, processors=())
         acceptance = None if sampling_params.seeds is None else self._acceptance
@@ -288,6 +288,7 @@ class ModelDraft(DraftSpec):
     stage_class = Stage
     own_model = True
     draws = True
+    runs_at_once = True
     source = "model"
 
     given: Any = None

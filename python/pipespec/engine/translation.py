@@ -486,6 +486,7 @@ class TranslatedDraft(ModelDraft):
     verifies = False  # it has no ids for the tokens of a stage upstream
     draws = False
     translates = True
+    runs_at_once = False  # its tokenizers are shared
 
     target: ByteTokenizer
     own: ByteTokenizer

@@ -21,7 +21,7 @@ from transformers.activations import ACT2FN
 from pipespec.models.devices import not_whole_reason
 from pipespec.models.layout import CacheLayout, UnsupportedLayers
 from pipespec.models.parts import ModelParts
-from pipespec.models.properties import has_hooks, has_own_forward
+from pipespec.models.properties import has_dropout, has_hooks, has_own_forward
 from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear
 from pipespec_kernels.decoder import DecoderShape, LayerWeights
 from pipespec_kernels.formats import QuantizedMatrix
@@ -69,7 +69,7 @@ class Family:
         source = sys.modules[self.module]
         parts = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
         own = frozenset(getattr(source, f"{self.prefix}{part}") for part in parts)
-        # Dropout is for training, which is excluded.
+        # Dropout that does something is excluded.
         common = (nn.Linear, nn.Embedding, nn.ModuleList, nn.Dropout, Int8Linear, QuantizedLinear, QuantizedEmbedding)
         return own, own.union(common, _activations(), [getattr(source, self.embedding or "", nn.Embedding)])
 
@@ -149,8 +149,8 @@ def identity(model: PreTrainedModel | ModelParts, *, packed: bool = True) -> tup
             ``.data``) does not show, see :mod:`pipespec.engine.native`.
 
     Raises:
-        NotReadable: for a packed copy, the model is not on the CPU in float32 or bfloat16; it is on several devices or in training; a module
-            is not of its family's classes (an adapter, a quantised layer), has hooks or a forward of its own; a parameter has a class of its
+        NotReadable: for a packed copy, the model is not on the CPU in float32 or bfloat16; it is on several devices or in training with dropout; a
+            module is not of its family's classes (an adapter, a quantised layer), has hooks or a forward of its own; a parameter has a class of its
             own. Without a copy, :func:`opaque` modules may have other classes, and weights of any class.
     """
     try:
@@ -202,7 +202,7 @@ def _changed(module: nn.Module) -> str | None:
         return "has a forward of its own"
     if has_hooks(module):
         return "has hooks or is compiled"
-    return "is in training mode" if module.training else None
+    return "is in training mode with dropout" if module.training and has_dropout(module) else None
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -95,6 +95,14 @@ def quantisation(model: Any) -> str | None:
     return None
 
 
+def has_dropout(module: nn.Module) -> bool:
+    """Whether a call of the module draws something in training mode. Nothing else of a known module depends on the mode, but for gradient checkpointing."""
+    numbers = [value for name, value in vars(module).items() if "drop" in name or "jitter" in name]
+    if "Drop" in type(module).__name__:
+        numbers.append(getattr(module, "p", 0))
+    return any(isinstance(number, (int, float)) and number > 0 for number in numbers)
+
+
 def has_own_forward(module: nn.Module) -> bool:
     """Whether the instance has a ``forward`` of its own, as accelerate and kernelize give it."""
     own = module.__dict__.get("forward")
@@ -106,8 +114,17 @@ def has_hooks(module: nn.Module) -> bool:
     """Whether a call of the module does more than its ``forward``: hooks, or a compiled call."""
     if module._forward_pre_hooks or module._compiled_call_impl is not None:
         return True
-    # The hooks with which transformers captures hidden states stay installed and do nothing by themselves.
-    return any("output_capturing" not in getattr(hook, "__module__", "") for hook in module._forward_hooks.values())
+    return not all(map(_changes_no_value, module._forward_hooks.values()))
+
+
+def _changes_no_value(hook: Any) -> bool:
+    """Whether a hook is one of transformers' that stay installed: that with which it captures hidden states, which does nothing by itself, and that of
+    gradient checkpointing, which lets the embeddings require gradients."""
+    package, _, rest = str(getattr(hook, "__module__", "")).partition(".")
+    name = getattr(hook, "__qualname__", "")
+    return "output_capturing" in rest or (
+        package in ("transformers", "peft") and name.endswith(".make_inputs_require_grads")
+    )
 
 
 def rope_type(model: PreTrainedModel) -> str:

@@ -27,6 +27,21 @@ class Lock(RLock):  # type: ignore[misc]  # final in typeshed only
         super().__init__()
         self._all.add(self)
 
+    @contextmanager
+    def attempt(self) -> Iterator[bool]:
+        """Hold the lock within the block if it is free, and say whether it was. It is not free for the thread that holds it either.
+
+        The error of a signal handler may come after any instruction, so the end asks the lock itself whether it is held.
+        """
+        if self._is_owned():  # type: ignore[attr-defined]
+            yield False
+            return
+        try:
+            yield self.acquire(blocking=False)
+        finally:
+            if self._is_owned():  # type: ignore[attr-defined]
+                self.release()
+
     @classmethod
     def _renew(cls) -> None:
         for lock in cls._all:

@@ -109,6 +109,10 @@ class Decoder(ABC):
         """Take part in the calls of the process that has the target, until it closes. Raises ``RuntimeError`` where this process has it."""
         raise RuntimeError("serve() is for the ranks of drafts, with schedule='ranks': call generate() here")
 
+    def another(self) -> Decoder | None:
+        """Another decoder of the same models, for a call at the same time; None where it would need more than caches of its own."""
+        return None
+
     def for_fork(self) -> Decoder:
         """Return the decoder that runs the calls in a child of a fork. The present one stays the parent's.
 

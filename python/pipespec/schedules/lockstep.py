@@ -32,6 +32,11 @@ class LockstepDriver(Driver):
             self.block.set_alive(stage.index, True)
             stage.read_from(self.target)
 
+    def another(self) -> Driver | None:
+        if not all(draft.runs_at_once for draft in self.config.drafts):
+            return None
+        return type(self)(self.models, self.config)
+
     @property
     def target(self) -> Stage:
         return self._stages[-1]
