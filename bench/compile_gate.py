@@ -79,7 +79,7 @@ SMALL_ARCHS = (86, 89, 120)
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10} | dict.fromkeys(SMALL_ARCHS, 99 << 10)
 # What is compiled for the architectures with less shared memory; the rest has at most 81 KiB.
 LARGEST = (("verify, greedy", "fp32"), ("rejection_sample, test", "fp32"), ("attention, D=128, M=128, parts", "bf16"))
-LARGEST += (("attention, D=256, M=32", "bf16"),)
+LARGEST += (("attention, D=256, M=32", "bf16"), ("qkv_append, D=128, M=16", "bf16"))
 # What a quick run compiles for the architectures other than sm_90, in bf16: one or two variants of each kind of kernel.
 IN_QUICK = ("verify, greedy", "verify, coupled, cutoff", "rejection_sample, test", "rejection_sample, choose")
 IN_QUICK += (

@@ -21,7 +21,7 @@ PYTHON = ("python/pipespec", "python/pipespec_spd", "python/pipespec_train", "pi
 FOLDERS = {
     "csrc": 11_880,
     "pipespec_kernels": 9_125,
-    "python/pipespec": 23_070,
+    "python/pipespec": 23_125,
     "python/pipespec_spd": 3_200,
     "python/pipespec_train": 1_880,
     "bench": 9_190,

@@ -65,7 +65,7 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
 
     # Where a block of threads has less shared memory, the kernels with most of it are compiled; the others have as much as elsewhere, or less.
     small = [r for r in reports if r["arch"] not in (80, 90, 100)]
-    assert {r["name"].split(",")[0] for r in small} == {"verify", "rejection_sample", "attention"}
+    assert {r["name"].split(",")[0] for r in small} == {"verify", "rejection_sample", "attention", "qkv_append"}
     assert {r["arch"] for r in small} >= {89}
     for r in reports:
         if r["arch"] == 80 and r["shared"] > 81 << 10:

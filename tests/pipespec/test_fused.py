@@ -127,9 +127,11 @@ def test_a_form_without_the_cache_is_not_used():
 
 
 @pytest.mark.parametrize("of", [lambda model: model, packed], ids=["plain", "opaque"])
-@pytest.mark.parametrize("operation", ["add_rms_norm", "rope_append", "silu_mul"])
+@pytest.mark.parametrize("operation", ["add_rms_norm", "rope_append", "silu_mul", "linear_small", "qkv_append"])
 def test_a_wrong_operation_is_found(operation, of, monkeypatch):
-    """Logits that do not agree keep the model's modules."""
+    """Logits that do not agree keep the model's modules. Steps of few rows and wider ones have operations of their own."""
+    if of is packed and operation in ("linear_small", "qkv_append"):
+        pytest.skip("opaque modules multiply by themselves")
     model = of(make(attn_implementation=ATTENTION))
     right = getattr(ops, operation)
 

@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 import warnings
+from collections import Counter
 from contextlib import nullcontext
 
 import pytest
@@ -115,6 +116,28 @@ def test_texts_of_replays(gpu, name, how):
         for call in (*CALLS, "greedy", "warm"):
             session.call(call)
         session.pipe.close()
+    clean(gpu)
+
+
+NODES = {"qkv_append": 1, "verify_attention": 1, "linear_small": 3}
+"""Of ``pipespec_kernels.ops``, in each layer of a step: one launch each."""
+
+
+@pytest.mark.parametrize(("how", "rows"), [("plain", 1), ("rounds", 2)])
+def test_a_layer_is_five_nodes(gpu, how, rows):
+    """In every captured step, of one column or of several: and no operation of torch, but those that allocate memory."""
+    with gpu.watching():
+        session = Session(gpu, random_llama(7), how)
+        session.call("greedy" if rows == 1 else "two")
+        graphs = [graph for stage in session.pipe._driver.stages for graph in stage.buffers.graphs.values()]
+    steps = [pair for graph in graphs for pair in zip(graph.steps, graph._graph.forwards, strict=True)]
+    assert steps
+    for step, recording in steps:
+        names = [getattr(node.function, "__name__", "") for node in recording.nodes]
+        names = [name for name in names if not name.startswith(("empty", "new_empty"))]
+        first, head = names.index("qkv_append"), len(names) - 1 - names[::-1].index("linear_small")
+        layers = step.stage.model.config.num_hidden_layers
+        assert Counter(names[first:head]) == {name: n * layers for name, n in NODES.items()}
     clean(gpu)
 
 

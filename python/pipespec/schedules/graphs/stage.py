@@ -96,9 +96,9 @@ class GraphedStage(Stage):
         return self._cache
 
     def by_modules_reason(self) -> str | None:
-        """Why its graphs run its model's own modules; None if they run the fused form, which has a quarter of the launches."""
+        """Why its graphs run its model's own modules; None if they run the fused form, which has an eighth of the launches."""
         _, own, reason = described(self.model, self.buffers.cache).partition("transformers: ")
-        launches = "with some 40 launches per layer instead of 9"
+        launches = "with some 40 launches per layer instead of 5"
         return f"the graphs of {self.name} run transformers' modules, {launches}: {reason}" if own else None
 
     # ---- buffers
