@@ -240,17 +240,15 @@ class FakeGpu:
                 graph.invalid = True
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
-    def record(self, stage, body, inputs):
-        """The forward of a stage within a capture. Returns what it selects."""
-        self.graph.recorded = stage, body, inputs, torch.full_like(inputs[0], -1)
-        return self.graph.recorded[-1]
+    def record(self, stage, body, inputs, result):
+        """The forward of a stage within a capture. Returns where its result will be: ``result``, of any values."""
+        self.graph.recorded = stage, body, inputs, result
+        return result
 
     def replay_whole(self, graph):
         """``CUDAGraph.replay()``: the recorded forward runs again, on the tensors that it had."""
-        stage, body, inputs, selected = graph.recorded
-        found = body(stage, *inputs)
-        if found is not None:
-            selected.copy_(found)
+        stage, body, inputs, result = graph.recorded
+        result.copy_(body(stage, *inputs))
 
     def launch(self, captured, given):
         """A launch of a graph: its last step's plan and commit are the scheduler's."""
@@ -296,15 +294,20 @@ class FakeGpu:
 
         body, read, make_launcher = GraphedStage.body, GraphedStage.read, capturing.CaptureContext.launcher
 
-        def watched(stage, *inputs, function=body):
+        def watched(stage, *inputs, function=body, result=None):
             seen.multiply()
             seen.fails(stage)
-            return seen.record(stage, function, inputs) if seen.capturing else function(stage, *inputs)
+            if not seen.capturing:
+                return function(stage, *inputs)
+            result = torch.full_like(inputs[0], -1) if result is None else result
+            return seen.record(stage, function, inputs, result)
 
-        def watched_read(stage, *inputs):
+        def watched_read(stage, tokens, held, last):
             seen.captured -= seen.capturing
             seen.prompts += seen.capturing
-            watched(stage, *inputs, function=read)
+            config, dtype = stage.model.config, stage.buffers.cache.dtype
+            logits = torch.empty((len(tokens), int(last is not None), config.vocab_size), dtype=dtype)
+            return watched(stage, tokens, held, last, function=read, result=logits)
 
         def launcher(context, own):
             make_launcher(context, own)

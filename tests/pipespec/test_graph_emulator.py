@@ -12,6 +12,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from transformers.generation.streamers import BaseStreamer
 
 import pipespec_kernels
 from pipespec import Pipeline, trust
@@ -21,6 +22,7 @@ from pipespec.schedules.graphs import capture as capturing
 from pipespec.schedules.graphs import driver as driving
 from pipespec.schedules.graphs.driver import GraphedDriver
 from pipespec.schedules.graphs.head import GraphedHead
+from pipespec.schedules.graphs.stage import GraphedStage
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec import checkpoints, heads
 from tests.pipespec.fake_gpu import Graph
@@ -138,6 +140,54 @@ def test_a_layer_is_five_nodes(gpu, how, rows):
         first, head = names.index("qkv_append"), len(names) - 1 - names[::-1].index("linear_small")
         layers = step.stage.model.config.num_hidden_layers
         assert Counter(names[first:head]) == {name: n * layers for name, n in NODES.items()}
+    clean(gpu)
+
+
+class Noted(BaseStreamer):
+    """Writes down each token. The prompt comes first."""
+
+    def __init__(self, log):
+        self.log, self.has_prompt = log, False
+
+    def put(self, value):
+        if self.has_prompt:
+            self.log += ["token"] * value.numel()
+        self.has_prompt = True
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_the_first_token_comes_from_the_prompts_graph(gpu, how, monkeypatch):
+    """Before the drafts read the prompt, and without a step. A text of one token takes no more."""
+    log, prefill = [], GraphedStage.prefill
+
+    def noted(stage, *arguments):
+        log.append(stage.name)
+        prefill(stage, *arguments)
+
+    monkeypatch.setattr(GraphedStage, "prefill", noted)
+    ids = random_prompts(1, seed=5, shortest=80, longest=90)[0][None]
+    options = {"do_sample": False, "pad_token_id": 0}
+    with gpu.watching():
+        session = Session(gpu, random_llama(7), how)
+        text = session.pipe.generate(ids, max_new_tokens=9, streamer=Noted(log), **options)
+        steps = session.pipe.report.stages[-1].steps
+        assert log[:2] == ["target", "token"]
+        assert log.count("token") == 9
+        drafts = [name for name in log if name not in ("token", "target")]
+        assert len(drafts) == len(session.pipe.report.stages) - 1
+        # Of each round the target takes one step, and one more is that of the prompt.
+        assert steps <= 9
+        log.clear()
+        before = gpu.replays
+        alone = session.pipe.generate(ids.flip(1), max_new_tokens=1, streamer=Noted(log), **options)
+    assert log == ["target", "token"]
+    assert gpu.replays == before + 1
+    model = session.target
+    assert torch.equal(text, type(model).generate(model, ids, max_new_tokens=9, **options))
+    assert torch.equal(alone, type(model).generate(model, ids.flip(1), max_new_tokens=1, **options))
     clean(gpu)
 
 

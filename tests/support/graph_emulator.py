@@ -351,12 +351,12 @@ class Emulator(FakeGpu):
 
     # ---- captures and replays
 
-    def record(self, stage: Any, body: Callable[..., torch.Tensor | None], inputs: Any) -> torch.Tensor | None:
+    def record(self, stage: Any, body: Callable[..., torch.Tensor], inputs: Any, result: torch.Tensor) -> torch.Tensor:
         graph = self.graph
         assert graph is not None
         with _disable_current_modes(), self._recorded_in(graph) as recording:
             selected = body(stage, *inputs)
-        recording.selected = None if selected is None else self.ref(selected, graph, new=False)
+        recording.selected = self.ref(selected, graph, new=False)
         graph.__dict__.setdefault("forwards", []).append(recording)
         return selected
 

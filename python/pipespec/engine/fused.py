@@ -175,7 +175,10 @@ class FusedForm(Form):
             workspace = torch.zeros(2 * cache.rows * self._read.shape.kv_heads, dtype=torch.int32, device=cache.device)
             self.tables[cache] = cos[0].contiguous(), sin[0].contiguous(), workspace
 
-    def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
+    def __call__(
+        self, tokens: torch.Tensor, cache: RowCache, keep: int, last: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As :class:`Form`. ``last``: int64 ``[1]``, with ``keep=1`` the column whose logits are computed, in place of the last one."""
         read, (cos, sin, workspace) = self._read, self.tables[cache]
         shape, (rows, q) = read.shape, tokens.shape
         n = rows * q
@@ -201,7 +204,9 @@ class FusedForm(Form):
             features.record(step.lengths, streams)
         cache.close()
         if keep < q:
-            x = self._in_blocks(x[:n].view(rows, q, x.shape[1])[:, q - keep :].flatten(0, 1))
+            columns = x[:n].view(rows, q, x.shape[1])
+            kept = columns[:, q - keep :] if last is None else columns.index_select(1, last)
+            x = self._in_blocks(kept.flatten(0, 1))
         if narrow:
             logits = ops.linear_small(x, *self._head.whole(), norm=self._last_norm, **self._norm)
         else:
