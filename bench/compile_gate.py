@@ -59,7 +59,7 @@ from pipespec_kernels.triton.cutoff import (
 )
 from pipespec_kernels.triton.kv import append_kernel
 from pipespec_kernels.triton.launch import MIN_WIDTH_BLOCK, Config, choose_config, cut
-from pipespec_kernels.triton.linear import PARTS, linear_kernel, qkv_append_kernel
+from pipespec_kernels.triton.linear import MAX_ROWS, PARTS, linear_kernel, qkv_append_kernel
 from pipespec_kernels.triton.linear import tile_of as product_tile
 from pipespec_kernels.triton.logprobs import BLOCK as LOGPROBS_BLOCK
 from pipespec_kernels.triton.logprobs import WARPS as LOGPROBS_WARPS
@@ -290,6 +290,7 @@ def product_cases() -> Iterator[CompileCase]:
             "ROWS": tile.rows,
             "COLUMNS": columns,
         }
+        constants |= {"HAS_COUNTS": True, "ROWS_OF_X": MAX_ROWS}
         constants |= {"EVEN": k % (PARTS * tile.block) == 0, "BLOCK": tile.block, "BLOCK_NORM": tile.norm} | own
         name = f"{name}, M={columns}" if columns > 8 else name
         return CompileCase(name, kernel, dtype, None, constants, None, PARTS, tile.stages, most, False)

@@ -18,7 +18,7 @@ from torch import Tensor
 from pipespec_kernels import arguments, dispatch, reference
 from pipespec_kernels.kv import check_fits, refuse_gradients
 from pipespec_kernels.layers import ACTIVATIONS, as_rows, check_eps, check_like, check_rows, check_tables, in_tables
-from pipespec_kernels.specs import check, check_distinct, check_last, check_tensor
+from pipespec_kernels.specs import INTEGERS, check, check_contiguous, check_distinct, check_last, check_tensor
 
 MAX_ROWS = 16
 """Rows of a product. More of them are the library's: its products read the weights once for all of them."""
@@ -34,6 +34,7 @@ def linear_small(
     one_plus_weight: bool = False,
     activation: str | None = None,
     residual: Tensor | None = None,
+    query_lens: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """``linear(x, weight, bias)`` of at most 16 rows, with an RMS norm before it, and an activation or a residual sum behind it.
@@ -51,10 +52,12 @@ def linear_small(
         one_plus_weight: of the norm, see :func:`add_rms_norm`.
         activation: one of those of :func:`silu_mul`, or None. Not together with ``residual``.
         residual: ``[M, N]``, rows contiguous. None: nothing is added.
+        query_lens: ``[B]`` with ``B <= 16``, int32 or int64, contiguous, on the device of ``x``. If all are 0 or less, nothing is computed or written: the step has
+            no work. None: it has.
         out: ``[M, N]`` or ``[M, I]``, rows contiguous, to write to. It may be ``residual`` itself, and must overlap no other argument.
 
     Returns:
-        ``[M, N]``, or with an activation ``[M, I]``, contiguous.
+        ``[M, N]``, or with an activation ``[M, I]``, contiguous; of any values if nothing was computed.
 
     Raises:
         TypeError: not a tensor, or a dtype that is not supported.
@@ -85,14 +88,15 @@ def linear_small(
             check_like(tensor, name, x, (len(x), columns))
     if out is not None:
         check_distinct(out, "out")
+    if query_lens is not None:
+        _check_counts(query_lens, len(query_lens), x)
     kernels = dispatch.kernels(x)
-    given = x, weight, bias, norm, float(eps), one_plus_weight, activation, residual
-    if kernels is None:
-        result = reference.linear_small(*given)
-        return result if out is None else out.copy_(result)
+    given = x, weight, bias, norm, float(eps), one_plus_weight, activation, residual, query_lens
     if out is None:
         out = x.new_empty((len(x), columns))
-    if out.numel():
+    if kernels is None:
+        reference.linear_small(*given, out)
+    elif out.numel():
         kernels.linear_small(*given, out)
     return out
 
@@ -106,6 +110,7 @@ def qkv_append(
     k_cache: Tensor,
     v_cache: Tensor,
     lengths: Tensor,
+    query_lens: Tensor | None = None,
     *,
     norm: Tensor | None = None,
     eps: float = 1e-6,
@@ -124,6 +129,8 @@ def qkv_append(
         k_cache: ``[B, Hkv, S, D]``, as for :func:`kv_append`, the dtype of ``x``.
         v_cache: likewise.
         lengths: likewise.
+        query_lens: ``[B]``, likewise, ``0 <= query_lens <= Q`` and ``lengths + query_lens <= S``: columns from ``query_lens[r]`` on are padding, which writes nothing to
+            storage and has queries of any values. If all are 0, nothing is computed. None: all columns are new.
         norm: as for :func:`linear_small`.
         eps: likewise.
         one_plus_weight: likewise.
@@ -150,7 +157,7 @@ def qkv_append(
         ([[0.0, 0.0], [-2.0, 1.0], [0.0, 0.0]], [[0.0, 0.0], [1.0, 2.0], [0.0, 0.0]])
     """
     refuse_gradients("qkv_append", x, weight, bias, norm, cos, sin, k_cache, v_cache, out)
-    sizes = check("qkv_append", k_cache, v_cache, lengths)
+    sizes = check("qkv_append", k_cache, v_cache, lengths, query_lens)
     batch, heads, capacity, dim = (sizes[letter] for letter in "BHSD")
     check_rows(x, "x")
     if x.dim() != 3 or len(x) != batch:
@@ -173,14 +180,21 @@ def qkv_append(
         check_distinct(out, "out")
     kernels = dispatch.kernels(x)
     if check_counts or kernels is None:
-        check_fits(lengths, None, width, capacity, "n_new")
-        in_tables(lengths, None, None, width, cos.shape[0])
-    given = weight, bias, norm, float(eps), one_plus_weight, cos, sin, k_cache, v_cache, lengths
+        check_fits(lengths, query_lens, width, capacity, "query_lens")
+        in_tables(lengths, query_lens, None, width, cos.shape[0])
+    given = weight, bias, norm, float(eps), one_plus_weight, cos, sin, k_cache, v_cache, lengths, query_lens
     if kernels is None:
-        return out.copy_(reference.qkv_append(x, *given))
-    if out.numel():
+        reference.qkv_append(x, *given, out)
+    elif out.numel():
         kernels.qkv_append(rows, *given, out)
     return out
+
+
+def _check_counts(query_lens: Any, rows: int, x: Tensor) -> None:
+    check_tensor(query_lens, "query_lens", INTEGERS, (rows,), x.device, "x")
+    check_contiguous(query_lens, "query_lens")
+    if rows > MAX_ROWS:
+        raise ValueError(f"query_lens must have at most {MAX_ROWS} rows, has {rows}")
 
 
 def _check_product(x: Any, weight: Any, bias: Any, norm: Any, eps: float, one_plus_weight: bool) -> None:

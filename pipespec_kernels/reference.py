@@ -491,15 +491,21 @@ def linear_small(
     one_plus_weight: bool = False,
     activation: str | None = None,
     residual: Tensor | None = None,
+    query_lens: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Row after row, so that a row's bits do not depend on the others; see :func:`pipespec_kernels.ops.linear_small`."""
+    columns = len(weight) if activation is None else len(weight) // 2
+    out = x.new_empty((len(x), columns)) if out is None else out
+    if query_lens is not None and int(query_lens.max()) <= 0:
+        return out
     if norm is not None:
         x = add_rms_norm(x, None, norm, eps, one_plus_weight)[0]
     rows = [F.linear(row, weight, bias) for row in x.split(1)]
     y = torch.cat(rows) if rows else x.new_empty((0, len(weight)))
     if activation is not None:
-        return silu_mul(y, activation)
-    return y if residual is None else residual + y
+        y = silu_mul(y, activation)
+    return out.copy_(y if residual is None else residual + y)
 
 
 def qkv_append(
@@ -514,10 +520,13 @@ def qkv_append(
     k_cache: Tensor,
     v_cache: Tensor,
     lengths: Tensor,
+    query_lens: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """See :func:`pipespec_kernels.ops.qkv_append`."""
+    """See :func:`pipespec_kernels.ops.qkv_append`. Queries of padding are zeros."""
     heads, dim = k_cache.shape[1], k_cache.shape[3]
     y = linear_small(x.flatten(0, 1), weight, bias, norm, eps, one_plus_weight)
     columns = y.view(*x.shape[:2], len(weight) // dim, dim).transpose(1, 2)
     q, keys, values = columns.split((columns.shape[1] - 2 * heads, heads, heads), 1)
-    return rope_append(q, keys, values, cos, sin, k_cache, v_cache, lengths)
+    q = rope_append(q, keys, values, cos, sin, k_cache, v_cache, lengths, query_lens)
+    return q if out is None else out.copy_(q)

@@ -10,7 +10,7 @@ the first operand of the tensor cores' products, so few rows of ``x``, the colum
 
 A number's order of summation depends on the shape and the dtype of the weights: not on the number of rows of ``x``, and not on the other rows. In a dependent launch
 the block loads its first weights before it waits for the launch ahead. So no launch ahead may write weights, and every other access comes after the
-wait; :mod:`bench.compile_gate` checks the code.
+wait; :mod:`bench.compile_gate` checks the code. In a step without work, where no row has a new token, every block returns at once.
 """
 
 from __future__ import annotations
@@ -40,6 +40,13 @@ def operand(x):
         return x.to(tl.float32)
     else:
         return x
+
+
+@triton.jit
+def is_idle(query_lens, batch, ROWS_OF_X: tl.constexpr):
+    """Whether no row has a new token."""
+    row = tl.arange(0, ROWS_OF_X)
+    return tl.max(tl.load(query_lens + row, mask=row < batch, other=0), 0) <= 0
 
 
 @triton.jit
@@ -103,14 +110,12 @@ def sum_of_parts(sums, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.cons
 
 @triton.jit
 def multiply(
-    x, x_stride, rows, weight, weight_stride, bias, norm, eps, row, there,
+    w, x, x_stride, rows, weight, weight_stride, bias, norm, eps, row, there,
     HAS_BIAS: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_NORM: tl.constexpr, COLUMNS: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``row [ROWS]`` of the weights (those that are ``there``) times the rows of ``x``: float32 ``[ROWS, COLUMNS]``, rounded to the dtype."""
-    w = load_weights(weight, weight_stride, row, there, 0, K, EVEN, PARTS, BLOCK)
-    begin_dependent(PDL)
+    """Rows ``row [ROWS]`` of the weights (those that are ``there``) times the rows of ``x``: float32 ``[ROWS, COLUMNS]``, rounded to the dtype. ``w``: the weights
+    of the first step."""
     factor = tl.full([COLUMNS], 1.0, tl.float32)
     if NORM:
         factor = norm_factors(x, x_stride, rows, eps, K, BLOCK_NORM, COLUMNS)
@@ -133,7 +138,7 @@ def halves(y, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(y, (2, ROWS // 2, COLUMNS)), (1, 2, 0)))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "batch"])
 def linear_kernel(
     x,
     x_stride,
@@ -145,13 +150,16 @@ def linear_kernel(
     residual_stride,
     output,
     output_stride,
+    query_lens,
     eps,
     rows,
+    batch,
     N: tl.constexpr,
     K: tl.constexpr,
     KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
     NORM: tl.constexpr,
     ONE_PLUS: tl.constexpr,
     EVEN: tl.constexpr,
@@ -160,6 +168,7 @@ def linear_kernel(
     BLOCK: tl.constexpr,
     BLOCK_NORM: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ROWS_OF_X: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``KIND``: of the activation, whose gates are the first half of the rows of the weights; -1: there is none."""
@@ -174,9 +183,17 @@ def linear_kernel(
         OUT: tl.constexpr = N
         at = tl.program_id(0) * ROWS + r
         row = at
+    if HAS_COUNTS and not PDL:
+        if is_idle(query_lens, batch, ROWS_OF_X):
+            return
+    w = load_weights(weight, weight_stride, row, at < OUT, 0, K, EVEN, PARTS, BLOCK)
+    begin_dependent(PDL)
+    if HAS_COUNTS and PDL:
+        if is_idle(query_lens, batch, ROWS_OF_X):
+            return
     y = multiply(
-        x, x_stride, rows, weight, weight_stride, bias, norm, eps, row, at < OUT,
-        HAS_BIAS, NORM, ONE_PLUS, K, EVEN, PARTS, ROWS, BLOCK, BLOCK_NORM, COLUMNS, PDL,
+        w, x, x_stride, rows, weight, weight_stride, bias, norm, eps, row, at < OUT,
+        HAS_BIAS, NORM, ONE_PLUS, K, EVEN, PARTS, ROWS, BLOCK, BLOCK_NORM, COLUMNS,
     )  # fmt: skip
     if KIND >= 0:
         gate, up = halves(y, ROWS, COLUMNS)
@@ -191,7 +208,7 @@ def linear_kernel(
     tl.store(output + column * output_stride + at[:, None], y.to(dtype), mask=write)
 
 
-@triton.jit(do_not_specialize=["rows", "width", "capacity", "table_size"])
+@triton.jit(do_not_specialize=["rows", "batch", "width", "capacity", "table_size"])
 def qkv_append_kernel(
     x,
     x_stride,
@@ -213,12 +230,14 @@ def qkv_append_kernel(
     values_stride_h,
     values_stride_s,
     lengths,
+    query_lens,
     output,
     output_stride_b,
     output_stride_h,
     output_stride_q,
     eps,
     rows,
+    batch,
     width,
     capacity,
     K: tl.constexpr,
@@ -227,6 +246,7 @@ def qkv_append_kernel(
     DIM: tl.constexpr,
     ROTARY: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
     NORM: tl.constexpr,
     ONE_PLUS: tl.constexpr,
     EVEN: tl.constexpr,
@@ -235,6 +255,7 @@ def qkv_append_kernel(
     BLOCK: tl.constexpr,
     BLOCK_NORM: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ROWS_OF_X: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Row ``c`` of ``x`` is column ``c % width`` of row ``c // width`` of the storage. A block has some dimensions of a head's first half, and those of the
@@ -252,9 +273,17 @@ def qkv_append_kernel(
     r = tl.arange(0, ROWS)
     d = first + r % PAIRS + r // PAIRS * gap
     there = tl.where(turns, first + r % PAIRS < HALF, d < DIM)
+    if HAS_COUNTS and not PDL:
+        if is_idle(query_lens, batch, ROWS_OF_X):
+            return
+    w = load_weights(weight, weight_stride, head * DIM + d, there, 0, K, EVEN, PARTS, BLOCK)
+    begin_dependent(PDL)
+    if HAS_COUNTS and PDL:
+        if is_idle(query_lens, batch, ROWS_OF_X):
+            return
     y = multiply(
-        x, x_stride, rows, weight, weight_stride, bias, norm, eps, head * DIM + d, there,
-        HAS_BIAS, NORM, ONE_PLUS, K, EVEN, PARTS, ROWS, BLOCK, BLOCK_NORM, COLUMNS, PDL,
+        w, x, x_stride, rows, weight, weight_stride, bias, norm, eps, head * DIM + d, there,
+        HAS_BIAS, NORM, ONE_PLUS, K, EVEN, PARTS, ROWS, BLOCK, BLOCK_NORM, COLUMNS,
     )  # fmt: skip
     low, high = halves(y, ROWS, COLUMNS)
 
@@ -262,7 +291,12 @@ def qkv_append_kernel(
     row, column = (c // width).to(tl.int64), (c % width).to(tl.int64)
     before = tl.load(lengths + row, mask=c < rows, other=-1).to(tl.int64)
     place = before + column
-    good = (before >= 0) & (before <= capacity - width) & (place < table_size)
+    if HAS_COUNTS:
+        fed = tl.load(query_lens + row, mask=c < rows, other=0).to(tl.int64)
+    else:
+        fed = tl.zeros([COLUMNS], tl.int64) + width
+    good = (before >= 0) & (before <= capacity - fed) & (fed <= width) & (place < table_size)
+    new = good & (column < fed)
     d = first + tl.arange(0, PAIRS)
     in_low = tl.where(turns, d < HALF, d < DIM)
     in_high = tl.where(turns, d < HALF, d + gap < DIM)
@@ -280,7 +314,7 @@ def qkv_append_kernel(
         high = turn(high, low, high_cos, high_sin, table, dtype)
         low = turned
 
-    # Queries that cannot be computed are NaN. Keys and values of theirs are not written.
+    # Queries that cannot be computed are NaN. Keys and values of theirs, and of padding, are not written.
     zero = tl.full([], 0, tl.int64)  # strides become tensors of one type
     if is_q:
         low = tl.where(good[None, :], low, float("nan"))
@@ -291,11 +325,11 @@ def qkv_append_kernel(
     elif is_v:
         into = values + (head - HEADS_Q - HEADS) * (zero + values_stride_h)
         at = row * values_stride_b + place * values_stride_s
-        write = good
+        write = new
     else:
         into = keys + (head - HEADS_Q) * (zero + keys_stride_h)
         at = row * keys_stride_b + place * keys_stride_s
-        write = good
+        write = new
     into += at[None, :] + d[:, None]
     tl.store(into, low.to(dtype), mask=in_low[:, None] & write[None, :])
     tl.store(into + gap, high.to(dtype), mask=in_high[:, None] & write[None, :])
@@ -327,13 +361,14 @@ def tile_of(weights: int, itemsize: int) -> Tile:
 
 
 def constants_of(
-    x: Tensor, weights: int, even_rows: bool, norm: bool, one_plus: bool, bias: bool, tile: Tile
+    x: Tensor, even_rows: bool, norm: bool, one_plus: bool, bias: bool, counts: bool, tile: Tile
 ) -> dict[str, Any]:
     """What both kernels have as constants. ``even_rows``: every block has all its rows of the weights."""
     rows, size = x.shape
     return {
         "K": size,
         "HAS_BIAS": bias,
+        "HAS_COUNTS": counts,
         "NORM": norm,
         "ONE_PLUS": one_plus,
         "EVEN": even_rows and size % (PARTS * tile.block) == 0,
@@ -341,7 +376,8 @@ def constants_of(
         "ROWS": tile.rows,
         "BLOCK": tile.block,
         "BLOCK_NORM": tile.norm,
-        "COLUMNS": 8 if rows <= 8 else 16,
+        "COLUMNS": 8 if rows <= 8 else MAX_ROWS,
+        "ROWS_OF_X": MAX_ROWS,
     }
 
 
@@ -354,6 +390,7 @@ def linear_small(
     one_plus_weight: bool,
     activation: str | None,
     residual: Tensor | None,
+    query_lens: Tensor | None,
     out: Tensor,
 ) -> None:
     """See :func:`pipespec_kernels.ops.linear_small`, which checks the arguments."""
@@ -361,7 +398,8 @@ def linear_small(
     tile = tile_of(len(weight), x.element_size())
     step = tile.rows if activation is None else tile.rows // 2
     even = out.shape[1] % step == 0
-    constants = constants_of(x, len(weight), even, norm is not None, one_plus_weight, bias is not None, tile)
+    flags = norm is not None, one_plus_weight, bias is not None, query_lens is not None
+    constants = constants_of(x, even, *flags, tile)
     before = out if residual is None else residual
     with on(x.device):
         linear_kernel[(triton.cdiv(out.shape[1], step),)](
@@ -375,8 +413,10 @@ def linear_small(
             before.stride(0),
             out,
             out.stride(0),
+            out if query_lens is None else query_lens,
             eps,
             len(x),
+            0 if query_lens is None else len(query_lens),
             N=len(weight),
             KIND=-1 if activation is None else ACTIVATIONS.index(activation),
             HAS_RESIDUAL=residual is not None,
@@ -400,6 +440,7 @@ def qkv_append(
     k_cache: Tensor,
     v_cache: Tensor,
     lengths: Tensor,
+    query_lens: Tensor | None,
     out: Tensor,
 ) -> None:
     """See :func:`pipespec_kernels.ops.qkv_append`, which checks the arguments and makes ``out``."""
@@ -408,7 +449,8 @@ def qkv_append(
     tile = tile_of(len(weight), x.element_size())
     pairs, rest = rotary // 2, dim - rotary
     even = pairs % (tile.rows // 2) == 0 and rest % tile.rows == 0
-    constants = constants_of(x, len(weight), even, norm is not None, one_plus_weight, bias is not None, tile)
+    flags = norm is not None, one_plus_weight, bias is not None, query_lens is not None
+    constants = constants_of(x, even, *flags, tile)
     blocks = triton.cdiv(pairs, tile.rows // 2) + triton.cdiv(rest, tile.rows)
     with on(x.device):
         qkv_append_kernel[(blocks * (heads_q + 2 * heads),)](
@@ -428,10 +470,12 @@ def qkv_append(
             v_cache,
             *v_cache.stride()[:3],
             lengths,
+            lengths if query_lens is None else query_lens,
             out,
             *out.stride()[:3],
             eps,
             len(x),
+            len(out),
             out.shape[2],
             k_cache.shape[2],
             HEADS_Q=heads_q,

@@ -363,13 +363,17 @@ def of_qkv_append(draw: Draw) -> Arguments:
     """Heads of which a tile takes a part, and whose dimensions are not all rotated."""
     width, capacity = draw.size(0, 4), draw.size(4, 10)
     heads_q, heads = draw.pick((1, 1), (3, 1), (2, 2))
-    dim, rotary = draw.pick((64, 64), (80, 32), (24, 10), (2, 2), (9, 4), (264, 264))
+    dim, rotary = draw.pick((64, 64), (40, 32), (24, 10), (2, 2), (9, 4), (48, 48))
     rows = draw.rows
     draw.rows = rows * width
     case, options = of_product(draw, (heads_q + 2 * heads) * dim)
     draw.rows, case["x"] = rows, case["x"].view(rows, width, case["x"].shape[1])
     there = draw.storage(heads, capacity, dim, width)
-    there["lengths"] -= there["lengths"].clamp(max=width - there.pop("n_new"))  # all columns are new
+    counts = there.pop("n_new")
+    if draw.pick(True, False):
+        there["query_lens"] = counts.clamp(min=min(width, 1))  # a step without work gives any values
+    new = there.get("query_lens", torch.full_like(counts, width))
+    there["lengths"] = there["lengths"].clamp(max=capacity - new)
     angles = draw.uniform(0, 6, capacity + 3, rotary // 2)
     tables = draw.dtype if draw.dtype is torch.float64 else draw.pick(draw.dtype, torch.float32)
     case |= {name: torch.cat((x, x * 0.5), 1).to(tables) for name, x in (("cos", angles.cos()), ("sin", angles.sin()))}
@@ -528,6 +532,15 @@ def close_product(got: Tensor, expected: Tensor, arguments: Arguments) -> None:
     close(got, expected, 8 * STEP[got.dtype])
 
 
+def close_columns(got: Tensor, expected: Tensor, arguments: Arguments) -> None:
+    """Of columns that are no padding, where these are queries."""
+    counts = arguments.get("query_lens")
+    if counts is not None and got.shape[2] == arguments["x"].shape[1] and got.shape != arguments["k_cache"].shape:
+        fed = torch.arange(got.shape[2]) < counts[:, None]
+        got, expected = (x.transpose(1, 2)[fed] for x in (got, expected))
+    close_product(got, expected, arguments)
+
+
 def close_attention(got: Tensor, expected: Tensor, arguments: Arguments) -> None:
     # For outputs of about 1. The weights are rounded to 16 bits before their product with the values, and so is the result.
     assert got.dtype is arguments["q"].dtype
@@ -594,7 +607,7 @@ OPS = {
     "rope_append": Op(of_rope_append, reference.rope_append, close_rotation, written=CACHES, shared=TABLES, near=True),
     "linear_small": Op(of_linear_small, reference.linear_small, close_product, shared=WEIGHTS, near=True),
     "qkv_append": Op(
-        of_qkv_append, reference.qkv_append, close_product, written=CACHES, shared=(*TABLES, *WEIGHTS), near=True
+        of_qkv_append, reference.qkv_append, close_columns, written=CACHES, shared=(*TABLES, *WEIGHTS), near=True
     ),
 }
 

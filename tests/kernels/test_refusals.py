@@ -88,11 +88,11 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "linear_small": lambda: {
         "x": torch.randn(B, SIZE), "weight": torch.randn(6, SIZE), "bias": torch.ones(6), "norm": torch.ones(SIZE), "eps": 1e-6, "one_plus_weight": False,
-        "activation": None, "residual": torch.ones(B, 6), "out": None,
+        "activation": None, "residual": torch.ones(B, 6), "query_lens": _lengths(1), "out": None,
     },
     "qkv_append": lambda: {
         "x": torch.randn(B, Q, SIZE), "weight": torch.randn((HEADS + 2 * KV_HEADS) * SIZE, SIZE), "bias": None, "cos": torch.ones(20, SIZE),
-        "sin": torch.ones(20, SIZE), **_storage(), "lengths": _lengths(), "norm": None, "eps": 1e-6, "one_plus_weight": False, "out": None, "check_counts": True,
+        "sin": torch.ones(20, SIZE), **_storage(), "lengths": _lengths(), "query_lens": _lengths(2), "norm": None, "eps": 1e-6, "one_plus_weight": False, "out": None, "check_counts": True,
     },
 }  # fmt: skip
 """Per operation, arguments that fit."""
@@ -273,6 +273,8 @@ REFUSED: dict[str, list[tuple[Any, str, dict[str, Any]]]] = {
             {"activation": "gelu", "residual": None, "bias": None, "weight": torch.ones(5, SIZE)},
         ),
         (ValueError, "residual must have shape", {"residual": torch.ones(B, 7)}),
+        (TypeError, "query_lens must be int32 or int64, got torch.float32", {"query_lens": torch.ones(B)}),
+        (ValueError, "query_lens must have at most 16 rows, has 17", {"query_lens": torch.ones(17).int()}),
         (ValueError, "out is written to", {"out": torch.zeros(1, 6).expand(B, 6)}),
     ],
     "qkv_append": [
@@ -283,6 +285,7 @@ REFUSED: dict[str, list[tuple[Any, str, dict[str, Any]]]] = {
             {"x": torch.ones(B * Q, SIZE)},
         ),
         (ValueError, "at most 16 rows", {"x": torch.ones(B, 9, SIZE)}),
+        (ValueError, "row 0: need 0 <= query_lens <= 3, is 4", {"query_lens": int32(4, 1)}),
         (ValueError, "weight must have rows for 2 heads of keys", {"weight": torch.ones(4 * SIZE, SIZE)}),
         (ValueError, "weight must have rows for 2 heads of keys", {"weight": torch.ones(8 * SIZE - 1, SIZE)}),
         (
@@ -293,8 +296,8 @@ REFUSED: dict[str, list[tuple[Any, str, dict[str, Any]]]] = {
         (ValueError, r"an even R of at most 8, got shape \(9, 10\)", dict.fromkeys(("cos", "sin"), torch.ones(9, 10))),
         (
             ValueError,
-            "row 1: lengths is 14, and 3 more tokens must lie within the capacity 16",
-            {"lengths": int32(3, 14)},
+            "row 1: lengths is 15, and 2 more tokens must lie within the capacity 16",
+            {"lengths": int32(3, 15)},
         ),
         (ValueError, "row 0: position 4 is not in cos and sin, which have 4", dict.fromkeys(("cos", "sin"), TABLE[:4])),
         (ValueError, "out must have shape", {"out": torch.zeros(1, HEADS, Q, SIZE)}),

@@ -103,6 +103,28 @@ def test_columns_of_a_step_have_the_bits_of_single_ones(device: torch.device) ->
         assert torch.equal(ours, wanted)
 
 
+@pytest.mark.parametrize("counts", [[0, 0, 0], [0, 1, 0], [2, 0, 1]])
+def test_steps_without_work_and_padding(counts: list[int], device: torch.device) -> None:
+    """Where no row has a new token nothing is written. Else all is as without counts, but padding does not go to storage."""
+    given = Given((4 * 16, 40), torch.float32, device)
+    query_lens, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in (counts, [1, 5, 0]))
+    tables, stored = ([given.normal(*shape) for _ in range(2)] for shape in ((9, 16), (3, 1, 8, 16)))
+    before, whole = ([cache.clone() for cache in stored] for _ in range(2))
+    x, junk = given.x[:6].view(3, 2, 40), torch.full((6, 64), 7.0, device=device)
+    wanted = ops.linear_small(given.x[:6], given.weight)
+    found = ops.linear_small(given.x[:6], given.weight, query_lens=query_lens, out=junk.clone())
+    assert torch.equal(found, wanted if any(counts) else junk)
+    queries = ops.qkv_append(x, given.weight, None, *tables, *whole, lengths)
+    out = junk[:, :32].reshape(3, 2, 2, 16)
+    ops.qkv_append(x, given.weight, None, *tables, *stored, lengths, query_lens, out=out)
+    for row, (n, fed) in enumerate(zip(lengths.tolist(), counts, strict=True)):
+        assert torch.equal(out[row, :, :fed], queries[row, :, :fed])
+        for own, old, all_new in zip(stored, before, whole, strict=True):
+            old[row, :, n : n + fed] = all_new[row, :, n : n + fed]
+            assert torch.equal(own[row], old[row])
+    assert any(counts) or (out == 7).all()
+
+
 @pytest.mark.parametrize("lengths", [[-1, 3, 7], [HUGE, 3, 9], [2, 3, -HUGE]])
 def test_rows_that_lead_out(lengths: list[int], device: torch.device) -> None:
     """Their queries are NaN, and nothing of theirs is written. Positions must be in the tables, too."""
