@@ -20,13 +20,13 @@ PYTHON = ("python/pipespec", "python/pipespec_spd", "python/pipespec_train", "pi
 
 FOLDERS = {
     "csrc": 11_880,
-    "pipespec_kernels": 9_125,
-    "python/pipespec": 23_200,
+    "pipespec_kernels": 9_185,
+    "python/pipespec": 23_205,
     "python/pipespec_spd": 3_200,
     "python/pipespec_train": 1_880,
     "bench": 9_190,
     "tools": 250,
-    "tests": 46_560,
+    "tests": 46_680,
 }
 """Most lines of C++, CUDA and Python. The design's goals: 12,000, 8,400, 21,500, 3,200, 2,000, 7,500, 600 and 42,000."""
 

@@ -138,7 +138,7 @@ def halves(y, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(y, (2, ROWS // 2, COLUMNS)), (1, 2, 0)))
 
 
-@triton.jit(do_not_specialize=["rows", "batch"])
+@triton.jit(do_not_specialize=["rows", "batch"], do_not_specialize_on_alignment=["query_lens"])
 def linear_kernel(
     x,
     x_stride,
@@ -208,7 +208,10 @@ def linear_kernel(
     tl.store(output + column * output_stride + at[:, None], y.to(dtype), mask=write)
 
 
-@triton.jit(do_not_specialize=["rows", "batch", "width", "capacity", "table_size"])
+@triton.jit(
+    do_not_specialize=["rows", "batch", "width", "capacity", "table_size"],
+    do_not_specialize_on_alignment=["lengths", "query_lens"],
+)
 def qkv_append_kernel(
     x,
     x_stride,

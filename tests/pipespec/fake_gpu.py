@@ -255,8 +255,9 @@ class FakeGpu:
         for step in captured.steps[:-1]:
             port = step.port
             if port.plan() == Action.STEP:
-                port.commit(step.stage.body(port.tokens, port.kv, port.num_draft_tokens, port.n_select))
-        arrays = (given.tokens, given.kv, given.num_draft_tokens, given.n_select)
+                given_by = (port.tokens, port.kv, port.query_lens, port.num_draft_tokens, port.n_select)
+                port.commit(step.stage.body(*given_by))
+        arrays = (given.tokens, given.kv, given.query_lens, given.num_draft_tokens, given.n_select)
         torch.from_numpy(given.selected).copy_(captured.steps[-1].stage.body(*map(torch.from_numpy, arrays)))
 
     def install(self, monkeypatch):
@@ -268,8 +269,8 @@ class FakeGpu:
         class Port:
             def __init__(self, block, stage, width, device, *, rows, policy):
                 self.port = port = _native.StagePort(_native.Block(block.data_ptr()), stage, width)
-                arrays = (port.tokens, port.kv, port.num_draft_tokens, port.n_select)
-                self.tokens, self.kv, self.num_draft_tokens, self.n_select = (
+                arrays = (port.tokens, port.kv, port.query_lens, port.num_draft_tokens, port.n_select)
+                self.tokens, self.kv, self.query_lens, self.num_draft_tokens, self.n_select = (
                     torch.from_numpy(a)[:rows] for a in arrays
                 )
                 self.stage, self.width = stage, width

@@ -374,7 +374,7 @@ def fault(found: str, how: str = "rounds"):
 def followed(monkeypatch, instead) -> None:
     """Follow other lengths than those that plan has written: ``instead(cache, kv)``."""
     follow = RowCache.follow
-    monkeypatch.setattr(RowCache, "follow", lambda cache, kv: follow(cache, instead(cache, kv)))
+    monkeypatch.setattr(RowCache, "follow", lambda cache, kv, *new: follow(cache, instead(cache, kv), *new))
 
 
 @fault("a workspace that has been freed")

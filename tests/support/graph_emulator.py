@@ -434,7 +434,7 @@ class Emulator(FakeGpu):
                 if step.port.plan() == Action.STEP:
                     step.port.commit(self.replay(graph, recording, stream))
             port = captured.steps[-1].port
-            for name in ("tokens", "kv", "num_draft_tokens", "n_select"):
+            for name in ("tokens", "kv", "query_lens", "num_draft_tokens", "n_select"):
                 own, new = getattr(port, name), torch.from_numpy(getattr(given, name))
                 own[: len(new)].copy_(new)
             selected = self.replay(graph, forwards[-1], stream)

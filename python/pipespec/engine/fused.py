@@ -89,6 +89,7 @@ class _Step(NamedTuple):
         shape: rows and columns.
         stored: keys and then values of each layer.
         lengths: of the rows, on the device.
+        new: columns of each row that are no padding, on the device, or None: a forward of the graph of a step that finds no work returns at once.
         tables: cosines and sines.
         attention: options of :func:`ops.verify_attention`.
         mixed: ``[n, heads * head_dim]``, whose columns attention writes. Layers share it.
@@ -99,6 +100,7 @@ class _Step(NamedTuple):
     shape: tuple[int, int]
     stored: Any
     lengths: torch.Tensor
+    new: torch.Tensor | None
     tables: tuple[torch.Tensor, torch.Tensor]
     attention: dict[str, Any]
     mixed: torch.Tensor
@@ -196,7 +198,8 @@ class FusedForm(Form):
         }
         features = cache.features
         wanted = () if features is None else features.layers
-        step = _Step((rows, q), stored, cache.device_lengths, (cos, sin), options, mixed, wanted, {0: hidden})
+        lengths, new = cache.device_lengths, cache.new_columns
+        step = _Step((rows, q), stored, lengths, new, (cos, sin), options, mixed, wanted, {0: hidden})
         narrow = n <= self.narrow_rows
         x = (self._run_narrow if narrow else self._run_wide)(hidden, step)
         if features is not None:
@@ -208,7 +211,8 @@ class FusedForm(Form):
             kept = columns[:, q - keep :] if last is None else columns.index_select(1, last)
             x = self._in_blocks(kept.flatten(0, 1))
         if narrow:
-            logits = ops.linear_small(x, *self._head.whole(), norm=self._last_norm, **self._norm)
+            norm: dict[str, Any] = {"norm": self._last_norm, **self._norm}
+            logits = ops.linear_small(x, *self._head.whole(), query_lens=new, **norm)
         else:
             logits = self._joined(x, self._head)
         return logits[: rows * keep].view(rows, keep, logits.shape[1])
@@ -216,17 +220,17 @@ class FusedForm(Form):
     def _run_narrow(self, hidden: torch.Tensor, step: _Step) -> torch.Tensor:
         """The layers in products of few rows. Returns the last hidden states."""
         for i, layer in enumerate(self._layers):
-            norm: dict[str, Any] = {"norm": layer.norms[0], **self._norm}
+            norm: dict[str, Any] = {"norm": layer.norms[0], "query_lens": step.new, **self._norm}
             if layer.head_norms:
                 queries = self._rotated([ops.linear_small(hidden, *layer.qkv.whole(), **norm)], i, step)
             else:
                 columns, storage = hidden.view(*step.shape, -1), self._storage(i, step)
                 queries = ops.qkv_append(columns, *layer.qkv.whole(), *step.tables, *storage, step.lengths, **norm)
             mixed = self._attend(queries, i, step)
-            hidden = ops.linear_small(mixed, *layer.o.whole(), residual=hidden)
+            hidden = ops.linear_small(mixed, *layer.o.whole(), residual=hidden, query_lens=step.new)
             norm["norm"], kind = layer.norms[1], self._read.shape.activation
             x = ops.linear_small(hidden, *layer.gate_up.whole(), activation=kind, **norm)
-            hidden = ops.linear_small(x, *layer.down.whole(), residual=hidden)
+            hidden = ops.linear_small(x, *layer.down.whole(), residual=hidden, query_lens=step.new)
             step.note(i + 1, hidden)
         return hidden
 
@@ -251,12 +255,13 @@ class FusedForm(Form):
         kinds = shape.heads, shape.kv_heads, shape.kv_heads
         queries, keys, values = parts if len(parts) == 3 else parts[0].split(kinds, 1)
         norms: dict[str, Any] = {**self._layers[i].head_norms, **self._norm}
-        return ops.rope_append(queries, keys, values, *step.tables, *self._storage(i, step), step.lengths, **norms)
+        storage = self._storage(i, step)
+        return ops.rope_append(queries, keys, values, *step.tables, *storage, step.lengths, step.new, **norms)
 
     def _attend(self, queries: torch.Tensor, i: int, step: _Step) -> torch.Tensor:
         """The heads' results ``[n, heads * head_dim]`` of layer ``i``."""
         storage, window = self._storage(i, step), self._read.windows[i]
-        ops.verify_attention(queries, *storage, step.lengths, window=window, **step.attention)
+        ops.verify_attention(queries, *storage, step.lengths, step.new, window=window, **step.attention)
         return step.mixed
 
     def _in_blocks(self, x: torch.Tensor) -> torch.Tensor:

@@ -99,7 +99,7 @@ class RecordedStep:
         if warm_up:
             # The plan of an inactive row is position 0, where the cache may hold a text. Its end holds none.
             port.kv.fill_(self.stage.buffers.cache.capacity - port.width)
-        selected = self.stage.body(port.tokens, port.kv, port.num_draft_tokens, port.n_select)
+        selected = self.stage.body(port.tokens, port.kv, port.query_lens, port.num_draft_tokens, port.n_select)
         port.commit(selected)
 
 
@@ -288,10 +288,10 @@ class CapturedBody:
     def __init__(self, resources: CaptureResources, stage: GraphedStage, width: int) -> None:
         cache, self._stream = stage.buffers.cache, resources.stream
         resources.compare_opaque(stage, cache.rows * width)
-        host = torch.zeros(cache.rows * (width + 3), dtype=torch.int32, device="cpu").pin_memory()
+        host = torch.zeros(cache.rows * (width + 4), dtype=torch.int32, device="cpu").pin_memory()
         self._host, self._device = host, host.to(resources.device, copy=True)
         self._selected = torch.empty((cache.rows, width), dtype=torch.int32, device="cpu").pin_memory()
-        sizes = [cache.rows * width, *[cache.rows] * 3]
+        sizes = [cache.rows * width, *[cache.rows] * 4]
         tokens, kv, *counts = self._device.split(sizes)
         given = tokens.view(cache.rows, width), kv, *counts
 

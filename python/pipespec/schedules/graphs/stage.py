@@ -273,31 +273,33 @@ class GraphedStage(Stage):
     # ---- the step
 
     @torch.inference_mode()
-    def body(self, tokens: Tensor, kv: Tensor, num_draft_tokens: Tensor, n_select: Tensor) -> Tensor:
+    def body(
+        self, tokens: Tensor, kv: Tensor, query_lens: Tensor, num_draft_tokens: Tensor, n_select: Tensor
+    ) -> Tensor:
         """Run forward and selection of one step, without a wait for the device.
 
-        All columns are fed and scored, padding included, as only the device has the number of tokens in each row. The arguments are those of plan, and
-        the result is that of commit, int32 ``[rows, width]``.
+        All columns are fed and scored, padding included, as only the device has the number of tokens in each row; the kernels of a step without any return at
+        once. The arguments are those of plan, and the result is that of commit, int32 ``[rows, width]``.
         """
+        self.buffers.cache.follow(kv, query_lens)
         logits = self._score_columns(tokens, kv, n_select)
         return self.buffers.sampler(logits, Step(tokens, kv, n_select, num_draft_tokens))
 
     def _score_columns(self, tokens: Tensor, kv: Tensor, n_select: Tensor) -> Tensor:
-        """The forward of :meth:`body`. Returns the logits ``[rows, width, vocabulary]``."""
-        return self._forward_at(tokens, kv, keep=tokens.shape[1])[:, :, : self._scored]
+        """The forward of :meth:`body`, at the lengths that the cache follows. Returns the logits ``[rows, width, vocabulary]``."""
+        return self._run(tokens, tokens.shape[1])[:, :, : self._scored]
 
-    def _forward_at(self, tokens: Tensor, kv: Tensor, keep: int, last: Tensor | None = None) -> Tensor:
-        cache = self.buffers.cache
-        cache.follow(kv)
+    def _run(self, tokens: Tensor, keep: int, last: Tensor | None = None) -> Tensor:
         fed = tokens if self._clamp is None else tokens.clamp(max=self._clamp)
-        return forward(self.model, fed, cache, keep=keep, last=last)
+        return forward(self.model, fed, self.buffers.cache, keep=keep, last=last)
 
     @torch.inference_mode()
     def read(self, tokens: Tensor, kv: Tensor, last: Tensor | None) -> Tensor:
         """Run the forward over a part of the prompt, for a capture. ``tokens``, ``kv``: as for :meth:`body`.
 
         Returns the logits ``[rows, 1, vocabulary]`` of column ``last``, int64 ``[1]``; without it those of no column."""
-        return self._forward_at(tokens, kv, int(last is not None), last)
+        self.buffers.cache.follow(kv)
+        return self._run(tokens, int(last is not None), last)
 
     def key(self, width: int) -> GraphKey:
         """Of the graph that is one step of this stage."""
@@ -306,7 +308,7 @@ class GraphedStage(Stage):
     def body_on_host(self, planned: Rectangle | _native.StagePort) -> Tensor:
         """:meth:`body` of a step that the host plans, which waits for the device: through a graph of its own if there is one."""
         rows = self.buffers.cache.rows
-        arrays = planned.tokens, planned.kv, planned.num_draft_tokens, planned.n_select
+        arrays = planned.tokens, planned.kv, planned.query_lens, planned.num_draft_tokens, planned.n_select
         given = [torch.from_numpy(array)[:rows] for array in arrays]
         graph = self.buffers.graphs.get(self.key(given[0].shape[1]))
         if graph is not None:
