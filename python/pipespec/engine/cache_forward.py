@@ -34,6 +34,7 @@ class ForwardCache(RowStorage):
     """A storage with masks and positions, into which the layers of a forward write in order. The lengths grow with the last one."""
 
     _end = 0  # of the storage that the running forward attends over
+    _new_columns: torch.Tensor | None = None
 
     # ---- lengths on the device
 

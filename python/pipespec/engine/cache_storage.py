@@ -115,7 +115,6 @@ class RowStorage:
     """Where forwards keep hidden states for a draft that reads them; None: nowhere."""
     _aim: Sequence[int] | None = None
     _followed: torch.Tensor | None = None
-    _new_columns: torch.Tensor | None = None
 
     def __init__(
         self,
