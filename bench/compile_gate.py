@@ -39,6 +39,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bench.harness import save
+from pipespec_kernels.products import MAX_ROWS
 from pipespec_kernels.triton.activation import BLOCK as ACTIVATION_BLOCK
 from pipespec_kernels.triton.activation import silu_mul_kernel
 from pipespec_kernels.triton.attention import (
@@ -59,7 +60,7 @@ from pipespec_kernels.triton.cutoff import (
 )
 from pipespec_kernels.triton.kv import append_kernel
 from pipespec_kernels.triton.launch import MIN_WIDTH_BLOCK, Config, choose_config, cut
-from pipespec_kernels.triton.linear import MAX_ROWS, PARTS, linear_kernel, qkv_append_kernel
+from pipespec_kernels.triton.linear import PARTS, linear_kernel, qkv_append_kernel
 from pipespec_kernels.triton.linear import tile_of as product_tile
 from pipespec_kernels.triton.logprobs import BLOCK as LOGPROBS_BLOCK
 from pipespec_kernels.triton.logprobs import WARPS as LOGPROBS_WARPS
@@ -312,6 +313,7 @@ def product_cases() -> Iterator[CompileCase]:
     yield linear("head", "bf16", 128256, 4096, 1900, NORM=True)
     yield linear("gate_up, gelu", "fp16", 9728, 896, 2400, KIND=1, NORM=True, ONE_PLUS=True)
     yield linear("O", "fp32", 2048, 2048, 1500, HAS_RESIDUAL=True)
+    yield linear("gate_up", "fp32", 16384, 2048, 2000, KIND=0, NORM=True)
     yield qkv("bf16", 64, 64, 896, 2700, HAS_BIAS=True)
     yield qkv("fp16", 96, 48, 3072, 2400, HAS_BIAS=True)
     with_float32 = qkv("bf16", 128, 128, 4096, 2300)

@@ -497,11 +497,11 @@ def linear_small(
     """Row after row, so that a row's bits do not depend on the others; see :func:`pipespec_kernels.ops.linear_small`."""
     columns = len(weight) if activation is None else len(weight) // 2
     out = x.new_empty((len(x), columns)) if out is None else out
-    if query_lens is not None and int(query_lens.max()) <= 0:
+    if query_lens is not None and not bool((query_lens > 0).any()):
         return out
     if norm is not None:
         x = add_rms_norm(x, None, norm, eps, one_plus_weight)[0]
-    rows = [F.linear(row, weight, bias) for row in x.split(1)]
+    rows = [F.linear(x[i : i + 1], weight, bias) for i in range(len(x))]
     y = torch.cat(rows) if rows else x.new_empty((0, len(weight)))
     if activation is not None:
         y = silu_mul(y, activation)
@@ -527,6 +527,6 @@ def qkv_append(
     heads, dim = k_cache.shape[1], k_cache.shape[3]
     y = linear_small(x.flatten(0, 1), weight, bias, norm, eps, one_plus_weight)
     columns = y.view(*x.shape[:2], len(weight) // dim, dim).transpose(1, 2)
-    q, keys, values = columns.split((columns.shape[1] - 2 * heads, heads, heads), 1)
+    q, keys, values = columns[:, : -2 * heads], columns[:, -2 * heads : -heads], columns[:, -heads:]
     q = rope_append(q, keys, values, cos, sin, k_cache, v_cache, lengths, query_lens)
     return q if out is None else out.copy_(q)

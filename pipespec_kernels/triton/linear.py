@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pipespec_kernels.products import MAX_ROWS
 from pipespec_kernels.triton import launch
 from pipespec_kernels.triton.activation import ACTIVATIONS, activated
 from pipespec_kernels.triton.launch import begin_dependent, dependent, on
@@ -28,7 +29,6 @@ from pipespec_kernels.triton.norm import inverse_rms, rounded, weighted
 from pipespec_kernels.triton.philox import IS_INTERPRETED
 from pipespec_kernels.triton.rope import turn
 
-MAX_ROWS = 16  # of x: two tiles of the tensor cores' products
 PARTS = 4  # of a step along K, one for each warp
 MANY = 8192  # rows of weights from which on a block takes more of them: each block reads x once more
 
@@ -173,14 +173,13 @@ def linear_kernel(
 ):
     """``KIND``: of the activation, whose gates are the first half of the rows of the weights; -1: there is none."""
     dtype: tl.constexpr = output.dtype.element_ty
+    OUT: tl.constexpr = N // 2 if KIND >= 0 else N
     r = tl.arange(0, ROWS)
     if KIND >= 0:
         HALF: tl.constexpr = ROWS // 2
-        OUT: tl.constexpr = N // 2
         at = tl.program_id(0) * HALF + r % HALF
         row = at + r // HALF * OUT
     else:
-        OUT: tl.constexpr = N
         at = tl.program_id(0) * ROWS + r
         row = at
     if HAS_COUNTS and not PDL:
