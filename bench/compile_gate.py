@@ -13,7 +13,9 @@ Attention, the KV kernels and those of layers have no logits, and the second ker
 empty. Attention must load asynchronously, 16 bytes
 at a time, and multiply 16-bit numbers on tensor cores. Kernels of layers must load 16 bytes at a time where the size of a row allows it; they have
 budgets for registers and for all their instructions. In PTX a barrier must come right before and right after each ticket (an atomic operation with acquire and release), and none may be under a predicate.
-Variants for a dependent launch (``PDL``, from sm_90 on) must wait for the launch ahead before any branch and any access to global memory.
+Variants for a dependent launch (``PDL``, from sm_90 on) must wait for the launch ahead before any branch and any access to global memory, but loads of weights, which
+no launch ahead writes. Products of few rows must have such loads, in PTX and in machine code; their tensor cores' products and the sums of their norms must divide a row's
+summands among the threads alike for 8 and for 16 columns.
 
 A kernel over its budget makes the exit status 1. Budgets exist for spills (none), shared memory (the architecture's limit per block) and
 the loop. So does a fused multiply-add where noise must have the host's bits. Pointers and strides are compiled as aligned, as they are for
@@ -37,6 +39,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bench.harness import save
+from pipespec_kernels.products import MAX_ROWS
 from pipespec_kernels.triton.activation import BLOCK as ACTIVATION_BLOCK
 from pipespec_kernels.triton.activation import silu_mul_kernel
 from pipespec_kernels.triton.attention import (
@@ -57,6 +60,8 @@ from pipespec_kernels.triton.cutoff import (
 )
 from pipespec_kernels.triton.kv import append_kernel
 from pipespec_kernels.triton.launch import MIN_WIDTH_BLOCK, Config, choose_config, cut
+from pipespec_kernels.triton.linear import PARTS, linear_kernel, qkv_append_kernel
+from pipespec_kernels.triton.linear import tile_of as product_tile
 from pipespec_kernels.triton.logprobs import BLOCK as LOGPROBS_BLOCK
 from pipespec_kernels.triton.logprobs import WARPS as LOGPROBS_WARPS
 from pipespec_kernels.triton.logprobs import logprobs_kernel
@@ -75,7 +80,7 @@ SMALL_ARCHS = (86, 89, 120)
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10} | dict.fromkeys(SMALL_ARCHS, 99 << 10)
 # What is compiled for the architectures with less shared memory; the rest has at most 81 KiB.
 LARGEST = (("verify, greedy", "fp32"), ("rejection_sample, test", "fp32"), ("attention, D=128, M=128, parts", "bf16"))
-LARGEST += (("attention, D=256, M=32", "bf16"),)
+LARGEST += (("attention, D=256, M=32", "bf16"), ("qkv_append, D=128, M=16", "bf16"))
 # What a quick run compiles for the architectures other than sm_90, in bf16: one or two variants of each kind of kernel.
 IN_QUICK = ("verify, greedy", "verify, coupled, cutoff", "rejection_sample, test", "rejection_sample, choose")
 IN_QUICK += (
@@ -91,8 +96,13 @@ IN_QUICK += (
     "add_rms_norm, H=4096",
     "silu_mul, silu",
     "rope_append, D=128",
+    "linear_small, O",
+    "linear_small, gate_up",
+    "qkv_append, D=128",
 )
 LAYER_KERNELS = (add_rms_norm_kernel, silu_mul_kernel, rope_append_kernel)
+PRODUCT_KERNELS = (linear_kernel, qkv_append_kernel)
+PRODUCT_REGISTERS = {8: 128, 16: 200}  # by columns: four blocks of four warps on a multiprocessor, and two
 SPILLED_BYTES = 24 if triton.__version__.startswith("3.5.") else 0
 """Triton 3.5 spills so much in three forms of attention, 3.6 nothing."""
 LAYER_REGISTERS = 128  # with 16 warps a block of threads: as many as a multiprocessor has for them
@@ -102,7 +112,7 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # Types of the kernels' arguments. The case defines the type of the logits; other arguments are int32.
 _BY_TYPE = {
     "*i64": "tokens best arrivals ticket rejected next_token length epoch seeds invalid_positions top_k",
-    "*i32": "query_lens num_draft_tokens selected accepted positions remaining lengths n_new to rows begin n_keep tickets "
+    "*i32": "query_lens num_draft_tokens selected accepted positions remaining lengths n_new to begin n_keep tickets "
     "history prompt_lengths bias_ids bitmask table top_ids",
     "*fp32": "repetition presence frequency inv_temperature cutoff sums lse draft_inv_temperature draft_cutoff out maxima weights chosen top",
     "*fp64": "top_p min_p",
@@ -111,11 +121,13 @@ _BY_TYPE = {
 POINTERS = {name: kind for kind, names in _BY_TYPE.items() for name in names.split()}
 # Of the case's type.
 VALUES = ("logits", "draft_logits", "queries", "keys", "values", "new_keys", "new_values", "output")
-VALUES += ("x", "residual", "residual_out", "weight", "bias", "gate_up", "cos", "sin", "q_norm", "k_norm")
+VALUES += ("x", "residual", "residual_out", "weight", "bias", "norm", "gate_up", "cos", "sin", "q_norm", "k_norm")
 # Multiples of 16 in a launch for a model's vocabulary; so are all strides of keys and values but those of the last dimension.
 ALIGNED = ("vocab", "span", "logits_stride_b", "logits_stride_q", "draft_stride_b", "draft_stride_q")
 ALIGNED_STRIDES = tuple(f"{name}_stride" for name in ("queries", "keys", "values", "new_keys", "new_values", "output"))
-ALIGNED_STRIDES += tuple(f"{name}_stride" for name in ("x", "residual", "residual_out", "gate_up", "cos", "sin"))
+ALIGNED_STRIDES += tuple(
+    f"{name}_stride" for name in ("x", "residual", "residual_out", "weight", "gate_up", "cos", "sin")
+)
 
 
 @dataclass(frozen=True)
@@ -187,6 +199,7 @@ def cases() -> Iterator[CompileCase]:
             yield CompileCase(name, logprobs_kernel, dtype, None, constants, None, LOGPROBS_WARPS, instructions=budget)
     yield from kv_cases()
     yield from layer_cases()
+    yield from product_cases()
 
 
 def kv_cases() -> Iterator[CompileCase]:
@@ -264,6 +277,51 @@ def layer_cases() -> Iterator[CompileCase]:
     yield replace(with_float32, name=f"{with_float32.name}, fp32 tables", types={"cos": "*fp32", "sin": "*fp32"})
 
 
+def product_cases() -> Iterator[CompileCase]:
+    """The products of Llama-3-8B, and those of smaller models with biases and with rows that a step does not divide."""
+
+    def product(
+        name: str, kernel: Any, dtype: str, n: int, k: int, most: int, columns: int = 8, **own: Any
+    ) -> CompileCase:
+        tile = product_tile(n, BYTES[dtype])
+        constants = {
+            "K": k,
+            "NORM": False,
+            "HAS_BIAS": False,
+            "ONE_PLUS": False,
+            "PARTS": PARTS,
+            "ROWS": tile.rows,
+            "COLUMNS": columns,
+        }
+        constants |= {"HAS_COUNTS": True, "ROWS_OF_X": MAX_ROWS}
+        constants |= {"EVEN": k % (PARTS * tile.block) == 0, "BLOCK": tile.block, "BLOCK_NORM": tile.norm} | own
+        name = f"{name}, M={columns}" if columns > 8 else name
+        return CompileCase(name, kernel, dtype, None, constants, None, PARTS, tile.stages, most, False)
+
+    def linear(name: str, dtype: str, n: int, k: int, most: int, columns: int = 8, **own: Any) -> CompileCase:
+        own = {"KIND": -1, "HAS_RESIDUAL": False, "N": n} | own
+        return product(f"linear_small, {name}", linear_kernel, dtype, n, k, most, columns, **own)
+
+    def qkv(dtype: str, dim: int, rotary: int, k: int, most: int, columns: int = 8, **own: Any) -> CompileCase:
+        own = {"HEADS_Q": 32, "HEADS": 8, "DIM": dim, "ROTARY": rotary, "NORM": True} | own
+        name = f"qkv_append, D={dim}{'' if rotary == dim else f', R={rotary}'}"
+        return product(name, qkv_append_kernel, dtype, 48 * dim, k, most, columns, **own)
+
+    for columns, more in ((8, 1.0), (16, 1.6)):
+        yield linear("O", "bf16", 4096, 4096, int(900 * more), columns, HAS_RESIDUAL=True)
+        yield linear("gate_up", "bf16", 28672, 4096, int(1900 * more), columns, KIND=0, NORM=True)
+        yield qkv("bf16", 128, 128, 4096, int(2200 * more), columns)
+    yield linear("down", "bf16", 4096, 14336, 900, HAS_RESIDUAL=True)
+    yield linear("head", "bf16", 128256, 4096, 1900, NORM=True)
+    yield linear("gate_up, gelu", "fp16", 9728, 896, 2400, KIND=1, NORM=True, ONE_PLUS=True)
+    yield linear("O", "fp32", 2048, 2048, 1500, HAS_RESIDUAL=True)
+    yield linear("gate_up", "fp32", 16384, 2048, 2000, KIND=0, NORM=True)
+    yield qkv("bf16", 64, 64, 896, 2700, HAS_BIAS=True)
+    yield qkv("fp16", 96, 48, 3072, 2400, HAS_BIAS=True)
+    with_float32 = qkv("bf16", 128, 128, 4096, 2300)
+    yield replace(with_float32, name=f"{with_float32.name}, fp32 tables", types={"cos": "*fp32", "sin": "*fp32"})
+
+
 def dependent_cases() -> Iterator[CompileCase]:
     """Those of a quick run, as dependent launches."""
     for case in cases():
@@ -310,8 +368,11 @@ def compile_case(case: CompileCase, arch: int, tighten: float = 1.0) -> dict[str
         "loop_per_logit": loop_per_logit,
         "all_per_logit": all_per_logit,
         "tickets": compiled.asm["ptx"].count(".acq_rel."),
+        "before_wait": before_wait(sass) if constants["PDL"] else None,
     }
-    failures = ordering_faults(compiled.asm["ptx"]) + dependency_faults(compiled.asm["ptx"], constants["PDL"])
+    parameters = [name for name, kind in signature.items() if kind != "constexpr"]
+    ptx = compiled.asm["ptx"]
+    failures = ordering_faults(ptx) + dependency_faults(ptx, constants["PDL"], parameters)
     if report["spilled"] > SPILLED_BYTES:
         failures.append(f"{report['spilled']} bytes spilled")
     if case.kernel is attention_kernel:
@@ -324,6 +385,8 @@ def compile_case(case: CompileCase, arch: int, tighten: float = 1.0) -> dict[str
             failures.append(f"{report['registers']} registers, budget {LAYER_REGISTERS}")
         if constants.get("HIDDEN", 0) % 8 == 0 and not any(re.search(r"\bLDG\S*\.128\b", text) for _, text in sass):
             failures.append("rows do not come 16 bytes at a time")
+    if case.kernel in PRODUCT_KERNELS:
+        failures += product_faults(report, sass, compiled.asm["ttgir"], constants)
     if case.instructions is not None and len(sass) > case.instructions * tighten:
         failures.append(f"{len(sass)} instructions, budget {case.instructions * tighten:g}")
     if report["shared"] > SHARED_BYTES[arch]:
@@ -349,8 +412,9 @@ def ordering_faults(ptx: str) -> list[str]:
     return found
 
 
-def dependency_faults(ptx: str, dependent: bool) -> list[str]:
-    """What is wrong with the wait for the launch ahead: every thread must come to it, and before it touches what other launches may write or read."""
+def dependency_faults(ptx: str, dependent: bool, parameters: list[str]) -> list[str]:
+    """What is wrong with the wait for the launch ahead: every thread must come to it, and before it touches what other launches may write or read. ``parameters``: of
+    the kernel, in order; the one that is named ``weight`` is what no launch writes."""
     if not dependent:
         return ["a launch that is not dependent waits"] if "griddepcontrol" in ptx else []
     before, *after = re.split(r"(?m)^\s*griddepcontrol\.wait;", ptx, maxsplit=1)
@@ -358,12 +422,69 @@ def dependency_faults(ptx: str, dependent: bool) -> list[str]:
     rules = {
         "no wait for the launch ahead": not after,
         "an access before the wait": re.search(
-            start + r"(ld|st|atom|red|cp|prefetch|multimem|discard)\.(?!param|shared)", before
+            start + r"(st|atom|red|cp|prefetch|multimem|discard)\.(?!param|shared)", before
         ),
+        "a load before the wait of what is not a weight": loaded_before(before, parameters) - {"weight"},
         "a branch before the wait": re.search(start + r"(bra|brx|call|ret|exit)\b", before),
         "the next launch is never let in": "griddepcontrol.launch_dependents;" not in "".join(after),
     }
     return [fault for fault, found in rules.items() if found]
+
+
+def loaded_before(ptx: str, parameters: list[str]) -> set[str]:
+    """The pointers that code without branches loads from, by the names of the kernel's parameters; ``"unknown"``: it is not clear from which one."""
+    pointers: dict[str, set[str]] = {}  # by register, the 64-bit parameters that it comes from
+    loads: set[str] = set()
+    for statement in re.split(r"[;\n]\s*", re.sub(r"//.*", "", ptx)):
+        parts = re.match(r"(?:@!?%\w+\s+)?([a-z]\w*(?:[.:]+\w+)*)\s+(\{[^}]*\}|[^,]+)(?:,(.*))?$", statement.strip())
+        if parts is None:
+            continue
+        operation, result, rest = parts[1], parts[2], parts[3] or ""
+        if operation.startswith(("ld.param.b64", "ld.param.u64")):
+            number = re.search(r"_param_(\d+)", rest)
+            position = int(number[1]) if number else len(parameters)
+            found = {parameters[position] if position < len(parameters) else "unknown"}
+        else:
+            place = re.search(r"\[([^\]]*)\]", rest)
+            read = place[1] if place else rest
+            found = set().union(*(pointers.get(register, set()) for register in re.findall(r"%\w+", read)))
+            if operation.startswith("ld.") and not operation.startswith(("ld.param", "ld.shared")):
+                loads |= found or {"unknown"}
+        for register in re.findall(r"%\w+", result):
+            pointers[register] = pointers.get(register, set()) | found
+    return loads
+
+
+def before_wait(sass: list[tuple[int, str]]) -> int:
+    """Loads of 16 bytes before the machine code waits for the launch ahead."""
+    code = [text for _, text in sass]
+    wait = next((i for i, text in enumerate(code) if re.search(r"\bACQBULK\b", text)), 0)
+    return sum(bool(re.search(r"\bLDG\S*\.128\b", text)) for text in code[:wait])
+
+
+def product_faults(
+    report: dict[str, Any], sass: list[tuple[int, str]], ttgir: str, constants: dict[str, Any]
+) -> list[str]:
+    """What is wrong with a product of few rows."""
+    half, found = report["dtype"] != "fp32", []
+    most = PRODUCT_REGISTERS[constants["COLUMNS"]]
+    if report["registers"] > most:
+        found.append(f"{report['registers']} registers, budget {most}")
+    if constants["PDL"] and report["before_wait"] < 4:
+        found.append(f"{report['before_wait']} loads of weights before the wait, 4 needed")
+    steps = constants["K"] // (PARTS * constants["BLOCK"])
+    if steps > 2 and not any(re.search(r"\bLDGSTS\S*\.128\b", text) for _, text in sass):
+        found.append("weights do not come 16 bytes at a time while others are multiplied")
+    # Products of m16n8k16 for any number of columns, one warp for each part of a step.
+    tiles = re.findall(r"nvidia_mma<\{.*?warpsPerCTA = \[([\d, ]+)\], instrShape = \[([\d, ]+)\]", ttgir)
+    if half and tiles != [(f"{PARTS}, 1, 1", "1, 16, 8")]:
+        found.append(f"products on tensor cores are divided otherwise: {tiles}")
+    # A norm's sum: all threads along the row.
+    layouts = dict(re.findall(r"(?m)^(#blocked\d*) = #ttg.blocked<\{(.*?), order", ttgir))
+    for layout in re.findall(r"-> tensor<\d+xf32, #ttg.slice<\{dim = 1, parent = (#blocked\d*)\}>>", ttgir):
+        if not layouts[layout].endswith(f"threadsPerWarp = [1, 32], warpsPerCTA = [1, {PARTS}]"):
+            found.append(f"the sum of a norm is divided by rows: {layouts[layout]}")
+    return found
 
 
 def disassemble(cubin: bytes) -> tuple[list[tuple[int, str]], dict[str, int]]:

@@ -7,6 +7,9 @@ Rivals of attention, whose last ``Q`` keys are the columns' own: ``sdpa``, torch
 repeated for each query head, as in transformers; ``gqa``, the same without the repetition; ``unmasked``, one column, which needs rows of equal length;
 ``invariant``, ours with sums in an order that depends on the visible keys alone. Bytes: keys, values, queries and results once.
 
+Products are those of the models' layers and heads, ``M`` rows with ``[N, K]`` weights: ours as a step launches them, without what lies around them; ``eager`` is torch's,
+which is cuBLAS on a GPU. Bytes: weights, rows and results once.
+
 Rivals of the moves are indexed reads and assignments whose indices are made beforehand; bytes: what is moved, read once and written once. Rivals of the rest
 are transformers' modules in torch; bytes: each input read once and each result written once, without weights and tables.
 """
@@ -77,9 +80,10 @@ def make_attention(device: str, shape: Shape, dtype: torch.dtype, copies: int) -
     lengths = torch.full((batch,), keys - width, dtype=torch.int32, device=device)
     mask = visible(lengths, width, keys)
     out = torch.empty_like(q[0])
+    workspace = torch.zeros(2 * batch * KV_HEADS, dtype=torch.int32, device=device)  # as a captured step has it
 
     def ours(i: int, invariant: bool = False) -> Tensor:
-        return ops.verify_attention(q[i], k[i], v[i], lengths, invariant=invariant, out=out)
+        return ops.verify_attention(q[i], k[i], v[i], lengths, invariant=invariant, out=out, workspace=workspace)
 
     others: dict[str, Call] = {
         "sdpa": lambda i: masked(q[i], k[i], v[i], mask),
@@ -191,7 +195,53 @@ def operation(op: str) -> Benchmark:
     return Benchmark(op, make, ("B", "Q", axis), shapes, dtypes, bytes_moved)
 
 
+# ---- products of few rows
+
+MODELS = {"8B": (4096, 6144, 4096, 14336), "3B": (3072, 5120, 3072, 8192), "1B": (2048, 3072, 2048, 8192)}
+"""Of Llama 3: hidden size, rows of queries, keys and values, columns of the output's matrix, intermediate size."""
+
+VOCABULARY = 128256
+
+
+def product_shapes(device: str, quick: bool) -> list[Shape]:
+    if device == "cpu":
+        return [(1, 96, 64), (5, 96, 64)]
+    matrices = [
+        pair
+        for hidden, qkv, heads, intermediate in list(MODELS.values())[: 1 if quick else None]
+        for pair in (
+            (qkv, hidden),
+            (hidden, heads),
+            (2 * intermediate, hidden),
+            (hidden, intermediate),
+            (VOCABULARY, hidden),
+        )
+    ]
+    return [(m, *pair) for pair in matrices for m in ((1, 5) if quick else (1, 2, 4, 5, 8, 16))]
+
+
+def product_bytes(shape: Shape, dtype: torch.dtype) -> int:
+    m, n, k = shape
+    return (n * k + m * (n + k)) * dtype.itemsize
+
+
+def make_product(device: str, shape: Shape, dtype: torch.dtype, copies: int) -> KernelCase:
+    m, n, k = shape
+    x, out = normal((m, k), dtype, device), torch.empty((m, n), dtype=dtype, device=device)
+    weights = normal((copies, n, k), dtype, device)
+    tolerance = 1e-4 if dtype is torch.float32 else 2e-2
+    expected = F.linear(x, weights[0])
+    torch.testing.assert_close(
+        ops.linear_small(x, weights[0]), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())
+    )
+    eager: Call = lambda i: F.linear(x, weights[i])  # noqa: E731
+    return KernelCase(product_bytes(shape, dtype), lambda i: ops.linear_small(x, weights[i], out=out), {"eager": eager})
+
+
+PRODUCTS = Benchmark("linear_small", make_product, ("M", "N", "K"), product_shapes, dtypes, product_bytes)
+
 BENCHMARKS = [
     Benchmark("attention", make_attention, ("B", "Q", "S"), attention_shapes, dtypes, attention_bytes),
     *map(operation, SIZES),
+    PRODUCTS,
 ]

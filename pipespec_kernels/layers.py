@@ -82,7 +82,7 @@ def add_rms_norm(
     total = x
     if residual is not None:
         total = x.new_empty(x.shape) if residual_out is None else residual_out
-    rows = [_as_rows(t) for t in (x, x if residual is None else residual, normed, total)]
+    rows = [as_rows(t) for t in (x, x if residual is None else residual, normed, total)]
     before, after = (None, None) if residual is None else (rows[1], rows[3])
     kernels.add_rms_norm(rows[0], before, weight, float(eps), one_plus_weight, bias, rows[2], after)
     return normed, total
@@ -91,14 +91,14 @@ def add_rms_norm(
 def _check_norm(
     x: Tensor, residual: Any, weight: Any, eps: float, one_plus_weight: bool = False, bias: Any = None
 ) -> None:
-    _check_rows(x, "x")
+    check_rows(x, "x")
     if residual is not None:
-        _check_like(residual, "residual", x)
+        check_like(residual, "residual", x)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None or name == "weight":
             check_tensor(tensor, name, (x.dtype,), x.shape[-1:], x.device, "x")
             check_last(tensor, name)
-    _check_eps(eps)
+    check_eps(eps)
 
 
 def _check_outs(x: Tensor, residual: Tensor | None, out: Tensor | None, residual_out: Tensor | None) -> None:
@@ -106,7 +106,7 @@ def _check_outs(x: Tensor, residual: Tensor | None, out: Tensor | None, residual
         raise ValueError("residual_out is for a sum with a residual, and not the same tensor as out")
     for name, tensor in (("out", out), ("residual_out", residual_out)):
         if tensor is not None:
-            _check_like(tensor, name, x)
+            check_like(tensor, name, x)
             check_distinct(tensor, name)
 
 
@@ -140,14 +140,14 @@ def silu_mul(gate_up: Tensor, *, activation: str = "silu", out: Tensor | None = 
         tensor([[0.0000, 1.4621]])
     """
     refuse_gradients("silu_mul", gate_up, out)
-    _check_rows(gate_up, "gate_up")
+    check_rows(gate_up, "gate_up")
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up must have an even number of elements per row, got shape {tuple(gate_up.shape)}")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, is {activation!r}")
     shape = (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
     if out is not None:
-        _check_like(out, "out", gate_up, shape, "gate_up")
+        check_like(out, "out", gate_up, shape, "gate_up")
         check_distinct(out, "out")
     kernels = dispatch.kernels(gate_up)
     if kernels is None:
@@ -155,7 +155,7 @@ def silu_mul(gate_up: Tensor, *, activation: str = "silu", out: Tensor | None = 
         return result if out is None else out.copy_(result)
     if out is None:
         out = gate_up.new_empty(shape)
-    kernels.silu_mul(_as_rows(gate_up), activation, _as_rows(out))
+    kernels.silu_mul(as_rows(gate_up), activation, as_rows(out))
     return out
 
 
@@ -243,7 +243,7 @@ def rope_append(
     kernels = kernels_for(k_cache)
     if check_counts or kernels is None:
         check_fits(lengths, n_new, keys.shape[2], k_cache.shape[2], "n_new")
-        _in_tables(lengths, n_new, positions, keys.shape[2], cos.shape[0])
+        in_tables(lengths, n_new, positions, keys.shape[2], cos.shape[0])
     options: dict[str, Any] = {"positions": positions, "q_norm": q_norm, "k_norm": k_norm}
     options |= {"eps": float(eps), "one_plus_weight": one_plus_weight}
     if out is None:
@@ -271,23 +271,13 @@ def _check_rope(
 ) -> None:
     given = keys, values, lengths, n_new, q, positions, q_norm, k_norm
     dim = check("rope_append", k_cache, v_cache, *given)["D"]
-    dtypes = (q.dtype,) if q.dtype in (torch.float32, torch.float64) else (q.dtype, torch.float32)
-    size, rotary = cos.shape if isinstance(cos, Tensor) and cos.dim() == 2 else (0, 0)
-    for name, table in (("cos", cos), ("sin", sin)):
-        check_tensor(table, name, dtypes, (size, rotary), q.device)
-        check_last(table, name)
-    if cos.dtype is not sin.dtype:
-        raise TypeError(f"cos and sin must have one dtype, got {cos.dtype} and {sin.dtype}")
-    if size == 0 or rotary % 2 or not 2 <= rotary <= dim:
-        raise ValueError(
-            f"cos and sin must be [P, R] with P > 0 and an even R of at most {dim}, got shape {tuple(cos.shape)}"
-        )
+    check_tables(cos, sin, dim, q)
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm go together")
-    _check_eps(eps)
+    check_eps(eps)
 
 
-def _in_tables(lengths: Tensor, n_new: Tensor | None, positions: Tensor | None, width: int, size: int) -> None:
+def in_tables(lengths: Tensor, n_new: Tensor | None, positions: Tensor | None, width: int, size: int) -> None:
     """Raise ``ValueError`` for a position that is not in the tables. Waits for the device."""
     counts = [width] * len(lengths) if n_new is None else n_new.tolist()
     for row, (length, count) in enumerate(zip(lengths.tolist(), counts, strict=True)):
@@ -303,7 +293,7 @@ def _in_tables(lengths: Tensor, n_new: Tensor | None, positions: Tensor | None, 
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _check_rows(x: Any, name: str) -> None:
+def check_rows(x: Any, name: str) -> None:
     """Rows of at least one element with one distance between them."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
@@ -327,16 +317,31 @@ def _check_row_stride(x: Tensor, name: str) -> None:
         following = stride * size
 
 
-def _as_rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.view(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _check_like(tensor: Any, name: str, x: Tensor, shape: tuple[int, ...] | None = None, like: str = "x") -> None:
+def check_tables(cos: Any, sin: Any, dim: int, x: Tensor) -> None:
+    """Cosines and sines for heads of ``dim`` dimensions, like ``x``."""
+    dtypes = (x.dtype,) if x.dtype in (torch.float32, torch.float64) else (x.dtype, torch.float32)
+    size, rotary = cos.shape if isinstance(cos, Tensor) and cos.dim() == 2 else (0, 0)
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_tensor(table, name, dtypes, (size, rotary), x.device, "x")
+        check_last(table, name)
+    if cos.dtype is not sin.dtype:
+        raise TypeError(f"cos and sin must have one dtype, got {cos.dtype} and {sin.dtype}")
+    if size == 0 or rotary % 2 or not 2 <= rotary <= dim:
+        raise ValueError(
+            f"cos and sin must be [P, R] with P > 0 and an even R of at most {dim}, got shape {tuple(cos.shape)}"
+        )
+
+
+def check_like(tensor: Any, name: str, x: Tensor, shape: tuple[int, ...] | None = None, like: str = "x") -> None:
     check_tensor(tensor, name, (x.dtype,), tuple(x.shape) if shape is None else shape, x.device, like)
     _check_row_stride(tensor, name)
 
 
-def _check_eps(eps: float) -> None:
+def check_eps(eps: float) -> None:
     arguments.check_number("eps", eps)
     if not 0 <= eps < math.inf:
         raise ValueError(f"eps must be finite and not negative, is {eps!r}")

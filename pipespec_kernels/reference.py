@@ -477,3 +477,56 @@ def rope_append(
         found.append(torch.cat((turned.to(x.dtype), rest), -1))
     kv_append(found[1], values, k_cache, v_cache, lengths, n_new)
     return found[0].masked_fill(~fed[:, None, :, None], 0)
+
+
+# --- matrix products of a few rows -------------------------------------------------------------------------------------
+
+
+def linear_small(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    one_plus_weight: bool = False,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    query_lens: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Row after row, so that a row's bits do not depend on the others; see :func:`pipespec_kernels.ops.linear_small`."""
+    columns = len(weight) if activation is None else len(weight) // 2
+    out = x.new_empty((len(x), columns)) if out is None else out
+    if query_lens is not None and not bool((query_lens > 0).any()):
+        return out
+    if norm is not None:
+        x = add_rms_norm(x, None, norm, eps, one_plus_weight)[0]
+    rows = [F.linear(x[i : i + 1], weight, bias) for i in range(len(x))]
+    y = torch.cat(rows) if rows else x.new_empty((0, len(weight)))
+    if activation is not None:
+        y = silu_mul(y, activation)
+    return out.copy_(y if residual is None else residual + y)
+
+
+def qkv_append(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    one_plus_weight: bool,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    query_lens: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See :func:`pipespec_kernels.ops.qkv_append`. Queries of padding are zeros."""
+    heads, dim = k_cache.shape[1], k_cache.shape[3]
+    y = linear_small(x.flatten(0, 1), weight, bias, norm, eps, one_plus_weight)
+    columns = y.view(*x.shape[:2], len(weight) // dim, dim).transpose(1, 2)
+    q, keys, values = columns[:, : -2 * heads], columns[:, -2 * heads : -heads], columns[:, -heads:]
+    q = rope_append(q, keys, values, cos, sin, k_cache, v_cache, lengths, query_lens)
+    return q if out is None else out.copy_(q)

@@ -44,6 +44,7 @@ _QUERIES = Argument("q", "BGQD", strides="dense")
 SPECS: dict[str, tuple[Argument, ...]] = {
     "kv_append": (*_NEW, _per_row("lengths"), _per_row("n_new", optional=True)),
     "verify_attention": (_QUERIES, _per_row("lengths"), _per_row("query_lens", optional=True)),
+    "qkv_append": (_per_row("lengths"), _per_row("query_lens", optional=True)),
     "rope_append": (
         *_NEW,
         _per_row("lengths"),

@@ -2,7 +2,7 @@
 
 ``verify`` (greedy and coupled) and ``select`` (the choice of every column), ``rejection_sample`` (Leviathan's and Chen's test), ``cutoff``
 (top-k, top-p and min-p as one logit per row), ``penalize`` (penalties, biases, bitmasks), ``logprobs``; over keys and values with lengths on the device ``kv_append`` and its like, and
-``verify_attention``; of a layer ``add_rms_norm``, ``silu_mul`` and ``rope_append``. No call waits for the device, allocates memory that a graph
+``verify_attention``; of a layer ``add_rms_norm``, ``silu_mul`` and ``rope_append``, and products of few rows with them: ``linear_small`` and ``qkv_append``. No call waits for the device, allocates memory that a graph
 could not replay, or depends on earlier calls, so all can be captured in a CUDA graph.
 
 With ``TRITON_INTERPRET=1`` in the environment before the first import of triton, the same kernels run in triton's
@@ -15,6 +15,7 @@ from pipespec_kernels.triton.attention import verify_attention
 from pipespec_kernels.triton.cutoff import cutoff
 from pipespec_kernels.triton.kv import kv_append
 from pipespec_kernels.triton.launch import Config, RowState, Workspace
+from pipespec_kernels.triton.linear import linear_small, qkv_append
 from pipespec_kernels.triton.logprobs import logprobs
 from pipespec_kernels.triton.norm import add_rms_norm
 from pipespec_kernels.triton.penalize import penalize
@@ -30,8 +31,10 @@ __all__ = [
     "add_rms_norm",
     "cutoff",
     "kv_append",
+    "linear_small",
     "logprobs",
     "penalize",
+    "qkv_append",
     "rejection_sample",
     "rope_append",
     "select",

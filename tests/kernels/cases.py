@@ -338,6 +338,48 @@ def of_rope_append(draw: Draw) -> Arguments:
     return case
 
 
+def of_product(draw: Draw, outputs: int) -> tuple[Arguments, Arguments]:
+    """What a product has before its own arguments, and behind them. Its results are about 1."""
+    size = draw.pick(1, 7, 33, 100, 600) if draw.kernels else draw.pick(1, 7, 33, 100, 600, 1500)
+    weight = (draw.normal(outputs, size).float() * size**-0.5).to(draw.dtype)
+    bias, norm = draw.normal(outputs), draw.normal(size)
+    before = {"weight": draw.placed(weight), "bias": draw.pick(bias, None)}
+    before["x"] = draw.placed(draw.normal(draw.rows, size))
+    has_norm = draw.pick(True, False)
+    return before, {"norm": norm if has_norm else None, "eps": EPS, "one_plus_weight": draw.pick(True, False)}
+
+
+def of_linear_small(draw: Draw) -> Arguments:
+    """Rows of weights that no tile divides; up to 16 of ``x``."""
+    draw.rows = draw.rows if draw.rows < 3 else draw.pick(3, 8, 9, 16)
+    outputs, how = draw.pick(1, 3, 16, 17, 40), draw.pick("plain", "activation", "residual")
+    before, options = of_product(draw, 2 * outputs if how == "activation" else outputs)
+    options["activation"] = draw.pick("silu", "gelu_tanh", "gelu") if how == "activation" else None
+    options["residual"] = draw.placed(draw.normal(draw.rows, outputs)) if how == "residual" else None
+    return before | options
+
+
+def of_qkv_append(draw: Draw) -> Arguments:
+    """Heads of which a tile takes a part, and whose dimensions are not all rotated."""
+    width, capacity = draw.size(0, 4), draw.size(4, 10)
+    heads_q, heads = draw.pick((1, 1), (3, 1), (2, 2))
+    dim, rotary = draw.pick((64, 64), (40, 32), (24, 10), (2, 2), (9, 4), (48, 48))
+    rows = draw.rows
+    draw.rows = rows * width
+    case, options = of_product(draw, (heads_q + 2 * heads) * dim)
+    draw.rows, case["x"] = rows, case["x"].view(rows, width, case["x"].shape[1])
+    there = draw.storage(heads, capacity, dim, width)
+    counts = there.pop("n_new")
+    if draw.pick(True, False):
+        there["query_lens"] = counts.clamp(min=min(width, 1))  # a step without work gives any values
+    new = there.get("query_lens", torch.full_like(counts, width))
+    there["lengths"] = there["lengths"].clamp(max=capacity - new)
+    angles = draw.uniform(0, 6, capacity + 3, rotary // 2)
+    tables = draw.dtype if draw.dtype is torch.float64 else draw.pick(draw.dtype, torch.float32)
+    case |= {name: torch.cat((x, x * 0.5), 1).to(tables) for name, x in (("cos", angles.cos()), ("sin", angles.sin()))}
+    return case | there | options
+
+
 # ---- results
 
 
@@ -485,6 +527,20 @@ def close_rotation(got: Tensor, expected: Tensor, arguments: Arguments) -> None:
         same(got, expected, arguments)
 
 
+def close_product(got: Tensor, expected: Tensor, arguments: Arguments) -> None:
+    """Sums of numbers of about 1 in another order; in 16 bits a number of the norm, of the product or of the result may be rounded to a neighbour."""
+    close(got, expected, 8 * STEP[got.dtype])
+
+
+def close_columns(got: Tensor, expected: Tensor, arguments: Arguments) -> None:
+    """Of columns that are no padding, where these are queries."""
+    counts = arguments.get("query_lens")
+    if counts is not None and got.shape[2] == arguments["x"].shape[1] and got.shape != arguments["k_cache"].shape:
+        fed = torch.arange(got.shape[2]) < counts[:, None]
+        got, expected = (x.transpose(1, 2)[fed] for x in (got, expected))
+    close_product(got, expected, arguments)
+
+
 def close_attention(got: Tensor, expected: Tensor, arguments: Arguments) -> None:
     # For outputs of about 1. The weights are rounded to 16 bits before their product with the values, and so is the result.
     assert got.dtype is arguments["q"].dtype
@@ -527,6 +583,7 @@ class Op(NamedTuple):
 
 
 TABLES = ("cos", "sin", "q_norm", "k_norm")
+WEIGHTS = ("weight", "bias", "norm")
 CACHES = ("k_cache", "v_cache")
 OPS = {
     "argmax": Op(of_argmax, argmax_slowly),
@@ -548,6 +605,10 @@ OPS = {
     ),
     "silu_mul": Op(of_silu_mul, reference.silu_mul, close_activation, near=True),
     "rope_append": Op(of_rope_append, reference.rope_append, close_rotation, written=CACHES, shared=TABLES, near=True),
+    "linear_small": Op(of_linear_small, reference.linear_small, close_product, shared=WEIGHTS, near=True),
+    "qkv_append": Op(
+        of_qkv_append, reference.qkv_append, close_columns, written=CACHES, shared=(*TABLES, *WEIGHTS), near=True
+    ),
 }
 
 

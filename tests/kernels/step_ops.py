@@ -151,8 +151,8 @@ class _Port:
     def __init__(self, log: OperationLog, rows: int, width: int) -> None:
         self.width, self._log = width, log
         self.tokens = torch.zeros((rows, width), dtype=torch.int32, device="meta")
-        self.kv, self.num_draft_tokens, self.n_select = torch.zeros(
-            (3, rows), dtype=torch.int32, device="meta"
+        self.kv, self.query_lens, self.num_draft_tokens, self.n_select = torch.zeros(
+            (4, rows), dtype=torch.int32, device="meta"
         ).unbind()
 
     def plan(self) -> None:

@@ -49,7 +49,23 @@ def test_attention_cases_run_and_rivals_do_the_same(monkeypatch: pytest.MonkeyPa
         make((2, 3, 40), torch.float32, 2)
 
 
-@pytest.mark.parametrize("benchmark", layer_cases.BENCHMARKS[1:], ids=lambda b: b.name)
+def test_products_are_checked_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    benchmark = layer_cases.PRODUCTS
+    for shape in benchmark.shapes("cpu", True):
+        case = benchmark.make("cpu", shape, torch.float32, 2)
+        m, n, k = shape
+        assert case.bytes_moved == benchmark.input_bytes(shape, torch.float32) == 4 * (n * k + m * (n + k))
+        torch.testing.assert_close(case.ours(1), case.rivals["eager"](1), rtol=1e-4, atol=1e-3)
+    found = {shape[1:] for shape in benchmark.shapes("cuda", False)}
+    assert found >= {(6144, 4096), (28672, 4096), (4096, 14336), (128256, 2048)}
+    assert {shape[0] for shape in benchmark.shapes("cuda", False)} == {1, 2, 4, 5, 8, 16}
+    right = ops.linear_small
+    monkeypatch.setattr(ops, "linear_small", lambda *given, **options: right(*given, **options) * 2)
+    with pytest.raises(AssertionError):
+        benchmark.make("cpu", shape, torch.float32, 2)
+
+
+@pytest.mark.parametrize("benchmark", layer_cases.BENCHMARKS[1:-1], ids=lambda b: b.name)
 def test_layers_are_checked_before_they_are_timed(benchmark: Benchmark, monkeypatch: pytest.MonkeyPatch) -> None:
     make = functools.partial(benchmark.make, "cpu")
     numbers = {

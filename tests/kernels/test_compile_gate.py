@@ -38,11 +38,17 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
     selection += ("cutoff, scan", "penalize", "logprobs, cutoff")
     storage = ("attention, D=128, M=32", "attention, D=128, M=16, invariant", "attention, combine, D=128", "kv_append")
     layers = ("add_rms_norm, H=4096", "silu_mul, silu", "rope_append, D=128")
+    layers += ("linear_small, O", "linear_small, gate_up", "qkv_append, D=128")
     for kernel in selection + storage + layers:
         assert {r["arch"] for r in reports if r["name"] == kernel} >= {80, 90, 100}
     # Every kernel is compiled as a dependent launch, too.
     dependent = {r["name"].removesuffix(", PDL") for r in reports if r["name"].endswith(", PDL") and r["arch"] == 90}
     assert dependent >= {*selection, *storage, *layers, "cutoff, search"}
+    # Weights come before the wait, and nothing else does.
+    early = {r["name"]: r["before_wait"] for r in reports if r["before_wait"] is not None}
+    assert {name for name, loads in early.items() if loads} == {
+        f"{name}, PDL" for name in dependent if name.startswith(("linear_small", "qkv_append"))
+    }
     # What the rule of tickets is about is there.
     shared = {r["name"] for r in reports if r["tickets"]}
     assert shared >= {"verify, greedy", "verify, coupled, cutoff", "rejection_sample, test", "rejection_sample, choose"}
@@ -59,7 +65,7 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
 
     # Where a block of threads has less shared memory, the kernels with most of it are compiled; the others have as much as elsewhere, or less.
     small = [r for r in reports if r["arch"] not in (80, 90, 100)]
-    assert {r["name"].split(",")[0] for r in small} == {"verify", "rejection_sample", "attention"}
+    assert {r["name"].split(",")[0] for r in small} == {"verify", "rejection_sample", "attention", "qkv_append"}
     assert {r["arch"] for r in small} >= {89}
     for r in reports:
         if r["arch"] == 80 and r["shared"] > 81 << 10:
@@ -112,6 +118,14 @@ griddepcontrol.launch_dependents; // dummy %r2
     @%p2 bra $L__BB0_2;
     st.global.b32 [ %rd1 + 0 ], { %r3 };
 """
+WEIGHTS = """ld.param.b64 %rd5, [kernel_param_2];
+    mul.wide.s32 %rd6, %r7, 2;
+    add.s64 %rd7, %rd6, %rd5;
+    mov.u64 %rd8, 0x0;
+    createpolicy.fractional.L2::evict_first.b64 %rd8, 1.0;
+    @%p1 ld.global.L1::evict_first.L2::cache_hint.v4.b32 { %r3, %r4, %r5, %r6 }, [ %rd7 + 0 ], %rd8;
+    """
+OF_OTHERS = "a load before the wait of what is not a weight"
 WAIT, LET_IN = "griddepcontrol.wait; // dummy %r1\n", "griddepcontrol.launch_dependents; // dummy %r2\n"
 
 
@@ -124,11 +138,15 @@ WAIT, LET_IN = "griddepcontrol.wait; // dummy %r1\n", "griddepcontrol.launch_dep
         (WAIT, f"@%p1 {WAIT}", "no wait for the launch ahead"),
         (WAIT, f"@%p3 bra $L__BB0_1;\n    {WAIT}", "a branch before the wait"),
         (WAIT, f"@!%p3 ret;\n    {WAIT}", "a branch before the wait"),
-        (WAIT, f"@%p1 ld.global.b32 {{ %r3 }}, [ %rd1 + 0 ];\n    {WAIT}", "an access before the wait"),
+        (WAIT, f"@%p1 ld.global.b32 {{ %r3 }}, [ %rd1 + 0 ];\n    {WAIT}", OF_OTHERS),
+        (WAIT, f"ld.global.v4.b32 {{ %r3, %r4, %r5, %r6 }}, [ %rd9 + 0 ];\n    {WAIT}", OF_OTHERS),
+        (WAIT, WEIGHTS + WAIT, None),
+        (WAIT, WEIGHTS.replace("add.s64 %rd7, %rd6, %rd5;", "add.s64 %rd7, %rd6, %rd1;") + WAIT, OF_OTHERS),
+        (WAIT, WEIGHTS.replace("global", "global.nc") + "@%p1 ld.b32 %r8, [%rd1];\n" + WAIT, OF_OTHERS),
         (WAIT, f"atom.global.gpu.acq_rel.add.u32 %r3, [ %rd1 + 0 ], 1;\n    {WAIT}", "an access before the wait"),
         (WAIT, f"cp.async.cg.shared.global [ %r4 + 0 ], [ %rd1 + 0 ], 0x10;\n    {WAIT}", "an access before the wait"),
         (WAIT + LET_IN, LET_IN + WAIT, "the next launch is never let in"),
-        (WAIT, f"mov.b32 %r9, 0; ld.global.b32 {{ %r3 }}, [ %rd1 + 0 ];\n    {WAIT}", "an access before the wait"),
+        (WAIT, f"mov.b32 %r9, 0; ld.global.b32 {{ %r3 }}, [ %rd1 + 0 ];\n    {WAIT}", OF_OTHERS),
         ("launch_dependents", "", "the next launch is never let in"),
     ],
 )
@@ -136,9 +154,10 @@ def test_a_dependent_launch_waits_first(part: str, planted: str, fault: str | No
     from bench.compile_gate import dependency_faults
 
     ptx = DEPENDENT.replace(part, planted) if part else DEPENDENT
-    found = dependency_faults(ptx, True)
+    parameters = ["x", "eps", "weight"]
+    found = dependency_faults(ptx, True, parameters)
     assert found == [] if fault is None else fault in found
-    assert dependency_faults(ptx, False) == ["a launch that is not dependent waits"]
+    assert dependency_faults(ptx, False, parameters) == ["a launch that is not dependent waits"]
 
 
 def accesses(ptx: str) -> dict[str, Counter[str]]:

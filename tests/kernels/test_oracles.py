@@ -57,6 +57,33 @@ def test_the_oracle_is_transformers(dtype: torch.dtype) -> None:
             assert torch.equal(case["v_cache"][row, :, n : n + 5], case["values"][row])
 
 
+def test_the_oracle_of_products_is_transformers() -> None:
+    """A layer of Qwen2 without its attention, one row of one column, in float64: every number as its modules compute it."""
+    qwen = pytest.importorskip("transformers.models.qwen2.modeling_qwen2")
+    config = qwen.Qwen2Config(hidden_size=48, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    layer, rotary = qwen.Qwen2DecoderLayer(config, 0).double().eval(), qwen.Qwen2RotaryEmbedding(config)
+    hidden = torch.randn(1, 1, 48, dtype=torch.float64)
+    cos, sin = (table[0].double() for table in rotary(hidden, torch.arange(9)[None]))
+    attn, mlp, storage = layer.self_attn, layer.mlp, torch.zeros(2, 1, 2, 9, 12, dtype=torch.float64)
+    with torch.no_grad():
+        layer.input_layernorm.weight.normal_()
+        normed = layer.input_layernorm(hidden)
+        shape = (1, 1, -1, 12)
+        q, keys, values = (p(normed).view(shape).transpose(1, 2) for p in (attn.q_proj, attn.k_proj, attn.v_proj))
+        q, keys = qwen.apply_rotary_pos_emb(q, keys, cos[None, 5:6], sin[None, 5:6])
+        three = [(p.weight, p.bias) for p in (attn.q_proj, attn.k_proj, attn.v_proj)]
+        weight, bias = (torch.cat(parts) for parts in zip(*three, strict=True))
+        norm: dict = {"norm": layer.input_layernorm.weight, "eps": config.rms_norm_eps}
+        got = ops.qkv_append(hidden, weight, bias, cos, sin, *storage, torch.tensor([5]), **norm)
+        for ours, theirs in ((got, q), (storage[0, :, :, 5:6], keys), (storage[1, :, :, 5:6], values)):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)  # transformers' norm is in float32
+        x, gate_up = hidden[0], torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+        middle = ops.linear_small(x, gate_up, activation="silu")
+        torch.testing.assert_close(ops.linear_small(middle, mlp.down_proj.weight, residual=x), x + mlp(x))
+
+
 def test_the_oracle_is_attention_with_a_causal_mask() -> None:
     """Compares with torch's attention, an independent implementation, in two cases of equal meaning: a whole prompt, and one column."""
     generator = torch.Generator().manual_seed(0)

@@ -86,6 +86,14 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         "lengths": _lengths(), "n_new": _lengths(2), "positions": None, "q_norm": None, "k_norm": None, "eps": 1e-6, "one_plus_weight": False,
         "out": None, "check_counts": True,
     },
+    "linear_small": lambda: {
+        "x": torch.randn(B, SIZE), "weight": torch.randn(6, SIZE), "bias": torch.ones(6), "norm": torch.ones(SIZE), "eps": 1e-6, "one_plus_weight": False,
+        "activation": None, "residual": torch.ones(B, 6), "query_lens": _lengths(1), "out": None,
+    },
+    "qkv_append": lambda: {
+        "x": torch.randn(B, Q, SIZE), "weight": torch.randn((HEADS + 2 * KV_HEADS) * SIZE, SIZE), "bias": None, "cos": torch.ones(20, SIZE),
+        "sin": torch.ones(20, SIZE), **_storage(), "lengths": _lengths(), "query_lens": _lengths(2), "norm": None, "eps": 1e-6, "one_plus_weight": False, "out": None, "check_counts": True,
+    },
 }  # fmt: skip
 """Per operation, arguments that fit."""
 
@@ -96,9 +104,12 @@ OUTS: dict[str, Callable[[], dict[str, Any]]] = {
         ("verify", "rejection_sample"),
         lambda: {"out": (torch.full((B, Q), -7, dtype=torch.int32), torch.full((B,), -7, dtype=torch.int32))},
     ),
-    **dict.fromkeys(("verify_attention", "rope_append"), lambda: {"out": torch.full((B, HEADS, Q, SIZE), -7.0)}),
+    **dict.fromkeys(
+        ("verify_attention", "rope_append", "qkv_append"), lambda: {"out": torch.full((B, HEADS, Q, SIZE), -7.0)}
+    ),
     "add_rms_norm": lambda: {"out": torch.full((B, SIZE), -7.0), "residual_out": torch.full((B, SIZE), -7.0)},
     "silu_mul": lambda: {"out": torch.full((B, SIZE), -7.0)},
+    "linear_small": lambda: {"out": torch.full((B, 6), -7.0)},
 }
 META, STORAGE, TABLE = torch.device("meta"), torch.zeros(B, KV_HEADS, SLOTS, SIZE), torch.ones(20, SIZE)
 NEW, ONE_PLACE = torch.ones(B, KV_HEADS, Q, SIZE), torch.zeros(1, KV_HEADS, SLOTS, SIZE).expand(STORAGE.shape)
@@ -243,6 +254,54 @@ REFUSED: dict[str, list[tuple[Any, str, dict[str, Any]]]] = {
         (ValueError, "row 0: position 4 is not in cos and sin, which have 4", dict.fromkeys(("cos", "sin"), TABLE[:4])),
         (ValueError, "row 0: position -1 is not in", {"positions": torch.tensor([[0, -1, 2], [0, 0, 0]])}),
     ],
+    "linear_small": [
+        (TypeError, "x must be a tensor, got list", {"x": [1.0]}),
+        (ValueError, r"x must have at most 16 rows \[M, K\], got shape \(17, 8\)", {"x": torch.ones(17, SIZE)}),
+        (ValueError, r"at most 16 rows \[M, K\], got shape \(1, 2, 8\)", {"x": torch.ones(1, B, SIZE)}),
+        (ValueError, r"weight must be \[N, 8\] with N > 0, got shape \(6, 7\)", {"weight": torch.ones(6, SIZE - 1)}),
+        (ValueError, r"weight must be \[N, 8\] with N > 0, got shape \(0, 8\)", {"weight": torch.ones(0, SIZE)}),
+        (TypeError, "weight must be float32, got torch.float64", {"weight": torch.ones(6, SIZE).double()}),
+        (ValueError, r"bias must have shape \(6,\), got \(5,\)", {"bias": torch.ones(5)}),
+        (ValueError, "norm must be contiguous", {"norm": torch.ones(2 * SIZE)[::2]}),
+        (ValueError, "eps must be finite and not negative", {"eps": math.nan}),
+        (TypeError, "one_plus_weight must be True or False", {"one_plus_weight": 1.0}),
+        (ValueError, "activation must be one of silu, gelu_tanh, gelu or None, is 'relu'", {"activation": "relu"}),
+        (ValueError, "activation and residual do not go together", {"activation": "silu"}),
+        (
+            ValueError,
+            "an even number of rows, got 5",
+            {"activation": "gelu", "residual": None, "bias": None, "weight": torch.ones(5, SIZE)},
+        ),
+        (ValueError, "residual must have shape", {"residual": torch.ones(B, 7)}),
+        (TypeError, "query_lens must be int32 or int64, got torch.float32", {"query_lens": torch.ones(B)}),
+        (ValueError, "query_lens must have at most 16 rows, has 17", {"query_lens": torch.ones(17).int()}),
+        (ValueError, "out is written to", {"out": torch.zeros(1, 6).expand(B, 6)}),
+    ],
+    "qkv_append": [
+        *OF_STORAGE,
+        (
+            ValueError,
+            r"x must be \[2, Q, K\] for 2 rows of storage, got shape \(6, 8\)",
+            {"x": torch.ones(B * Q, SIZE)},
+        ),
+        (ValueError, "at most 16 rows", {"x": torch.ones(B, 9, SIZE)}),
+        (ValueError, "row 0: need 0 <= query_lens <= 3, is 4", {"query_lens": int32(4, 1)}),
+        (ValueError, "weight must have rows for 2 heads of keys", {"weight": torch.ones(4 * SIZE, SIZE)}),
+        (ValueError, "weight must have rows for 2 heads of keys", {"weight": torch.ones(8 * SIZE - 1, SIZE)}),
+        (
+            TypeError,
+            "k_cache must be float32, got torch.float16",
+            dict.fromkeys(("k_cache", "v_cache"), STORAGE.half()),
+        ),
+        (ValueError, r"an even R of at most 8, got shape \(9, 10\)", dict.fromkeys(("cos", "sin"), torch.ones(9, 10))),
+        (
+            ValueError,
+            "row 1: lengths is 15, and 2 more tokens must lie within the capacity 16",
+            {"lengths": int32(3, 15)},
+        ),
+        (ValueError, "row 0: position 4 is not in cos and sin, which have 4", dict.fromkeys(("cos", "sin"), TABLE[:4])),
+        (ValueError, "out must have shape", {"out": torch.zeros(1, HEADS, Q, SIZE)}),
+    ],
 }
 """What each operation refuses: the error, its message, and the arguments in place of those that fit."""
 
@@ -285,7 +344,10 @@ def test_what_does_not_fit_is_named_and_writes_nothing(name: str, error: Any, me
                 assert not isinstance(got, torch.Tensor) or torch.equal(got, expected), key
 
 
-@pytest.mark.parametrize("name", ["kv_append", "verify_attention", "rope_append", "add_rms_norm", "silu_mul"])
+GRADIENTS = ("kv_append", "verify_attention", "rope_append", "add_rms_norm", "silu_mul", "linear_small", "qkv_append")
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
 def test_there_is_no_backward_pass(name: str) -> None:
     floats = ["k_cache", "v_cache", "q", "keys", "x", "weight", "gate_up", "out"]
     floats = floats[:-1] if name == "verify_attention" else floats

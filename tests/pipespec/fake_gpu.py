@@ -240,25 +240,24 @@ class FakeGpu:
                 graph.invalid = True
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
-    def record(self, stage, body, inputs):
-        """The forward of a stage within a capture. Returns what it selects."""
-        self.graph.recorded = stage, body, inputs, torch.full_like(inputs[0], -1)
-        return self.graph.recorded[-1]
+    def record(self, stage, body, inputs, result):
+        """The forward of a stage within a capture. Returns where its result will be: ``result``, of any values."""
+        self.graph.recorded = stage, body, inputs, result
+        return result
 
     def replay_whole(self, graph):
         """``CUDAGraph.replay()``: the recorded forward runs again, on the tensors that it had."""
-        stage, body, inputs, selected = graph.recorded
-        found = body(stage, *inputs)
-        if found is not None:
-            selected.copy_(found)
+        stage, body, inputs, result = graph.recorded
+        result.copy_(body(stage, *inputs))
 
     def launch(self, captured, given):
         """A launch of a graph: its last step's plan and commit are the scheduler's."""
         for step in captured.steps[:-1]:
             port = step.port
             if port.plan() == Action.STEP:
-                port.commit(step.stage.body(port.tokens, port.kv, port.num_draft_tokens, port.n_select))
-        arrays = (given.tokens, given.kv, given.num_draft_tokens, given.n_select)
+                given_by = (port.tokens, port.kv, port.query_lens, port.num_draft_tokens, port.n_select)
+                port.commit(step.stage.body(*given_by))
+        arrays = (given.tokens, given.kv, given.query_lens, given.num_draft_tokens, given.n_select)
         torch.from_numpy(given.selected).copy_(captured.steps[-1].stage.body(*map(torch.from_numpy, arrays)))
 
     def install(self, monkeypatch):
@@ -270,8 +269,8 @@ class FakeGpu:
         class Port:
             def __init__(self, block, stage, width, device, *, rows, policy):
                 self.port = port = _native.StagePort(_native.Block(block.data_ptr()), stage, width)
-                arrays = (port.tokens, port.kv, port.num_draft_tokens, port.n_select)
-                self.tokens, self.kv, self.num_draft_tokens, self.n_select = (
+                arrays = (port.tokens, port.kv, port.query_lens, port.num_draft_tokens, port.n_select)
+                self.tokens, self.kv, self.query_lens, self.num_draft_tokens, self.n_select = (
                     torch.from_numpy(a)[:rows] for a in arrays
                 )
                 self.stage, self.width = stage, width
@@ -296,15 +295,20 @@ class FakeGpu:
 
         body, read, make_launcher = GraphedStage.body, GraphedStage.read, capturing.CaptureContext.launcher
 
-        def watched(stage, *inputs, function=body):
+        def watched(stage, *inputs, function=body, result=None):
             seen.multiply()
             seen.fails(stage)
-            return seen.record(stage, function, inputs) if seen.capturing else function(stage, *inputs)
+            if not seen.capturing:
+                return function(stage, *inputs)
+            result = torch.full_like(inputs[0], -1) if result is None else result
+            return seen.record(stage, function, inputs, result)
 
-        def watched_read(stage, *inputs):
+        def watched_read(stage, tokens, held, last):
             seen.captured -= seen.capturing
             seen.prompts += seen.capturing
-            watched(stage, *inputs, function=read)
+            config, dtype = stage.model.config, stage.buffers.cache.dtype
+            logits = torch.empty((len(tokens), int(last is not None), config.vocab_size), dtype=dtype)
+            return watched(stage, tokens, held, last, function=read, result=logits)
 
         def launcher(context, own):
             make_launcher(context, own)

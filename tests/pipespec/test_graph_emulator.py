@@ -7,10 +7,12 @@ import re
 import sys
 import threading
 import warnings
+from collections import Counter
 from contextlib import nullcontext
 
 import pytest
 import torch
+from transformers.generation.streamers import BaseStreamer
 
 import pipespec_kernels
 from pipespec import Pipeline, trust
@@ -20,6 +22,7 @@ from pipespec.schedules.graphs import capture as capturing
 from pipespec.schedules.graphs import driver as driving
 from pipespec.schedules.graphs.driver import GraphedDriver
 from pipespec.schedules.graphs.head import GraphedHead
+from pipespec.schedules.graphs.stage import GraphedStage
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec import checkpoints, heads
 from tests.pipespec.fake_gpu import Graph
@@ -115,6 +118,76 @@ def test_texts_of_replays(gpu, name, how):
         for call in (*CALLS, "greedy", "warm"):
             session.call(call)
         session.pipe.close()
+    clean(gpu)
+
+
+NODES = {"qkv_append": 1, "verify_attention": 1, "linear_small": 3}
+"""Of ``pipespec_kernels.ops``, in each layer of a step: one launch each."""
+
+
+@pytest.mark.parametrize(("how", "rows"), [("plain", 1), ("rounds", 2)])
+def test_a_layer_is_five_nodes(gpu, how, rows):
+    """In every captured step, of one column or of several: and no operation of torch, but those that allocate memory."""
+    with gpu.watching():
+        session = Session(gpu, random_llama(7), how)
+        session.call("greedy" if rows == 1 else "two")
+        graphs = [graph for stage in session.pipe._driver.stages for graph in stage.buffers.graphs.values()]
+    steps = [pair for graph in graphs for pair in zip(graph.steps, graph._graph.forwards, strict=True)]
+    assert steps
+    for step, recording in steps:
+        names = [getattr(node.function, "__name__", "") for node in recording.nodes]
+        names = [name for name in names if not name.startswith(("empty", "new_empty"))]
+        first, head = names.index("qkv_append"), len(names) - 1 - names[::-1].index("linear_small")
+        layers = step.stage.model.config.num_hidden_layers
+        assert Counter(names[first:head]) == {name: n * layers for name, n in NODES.items()}
+    clean(gpu)
+
+
+class Noted(BaseStreamer):
+    """Writes down each token. The prompt comes first."""
+
+    def __init__(self, log):
+        self.log, self.has_prompt = log, False
+
+    def put(self, value):
+        if self.has_prompt:
+            self.log += ["token"] * value.numel()
+        self.has_prompt = True
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_the_first_token_comes_from_the_prompts_graph(gpu, how, monkeypatch):
+    """Before the drafts read the prompt, and without a step. A text of one token takes no more."""
+    log, prefill = [], GraphedStage.prefill
+
+    def noted(stage, *arguments):
+        log.append(stage.name)
+        prefill(stage, *arguments)
+
+    monkeypatch.setattr(GraphedStage, "prefill", noted)
+    ids = random_prompts(1, seed=5, shortest=80, longest=90)[0][None]
+    options = {"do_sample": False, "pad_token_id": 0}
+    with gpu.watching():
+        session = Session(gpu, random_llama(7), how)
+        text = session.pipe.generate(ids, max_new_tokens=9, streamer=Noted(log), **options)
+        steps = session.pipe.report.stages[-1].steps
+        assert log[:2] == ["target", "token"]
+        assert log.count("token") == 9
+        drafts = [name for name in log if name not in ("token", "target")]
+        assert len(drafts) == len(session.pipe.report.stages) - 1
+        # Of each round the target takes one step, and one more is that of the prompt.
+        assert steps <= 9
+        log.clear()
+        before = gpu.replays
+        alone = session.pipe.generate(ids.flip(1), max_new_tokens=1, streamer=Noted(log), **options)
+    assert log == ["target", "token"]
+    assert gpu.replays == before + 1
+    model = session.target
+    assert torch.equal(text, type(model).generate(model, ids, max_new_tokens=9, **options))
+    assert torch.equal(alone, type(model).generate(model, ids.flip(1), max_new_tokens=1, **options))
     clean(gpu)
 
 
@@ -301,7 +374,7 @@ def fault(found: str, how: str = "rounds"):
 def followed(monkeypatch, instead) -> None:
     """Follow other lengths than those that plan has written: ``instead(cache, kv)``."""
     follow = RowCache.follow
-    monkeypatch.setattr(RowCache, "follow", lambda cache, kv: follow(cache, instead(cache, kv)))
+    monkeypatch.setattr(RowCache, "follow", lambda cache, kv, *new: follow(cache, instead(cache, kv), *new))
 
 
 @fault("a workspace that has been freed")

@@ -351,12 +351,12 @@ class Emulator(FakeGpu):
 
     # ---- captures and replays
 
-    def record(self, stage: Any, body: Callable[..., torch.Tensor | None], inputs: Any) -> torch.Tensor | None:
+    def record(self, stage: Any, body: Callable[..., torch.Tensor], inputs: Any, result: torch.Tensor) -> torch.Tensor:
         graph = self.graph
         assert graph is not None
         with _disable_current_modes(), self._recorded_in(graph) as recording:
             selected = body(stage, *inputs)
-        recording.selected = None if selected is None else self.ref(selected, graph, new=False)
+        recording.selected = self.ref(selected, graph, new=False)
         graph.__dict__.setdefault("forwards", []).append(recording)
         return selected
 
@@ -434,7 +434,7 @@ class Emulator(FakeGpu):
                 if step.port.plan() == Action.STEP:
                     step.port.commit(self.replay(graph, recording, stream))
             port = captured.steps[-1].port
-            for name in ("tokens", "kv", "num_draft_tokens", "n_select"):
+            for name in ("tokens", "kv", "query_lens", "num_draft_tokens", "n_select"):
                 own, new = getattr(port, name), torch.from_numpy(getattr(given, name))
                 own[: len(new)].copy_(new)
             selected = self.replay(graph, forwards[-1], stream)

@@ -34,6 +34,7 @@ class ForwardCache(RowStorage):
     """A storage with masks and positions, into which the layers of a forward write in order. The lengths grow with the last one."""
 
     _end = 0  # of the storage that the running forward attends over
+    _new_columns: torch.Tensor | None = None
 
     # ---- lengths on the device
 
@@ -52,16 +53,22 @@ class ForwardCache(RowStorage):
         """Per row, the position of a forward's first column; of a static cache a tensor on the device."""
         return self.device_lengths if self.is_static else self.lengths
 
-    def follow(self, lengths: torch.Tensor) -> None:
+    @property
+    def new_columns(self) -> torch.Tensor | None:
+        """Columns of the next forward that are no padding, int32 ``[rows]`` on ``device``; None: all of them."""
+        return None if self._followed is None else self._new_columns
+
+    def follow(self, lengths: torch.Tensor, new_columns: torch.Tensor | None = None) -> None:
         """Read the lengths at which forwards begin from a tensor that the device writes, without a copy. For a static cache.
 
         From here on the host's lengths are unknown, and no forward changes them, until ``set_lengths()``.
 
         Args:
             lengths: int32 ``[rows]`` on the device, contiguous.
+            new_columns: likewise, how many columns of a forward are no padding. None: all of them.
         """
         assert self.is_static
-        self._followed, self._stale = lengths, False
+        self._followed, self._new_columns, self._stale = lengths, new_columns, False
 
     def sync(self) -> None:
         """Copy the host's lengths to each device, if they have changed. A forward does so, too."""

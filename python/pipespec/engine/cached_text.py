@@ -199,14 +199,14 @@ class CachedText:
     def _fill(self, cache: RowCache, begin: list[int], end: list[int], *, selects: bool = False) -> None:
         """Cache the tokens ``begin[r] .. end[r] - 1`` of each row.
 
-        With ``selects``, forwards by the library also read the last token of a prompt, and native ones do where all prompts begin and end alike.
+        With ``selects``, forwards by the library also read the last token of a prompt, and native ones and captured ones do where all prompts begin and end alike.
         The first step takes their logits, and reads no weights.
         """
         logits: dict[int, torch.Tensor] = {}
         if self.reads_wide and self._group is None:
             begin = self._fill_by_library(cache, begin, end, logits if selects else None)
             end = [max(pair) for pair in zip(begin, end, strict=True)]
-        # Whether a forward of several columns gives the logits after each prompt, with the bits of a forward of its last token.
+        # Whether a forward of several columns gives the logits after each prompt: a native one with the bits of a forward of its last token.
         reads_last = (
             selects
             and not logits
@@ -215,7 +215,7 @@ class CachedText:
             and len(set(begin)) == len(set(end)) == 1
             and begin[0] < end[0]
             and not cache.is_recurrent
-            and native_form_of(self.model, cache, native=self._native) is not None
+            and self._gives_last_logits(cache)
         )
         end = [e + reads_last for e in end]
         # The states of a complete row do not survive further columns.
@@ -243,6 +243,10 @@ class CachedText:
                     token = self._tokens_of(row, last, last + 1)
                     logits[row] = forward(self.model, token, alone, keep=1, native=self._native)
         self._prompt_logits = torch.cat([logits[row] for row in range(len(end))])
+
+    def _gives_last_logits(self, cache: RowCache) -> bool:
+        """Whether a forward over prompts may also read their last tokens, and give the logits of the first step."""
+        return native_form_of(self.model, cache, native=self._native) is not None
 
     def _fill_by_library(
         self, cache: RowCache, begin: list[int], end: list[int], logits: dict[int, torch.Tensor] | None

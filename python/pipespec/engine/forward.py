@@ -75,7 +75,13 @@ def _choose(forms: Forms, model: PreTrainedModel | ModelParts, name: str, make: 
 
 
 def forward(
-    model: PreTrainedModel, tokens: torch.Tensor, cache: RowCache, *, keep: int, native: bool = True
+    model: PreTrainedModel,
+    tokens: torch.Tensor,
+    cache: RowCache,
+    *,
+    keep: int,
+    native: bool = True,
+    last: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Feed tokens at the cache's lengths.
 
@@ -90,6 +96,7 @@ def forward(
         cache: of this model; it grows by ``q`` in every row. The caller truncates it to the columns that count.
         keep: compute logits of the last ``keep`` columns, 0 to ``q``.
         native: False: only the model's own modules, or a fused form.
+        last: int64 ``[1]`` on the model's device: with ``keep=1``, the column whose logits are computed, in place of the last one. Only in a fused form.
 
     Returns:
         Logits ``[rows, keep, vocabulary]`` in the model's dtype: an inference tensor, to be changed in place under ``torch.inference_mode``
@@ -105,7 +112,9 @@ def forward(
         raise ValueError(f"{rows} rows of tokens for a RowCache of {cache.rows} rows")
     form = _form(model, cache, native)
     with torch.inference_mode():
-        return form(tokens, cache, keep)
+        if last is None:
+            return form(tokens, cache, keep)
+        return cast("FusedForm", form)(tokens, cache, keep, last)
 
 
 def wide_columns(model: PreTrainedModel, cache: RowCache, most: int, *, native: bool = True) -> int | None:

@@ -1,7 +1,9 @@
-"""The fused form of a model's forward over a static cache: the operations of :mod:`pipespec_kernels.ops` between the model's own matrix products.
+"""The fused form of a model's forward over a static cache, from the operations of :mod:`pipespec_kernels.ops`.
 
-For steps that are captured in a CUDA graph. A layer takes 9 launches (two norms with the residual sums, RoPE with the append to the cache, attention,
-the activation, four products), where transformers' modules take 40. The weights are the model's own, without a copy: those of one input are merged,
+For steps that are captured in a CUDA graph. A layer takes 5 launches where transformers' modules take 40: norm with queries, keys, values, RoPE and append to the cache;
+attention; output with the residual sum; norm with gate, up and activation; down with the residual sum. With norms of heads (Qwen3) RoPE and append are a sixth one. The
+products have a fixed order of sums, so a row's products have the same bits in every such step. Steps of more than 16 rows, as those of prompts, take products of the
+library and 9 launches (the norms, RoPE and the activation between the products). The weights are the model's own, without a copy: those of one input are merged,
 see :mod:`pipespec.models.merging`. Opaque modules in the place of linear ones (quantised, or with an adapter) are called as they are: a layer of them
 takes their launches and 6 of ours.
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -30,6 +33,7 @@ from pipespec.models.families import NotReadable
 from pipespec.models.merging import check_separate, merge, merged
 from pipespec.models.parts import ModelParts
 from pipespec_kernels import ops
+from pipespec_kernels.products import MAX_ROWS
 
 BLOCKS = (64, 16, 1)
 """Rows of a product in the exact form: the first number for which no product of the model depends on a row's place. A product of one row has one
@@ -67,14 +71,45 @@ class _Product(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """``norm``: weight of the norm after the attention; ``head_norms``: of queries and keys, by the names of :func:`ops.rope_append`."""
+    """``norms``: weights of the norms before and after the attention, and of the one behind the layer; ``head_norms``: of queries and keys, by the names of
+    :func:`ops.rope_append`."""
 
-    norm: torch.Tensor
+    norms: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     head_norms: dict[str, Any]
     qkv: _Product
     o: _Product
     gate_up: _Product
     down: _Product
+
+
+class _Step(NamedTuple):
+    """What the layers of one forward share. Between the attentions, a row is a column of the step, or padding up to a whole block.
+
+    Attributes:
+        shape: rows and columns.
+        stored: keys and then values of each layer.
+        lengths: of the rows, on the device.
+        new: columns of each row that are no padding, on the device, or None: a forward of the graph of a step that finds no work returns at once.
+        tables: cosines and sines.
+        attention: options of :func:`ops.verify_attention`.
+        mixed: ``[n, heads * head_dim]``, whose columns attention writes. Layers share it.
+        features: indices of hidden states that are published, in transformers' order.
+        streams: those hidden states, and the first ones.
+    """
+
+    shape: tuple[int, int]
+    stored: Any
+    lengths: torch.Tensor
+    new: torch.Tensor | None
+    tables: tuple[torch.Tensor, torch.Tensor]
+    attention: dict[str, Any]
+    mixed: torch.Tensor
+    features: Collection[int]
+    streams: dict[int, torch.Tensor]
+
+    def note(self, index: int, hidden: torch.Tensor) -> None:
+        if index in self.features:
+            self.streams[index] = hidden
 
 
 class FusedForm(Form):
@@ -87,6 +122,7 @@ class FusedForm(Form):
     Attributes:
         number: differs for each form. A graph that has captured one form reads its tables.
         block: rows of each product in the exact form, one of :data:`BLOCKS`; 0: one product of all rows.
+        narrow_rows: rows of a step, all its columns counted, up to which products are :func:`ops.linear_small`; 0: all are the library's.
         has_opaque: whether modules of others compute some of its products. They may see the other rows of a product.
         tables: by cache, cosines and sines ``[capacity, rotary_dim]`` and the work space of attention, at fixed addresses: graphs read and write them.
 
@@ -99,20 +135,23 @@ class FusedForm(Form):
         self._read = read = families.read(model, matrices=False)
         *products, self._head = map(_Product.of, families.products_of(model))
         layers, each = ModelParts.of(model).layers, iter(products)
+        first, *behind = [*(_weight(layer.input_layernorm) for layer in layers), read.norm]
         self._layers = [
             _Layer(
-                _weight(layer.post_attention_layernorm),
+                (before, _weight(layer.post_attention_layernorm), after),
                 {n: _weight(getattr(layer.self_attn, n)) for n in ("q_norm", "k_norm") if hasattr(layer.self_attn, n)},
                 *four,
             )
-            for layer, *four in zip(layers, each, each, each, each, strict=True)
+            for layer, before, after, *four in zip(
+                layers, [first, *behind[:-1]], behind, each, each, each, each, strict=True
+            )
         ]
+        self._last_norm = read.norm
         self._norm: dict[str, Any] = {"eps": read.shape.eps, "one_plus_weight": read.shape.norm_offset == 1.0}
-        # The second norm of a layer, then the first norm of the next one: each sums and normalises what comes before it.
-        self._first_norm, *self._next_norms = [*(_weight(layer.input_layernorm) for layer in layers), read.norm]
         self.tables: weakref.WeakKeyDictionary[RowCache, tuple[torch.Tensor, ...]] = weakref.WeakKeyDictionary()
         self.has_opaque = any(product.modules for product in (*products, self._head))
         self.block = self._rows_of_products([self._head, *products]) if exact else 0
+        self.narrow_rows = 0 if exact or self.has_opaque else MAX_ROWS
 
     @property
     def name(self) -> str:
@@ -138,45 +177,92 @@ class FusedForm(Form):
             workspace = torch.zeros(2 * cache.rows * self._read.shape.kv_heads, dtype=torch.int32, device=cache.device)
             self.tables[cache] = cos[0].contiguous(), sin[0].contiguous(), workspace
 
-    def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
+    def __call__(
+        self, tokens: torch.Tensor, cache: RowCache, keep: int, last: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As :class:`Form`. ``last``: int64 ``[1]``, with ``keep=1`` the column whose logits are computed, in place of the last one."""
         read, (cos, sin, workspace) = self._read, self.tables[cache]
-        shape, depth = read.shape, len(self._layers)
-        rows, q = tokens.shape
+        shape, (rows, q) = read.shape, tokens.shape
         n = rows * q
-        # Between the attentions, a row is a column of the step, or padding up to a whole block.
         fed = self._in_blocks(tokens.reshape(-1))
         hidden: torch.Tensor = F.embedding(fed, read.embedding) if read.scaled is None else read.scaled(fed)
         _, stored = cache.open(q)
-        lengths = cache.device_lengths
-        options: dict[str, Any] = {"scale": shape.scale, "invariant": self.block > 0, "workspace": workspace}
-        # Padding stays zero. Layers share the buffer.
-        attended = hidden.new_empty if len(fed) == n else hidden.new_zeros
-        mixed = attended((len(fed), shape.heads * shape.head_dim))
+        # Padding stays zero.
+        mixed = (hidden.new_empty if len(fed) == n else hidden.new_zeros)((len(fed), shape.heads * shape.head_dim))
         out = mixed[:n].view(rows, q, shape.heads, shape.head_dim).transpose(1, 2)
-        x, _ = ops.add_rms_norm(hidden, None, self._first_norm, **self._norm)
-        features, streams = cache.features, {0: hidden}
-        for i, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
-            storage = stored[i], stored[depth + i]
-            parts = [
-                part[:n].view(rows, q, -1, shape.head_dim).transpose(1, 2) for part in self._multiply(x, layer.qkv)
-            ]
-            kinds = shape.heads, shape.kv_heads, shape.kv_heads
-            queries, keys, values = parts if len(parts) == 3 else parts[0].split(kinds, 1)
-            norms: dict[str, Any] = {**layer.head_norms, **self._norm}
-            queries = ops.rope_append(queries, keys, values, cos, sin, *storage, lengths, **norms)
-            ops.verify_attention(queries, *storage, lengths, out=out, window=read.windows[i], **options)
-            x, hidden = ops.add_rms_norm(self._joined(mixed, layer.o), hidden, layer.norm, **self._norm)
-            x = ops.silu_mul(self._joined(x, layer.gate_up), activation=shape.activation)
-            x, hidden = ops.add_rms_norm(self._joined(x, layer.down), hidden, next_norm, **self._norm)
-            if features is not None and i + 1 in features.layers:
-                streams[i + 1] = hidden
+        options: dict[str, Any] = {
+            "scale": shape.scale,
+            "invariant": self.block > 0,
+            "workspace": workspace,
+            "out": out,
+        }
+        features = cache.features
+        wanted = () if features is None else features.layers
+        lengths, new = cache.device_lengths, cache.new_columns
+        step = _Step((rows, q), stored, lengths, new, (cos, sin), options, mixed, wanted, {0: hidden})
+        narrow = n <= self.narrow_rows
+        x = (self._run_narrow if narrow else self._run_wide)(hidden, step)
         if features is not None:
-            features.record(lengths, {index: hidden[:n].view(rows, q, -1) for index, hidden in streams.items()})
+            streams = {index: hidden[:n].view(rows, q, -1) for index, hidden in step.streams.items()}
+            features.record(step.lengths, streams)
         cache.close()
         if keep < q:
-            x = self._in_blocks(x[:n].view(rows, q, x.shape[1])[:, q - keep :].flatten(0, 1))
-        logits = self._joined(x, self._head)
+            columns = x[:n].view(rows, q, x.shape[1])
+            kept = columns[:, q - keep :] if last is None else columns.index_select(1, last)
+            x = self._in_blocks(kept.flatten(0, 1))
+        if narrow:
+            norm: dict[str, Any] = {"norm": self._last_norm, **self._norm}
+            logits = ops.linear_small(x, *self._head.whole(), query_lens=new, **norm)
+        else:
+            logits = self._joined(x, self._head)
         return logits[: rows * keep].view(rows, keep, logits.shape[1])
+
+    def _run_narrow(self, hidden: torch.Tensor, step: _Step) -> torch.Tensor:
+        """The layers in products of few rows. Returns the last hidden states."""
+        for i, layer in enumerate(self._layers):
+            norm: dict[str, Any] = {"norm": layer.norms[0], "query_lens": step.new, **self._norm}
+            if layer.head_norms:
+                queries = self._rotated([ops.linear_small(hidden, *layer.qkv.whole(), **norm)], i, step)
+            else:
+                columns, storage = hidden.view(*step.shape, -1), self._storage(i, step)
+                queries = ops.qkv_append(columns, *layer.qkv.whole(), *step.tables, *storage, step.lengths, **norm)
+            mixed = self._attend(queries, i, step)
+            hidden = ops.linear_small(mixed, *layer.o.whole(), residual=hidden, query_lens=step.new)
+            norm["norm"], kind = layer.norms[1], self._read.shape.activation
+            x = ops.linear_small(hidden, *layer.gate_up.whole(), activation=kind, **norm)
+            hidden = ops.linear_small(x, *layer.down.whole(), residual=hidden, query_lens=step.new)
+            step.note(i + 1, hidden)
+        return hidden
+
+    def _run_wide(self, hidden: torch.Tensor, step: _Step) -> torch.Tensor:
+        """The layers in products of the library, or of opaque modules. Returns the last hidden states, normalised."""
+        x, _ = ops.add_rms_norm(hidden, None, self._layers[0].norms[0], **self._norm)
+        for i, layer in enumerate(self._layers):
+            mixed = self._attend(self._rotated(self._multiply(x, layer.qkv), i, step), i, step)
+            x, hidden = ops.add_rms_norm(self._joined(mixed, layer.o), hidden, layer.norms[1], **self._norm)
+            x = ops.silu_mul(self._joined(x, layer.gate_up), activation=self._read.shape.activation)
+            x, hidden = ops.add_rms_norm(self._joined(x, layer.down), hidden, layer.norms[2], **self._norm)
+            step.note(i + 1, hidden)
+        return x
+
+    def _storage(self, i: int, step: _Step) -> tuple[torch.Tensor, torch.Tensor]:
+        return step.stored[i], step.stored[len(self._layers) + i]
+
+    def _rotated(self, products: list[torch.Tensor], i: int, step: _Step) -> torch.Tensor:
+        """The rotated queries of layer ``i``; its keys and values go to the cache. ``products``: one of all heads, or three."""
+        shape, (rows, q) = self._read.shape, step.shape
+        parts = [part[: rows * q].view(rows, q, -1, shape.head_dim).transpose(1, 2) for part in products]
+        kinds = shape.heads, shape.kv_heads, shape.kv_heads
+        queries, keys, values = parts if len(parts) == 3 else parts[0].split(kinds, 1)
+        norms: dict[str, Any] = {**self._layers[i].head_norms, **self._norm}
+        storage = self._storage(i, step)
+        return ops.rope_append(queries, keys, values, *step.tables, *storage, step.lengths, step.new, **norms)
+
+    def _attend(self, queries: torch.Tensor, i: int, step: _Step) -> torch.Tensor:
+        """The heads' results ``[n, heads * head_dim]`` of layer ``i``."""
+        storage, window = self._storage(i, step), self._read.windows[i]
+        ops.verify_attention(queries, *storage, step.lengths, step.new, window=window, **step.attention)
+        return step.mixed
 
     def _in_blocks(self, x: torch.Tensor) -> torch.Tensor:
         """``x [n, ...]``, in the exact form with rows of zeros up to a whole number of blocks."""
@@ -309,11 +395,14 @@ def _check(model: PreTrainedModel) -> None:
     # Autocast holds for this call alone, and the form serves later ones.
     with torch.inference_mode(), _without_autocast(model.device.type):
         own = logits(WholeModel(model))
-        try:
-            ours = logits(form)
-        except (TypeError, ValueError) as error:
-            raise NotReadable(f"an operation does not take it: {error}") from error
-        check_outputs(parts, texts, own, ours)
+        # The probes are steps of few rows. They also run through the products of wider ones.
+        for narrow_rows in dict.fromkeys((form.narrow_rows, 0)):
+            form.narrow_rows = narrow_rows
+            try:
+                ours = logits(form)
+            except (TypeError, ValueError) as error:
+                raise NotReadable(f"an operation does not take it: {error}") from error
+            check_outputs(parts, texts, own, ours)
 
 
 def _check_exact(model: PreTrainedModel, form: FusedForm) -> None:

@@ -68,9 +68,14 @@ class LockstepDriver(Driver):
 
 def prefill(driver: Driver, request: GenerationRequest) -> None:
     """Fill the caches of the driver's stages, which are all in this process. A draft that fails takes no part in the call."""
-    *drafts, target = driver.stages
     # First: a draft head reads its hidden states.
-    target.prefill(request.inputs, request.record)
+    driver.target.prefill(request.inputs, request.record)
+    prefill_drafts(driver, request)
+
+
+def prefill_drafts(driver: Driver, request: GenerationRequest) -> None:
+    """Fill the caches of the drafts, behind the target's."""
+    *drafts, _ = driver.stages
     draft_inputs = replace(request.inputs, sampling_params=pickle.loads(request.draft_sampling_params))
     for stage in drafts:
         driver.block.set_alive(stage.index, True)

@@ -207,7 +207,7 @@ class StaticBuffers(NamedTuple):
         version: Differs between any two allocations, and from one set of weights to the next.
         weights: Hash of the addresses of the model's weights.
         graphs: The :class:`CapturedGraph` of each key that the stage is launched with. They end with the buffers.
-        prompt_graphs: The :class:`CapturedPrompt` of each number of columns.
+        prompt_graphs: The :class:`CapturedPrompt` of each number of columns, without and with logits.
     """
 
     cache: RowCache
@@ -215,7 +215,7 @@ class StaticBuffers(NamedTuple):
     version: int
     weights: int
     graphs: dict[GraphKey, Any]
-    prompt_graphs: dict[int, Any]
+    prompt_graphs: dict[tuple[int, bool], Any]
 
 
 class StageStep(NamedTuple):

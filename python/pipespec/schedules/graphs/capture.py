@@ -99,7 +99,7 @@ class RecordedStep:
         if warm_up:
             # The plan of an inactive row is position 0, where the cache may hold a text. Its end holds none.
             port.kv.fill_(self.stage.buffers.cache.capacity - port.width)
-        selected = self.stage.body(port.tokens, port.kv, port.num_draft_tokens, port.n_select)
+        selected = self.stage.body(port.tokens, port.kv, port.query_lens, port.num_draft_tokens, port.n_select)
         port.commit(selected)
 
 
@@ -288,10 +288,10 @@ class CapturedBody:
     def __init__(self, resources: CaptureResources, stage: GraphedStage, width: int) -> None:
         cache, self._stream = stage.buffers.cache, resources.stream
         resources.compare_opaque(stage, cache.rows * width)
-        host = torch.zeros(cache.rows * (width + 3), dtype=torch.int32, device="cpu").pin_memory()
+        host = torch.zeros(cache.rows * (width + 4), dtype=torch.int32, device="cpu").pin_memory()
         self._host, self._device = host, host.to(resources.device, copy=True)
         self._selected = torch.empty((cache.rows, width), dtype=torch.int32, device="cpu").pin_memory()
-        sizes = [cache.rows * width, *[cache.rows] * 3]
+        sizes = [cache.rows * width, *[cache.rows] * 4]
         tokens, kv, *counts = self._device.split(sizes)
         given = tokens.view(cache.rows, width), kv, *counts
 
@@ -318,23 +318,33 @@ class CapturedBody:
 class CapturedPrompt:
     """The forward of a stage over a part of its prompt, as a graph. Its model has a fused form without opaque modules.
 
-    ``width``: columns. ``held``: tokens of each row that the cache holds; the warm-up writes after them, where the first replay does. Raises as
-    :meth:`CaptureResources.capture`.
+    ``width``: columns. ``held``: tokens of each row that the cache holds; the warm-up writes after them, where the first replay does. ``selects``: whether it
+    ends with the logits of one column. Raises as :meth:`CaptureResources.capture`.
     """
 
-    def __init__(self, resources: CaptureResources, stage: GraphedStage, width: int, held: Sequence[int]) -> None:
+    def __init__(
+        self, resources: CaptureResources, stage: GraphedStage, width: int, held: Sequence[int], selects: bool
+    ) -> None:
         rows = len(held)
         self._tokens = torch.zeros((rows, width), dtype=torch.int32, device=resources.device)
         self._held = torch.tensor(held, dtype=torch.int32, device=resources.device)
-        parts: list[Part] = [(stage, lambda _: stage.read(self._tokens, self._held))]
-        self._captured = resources.capture(parts, inside="the forward over its prompt")
+        self._last = torch.zeros(1, dtype=torch.int64, device=resources.device) if selects else None
 
-    def __call__(self, tokens: torch.Tensor, held: Sequence[int]) -> None:
-        """Feed tokens ``[rows, up to width]`` after the first ``held[r]`` ones of each row, on the current stream."""
+        def run(warm_up: bool) -> None:
+            self._logits = stage.read(self._tokens, self._held, self._last)
+
+        self._captured = resources.capture([(stage, run)], inside="the forward over its prompt")
+
+    def __call__(self, tokens: torch.Tensor, held: Sequence[int]) -> torch.Tensor:
+        """Feed tokens ``[rows, up to width]`` after the first ``held[r]`` ones of each row, on the current stream. Returns the logits of the last one,
+        ``[rows, 1, vocabulary]``, if the graph selects, else those of no column. The next replay of any graph of the stage overwrites them."""
         self._tokens[:, : tokens.shape[1]] = tokens
         self._tokens[:, tokens.shape[1] :] = 0
         self._held.copy_(torch.tensor(held, dtype=torch.int32))
+        if self._last is not None:
+            self._last.fill_(tokens.shape[1] - 1)
         self._captured.replay()
+        return self._logits
 
 
 def capture_bodies(

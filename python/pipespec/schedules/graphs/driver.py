@@ -30,7 +30,7 @@ from pipespec.schedules.graphs.attention import BorrowedAttention
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep
 from pipespec.schedules.graphs.scheduling import HostShadow, PinnedMemory, ScheduledChain
 from pipespec.schedules.graphs.stage import GraphedStage
-from pipespec.schedules.lockstep import LockstepDriver, advance, prefill
+from pipespec.schedules.lockstep import LockstepDriver, advance, prefill_drafts
 from pipespec_kernels.state import Action, StateBlock
 
 if TYPE_CHECKING:
@@ -67,6 +67,19 @@ def wait_for_prefill(models: Sequence[PreTrainedModel]) -> None:
     """
     for device in {model.device for model in models}:
         torch.cuda.current_stream(device).synchronize()
+
+
+def ends_at_once(target: GraphedStage, request: GenerationRequest) -> bool:
+    """Take the target's first step if the forward over its prompt gives the logits: before the drafts read theirs. Whether the text ends with it."""
+    if not target.has_prompt_logits:
+        return False
+    target.step(0, 0)
+    block, ended = target.block, []
+    request.committed(block)
+    for row, limit in enumerate(request.inputs.limits):
+        n = block.length(target.index, row)
+        ended.append(n >= limit or block.tokens(target.index, row, n - 1, n)[0] in request.eos)
+    return all(ended)
 
 
 class GraphedDriver(Driver):
@@ -173,7 +186,10 @@ class GraphedDriver(Driver):
             self.remarks = (f"this call was run in lockstep, step by step: {reason}",)
             self.warn_slower(f"calls like this one run in lockstep, step by step: {reason}")
         self._prepare(request)
-        prefill(self, request)
+        self.target.prefill(request.inputs, request.record)
+        if ends_at_once(self.target, request):
+            return
+        prefill_drafts(self, request)
         if reason is not None:
             while advance(self, self.block.target) != Action.FINISHED:
                 request.committed(self.block)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipespec.checks.models import check_exact
-from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
 from pipespec.engine.cache_storage import Features
 from pipespec.engine.forward import choose_fused, described, forward
@@ -39,13 +38,19 @@ _MAX_BUFFERS = 4
 """Numbers of rows for which a stage keeps its static buffers, and their graphs, from call to call."""
 
 MAX_GRAPHED_COLUMNS = 1024
-"""Maximum number of columns, of all rows, for which the forwards over a prompt are graphs. On an H200 the products of a few more columns take an 8B model as
-long as its launches take the host: 21 to 34 ms."""
+"""Maximum number of columns, of all rows, for which the forwards over a prompt of a model of 8B parameters are graphs. On an H200 the products of a few more columns take it as
+long as its launches take the host: 21 to 34 ms. Smaller models have more columns, see :func:`graphed_columns`."""
 
-MAX_GRAPH_WIDTH = 512
-"""Columns of the widest such graph."""
+GRAPH_WIDTHS = (64, 96, 128, 192, 256, 384, 512)
+"""Columns of the graphs over a prompt. Of a prompt the last graph has padding: on average a ninth."""
 
 _versions = itertools.count()
+
+
+def graphed_columns(model: Any) -> int:
+    """The maximum number of columns for a model: as many as take as much work as those of a model of 8B parameters, up to eight times as many."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return int(MAX_GRAPHED_COLUMNS * min(max(8e9 / max(parameters, 1), 1.0), 8.0))
 
 
 class GraphedStage(Stage):
@@ -59,7 +64,8 @@ class GraphedStage(Stage):
 
     Attributes:
         is_prefilled: Whether the last prefill ended without an error.
-        capture_prompt: Captures the forward over so many columns of the prompt, after what each row holds; None, as after :meth:`prepare`: the host launches it.
+        capture_prompt: Captures the forward over so many columns of the prompt, after what each row holds, with or without the logits of the last one; None, as after
+            :meth:`prepare`: the host launches it.
     """
 
     def __init__(
@@ -78,8 +84,9 @@ class GraphedStage(Stage):
         self._current: StaticBuffers | None = None
         self._callers_cache: RowCache | None = None
         self.is_prefilled = False
-        self.capture_prompt: Callable[[GraphedStage, int, Sequence[int]], Any] | None = None
+        self.capture_prompt: Callable[[GraphedStage, int, Sequence[int], bool], Any] | None = None
         self._may_pad = False
+        self._graphed_columns = graphed_columns(model)
 
     @property
     def name(self) -> str:
@@ -96,9 +103,9 @@ class GraphedStage(Stage):
         return self._cache
 
     def by_modules_reason(self) -> str | None:
-        """Why its graphs run its model's own modules; None if they run the fused form, which has a quarter of the launches."""
+        """Why its graphs run its model's own modules; None if they run the fused form, which has an eighth of the launches."""
         _, own, reason = described(self.model, self.buffers.cache).partition("transformers: ")
-        launches = "with some 40 launches per layer instead of 9"
+        launches = "with some 40 launches per layer instead of 5"
         return f"the graphs of {self.name} run transformers' modules, {launches}: {reason}" if own else None
 
     # ---- buffers
@@ -190,38 +197,44 @@ class GraphedStage(Stage):
     def _forward(self, fed: Tensor, cache: RowCache, keep: int) -> Tensor:
         rows, q = fed.shape
         # Few different widths: the last one has padding.
-        full, rest = divmod(q, MAX_GRAPH_WIDTH)
-        widths = [MAX_GRAPH_WIDTH] * full + [max(WIDTH, 1 << (rest - 1).bit_length())] * (rest > 0)
+        widest = GRAPH_WIDTHS[-1]
+        full, rest = divmod(q, widest)
+        widths = [widest] * full + [width for width in GRAPH_WIDTHS if width >= rest][:1] * (rest > 0)
         held = cache.lengths
-        fits = rows * sum(widths) <= MAX_GRAPHED_COLUMNS and max(held) + sum(widths) <= cache.capacity
-        if keep or not fits or self.capture_prompt is None or not self._may_pad:
+        fits = rows * sum(widths) <= self._graphed_columns and max(held) + sum(widths) <= cache.capacity
+        if keep > 1 or not fits or self.capture_prompt is None or not self._may_pad:
             return super()._forward(fed, cache, keep)
         # What an interrupted forward has written does not count.
         after, self._held = self._held, [min(pair) for pair in zip(self._held, held, strict=True)]
-        graphs = [self._prompt_graph(width, held) for width in widths]
+        ends = [False] * (len(widths) - 1) + [keep > 0]
+        graphs = [self._prompt_graph(width, held, selects) for width, selects in zip(widths, ends, strict=True)]
         if None in graphs:
             cache.set_lengths(held)
             self._held = after
             return super()._forward(fed, cache, keep)
         for at, graph in enumerate(graphs):
-            begin = at * MAX_GRAPH_WIDTH
-            graph(fed[:, begin : begin + MAX_GRAPH_WIDTH], [n + begin for n in held])
+            begin = at * widest
+            logits = graph(fed[:, begin : begin + widest], [n + begin for n in held])
         cache.set_lengths([n + q for n in held])
         self._held = after
-        return torch.empty((rows, 0, self._ids), dtype=cache.dtype, device=cache.device)
+        return cast("Tensor", logits.clone())
 
-    def _prompt_graph(self, width: int, held: Sequence[int]) -> Any:
-        """The graph of a forward over so many columns of the prompt. None where there is none."""
-        graphs = self.buffers.prompt_graphs
-        if width not in graphs and self.capture_prompt is not None:
+    def _gives_last_logits(self, cache: RowCache) -> bool:
+        """Always: one step less before the first token."""
+        return True
+
+    def _prompt_graph(self, width: int, held: Sequence[int], selects: bool) -> Any:
+        """The graph of a forward over so many columns of the prompt, ``selects``: with the logits of the last one. None where there is none."""
+        graphs, key = self.buffers.prompt_graphs, (width, selects)
+        if key not in graphs and self.capture_prompt is not None:
             try:
                 with torch.inference_mode(False), torch.no_grad():
-                    graphs[width] = self.capture_prompt(self, width, held)
+                    graphs[key] = self.capture_prompt(self, width, held, selects)
             except NotCapturable as error:
                 # Not again over these buffers. The tracebacks hold the memory of the capture.
-                graphs[width] = error.__cause__ = None
+                graphs[key] = error.__cause__ = None
                 warn_of_speed(f"{error}; the host launches each kernel over its prompts")
-        return graphs.get(width)
+        return graphs.get(key)
 
     def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
         self._callers_cache = cache
@@ -260,29 +273,33 @@ class GraphedStage(Stage):
     # ---- the step
 
     @torch.inference_mode()
-    def body(self, tokens: Tensor, kv: Tensor, num_draft_tokens: Tensor, n_select: Tensor) -> Tensor:
+    def body(
+        self, tokens: Tensor, kv: Tensor, query_lens: Tensor, num_draft_tokens: Tensor, n_select: Tensor
+    ) -> Tensor:
         """Run forward and selection of one step, without a wait for the device.
 
-        All columns are fed and scored, padding included, as only the device has the number of tokens in each row. The arguments are those of plan, and
-        the result is that of commit, int32 ``[rows, width]``.
+        All columns are fed and scored, padding included, as only the device has the number of tokens in each row; the kernels of a step without any return at
+        once. The arguments are those of plan, and the result is that of commit, int32 ``[rows, width]``.
         """
+        self.buffers.cache.follow(kv, query_lens)
         logits = self._score_columns(tokens, kv, n_select)
         return self.buffers.sampler(logits, Step(tokens, kv, n_select, num_draft_tokens))
 
     def _score_columns(self, tokens: Tensor, kv: Tensor, n_select: Tensor) -> Tensor:
-        """The forward of :meth:`body`. Returns the logits ``[rows, width, vocabulary]``."""
-        return self._forward_at(tokens, kv, keep=tokens.shape[1])[:, :, : self._scored]
+        """The forward of :meth:`body`, at the lengths that the cache follows. Returns the logits ``[rows, width, vocabulary]``."""
+        return self._run(tokens, tokens.shape[1])[:, :, : self._scored]
 
-    def _forward_at(self, tokens: Tensor, kv: Tensor, keep: int) -> Tensor:
-        cache = self.buffers.cache
-        cache.follow(kv)
+    def _run(self, tokens: Tensor, keep: int, last: Tensor | None = None) -> Tensor:
         fed = tokens if self._clamp is None else tokens.clamp(max=self._clamp)
-        return forward(self.model, fed, cache, keep=keep)
+        return forward(self.model, fed, self.buffers.cache, keep=keep, last=last)
 
     @torch.inference_mode()
-    def read(self, tokens: Tensor, kv: Tensor) -> None:
-        """Run the forward over a part of the prompt, for a capture. ``tokens``, ``kv``: as for :meth:`body`."""
-        self._forward_at(tokens, kv, keep=0)
+    def read(self, tokens: Tensor, kv: Tensor, last: Tensor | None) -> Tensor:
+        """Run the forward over a part of the prompt, for a capture. ``tokens``, ``kv``: as for :meth:`body`.
+
+        Returns the logits ``[rows, 1, vocabulary]`` of column ``last``, int64 ``[1]``; without it those of no column."""
+        self.buffers.cache.follow(kv)
+        return self._run(tokens, int(last is not None), last)
 
     def key(self, width: int) -> GraphKey:
         """Of the graph that is one step of this stage."""
@@ -291,7 +308,7 @@ class GraphedStage(Stage):
     def body_on_host(self, planned: Rectangle | _native.StagePort) -> Tensor:
         """:meth:`body` of a step that the host plans, which waits for the device: through a graph of its own if there is one."""
         rows = self.buffers.cache.rows
-        arrays = planned.tokens, planned.kv, planned.num_draft_tokens, planned.n_select
+        arrays = planned.tokens, planned.kv, planned.query_lens, planned.num_draft_tokens, planned.n_select
         given = [torch.from_numpy(array)[:rows] for array in arrays]
         graph = self.buffers.graphs.get(self.key(given[0].shape[1]))
         if graph is not None:

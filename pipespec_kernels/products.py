@@ -1,0 +1,213 @@
+"""Matrix products of a decoding step: few rows, each product in one launch on a GPU with what comes before and behind it in a layer.
+
+:func:`linear_small` and :func:`qkv_append`, with :func:`pipespec_kernels.ops.verify_attention` between them, are the five launches of a decoder layer: norm, queries,
+keys and values; attention; output and residual sum; norm, gate and up; down and residual sum. Numbers are rounded where HuggingFace's modules round them. The order of a
+sum depends on the shape and the dtype of the weights alone, so a row has the same bits alone and among others: a verification of several columns gives what decoding
+token by token gives.
+
+Tensors on a GPU go to the Triton kernels; the rest goes to torch, a row at a time. ``PIPESPEC_OPS`` works as for :mod:`pipespec_kernels.ops`, which exports
+these functions, too. None has a backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from pipespec_kernels import arguments, dispatch, reference
+from pipespec_kernels.kv import check_fits, refuse_gradients
+from pipespec_kernels.layers import ACTIVATIONS, as_rows, check_eps, check_like, check_rows, check_tables, in_tables
+from pipespec_kernels.specs import INTEGERS, check, check_contiguous, check_distinct, check_last, check_tensor
+
+MAX_ROWS = 16
+"""Rows of a product. More of them are the library's: its products read the weights once for all of them."""
+
+
+def linear_small(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    one_plus_weight: bool = False,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    query_lens: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``linear(x, weight, bias)`` of at most 16 rows, with an RMS norm before it, and an activation or a residual sum behind it.
+
+    The result is that of ``h = rms_norm(x) or x``, ``y = h @ weight.T + bias`` in float32, rounded to the dtype; then ``activation(y[:, :I]) * y[:, I:]`` or
+    ``residual + y``. Norm and activation round as in :func:`add_rms_norm` and :func:`silu_mul`. A row's bits depend on that row alone.
+
+    Args:
+        x: ``[M, K]`` with ``M <= 16``, float32, bfloat16, float16 or float64; rows contiguous.
+        weight: ``[N, K]``, likewise; with an activation ``[2 * I, K]``, the gate's rows first. A dependent launch (``PIPESPEC_PDL=1``) reads it before the launch
+            ahead of it has ended: no kernel that lets the next launch begin early may write it.
+        bias: ``[N]``, contiguous, the dtype of ``x``. None: nothing is added.
+        norm: ``[K]``, likewise: weights of an RMS norm of the rows of ``x``. None: they are multiplied as they are.
+        eps: of the norm: finite, not negative.
+        one_plus_weight: of the norm, see :func:`add_rms_norm`.
+        activation: one of those of :func:`silu_mul`, or None. Not together with ``residual``.
+        residual: ``[M, N]``, rows contiguous. None: nothing is added.
+        query_lens: ``[B]`` with ``B <= 16``, int32 or int64, contiguous, on the device of ``x``. If all are 0 or less, nothing is computed or written: the step has
+            no work. None: it has.
+        out: ``[M, N]`` or ``[M, I]``, rows contiguous, to write to. It may be ``residual`` itself, and must overlap no other argument.
+
+    Returns:
+        ``[M, N]``, or with an activation ``[M, I]``, contiguous; of any values if nothing was computed.
+
+    Raises:
+        TypeError: not a tensor, or a dtype that is not supported.
+        ValueError: a shape, stride, device, number or name that does not fit. Nothing has been written then.
+        RuntimeError: autograd would record: there is no backward pass.
+
+    Example::
+
+        >>> x, weight = torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+        >>> linear_small(x, weight, residual=torch.tensor([[10.0, 20.0]]))
+        tensor([[13., 27.]])
+        >>> linear_small(x, weight, norm=torch.ones(2), eps=0.0)
+        tensor([[0.8485, 1.9799]])
+    """
+    refuse_gradients("linear_small", x, weight, bias, norm, residual, out)
+    _check_product(x, weight, bias, norm, eps, one_plus_weight)
+    columns = len(weight)
+    if activation is not None:
+        if not isinstance(activation, str) or activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)} or None, is {activation!r}")
+        if residual is not None:
+            raise ValueError("activation and residual do not go together")
+        if columns % 2:
+            raise ValueError(f"with an activation weight must have an even number of rows, got {columns}")
+        columns //= 2
+    for name, tensor in (("residual", residual), ("out", out)):
+        if tensor is not None:
+            check_like(tensor, name, x, (len(x), columns))
+    if out is not None:
+        check_distinct(out, "out")
+    if query_lens is not None:
+        _check_counts(query_lens, len(query_lens), x)
+    kernels = dispatch.kernels(x)
+    given = x, weight, bias, norm, float(eps), one_plus_weight, activation, residual, query_lens
+    if out is None:
+        out = x.new_empty((len(x), columns))
+    if kernels is None:
+        reference.linear_small(*given, out)
+    elif out.numel():
+        kernels.linear_small(*given, out)
+    return out
+
+
+def qkv_append(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    query_lens: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    one_plus_weight: bool = False,
+    out: Tensor | None = None,
+    check_counts: bool = False,
+) -> Tensor:
+    """:func:`linear_small` of queries, keys and values, then :func:`rope_append` of all columns, whose positions are ``lengths[r] + j``.
+
+    Args:
+        x: ``[B, Q, K]`` with ``B * Q <= 16``, as for :func:`linear_small`, and one distance between all rows.
+        weight: ``[(Hq + 2 * Hkv) * D, K]``, as for :func:`linear_small`: the heads of queries, then of keys, then of values.
+        bias: likewise.
+        cos: as for :func:`rope_append`.
+        sin: likewise.
+        k_cache: ``[B, Hkv, S, D]``, as for :func:`kv_append`, the dtype of ``x``.
+        v_cache: likewise.
+        lengths: likewise.
+        query_lens: ``[B]``, likewise, ``0 <= query_lens <= Q`` and ``lengths + query_lens <= S``: columns from ``query_lens[r]`` on are padding, which writes nothing to
+            storage and has queries of any values. If all are 0, nothing is computed. None: all columns are new.
+        norm: as for :func:`linear_small`.
+        eps: likewise.
+        one_plus_weight: likewise.
+        out: ``[B, Hq, Q, D]`` to write to, any strides but in the last dimension; must overlap no other argument.
+        check_counts: as for :func:`rope_append`.
+
+    Returns:
+        The rotated queries, ``[B, Hq, Q, D]``; without ``out`` a view of ``[B, Q, Hq, D]``, which is contiguous. On a GPU the queries of a row whose length leads
+        out of the storage are NaN, and its storage is not written; the same holds for a column whose position is not in the tables.
+
+    Raises:
+        TypeError: not a tensor, or a dtype that is not supported.
+        ValueError: shapes, strides, devices, or numbers that were looked at, that do not fit. Nothing has been written then.
+        RuntimeError: autograd would record: there is no backward pass.
+
+    Example::
+
+        >>> k_cache, v_cache = torch.zeros(2, 1, 1, 3, 2)
+        >>> cos, sin = torch.zeros(3, 2), torch.ones(3, 2)  # a quarter of a turn
+        >>> weight = torch.eye(2).repeat(3, 1)
+        >>> qkv_append(torch.tensor([[[1.0, 2.0]]]), weight, None, cos, sin, k_cache, v_cache, torch.tensor([1]))
+        tensor([[[[-2.,  1.]]]])
+        >>> k_cache[0, 0].tolist(), v_cache[0, 0].tolist()
+        ([[0.0, 0.0], [-2.0, 1.0], [0.0, 0.0]], [[0.0, 0.0], [1.0, 2.0], [0.0, 0.0]])
+    """
+    refuse_gradients("qkv_append", x, weight, bias, norm, cos, sin, k_cache, v_cache, out)
+    sizes = check("qkv_append", k_cache, v_cache, lengths, query_lens)
+    batch, heads, capacity, dim = (sizes[letter] for letter in "BHSD")
+    check_rows(x, "x")
+    if x.dim() != 3 or len(x) != batch:
+        raise ValueError(f"x must be [{batch}, Q, K] for {batch} rows of storage, got shape {tuple(x.shape)}")
+    check_tensor(k_cache, "k_cache", (x.dtype,), tuple(k_cache.shape), x.device, "x")
+    width, rows = x.shape[1], as_rows(x)
+    _check_product(rows, weight, bias, norm, eps, one_plus_weight)
+    check_tables(cos, sin, dim, x)
+    heads_q, part = divmod(len(weight) - 2 * heads * dim, dim)
+    if part or heads_q <= 0:
+        raise ValueError(
+            f"weight must have rows for {heads} heads of keys, as many of values, and some of queries, each of {dim}, got shape {tuple(weight.shape)}"
+        )
+    arguments.check_flag("check_counts", check_counts)
+    if out is None:
+        out = x.new_empty((batch, width, heads_q, dim)).transpose(1, 2)
+    else:
+        check_tensor(out, "out", (x.dtype,), (batch, heads_q, width, dim), x.device, "x")
+        check_last(out, "out")
+        check_distinct(out, "out")
+    kernels = dispatch.kernels(x)
+    if check_counts or kernels is None:
+        check_fits(lengths, query_lens, width, capacity, "query_lens")
+        in_tables(lengths, query_lens, None, width, cos.shape[0])
+    given = weight, bias, norm, float(eps), one_plus_weight, cos, sin, k_cache, v_cache, lengths, query_lens
+    if kernels is None:
+        reference.qkv_append(x, *given, out)
+    elif out.numel():
+        kernels.qkv_append(rows, *given, out)
+    return out
+
+
+def _check_counts(query_lens: Any, rows: int, x: Tensor) -> None:
+    check_tensor(query_lens, "query_lens", INTEGERS, (rows,), x.device, "x")
+    check_contiguous(query_lens, "query_lens")
+    if rows > MAX_ROWS:
+        raise ValueError(f"query_lens must have at most {MAX_ROWS} rows, has {rows}")
+
+
+def _check_product(x: Any, weight: Any, bias: Any, norm: Any, eps: float, one_plus_weight: bool) -> None:
+    check_rows(x, "x")
+    if x.dim() != 2 or len(x) > MAX_ROWS:
+        raise ValueError(f"x must have at most {MAX_ROWS} rows [M, K], got shape {tuple(x.shape)}")
+    check_rows(weight, "weight")
+    if weight.dim() != 2 or weight.shape[1] != x.shape[1] or not len(weight):
+        raise ValueError(f"weight must be [N, {x.shape[1]}] with N > 0, got shape {tuple(weight.shape)}")
+    check_tensor(weight, "weight", (x.dtype,), tuple(weight.shape), x.device, "x")
+    for name, tensor, size in (("bias", bias, len(weight)), ("norm", norm, x.shape[1])):
+        if tensor is not None:
+            check_tensor(tensor, name, (x.dtype,), (size,), x.device, "x")
+            check_last(tensor, name)
+    check_eps(eps)
+    arguments.check_flag("one_plus_weight", one_plus_weight)

@@ -1,0 +1,492 @@
+"""``linear_small`` and ``qkv_append``: matrix products of up to 16 rows, each in one launch with what comes before and behind it in a layer.
+
+A product of few rows takes as long as its weights take to arrive, so all else of a layer is done while they do. Each block of threads multiplies some
+rows of the weights by all rows of ``x``. Its warps share the summands: of each step along a row of the weights, a warp takes one part. The weights are
+the first operand of the tensor cores' products, so few rows of ``x``, the columns of those products, cost few of them. Then the sums of the warps are added.
+
+* Before the product a block normalises the rows of ``x`` itself (RMS norm): they come from the L2 cache, and a launch would take longer.
+* Behind it the same block adds the residual stream; or multiplies the activation of the gate by the other half, of which it has the same rows; or rotates
+  queries and keys, of which it has both halves of a head, and writes keys and values to storage.
+
+A number's order of summation depends on the shape and the dtype of the weights: not on the number of rows of ``x``, and not on the other rows. In a dependent launch
+the block loads its first weights before it waits for the launch ahead. So no launch ahead may write weights, and every other access comes after the
+wait; :mod:`bench.compile_gate` checks the code. In a step without work, where no row has a new token, every block returns at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pipespec_kernels.products import MAX_ROWS
+from pipespec_kernels.triton import launch
+from pipespec_kernels.triton.activation import ACTIVATIONS, activated
+from pipespec_kernels.triton.launch import begin_dependent, dependent, on
+from pipespec_kernels.triton.norm import inverse_rms, rounded, weighted
+from pipespec_kernels.triton.philox import IS_INTERPRETED
+from pipespec_kernels.triton.rope import turn
+
+PARTS = 4  # of a step along K, one for each warp
+MANY = 8192  # rows of weights from which on a block takes more of them: each block reads x once more
+
+
+@triton.jit
+def operand(x):
+    """The interpreter multiplies bfloat16 as if its bits were integers."""
+    if IS_INTERPRETED:
+        return x.to(tl.float32)
+    else:
+        return x
+
+
+@triton.jit
+def is_idle(query_lens, batch, ROWS_OF_X: tl.constexpr):
+    """Whether no row has a new token."""
+    row = tl.arange(0, ROWS_OF_X)
+    return tl.max(tl.load(query_lens + row, mask=row < batch, other=0), 0) <= 0
+
+
+@triton.jit
+def load_weights(
+    weight,
+    weight_stride,
+    row,
+    there,
+    start,
+    K: tl.constexpr,
+    EVEN: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A step's weights ``[PARTS, rows, BLOCK]``."""
+    k = start + tl.arange(0, PARTS)[:, None, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+    at = weight + row.to(tl.int64)[None, :, None] * weight_stride + k
+    if EVEN:
+        return tl.load(at, eviction_policy="evict_first")
+    else:
+        return tl.load(at, mask=there[None, :, None] & (k < K), other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def load_x(
+    x, x_stride, rows, factor, norm, start,
+    NORM: tl.constexpr, ONE_PLUS: tl.constexpr, K: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The numbers ``[PARTS, BLOCK, COLUMNS]`` that a step multiplies its weights by: row ``c`` of ``x`` is column ``c``."""
+    k = start + tl.arange(0, PARTS)[:, None, None] * BLOCK + tl.arange(0, BLOCK)[None, :, None]
+    c = tl.arange(0, COLUMNS)[None, None, :]
+    y = tl.load(x + c.to(tl.int64) * x_stride + k, mask=(c < rows) & (k < K), other=0.0)
+    if NORM:
+        w = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
+        y = weighted(y.to(tl.float32) * factor[None, None, :], w, x.dtype.element_ty, ONE_PLUS).to(x.dtype.element_ty)
+    return y
+
+
+@triton.jit
+def norm_factors(x, x_stride, rows, eps, K: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """What the RMS norm multiplies each row by. All threads lie along a row, so its order of summation does not depend on the number of rows."""
+    c = tl.arange(0, COLUMNS)[:, None]
+    squares = tl.zeros([COLUMNS], tl.float32)
+    for start in range(0, K, BLOCK):
+        k = start + tl.arange(0, BLOCK)[None, :]
+        y = tl.load(x + c.to(tl.int64) * x_stride + k, mask=(c < rows) & (k < K), other=0.0).to(tl.float32)
+        squares += tl.sum(y * y, 1)
+    return inverse_rms(squares, eps, K)
+
+
+@triton.jit
+def sum_of_parts(sums, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sum over the first dimension, of four, in an order of its own: that of ``tl.sum`` depends on where the threads lie."""
+    tl.static_assert(PARTS == 4)
+    even, odd = tl.split(tl.reshape(tl.permute(sums, (1, 2, 0)), (ROWS, COLUMNS, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return (first + second) + (third + fourth)
+
+
+@triton.jit
+def multiply(
+    w, x, x_stride, rows, weight, weight_stride, bias, norm, eps, row, there,
+    HAS_BIAS: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_NORM: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Rows ``row [ROWS]`` of the weights (those that are ``there``) times the rows of ``x``: float32 ``[ROWS, COLUMNS]``, rounded to the dtype. ``w``: the weights
+    of the first step."""
+    factor = tl.full([COLUMNS], 1.0, tl.float32)
+    if NORM:
+        factor = norm_factors(x, x_stride, rows, eps, K, BLOCK_NORM, COLUMNS)
+    y = load_x(x, x_stride, rows, factor, norm, 0, NORM, ONE_PLUS, K, PARTS, BLOCK, COLUMNS)
+    sums = tl.zeros([PARTS, ROWS, COLUMNS], tl.float32)
+    sums = tl.dot(operand(w), operand(y), sums, input_precision="ieee")
+    for start in range(PARTS * BLOCK, K, PARTS * BLOCK):
+        w = load_weights(weight, weight_stride, row, there, start, K, EVEN, PARTS, BLOCK)
+        y = load_x(x, x_stride, rows, factor, norm, start, NORM, ONE_PLUS, K, PARTS, BLOCK, COLUMNS)
+        sums = tl.dot(operand(w), operand(y), sums, input_precision="ieee")
+    found = sum_of_parts(sums, PARTS, ROWS, COLUMNS)
+    if HAS_BIAS:
+        found += tl.load(bias + row, mask=there, other=0.0).to(tl.float32)[:, None]
+    return rounded(found, x.dtype.element_ty)
+
+
+@triton.jit
+def halves(y, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The first and the second half of the rows, each ``[ROWS / 2, COLUMNS]``."""
+    return tl.split(tl.permute(tl.reshape(y, (2, ROWS // 2, COLUMNS)), (1, 2, 0)))
+
+
+@triton.jit(do_not_specialize=["rows", "batch"], do_not_specialize_on_alignment=["query_lens"])
+def linear_kernel(
+    x,
+    x_stride,
+    weight,
+    weight_stride,
+    bias,
+    norm,
+    residual,
+    residual_stride,
+    output,
+    output_stride,
+    query_lens,
+    eps,
+    rows,
+    batch,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+    NORM: tl.constexpr,
+    ONE_PLUS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_NORM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS_OF_X: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """``KIND``: of the activation, whose gates are the first half of the rows of the weights; -1: there is none."""
+    dtype: tl.constexpr = output.dtype.element_ty
+    OUT: tl.constexpr = N // 2 if KIND >= 0 else N
+    r = tl.arange(0, ROWS)
+    if KIND >= 0:
+        HALF: tl.constexpr = ROWS // 2
+        at = tl.program_id(0) * HALF + r % HALF
+        row = at + r // HALF * OUT
+    else:
+        at = tl.program_id(0) * ROWS + r
+        row = at
+    if HAS_COUNTS and not PDL:
+        if is_idle(query_lens, batch, ROWS_OF_X):
+            return
+    w = load_weights(weight, weight_stride, row, at < OUT, 0, K, EVEN, PARTS, BLOCK)
+    begin_dependent(PDL)
+    if HAS_COUNTS and PDL:
+        if is_idle(query_lens, batch, ROWS_OF_X):
+            return
+    y = multiply(
+        w, x, x_stride, rows, weight, weight_stride, bias, norm, eps, row, at < OUT,
+        HAS_BIAS, NORM, ONE_PLUS, K, EVEN, PARTS, ROWS, BLOCK, BLOCK_NORM, COLUMNS,
+    )  # fmt: skip
+    if KIND >= 0:
+        gate, up = halves(y, ROWS, COLUMNS)
+        y = rounded(rounded(activated(gate, KIND), dtype) * up, dtype)
+        at = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+    c = tl.arange(0, COLUMNS)
+    write = (at < OUT)[:, None] & (c < rows)[None, :]
+    column = c.to(tl.int64)[None, :]
+    if HAS_RESIDUAL:
+        before = tl.load(residual + column * residual_stride + at[:, None], mask=write, other=0.0)
+        y = rounded(y + before.to(tl.float32), dtype)
+    tl.store(output + column * output_stride + at[:, None], y.to(dtype), mask=write)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "batch", "width", "capacity", "table_size"],
+    do_not_specialize_on_alignment=["lengths", "query_lens"],
+)
+def qkv_append_kernel(
+    x,
+    x_stride,
+    weight,
+    weight_stride,
+    bias,
+    norm,
+    cos,
+    cos_stride,
+    sin,
+    sin_stride,
+    table_size,
+    keys,
+    keys_stride_b,
+    keys_stride_h,
+    keys_stride_s,
+    values,
+    values_stride_b,
+    values_stride_h,
+    values_stride_s,
+    lengths,
+    query_lens,
+    output,
+    output_stride_b,
+    output_stride_h,
+    output_stride_q,
+    eps,
+    rows,
+    batch,
+    width,
+    capacity,
+    K: tl.constexpr,
+    HEADS_Q: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+    NORM: tl.constexpr,
+    ONE_PLUS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_NORM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS_OF_X: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Row ``c`` of ``x`` is column ``c % width`` of row ``c // width`` of the storage. A block has some dimensions of a head's first half, and those of the
+    other half that they are rotated with; or it has dimensions that are not rotated."""
+    HALF: tl.constexpr = ROTARY // 2
+    PAIRS: tl.constexpr = ROWS // 2
+    TURNED: tl.constexpr = (HALF + PAIRS - 1) // PAIRS  # blocks of a head that rotate
+    BLOCKS: tl.constexpr = TURNED + (DIM - ROTARY + ROWS - 1) // ROWS
+    dtype: tl.constexpr = output.dtype.element_ty
+    table: tl.constexpr = cos.dtype.element_ty
+    head, tile = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    turns = tile < TURNED
+    first = tl.where(turns, tile * PAIRS, ROTARY + (tile - TURNED) * ROWS)
+    gap = tl.where(turns, HALF, PAIRS)
+    r = tl.arange(0, ROWS)
+    d = first + r % PAIRS + r // PAIRS * gap
+    there = tl.where(turns, first + r % PAIRS < HALF, d < DIM)
+    if HAS_COUNTS and not PDL:
+        if is_idle(query_lens, batch, ROWS_OF_X):
+            return
+    w = load_weights(weight, weight_stride, head * DIM + d, there, 0, K, EVEN, PARTS, BLOCK)
+    begin_dependent(PDL)
+    if HAS_COUNTS and PDL:
+        if is_idle(query_lens, batch, ROWS_OF_X):
+            return
+    y = multiply(
+        w, x, x_stride, rows, weight, weight_stride, bias, norm, eps, head * DIM + d, there,
+        HAS_BIAS, NORM, ONE_PLUS, K, EVEN, PARTS, ROWS, BLOCK, BLOCK_NORM, COLUMNS,
+    )  # fmt: skip
+    low, high = halves(y, ROWS, COLUMNS)
+
+    c = tl.arange(0, COLUMNS)
+    row, column = (c // width).to(tl.int64), (c % width).to(tl.int64)
+    before = tl.load(lengths + row, mask=c < rows, other=-1).to(tl.int64)
+    place = before + column
+    if HAS_COUNTS:
+        fed = tl.load(query_lens + row, mask=c < rows, other=0).to(tl.int64)
+    else:
+        fed = tl.zeros([COLUMNS], tl.int64) + width
+    good = (before >= 0) & (before <= capacity - fed) & (fed <= width) & (place < table_size)
+    new = good & (column < fed)
+    d = first + tl.arange(0, PAIRS)
+    in_low = tl.where(turns, d < HALF, d < DIM)
+    in_high = tl.where(turns, d < HALF, d + gap < DIM)
+    is_q = head < HEADS_Q
+    is_v = head >= HEADS_Q + HEADS
+    if turns & (head < HEADS_Q + HEADS):
+        angle = in_low[:, None] & good[None, :]
+        at = place[None, :] * cos_stride + d[:, None]
+        low_cos = tl.load(cos + at, mask=angle, other=0.0).to(tl.float32)
+        high_cos = tl.load(cos + at + HALF, mask=angle, other=0.0).to(tl.float32)
+        at = place[None, :] * sin_stride + d[:, None]
+        low_sin = tl.load(sin + at, mask=angle, other=0.0).to(tl.float32)
+        high_sin = tl.load(sin + at + HALF, mask=angle, other=0.0).to(tl.float32)
+        turned = turn(low, -high, low_cos, low_sin, table, dtype)
+        high = turn(high, low, high_cos, high_sin, table, dtype)
+        low = turned
+
+    # Queries that cannot be computed are NaN. Keys and values of theirs, and of padding, are not written.
+    zero = tl.full([], 0, tl.int64)  # strides become tensors of one type
+    if is_q:
+        low = tl.where(good[None, :], low, float("nan"))
+        high = tl.where(good[None, :], high, float("nan"))
+        into = output + head * (zero + output_stride_h)
+        at = row * output_stride_b + column * output_stride_q
+        write = c < rows
+    elif is_v:
+        into = values + (head - HEADS_Q - HEADS) * (zero + values_stride_h)
+        at = row * values_stride_b + place * values_stride_s
+        write = new
+    else:
+        into = keys + (head - HEADS_Q) * (zero + keys_stride_h)
+        at = row * keys_stride_b + place * keys_stride_s
+        write = new
+    into += at[None, :] + d[:, None]
+    tl.store(into, low.to(dtype), mask=in_low[:, None] & write[None, :])
+    tl.store(into + gap, high.to(dtype), mask=in_high[:, None] & write[None, :])
+
+
+class Tile(NamedTuple):
+    """Of a block of threads. It follows from the shape and the dtype of the weights alone.
+
+    Attributes:
+        rows: of weights.
+        block: summands of each warp in a step.
+        norm: summands of a row of ``x`` that are loaded at once for its norm: at least as many as make all threads lie along the row.
+        stages: steps whose weights are loaded at a time.
+    """
+
+    rows: int
+    block: int
+    norm: int
+    stages: int
+
+
+def tile_of(weights: int, itemsize: int) -> Tile:
+    """The tile for a number of rows of weights: 16 KiB of weights in a step. Two or three blocks on a multiprocessor then keep more bytes on their way than
+    the latency of memory needs. Not tuned on a device."""
+    if itemsize == 4:  # no tensor cores
+        return Tile(16, 32, 512, 2)
+    rows = 32 if weights >= MANY else 16
+    return Tile(rows, 2048 // rows, 1024, 3)
+
+
+def constants_of(
+    x: Tensor, even_rows: bool, norm: bool, one_plus: bool, bias: bool, counts: bool, tile: Tile
+) -> dict[str, Any]:
+    """What both kernels have as constants. ``even_rows``: every block has all its rows of the weights."""
+    rows, size = x.shape
+    return {
+        "K": size,
+        "HAS_BIAS": bias,
+        "HAS_COUNTS": counts,
+        "NORM": norm,
+        "ONE_PLUS": one_plus,
+        "EVEN": even_rows and size % (PARTS * tile.block) == 0,
+        "PARTS": PARTS,
+        "ROWS": tile.rows,
+        "BLOCK": tile.block,
+        "BLOCK_NORM": tile.norm,
+        "COLUMNS": 8 if rows <= 8 else MAX_ROWS,
+        "ROWS_OF_X": MAX_ROWS,
+    }
+
+
+def linear_small(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    one_plus_weight: bool,
+    activation: str | None,
+    residual: Tensor | None,
+    query_lens: Tensor | None,
+    out: Tensor,
+) -> None:
+    """See :func:`pipespec_kernels.ops.linear_small`, which checks the arguments."""
+    launch.check_device(x.device, "x")
+    tile = tile_of(len(weight), x.element_size())
+    step = tile.rows if activation is None else tile.rows // 2
+    even = out.shape[1] % step == 0
+    flags = norm is not None, one_plus_weight, bias is not None, query_lens is not None
+    constants = constants_of(x, even, *flags, tile)
+    before = out if residual is None else residual
+    with on(x.device):
+        linear_kernel[(triton.cdiv(out.shape[1], step),)](
+            x,
+            x.stride(0),
+            weight,
+            weight.stride(0),
+            weight if bias is None else bias,
+            weight if norm is None else norm,
+            before,
+            before.stride(0),
+            out,
+            out.stride(0),
+            out if query_lens is None else query_lens,
+            eps,
+            len(x),
+            0 if query_lens is None else len(query_lens),
+            N=len(weight),
+            KIND=-1 if activation is None else ACTIVATIONS.index(activation),
+            HAS_RESIDUAL=residual is not None,
+            **constants,
+            **dependent(x.device),
+            num_warps=PARTS,
+            num_stages=tile.stages,
+            enable_fp_fusion=False,
+        )
+
+
+def qkv_append(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    one_plus_weight: bool,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    query_lens: Tensor | None,
+    out: Tensor,
+) -> None:
+    """See :func:`pipespec_kernels.ops.qkv_append`, which checks the arguments and makes ``out``."""
+    launch.check_device(x.device, "x")
+    heads_q, heads, dim, rotary = out.shape[1], k_cache.shape[1], k_cache.shape[3], cos.shape[1]
+    tile = tile_of(len(weight), x.element_size())
+    pairs, rest = rotary // 2, dim - rotary
+    even = pairs % (tile.rows // 2) == 0 and rest % tile.rows == 0
+    flags = norm is not None, one_plus_weight, bias is not None, query_lens is not None
+    constants = constants_of(x, even, *flags, tile)
+    blocks = triton.cdiv(pairs, tile.rows // 2) + triton.cdiv(rest, tile.rows)
+    with on(x.device):
+        qkv_append_kernel[(blocks * (heads_q + 2 * heads),)](
+            x,
+            x.stride(0),
+            weight,
+            weight.stride(0),
+            weight if bias is None else bias,
+            weight if norm is None else norm,
+            cos,
+            cos.stride(0),
+            sin,
+            sin.stride(0),
+            cos.shape[0],
+            k_cache,
+            *k_cache.stride()[:3],
+            v_cache,
+            *v_cache.stride()[:3],
+            lengths,
+            lengths if query_lens is None else query_lens,
+            out,
+            *out.stride()[:3],
+            eps,
+            len(x),
+            len(out),
+            out.shape[2],
+            k_cache.shape[2],
+            HEADS_Q=heads_q,
+            HEADS=heads,
+            DIM=dim,
+            ROTARY=rotary,
+            **constants,
+            **dependent(x.device),
+            num_warps=PARTS,
+            num_stages=tile.stages,
+            enable_fp_fusion=False,
+        )
