@@ -53,11 +53,11 @@ class LocalDriver(SpeculativeDriver):
         self._adopted = None
 
     @torch.inference_mode()
-    def complete(self, texts: Sequence[np.ndarray]) -> RowCache:
-        """A copy of the stages' keys and values, made to hold exactly ``texts``, which begin with the call's text or are a part of it."""
+    def complete(self, texts: Sequence[np.ndarray], lengths: Sequence[int]) -> RowCache:
+        """A copy of the stages' keys and values, made to hold exactly ``texts``. Arguments: :meth:`pipespec.engine.cached_text.CachedText.complete`."""
         ends = [len(text) for text in texts]
         held = zip(*(stage.cache.lengths for stage in self.stages), strict=True)
-        begin = [min(n, *row) for n, row in zip(ends, held, strict=True)]
+        begin = [min(n, end, *row) for n, end, row in zip(lengths, ends, held, strict=True)]
         # Recurrent layers may have fewer states than their rows have positions. Those of all stages must agree.
         while (there := self._restorable(begin)) != begin:
             begin = there

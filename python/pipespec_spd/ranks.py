@@ -91,7 +91,7 @@ class RanksDriver(SpeculativeDriver):
             "generate(): past_key_values is not supported with ranks: each stage keeps the keys and values of its own layers"
         )
 
-    def complete(self, texts: Sequence[np.ndarray]) -> None:
+    def complete(self, texts: Sequence[np.ndarray], lengths: Sequence[int]) -> None:
         return None
 
     def forget(self) -> None:

@@ -212,7 +212,7 @@ def complete(call: PreparedCall, owner: CacheOwner) -> RowCache | None:
     """
     if not call.request.returns_cache:
         return None
-    return owner.complete(_texts_after(call))
+    return owner.complete(_texts_after(call), [n - 1 for n in call.progress.text.lengths])
 
 
 def _texts_after(call: PreparedCall) -> list[np.ndarray]:

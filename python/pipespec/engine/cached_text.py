@@ -97,16 +97,17 @@ class CachedText:
         self._cache = None
 
     @torch.inference_mode()
-    def complete(self, texts: Sequence[np.ndarray]) -> RowCache:
+    def complete(self, texts: Sequence[np.ndarray], lengths: Sequence[int]) -> RowCache:
         """Make the cache of the last call hold exactly ``texts``, and return it. It stays the stage's.
 
         Args:
-            texts: per row, int32 ids that begin with the call's text or are a part of it. What the cache lacks is fed.
+            texts: per row, int32 ids, which go on from the call's text. What the cache lacks is fed.
+            lengths: per row, the tokens of it that the call has fed. Columns of the cache after those may be of other tokens.
         """
         cache, ends = self._cache, [len(text) for text in texts]
         assert cache is not None
         self._set_text(texts, max(self._text.shape[1], *ends))
-        begin = [min(pair) for pair in zip(ends, cache.lengths, strict=True)]
+        begin = [min(both) for both in zip(lengths, ends, cache.lengths, strict=True)]
         self._roll_back(cache, begin)
         if begin != ends:
             self._grow(cache, max(ends))
