@@ -27,7 +27,6 @@ from transformers import (
 
 from pipespec import Pipeline, trust
 from pipespec.api.arguments import ARGUMENTS, How
-from pipespec.engine.cache import RowCache
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
 from tests.support.streamers import Recorder
 
@@ -189,7 +188,7 @@ def _pad(s: Situation) -> Case:
 
 
 def _new_cache(s: Situation):
-    return DynamicCache() if s.rows == 1 else RowCache.for_model(s.model, s.rows, 99)
+    return DynamicCache() if s.rows == 1 else DynamicCache(config=s.model.config)
 
 
 def _cache(s: Situation) -> Case:

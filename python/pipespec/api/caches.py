@@ -60,7 +60,7 @@ class Columns:
         self.held = held
         given = mask.cpu().numpy()
         self.places = [np.flatnonzero(row) for row in given]
-        self.hidden = np.argwhere(given[:, held:] == 0) + [0, held]
+        self.hidden = np.argwhere(given[:, held:] == 0) + np.array([0, held])
         for row, places in enumerate(self.places):
             if len(places) == 0:
                 raise UnsupportedInput(
@@ -94,7 +94,9 @@ def columns_held(cache: Cache | None) -> int:
     if cache is None:
         return 0
     if not isinstance(cache, Cache):
-        raise Unsupported("past_key_values", f"past_key_values: {type(cache).__name__} is not supported; pass a DynamicCache")
+        raise Unsupported(
+            "past_key_values", f"past_key_values: {type(cache).__name__} is not supported; pass a DynamicCache"
+        )
     if type(cache) is not DynamicCache:
         raise _state(f"is a {type(cache).__name__}")
     if not _is_plain(cache):

@@ -327,9 +327,7 @@ class GatedDeltaNet(nn.Module):
             return
         noise = torch.randn((1, 6, own.hidden_size), generator=torch.Generator().manual_seed(0), device="cpu")
         hidden = noise.to(weight.device, own.dt_bias.dtype)
-        layout = StateLayout(
-            (0,), own.conv_dim, own.conv_kernel_size, own.num_v_heads, own.head_k_dim, own.head_v_dim
-        )
+        layout = StateLayout((0,), own.conv_dim, own.conv_kernel_size, own.num_v_heads, own.head_k_dim, own.head_v_dim)
         ring = StateRing(layout, 1, hidden.dtype, hidden.device)
         with torch.inference_mode():
             expected = own(hidden).float()
