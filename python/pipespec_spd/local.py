@@ -27,7 +27,7 @@ class LocalDriver(SpeculativeDriver):
         super().__init__(partition, Verifier.of(model), drafter, native)
         self.model = model
         self.stages = [LayerStage.of(model, partition, s) for s in range(partition.stages)]
-        self._adopted: tuple[RowCache, list[np.ndarray]] | None = None
+        self._adopted: RowCache | None = None
 
     @property
     def target(self) -> LocalDriver:
@@ -46,7 +46,7 @@ class LocalDriver(SpeculativeDriver):
 
     def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
         """Start the next call with the keys and values of ``cache``, whose rows hold ``text``."""
-        self._adopted = cache, list(text)
+        self._adopted = cache
 
     def forget(self) -> None:
         """Let go of what :meth:`adopt` has got. Each call reads its prompts anew."""
@@ -75,10 +75,10 @@ class LocalDriver(SpeculativeDriver):
 
     def _begin(self, end: list[int]) -> list[int]:
         """The lengths of an adopted cache, or 0."""
-        if self._adopted is None:
+        cache = self._adopted
+        if cache is None:
             return super()._begin(end)
-        cache, text = self._adopted
-        begin = cache.restorable([min(len(tokens), e) for tokens, e in zip(text, end, strict=True)])
+        begin = cache.restorable([min(pair) for pair in zip(cache.lengths, end, strict=True)])
         if any(begin):
             states = cache.states(begin)
             for stage in self.stages:

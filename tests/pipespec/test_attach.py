@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 import transformers
-from transformers import GenerationMixin, StaticCache
+from transformers import GenerationMixin
 
 import pipespec
 from pipespec import Pipeline
@@ -211,7 +211,6 @@ def unsupported(model) -> dict[str, dict]:
         "num_beams": {"num_beams": 3},
         "assistant_model": {"assistant_model": noisy(model, 0.1)},
         "position_ids": {"inputs": half, "position_ids": torch.arange(2, 7)[None]},
-        "past_key_values": {"past_key_values": StaticCache(config=model.config, max_cache_len=99)},
         "inputs_embeds": {"inputs": None, "inputs_embeds": model.get_input_embeddings()(half).detach()},
         "cache_implementation": {"cache_implementation": "static"},
     }

@@ -301,7 +301,7 @@ def test_a_cache_given_to_a_call_that_fails(model, how, when):
 
 def test_storage_whose_growth_is_interrupted(model, monkeypatch):
     """Between the copy and the use of the new storage. The old storage stays."""
-    cache = RowCache.for_model(model, 1, 16)
+    cache = RowCache.for_model(model, 1, 20)
     forward(model, PROMPT, cache, keep=0)
 
     def interrupts(*_: object) -> None:
@@ -311,7 +311,7 @@ def test_storage_whose_growth_is_interrupted(model, monkeypatch):
         patch.setattr(RowCache, "_use", interrupts)
         with pytest.raises(KeyboardInterrupt):
             cache.reserve(32)
-    assert cache.capacity == 16
+    assert cache.capacity == 20
     logits = forward(model, PROMPT[:, :2], cache, keep=1)
     with torch.no_grad():
         wanted = model(torch.cat([PROMPT, PROMPT[:, :2]], 1)).logits[:, -1:]

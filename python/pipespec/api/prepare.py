@@ -138,19 +138,10 @@ def prepare(
         sampling_params,
         head_size(target),
         chunk=config.prefill_chunk_size or prefill_chunk(rows, str(input_device(target))),
-        reuse=options.cache is not None,
+        reuse=columns.held > 0,
         grammar=grammar,
     )
-    record, logprobs = None, check_logprobs(options.logprobs, config, inputs.vocabulary)
-    has_outputs = config.return_dict_in_generate and (config.output_scores or config.output_logits)
-    if has_outputs or logprobs is not None:
-        record = ScoreRecord(
-            rows,
-            scores=bool(config.output_scores),
-            logits=bool(config.output_logits),
-            top_logprobs=logprobs,
-            warpers=sampling_params.warpers,
-        )
+    record = _record(rows, config, check_logprobs(options.logprobs, config, inputs.vocabulary), sampling_params)
     if options.cache is not None and not config.use_cache:
         raise UnsupportedInput("use_cache", "use_cache=False with past_key_values: pass one of them only")
     returns_cache = options.cache is not None or bool(config.return_dict_in_generate and config.use_cache)
@@ -162,17 +153,26 @@ def prepare(
     # transformers fills finished rows only where an end-of-text token exists.
     criteria = Criteria(text, others, any(map(_is_eos, stopping_criteria)), record, check_model) if others else None
     progress = Progress(text, criteria, options.streamer, record, max_length, check_model)
-    request = GenerationRequest(
-        inputs,
-        eos,
-        progress.on_commit,
-        record,
-        cache=row_cache,
-        returns_cache=returns_cache,
-    )
+    request = GenerationRequest(inputs, eos, progress.on_commit, record, row_cache, returns_cache)
     positions = positions_of_call(position_ids, attention_mask)
     return PreparedCall(
         target, config, options, attention_mask, positions, columns, is_text_known, seeds, progress, request
+    )
+
+
+def _record(
+    rows: int, config: GenerationConfig, logprobs: int | None, sampling_params: SamplingParams
+) -> ScoreRecord | None:
+    """Where the target stores what the call asks for in addition to the text; None: it asks for nothing."""
+    has_outputs = config.return_dict_in_generate and (config.output_scores or config.output_logits)
+    if not has_outputs and logprobs is None:
+        return None
+    return ScoreRecord(
+        rows,
+        scores=bool(config.output_scores),
+        logits=bool(config.output_logits),
+        top_logprobs=logprobs,
+        warpers=sampling_params.warpers,
     )
 
 

@@ -107,7 +107,9 @@ class CachedText:
         cache, ends = self._cache, [len(text) for text in texts]
         assert cache is not None
         self._set_text(texts, max(self._text.shape[1], *ends))
-        begin = [min(both) for both in zip(lengths, ends, cache.lengths, strict=True)]
+        # What the leader of a group has fed here is in the caches of its followers, too.
+        is_fed = self._group is not None and not self._group.is_leader
+        begin = ends if is_fed else [min(all_) for all_ in zip(lengths, ends, cache.lengths, strict=True)]
         self._roll_back(cache, begin)
         if begin != ends:
             self._grow(cache, max(ends))
