@@ -63,8 +63,6 @@ class LocalDriver(SpeculativeDriver):
             begin = there
         for row, text in enumerate(texts):
             self._text[row, : len(text)] = text
-        for stage in self.stages:
-            stage.cache.truncate(begin)
         for columns, at, real in prompt_chunks(self._text, begin, ends, False, lambda: PREFILL_CHUNK):
             self._feed(columns, at, real)
         for stage in self.stages:

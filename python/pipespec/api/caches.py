@@ -11,8 +11,8 @@ state is left to transformers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
 from pipespec.errors import NotKnown, Unsupported, UnsupportedInput
 from pipespec.models.compat import new_cache, recurrent_layer, recurrent_states
+from pipespec.models.devices import input_device
 from pipespec.models.layout import CacheLayout
 
 if TYPE_CHECKING:
@@ -128,35 +129,35 @@ def converted(target: PreTrainedModel, cache: Cache, columns: Columns, capacity:
     layout, rows, held = CacheLayout.of(target.config), len(columns.places), columns.held
     if held != (columns.cached or held) or held >= columns.count:
         raise _state("holds other columns than attention_mask has before the new tokens")
-    if len(cache.layers) not in (0, len(layout.windows)) or (layout.states is not None and not cache.layers):
+    own_kinds = [i in layout.attention for i in range(len(layout.windows))]
+    fitting = map(_fits, cache.layers, layout.windows, own_kinds)
+    if len(cache.layers) not in (0, len(own_kinds)) or not all(fitting) or not (cache.layers or all(own_kinds)):
         raise _state("has other layers than the target")
-    if not held and not any(layer.get_seq_length() for layer in _attention(cache)):
+    if not held and not any(map(_holds, cache.layers)):
         return None
     if len(columns.hidden) and held and (layout.states is not None or any(layout.windows)):
         raise _state("goes on with padding, which counts in sliding windows and recurrent states")
     tokens = columns.tokens(held)
     own = RowCache.for_model(target, rows, max(capacity, held))
-    own_layout = own.layout  # of a part of the heads, in a tensor-parallel group
-    recurrent = set(range(len(own_layout.windows))) - set(own_layout.attention)
-    if recurrent and not all(tokens):
+    if layout.states is not None and not all(tokens):
         raise _state("has recurrent states of rows without tokens")
-    states = []
-    for i, layer in enumerate(cache.layers):
-        pair = recurrent_states(layer) if i in recurrent else _of_layer(layer, own_layout.windows[i], held)
+    at = [torch.from_numpy(places[:n]) for places, n in zip(columns.places, tokens, strict=True)]
+    loaded = []
+    for layer, device, is_own in zip(cache.layers, own.layer_devices, own_kinds, strict=True):
+        pair = _of_layer(layer, held) if is_own else recurrent_states(layer)
         if pair is None:
             raise _state("holds other columns in some layers")
-        states.append(pair)
-    at = [torch.from_numpy(places[:n]) for places, n in zip(columns.places, tokens, strict=True)]
-    top, loaded = max(tokens), []
-    for i, (pair, device) in enumerate(zip(states, own.layer_devices, strict=True)):
-        if any(x.device != device for x in pair) or (i not in recurrent and any(x.dtype != own.dtype for x in pair)):
+        if any(len(x) != rows for x in pair):
+            raise _state("has other rows than input_ids")
+        if any(x.device != device or (is_own and x.dtype != own.dtype) for x in pair):
             raise _state(f"is not of {own.dtype} on {device} in all layers")
-        loaded.append(pair if i in recurrent else tuple(_gathered(x, at, held, top) for x in pair))
+        keys, values = pair
+        loaded.append((_gathered(keys, at, held), _gathered(values, at, held)) if is_own else pair)
     try:
         own.load(loaded, tokens)
     except (ValueError, RuntimeError) as error:  # of other sizes
         raise _state("has other sizes than the target's keys and values") from error
-    if any(window is not None and window <= held for window in own_layout.windows):
+    if any(window is not None and window <= held for window in layout.windows):
         own.set_floors(tokens)
     return own
 
@@ -165,30 +166,34 @@ def _state(what: str) -> NotKnown:
     return NotKnown("past_key_values", f"generate(): past_key_values {what}")
 
 
-def _attention(cache: Cache) -> Iterator[Any]:
-    return (layer for layer in cache.layers if isinstance(layer, DynamicLayer))
+def _fits(layer: Any, window: int | None, has_keys: bool) -> bool:
+    """Whether a layer of a cache is of the kind that the target's is, with its window or without one."""
+    if not has_keys:
+        return recurrent_layer is not None and isinstance(layer, recurrent_layer)
+    return isinstance(layer, DynamicLayer) and getattr(layer, "sliding_window", None) in (None, window)
 
 
-def _of_layer(layer: Any, window: int | None, held: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _holds(layer: Any) -> bool:
+    return bool(layer.get_seq_length()) if isinstance(layer, DynamicLayer) else recurrent_states(layer) is not None
+
+
+def _of_layer(layer: Any, held: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Keys and values of a layer that holds ``held`` columns, or the last ones that its window needs; None of another one."""
-    if not isinstance(layer, DynamicLayer) or layer.get_seq_length() != held or layer.keys is None:
-        return None
-    own = getattr(layer, "sliding_window", None)
-    if own is not None and own != window:
+    if layer.get_seq_length() != held or layer.keys is None:
         return None
     there, values = layer.keys.shape[-2], layer.values.shape[-2]
-    least = held if own is None else min(held, own - 1)
+    least = min(held, getattr(layer, "sliding_window", held + 1) - 1)
     return (layer.keys, layer.values) if there == values and least <= there <= held else None
 
 
-def _gathered(states: torch.Tensor, at: Sequence[torch.Tensor], held: int, top: int) -> torch.Tensor:
-    """The columns ``at[r]`` of each row, first ones first: ``[rows, heads, top, head_dim]``. ``states`` are the last of ``held`` columns; zeros stand for
-    the others, which no window reaches."""
-    if len(states) != len(at):
-        raise _state("has other rows than input_ids")
+def _gathered(states: torch.Tensor, at: Sequence[torch.Tensor], held: int) -> torch.Tensor:
+    """The columns ``at[r]`` of each row, first ones first: ``[rows, heads, tokens, head_dim]``.
+
+    ``states`` are the last of ``held`` columns. Zeros stand for the others, which no window reaches.
+    """
     lacking = held - states.shape[-2]
     with torch.inference_mode(False), torch.no_grad():
-        gathered = states.new_zeros((*states.shape[:2], top, states.shape[-1]))
+        gathered = states.new_zeros((*states.shape[:2], max(map(len, at)), states.shape[-1]))
         for row, places in enumerate(at):
             there = places[places >= lacking].to(states.device)
             gathered[row, :, len(places) - len(there) : len(places)] = states[row][:, there - lacking]
@@ -225,14 +230,13 @@ def _texts_after(call: PreparedCall) -> list[np.ndarray]:
 
 def returned(call: PreparedCall, own: RowCache) -> Cache:
     """The caller's cache, with the columns of the call appended; a new one if the caller gave none. One copy of them."""
-    columns, cache, target = call.columns, call.options.cache, call.target
-    texts = _texts_after(call)
-    width = call.progress.text.sequences().shape[1] - 1 + columns.cached - columns.held
+    columns, cache, text = call.columns, call.options.cache, call.progress.text
+    width = text.sequences().shape[1] - 1 + columns.cached - columns.held
     begins = columns.tokens(columns.held)
     # Not inference tensors, whose gradients could not be computed.
     with torch.inference_mode(False), torch.no_grad():
         padding = _padding(call) if len(columns.hidden) else None
-        cache = new_cache(target) if cache is None else cache
+        cache = new_cache(call.target) if cache is None else cache
         for i, pair in enumerate(own.states()):
             if i not in own.layout.attention:
                 cache.update_conv_state(pair[0], i)
@@ -243,11 +247,12 @@ def returned(call: PreparedCall, own: RowCache) -> Cache:
             else:
                 new = [_placed(x, columns, begins, width) for x in pair]
             if padding is not None:
-                for placed, states in zip(new, padding.states[i], strict=True):
-                    placed[padding.rows, :, padding.at - columns.held] = states.to(placed)
+                rows, at = columns.hidden.T
+                for placed, states in zip(new, padding[i], strict=True):
+                    placed[torch.from_numpy(rows), :, torch.from_numpy(at - columns.held)] = states.to(placed)
             cache.update(*new, i)
     if call.is_text_known:
-        _texts[cache] = texts
+        _texts[cache] = _texts_after(call)
     return cache
 
 
@@ -262,53 +267,36 @@ def _placed(states: torch.Tensor, columns: Columns, begins: Sequence[int], width
     return placed
 
 
-class _Padding(NamedTuple):
-    """Keys and values that transformers leaves in padding. A later call may show them.
+def _padding(call: PreparedCall) -> list[list[torch.Tensor]]:
+    """What transformers leaves in the ``n`` columns of :attr:`Columns.hidden`, which a later mask may show: a forward of the target's own says it.
 
-    Attributes:
-        rows: Int64 ``[n]``.
-        at: The columns, int64 ``[n]``.
-        states: Per layer, keys and values ``[n, kv_heads, head_dim]``.
+    Returns:
+        Per layer, keys and values ``[n, kv_heads, head_dim]``; nothing of recurrent layers.
     """
-
-    rows: torch.Tensor
-    at: torch.Tensor
-    states: list[list[torch.Tensor]]
-
-
-def _padding(call: PreparedCall) -> _Padding:
-    """The padding in the new columns of a call, by a forward of the target's own."""
-    columns, target, device = call.columns, call.target, call.mask.device
-    rows, at = (torch.from_numpy(x).to(device) for x in columns.hidden.T)
-    first, cached = columns.held, columns.cached
-    ids, places = call.progress.text.input_ids, call.position_ids[:, first - columns.count :]
+    columns, target, device = call.columns, call.target, input_device(call.target)
+    first = columns.held
+    new = [x[:, first - columns.count :].cpu() for x in (call.progress.text.input_ids, call.position_ids)]
+    rows, at = (torch.from_numpy(x) for x in (columns.hidden - [0, first]).T)
     is_recurrent = CacheLayout.of(target.config).states is not None
-    leads = all(at < columns.places[row][0] for row, at in columns.hidden)
-    if leads and not is_recurrent and mask_kind(target.config) is MaskKind.SDPA:
-        # A column that sees nothing: it depends on its token and its position only.
-        columns_of = torch.stack([ids[rows, at - cached], places[rows, at - first]], 1)
-        found, which = columns_of.unique(dim=0, return_inverse=True)
-        tokens, positions = found.T
-        seen = DynamicCache()
-        _run(target, tokens[:, None], torch.zeros_like(tokens)[:, None], positions[:, None], seen)
-        chosen = [[x[which, :, 0] for x in (layer.keys, layer.values)] for layer in seen.layers]
-        return _Padding(rows, at, chosen)
-    seen = new_cache(target) if is_recurrent else DynamicCache()
-    if first:
-        assert call.options.cache is not None
-        for i, layer in enumerate(call.options.cache.layers):
+    begins = np.array([places[0] for places in columns.places])
+    sees_nothing = bool((columns.hidden[:, 1] < begins[columns.hidden[:, 0]]).all())
+    if sees_nothing and not is_recurrent and mask_kind(target.config) is MaskKind.SDPA:
+        # Such a column depends on its token and its position only.
+        different, which = torch.stack([x[rows, at] for x in new], 1).unique(dim=0, return_inverse=True)
+        new, mask, seen = list(different[:, :, None].transpose(0, 1)), torch.zeros(len(different), 1), DynamicCache()
+        rows, at = which, torch.zeros_like(which)
+    else:
+        mask, seen = call.mask, new_cache(target) if is_recurrent else DynamicCache()
+        for i, layer in enumerate(call.options.cache.layers if call.options.cache is not None and first else ()):
             seen.update(layer.keys, layer.values, i)
-    _run(target, ids[:, first - cached :], call.mask, places, seen)
-    pairs = ([layer.keys, layer.values] if isinstance(layer, DynamicLayer) else [] for layer in seen.layers)
-    return _Padding(rows, at, [[x[rows, :, at] for x in pair] for pair in pairs])
-
-
-def _run(target: Any, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Cache) -> None:
+        at = at + first
     target(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=positions,
-        past_key_values=cache,
+        input_ids=new[0].to(device),
+        attention_mask=mask.to(device, torch.long),
+        position_ids=new[1].to(device),
+        past_key_values=seen,
         use_cache=True,
         logits_to_keep=1,
     )
+    pairs = ((layer.keys, layer.values) if isinstance(layer, DynamicLayer) else () for layer in seen.layers)
+    return [[x[rows, :, at] for x in pair] for pair in pairs]

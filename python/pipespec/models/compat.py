@@ -34,7 +34,7 @@ def caches_latents(model_type: str) -> bool:
     return any(name.endswith("Attention") and hasattr(kind, "expand_kv") for name, kind in vars(source).items())
 
 
-recurrent_layer: type | None = getattr(cache_utils, "LinearAttentionLayer", None)
+recurrent_layer: Any = getattr(cache_utils, "LinearAttentionLayer", None)
 """The class of a recurrent layer in a ``DynamicCache``; None in versions whose recurrent models have caches of their own."""
 
 
