@@ -60,7 +60,8 @@ demo: $(RUNTIME) native
 demo-real: $(DEV) native
 	$(PY) -m tools.real_models $(REAL)
 	rm -rf build/bench/demo_real
-	$(PY) -m bench.real --models $(REAL) --hf bfloat16 --rows default "GGUF, plain" "GGUF, default" --new-tokens 32 --repeats 1 \
+	$(PY) -m bench.run --target $(REAL)/q15-hf --drafts $(REAL)/q05-hf --dtype bfloat16 --reference plain --tuning 0 --chat-template --new-tokens 32 \
+	  --systems hf "HF assisted" default "GGUF, plain" "GGUF, default" \
 	  --prompts code=bench/configs/demo_code.jsonl chat=bench/configs/demo_chat.jsonl --out build/bench/demo_real
 
 # The steps in order, with the time of each; the first failure ends it.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,10 +23,13 @@ from bench.systems import (
     OWN_LAYERS,
     HFSystem,
     Kind,
+    LineSystem,
+    PipelineSystem,
     System,
     TunedSetting,
     Unmeasured,
     Workload,
+    draft_names,
     each_chain,
     generated,
     private_copies,
@@ -33,9 +38,12 @@ from bench.systems import (
 )
 from pipespec.models.properties import text_config
 from pipespec.models.quantizing import sharing
+from pipespec.process.records import build
+from pipespec.registry import PLAIN
 from pipespec_spd import SpeculativePipeline
 from pipespec_spd.draft_module import DraftModuleConfig
 from pipespec_spd.partition import cut
+from pipespec_spd.report import SpeculativeReport
 
 LOOKAHEADS = {"asynchronous": (3, 0, 5), "lockstep": (5, 3, 8, 12)}
 """Minimum lookahead tried for the published schedules; 3 is the best asynchronous one in the publication."""
@@ -254,19 +262,58 @@ class StagedSystem(System):
         self.pipe = SpeculativePipeline(target, found, stages=self.stages)
 
     def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
-        sample, report = generated(self.pipe, self.workload, ids, new_tokens, seed), self.pipe.report
-        # A cycle decides at most one token. Accepted drafts are those that a cycle confirmed.
-        target = StepCounts("target", report.cycles, report.verified, report.checked, report.accepted)
-        target.rollbacks = report.flushes
-        sample.stages, sample.phases = [target], dict(report.phases)
-        sample.cycles, sample.verified = report.cycles, report.verified
-        sample.stage_seconds, sample.parallel_seconds = list(report.stage_seconds), report.parallel_seconds
-        return sample
+        return staged_sample(generated(self.pipe, self.workload, ids, new_tokens, seed), self.pipe.report)
+
+
+def staged_sample(sample: Sample, report: SpeculativeReport) -> Sample:
+    """A sample with the counts and times of an SPD call."""
+    # A cycle decides at most one token. Accepted drafts are those that a cycle confirmed.
+    target = StepCounts("target", report.cycles, report.verified, report.checked, report.accepted)
+    target.rollbacks = report.flushes
+    sample.stages, sample.phases = [target], dict(report.phases)
+    sample.cycles, sample.verified = report.cycles, report.verified
+    sample.stage_seconds, sample.parallel_seconds = list(report.stage_seconds), report.parallel_seconds
+    return sample
+
+
+class RanksSystem(LineSystem):
+    """The SPD of ``staged`` on ``ranks`` processes of torchrun with one thread each, which read their parts of the model in ``target``.
+
+    ``drafter``: as :class:`pipespec_spd.RanksPipeline` takes it, a model as its path.
+    """
+
+    is_heavy = True
+    variables: ClassVar[dict[str, str]] = {"OMP_NUM_THREADS": "1"}
+
+    def __init__(self, staged: StagedSystem, target: str, drafter: str, ranks: int) -> None:
+        about: dict[str, Any] = {"options": staged.about["options"], "axes": staged.about["axes"], "ranks": ranks}
+        super().__init__(f"{staged.key}-ranks{ranks}", f"{staged.label}, {ranks} ranks", drafts=staged.drafts, **about)
+        self._launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        self._job = {"target": target, "drafter": drafter, "stages": staged.stages}
+
+    def start(self, workload: Workload) -> None:
+        if not workload.is_greedy:
+            raise NotImplementedError("greedy only")
+        how = {"sampling": workload.sampling, "dtype": str(workload.family.target.dtype).removeprefix("torch.")}
+        self.command = [*self._launch, "-m", "bench.spd", "rank", json.dumps(self._job | how)]
+        super().start(workload)
+
+    def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
+        return build(Sample, self.ask([ids.tolist(), new_tokens]))
+
+
+class OneThread(PipelineSystem):
+    """Plain decoding on one thread, which a rank is compared with."""
+
+    def start(self, workload: Workload) -> None:
+        super().start(workload)
+        self.settings = [TunedSetting(1)]
+        self.use(self.settings[0])
 
 
 def _published(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[System]:
-    least = 0 if kind == "published-asynchronous" else 1
-    lookaheads: list[int | None] = [n for n in config.lookahead if n >= least] or [None]
+    minimum = 0 if kind == "published-asynchronous" else 1
+    lookaheads: list[int | None] = [n for n in config.lookahead if n >= minimum] or [None]
     for chain, lookahead in itertools.product(each_chain(kind, config, drafts), lookaheads):
         yield PublishedSystem(kind.removeprefix("published-"), chain, lookahead)
 
@@ -285,11 +332,26 @@ def _staged(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[S
             continue
         names = list(drafts[-1:]) if drafter == "model" else []
         by = names[0] if names else drafter
-        key, label = f"spd-{by}-n{stages}", f"spd, {stages} stages, {by}"
+        key, label = f"spd-{by}-n{stages}", f"spd, {stages} stage{'s' * (stages > 1)}, {by}"
         if possible[drafter]:
             yield StagedSystem(key, label, stages, drafter, {"stages": stages, "drafter": drafter}, names)
         else:
             yield Unmeasured(key, label, f"it needs {needs[drafter]}")
+
+
+def _on_ranks(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[System]:
+    """The systems of SPD on ranks: each n stages on n processes, and on n + 1, where rank 0 has no stage."""
+    paths = dict(zip(draft_names(config.drafts), config.drafts, strict=True))
+    yield OneThread("plain-one-thread", "target alone, one thread", PLAIN.name)
+    for staged in _staged("spd", config, drafts):
+        if not isinstance(staged, StagedSystem) or config.target is None:
+            yield Unmeasured(
+                f"{staged.key}-ranks", f"{staged.label}, ranks", "ranks read a model and a drafter from files"
+            )
+            continue
+        drafter = paths[staged.drafts[-1]] if staged.drafter == "model" else staged.drafter
+        for ranks in (staged.about["axes"]["stages"], staged.about["axes"]["stages"] + 1):
+            yield RanksSystem(staged, config.target, drafter, ranks)
 
 
 def _module_names(folders: Sequence[str]) -> list[str]:
@@ -333,6 +395,7 @@ BASELINES = {
     "published-lockstep": Kind("the lockstep baseline as published with PipeSpec", _published),
     "published-asynchronous": Kind("PipeSpec as published", _published),
     "spd": Kind("pipespec, the target in stages with one token in each", _staged),
+    "spd-ranks": Kind("the same on torchrun's processes, one thread each", _on_ranks),
     "ppsd": Kind("PPSD's schedule: the target in stages, and what the first one has read drafts", _ppsd),
     "eagle3": Kind(f"not measured: {NOT_MEASURED}", single(lambda: Unmeasured("eagle3", "eagle3", NOT_MEASURED))),
 }

@@ -27,7 +27,7 @@ _RUNNER = ("bench/runner.py", "bench/systems.py")
 _GENERATE = (*_ENGINE, *_RUNNER, "bench/published.py", "bench/baselines.py", "bench/run.py")
 
 SOURCES: dict[str, tuple[str, ...]] = {
-    "controller.json": ("python/pipespec/engine/controller.py", "bench/controller_replay.py"),
+    "controller.json": ("python/pipespec/engine/controller.py", "bench/controller.py"),
     "exact.json": (*_ENGINE, "bench/exact.py"),
     "exact_long.json": (*_ENGINE, "bench/exact.py"),
     "generate_cpu.json": (*_GENERATE, "python/pipespec/demo"),
@@ -38,13 +38,20 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "pipespec_kernels/decoder.py",
         "pipespec_kernels/formats.py",
         "pipespec_kernels/packed.py",
-        "bench/bench_price.py",
+        "bench/controller.py",
     ),
-    "prompt.json": (*_ENGINE, "bench/bench_prompt.py"),
+    "prompt.json": (*_ENGINE, *_RUNNER, "bench/real.py"),
     "quality.json": ("csrc/cpu/formats", "python/pipespec/models/quantizing.py", "bench/quality.py"),
     "real.json": (*_ENGINE, *_RUNNER, "bench/real.py"),
-    "spd.json": (*_KERNELS, "python/pipespec/engine", "python/pipespec_spd", "bench/bench_spd.py"),
-    "spd_real.json": ("python/pipespec_spd", "python/pipespec_train", "bench/bench_spd_real.py", "bench/recipes"),
+    "spd.json": (
+        *_KERNELS,
+        "python/pipespec/engine",
+        "python/pipespec_spd",
+        *_RUNNER,
+        "bench/baselines.py",
+        "bench/spd.py",
+    ),
+    "spd_real.json": ("python/pipespec_spd", "python/pipespec_train", "bench/spd.py", "bench/recipes"),
 }
 """By results file: the files and folders whose changes outdate it, as pathspecs of git. Those of GPUs outdate no figure of a CPU."""
 

@@ -154,9 +154,9 @@ def crossover_acceptance(c: float) -> float:
 # --- bounds ------------------------------------------------------------------------------------------------------
 
 
-def best_min_draft_tokens(a: float, draft: float, verify: float, plain: float, most: int = 64) -> tuple[int, float]:
-    """The ``min_draft_tokens`` (0 to ``most``) with the highest :func:`two_stage` rate, and that rate."""
-    rates = [two_stage(a, draft, verify, plain, min_draft_tokens=w) for w in range(most + 1)]
+def best_min_draft_tokens(a: float, draft: float, verify: float, plain: float, limit: int = 64) -> tuple[int, float]:
+    """The ``min_draft_tokens`` (0 to ``limit``) with the highest :func:`two_stage` rate, and that rate."""
+    rates = [two_stage(a, draft, verify, plain, min_draft_tokens=w) for w in range(limit + 1)]
     return rates.index(max(rates)), max(rates)
 
 
@@ -177,10 +177,10 @@ def break_even_acceptance(
 
 def _always_ahead(lead: Callable[[float], float]) -> float:
     """The acceptance rate above which ``lead`` is positive; 0 where it always is."""
-    behind = [i / 400 for i in range(400) if lead(i / 400) <= 0]
-    if not behind:
+    losing = [i / 400 for i in range(400) if lead(i / 400) <= 0]
+    if not losing:
         return 0.0
-    low, high = behind[-1], min(behind[-1] + 1 / 400, 1.0 - 1e-9)
+    low, high = losing[-1], min(losing[-1] + 1 / 400, 1.0 - 1e-9)
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if lead(middle) <= 0 else (low, middle)

@@ -12,7 +12,7 @@ triton's own ptxas and no GPU, and reads the machine code with its cuobjdump. Fo
 Attention, the KV kernels and those of layers have no logits, and the second kernel of ``cutoff`` reads few of them, so their last three columns are
 empty. Attention must load asynchronously, 16 bytes
 at a time, and multiply 16-bit numbers on tensor cores. Kernels of layers must load 16 bytes at a time where the size of a row allows it; they have
-budgets for registers and for all their instructions. In PTX a barrier must come right before and right behind each ticket (an atomic operation with acquire and release), and none may be under a predicate.
+budgets for registers and for all their instructions. In PTX a barrier must come right before and right after each ticket (an atomic operation with acquire and release), and none may be under a predicate.
 Variants for a dependent launch (``PDL``, from sm_90 on) must wait for the launch ahead before any branch and any access to global memory.
 
 A kernel over its budget makes the exit status 1. Budgets exist for spills (none), shared memory (the architecture's limit per block) and
@@ -174,17 +174,17 @@ def cases() -> Iterator[CompileCase]:
             "cutoff, search", cutoff_search_kernel, dtype, None, search, None, SEARCH_WARPS, instructions=3200
         )
     penalties = {"HAS_COUNTS": True, "HAS_BITMASK": False, "BLOCK": PENALTY_BLOCK, "WIDTH_BLOCK": MIN_WIDTH_BLOCK}
-    for name, mask, most in (("penalize", False, 1250), ("penalize, bitmask", True, 1900)):
+    for name, mask, budget in (("penalize", False, 1250), ("penalize, bitmask", True, 1900)):
         # The name begins the type of the logits: float32 only, whatever the case's type is.
         constants = penalties | {"HAS_BITMASK": mask}
         types = {"logits": "*fp32", "bias": "*fp32"}
         yield CompileCase(
-            name, penalize_kernel, "bf16", None, constants, None, instructions=most, fused=False, types=types
+            name, penalize_kernel, "bf16", None, constants, None, instructions=budget, fused=False, types=types
         )
-    for name, filters, most in (("logprobs", False, 1000), ("logprobs, cutoff", True, 1100)):
+    for name, filters, budget in (("logprobs", False, 1000), ("logprobs, cutoff", True, 1100)):
         constants = {"HAS_SCALE": filters, "HAS_CUTOFF": filters, "BLOCK": LOGPROBS_BLOCK}
         for dtype in ("bf16", "fp32"):
-            yield CompileCase(name, logprobs_kernel, dtype, None, constants, None, LOGPROBS_WARPS, instructions=most)
+            yield CompileCase(name, logprobs_kernel, dtype, None, constants, None, LOGPROBS_WARPS, instructions=budget)
     yield from kv_cases()
     yield from layer_cases()
 
@@ -225,12 +225,12 @@ def layer_cases() -> Iterator[CompileCase]:
     """Layers of Llama-3-8B; a head of every size, with the norms of Qwen3; a row that is longer than a tile."""
 
     def norm(
-        dtype: str, hidden: int, most: int, one_plus: bool = False, residual: bool = True, bias: bool = False
+        dtype: str, hidden: int, budget: int, one_plus: bool = False, residual: bool = True, bias: bool = False
     ) -> CompileCase:
         block, warps = norm_tile(hidden)
         constants = {"HAS_RESIDUAL": residual, "HAS_BIAS": bias, "ONE_PLUS": one_plus, "HIDDEN": hidden, "BLOCK": block}
         return CompileCase(
-            f"add_rms_norm, H={hidden}", add_rms_norm_kernel, dtype, None, constants, None, warps, 3, most, False
+            f"add_rms_norm, H={hidden}", add_rms_norm_kernel, dtype, None, constants, None, warps, 3, budget, False
         )
 
     for dtype in BYTES:
@@ -240,16 +240,18 @@ def layer_cases() -> Iterator[CompileCase]:
     yield norm("bf16", 53248, 820, bias=True)
     yield norm("fp16", 1001, 490, residual=False)
 
-    for kind, (name, most) in enumerate({"silu": 365, "gelu_tanh": 405, "gelu": 340}.items()):
+    for kind, (name, budget) in enumerate({"silu": 365, "gelu_tanh": 405, "gelu": 340}.items()):
         constants = {"KIND": kind, "INTERMEDIATE": 14336, "BLOCK": ACTIVATION_BLOCK}
-        yield CompileCase(f"silu_mul, {name}", silu_mul_kernel, "bf16", None, constants, None, 4, 3, most, False)
+        yield CompileCase(f"silu_mul, {name}", silu_mul_kernel, "bf16", None, constants, None, 4, 3, budget, False)
 
-    def rope(dtype: str, dim: int, rotary: int, most: int, norm: bool = False, positions: bool = False) -> CompileCase:
+    def rope(
+        dtype: str, dim: int, rotary: int, budget: int, norm: bool = False, positions: bool = False
+    ) -> CompileCase:
         constants = {"HAS_NEW": True, "HAS_POSITIONS": positions, "HAS_NORM": norm, "ONE_PLUS": False}
         constants |= {"HEADS_Q": 32, "HEADS": 8}
         constants |= {"DIM": dim, "ROTARY": rotary} | rope_tile(dim, rotary)
         name = f"rope_append, D={dim}{'' if rotary == dim else f', R={rotary}'}{', norms' if norm else ''}"
-        return CompileCase(name, rope_append_kernel, dtype, None, constants, None, 4, 3, most, False)
+        return CompileCase(name, rope_append_kernel, dtype, None, constants, None, 4, 3, budget, False)
 
     for dim in (64, 80, 96, 128):
         yield rope("bf16", dim, dim, 330)
@@ -341,7 +343,7 @@ def ordering_faults(ptx: str) -> list[str]:
     other = re.compile(r"^(@!?%p\d+\s+)?(bar|bra|ret|(ld|st|red|atom|cp)\S*\.global|\$L)")
     for i, line in enumerate(code):
         if re.search(r"(atom|red)\S*\.(acq_rel|acquire|release)\.", line):
-            sides = {"before": reversed(code[:i]), "behind": iter(code[i + 1 :])}
+            sides = {"before": reversed(code[:i]), "after": iter(code[i + 1 :])}
             near = {side: next(filter(other.match, lines), "") for side, lines in sides.items()}
             found += [f"no barrier {side} a ticket" for side, line in near.items() if not line.startswith("bar.sync")]
     return found
@@ -351,15 +353,15 @@ def dependency_faults(ptx: str, dependent: bool) -> list[str]:
     """What is wrong with the wait for the launch ahead: every thread must come to it, and before it touches what other launches may write or read."""
     if not dependent:
         return ["a launch that is not dependent waits"] if "griddepcontrol" in ptx else []
-    before, *behind = re.split(r"(?m)^\s*griddepcontrol\.wait;", ptx, maxsplit=1)
+    before, *after = re.split(r"(?m)^\s*griddepcontrol\.wait;", ptx, maxsplit=1)
     start = r"(?m)(?:^|[;{])\s*(@!?%?\w+\s+)?"
     rules = {
-        "no wait for the launch ahead": not behind,
+        "no wait for the launch ahead": not after,
         "an access before the wait": re.search(
             start + r"(ld|st|atom|red|cp|prefetch|multimem|discard)\.(?!param|shared)", before
         ),
         "a branch before the wait": re.search(start + r"(bra|brx|call|ret|exit)\b", before),
-        "the next launch is never let in": "griddepcontrol.launch_dependents;" not in "".join(behind),
+        "the next launch is never let in": "griddepcontrol.launch_dependents;" not in "".join(after),
     }
     return [fault for fault, found in rules.items() if found]
 

@@ -70,6 +70,14 @@ class BenchConfig:
         None, "default: as stored; float32 for the bundled family, and for planted models on a CPU"
     )
     trust_remote_code: bool = _option(False, "allow a model's own Python code to run")
+    head: str | None = _option(None, "a draft head of the target, for the rows that begin with head")
+    llama: str | None = _option(None, "llama.cpp's llama-server, for llama.cpp; it reads NAME.gguf next to NAME-hf")
+    openvino: tuple[str, ...] = _option(
+        (), "an interpreter with openvino_genai, and a folder of exports NAME-fp16, -int8, -int4, for OpenVINO", nargs=2
+    )
+    reference: str = _option(
+        "hf", "whose texts the others are compared with: hf, or plain, as in 16 bits", choices=("hf", PLAIN.name)
+    )
     systems: tuple[str, ...] = _option(
         ("hf", PLAIN.name, "assisted", "lookup", LOCKSTEP.name, WORKERS.name), "kinds of systems; --list shows all"
     )
@@ -175,7 +183,7 @@ def load_config(file: Path) -> BenchConfig:
 
 
 def with_prompts(config: BenchConfig, given: list[str]) -> BenchConfig:
-    """Add files: ``NAME=FILE`` gives the dataset of that name its file, or is a new one; ``FILE`` alone is named after the file.
+    """Add prompts: a number is a prompt of as many random tokens; ``NAME=FILE`` gives the dataset of that name its file, or is a new one; ``FILE`` alone is named after the file.
 
     Where only one file is given to a configuration with one dataset, it is that dataset's.
 
@@ -185,6 +193,9 @@ def with_prompts(config: BenchConfig, given: list[str]) -> BenchConfig:
     datasets = {d.name: d for d in config.dataset}
     found: dict[str, DatasetRequest] = {}
     for text in given:
+        if text.isdecimal():
+            found[text] = DatasetRequest(name=text, prompt_tokens=int(text))
+            continue
         name, has_name, file = text.partition("=")
         if not has_name:
             name, file = Path(text).name.split(".")[0], text

@@ -5,7 +5,7 @@
 | ``humaneval`` | ``HumanEval.jsonl(.gz)``: ``task_id``, ``prompt`` | the function head |
 | ``gsm8k`` | ``test.jsonl``: ``question``, ``answer`` | the question |
 | ``mt-bench`` | ``question.jsonl``: ``question_id``, ``turns`` | one per turn |
-| ``cnn-dailymail`` | ``article``, ``highlights``, ``id`` | the article, behind an instruction to summarise it |
+| ``cnn-dailymail`` | ``article``, ``highlights``, ``id`` | the article, after an instruction to summarise it |
 | ``xsum`` | ``document``, ``summary``, ``id`` | as ``cnn-dailymail`` |
 | ``mmlu`` | CSV without a header (question, A, B, C, D, answer), or ``question``, ``choices``, ``answer`` | the question with its choices |
 | ``jsonl`` | any other | of ``prompt``, ``text``, ``question``, ``turns`` or ``messages``, or a string |

@@ -110,7 +110,7 @@ def texts(pipe: Pipeline, prompts: Sequence[torch.Tensor], way: Way, tokens: int
         for begin in range(0, len(numbers), way.rows):
             some = numbers[begin : begin + way.rows]
             if way.reuse:
-                # The cache holds the beginning of this prompt, behind it another text.
+                # The cache holds the beginning of this prompt, after it another text.
                 decode(pipe, [prompts[some[0]][: max(1, len(prompts[some[0]]) // 2)]], [0], 3)
             found |= dict(zip(some, decode(pipe, [prompts[i] for i in some], some, tokens), strict=True))
     return (found[i] for i in range(len(prompts)))

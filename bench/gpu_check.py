@@ -62,7 +62,7 @@ BY_MODULES = "run transformers' modules"
 """Of the warning that a model is not in the fused form."""
 
 ROWS = ("plain-graphs", "lockstep-graphs", "streams", "assisted")
-"""Beside ``generate()``. On one device the published asynchronous schedule and workers take turns, so they are left out."""
+"""In addition to ``generate()``. On one device the published asynchronous schedule and workers take turns, so they are left out."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Figures of one GPU beside the table of whole generations: ``python -m bench.gpu_more --json FILE``
+"""Figures of one GPU in addition to the table of whole generations: ``python -m bench.gpu_more --json FILE``
 
 With planted models of 1B and 8B: the first token by the prompt's length, a batch of eight, sampled texts, a round with a draft head, and the quantised
 linear modules of torchao where it is installed. Ours in captured steps, medians of three calls. ``--dry-run``: small models on a CPU.

@@ -8,7 +8,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,12 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(line) + " |" for line in (header, *rows)]
     lines.insert(1, "|---" + "|---:" * (len(header) - 1) + "|")
     return "\n".join(lines)
+
+
+def table(columns: Mapping[str, str | Callable[[Any], str]], records: Iterable[Any]) -> str:
+    """A Markdown table of records. ``columns``: by heading the cell, a format of the record's fields or a function of the record."""
+    rows = ([of.format_map(r) if isinstance(of, str) else of(r) for of in columns.values()] for r in records)
+    return markdown_table(list(columns), rows)
 
 
 # ---- times

@@ -104,7 +104,7 @@ def cpu_copies(nbytes: int) -> int:
 
 
 def measure_on_cpu(make: Maker, shape: Shape, dtype: torch.dtype, copies: int, repeats: int) -> dict[str, Any]:
-    """The times of a case and its rivals, beside those of a plain read. ``repeats``: at most."""
+    """The times of a case and its rivals, next to those of a plain read. ``repeats``: at most."""
     case = make(shape, dtype, copies)
     pieces = torch.zeros(max(cold_bytes(), case.bytes_moved) // 4).split(-(-case.bytes_moved // 4))
     calls = {"ours": case.ours, **case.rivals}
@@ -139,16 +139,16 @@ def measure_on_cpu(make: Maker, shape: Shape, dtype: torch.dtype, copies: int, r
 
 # ---- on a GPU
 
-MOST_BYTES = 8 << 30
+MAX_BYTES = 8 << 30
 """Memory for the copies of one case."""
 
 
 def gpu_copies(nbytes: int) -> int:
     """Number of copies of inputs of this size that are cold when used in turn, limited by memory; 0 where two do not fit."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    if 2 * nbytes > max(MOST_BYTES, properties.total_memory // 4):
+    if 2 * nbytes > max(MAX_BYTES, properties.total_memory // 4):
         return 0
-    return max(2, min(256, -(-2 * properties.L2_cache_size // nbytes) + 1, MOST_BYTES // nbytes))
+    return max(2, min(256, -(-2 * properties.L2_cache_size // nbytes) + 1, MAX_BYTES // nbytes))
 
 
 def time_call(call: Call, copies: int, repeats: int) -> tuple[float, bool]:

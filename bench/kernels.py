@@ -1,6 +1,6 @@
 """The kernels' benchmarks: ``python -m bench.kernels [--device cuda] [--quick] [--only NAME] [--json FILE]``
 
-``bench/selection_cases.py`` and ``bench/layer_cases.py`` are the table of cases, whose rivals are torch. ``bench/kernel_timing.py`` describes the timing. GB/s counts the bytes that must be moved once; the share of a plain read with the same threads (CPU) or of a copy (GPU) stands beside it. A star: the
+``bench/selection_cases.py`` and ``bench/layer_cases.py`` are the table of cases, whose rivals are torch. ``bench/kernel_timing.py`` describes the timing. GB/s counts the bytes that must be moved once; the share of a plain read with the same threads (CPU) or of a copy (GPU) stands next to it. A star: the
 call was not in a graph. A shape that does not fit the memory is left out. Exit status 1: a shape failed.
 """
 

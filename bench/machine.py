@@ -71,7 +71,7 @@ def describe(machine: dict[str, Any]) -> str:
 
 
 def commit(folder: Path = Path(__file__).parent) -> str | None:
-    """The commit checked out in ``folder``, with ``-dirty`` behind it where tracked files differ from it.
+    """The commit checked out in ``folder``, with ``-dirty`` after it where tracked files differ from it.
 
     None without git, and where git does not track the folder: an installed package may lie in the repository of another project.
     """

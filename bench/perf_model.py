@@ -110,7 +110,7 @@ class SimulatedPolicy:
     width: int = WIDTH
 
     def per_stage(self, stages: int) -> list[tuple[int, int, int]]:
-        """Lookahead, most draft tokens and minimum draft tokens of each stage."""
+        """Lookahead, maximum and minimum number of draft tokens of each stage."""
         drafts = stages - 1
         lookahead = [self.lookahead] * drafts if isinstance(self.lookahead, int) else list(self.lookahead)
         if isinstance(self.min_draft_tokens, int):
@@ -260,7 +260,7 @@ def simulate_spd(
     shared: bool = False,
     seed: int = 0,
 ) -> SpdSimulation:
-    """Simulate SPD (arXiv 2605.30852): a target cut into ``len(stage_s)`` stages, one token in each, with a draft module beside them.
+    """Simulate SPD (arXiv 2605.30852): a target cut into ``len(stage_s)`` stages, one token in each, with a draft module next to them.
 
     Args:
         stage_s: Seconds of each stage in a cycle.

@@ -75,8 +75,8 @@ _ATTENTION, _MLP = 0.6, 0.3
 _SILU = 0.6
 """Root mean square of silu(a) * b for standard normal a, b."""
 
-LEAST = 0.55
-"""Least agreement; a draft that chooses at random reaches 0.5."""
+MIN_AGREEMENT = 0.55
+"""Minimum agreement; a draft that chooses at random reaches 0.5."""
 
 
 @dataclass(frozen=True)
@@ -146,19 +146,19 @@ _DIVISORS = ((1, 1), (2, 1), (4, 1), (4, 2), (8, 2), (8, 4), (16, 4), (16, 8), (
 
 
 def fitted(
-    names: Sequence[str], memory_bytes: float, step_bytes: float, bytes_per_weight: int, least_layers: int = 2
+    names: Sequence[str], memory_bytes: float, step_bytes: float, bytes_per_weight: int, min_layers: int = 2
 ) -> tuple[dict[str, Shape], tuple[int, int]]:
     """The shapes ``names`` (the target last) by name, and the numbers by which widths and layers of all were divided until they fit.
 
     All weights together take at most ``memory_bytes``, and a step of the target reads at most ``step_bytes``. The target keeps at least
-    ``least_layers``. The ratio of the models' weights stays about the same. Raises ``ValueError`` for unknown shapes, and if no size fits.
+    ``min_layers``. The ratio of the models' weights stays about the same. Raises ``ValueError`` for unknown shapes, and if no size fits.
     """
     if unknown := [name for name in names if name not in SHAPES]:
         raise ValueError(f"no shape {', '.join(map(repr, unknown))}; there are {', '.join(SHAPES)}")
     for width, depth in _DIVISORS:
         shapes = {name: _divided(SHAPES[name], width, depth) for name in names}
         target = list(shapes.values())[-1]
-        deep = max(target.num_hidden_layers, least_layers)
+        deep = max(target.num_hidden_layers, min_layers)
         shapes[names[-1]] = replace(target, num_hidden_layers=min(deep, SHAPES[names[-1]].num_hidden_layers))
         weights = [weights_of(shape) for shape in shapes.values()]
         total = bytes_per_weight * sum(layers + 2 * embedding for layers, embedding in weights)
@@ -302,16 +302,16 @@ def random_prompts(vocabulary: int, count: int, tokens: int, seed: int) -> torch
 def nested(agreement: float | Sequence[float], drafts: int) -> tuple[float, ...]:
     """Agreement of each draft with the target, smallest first: one number is that of the smallest draft, and each next draft halves the disagreement.
 
-    Raises ``ValueError`` for a wrong number of them, for one outside of ``LEAST .. 1``, and where a larger draft would agree less.
+    Raises ``ValueError`` for a wrong number of them, for one outside of ``MIN_AGREEMENT .. 1``, and where a larger draft would agree less.
     """
     if isinstance(agreement, (int, float)):
         agreement = [1 - (1 - agreement) / 2**i for i in range(drafts)]
     rates = tuple(agreement)
     if len(rates) != drafts:
         raise ValueError(f"agreement: one number, or one per draft ({drafts}), not {len(rates)}")
-    if any(not LEAST <= rate <= 1 for rate in rates):
+    if any(not MIN_AGREEMENT <= rate <= 1 for rate in rates):
         raise ValueError(
-            f"agreement must lie between {LEAST} and 1, not {rates}: planted models choose between two tokens"
+            f"agreement must lie between {MIN_AGREEMENT} and 1, not {rates}: planted models choose between two tokens"
         )
     if list(rates) != sorted(rates):
         raise ValueError(f"agreement must not fall from a smaller draft to a larger one: {rates}")
@@ -403,7 +403,7 @@ def plant(
         return PlantedChain(tuple(names), tuple(models), cycle, every, (0.0,) * len(names), None)
 
     def taken(model: _Seeded, ids: torch.Tensor, wanted: torch.Tensor) -> Callable[[float], float]:
-        """Of k: how often the model would choose ``wanted [n, T]`` (a next or a mate) behind the prompts in ``ids``."""
+        """Of k: how often the model would choose ``wanted [n, T]`` (a next or a mate) after the prompts in ``ids``."""
         begin = prompt_tokens - 1
         difference, effect = model.differences(ids, begin)
         is_next = wanted == cycle.next(ids[:, begin:])

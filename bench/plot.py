@@ -1,8 +1,8 @@
 """All figures of the benchmarks, drawn by matplotlib; tables by pandas. ``pip install 'pipespec[bench]'``
 
     python -m bench.plot RESULTS                   figures and report.html of a run of ``bench.run``
-    python -m bench.plot training.json             the curves of ``pipespec spd train``, as training.svg beside it
-    python -m bench.plot bench/results/real.json   README's table of real models, as real.svg beside it; the same for the summary.json of a run
+    python -m bench.plot training.json             the curves of ``pipespec spd train``, as training.svg next to it
+    python -m bench.plot bench/results/real.json   README's table of real models, as real.svg next to it; the same for the summary.json of a run
 
 Other benchmarks call :func:`bars` and :func:`chart`, which return SVG. The same input gives the same file.
 """
@@ -35,7 +35,7 @@ OURS, OTHERS, LOSS = "#0072b2", "#c9c9c9", "#d55e00"
 """Colours of bars."""
 
 MODELS = {"q15": "Qwen2.5-Coder-1.5B-Instruct"}
-"""Names of the models in the files of ``bench.real``."""
+"""Names of the models in files of :mod:`bench.real`."""
 
 MAX_CURVES = len(COLOURS)
 """Systems in one panel."""
@@ -91,8 +91,8 @@ def chart(title: str, panels: Sequence[Panel], note: str = "") -> str:
     Raises:
         ValueError: A panel has no points, or some that are not finite.
     """
-    most = max((len(panel.series) for panel in panels), default=0)
-    figure, axes = _figure(title, 5.4 * max(len(panels), 1), 3.4 + 0.17 * most, max(len(panels), 1))
+    curves = max((len(panel.series) for panel in panels), default=0)
+    figure, axes = _figure(title, 5.4 * max(len(panels), 1), 3.4 + 0.17 * curves, max(len(panels), 1))
     for panel, ax in zip(panels, axes, strict=False):
         values = [v for s in panel.series for v in (*s.x, *s.y)]
         if not values or not all(map(math.isfinite, values)):
@@ -110,7 +110,7 @@ def chart(title: str, panels: Sequence[Panel], note: str = "") -> str:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar with ``text`` behind it. Without a value there is only the text."""
+    """A bar with ``text`` after it. Without a value there is only the text."""
 
     label: str
     value: float | None
@@ -321,7 +321,7 @@ def generations(record: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("bench.plot", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("results", type=Path, help="folder of a run, training.json, real.json, or summary.json")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the files go (default: beside the results)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the files go (default: next to the results)")
     args = parser.parse_args(arguments)
     if args.results.is_file():
         record = json.loads(args.results.read_text(encoding="utf-8"))

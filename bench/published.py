@@ -38,7 +38,7 @@ WIDEST = 99
 
 
 class BaselineStage:
-    """A stage: its model, its tokens behind the prompt, and its KV cache.
+    """A stage: its model, its tokens after the prompt, and its KV cache.
 
     ``steps`` counts forwards after the prompt's, ``drafted`` and ``accepted`` draft tokens, ``fed`` tokens, ``histogram`` steps by accepted draft
     tokens. ``commits``: ``(time.perf_counter(), new tokens until then)`` of the prompt's forward and of each step.
@@ -58,7 +58,7 @@ class BaselineStage:
         self.commits = [(time.perf_counter(), 1)]
 
     def _feed(self, tokens: list[int], keep: int = 1) -> list[int]:
-        """Feed ``tokens`` and return the argmax behind each of the last ``keep``."""
+        """Feed ``tokens`` and return the argmax after each of the last ``keep``."""
         ids = torch.tensor([tokens], device=self.model.device)
         logits = self.model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=keep).logits
         self._held += len(tokens)
@@ -101,12 +101,12 @@ class BaselineStage:
             self._held = length
 
 
-def end_of(text: Sequence[int], most: int, eos: Sequence[int]) -> int | None:
-    """The length of the complete text, which ends with the first end token or at ``most``; None if it is incomplete."""
-    for i, token in enumerate(text[:most]):
+def end_of(text: Sequence[int], new_tokens: int, eos: Sequence[int]) -> int | None:
+    """The length of the complete text, which ends with the first end token or at ``new_tokens``; None if it is incomplete."""
+    for i, token in enumerate(text[:new_tokens]):
         if token in eos:
             return i + 1
-    return most if len(text) >= most else None
+    return new_tokens if len(text) >= new_tokens else None
 
 
 class Lockstep:
@@ -118,13 +118,13 @@ class Lockstep:
         self.models, self.lookahead = list(models), lookahead
         self.stages: list[BaselineStage] = []
 
-    def generate(self, prompt: Sequence[int], most: int, eos: Sequence[int] = ()) -> list[int]:
+    def generate(self, prompt: Sequence[int], new_tokens: int, eos: Sequence[int] = ()) -> list[int]:
         stages = self.stages = [BaselineStage(model) for model in self.models]
         for stage in stages:
             stage.begin(prompt)
         ahead = self.lookahead - 1
         target = stages[-1]
-        while (end := end_of(target.out, most, eos)) is None:
+        while (end := end_of(target.out, new_tokens, eos)) is None:
             while len(stages) > 1 and len(stages[0].out) - len(stages[1].out) < ahead:
                 stages[0].step()
             for i in range(1, len(stages) - 1):
@@ -300,11 +300,11 @@ class Asynchronous:
         self._player = _Player(models[-1], up, None)
         self._counts: list[tuple[int, int, int]] = []
 
-    def generate(self, prompt: Sequence[int], most: int, eos: Sequence[int] = ()) -> list[int]:
+    def generate(self, prompt: Sequence[int], new_tokens: int, eos: Sequence[int] = ()) -> list[int]:
         def is_complete(text: list[int]) -> bool:
-            return end_of(text, most, eos) is not None
+            return end_of(text, new_tokens, eos) is not None
 
-        limit = most + self.lookahead + 2
+        limit = new_tokens + self.lookahead + 2
         try:
             self._counts = self._player.play(list(prompt), limit, self.lookahead, is_complete)
         except (EOFError, ConnectionError) as error:
@@ -312,7 +312,7 @@ class Asynchronous:
             failed = next((i for i, draft in enumerate(self._drafts) if draft.exitcode), 0)
             raise StageFailed(f"stage {failed} failed; its own output says why") from error
         text = self._player.text.out
-        return text[: end_of(text, most, eos)]
+        return text[: end_of(text, new_tokens, eos)]
 
     @property
     def target(self) -> BaselineStage:

@@ -25,7 +25,7 @@ from pipespec.process.records import build, parse_json
 
 _STRATEGIES = {"greedy": "plain", "chain": "lockstep", "async-chain": "pipeline"}
 LONGEST = 100
-"""Most tokens that one step can append, in the reference and in the perf model's histograms."""
+"""Maximum of tokens that one step can append, in the reference and in the perf model's histograms."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ _UNKNOWN = -1
 _EITHER = -2
 """This token is a disagreement, or this one is an agreement and the next one a disagreement."""
 _SEPARABLE = 1.5
-"""Least time of a step over draft tokens, in one-token steps, for which the time of a single step shows which of both it is."""
+"""Minimum time of a step over draft tokens, in one-token steps, for which the time of a single step shows which of both it is."""
 
 LOOKAHEADS = range(9)
 """Lookahead values that are tried in order to find the one that a pipeline ran with."""

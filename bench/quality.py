@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ids = torch.tensor(load_tokenizer(options.model)(text).input_ids)[: options.tokens]
     if len(ids) < options.window // 2 + 2 or options.window < 3:
         parser.error(
-            f"the text has {len(ids)} tokens: behind half a window of {options.window} nothing is left to score"
+            f"the text has {len(ids)} tokens: after half a window of {options.window} nothing is left to score"
         )
     original = load_model(options.model, dtype="float32")
     models = {"float32": original} | {name: quantized(original, name) for name in options.formats}

@@ -1,13 +1,14 @@
-"""Speed on real models, row beside row: transformers' ways, other programs, and ours with each option.
+"""Real models, row after row: pipespec with each option, with GGUF files, and other programs; the figures and README's table of such a run.
 
     python -m tools.real_models build/real
-    python -m bench.real --models build/real --target q15 --draft q05 --prompts code=humaneval.jsonl chat=mt_bench.jsonl edit=docs/how-to/troubleshooting.md --out run
-    python -m bench.real --readme README.md bench/results/real.json
+    python -m bench.run --target build/real/q15-hf --drafts build/real/q05-hf --dtype bfloat16 --reference plain --tuning 0 --chat-template \
+      --prompts code=humaneval.jsonl chat=mt_bench.jsonl --samples 2 --new-tokens 48 --repeats 3 --systems hf default "GGUF, default" --out run
+    python -m bench.real run --json bench/results/real.json
+    python -m bench.real bench/results/real.json --readme README.md
 
-Prompts are the first turns of datasets as they are published (:mod:`bench.datasets`); any other file is a text to edit, in one prompt. :mod:`bench.runner` generates each
-prompt in all rows in turn, in whole calls, so that a machine that becomes slower does so for all. Per row and kind of prompt, ``--json`` has the tokens/s of whole calls
-(sum of tokens over the sum of each prompt's median time), the ratio to our plain decoding, the worst prompt's ratio to it, milliseconds to the first token, tokens/s
-after it, and the share of texts that are those of :func:`own_plain`. Sampled rows have one seed per prompt.
+Importing this adds the rows to the systems of :mod:`bench.run`. A row of ``GGUF`` and one of llama.cpp reads NAME.gguf next to the folder NAME-hf of the target. Per row and
+kind of prompt, ``--json`` has the tokens/s of whole calls (sum of tokens over the sum of each prompt's median time), the ratio to our plain decoding, the worst prompt's
+ratio to it, milliseconds to the first token, tokens/s after it, and the share of texts that are those of :func:`own_plain`, by default our plain decoding's.
 """
 
 from __future__ import annotations
@@ -22,28 +23,19 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench import tables
-from bench.datasets import read
+from bench.config import BenchConfig
 from bench.harness import markdown_table, replace_table, save
-from bench.machine import provenance
-from bench.runner import Dataset, Runner
 from bench.samples import ResultsFolder, Sample, StepCounts
-from bench.systems import Family, HFSystem, PipelineSystem, System, Workload
-from pipespec.cli.options import option
-from pipespec.process.progress import quiet_transformers
-from pipespec.registry import LOCKSTEP, PLAIN, WORKERS
-from pipespec_train.record_files import is_dataset
+from bench.systems import KINDS, REFERENCE, HFSystem, Kind, LineSystem, PipelineSystem, System, Workload, stop
+from pipespec.registry import LOCKSTEP, PLAIN
 
 LLAMA_NGRAM = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "16")
-EDIT_TOKENS = 1400
-"""Of a text to edit."""
 
 PACKED = "GGUF"
 """Rows of the models' GGUF files begin with it."""
@@ -62,95 +54,122 @@ def shuffled(model: Any) -> Any:
     return twin
 
 
-def own_plain(row: str) -> str:
-    """The row that a row's texts are compared with: plain decoding by its program with its weights; plain rows of other programs with ours."""
+def own_plain(row: str) -> str | None:
+    """The row that a row's texts are compared with: plain decoding by its program with its weights. None: the run's reference."""
     if row.startswith(("llama.cpp", "OpenVINO")) and "," in row:
         return row.partition(",")[0]
-    hf = PLAIN.name if row == "HF generate()" else "HF generate()"
-    return f"{PACKED}, plain" if row.startswith(PACKED) else hf if row.startswith("HF") else PLAIN.name
+    plain = {PACKED: f"{PACKED}, plain", "HF": "hf"}.get(row.replace(",", " ").split()[0])
+    return plain if plain != row else None
 
 
-def our_rows(options: argparse.Namespace) -> Iterator[System]:
-    """Rows of ours."""
-
-    def lockstep(drafts: Sequence[str], n: int) -> dict[str, Any]:
-        return {"drafts": drafts, "schedule": LOCKSTEP.name, "lookahead": n}
-
-    fixed: dict[str, dict[str, Any]] = {f"lockstep, draft x{n}": lockstep(["draft"], n) for n in (1, 2, 3, 4, 6)}
-    ngram = {f"lockstep, n-gram x{n}": lockstep(["ngram"], n) for n in (2, 4, 8, 16)}
-    packed: dict[str, Any] = {"target": options.models / f"{options.target}.gguf"}
-    found: dict[str, dict[str, Any]] = {
-        PLAIN.name: {"schedule": PLAIN.name},
-        "default": {"drafts": ["draft"]},
-        "default, no draft": {},
-        "default, useless draft": {"drafts": ["useless"]},
-        "default, a copy of itself as draft": {"drafts": ["itself"]},
-        **fixed,
-        **ngram,
-        "n-gram before the draft": lockstep(["ngram", "draft"], 4),
-        "workers": {"drafts": ["draft"], "schedule": WORKERS.name},
-        "exact": {"drafts": ["draft"], "exact": True},
-        "rejection": {"drafts": ["draft"], "acceptance": "rejection"},
-        f"{PACKED}, plain": {"schedule": PLAIN.name, **packed},
-        f"{PACKED}, default, no draft": packed,
-        f"{PACKED}, default": {"drafts": ["packed"], **packed},
-    }
-    if options.head is not None:
-        found |= {f"head x{n}": {"drafts": ["head"], "lookahead": n} for n in range(1, 7)}
-        found |= {"head": {"drafts": ["head"]}, "head, n-gram": {"drafts": ["ngram", "head"]}}
-        found["head in 8 bits x3"] = {"drafts": ["head"], "lookahead": 3, "weights": {"draft 0": "q8_0"}}
-    for name, given in found.items():
-        if name == PLAIN.name or not options.rows or name in options.rows:
-            yield PipelineSystem(name, name, **{"schedule": None, **given})
+def packed(folder: str) -> Path:
+    """The GGUF file next to the folder NAME-hf."""
+    return Path(folder).with_name(f"{Path(folder).name.removesuffix('-hf')}.gguf")
 
 
-def hf_rows(target: Any) -> Iterator[System]:
-    """Rows of transformers, with fixed settings."""
-    yield HFSystem("HF generate()", "HF generate()", target=target)
-    for n in (3, 10):
-        yield HFSystem(f"HF prompt lookup, {n}", f"HF prompt lookup, {n}", candidates=[(n,)], target=target)
-    # transformers' default
-    yield HFSystem("HF assisted", "HF assisted", ["assistant"], candidates=[(20, 0.4)], target=target)
+class RealSystem(PipelineSystem):
+    """A row of ours. Its drafts: ``draft`` (the largest), ``useless``, ``itself``, ``packed``, ``head``, and ``ngram``."""
+
+    def __init__(self, name: str, config: BenchConfig, schedule: str | None = None, **given: Any) -> None:
+        target = packed(config.target or "") if name.startswith(PACKED) else None
+        super().__init__(name, name, schedule, given.pop("drafts", ()), target, **given)
+        self.compared_with, self._config = own_plain(name), config
+
+    def draft(self, name: str) -> Any:
+        family = self.workload.family
+        made = {
+            "draft": lambda: list(family.drafts.values())[-1],
+            "useless": lambda: shuffled(family.target),
+            "itself": lambda: copy.deepcopy(family.target),
+            "packed": lambda: packed(self._config.drafts[-1]),
+            "head": lambda: self._config.head,
+        }
+        return made[name]() if name in made else name
 
 
-def read_prompts(given: Sequence[str], tokenizer: Any, count: int, most: int) -> list[tuple[str, torch.Tensor]]:
-    """The first ``count`` prompts of each file, as chats of one turn if there is a template: name of the file and token ids ``[1, S]``."""
-    found = []
-    for entry in given:
-        name, _, path = entry.partition("=")
-        if is_dataset(file := Path(path)):
-            asked = [conversation.turns[0] for conversation in read(file)[1][:count]]
-        else:
-            page = tokenizer.decode(tokenizer(file.read_text(encoding="utf-8"))["input_ids"][:EDIT_TOKENS])
-            asked = [f"Correct the spelling of this text and write it again, unchanged otherwise.\n\n{page}"]
-        for question in asked:
-            if tokenizer.chat_template:
-                chat = [{"role": "user", "content": question}]
-                question = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-            ids = tokenizer(question, add_special_tokens=not tokenizer.chat_template, return_tensors="pt").input_ids
-            found.append((name, ids[:, -most:]))
-    return found
+def _lockstep(drafts: Sequence[str], n: int) -> dict[str, Any]:
+    return {"drafts": drafts, "schedule": LOCKSTEP.name, "lookahead": n}
 
 
-def rivals(options: argparse.Namespace) -> Iterator[System]:
-    """Rows of other programs: the files and folders next to the models that are there."""
-    gguf = {name: options.models / f"{name}.gguf" for name in (options.target, options.draft)}
-    if options.llama is not None:
-        draft = ("--spec-type", "draft-simple", "-md", str(gguf[options.draft]), "--spec-draft-n-max", "4")
-        ways: dict[str, tuple[str, ...]] = {"": (), ", n-gram": LLAMA_NGRAM, ", draft": draft}
-        for way, more in ways.items():
-            yield LlamaServer(f"llama.cpp Q4_K_M{way}", options.llama, gguf[options.target], more)
-    if options.openvino is not None:
-        python, folder = options.openvino
-        for kind in ("fp16", "int8", "int4"):
-            target, draft_folder = (folder / f"{name}-{kind}" for name in (options.target, options.draft))
-            if not target.exists():
-                continue
-            label = "bfloat16" if kind == "fp16" else kind
-            yield OpenVino(f"OpenVINO {label}", python, target)
-            if kind != "fp16":
-                yield OpenVino(f"OpenVINO {label}, lookup", python, target, lookup=8)
-                yield OpenVino(f"OpenVINO {label}, draft", python, target, draft=draft_folder)
+ROWS: dict[str, dict[str, Any]] = {
+    "default": {"drafts": ["draft"]},
+    "default, no draft": {},
+    "default, useless draft": {"drafts": ["useless"]},
+    "default, a copy of itself as draft": {"drafts": ["itself"]},
+    **{f"lockstep, draft x{n}": _lockstep(["draft"], n) for n in (1, 2, 3, 4, 6)},
+    **{f"lockstep, n-gram x{n}": _lockstep(["ngram"], n) for n in (2, 4, 8, 16)},
+    "n-gram before the draft": _lockstep(["ngram", "draft"], 4),
+    "exact": {"drafts": ["draft"], "exact": True},
+    "rejection": {"drafts": ["draft"], "acceptance": "rejection"},
+    f"{PACKED}, plain": {"schedule": PLAIN.name},
+    f"{PACKED}, default, no draft": {},
+    f"{PACKED}, default": {"drafts": ["packed"]},
+    **{f"head x{n}": {"drafts": ["head"], "lookahead": n} for n in range(1, 7)},
+    "head": {"drafts": ["head"]},
+    "head, n-gram": {"drafts": ["ngram", "head"]},
+    "head in 8 bits x3": {"drafts": ["head"], "lookahead": 3, "weights": {"draft 0": "q8_0"}},
+}
+"""Rows of ours: drafts, and options of the pipeline."""
+
+
+def _ours(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[System]:
+    wanted = ROWS[kind].get("drafts", ())
+    if "head" in wanted and config.head is None:
+        raise ValueError(f"the system {kind!r} needs a draft head: give --head")
+    if {"draft", "packed"} & {*wanted} and not drafts:
+        raise ValueError(f"the system {kind!r} needs a draft: give --drafts")
+    yield RealSystem(kind, config, **copy.deepcopy(ROWS[kind]))
+
+
+HF_ROWS = {"HF prompt lookup, 3": (3,), "HF prompt lookup, 10": (10,), "HF assisted": (20, 0.4)}
+"""Rows of transformers with fixed settings, the last one its default."""
+
+
+def _hf(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[System]:
+    system = HFSystem(kind, kind, drafts[-1:] if "assisted" in kind else (), [HF_ROWS[kind]])
+    system.compared_with = own_plain(kind)
+    yield system
+
+
+def _llama(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[System]:
+    if config.llama is None or config.target is None:
+        raise ValueError("llama.cpp needs its server and a target: give --llama and --target")
+    ways: dict[str, tuple[str, ...]] = {"": (), ", n-gram": LLAMA_NGRAM}
+    if config.drafts:
+        ways[", draft"] = (
+            "--spec-type",
+            "draft-simple",
+            "-md",
+            str(packed(config.drafts[-1])),
+            "--spec-draft-n-max",
+            "4",
+        )
+    for way, more in ways.items():
+        yield LlamaServer(f"llama.cpp Q4_K_M{way}", Path(config.llama), packed(config.target), more)
+
+
+def _openvino(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[System]:
+    if not config.openvino or config.target is None:
+        raise ValueError(
+            "OpenVINO needs an interpreter, a folder of exports and a target: give --openvino and --target"
+        )
+    python, folder = map(Path, config.openvino)
+    for name, label in (("fp16", "bfloat16"), ("int8", "int8"), ("int4", "int4")):
+        target, *own = (folder / f"{packed(path).stem}-{name}" for path in (config.target, *config.drafts[-1:]))
+        if not target.exists():
+            continue
+        yield OpenVino(f"OpenVINO {label}", python, target)
+        if name != "fp16":
+            yield OpenVino(f"OpenVINO {label}, lookup", python, target, lookup=8)
+            yield from (OpenVino(f"OpenVINO {label}, draft", python, target, draft=draft) for draft in own)
+
+
+KINDS.update(
+    {name: Kind("pipespec, a row of bench/real.py", _ours, bool(row.get("drafts"))) for name, row in ROWS.items()}
+)
+KINDS.update({name: Kind("transformers, with these settings", _hf) for name in HF_ROWS})
+KINDS["llama.cpp"] = Kind("llama.cpp's server with the target's GGUF file", _llama)
+KINDS["OpenVINO"] = Kind("OpenVINO GenAI with exports of the target", _openvino)
 
 
 class LlamaServer(System):
@@ -161,6 +180,7 @@ class LlamaServer(System):
 
     def __init__(self, label: str, binary: Path, model: Path, options: Sequence[str] = ()) -> None:
         super().__init__(label, label, "rival")
+        self.compared_with = own_plain(label)
         self.command = [str(binary), "-m", str(model), "-np", "1", "-c", "4096", "-fit", "off", *options]
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -202,8 +222,7 @@ class LlamaServer(System):
 
     def close(self) -> None:
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            stop(self._process)
 
 
 def of_tokens(tokens: list[int], first: float, seconds: float) -> Sample:
@@ -235,7 +254,7 @@ for line in sys.stdin:
 """
 
 
-class OpenVino(System):
+class OpenVino(LineSystem):
     """One process with an OpenVINO GenAI pipeline, greedy only.
 
     ``python`` is an interpreter with ``openvino_genai``; ``folder`` and ``draft`` are exported models; ``lookup`` is the number of tokens per
@@ -243,50 +262,29 @@ class OpenVino(System):
     """
 
     def __init__(self, label: str, python: Path, folder: Path, draft: Path | None = None, lookup: int = 0) -> None:
-        super().__init__(label, label, "rival")
         given: dict[str, Any] = {}
         if draft is not None:
             given |= {"draft": str(draft), "per_call": {"num_assistant_tokens": 3}}
         if lookup:
             given |= {"prompt_lookup": True, "per_call": {"num_assistant_tokens": lookup, "max_ngram_size": 3}}
+        super().__init__(label, label, "rival")
+        self.compared_with = own_plain(label)
         self.command = [str(python), "-c", _WORKER, json.dumps([str(folder), given])]
-        self._process: subprocess.Popen[str] | None = None
 
     def start(self, workload: Workload) -> None:
         if not workload.is_greedy:
             raise NotImplementedError("greedy only")
         super().start(workload)
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self._process = subprocess.Popen(self.command, text=True, **pipes)
-        if self._answer() != "ready":
-            raise RuntimeError(f"does not start: {self.label}")
-
-    def _answer(self) -> Any:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"OpenVINO's process ended with status {self._process.wait()}")
-        return json.loads(line)
 
     def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"ids": ids.tolist(), "max_new_tokens": new_tokens}) + "\n")
-        self._process.stdin.flush()
-        tokens, seconds, first = self._answer()
+        tokens, seconds, first = self.ask({"ids": ids.tolist(), "max_new_tokens": new_tokens})
         return of_tokens(tokens, first, seconds)
-
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
 
 
 # ---- tables
 
 
-def record_of(folder: ResultsFolder, about: dict[str, Any]) -> dict[str, Any]:
+def record_of(folder: ResultsFolder) -> dict[str, Any]:
     """The samples of a run as a file of ``bench/results``: a record per row and kind of prompt, and per row over all of them."""
     settings, samples = folder.settings(), list(folder.samples.values())
     all_prompts = {f"{d['name']} {name}": n for d in settings["datasets"] for name, n in d["prompt_tokens"].items()}
@@ -295,24 +293,22 @@ def record_of(folder: ResultsFolder, about: dict[str, Any]) -> dict[str, Any]:
     summaries = tables.summarise(settings, samples), tables.summarise(whole, merged)
     rows = [row for summary in summaries for row in tables.rows_of(summary)]
     found = []
+    names = {r.key: r.label if r.key == REFERENCE else r.key for r in rows}
     for r in rows:
         if r.tokens_per_second is None:
             continue
-        record = {
-            "row": r.label,
-            "prompts": r.dataset,
-            "tokens_per_second": r.tokens_per_second,
-            "of_plain": r.vs_plain,
-        }
+        record: dict[str, Any] = {"row": names[r.key], "prompts": r.dataset}
+        record |= {"tokens_per_second": r.tokens_per_second, "of_plain": r.vs_plain}
         record |= {"worst_prompt_of_plain": r.worst, "first_token_ms": 1000 * (r.seconds_to_first_token or 0.0)}
         record |= {"decoding_tokens_per_second": r.decode_tokens_per_second, "same_text": [r.identical or 0, r.runs]}
         if r.dataset == "all" and sum(r.histogram):
             record["tokens_per_step"] = sum((n + 1) * count for n, count in enumerate(r.histogram)) / sum(r.histogram)
             record["steps_by_tokens"] = {n + 1: count for n, count in enumerate(r.histogram) if count}
         found.append(record)
-    forms = {r.label: r.forward for r in rows if r.forward is not None}
+    forms = {names[r.key]: r.forward for r in rows if r.forward is not None}
     lengths = [tokens for d in settings["datasets"] for tokens in d["prompt_tokens"].values()]
-    failed = {r.label: r.reason for r in rows if r.reason is not None}
+    failed = {names[r.key]: r.reason for r in rows if r.reason is not None}
+    about = settings["run"] | {"target": str(settings["family"].get("name")).removesuffix("-hf")}
     record = {"benchmark": "real", "machine": settings["machine"], "settings": about, "prompt_tokens": lengths}
     return record | {"forward": forms, "rows": found, "failed": failed}
 
@@ -361,93 +357,20 @@ def readme_table(record: dict[str, Any]) -> str:
     return markdown_table(["", *heads, "first token, ms", "same text"], rows)
 
 
-# fmt: off
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    option(out, "readme", ("PAGE", "JSON"), Path, "rewrite the table of a page from a measurement", nargs=2)
-    option(out, "models", None, Path, "folder of tools.real_models (%(default)s)", default=Path("build/real"))
-    option(out, "target", None, str, "default: %(default)s", default="q15")
-    option(out, "draft", None, str, "default: %(default)s", default="q05")
-    option(out, "dtype", None, str, "default: %(default)s", default="bfloat16")
-    option(out, "hf", None, str, "transformers' rows, in this dtype", choices=("none", "bfloat16", "float32"), default="none")
-    option(out, "prompts", "NAME=FILE", str, "the prompts to measure", nargs="+", default=[])
-    option(out, "count", None, int, "prompts of each file (%(default)s)", default=4)
-    option(out, "prompt-tokens", None, int, "at most, the last ones (%(default)s)", default=1024)
-    option(out, "new-tokens", None, int, "most per prompt (%(default)s)", default=64)
-    option(out, "repeats", None, int, "default: %(default)s", default=3)
-    option(out, "temperature", None, float, "sample (greedy without)")
-    option(out, "head", None, Path, "a draft head of the target: its rows")
-    option(out, "llama", None, Path, "llama.cpp's llama-server: its rows")
-    option(out, "openvino", ("PYTHON", "FOLDER"), Path, "OpenVINO GenAI's rows: an interpreter with openvino_genai, and a folder of exports NAME-fp16, -int8, -int4",
-           nargs=2)
-    option(out, "rows", None, str, "all without; plain is always there", nargs="+")
-    option(out, "out", "DIR", Path, "folder of results; one that exists is continued")
-    option(out, "json", None, Path, "write the table's figures")
-    return out
-# fmt: on
-
-
 def main() -> None:
-    """Measure, print and save."""
-    options = parser().parse_args()
-    if options.readme:
-        page, measured = options.readme
-        replace_table(page, readme_table(json.loads(measured.read_text(encoding="utf-8"))))
-        return
-    if not options.prompts or options.out is None:
-        raise SystemExit(
-            "bench.real: give --prompts NAME=FILE, the prompts to measure, and --out DIR, the folder of results"
-        )
-    with quiet_transformers():
-        measure(options)
-
-
-def measure(options: argparse.Namespace) -> None:
-    """Run all rows in turn."""
-
-    def load(name: str, dtype: str) -> Any:
-        return AutoModelForCausalLM.from_pretrained(options.models / f"{name}-hf", dtype=getattr(torch, dtype)).eval()
-
-    tokenizer = AutoTokenizer.from_pretrained(options.models / f"{options.target}-hf")
-    target, draft = load(options.target, options.dtype), load(options.draft, options.dtype)
-    drafts: dict[str, Any] = {
-        "draft": draft,
-        "useless": partial(shuffled, target),
-        "itself": partial(copy.deepcopy, target),
-        "packed": options.models / f"{options.draft}.gguf",
-        "head": options.head,
-        "assistant": draft if options.hf in ("none", options.dtype) else load(options.draft, options.hf),
-    }
-    systems = list(our_rows(options))
-    if options.hf != "none":
-        systems += hf_rows(target if options.hf == options.dtype else load(options.target, options.hf))
-    systems += rivals(options)
-    for system in systems:
-        system.compared_with = own_plain(system.key)
-    kinds: dict[str, dict[str, torch.Tensor]] = {}
-    for kind, ids in read_prompts(options.prompts, tokenizer, options.count, options.prompt_tokens):
-        kinds.setdefault(kind, {})[str(len(kinds.get(kind, ())))] = ids
-    datasets = [Dataset(kind, "first turns", found, [next(iter(found.values()))]) for kind, found in kinds.items()]
-    sampling: dict[str, Any] = {"do_sample": False}
-    if options.temperature:
-        sampling = {"do_sample": True, "temperature": options.temperature, "top_k": 0, "top_p": 1.0}
-    threads, longest = torch.get_num_threads(), max(ids.shape[1] for found in kinds.values() for ids in found.values())
-    run = {"dtype": options.dtype, "device": "cpu", "sampling": sampling, "seed": 1000, "threads": threads}
-    run |= {"new_tokens": options.new_tokens, "repeats": options.repeats}
-    family = Family(options.target, target, drafts, tokenizer)
-    about = {"family": {"name": options.target, "target": options.target, "drafts": {"draft": options.draft}}}
-    about |= {"machine": provenance(), "run": run, "reference": PLAIN.name, "ratio_to": PLAIN.name}
-    workload = Workload(family, options.new_tokens, longest, threads, sampling)
-    folder = ResultsFolder(options.out)
-    summary = Runner(folder, workload, systems, datasets, about, tuning=0).run()
-    settings = {key: value for key, value in vars(options).items() if not isinstance(value, Path)}
-    settings["prompts"] = [f"{name}={Path(file).name}" for name, _, file in (p.partition("=") for p in options.prompts)]
-    settings |= {"llama": options.llama is not None, "openvino": options.openvino is not None}
-    record = record_of(folder, settings)
-    save(options.json, record)
-    print(tables.text(summary))
+    """Print and save the figures of a run, or those of a file."""
+    parser = argparse.ArgumentParser("bench.real", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of bench.run, or a file of figures")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of a run there")
+    parser.add_argument("--readme", type=Path, metavar="PAGE", help="rewrite the table of a page")
+    args = parser.parse_args()
+    record = (
+        record_of(ResultsFolder(args.run)) if args.run.is_dir() else json.loads(args.run.read_text(encoding="utf-8"))
+    )
+    save(args.json, record)
     print(readme_table(record))
+    if args.readme:
+        replace_table(args.readme, readme_table(record))
 
 
 if __name__ == "__main__":

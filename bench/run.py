@@ -23,14 +23,15 @@ from typing import Any
 
 import torch
 
-import bench.baselines  # noqa: F401  adds the kinds of the papers
+import bench.baselines  # adds the kinds of the papers
+import bench.real  # noqa: F401  adds those of real models
 from bench import datasets, planted, tables
 from bench.config import BenchConfig, DatasetRequest, add_options, configured, load_config, with_prompts
 from bench.harness import copy_bytes_per_second, read_bytes_per_second, refuse_without_gpu
 from bench.machine import provenance
 from bench.runner import Dataset, Runner
 from bench.samples import ResultsFolder
-from bench.systems import KINDS, REFERENCE, Family, Workload, draft_names, systems_of
+from bench.systems import KINDS, Family, Workload, draft_names, systems_of
 from pipespec.checks.devices import arrange, device_facts
 from pipespec.cli.options import check_output_folder
 from pipespec.demo import draft_module_path, family_path, prompts
@@ -39,12 +40,13 @@ from pipespec.models.tokenizers import load_tokenizer
 from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.process.table import aligned
 from pipespec.registry import PLAIN
+from pipespec_train.record_files import is_dataset
 
 CALIBRATION = 2
 """Prompts that tune and warm up. They are not measured where a dataset has enough others."""
 
 STEP_S = 0.03
-"""Most seconds of a planted target's step: its shapes are divided until the weights can be read in this time."""
+"""Maximum seconds of a planted target's step: its shapes are divided until the weights can be read in this time."""
 
 MEMORY_SHARE = 0.4
 """Share of the free memory that planted weights may take."""
@@ -80,9 +82,9 @@ def plant_models(config: BenchConfig, rate: float) -> tuple[Family, dict[str, An
     dtype = getattr(torch, config.dtype or ("bfloat16" if on_gpu else "float32"))
     shapes, divisors = planted.SHAPES, (1, 1)
     if not config.full_size:
-        least = max(config.stages, default=2) if {"spd", "ppsd"} & set(config.systems) else 2
+        min_layers = max(config.stages, default=2) if {"spd", "ppsd"} & set(config.systems) else 2
         memory = MEMORY_SHARE * device_facts([config.device[0]])[0].free
-        shapes, divisors = planted.fitted(config.planted, memory, STEP_S * rate, dtype.itemsize, least)
+        shapes, divisors = planted.fitted(config.planted, memory, STEP_S * rate, dtype.itemsize, min_layers)
     prompt_tokens = min(64, *(d.typical_tokens for d in config.dataset))
     new_tokens = min(config.new_tokens, 128)
     chain = planted.plant(
@@ -106,7 +108,9 @@ def plant_models(config: BenchConfig, rate: float) -> tuple[Family, dict[str, An
 
 
 def prompts_of(config: BenchConfig, request: DatasetRequest, family: Family) -> Dataset:
-    """The prompts of a dataset that fit the target: of a file, function heads for the bundled family, or random tokens for planted models.
+    """The prompts of a dataset that fit the target: of a file, function heads for the bundled family, or random tokens for planted models and numbers.
+
+    A file that is no dataset is a text to edit.
 
     Raises:
         ValueError: No prompt fits, or there is no file, or no chat template for ``chat_template``.
@@ -119,6 +123,9 @@ def prompts_of(config: BenchConfig, request: DatasetRequest, family: Family) -> 
         ids = planted.random_prompts(family.target.config.vocab_size, count + CALIBRATION, tokens, config.seed + 3)
         rows = list(ids[:, None])
         return Dataset(request.name, "planted", {str(i): row for i, row in enumerate(rows[:count])}, rows[count:])
+    if request.name.isdecimal() and request.file is None:
+        ids = planted.random_prompts(family.tokenizer.vocab_size // 2, 1, int(request.name), config.seed + 3)
+        return Dataset(request.name, "random", {"0": ids}, [ids])
     if request.name == HEADS.name and request.file is None:
         count = config.samples or 6
         form, files = "heads", ()
@@ -126,8 +133,8 @@ def prompts_of(config: BenchConfig, request: DatasetRequest, family: Family) -> 
     elif request.file is None:
         raise ValueError(f"no file for the dataset {request.name!r}: give --prompts {request.name}=FILE")
     else:
-        files = (request.file,)
-        form, asked = datasets.read(Path(request.file), request.format)
+        files, file = (request.file,), Path(request.file)
+        form, asked = datasets.read(file, request.format) if is_dataset(file) else ("text", [page(file, family)])
         count = config.samples or len(asked)
     if config.chat_template and not family.tokenizer.chat_template:
         raise ValueError("the target's tokenizer has no chat template: leave out --chat-template")
@@ -141,6 +148,18 @@ def prompts_of(config: BenchConfig, request: DatasetRequest, family: Family) -> 
     chosen = dict(list(fitting.items())[:count])
     rest = list(fitting.values())[len(chosen) :][:CALIBRATION]
     return Dataset(request.name, form, chosen, rest or [list(chosen.values())[-1]], files)
+
+
+EDIT_TOKENS = 1400
+"""Of a text to edit."""
+
+
+def page(file: Path, family: Family) -> datasets.Conversation:
+    """A request to edit a text."""
+    text = file.read_text(encoding="utf-8")
+    tokens = family.tokenizer(text, add_special_tokens=False)["input_ids"][:EDIT_TOKENS]
+    asked = "Correct the spelling of this text and write it again, unchanged otherwise."
+    return datasets.Conversation("0", (f"{asked}\n\n{family.tokenizer.decode(tokens)}",))
 
 
 def encode(tokenizer: Any, conversation: datasets.Conversation, chat: bool) -> torch.Tensor:
@@ -208,6 +227,8 @@ def prepare(config: BenchConfig, folder: ResultsFolder, source: str | None = Non
         "new_tokens": config.new_tokens,
         "chat_template": config.chat_template,
         "repeats": config.repeats,
+        "systems": list(config.systems),
+        "prompts_of_a_file": config.samples,
     }
     about |= {
         "name": family.name,
@@ -229,7 +250,8 @@ def prepare(config: BenchConfig, folder: ResultsFolder, source: str | None = Non
             "family": about,
             "run": run,
             "bytes_per_second": rate,
-            "reference": REFERENCE if config.temperature is None else PLAIN.name,
+            "reference": config.reference if config.temperature is None else PLAIN.name,
+            "ratio_to": config.reference,
         },
         tuning=config.tuning,
         tuning_tokens=config.tuning_tokens,
@@ -247,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="[NAME=]FILE",
         nargs="+",
         default=[],
-        help="jsonl, json, csv or parquet, also .gz; the format follows from NAME or the fields",
+        help="jsonl, json, csv or parquet, also .gz; the format follows from NAME or the fields. Another file is a text to edit, a number so many random tokens",
     )
     add("--list", action="store_true", help="list systems and formats of prompts")
     add_options(parser)

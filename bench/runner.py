@@ -9,6 +9,7 @@ is missing.
 from __future__ import annotations
 
 import gc
+import resource
 import signal
 import threading
 import time
@@ -208,6 +209,8 @@ class Runner:
 
     def save(self) -> dict[str, Any]:
         """Write the settings and the summary; returns the summary."""
+        # With one system and no drafts it is what that system needs.
+        self.settings["run"]["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         self.folder.write("settings.json", self.settings)
         summary = tables.summarise(self.settings, self.folder.samples.values())
         self.folder.write("summary.json", summary)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import os
+import subprocess
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -37,10 +39,7 @@ Commits = list[tuple[float, int]]
 
 @dataclass(frozen=True)
 class Family:
-    """A target, its drafts by name (smallest first), and their tokenizer (None: prompts are token ids).
-
-    A draft is a model, something else that a pipeline takes, or a function that makes one of these.
-    """
+    """A target, its drafts by name (smallest first), and their tokenizer (None: prompts are token ids). A draft is what a pipeline takes."""
 
     name: str
     target: PreTrainedModel
@@ -55,8 +54,7 @@ class Family:
 
     def draft(self, name: str) -> Any:
         """What a pipeline takes for a draft of this name."""
-        draft = self.drafts.get(name, name)
-        return draft() if callable(draft) and not isinstance(draft, torch.nn.Module) else draft
+        return self.drafts.get(name, name)
 
 
 @dataclass(frozen=True)
@@ -191,7 +189,7 @@ class System(ABC):
 
     @abstractmethod
     def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
-        """Generate at most ``new_tokens`` tokens behind ``ids``, LongTensor ``[1, S]``. The sample has no time yet."""
+        """Generate at most ``new_tokens`` tokens after ``ids``, LongTensor ``[1, S]``. The sample has no time yet."""
 
     def is_exact(self, workload: Workload) -> bool:
         """Whether the text has to equal the reference. transformers draws its samples from other numbers."""
@@ -323,10 +321,14 @@ class PipelineSystem(System):
         if self.schedule in (PLAIN.name, LOCKSTEP.name):
             self.settings = [TunedSetting(n) for n in workload.thread_numbers]
         super().start(workload)
-        drafts = [workload.family.draft(name) for name in self.drafts]
+        drafts = [self.draft(name) for name in self.drafts]
         drafts = private_copies(drafts) if has_processes else drafts
         options = self.options | ({} if self.schedule is None else {"schedule": self.schedule})
         self.pipe = Pipeline(self.target or workload.family.target, drafts, **options)
+
+    def draft(self, name: str) -> Any:
+        """What the pipeline takes for a draft of this name."""
+        return self.workload.family.draft(name)
 
     def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
         sample, report = generated(self.pipe, self.workload, ids, new_tokens, seed), self.pipe.report
@@ -381,6 +383,57 @@ def private_copies(drafts: Sequence[Any]) -> list[Any]:
     return [copy.deepcopy(draft) if is_here(draft) else draft for draft in drafts]
 
 
+class LineSystem(System):
+    """A process, started by ``command``, that answers lines of JSON, ``"ready"`` first. ``variables``: of its environment."""
+
+    command: Sequence[str]
+    variables: Mapping[str, str] = {}
+    _process: subprocess.Popen[str] | None = None
+
+    def start(self, workload: Workload) -> None:
+        super().start(workload)
+        # Its errors are shown where the caller's are.
+        self._process = subprocess.Popen(
+            self.command, env={**os.environ, **self.variables}, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        if (first := self._answer()) != "ready":
+            raise RuntimeError(f"{self.label} does not start: it answers {first!r}")
+
+    def ask(self, job: Any) -> Any:
+        """The answer to a job."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process of {self.label} ended with status {self._process.wait()}")
+        return json.loads(line)
+
+    def pause(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._process is not None:
+            stop(self._process)
+
+
+def stop(process: subprocess.Popen[Any], seconds: float = 10.0) -> None:
+    """End a process: by the end of its input, and where it has none or takes longer by a signal."""
+    if process.stdin is not None:
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+    process.kill()
+    process.wait()
+
+
 class Unmeasured(System):
     """A row of a paper's table that cannot be measured here. ``reason``: why."""
 
@@ -417,7 +470,7 @@ def draft_names(paths: Sequence[str]) -> list[str]:
 
 
 def systems_of(config: BenchConfig, drafts: Sequence[str]) -> list[System]:
-    """The rows that a configuration asks for, with ``hf`` first. When sampling, also ``plain``, whose text is the reference then.
+    """The rows that a configuration asks for, with its reference first. When sampling, also ``plain``, whose text is the reference then.
 
     ``drafts``: names of the draft models, smallest first.
 
@@ -427,7 +480,9 @@ def systems_of(config: BenchConfig, drafts: Sequence[str]) -> list[System]:
     """
     if unknown := [kind for kind in config.systems if kind not in KINDS]:
         raise ValueError(f"no system {', '.join(map(repr, unknown))}: there are {', '.join(KINDS)}")
-    kinds = dict.fromkeys([REFERENCE, *([PLAIN.name] if config.temperature is not None else []), *config.systems])
+    kinds = dict.fromkeys(
+        [config.reference, *([PLAIN.name] if config.temperature is not None else []), *config.systems]
+    )
     found = []
     for kind in kinds:
         for system in KINDS[kind].rows(kind, config, drafts):

@@ -4,7 +4,7 @@
     python -m bench.tables DIR/summary.json --docs docs/speed.md     rewrite the table between its comments there
 
 A row is one system on one dataset. Columns: *tokens/s*, tokens of all prompts over the sum of each prompt's median seconds, prompt included; the ratios to
-plain ``generate()`` (of ``bench.real``: to our plain decoding) and to transformers' fastest row; *speed-up*, the ratio to the fastest system without drafts; *same text*, texts equal to the reference
+plain ``generate()`` (with ``--reference plain``: to our plain decoding) and to transformers' fastest row; *speed-up*, the ratio to the fastest system without drafts; *same text*, texts equal to the reference
 (``generate()``'s; sampled: our plain decoding's with the same seed) and the median position of the first difference; *accepted length*, tokens per step of each
 verifying model; *acceptance*, accepted per verified draft token; *weights/s*, bytes of weights that all forwards read per second, relative to a plain copy (GPU) or
 read (CPU); *of floor*, speed relative to plain decoding that only reads the target's weights at that rate; *first token*, milliseconds until it is there; *decoding*,
@@ -270,9 +270,9 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     lines = [
         f"{'Ours at its best' if factor >= 1 else 'WE LOSE, even at our best'}: {best}, {factor:.2f} times the best of the others ({rival})."
     ]
-    behind = [label for label in ours if label != best and speed[label] < speed[rival]]
-    if behind:
-        shares = "; ".join(f"{label} {speed[label] / speed[rival]:.2f}x" for label in behind)
+    slow = [label for label in ours if label != best and speed[label] < speed[rival]]
+    if slow:
+        shares = "; ".join(f"{label} {speed[label] / speed[rival]:.2f}x" for label in slow)
         lines.append(f"Where we lose against {rival}: {shares}.")
     slower = [r.label for r in rows if r.group == "ours" and r.vs_plain is not None and r.vs_plain < 1]
     if slower:

@@ -58,7 +58,7 @@ def _two_stage_rates(
     a: float, verify: float, plain: float, minimum: int, tokens: int, *, handshake: float = 0.0, ideal: bool = False
 ) -> Iterable[float]:
     """Tokens per step of the draft by the engine's protocol. ``ideal``: a corrected draft drops its step, as the formulas assume."""
-    # It never binds: it counts the tokens under verification, and those that pile up behind them.
+    # It never binds: it counts the tokens under verification, and those that pile up after them.
     lookahead = 2 * int(verify) + 8
     policy = SimulatedPolicy(lookahead, minimum, patience=float("inf"), width=2 * lookahead)
     stages = [StageModel(1.0), StageModel([plain, verify])]
@@ -211,7 +211,7 @@ def figures(tokens: int) -> dict[str, str]:
         return float(np.mean([c * r for r in _two_stage_rates(a, c, c, min_draft_tokens, tokens)]))
 
     def best(a: float) -> tuple[int, float]:
-        return closed_form.best_min_draft_tokens(a, 1.0, c, c, most=9)
+        return closed_form.best_min_draft_tokens(a, 1.0, c, c, limit=9)
 
     curves = [
         Series("published form", grid, [closed_form.published_speedup(a, c) for a in grid]),

@@ -37,7 +37,7 @@ void bind_ngram(py::module_& m) {
           py::arg("position"), py::arg("tokens").noconvert())
       .def("truncate", &NgramIndex::truncate, py::arg("length"))
       .def("follower", &NgramIndex::follower, py::arg("corpus") = nullptr);
-  m.attr("MOST_MATCH") = NgramIndex::kMostMatch;
+  m.attr("MAX_MATCH") = NgramIndex::kMaxMatch;
 
   // Python keeps the block's memory as an attribute.
   py::class_<NgramStage>(m, "NgramStage", py::dynamic_attr())
@@ -58,12 +58,12 @@ void bind_ngram(py::module_& m) {
            py::call_guard<py::gil_scoped_release>())
       .def(
           "foresee",
-          [](NgramStage& stage, std::uint32_t row, std::uint32_t most) {
-            const NgramStage::Outlook outlook = stage.foresee(row, most);
+          [](NgramStage& stage, std::uint32_t row, std::uint32_t count) {
+            const NgramStage::Outlook outlook = stage.foresee(row, count);
             return std::make_pair(outlook.tokens, outlook.match);
           },
-          py::arg("row"), py::arg("most"))
-      .def("relay", &NgramStage::relay, py::arg("most"))
+          py::arg("row"), py::arg("count"))
+      .def("relay", &NgramStage::relay, py::arg("count"))
       .def("trace", &NgramStage::trace, py::arg("buffer"), py::keep_alive<1, 2>());
 }
 

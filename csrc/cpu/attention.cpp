@@ -11,7 +11,7 @@
 namespace pipespec::cpu {
 namespace {
 
-constexpr int64_t kPieceColumns = 8;                 // per unit of work
+constexpr int64_t kPieceQueries = 64;                // per unit of work
 constexpr int64_t kWorthThreads = int64_t{1} << 18;  // bytes of keys and values
 
 int64_t place(const int64_t (&strides)[3], int64_t row, int64_t head, int64_t column) {
@@ -22,7 +22,7 @@ struct Job {
   const Attention& all;
   Integers lengths, counts;
   const DecoderKernels& kernels;
-  int64_t pieces, base = 0;
+  int64_t piece_columns, pieces, base = 0;
 
   bool is_wide() const { return all.dtype == DType::kFloat32; }
   int64_t count(int64_t row) const { return counts.data == nullptr ? all.columns : counts[row]; }
@@ -49,13 +49,14 @@ struct Job {
   // gathered, since their heads may lie anywhere.
   void run(int64_t row, int64_t kv_head, int64_t piece) const {
     const int64_t group = all.heads / all.kv_heads, dim = all.head_dim, width = group * dim;
-    const int64_t begin = piece * kPieceColumns;
-    const int64_t end = std::min(begin + kPieceColumns, all.columns);
+    const int64_t begin = piece * piece_columns;
+    const int64_t end = std::min(begin + piece_columns, all.columns);
     const int64_t fed = std::clamp<int64_t>(count(row) - begin, 0, end - begin);
     const int64_t positions = lengths[row] + begin + 1;
-    const size_t scores = size_t(kAttendQueries * (positions + fed + kMaxLanes));
+    const AttendKernels& kernel = is_wide() ? kernels.attend32 : kernels.attend16;
     thread_local std::vector<float> scratch;
-    scratch.resize(std::max(scratch.size(), size_t(2 * (end - begin) * width) + scores));
+    scratch.resize(
+        std::max(scratch.size(), size_t(2 * (end - begin) * width + kernel.scratch_floats(dim))));
     float* const queries = scratch.data();
     float* const out = queries + (end - begin) * width;
     for (int64_t j = 0; j < fed; ++j) {
@@ -70,10 +71,10 @@ struct Job {
       return static_cast<const char*>(tokens) + place(strides, row, kv_head, 0) * bytes;
     };
     if (fed > 0) {
-      (is_wide() ? kernels.attend32 : kernels.attend16)(
-          {queries, width, at(all.keys, all.key_strides), at(all.values, all.value_strides),
-           all.key_strides[2], all.value_strides[2], positions, all.window, fed, group, dim,
-           all.scale, all.softcap, out, width, out + (end - begin) * width});
+      kernel.attend({queries, width, at(all.keys, all.key_strides),
+                     at(all.values, all.value_strides), all.key_strides[2], all.value_strides[2],
+                     positions, all.window, fed, group, dim, all.scale, all.softcap, out, width,
+                     out + (end - begin) * width, nullptr, 0});
     }
     for (int64_t j = 0; j < end - begin; ++j) {
       for (int64_t g = 0; g < group; ++g) {
@@ -93,8 +94,9 @@ struct Job {
 }  // namespace
 
 int64_t attend(const Attention& attention, Integers lengths, Integers counts, int threads) {
-  Job job{attention, lengths, counts, kernels().decoder,
-          (attention.columns + kPieceColumns - 1) / kPieceColumns};
+  const int64_t columns = attention.columns;
+  const int64_t piece = std::max<int64_t>(kPieceQueries * attention.kv_heads / attention.heads, 1);
+  Job job{attention, lengths, counts, kernels().decoder, piece, (columns + piece - 1) / piece};
   int64_t tokens = 0;
   for (int64_t row = 0; row < attention.rows; ++row) {
     const int64_t length = lengths[row], count = job.count(row);

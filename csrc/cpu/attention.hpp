@@ -39,7 +39,7 @@ struct Attention {
 };
 
 // `lengths` before the new columns, of which row r has `counts[r]` (all, if counts.data is null).
-// Columns behind them become zeros. Returns the first row whose numbers lie outside of the storage,
+// Columns after them become zeros. Returns the first row whose numbers lie outside of the storage,
 // or -1; then nothing has been written. May use `threads` threads of the pool.
 int64_t attend(const Attention& attention, Integers lengths, Integers counts, int threads);
 

@@ -119,7 +119,7 @@ inline typename V::F gumbel(typename V::I r) {
   const auto u = V::add(high, V::multiply(low, V::broadcast(noise::kPerUnit)));
   const auto one = V::broadcast(1.0f);
   const auto small = V::multiply(u, V::add(one, V::multiply(u, V::broadcast(0.5f))));
-  const auto rest = V::max(V::subtract(one, u), V::broadcast(noise::kLeast));
+  const auto rest = V::max(V::subtract(one, u), V::broadcast(noise::kMinRest));
   const auto minus_ln2 = V::broadcast(-noise::kLn2);
   const auto large = V::multiply(minus_ln2, lg2<V>(rest));
   const auto e = V::where_less(u, V::broadcast(noise::kSmallU), small, large);

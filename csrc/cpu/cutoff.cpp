@@ -234,7 +234,7 @@ class Row {
     std::sort(keys.begin(), keys.end(), std::greater<>());
   }
 
-  // The least number of the dtype that passes min-p: weight() never falls where the key rises.
+  // The smallest number of the dtype that passes min-p: weight() never falls where the key rises.
   Lane bar_of_min_p() const {
     int64_t fails = Format::kMinusInfKey, passes = top_;
     while (passes - fails > 1) {
@@ -246,15 +246,15 @@ class Row {
 
   // The smallest key of the row that is at least `bar`.
   Lane smallest_from(Lane bar) const {
-    Lane least = top_;
+    Lane smallest = top_;
     for (int64_t block = 0; block * kBlock < n_; ++block) {
       if (scratch_.block_max[size_t(block)] < bar) continue;
       for (int64_t i = block * kBlock; i < std::min((block + 1) * kBlock, n_); ++i) {
         const Lane k = key(i);
-        if (k >= bar) least = std::min(least, k);
+        if (k >= bar) smallest = std::min(smallest, k);
       }
     }
-    return least;
+    return smallest;
   }
 
   const unsigned char* data_;

@@ -18,12 +18,12 @@ namespace pipespec::cpu {
 namespace {
 
 constexpr int64_t kPanel = kPanelOutputs;
-// Panels of one unit of work at most: what they compute for a tile stays in the second-level cache.
+// Maximum panels of one unit of work: what they compute for a tile stays in the second-level cache.
 constexpr int64_t kMaxUnitPanels = 8;
-// Columns of one unit of attention at most.
-constexpr int64_t kAttendColumns = 16;
-// Most rows of a narrow forward. It spends most of its time reading the weights, so the cost of a
-// round shows.
+// Queries of one unit of attention.
+constexpr int64_t kAttendQueries = 64;
+// Maximum rows of a narrow forward. It spends most of its time reading the weights, so the cost of
+// a round shows.
 constexpr int64_t kNarrow = 16;
 // Inputs of a tile of rows: they are read once per group, from the second-level cache.
 constexpr int64_t kTileBytes = 192 << 10;
@@ -31,8 +31,8 @@ constexpr int64_t kMaxTileRows = 48;  // whole blocks of rows
 constexpr int64_t kUnitsPerThread = 4;
 // Inputs that the caller rounds by itself: another round costs more.
 constexpr int64_t kRoundAlone = 1 << 16;
-// Columns of all rows that go through the layers at once: what a forward needs beside its hidden
-// states stays small.
+// Columns of all rows that go through the layers at once: what a forward needs next to its
+// hidden states stays small.
 constexpr int64_t kPieceColumns = 512;
 
 int64_t whole(int64_t n, int64_t of) { return (n + of - 1) / of; }
@@ -79,7 +79,7 @@ Scratch& scratch() {
 
 // What a caller needs for one forward: hidden states, and what the layers hand on.
 struct Workspace {
-  Buffer hidden, joined, qkv, attended, activated, rounded[2];
+  Buffer hidden, joined, qkv, attended, partials, activated, rounded[2];
 };
 
 Workspace& workspace() {
@@ -117,6 +117,8 @@ struct Decoder::Job {
     kProject,
     kFinish,
     kAttend,
+    kAttendSpans,
+    kMergeSpans,
     kFinishAttend,
     kOut,
     kGateUp,
@@ -161,7 +163,8 @@ struct Decoder::Job {
 
   const Layer* layer = nullptr;
   int64_t layer_index = 0;
-  float *qkv = nullptr, *attended = nullptr, *activated = nullptr;
+  float *qkv = nullptr, *attended = nullptr, *activated = nullptr, *partials = nullptr;
+  int64_t spans = 0;  // of the longest row
 
   // Of the present round.
   Phase phase = Phase::kHead;
@@ -251,11 +254,15 @@ struct Decoder::Job {
       case Phase::kFinish:
         return finish(i / shape.kv_heads, i % shape.kv_heads);
       case Phase::kAttend: {
-        const int64_t pieces = whole(kept.columns, kAttendColumns);
-        const int64_t begin = i % pieces * kAttendColumns, head = i / pieces;
+        const int64_t pieces = whole(kept.columns, attend_columns());
+        const int64_t begin = i % pieces * attend_columns(), head = i / pieces;
         return attend(head / shape.kv_heads, head % shape.kv_heads, begin,
-                      std::min(begin + kAttendColumns, kept.columns));
+                      std::min(begin + attend_columns(), kept.columns));
       }
+      case Phase::kAttendSpans:
+        return attend_kernels().attend_spans(whole_task(i / spans), i % spans, i % spans + 1);
+      case Phase::kMergeSpans:
+        return attend_kernels().merge_spans(whole_task(i));
       case Phase::kFinishAttend:
         finish(i / shape.kv_heads, i % shape.kv_heads);
         return attend(i / shape.kv_heads, i % shape.kv_heads, 0, kept.columns);
@@ -381,8 +388,13 @@ struct Decoder::Job {
     }
   }
 
+  const AttendKernels& attend_kernels() const {
+    return cache->dtype == DType::kFloat32 ? kernels.attend32 : kernels.attend16;
+  }
+  int64_t attend_columns() const { return std::max<int64_t>(kAttendQueries / group(), 1); }
+
   // Columns begin .. end - 1 of those kept.
-  void attend(int64_t row, int64_t head, int64_t begin, int64_t end) const {
+  AttendTask attend_task(int64_t row, int64_t head, int64_t begin, int64_t end) const {
     const int64_t item = item_bytes(cache->dtype), width = attended_width();
     AttendTask task;
     task.queries = projected(row, kept.first - all.first + begin, head);
@@ -401,9 +413,25 @@ struct Decoder::Job {
     task.softcap = 0.0f;
     task.out = attended + (row * kept.columns + begin) * width + head * group() * shape.head_dim;
     task.out_stride = width;
-    task.scratch =
-        scratch().scores.floats(kAttendQueries * (task.positions + task.columns + kMaxLanes));
-    (cache->dtype == DType::kFloat32 ? kernels.attend32 : kernels.attend16)(task);
+    task.scratch = scratch().scores.floats(attend_kernels().scratch_floats(shape.head_dim));
+    task.partials = nullptr;
+    task.spans = 0;
+    return task;
+  }
+
+  void attend(int64_t row, int64_t head, int64_t begin, int64_t end) const {
+    if (begin < end) attend_kernels().attend(attend_task(row, head, begin, end));
+  }
+
+  // All columns of head number i of all rows, in spans.
+  AttendTask whole_task(int64_t i) const {
+    AttendTask task = attend_task(i / shape.kv_heads, i % shape.kv_heads, 0, kept.columns);
+    task.partials = partials + i * partial_floats();
+    task.spans = spans;
+    return task;
+  }
+  int64_t partial_floats() const {
+    return kept.columns * group() * spans * attend_kernels().partial_floats(shape.head_dim);
   }
 
   // hidden += x * matrix
@@ -504,9 +532,16 @@ struct Decoder::Job {
       return run(Phase::kHead, shape.kv_heads);
     }
     run(Phase::kProject, all, m, inputs);
-    if (all.count() <= kNarrow) return run(Phase::kFinishAttend, heads);
+    const bool is_narrow = all.count() <= kNarrow;
+    const int64_t longest = *std::max_element(columns->lengths, columns->lengths + all.rows);
+    spans = whole(longest + all.first + all.columns, kAttendSpan);
+    if (is_narrow && (heads % threads == 0 || spans == 1)) return run(Phase::kFinishAttend, heads);
     run(Phase::kFinish, heads);
-    run(Phase::kAttend, heads * whole(kept.columns, kAttendColumns));
+    if (!is_narrow) return run(Phase::kAttend, heads * whole(kept.columns, attend_columns()));
+    if (kept.columns == 0) return;
+    partials = workspace().partials.floats(heads * partial_floats());
+    run(Phase::kAttendSpans, heads * spans);
+    run(Phase::kMergeSpans, heads);
   }
 };
 

@@ -26,7 +26,9 @@ inline constexpr int64_t kPrefetchBytes = 4096;
 enum class Activation : int { kSilu = 0, kGeluTanh = 1, kGelu = 2 };
 
 inline constexpr int64_t kMaxLanes = 16;
-inline constexpr int64_t kAttendQueries = 8;
+// Positions whose softmax is computed by itself. The parts are merged in order, so that different
+// threads may compute them, with the same bits.
+inline constexpr int64_t kAttendSpan = 256;
 
 // The queries of one row that share one head of keys and values.
 struct AttendTask {
@@ -42,13 +44,24 @@ struct AttendTask {
   float softcap;  // scores are softcap * tanh(scaled score / softcap); 0: not capped
   float* out;     // like queries
   int64_t out_stride;
-  float* scratch;  // kAttendQueries * (positions + columns + kMaxLanes) floats
+  float* scratch;   // AttendKernels::scratch_floats
+  float* partials;  // [columns * group, spans] of AttendKernels::partial_floats each
+  int64_t spans;    // up to the last position of the last column
 };
 
 // A product over whole groups of panels of some format of weights.
 using Product = void (*)(const unsigned char* groups, int64_t inputs, int64_t panel_count,
                          const float* x, int64_t x_stride, int64_t rows, float* out,
                          int64_t out_stride);
+
+struct AttendKernels {
+  void (*attend)(const AttendTask& task);  // without `partials`
+  // The same in parts: spans begin .. end - 1 into the task's partials, and all of them to `out`.
+  void (*attend_spans)(const AttendTask& task, int64_t begin, int64_t end);
+  void (*merge_spans)(const AttendTask& task);
+  int64_t (*scratch_floats)(int64_t head_dim);
+  int64_t (*partial_floats)(int64_t head_dim);
+};
 
 struct DecoderKernels {
   // out[r, 16 p + i] = sum over k of x[r, k] * (weight k of output i in panel p), summed in the
@@ -58,9 +71,9 @@ struct DecoderKernels {
   void (*rms_norm)(const float* x, const float* weight, int64_t n, float eps, float* out);
   // out[i] = activation(gate i) * up i, where `products` alternate between 16 gates and 16 ups.
   void (*activate)(Activation kind, const float* products, int64_t panel_pairs, float* out);
-  // Attention over float32 and bfloat16 keys and values, computed in float32.
-  void (*attend32)(const AttendTask& task);
-  void (*attend16)(const AttendTask& task);
+  // Attention over float32 and bfloat16 keys and values. Sums are float32; where products of pairs
+  // of bfloat16 are an instruction, queries and weights are rounded to it for the latter.
+  AttendKernels attend32, attend16;
 };
 
 }  // namespace pipespec::cpu

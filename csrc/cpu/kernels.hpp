@@ -20,6 +20,7 @@ struct Kernels {
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
+const AttendKernels* bf16_attend_kernels();
 
 // Those of the instructions in use (set_simd).
 const Kernels& kernels();

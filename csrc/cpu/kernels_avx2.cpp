@@ -73,18 +73,10 @@ struct V32 : Avx2Vector {
 
 struct DecoderAvx2 : Avx2 {
   static constexpr int kAccumulators = 12;
-  static constexpr int kLeastPanels = 1;
+  static constexpr int kMinPanels = 1;
 
   // Keeps a sum in its register: left alone, the compiler moves some of them to the stack and back.
   static void pin(F& x) { asm("" : "+x"(x)); }
-  static F divide(F a, F b) { return _mm256_div_ps(a, b); }
-  // Lane i: the sum of the lanes of x[i].
-  static F sum_each(const F (&x)[8]) {
-    const F low = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
-    const F high = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
-    return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20),
-                         _mm256_permute2f128_ps(low, high, 0x31));
-  }
 
   struct Weights8 {
     static constexpr int64_t kBytes = 1;

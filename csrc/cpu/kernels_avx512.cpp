@@ -75,25 +75,9 @@ struct V32 : Avx512Vector {
 
 struct DecoderAvx512 : Avx512 {
   static constexpr int kAccumulators = 24;
-  static constexpr int kLeastPanels = 4;
+  static constexpr int kMinPanels = 4;
 
   static void pin(F&) {}
-  static F divide(F a, F b) { return _mm512_div_ps(a, b); }
-  static __m256 halves(F x) {
-    return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
-  }
-  static __m256 sum_eight(const F* x) {
-    const __m256 low = _mm256_hadd_ps(_mm256_hadd_ps(halves(x[0]), halves(x[1])),
-                                      _mm256_hadd_ps(halves(x[2]), halves(x[3])));
-    const __m256 high = _mm256_hadd_ps(_mm256_hadd_ps(halves(x[4]), halves(x[5])),
-                                       _mm256_hadd_ps(halves(x[6]), halves(x[7])));
-    return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20),
-                         _mm256_permute2f128_ps(low, high, 0x31));
-  }
-  // Lane i: the sum of the lanes of x[i].
-  static F sum_each(const F (&x)[16]) {
-    return _mm512_insertf32x8(_mm512_castps256_ps512(sum_eight(x)), sum_eight(x + 8), 1);
-  }
 
   struct Weights8 {
     static constexpr int64_t kBytes = 1;

@@ -1,4 +1,4 @@
-// All inner kernels over the vectors of one instruction set. Included by each kernels_*.cpp, behind
+// All inner kernels over the vectors of one instruction set. Included by each kernels_*.cpp, after
 // its lanes, and by nothing else.
 #pragma once
 

@@ -57,16 +57,9 @@ using V32 = PortableVector<int32_t, uint32_t>;
 
 struct DecoderPortable : Portable {
   static constexpr int kAccumulators = 12;
-  static constexpr int kLeastPanels = 1;
+  static constexpr int kMinPanels = 1;
 
   static void pin(F&) {}
-  static F divide(F a, F b) { return a / b; }
-  // Lane i: the sum of the lanes of x[i].
-  static F sum_each(const F (&x)[4]) {
-    F sums;
-    for (int i = 0; i < 4; ++i) sums[i] = (x[i][0] + x[i][1]) + (x[i][2] + x[i][3]);
-    return sums;
-  }
 
   struct Weights8 {
     static constexpr int64_t kBytes = 1;

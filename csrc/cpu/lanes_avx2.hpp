@@ -14,6 +14,8 @@ struct Avx2 {
   using W = __m256i;
   using Mask = __m256;
   static constexpr int kLanes = 8;
+  // Of a product in registers.
+  static constexpr int kTileQueries = 3, kTileVectors = 4;
 
   static F broadcast(float x) { return _mm256_set1_ps(x); }
   static I broadcast(int32_t x) { return _mm256_set1_epi32(x); }
@@ -23,6 +25,7 @@ struct Avx2 {
   static F add(F a, F b) { return _mm256_add_ps(a, b); }
   static F subtract(F a, F b) { return _mm256_sub_ps(a, b); }
   static F multiply(F a, F b) { return _mm256_mul_ps(a, b); }
+  static F divide(F a, F b) { return _mm256_div_ps(a, b); }
   static F max(F a, F b) { return _mm256_max_ps(a, b); }
   static F where_less(F a, F b, F yes, F no) {
     return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
@@ -58,6 +61,29 @@ struct Avx2 {
   template <int kBy>
   static I shift_right_signed(I x) {
     return _mm256_srai_epi32(x, kBy);
+  }
+
+  // x[i] lane j <-> x[j] lane i
+  static void transpose(I (&x)[8]) {
+    I y[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+      y[i] = _mm256_unpacklo_epi32(x[i], x[i + 1]);
+      y[i + 1] = _mm256_unpackhi_epi32(x[i], x[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+      x[i] = _mm256_unpacklo_epi64(y[i], y[i + 2]);
+      x[i + 1] = _mm256_unpackhi_epi64(y[i], y[i + 2]);
+      x[i + 2] = _mm256_unpacklo_epi64(y[i + 1], y[i + 3]);
+      x[i + 3] = _mm256_unpackhi_epi64(y[i + 1], y[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const I low = _mm256_permute2x128_si256(x[i], x[i + 4], 0x20);
+      x[i + 4] = _mm256_permute2x128_si256(x[i], x[i + 4], 0x31);
+      x[i] = low;
+    }
   }
 
   static Mask not_less(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_NLT_UQ); }

@@ -19,6 +19,8 @@ struct Avx512 {
   using W = __m512i;
   using Mask = __mmask16;
   static constexpr int kLanes = 16;
+  // Of a product in registers.
+  static constexpr int kTileQueries = 6, kTileVectors = 4;
 
   static F broadcast(float x) { return _mm512_set1_ps(x); }
   static I broadcast(int32_t x) { return _mm512_set1_epi32(x); }
@@ -28,6 +30,7 @@ struct Avx512 {
   static F add(F a, F b) { return _mm512_add_ps(a, b); }
   static F subtract(F a, F b) { return _mm512_sub_ps(a, b); }
   static F multiply(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F divide(F a, F b) { return _mm512_div_ps(a, b); }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
   static F where_less(F a, F b, F yes, F no) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
@@ -57,6 +60,37 @@ struct Avx512 {
   template <int kBy>
   static I shift_right_signed(I x) {
     return _mm512_srai_epi32(x, kBy);
+  }
+
+  // x[i] lane j <-> x[j] lane i
+  static void transpose(I (&x)[16]) {
+    I y[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+      y[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+      y[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+      x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
+      x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
+      x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
+      x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      y[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
+      y[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xDD);
+      y[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
+      y[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xDD);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
+      x[i + 4] = _mm512_shuffle_i32x4(y[i + 4], y[i + 12], 0x88);
+      x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xDD);
+      x[i + 12] = _mm512_shuffle_i32x4(y[i + 4], y[i + 12], 0xDD);
+    }
   }
 
   static Mask not_less(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ); }

@@ -15,6 +15,8 @@ struct Portable {
   typedef uint64_t W __attribute__((vector_size(16)));
   using Mask = I;  // all ones or all zeros per lane
   static constexpr int kLanes = 4;
+  // Of a product in registers.
+  static constexpr int kTileQueries = 2, kTileVectors = 4;
 
   static F broadcast(float x) { return F{x, x, x, x}; }
   static I broadcast(int32_t x) { return I{x, x, x, x}; }
@@ -24,6 +26,7 @@ struct Portable {
   static F add(F a, F b) { return a + b; }
   static F subtract(F a, F b) { return a - b; }
   static F multiply(F a, F b) { return a * b; }
+  static F divide(F a, F b) { return a / b; }
   static F max(F a, F b) { return a > b ? a : b; }
   static F where_less(F a, F b, F yes, F no) { return a < b ? yes : no; }
   // May round once or twice: for filters only.
@@ -52,6 +55,12 @@ struct Portable {
   template <int kBy>
   static I shift_right_signed(I x) {
     return x >> kBy;
+  }
+
+  // x[i] lane j <-> x[j] lane i
+  static void transpose(I (&x)[4]) {
+    const I a = x[0], b = x[1], c = x[2], d = x[3];
+    for (int i = 0; i < 4; ++i) x[i] = I{a[i], b[i], c[i], d[i]};
   }
 
   static Mask not_less(F a, F b) { return ~(a < b); }

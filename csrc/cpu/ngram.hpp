@@ -20,12 +20,12 @@ namespace pipespec {
 class NgramIndex {
  public:
   static constexpr std::int32_t kNone = -1;
-  static constexpr std::uint32_t kMostMatch = 32;
+  static constexpr std::uint32_t kMaxMatch = 32;
 
   // Suffixes of `min_match` to `max_match` tokens are looked up.
   NgramIndex(std::uint32_t min_match, std::uint32_t max_match)
       : min_match_(min_match), max_match_(max_match) {
-    if (min_match < 1 || max_match < min_match || max_match > kMostMatch)
+    if (min_match < 1 || max_match < min_match || max_match > kMaxMatch)
       throw std::invalid_argument("an n-gram index needs 1 <= min_match <= max_match <= 32");
     tables_.resize(max_match - min_match + 1);
   }
@@ -75,7 +75,7 @@ class NgramIndex {
     for (; same < count; ++same) append(tokens[same]);
   }
 
-  // The token behind the latest earlier occurrence of the longest suffix that has one, here or in
+  // The token after the latest earlier occurrence of the longest suffix that has one, here or in
   // `corpus`, which has the same numbers; kNone if no suffix of at least `min_match` tokens has.
   std::int32_t follower(const NgramIndex* corpus = nullptr) const { return match(corpus).token; }
   // With the length of that suffix.
@@ -88,7 +88,7 @@ class NgramIndex {
     const std::size_t end = tokens_.size() - 1;
     const std::uint32_t longest =
         static_cast<std::uint32_t>(std::min<std::size_t>(max_match_, tokens_.size()));
-    std::array<std::uint64_t, kMostMatch + 1> hashes;
+    std::array<std::uint64_t, kMaxMatch + 1> hashes;
     hashes[0] = 0;
     if (corpus != nullptr)
       for (std::uint32_t n = 1; n <= longest; ++n)

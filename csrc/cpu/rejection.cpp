@@ -210,11 +210,11 @@ class Job {
 
   Best residual_best(const Draw& draw, int64_t begin, int64_t end) const {
     Best best;
-    double least = 0;  // no noise lets a smaller residual win
+    double smallest = 0;  // no noise lets a smaller residual win
     for (int64_t i = begin; i < end; ++i) {
       const double left = draw.p.p(draw.target.score(i)) - draw.q.p(draw.draft.score(i));
-      if (left > least && best.add(std::log(left) + gumbel(draw, i), i))
-        least = std::exp(best.y - double(noise::kCeiling));
+      if (left > smallest && best.add(std::log(left) + gumbel(draw, i), i))
+        smallest = std::exp(best.y - double(noise::kCeiling));
     }
     return best;
   }

@@ -28,7 +28,7 @@ struct Draft {
 // NaN before everything.
 //
 // All in double, so a result depends on the values only: not on threads, instructions, strides or
-// other rows. Columns behind a rejected draft token are not read.
+// other rows. Columns after a rejected draft token are not read.
 void rejection_sample(const Logits& logits, const Tokens& tokens, const int32_t* query_lens,
                       const int32_t* num_draft_tokens, const Draft* draft, const Noise& noise,
                       uint32_t accept_stream, int32_t* selected, int32_t* accepted, int threads);

@@ -52,6 +52,19 @@ bool has_tiles() {
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & kTiles) != 0 && (d & kInt8) != 0 &&
          syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
+
+// Those for AVX-512, with the products of pairs of bfloat16 where the CPU has them.
+const Kernels* kernels_for_avx512() {
+  if (avx512_kernels() == nullptr || bf16_attend_kernels() == nullptr ||
+      !__builtin_cpu_supports("avx512bf16"))
+    return avx512_kernels();
+  static const Kernels with_pairs = [] {
+    Kernels all = *avx512_kernels();
+    all.decoder.attend16 = *bf16_attend_kernels();
+    return all;
+  }();
+  return &with_pairs;
+}
 #endif
 
 // What runs here, best first.
@@ -66,9 +79,9 @@ std::vector<Variant> find_variants() {
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     const bool has_vnni = __builtin_cpu_supports("avx512vnni") && vnni_packed_kernels() != nullptr;
     if (has_vnni && amx_packed_kernels() != nullptr && has_tiles())
-      add("amx", avx512_kernels(), amx_packed_kernels());
+      add("amx", kernels_for_avx512(), amx_packed_kernels());
     // A CPU with AVX-512 has what the file for AVX2 may use.
-    add("avx512", avx512_kernels(), has_vnni ? vnni_packed_kernels() : avx2_packed_kernels());
+    add("avx512", kernels_for_avx512(), has_vnni ? vnni_packed_kernels() : avx2_packed_kernels());
   }
   // The compiler may use whatever the file's flags allow.
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") &&

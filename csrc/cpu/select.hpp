@@ -67,7 +67,7 @@ void sample(const Logits& logits, const Noise& noise, int32_t* selected, int thr
 // "the choice from". Row r of the batch was fed tokens[r, 0 .. query_lens[r]-1], of which the last
 // num_draft_tokens[r] are draft tokens. With s = query_lens[r] - 1 - num_draft_tokens[r],
 // selected[r, j] is the argmax of logits[r, s + j] for j = 0 .. accepted[r]; the walk continues
-// while selected[r, j] == tokens[r, s + 1 + j] and draft tokens are left. Logits behind the first
+// while selected[r, j] == tokens[r, s + 1 + j] and draft tokens are left. Logits after the first
 // mismatch are not read. Entries of selected[B, Q] (contiguous) past accepted[r] are -1. A row with
 // query_lens[r] == 0 idles: all -1, accepted 0, its num_draft_tokens ignored. Counts outside 0 <=
 // num_draft_tokens < query_lens <= Q are an error.

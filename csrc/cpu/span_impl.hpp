@@ -22,7 +22,7 @@
 namespace pipespec::cpu {
 namespace {
 
-// The second read of a block hits L1 or L2, and the work at the end of a block is small beside it
+// The second read of a block hits L1 or L2, and the work at the end of a block is small against it
 // (4 and 16 KiB measured slower).
 constexpr int64_t kBlockBytes = 8192;
 constexpr int64_t kAlign = 64;

@@ -11,7 +11,7 @@
 
 namespace pipespec::cpu {
 
-// Parts of some outputs each, one behind the other and each in whole panels; and that `groups`
+// Parts of some outputs each, one after the other and each in whole panels; and that `groups`
 // times: heads of queries, keys and values; elsewhere one part.
 struct Matrix {
   int64_t inputs = 0, group_panels = 0, groups = 1;

@@ -24,7 +24,7 @@ namespace pipespec::noise {
 
 constexpr float kPerHighHalf = 0x1p-16f, kPerUnit = 0x1p-32f;
 constexpr float kSmallU = 0x1p-10f;
-constexpr float kLeast = 0x1p-25f;  // what 1 - u counts as where u rounds to 1
+constexpr float kMinRest = 0x1p-25f;  // what 1 - u counts as where u rounds to 1
 constexpr float kLn2 = 0x1.62e43p-1f;
 // lg2(1 + t) = t P(t) for sqrt(1/2) <= 1 + t < sqrt(2): minimax in relative error (1.1e-6), so it
 // stays exact in proportion where the logarithm itself is near zero.
@@ -85,7 +85,7 @@ PIPESPEC_HD inline float gumbel(std::uint32_t r) {
     e = mul(u, add(1.0f, mul(u, 0.5f)));
   } else {
     const float rest = add(1.0f, -u);
-    e = mul(-kLn2, detail::lg2(rest > kLeast ? rest : kLeast));
+    e = mul(-kLn2, detail::lg2(rest > kMinRest ? rest : kMinRest));
   }
   return mul(-kLn2, detail::lg2(e));
 }

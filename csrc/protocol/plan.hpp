@@ -34,11 +34,11 @@ enum class Action : std::int32_t {
 struct StepPolicy {
   // How many tokens this stage may be ahead of the one downstream. The target ignores it.
   std::uint32_t lookahead;
-  // Most draft tokens per step.
+  // Maximum number of draft tokens per step.
   std::uint32_t max_draft_tokens;
   // Wait for this many draft tokens while they can come; 0: never wait.
   std::uint32_t min_draft_tokens;
-  // Columns of the caller's buffer, at least 1: the most tokens per step.
+  // Columns of the caller's buffer, at least 1: the maximum of tokens per step.
   std::uint32_t width;
 };
 

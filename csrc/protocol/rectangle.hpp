@@ -7,7 +7,7 @@
 namespace pipespec {
 
 struct StepArrays {
-  std::int32_t* tokens;            // [rows, width]: ids to feed, zeros behind them
+  std::int32_t* tokens;            // [rows, width]: ids to feed, zeros after them
   std::int32_t* kv;                // [rows]: position of the first token to feed
   std::int32_t* query_lens;        // [rows]: tokens to feed, draft tokens included
   std::int32_t* num_draft_tokens;  // [rows]: how many of them, at the end, are draft tokens

@@ -1,7 +1,7 @@
 // One stage's token sequence of one row, as its owner writes it and as neighbours read it.
 //
 // Positions grow monotonically and are masked into the ring. The ring holds a whole generation (4
-// bytes per token, beside kilobytes of KV cache for the same token). So no reader can be lapped,
+// bytes per token, next to kilobytes of KV cache for the same token). So no reader can be lapped,
 // and the target never waits for a reader.
 //
 // The orders (numbers: litmus tests in tests/native/test_memory_orders.cpp)
@@ -11,7 +11,7 @@
 //   the length do not change. The owner stores a new epoch *before* it overwrites, with a fence
 //   between. The reader loads tokens *before* it looks at the epoch again (still()), with a fence
 //   between. So a reader that saw a token of a new epoch also sees the new epoch (L2).
-//   `committed` is relaxed: behind still(), the tokens below it are the target's (L4).
+//   `committed` is relaxed: after still(), the tokens below it are the target's (L4).
 //
 // A reader may take tokens without still(), or tokens of two epochs. A draft token is copied once,
 // fed, and compared with the stage's own choice, so a torn one is rejected like any wrong draft

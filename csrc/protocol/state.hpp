@@ -5,7 +5,7 @@
 //   the part of sleepers: Parked[stages]
 //   a part per stage:     StageStatus  Published[rows]  Private[rows]  ring[rows][capacity]
 //
-// Every word has one writer, named beside it; Parked is the exception. Words of different writers
+// Every word has one writer, named next to it; Parked is the exception. Words of different writers
 // lie on different cache lines. In memory that processes share, parts begin on page boundaries, so
 // that a process can map as writable only what it writes: the target is the caller's, a draft
 // writes its own part and Parked.
@@ -55,7 +55,7 @@ struct alignas(kLine) StageControl {
   // 0: the stage's process or thread has failed.
   std::uint32_t alive;
   // For a draft in a process of its own: how many tokens it may be ahead of the stage downstream,
-  // and the most draft tokens that downstream takes from it. The draft sleeps on this word while it
+  // and the maximum of draft tokens that downstream takes. The draft sleeps on this word while it
   // is 0.
   std::uint32_t lookahead;
 };

@@ -37,13 +37,13 @@ class NgramStage {
     std::uint32_t tokens;  // that fill() would draft
     std::uint32_t match;   // length of the suffix that the first one follows
   };
-  // Follows the target, and tells what fill(most) would draft for a row. Publishes nothing of it.
-  Outlook foresee(std::uint32_t row, std::uint32_t most) {
+  // Follows the target, and tells what fill(count) would draft for a row. Publishes nothing of it.
+  Outlook foresee(std::uint32_t row, std::uint32_t count) {
     follow();
     NgramIndex& index = indices_.at(row);
     const std::size_t length = index.size();
     Outlook out{0, 0};
-    for (; out.tokens < most; ++out.tokens) {
+    for (; out.tokens < count; ++out.tokens) {
       const NgramIndex::Match match = index.match(corpus_.get());
       if (match.token < 0) break;
       if (out.tokens == 0) out.match = match.length;
@@ -53,10 +53,10 @@ class NgramStage {
     return out;
   }
 
-  // Publishes the tokens of the stage upstream, at most `most` per row, as its own.
-  void relay(std::uint32_t most) {
+  // Publishes the tokens of the stage upstream, at most `count` per row, as its own.
+  void relay(std::uint32_t count) {
     const std::uint32_t width = port_.width();
-    while (most > 0 && port_.plan(most + 1, most, 0) == Action::kStep) {
+    while (count > 0 && port_.plan(count + 1, count, 0) == Action::kStep) {
       bool is_behind = false;
       for (std::uint32_t row = 0; row < port_.rows(); ++row) {
         std::int32_t& draft_tokens = port_.num_draft_tokens()[row];

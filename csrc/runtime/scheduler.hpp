@@ -92,7 +92,7 @@ class Scheduler {
   struct Launched {
     std::int64_t at_ns;
     std::uint32_t width;
-    std::uint32_t growth;  // most tokens that it can append to a row
+    std::uint32_t growth;  // maximum of tokens that it can append to a row
     std::uint32_t in_flight;
   };
   // One per stage; touched by the thread that runs it, but for the bell and the lookahead.

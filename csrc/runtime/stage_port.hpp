@@ -17,7 +17,7 @@ class StagePort {
  public:
   // Movable, not copyable: arrays_ points to the vectors' data, which keeps its address in a move.
   StagePort(StagePort&&) = default;
-  // `width`: columns of the rectangle, i.e. the most tokens one row feeds in one step.
+  // `width`: columns of the rectangle, i.e. the maximum of tokens one row feeds in one step.
   StagePort(const Block& block, std::uint32_t stage, std::uint32_t width)
       : block_(block), stage_(stage), width_(width), bells_(block_, stage) {
     if (stage >= block_.stages()) throw std::invalid_argument("the block has no such stage");

@@ -174,7 +174,7 @@ class LayerStage:
         capacity, cache = min(max_positions, longest + _INITIAL_CAPACITY), self._cache
         self._max_positions = max_positions
         # The user may have moved or cast the model.
-        is_alike = cache is not None and (cache.dtype, cache.device) == (self.dtype, self.device)
+        is_alike = cache is not None and (cache.compute_dtype, cache.device) == (self.dtype, self.device)
         if cache is None or not is_alike or not cache.fits(rows, capacity):
             self._cache = cache = None  # before the new one is allocated
             config = self.section.parts.cache_config()

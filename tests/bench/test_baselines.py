@@ -123,8 +123,8 @@ def test_the_end(target: LlamaForCausalLM, expected: list[list[int]]) -> None:
         for generate in generators:
             for token in dict.fromkeys(text[:6]):
                 assert generate(prompt, NEW, [token]) == text[: text.index(token) + 1]
-            for most in (1, 2, 5):
-                assert generate(prompt, most) == text[:most]
+            for limit in (1, 2, 5):
+                assert generate(prompt, limit) == text[:limit]
 
 
 def wrong_feed(self: BaselineStage, drafts: Sequence[int] = ()) -> None:

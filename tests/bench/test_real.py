@@ -5,33 +5,97 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers import LlamaForCausalLM
 
-from bench import real
+from bench import real, run
+from bench.config import BenchConfig, with_prompts
 from bench.samples import ResultsFolder, Sample, StepCounts
+from bench.systems import Family, Workload, systems_of
+from pipespec.demo import load_family
 
 
-def test_rows_name_drafts_that_there_are() -> None:
-    options = real.parser().parse_args(["--head", "head"])
-    found = {system.key: system for system in real.our_rows(options)}
-    assert {name for system in found.values() for name in system.drafts} == {
-        "ngram", "draft", "useless", "itself", "packed", "head",
+def test_rows_name_drafts_that_there_are(target: LlamaForCausalLM) -> None:
+    config = BenchConfig(
+        target="models/q15-hf", drafts=("models/q05-hf",), head="head", systems=tuple(real.ROWS), reference="plain"
+    )
+    rows = systems_of(config, ["q05-hf"])
+    assert [row.key for row in rows] == ["plain", *real.ROWS]
+    family = Family("q15-hf", target, {"q05-hf": "a draft"})
+    made = {}
+    for row in rows[1:]:
+        row.workload = Workload(family, 4, 4, 1)
+        made |= {name: row.draft(name) for name in row.drafts}
+    assert {name: made[name] for name in ("ngram", "draft", "packed", "head")} == {
+        "ngram": "ngram", "draft": "a draft", "packed": Path("models/q05.gguf"), "head": "head",
     }  # fmt: skip
-    options = real.parser().parse_args(["--rows", "default"])
-    assert [system.key for system in real.our_rows(options)] == ["plain", "default"]
+    assert all(made[name].config.num_hidden_layers == target.config.num_hidden_layers for name in ("useless", "itself"))
+    assert {row.target for row in rows[1:]} == {None, Path("models/q15.gguf")}
+
+
+@pytest.mark.parametrize(
+    ("system", "message"),
+    [
+        ("default", "give --drafts"),
+        ("head", "give --head"),
+        ("llama.cpp", "give --llama"),
+        ("OpenVINO", "give --openvino"),
+    ],
+)
+def test_a_row_says_what_it_lacks(system: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        systems_of(BenchConfig(target="q15-hf", systems=(system,)), [])
+
+
+def test_other_programs_read_the_files_next_to_the_models(tmp_path: Path) -> None:
+    for name in ("q15-fp16", "q15-int4"):
+        (tmp_path / name).mkdir()
+    given = {
+        "target": "models/q15-hf",
+        "drafts": ("models/q05-hf",),
+        "llama": "server",
+        "openvino": ("python", str(tmp_path)),
+    }
+    rows = {row.key: row for row in systems_of(BenchConfig(systems=("llama.cpp", "OpenVINO"), **given), ["q05-hf"])}
+    plain = "llama.cpp Q4_K_M"
+    assert list(rows) == [
+        "hf",
+        plain,
+        f"{plain}, n-gram",
+        f"{plain}, draft",
+        "OpenVINO bfloat16",
+        "OpenVINO int4",
+        "OpenVINO int4, lookup",
+        "OpenVINO int4, draft",
+    ]
+    assert "models/q15.gguf" in rows[plain].command
+    assert "models/q05.gguf" in rows[f"{plain}, draft"].command
+    assert str(tmp_path / "q05-int4") in rows["OpenVINO int4, draft"].command[-1]
+
+
+def test_prompts_of_a_number_of_tokens_and_of_a_text(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("A page.")
+    tokenizer = load_family().tokenizer
+    family = Family("test", load_family().target, {}, tokenizer)
+    config = with_prompts(BenchConfig(), ["12", f"edit={tmp_path / 'page.md'}"])
+    number, edit = (run.prompts_of(config, request, family) for request in config.dataset)
+    assert [ids.shape for ids in number.prompts.values()] == [(1, 12)]
+    assert tokenizer.decode(edit.prompts["0"][0]).endswith("unchanged otherwise.\n\nA page.")
 
 
 @pytest.mark.parametrize(
     ("row", "plain"),
     [
-        ("HF generate()", "plain"),
-        ("HF assisted", "HF generate()"),
-        ("default", "plain"),
+        ("hf", None),
+        ("HF assisted", "hf"),
+        ("default", None),
+        ("GGUF, plain", None),
         ("GGUF, default", "GGUF, plain"),
         ("llama.cpp Q4_K_M, n-gram", "llama.cpp Q4_K_M"),
-        ("OpenVINO int8", "plain"),
+        ("llama.cpp Q4_K_M", None),
+        ("OpenVINO int8", None),
     ],
 )
-def test_a_text_is_compared_with_plain_decoding_by_its_program(row: str, plain: str) -> None:
+def test_a_text_is_compared_with_plain_decoding_by_its_program(row: str, plain: str | None) -> None:
     assert real.own_plain(row) == plain
 
 
@@ -67,7 +131,7 @@ def test_a_results_file_has_rows_by_kind_of_prompt_and_over_all(tmp_path: Path) 
                     identical=True,
                 )
             )
-    record = real.record_of(folder, {"target": "q15"})
+    record = real.record_of(folder)
     found = {(row["row"], row["prompts"]): row for row in record["rows"]}
     assert [found["default", kind]["of_plain"] for kind in ("code", "chat", "all")] == pytest.approx([4.0, 0.5, 1.2])
     whole = found["default", "all"]

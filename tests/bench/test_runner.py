@@ -495,7 +495,7 @@ def test_draft_verify_keeps_the_ends_and_evenly_spaced_layers() -> None:
 
 @pytest.mark.parametrize("kind", ["hf", "plain", "published-lockstep"])
 def test_end_tokens_can_be_ignored(target: LlamaForCausalLM, kind: str) -> None:
-    """A text goes on behind the token that would end it."""
+    """A text goes on after the token that would end it."""
     ids = torch.tensor([[5, 6, 7, 8]])
     given = copy.deepcopy(target)
     first = HFSystem("hf", "plain")
@@ -629,7 +629,7 @@ def test_planted_shapes_are_divided_until_they_fit() -> None:
     shapes, divisors = planted.fitted(["1B", "70B"], 1e15, 1e15, 2)
     assert divisors == (1, 1)
     assert shapes["70B"] == planted.SHAPES["70B"]
-    shapes, (width, _) = planted.fitted(["1B", "70B"], 1e9, 5e8, 4, least_layers=16)
+    shapes, (width, _) = planted.fitted(["1B", "70B"], 1e9, 5e8, 4, min_layers=16)
     assert width > 1
     assert shapes["1B"].vocab_size == shapes["70B"].vocab_size
     assert shapes["70B"].num_hidden_layers >= 16

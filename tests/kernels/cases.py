@@ -161,7 +161,7 @@ class Draw:
         return self.placed(tokens.to(self.pick(torch.int32, torch.int64)), free=True)
 
     def storage(self, heads: int, capacity: int, dim: int, new: int) -> Arguments:
-        """Storage with room for up to ``new`` columns behind each row."""
+        """Storage with room for up to ``new`` columns after each row."""
         counts = self.integers(0, new + 1, self.rows)
         lengths = (self.uniform(0, 1, self.rows) * (capacity - counts + 1)).long()
         caches = (self.placed(self.normal(self.rows, heads, capacity, dim), written=True) for _ in range(2))

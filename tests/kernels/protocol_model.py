@@ -60,7 +60,9 @@ class Row:
     def _ended(self, text: list[int | None]) -> bool:
         return len(text) >= self.limit or (len(text) > self.start and text[-1] in self.eos)
 
-    def plan(self, stage: int, lookahead: int, most: int, least: int, width: int, upstream_alive: bool) -> Fed:
+    def plan(
+        self, stage: int, lookahead: int, max_draft_tokens: int, min_draft_tokens: int, width: int, upstream_alive: bool
+    ) -> Fed:
         me, truth = self.texts[stage], self.texts[-1].tokens
         is_target = stage == len(self.texts) - 1
         bound = self.limit
@@ -87,10 +89,14 @@ class Row:
         if stage > 0:
             upstream = self.texts[stage - 1].tokens
             agrees = upstream[: len(text)] == text
-            room = min(most, width - len(own), bound - len(text) - 1)
+            room = min(max_draft_tokens, width - len(own), bound - len(text) - 1)
             if agrees:
                 draft_tokens = upstream[len(text) :][:room]  # type: ignore[assignment]
-            if len(draft_tokens) < min(least, room) and upstream_alive and not (agrees and self._ended(upstream)):
+            if (
+                len(draft_tokens) < min(min_draft_tokens, room)
+                and upstream_alive
+                and not (agrees and self._ended(upstream))
+            ):
                 return Fed(WAIT, me.kv)
         return Fed(STEP, me.kv, own + draft_tokens, len(draft_tokens))
 

@@ -96,7 +96,7 @@ class OperationLog(TorchDispatchMode):
         launches: Names of the operations that launch something, in order.
         refused: See :class:`Counts`.
         on_host: Operations on the host, which happen at the capture and never again.
-        kept: Operations whose results something refers to behind the step. In a capture they keep the memory of its graph.
+        kept: Operations whose results something refers to after the step. In a capture they keep the memory of its graph.
     """
 
     def __init__(self) -> None:

@@ -90,10 +90,10 @@ TICKET = """
     [
         ("", "", None),
         ("bar.sync 0;\n    mov", "mov", "no barrier before a ticket"),
-        ("bar.sync 0;\n    ld", "ld", "no barrier behind a ticket"),
+        ("bar.sync 0;\n    ld", "ld", "no barrier after a ticket"),
         ("    mov", "    st.global.b32 [ %rd7 + 0 ], { %r1 };\n    mov", "no barrier before a ticket"),
         ("    mov", "$L__BB0_1:\n    mov", "no barrier before a ticket"),
-        ("    @%p1 st", "    @%p2 bra $L__BB0_2;\n    @%p1 st", "no barrier behind a ticket"),
+        ("    @%p1 st", "    @%p2 bra $L__BB0_2;\n    @%p1 st", "no barrier after a ticket"),
         ("    bar.sync 0;\n    ld", "    @%p1 bar.sync 0;\n    ld", "a barrier is under a predicate"),
     ],
 )

@@ -251,7 +251,7 @@ def test_equals_the_definition(name: str, variant: str) -> None:
         for i, (k, v) in enumerate(layers):
             assert_close(cache[0][i, r, :, :50], k)
             assert_close(cache[1][i, r, :, :50], v)
-    # Nothing was written behind the rows' lengths.
+    # Nothing was written after the rows' lengths.
     assert cache[0][:, :, :, 50:].isnan().all()
     assert cache[1][:, :, :, 50:].isnan().all()
 

@@ -161,7 +161,7 @@ def test_fast_noise_keeps_the_targets_distribution() -> None:
 IDS, LENGTH, DRAFTED = 4, 3, 3
 TEXTS = trials(ci=15_000, nightly=1_000_000)
 GENERATOR = torch.Generator().manual_seed(2)
-TARGET = torch.randn(IDS, IDS, generator=GENERATOR)  # logits behind each token
+TARGET = torch.randn(IDS, IDS, generator=GENERATOR)  # logits after each token
 DRAFT_TABLE = 0.6 * TARGET + 0.9 * torch.randn(IDS, IDS, generator=GENERATOR)
 
 

@@ -194,7 +194,7 @@ def test_log_probabilities_at_the_ends(everywhere: torch.device) -> None:
     logits = torch.tensor([[[torch.finfo(torch.float32).min] * 2 + [0.0]]], device=everywhere)
     found = ops.logprobs(logits, one[None], one, one * 0, inv_temperature=one * 2.0, top_n=3)
     assert (found[1].tolist(), found[2].tolist()) == ([[[2, 0, 1]]], [[[0.0, -INF, -INF]]])
-    # Many small terms beside a large one, scores far from 0 and far apart, ascending and descending, and all of the vocabulary.
+    # Many small terms next to a large one, scores far from 0 and far apart, ascending and descending, and all of the vocabulary.
     rows = torch.randn(5, 1, 3001, generator=torch.Generator().manual_seed(1))
     rows[0, 0, 0], rows[1, 0, -1] = 9.0, 60.0
     rows[2] += 3000.0

@@ -190,7 +190,7 @@ def test_one_architecture_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_a_tree_without_git(tmp_path: Path) -> None:
-    """The check needs only the sources and the modules beside them. It runs the tree that contains the program."""
+    """The check needs only the sources and the modules next to them. It runs the tree that contains the program."""
     tree, out = tmp_path / "tree", tmp_path / "out"
     for folder in ("bench", "python", "pipespec_kernels"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))

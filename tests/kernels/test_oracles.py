@@ -93,24 +93,24 @@ def kept_by_huggingface(logits: Tensor, top_k: int, top_p: float, min_p: float, 
 @pytest.mark.parametrize("vocab", [1, 2, 7, 100, 1000, 20000])
 def test_keeps_what_huggingface_keeps(vocab: int) -> None:
     generator = torch.Generator().manual_seed(vocab)
-    for k, p, least, temperature in SETTINGS:
+    for k, p, min_p, temperature in SETTINGS:
         logits = torch.randn(2, 2, vocab, generator=generator) * 4
-        cutoff = ops.cutoff(logits, inv_temperature=1 / temperature, top_k=k, top_p=p, min_p=least)
-        kept = kept_by_huggingface(logits, k, p, least, temperature)
-        assert torch.equal(logits >= cutoff[..., None], kept), (k, p, least, temperature)
+        cutoff = ops.cutoff(logits, inv_temperature=1 / temperature, top_k=k, top_p=p, min_p=min_p)
+        kept = kept_by_huggingface(logits, k, p, min_p, temperature)
+        assert torch.equal(logits >= cutoff[..., None], kept), (k, p, min_p, temperature)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_with_ties_keeps_the_equals_of_the_last(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)
-    for k, p, least, temperature in SETTINGS:
+    for k, p, min_p, temperature in SETTINGS:
         logits = (torch.randn(2, 2, 3000, generator=generator) * 4).to(dtype)
-        cutoff = ops.cutoff(logits, inv_temperature=1 / temperature, top_k=k, top_p=p, min_p=least)[..., None]
-        kept = kept_by_huggingface(logits, k, p, least, temperature)
+        cutoff = ops.cutoff(logits, inv_temperature=1 / temperature, top_k=k, top_p=p, min_p=min_p)[..., None]
+        kept = kept_by_huggingface(logits, k, p, min_p, temperature)
         ours = logits >= cutoff
         # HuggingFace's top-p may drop some equals of the last kept logit, which changes the probabilities for min-p. Nothing else may differ.
-        assert (ours | ~kept).all(), (k, p, least, temperature)
-        assert torch.equal(ours & (logits != cutoff), kept & (logits != cutoff)), (k, p, least, temperature)
+        assert (ours | ~kept).all(), (k, p, min_p, temperature)
+        assert torch.equal(ours & (logits != cutoff), kept & (logits != cutoff)), (k, p, min_p, temperature)
 
 
 def test_as_transition_scores_of_transformers() -> None:

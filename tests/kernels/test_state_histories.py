@@ -184,7 +184,7 @@ def test_kernels_without_a_device_say_so() -> None:
 
 
 def without_controls(memory: np.ndarray, block: StateBlock) -> np.ndarray:
-    """The block's bytes without the words that only the host writes: those of the caller behind the header, parked words and bells."""
+    """The block's bytes without the words that only the host writes: those of the caller after the header, parked words and bells."""
     callers, parked, *stages = parts_of(block)
     rest = memory.copy()
     rest[HEADER : callers + parked] = 0

@@ -59,9 +59,9 @@ def test_products_of_a_wide_exact_step():
 def test_launches_behind_the_head(sampling):
     """The selection is one kernel, with filters three."""
     names = step_ops.launches(step_ops.MODELS["1B"], 2, 5, sampling).launches
-    behind = names[len(names) - names[::-1].index("mm") :]
-    assert behind[-3:] == ["verify_kernel", "commit", "close"]
-    assert behind[:-3] == ([] if BUDGET[sampling][1] == 8 else ["cutoff_scan_kernel", "cutoff_search_kernel"])
+    tail = names[len(names) - names[::-1].index("mm") :]
+    assert tail[-3:] == ["verify_kernel", "commit", "close"]
+    assert tail[:-3] == ([] if BUDGET[sampling][1] == 8 else ["cutoff_scan_kernel", "cutoff_search_kernel"])
 
 
 def test_every_layer_counts_alike():

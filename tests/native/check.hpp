@@ -48,8 +48,8 @@ inline std::uint32_t trials(std::uint32_t ci, std::uint32_t nightly) {
     const char* profile = std::getenv("PIPESPEC_TESTS");
     return profile != nullptr && std::string(profile) == "nightly";
   }();
-  const std::uint32_t most = std::max(nightly / kCost, 1u);
-  return all ? most : std::min(ci, most);
+  const std::uint32_t reduced = std::max(nightly / kCost, 1u);
+  return all ? reduced : std::min(ci, reduced);
 }
 
 // Whether a check held; if it did not, says in which trial.

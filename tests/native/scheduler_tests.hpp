@@ -160,8 +160,8 @@ TEST(draft_tokens_are_used) {
     const Hook hook = [&](u32 stage, u32 step) {
       if (stage != 2 || step != 0) return;
       const Block shadow = made->launcher()->shadow();
-      const u32 least = static_cast<u32>(task.prompts[0].size()) + 2;
-      CHECK(check::eventually([&] { return Sequence(shadow, 1, 0).word().length >= least; }));
+      const u32 min_length = static_cast<u32>(task.prompts[0].size()) + 2;
+      CHECK(check::eventually([&] { return Sequence(shadow, 1, 0).word().length >= min_length; }));
     };
     Chain chain(task, {1, 2, 4, 8, 16}, shadowed, hook);
     made = &chain;
@@ -504,16 +504,16 @@ TEST(a_target_alone_launches_ahead) {
     CHECK_EQ(scheduler.wait(0, 0).steps, trace.size());
     CHECK(empty < ahead);
     bool ends_itself = false;
-    u64 counted = 0, most = 0;
+    u64 counted = 0, max_steps = 0;
     for (u32 r = 0; r < task.prompts.size(); ++r) {
       const Counters& counters = chain.block().priv(riding, r).counters;
       counted += counters.fed;
-      most = std::max(most, counters.steps);
+      max_steps = std::max(max_steps, counters.steps);
       ends_itself |=
           Sequence(chain.block(), riding, r).word().length < task.limits[r] || riding > 0;
     }
     CHECK_EQ(fed, counted);
-    CHECK_EQ(trace.size() - empty, most);
+    CHECK_EQ(trace.size() - empty, max_steps);
     if (!ends_itself) CHECK_EQ(empty, 0u);
     in_vain += empty;
   }

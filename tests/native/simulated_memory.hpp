@@ -184,7 +184,7 @@ enum class Fault : std::uint8_t {
   kPublishesRelaxed,   // the word is stored without release
   kReadsRelaxed,       // the word is loaded without acquire
   kNoReleaseFence,     // a rollback is not ordered before what overwrites
-  kNoAcquireFence,     // the second look is not ordered behind what was read
+  kNoAcquireFence,     // the second look is not ordered after what was read
   kSecondLookIsOld,    // still() sees the word that it compares with
   kTokensAfterWord,    // a token is stored after the word that publishes it
   kEpochAfterTokens,   // a new epoch is stored after the first token of it

@@ -1,6 +1,6 @@
 // The decoder's forward on the host: products against sums in double, and forwards of one model in
 // different shapes and with different threads, which must give the same bits. All arrays have
-// exactly their size, so that AddressSanitizer sees a read behind them.
+// exactly their size, so that AddressSanitizer sees a read after them.
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -66,21 +66,21 @@ struct Model {
   }
 };
 
-// Feeds `columns` tokens to all rows in pieces of `width`; returns all logits and what the cache
-// holds.
+// Feeds `columns` tokens to all rows in pieces of `width`; returns all logits.
 std::vector<float> feed(const Decoder& decoder, int64_t columns, int64_t width, DType cache_dtype,
                         int threads) {
   const DecoderShape& s = kShape;
   const int64_t item = cache_dtype == DType::kFloat32 ? 4 : 2;
-  const int64_t size = kLayers * kRows * s.kv_heads * kCapacity * s.head_dim;
+  const int64_t capacity = std::max(columns, kCapacity);
+  const int64_t size = kLayers * kRows * s.kv_heads * capacity * s.head_dim;
   std::vector<unsigned char> keys(size_t(size * item), 0xFF), values = keys;  // NaNs
   KeysValues cache{keys.data(), values.data(), cache_dtype, {}, {}};
-  const int64_t strides[4] = {kRows * s.kv_heads * kCapacity * s.head_dim,
-                              s.kv_heads * kCapacity * s.head_dim, kCapacity * s.head_dim,
+  const int64_t strides[4] = {kRows * s.kv_heads * capacity * s.head_dim,
+                              s.kv_heads * capacity * s.head_dim, capacity * s.head_dim,
                               s.head_dim};
   std::copy(strides, strides + 4, cache.key_strides);
   std::copy(strides, strides + 4, cache.value_strides);
-  std::vector<float> cos(size_t(kCapacity * s.rotary_dim)), sin = cos;
+  std::vector<float> cos(size_t(capacity * s.rotary_dim)), sin = cos;
   for (size_t i = 0; i < cos.size(); ++i) cos[i] = std::cos(float(i)), sin[i] = std::sin(float(i));
   std::vector<int32_t> tokens;
   for (int64_t i = 0; i < kRows * columns; ++i) tokens.push_back(int32_t(i * 7 % s.vocabulary));
@@ -178,6 +178,23 @@ TEST(forwards_of_all_shapes_give_the_same_bits) {
             if (!CHECK(std::memcmp(got.data(), expected.data(), got.size() * 4) == 0)) return;
           }
       }
+    }
+  });
+}
+
+// Four threads for six heads of keys: narrow forwards share the spans of positions among them.
+TEST(spans_give_the_same_bits_on_any_threads) {
+  constexpr int64_t kColumns = kAttendSpan + 20;
+  const Model model(16);
+  const Decoder decoder(kShape, model.layers, model.ends, 4);
+  with_each_variant([&](const std::string&) {
+    for (DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+      const std::vector<float> expected = feed(decoder, kColumns, kColumns, dtype, 1);
+      for (float x : expected)
+        if (!CHECK(std::isfinite(x))) return;
+      for (int64_t width : {1, 5})
+        for (int threads : {1, 4})
+          if (!CHECK(feed(decoder, kColumns, width, dtype, threads) == expected)) return;
     }
   });
 }

@@ -1,6 +1,6 @@
 // Products with blocks of weights: equal bits with all instructions, in all widths and with all
 // threads, near the sums in double. Arrays have exactly their size, so that AddressSanitizer sees a
-// read behind them.
+// read after them.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

@@ -147,7 +147,7 @@ TEST(L1_a_reader_that_sees_a_length_sees_its_tokens) {
 
 // L2. Epoch before overwrite.   W: word = (0, 3), word = (1, 1), tokens of epoch 1, word = (1, 3)
 //                               R: word = (e, n), tokens below n, still(e)
-// Allowed: not still; or every token is the one of epoch e. Needs: L1's orders, the fence behind
+// Allowed: not still; or every token is the one of epoch e. Needs: L1's orders, the fence after
 // the new epoch, the fence before the second look.
 TEST(L2_within_one_epoch_a_reader_sees_one_text) {
   const auto body = [](Litmus& litmus) {

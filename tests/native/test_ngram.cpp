@@ -16,7 +16,7 @@ namespace {
 
 using Text = std::vector<std::int32_t>;
 
-// The token behind the latest occurrence of the last n tokens of `text` that ends in `in` before
+// The token after the latest occurrence of the last n tokens of `text` that ends in `in` before
 // position `before`.
 std::int32_t search(const Text& text, std::size_t n, const Text& in, std::size_t before) {
   for (std::size_t end = before; end-- > 0;) {
@@ -27,8 +27,9 @@ std::int32_t search(const Text& text, std::size_t n, const Text& in, std::size_t
   return NgramIndex::kNone;
 }
 
-std::int32_t follower(const Text& text, const Text& corpus, std::size_t least, std::size_t most) {
-  for (std::size_t n = std::min(most, text.size()); n >= least; --n) {
+std::int32_t follower(const Text& text, const Text& corpus, std::size_t min_match,
+                      std::size_t max_match) {
+  for (std::size_t n = std::min(max_match, text.size()); n >= min_match; --n) {
     for (const Text* in : {&text, &corpus}) {
       if (in->empty()) continue;
       const std::int32_t found = search(text, n, *in, in->size() - 1);
@@ -50,10 +51,10 @@ TEST(an_index_finds_what_a_search_finds) {
   std::mt19937 random(1);
   std::uint32_t found = 0, none = 0, from_corpus = 0;
   for (std::uint32_t trial = 0; trial < check::trials(60, 1000); ++trial) {
-    const std::uint32_t least = 1 + random() % 3, most = least + random() % 5;
+    const std::uint32_t min_match = 1 + random() % 3, max_match = min_match + random() % 5;
     const std::uint32_t kinds = trial % 3 == 0 ? 2 : trial % 3 == 1 ? 5 : 40;
     const Text corpus = draw(random, trial % 2 == 0 ? 0 : 1 + random() % 100, kinds);
-    NgramIndex index(least, most), more(least, most);
+    NgramIndex index(min_match, max_match), more(min_match, max_match);
     more.write(0, corpus.data(), corpus.size());
     const NgramIndex* looked = trial % 4 == 1 ? &more : nullptr;
     Text text;
@@ -67,10 +68,10 @@ TEST(an_index_finds_what_a_search_finds) {
       text.insert(text.end(), tokens.begin(), tokens.end());
       index.write(at, tokens.data(), tokens.size());
       CHECK_EQ(index.size(), text.size());
-      const std::int32_t wanted = follower(text, looked ? corpus : Text{}, least, most);
+      const std::int32_t wanted = follower(text, looked ? corpus : Text{}, min_match, max_match);
       CHECK_EQ(index.follower(looked), wanted);
       ++(wanted == NgramIndex::kNone ? none : found);
-      from_corpus += looked && wanted != follower(text, {}, least, most);
+      from_corpus += looked && wanted != follower(text, {}, min_match, max_match);
     }
   }
   CHECK(found > 100 && none > 100 && from_corpus > 20);
@@ -104,13 +105,13 @@ TEST(passes_on_the_tokens_upstream_or_its_own) {
       return Sequence(block, stage, 0).word().length;
     };
     for (;;) {
-      const std::uint32_t most = 1 + random() % kMost, choice = random() % 3;
-      const NgramStage::Outlook outlook = last.foresee(0, most);
+      const std::uint32_t count = 1 + random() % kMost, choice = random() % 3;
+      const NgramStage::Outlook outlook = last.foresee(0, count);
       const std::uint32_t committed = length(2);
       CHECK_EQ(length(1), committed);  // nothing is published by foresee()
       if (choice == 0) {
         // The model is right with a chance of 3 in 4.
-        for (Action action; (action = model.plan(most, 0, 0)) == Action::kStep;) {
+        for (Action action; (action = model.plan(count, 0, 0)) == Action::kStep;) {
           if (!model.selects()) {
             model.commit(selected.data(), kWidth);
             continue;
@@ -119,25 +120,25 @@ TEST(passes_on_the_tokens_upstream_or_its_own) {
           selected[0] = random() % 4 != 0 ? text[at] : 77;
           model.commit(selected.data(), kWidth);
         }
-        last.relay(most);
+        last.relay(count);
         CHECK_EQ(length(1), std::max(committed, std::min(length(0), limit - 1)));
         relayed += length(1) - committed;
       } else if (choice == 1) {
-        last.fill(most);
+        last.fill(count);
         CHECK_EQ(length(1) - committed, std::min(outlook.tokens, limit - committed));
         drafted += length(1) - committed;
       } else {
         ++rested;
       }
       const std::uint32_t offered = length(1) - committed;
-      const Action action = target.plan(0, choice == 2 ? 0 : most, 0);
+      const Action action = target.plan(0, choice == 2 ? 0 : count, 0);
       if (action == Action::kFinished) break;
       if (!CHECK(action == Action::kStep)) return;
       CHECK_EQ(static_cast<std::uint32_t>(target.num_draft_tokens()[0]),
                std::min(offered, limit - committed - 1));
       for (std::int32_t i = 0; i < target.query_lens()[0]; ++i)
         selected[i] = text[target.kv()[0] + i + 1];
-      // The own choices begin behind the tokens that were known.
+      // The own choices begin after the tokens that were known.
       const std::int32_t known = target.query_lens()[0] - target.num_draft_tokens()[0];
       target.commit(selected.data() + known - 1, kWidth);
     }

@@ -520,7 +520,7 @@ class Simulation final : public simulated::Watch {
     check(!feeds || step.kv + known <= length, "stage %u feeds %u tokens from %u", s, known,
           step.kv);
     check((step.action == Action::kStep) == (feeds && step.kv + known == length),
-          "stage %u selects behind %u of %u tokens", s, step.kv + known, length);
+          "stage %u selects after %u of %u tokens", s, step.kv + known, length);
     for (u32 i = 0; feeds && i < known; ++i)
       check(fed(s, r)[i] == token(s, r, step.kv + i),
             "stage %u feeds another token than its own at %u", s, step.kv + i);
@@ -867,8 +867,8 @@ void print_coverage(const char* when) {
 }
 
 // The number of schedules until one fails; 0: none does. Sets `seed` to that one.
-u64 run_until_failure(u64 most, Fault fault, u64& seed) {
-  for (seed = 0; seed < most; ++seed)
+u64 run_until_failure(u64 max_runs, Fault fault, u64& seed) {
+  for (seed = 0; seed < max_runs; ++seed)
     if (!simulation().run(seed, fault)) return seed + 1;
   return 0;
 }
@@ -889,11 +889,11 @@ bool replay(u64 seed, Fault fault) {
 TEST(every_schedule_gives_the_text_of_the_target) {
   constexpr u64 kReport = 1'000'000;
 #if defined(PIPESPEC_OWN_FIBERS)
-  const u64 most = trials(100'000, 10'000'000);
+  const u64 max_runs = trials(100'000, 10'000'000);
 #else  // ucontext, perhaps under a sanitizer
-  const u64 most = trials(20'000, 1'000'000);
+  const u64 max_runs = trials(20'000, 1'000'000);
 #endif
-  for (u64 seed = 0; seed < most; ++seed) {
+  for (u64 seed = 0; seed < max_runs; ++seed) {
     if (!CHECK(simulation().run(seed))) {
       std::fprintf(stderr, "seed %llu: %s\n  replay it with: test_simulation --seed %llu\n",
                    number(seed), simulation().failure().c_str(), number(seed));

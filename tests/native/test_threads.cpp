@@ -49,7 +49,7 @@ void dawdle(Random& random) {
 // Each entry has the writer's steps || the reader's steps, the allowed outcomes, and the reason.
 // The numbers are those of test_memory_orders.cpp, which tries every outcome that the orders allow.
 // Here the machine chooses. Tokens are atomic, so ThreadSanitizer has nothing to say about them;
-// the plain words of `beside`, which are written before a token and read after it, show a missing
+// the plain words of `plain`, which are written before a token and read after it, show a missing
 // release or acquire.
 
 // L1. Publication.   W: tokens 0..n-1, word = (0, n)   ||   R: word = (0, n), tokens 0..n-1
@@ -60,13 +60,13 @@ TEST(L1_a_reader_that_sees_a_length_sees_its_tokens) {
   for (u32 round = 0; round < trials(10, 40); ++round) {
     fake::BlockMemory memory(2, 1, kLength);
     std::fill_n(memory.block().ring(1, 0), kLength, -1);
-    std::vector<u32> beside(kLength);
+    std::vector<u32> plain(kLength);
     std::thread writer([&] {
       OwnSequence own(memory.block(), 1, 0);
       Random random{round};
       while (own.length() < kLength) {
         for (u32 i = std::min(1 + random.below(8), kLength - own.length()); i > 0; --i) {
-          beside[own.length()] = own.length();
+          plain[own.length()] = own.length();
           own.append(static_cast<std::int32_t>(own.length() * 3));
         }
         own.publish();
@@ -80,7 +80,7 @@ TEST(L1_a_reader_that_sees_a_length_sees_its_tokens) {
       wrong += length < before;
       for (u32 p = length < 32 ? 0 : length - 32; p < length; ++p) {
         wrong += seen.token(p) != static_cast<std::int32_t>(p * 3);
-        wrong += beside[p] != p;
+        wrong += plain[p] != p;
       }
     }
     writer.join();
@@ -134,8 +134,8 @@ TEST(L7_L8_a_step_that_has_ended_is_in_the_host_shadow) {
   fake::BlockMemory memory(2, 1, kLength), copy(2, 1, kLength);
   for (const fake::BlockMemory* each : {&memory, &copy}) reset_row(each->block(), 0, 1, kLength, 9);
   const auto token_in = [](u32 epoch, u32 p) { return static_cast<std::int32_t>(epoch * 100 + p); };
-  std::vector<u32> beside((steps / 4 + 2) * kLength);  // an epoch has five steps or more
-  std::vector<u64> words(steps + 1);                   // after each step
+  std::vector<u32> plain((steps / 4 + 2) * kLength);  // an epoch has five steps or more
+  std::vector<u64> words(steps + 1);                  // after each step
   words[0] = pack({0, 1});
   u64 ended = 0;
   std::thread writer([&] {
@@ -144,7 +144,7 @@ TEST(L7_L8_a_step_that_has_ended_is_in_the_host_shadow) {
       OwnSequence own(memory.block(), 1, 0);
       if (own.length() > 40) own.truncate(1);
       for (u32 n = 1 + random.below(9); n > 0; --n) {
-        beside[own.epoch() * kLength + own.length()] = own.length();
+        plain[own.epoch() * kLength + own.length()] = own.length();
         own.append(token_in(own.epoch(), own.length()));
       }
       own.publish();
@@ -162,7 +162,7 @@ TEST(L7_L8_a_step_that_has_ended_is_in_the_host_shadow) {
     wrong += pack(word) < words[step];
     for (u32 p = 1; p < word.length; ++p) {
       read[p] = seen.token(p);
-      wrong += beside[word.epoch * kLength + p] != p;
+      wrong += plain[word.epoch * kLength + p] != p;
     }
     if (!seen.still(word)) continue;
     for (u32 p = 1; p < word.length; ++p) wrong += read[p] != token_in(word.epoch, p);

@@ -4,7 +4,7 @@
 // The model is the operational form of release and acquire in C++ (Kang, Hur, Lahav, Vafeiadis,
 // Dreyer: "A Promising Semantics for Relaxed-Memory Concurrency", POPL 2017, without promises and
 // without read-modify-write), with the scopes of PTX. Each word keeps all its values. A thread has
-// a view: per word the oldest value that it may still load. A release puts the view behind a value,
+// a view: per word the oldest value that it may still load. A release attaches the view to a value,
 // and an acquire of that value takes it over, if the scopes of both include both threads. Without
 // promises a load never sees a store that depends on a later store of its own thread. The protocol
 // has no such executions, because the stores that others wait for are releases.

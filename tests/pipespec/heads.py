@@ -150,11 +150,11 @@ class Reference:
         self.flags, self.dim = flags, head_dim
 
     def chain(self, features: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-        """The logits over the draft vocabulary behind the last token.
+        """The logits over the draft vocabulary after the last token.
 
         Args:
             features: ``[known, count * hidden]``, of the target's positions.
-            tokens: the text. Its tokens ``1 .. known`` belong to slots with features, those behind to slots that read the head's own output.
+            tokens: the text. Its tokens ``1 .. known`` belong to slots with features, those after them to slots that read the head's own output.
         """
         known, w = len(features), self.w
         keys: list[torch.Tensor] = []

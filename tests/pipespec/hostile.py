@@ -345,11 +345,11 @@ def activation(function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return apply
 
 
-def _clamped(prepare: Any, most: int) -> Any:
+def _clamped(prepare: Any, limit: int) -> Any:
     def changed(*args: Any, **kwargs: Any) -> Any:
         given = prepare(*args, **kwargs)
         if given.get("input_ids") is not None:
-            given["input_ids"] = given["input_ids"].clamp(max=most)
+            given["input_ids"] = given["input_ids"].clamp(max=limit)
         return given
 
     return changed

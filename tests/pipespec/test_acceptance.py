@@ -172,7 +172,7 @@ def test_a_draft_without_a_distribution(target, monkeypatch) -> None:
     assert (texts == 0).any()  # the draft's token
     with pytest.raises(ValueError, match="no token can be drawn at position 2 of row 0"):
         generated(Pipeline(broken, target, schedule="lockstep", acceptance="rejection"), 500)
-    # A commit of the rejected token would go on behind it.
+    # A commit of the rejected token would go on after it.
     monkeypatch.setattr("pipespec.engine.stage.drop_rejected", lambda *step: None)
     assert (generated(pipe, 500) < 0).any()
 
@@ -183,7 +183,7 @@ def test_without_drafts_it_has_no_effect() -> None:
 
 
 def test_rows_that_end_early(target, draft) -> None:
-    """The draft stops behind an end token, and a row ends at it."""
+    """The draft stops after an end token, and a row ends at it."""
     end, pad = 2, 0
     pipe = Pipeline(target, draft, schedule="lockstep", lookahead=3, acceptance="rejection")
     texts = generated(pipe, TEXTS, eos_token_id=end)

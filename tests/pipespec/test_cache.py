@@ -113,7 +113,7 @@ def test_truncation_at_every_index_leaves_no_trace(model, ids, keep):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("static", [False, True], ids=["masks", "lengths"])
 def test_ragged_rows_equal_rows_run_alone(model, step, seed, static):
-    """Random feeds with padding columns, idle rows and a rollback per row: each row equals the row alone. NaN behind the lengths has no effect on attention by lengths."""
+    """Random feeds with padding columns, idle rows and a rollback per row: each row equals the row alone. NaN after the lengths has no effect on attention by lengths."""
     rng = np.random.default_rng(seed)
     rows, total = 4, 60
     text = torch.from_numpy(rng.integers(3, VOCAB, (rows, total)))
@@ -292,7 +292,7 @@ def test_other_rows_dtype_and_autograd_are_refused(ids):
     model = make_model()
     with pytest.raises(ValueError, match="RowCache of 2 rows"):
         model(ids[:1, :3], past_key_values=RowCache.for_model(model, 2, 8))
-    with pytest.raises(ValueError, match=r"RowCache holds torch.float32 .* torch.float64"):
+    with pytest.raises(ValueError, match=r"RowCache is for torch.float32 .* torch.float64"):
         model(ids[:1, :3], past_key_values=RowCache(model.config, 1, 8, dtype=torch.float32, device="cpu"))
     with torch.enable_grad(), pytest.raises(RuntimeError, match="inference_mode"):
         model(ids[:1, :3], past_key_values=RowCache.for_model(model, 1, 8))

@@ -18,11 +18,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from bench import bench_spd
 from pipespec.api.text import TextStream
 from pipespec.cli import doctor
 from pipespec.cli.main import main
-from pipespec.demo import family_path, load_family
+from pipespec.demo import load_family
 from pipespec.demo import run as demo_run
 from pipespec.registry import SCHEDULES
 from tests.conftest import noisy, random_llama
@@ -368,21 +367,6 @@ def test_demo(family, capsys):
     assert "three models at once" in out
     assert "workers, small + medium" in out
     assert "Every row generated the same text" in out
-
-
-def test_benchmark_of_stages(tmp_path, capsys):
-    file = tmp_path / "spd.json"
-    arguments = ["--quick", "--new-tokens", "6", "--threads", "1", "--ranks", "2", "--json", str(file)]
-    assert bench_spd.main(arguments) == 0
-    found = json.loads(file.read_text())
-    assert {row["ranks"] for row in found["rows"]} == {0, 2}
-    for row in found["rows"]:
-        assert row["identical"] == row["runs"] == 1
-        assert row["tokens"] == 6
-        assert 5 <= row["cycles"] <= 5 + (row["stages"] - 1) * (1 + row["flushes"])
-        assert row["law_speedup"] > 0
-    assert str(family_path("target").parent) not in json.dumps(found)
-    assert "n-gram, n = 2, 2 ranks" in capsys.readouterr().out
 
 
 def test_demo_fails_where_a_text_differs(family, capsys, monkeypatch):

@@ -198,7 +198,7 @@ def test_the_stages_of_a_chain():
     assert mixed.model_stages == [1, 4, 6]
     assert [list(mixed.stages_of(i)) for i in mixed.model_stages] == [[0, 1], [2, 3, 4], [5, 6]]
     assert not mixed.controlled
-    # Under the controller the inline draft offers its tokens beside those of the models.
+    # Under the controller the inline draft offers its tokens next to those of the models.
     controlled = SpeculationConfig.of([index, model])
     assert (controlled.controlled, controlled.drafts, controlled.lookahead) == (True, (model, index), (4, 8))
     assert not SpeculationConfig.of([index, index]).controlled

@@ -150,7 +150,7 @@ def same(a: Any, b: Any) -> bool:
 
 @dataclass
 class Case:
-    """``given()`` the argument (a new one for each call), beside ``common``; without it, ``instead``.
+    """``given()`` the argument (a new one for each call), in addition to ``common``; without it, ``instead``.
 
     ``seen``: what is compared: the result, or the effect of the call on the value; ``undo``: called afterwards.
     """

@@ -40,7 +40,7 @@ SLIDING = [name for name in TINY_MODELS if "window" in name or "mixed" in name]
 
 
 def prompts() -> tuple[torch.Tensor, torch.Tensor]:
-    """A prompt beyond the window, and one that reaches it later, beside left padding."""
+    """A prompt beyond the window, and one that reaches it later, with left padding."""
     generator = torch.Generator().manual_seed(3)
     return left_pad([torch.randint(2, VOCABULARY, (n,), generator=generator) for n in (10, 3)])
 

@@ -317,9 +317,9 @@ def test_types_without_kernels_are_held_in_larger_blocks(tmp_path, name, form, t
 # ---- damage
 
 
-def at(content: bytes, name: bytes, behind: int, new: bytes) -> bytes:
+def at(content: bytes, name: bytes, offset: int, new: bytes) -> bytes:
     """The content with other bytes at a distance from the end of a name."""
-    begin = content.index(name) + len(name) + behind
+    begin = content.index(name) + len(name) + offset
     return content[:begin] + new + content[begin + len(new) :]
 
 

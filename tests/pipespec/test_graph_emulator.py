@@ -148,7 +148,7 @@ def test_texts_of_opaque_modules(gpu, kind, monkeypatch):
                 if isinstance(module, checkpoints.Adapted):
                     module.is_on = is_on
             session.call("greedy")
-    clean(gpu, prompts=False)  # padding could change what an opaque module makes of the tokens beside it
+    clean(gpu, prompts=False)  # padding could change what an opaque module makes of the tokens next to it
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -211,7 +211,7 @@ trust(OutsideOfTorch, Counting, Waiting)
     [(OutsideOfTorch, "other bits"), (Counting, "other bits"), (Waiting, "not permitted when stream is capturing")],
 )
 def test_products_that_a_replay_does_not_give_are_not_captured(gpu, kind, cause):
-    """The target runs without a graph, beside the captured draft. The warning names the module."""
+    """The target runs without a graph, next to the captured draft. The warning names the module."""
     target = checkpoints.replaced(random_llama(7), kind, ("up_proj",))
     with gpu.watching():
         named = rf"target cannot be captured .* model\.layers\.\d\.mlp\.up_proj \({kind.__name__}\): .*{cause}"
@@ -389,7 +389,7 @@ def prompt_graphs_of_old_weights(patch, gpu):
     yield "prompt"
 
 
-@fault("is not ordered behind")
+@fault("is not ordered after")
 def no_wait_for_the_prefill(patch, gpu):
     patch.setattr(driving, "wait_for_prefill", lambda models: None)
     yield "greedy"

@@ -564,7 +564,7 @@ def test_static_caches_that_do_not_fit(model, gpu, monkeypatch, how):
 
 
 def test_memory_that_is_not_there(model, gpu, monkeypatch):
-    """The constructor runs out of memory, or a call, behind what the estimate allowed."""
+    """The constructor runs out of memory, or a call, beyond what the estimate allowed."""
     context = capturing.CaptureContext.__init__
 
     def none_left(*arguments):

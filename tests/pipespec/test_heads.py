@@ -304,9 +304,9 @@ def test_the_steps_of_a_captured_round() -> None:
     """The first one has a column for each token that a round may commit, and a round drafts no more than the target verifies."""
     config = SpeculationConfig(drafts=(HeadDraft("folder"),), lookahead=(3,), graphs=True)
     assert round_steps(config) == [(0, 4), (0, 1), (0, 1), (1, 4)]
-    most = WIDTH // 2
+    drafted = WIDTH // 2
     long = replace(config, lookahead=(WIDTH,))
-    assert round_steps(long) == [(0, 1 + most), *[(0, 1)] * (most - 1), (1, 1 + most)]
+    assert round_steps(long) == [(0, 1 + drafted), *[(0, 1)] * (drafted - 1), (1, 1 + drafted)]
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_drafts_after_a_reused_prompt_and_a_given_cache(options, target, folder,
             pipe.generate(again, max_new_tokens=6, do_sample=False)
         check_against_reference(drafted.found, target, heads.make_weights())
         drafted.found.clear()
-        # What is in the caller's cache has no features: the head begins behind it.
+        # What is in the caller's cache has no features: the head begins after it.
         cache = DynamicCache()
         target(longer[:, :-3], past_key_values=cache)
         expected = target.generate(longer, max_new_tokens=6, do_sample=False)

@@ -1,4 +1,4 @@
-"""Inputs beside the prompt and outputs beside the text: caches, configurations, outputs, custom_generate."""
+"""Inputs next to the prompt and outputs next to the text: caches, configurations, outputs, custom_generate."""
 
 from __future__ import annotations
 

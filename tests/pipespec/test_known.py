@@ -437,7 +437,7 @@ FAILING: dict[str, tuple[torch.Tensor, dict[str, Any], Any]] = {
 @pytest.mark.parametrize("name", FAILING)
 @pytest.mark.parametrize("schedule", ["lockstep", "plain"])
 def test_an_error_in_any_line_before_the_first_token(model, name, schedule):
-    """transformers decodes the call, and the warning has the cause. Behind the first token, the error comes out."""
+    """transformers decodes the call, and the warning has the cause. After the first token, the error comes out."""
     ids, given, before = FAILING[name]
     given = {"max_new_tokens": 3, **given}
     wanted, drafts = bare(model, ids, **given), "ngram" if schedule == "lockstep" else ()

@@ -1,4 +1,4 @@
-"""What a call records beside its text: which fields there are, room at fixed addresses, wrong values. Numbers: ``tests/same_text``."""
+"""What a call records next to its text: which fields there are, room at fixed addresses, wrong values. Numbers: ``tests/same_text``."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class Live:
     ids=str,
 )
 def test_caches_of_earlier_calls_make_room(model, monkeypatch, options, capacity):
-    """They are released only if there is no room beside them, and kept for calls of their size."""
+    """They are released only if there is no room next to them, and kept for calls of their size."""
     ids = PROMPT.repeat(4, 1)
     wanted = model.generate(ids, max_new_tokens=20, do_sample=False)
     live = Live(monkeypatch, 4 * GIB)
@@ -198,7 +198,7 @@ def test_each_call_is_checked(model, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_caches_on_a_gpu():
-    """What torch allocates beside the weights is at least the caches, and at most all that is asked for."""
+    """What torch allocates in addition to the weights is at least the caches, and at most all that is asked for."""
     model = random_llama(1, hidden=512, layers=4, vocabulary=8000).to("cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -442,7 +442,7 @@ def test_pipelines_share_one_copy():
 
 
 def sections(model, cuts=(1,)):
-    """Embedding and first layers, the layers behind each of ``cuts``, norm and head."""
+    """Embedding and first layers, the layers after each of ``cuts``, norm and head."""
     whole, empty = ModelParts.of(model), ModelParts(model.config)
     parts = [
         whole._replace(layers=whole.layers[a:b], first=a, embed=None if a else whole.embed, norm=None, head=None)
@@ -452,7 +452,7 @@ def sections(model, cuts=(1,)):
 
 
 def through(model_sections, tokens, columns):
-    """Logits of all columns, and the hidden states behind each layer, the columns of each call from ``columns``."""
+    """Logits of all columns, and the hidden states after each layer, the columns of each call from ``columns``."""
     *spans, head = model_sections
     caches = [RowCache(s.parts.cache_config(), len(tokens), 64, dtype=s.parts.dtype, device="cpu") for s in spans]
     logits, streams, begin = [], {1: [], 2: []}, 0

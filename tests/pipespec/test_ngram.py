@@ -101,7 +101,7 @@ def test_text_without_repetition_costs_no_draft_tokens(model):
 
 @pytest.mark.parametrize("kwargs", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
 def test_a_corpus(model, repetitive, kwargs):
-    """With the target's own text as the corpus, every draft token is accepted, in steps of 8 tokens behind the first one."""
+    """With the target's own text as the corpus, every draft token is accepted, in steps of 8 tokens after the first one."""
     prompt = random_prompts(1, seed=8, shortest=6)[0]
     text = plain(model, prompt[None], None, max_new_tokens=NEW, **kwargs)
     draft = NgramDraft(corpus=text[0].tolist(), min_match=3, max_match=32)

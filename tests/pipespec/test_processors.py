@@ -42,7 +42,7 @@ CASES = {
     "begin_suppress_tokens": {"begin_suppress_tokens": list(range(4, 35))},
     "forced_eos_token_id": {"forced_eos_token_id": 9},
     "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (3, 1.6), "eos_token_id": EOS},
-    "repetition_penalty beside another": {"repetition_penalty": 1.8, "suppress_tokens": [7, 8]},
+    "repetition_penalty with another": {"repetition_penalty": 1.8, "suppress_tokens": [7, 8]},
     "encoder_repetition_penalty": {"encoder_repetition_penalty": 5.0},
     "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
     "watermarking": {"watermarking_config": WatermarkingConfig(bias=4.0, seeding_scheme="selfhash", context_width=2)},

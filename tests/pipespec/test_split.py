@@ -232,7 +232,7 @@ def test_a_target_over_several_gpus(tmp_path, monkeypatch):
         assert sum(counts.values()) == 80
         assert abs(counts[devices[0]] - 40) <= 2
         assert (others["model.embed_tokens"], others["lm_head"]) == tuple(devices)
-    # A head that shares the embedding's weights lies beside it.
+    # A head that shares the embedding's weights lies next to it.
     tied = folder_of(llama("1B"), tmp_path / "tied", dtype="bfloat16")
     counts, others = layers_on(arrange([tied], device=[["cuda:0", "cuda:1"]])[0])
     assert sum(counts.values()) == 16
@@ -296,7 +296,7 @@ TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA d
 @pytest.mark.parametrize("attention", ["sdpa", "pipespec"])
 @pytest.mark.parametrize("schedule", ["plain", "lockstep", "workers"])
 def test_layers_on_two_gpus(model, tmp_path, schedule, attention):
-    """Each layer's keys and values beside it; rows of different lengths; a DynamicCache of the caller's."""
+    """Each layer's keys and values next to it; rows of different lengths; a DynamicCache of the caller's."""
     folder = save(model, tmp_path / "model")
     with Pipeline(
         folder, noisy(model, 0.02).to("cuda:0"), device={"target": ["cuda:0", "cuda:1"]}, schedule=schedule

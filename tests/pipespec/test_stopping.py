@@ -35,7 +35,7 @@ def chain(request, model):
 
 
 def check_cut(chain, ids, **kwargs) -> None:
-    """Report and returned cache have no token behind the end."""
+    """Report and returned cache have no token after the end."""
     out = chain.generate(ids, do_sample=False, return_dict_in_generate=True, **kwargs)
     length = out.sequences.shape[1]
     assert out.speculation.tokens == length - ids.shape[1]

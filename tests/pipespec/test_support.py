@@ -173,8 +173,8 @@ def test_what_is_not_captured(model, name):
     """As a draft and as a target."""
     make, part, cause = NOT_CAPTURED[name]
     other = make(model)
-    beside = on_gpu(model, "cuda:0") if name == "float64" else model
-    for stage, models in (("draft 0", [other, beside]), ("target", [beside, other])):
+    near = on_gpu(model, "cuda:0") if name == "float64" else model
+    for stage, models in (("draft 0", [other, near]), ("target", [near, other])):
         with pytest.raises(NotCapturable) as caught:
             check_streams(models)
         error = caught.value

@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pipespec import Pipeline
 from pipespec.checks.devices import weights_of_each
 from pipespec.engine.cache import RowCache
-from pipespec.engine.forward import described, native_unsupported_reason
-from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear
+from pipespec.engine.forward import described, forward, native_unsupported_reason
+from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear, keep_wide
 from pipespec.models.quantizing import NAMES, quantized
 from pipespec_kernels.decoder import NativeDecoder
 from pipespec_kernels.formats import FORMATS, dequantize
@@ -90,6 +90,37 @@ def test_rows_that_blocks_do_not_fill():
         quantized(LlamaForCausalLM(LlamaConfig(**(sizes | small))).eval(), "q8_0")
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_keys_and_values_of_blocks_are_bfloat16(model, native):
+    """In every form, within their rounding, beside hidden states in float32; not where dtype= says float32."""
+    made = quantized(model, "q8_0")
+    tokens = torch.randint(3, 96, (2, 14), generator=torch.Generator().manual_seed(2))
+
+    def run():
+        cache = RowCache.for_model(made, 2, 32)
+        first = forward(made, tokens[:, :9], cache, keep=2, native=native)
+        cache.truncate([9, 6])
+        rest = torch.stack([tokens[0, 9:12], tokens[1, 6:9]])
+        return cache, torch.cat([first, forward(made, rest, cache, keep=2, native=native)])
+
+    cache, rounded = run()
+    assert (cache.dtype, cache.compute_dtype, rounded.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    assert cache.matches(made)
+    keep_wide(made)
+    assert not cache.matches(made)
+    cache, wide = run()
+    assert cache.dtype is torch.float32
+    assert 0 < (rounded - wide).abs().max() < 0.05 * wide.abs().max()
+
+
+def test_dtype_says_how_keys_and_values_are_kept(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    for dtype, kept in (("auto", torch.bfloat16), ("float32", torch.float32)):
+        with Pipeline(tmp_path, weights="q8_0", dtype=dtype) as pipe:
+            assert RowCache.for_model(pipe.target, 1, 8).dtype is kept
+    assert RowCache.for_model(model, 1, 8).dtype is torch.float32
+
+
 @pytest.mark.parametrize("name", ["q8_0", "q4_k"])
 @pytest.mark.parametrize("schedule", ["lockstep", "workers"])
 def test_the_text_is_that_of_plain_decoding(model, name, schedule):
@@ -150,7 +181,7 @@ def test_weights_by_stage():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_embeddings_on_steps_do_not_refuse_the_native_form(seed):
-    """Codes times norm weights of 1 and 1/2 lie between two steps: the last bit of a norm rounds them, and one token's keys reach all behind it."""
+    """Codes times norm weights of 1 and 1/2 lie between two steps: the last bit of a norm rounds them, and one token's keys reach all after it."""
     model = random_llama(seed, hidden=256, layers=1)
     with torch.no_grad():
         model.model.layers[0].input_layernorm.weight[::2] = 0.5

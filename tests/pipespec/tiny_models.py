@@ -93,7 +93,7 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5, recurrent": ("qwen3_5_text", RECURRENT),
     "qwen3_5_moe, recurrent": ("qwen3_5_moe_text", RECURRENT | EXPERTS | SHARED_EXPERT),
 }
-"""By name: type of the model and what its configuration has beside SIZES."""
+"""By name: type of the model and what its configuration has in addition to SIZES."""
 
 LACKING = {name: kind for name, (kind, _) in TINY_MODELS.items() if kind not in CONFIG_MAPPING}
 """Families that the installed transformers does not have, with their types."""

@@ -298,7 +298,7 @@ def check_scores(target: Any, ids: torch.Tensor, got: Any, wanted: Any, given: d
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_shows_something(expected: Expected, name: str) -> None:
-    """Its arguments change the text, or what is recorded beside it: without them the comparison above would show nothing."""
+    """Its arguments change the text, or what is recorded next to it: without them the comparison above would show nothing."""
     base, [(out, given), *_] = expected.of(name)
     ids = CALLS[name].prompts()[0]
     text = text_of(out)[:, ids.shape[1] :].tolist()

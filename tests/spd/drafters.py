@@ -18,7 +18,7 @@ class Known(Drafter):
         self.texts: dict[tuple[int, ...], list[int]] = {}
 
     def learn(self, prompts: list[torch.Tensor], out: torch.Tensor) -> None:
-        """``out [B, S + new]``: the target's, padded left as the prompts and right behind the text."""
+        """``out [B, S + new]``: the target's, padded left as the prompts and right after the text."""
         width = max(len(p) for p in prompts)
         for prompt, row in zip(prompts, out.tolist(), strict=True):
             self.texts[tuple(prompt.tolist())] = row[width - len(prompt) :]

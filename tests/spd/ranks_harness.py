@@ -117,11 +117,11 @@ def run_calls(folder: str, world: int, stages: int, kind: str, dtype: torch.dtyp
         with patient(folder, made(kind, rank), stages=stages, dtype=dtype) as pipe:
             if not pipe.has_target:
                 return pipe.serve()
-            out, driver, most = [], pipe._driver, [0]
+            out, driver, highest = [], pipe._driver, [0]
             collect = driver._collect_chunks
 
             def counted(left):
-                most[0] = max(most[0], len(driver._chunks))
+                highest[0] = max(highest[0], len(driver._chunks))
                 return collect(left)
 
             driver._collect_chunks = counted
@@ -138,7 +138,7 @@ def run_calls(folder: str, world: int, stages: int, kind: str, dtype: torch.dtyp
                 sums = sorted(getattr(pipe._driver.drafter, "sums", {}).items())
                 form = report.stages[0].forward
                 out.append(
-                    [text.tolist(), report.cycles, report.accepted, sums, len(report.stage_seconds), form, most[0]]
+                    [text.tolist(), report.cycles, report.accepted, sums, len(report.stage_seconds), form, highest[0]]
                 )
             return out
 

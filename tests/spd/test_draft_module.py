@@ -67,11 +67,11 @@ def test_every_split_has_anchors_that_exist_when_they_are_read() -> None:
         n = draw.randint(1, layers)
         ends = [*sorted(draw.sample(range(1, layers), n - 1)), layers]
         stages = tuple(zip([0, *ends[:-1]], ends, strict=True))
-        for most in (None, 2, 3, 5):
-            anchors = anchors_for(stages, most)
+        for limit in (None, 2, 3, 5):
+            anchors = anchors_for(stages, limit)
             assert anchors[0] == 0
             assert anchors[-1] == max(1, layers - 1)
-            assert len(anchors) <= (n + 1 if most is None else most)
+            assert len(anchors) <= (n + 1 if limit is None else limit)
             for depth, kind in enumerate(types_for(stages, anchors)):
                 assert anchors[kind] <= (stages[depth - 1][1] if depth else 0)
                 assert kind == len(anchors) - 1 or anchors[kind + 1] > (stages[depth - 1][1] if depth else 0)

@@ -1,4 +1,4 @@
-"""Lines between ranks: messages in order, in buffers that are kept, with the tensors behind the words."""
+"""Lines between ranks: messages in order, in buffers that are kept, with the tensors after the words."""
 
 from __future__ import annotations
 

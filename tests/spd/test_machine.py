@@ -183,7 +183,7 @@ def test_an_end_at_every_lag(n):
 
 
 def test_an_end_that_is_only_drafted():
-    """A drafted end token does not end the row, and nothing is drafted behind it, because the row would end if it were right."""
+    """A drafted end token does not end the row, and nothing is drafted after it, because the row would end if it were right."""
     n = 4
     whole = text_of(prompt_of(2), 30)
     end = (whole[6] + 1) % VOCABULARY

@@ -13,7 +13,12 @@ from pipespec.engine.cache import RowCache
 def copied(cache: RowCache) -> RowCache:
     """A cache with storage of its own, and all of the recurrent states."""
     twin = RowCache(
-        cache._config, cache.rows, cache.capacity, dtype=cache.dtype, device=cache.device, static=cache.is_static
+        cache._config,
+        cache.rows,
+        cache.capacity,
+        dtype=cache.compute_dtype,
+        device=cache.device,
+        static=cache.is_static,
     )
     twin.load(cache.states(), cache.lengths)
     twin._ring = copy.deepcopy(cache._ring)

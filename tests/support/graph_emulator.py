@@ -312,7 +312,7 @@ class Emulator(FakeGpu):
             last = self._last.setdefault(part.storage, [])
             for begin, end, other, number in last:
                 if begin < part.end and part.begin < end and self._before[stream][other] < number:
-                    self.fault(f"{what} is not ordered behind what another stream has written")
+                    self.fault(f"{what} is not ordered after what another stream has written")
             if writes:
                 last[:] = [entry for entry in last if not (part.begin <= entry[0] and entry[1] <= part.end)][-255:]
                 last.append((part.begin, part.end, stream, self._before[stream][stream]))

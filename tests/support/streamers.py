@@ -26,7 +26,7 @@ class Recorder:
         self.at, self.do = at, do
 
     def put(self, value: torch.Tensor) -> None:
-        assert self.ends == 0, "a token behind the end"
+        assert self.ends == 0, "a token after the end"
         assert value.device.type == "cpu"
         self.values.append(value.clone())
         if len(self.new) >= self.at:

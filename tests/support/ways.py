@@ -14,7 +14,7 @@ IN_THIS_PROCESS = ["plain", "plain, captured", "lockstep", "lockstep, captured",
 
 @contextmanager
 def opened(target: Any, drafts: Any, how: str, **options: Any) -> Iterator[Any]:
-    """A pipeline. ``how``: "spd", or the name of a schedule, with ", captured" behind it for captured steps."""
+    """A pipeline. ``how``: "spd", or the name of a schedule, with ", captured" after it for captured steps."""
     schedule, *captured = how.split(", ")
     if schedule == "spd":
         yield SpeculativePipeline(target, drafts, stages=2)

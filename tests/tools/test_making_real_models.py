@@ -21,7 +21,7 @@ PARTS = 11
 
 
 def write_wheel(folder: Path, number: int, data: bytes) -> None:
-    """A package whose code must never run, beside its data."""
+    """A package whose code must never run, next to its data."""
     name = f"tiny_part{number}"
     with zipfile.ZipFile(folder / f"{name}-0.1-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
         wheel.writestr(f"{name}/__init__.py", "raise SystemExit('imported')")

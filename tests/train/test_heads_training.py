@@ -63,7 +63,7 @@ def test_the_steps_of_a_lesson_are_those_of_decoding(target, tmp_path) -> None:
                 features = batch.anchors[row, : slot + 1].flatten(-2).cpu()
                 expected = reference.chain(features, ids[row, : slot + 2 + step].tolist())
                 torch.testing.assert_close(got.double().cpu(), expected, atol=2e-4, rtol=2e-4)
-                # The target's logits behind the same token.
+                # The target's logits after the same token.
                 assert torch.equal(want, batch.teacher_logits[row_of[row, slot + 1 + step]])
         assert next(found, None) is None
 

@@ -173,7 +173,7 @@ def test_small_updates_of_a_bf16_target_s_module_are_kept(six: LlamaForCausalLM,
 
 
 def killed_by_the_system(folder: str) -> None:
-    """A process that the kernel ends during step 15, behind the checkpoint of step 12."""
+    """A process that the kernel ends during step 15, after the checkpoint of step 12."""
     torch.set_num_threads(1)
 
     def batch(number: int) -> TrainingBatch:
@@ -319,7 +319,7 @@ def test_nothing_to_learn_is_an_error(six: LlamaForCausalLM, tmp_path: Path) -> 
 
 
 def test_only_wanted_tokens_are_learnt(six: LlamaForCausalLM, tmp_path: Path) -> None:
-    """Unwanted tokens have no influence: other tokens behind the last wanted one give the same result."""
+    """Unwanted tokens have no influence: other tokens after the last wanted one give the same result."""
 
     def half(number: int, tail: int) -> TrainingBatch:
         ids = lines(number).ids.clone()

@@ -90,8 +90,8 @@ struct Blocks256 {
       } else {
         const int j = i / 32, k = j % 4;
         const int sub = j < 4 ? s[k] & 63 : (s[8 + k] & 15) | s[k] >> 6 << 4;
-        const int least = j < 4 ? s[4 + k] & 63 : s[8 + k] >> 4 | s[4 + k] >> 6 << 4;
-        to[i] = scale * float(sub) * float(codes[i]) - minimum * float(least);
+        const int offset = j < 4 ? s[4 + k] & 63 : s[8 + k] >> 4 | s[4 + k] >> 6 << 4;
+        to[i] = scale * float(sub) * float(codes[i]) - minimum * float(offset);
       }
     }
   }
@@ -196,11 +196,12 @@ inline void panel_product(Blocks256<kBits>, const unsigned char* panel, int64_t 
         auto sum = V::add(sums[c][part],
                           V::multiply(V::multiply(scale, input_scale), V::to_float(products[c])));
         if constexpr (B::kMinimum) {
-          auto least = V::broadcast(int32_t{0});
+          auto offset = V::broadcast(int32_t{0});
 #pragma GCC unroll 4
-          for (int i = 0; i < 4; ++i) least = V::dot16(least, scales.minima[i], x[c].sums + 2 * i);
+          for (int i = 0; i < 4; ++i)
+            offset = V::dot16(offset, scales.minima[i], x[c].sums + 2 * i);
           sum =
-              V::subtract(sum, V::multiply(V::multiply(minimum, input_scale), V::to_float(least)));
+              V::subtract(sum, V::multiply(V::multiply(minimum, input_scale), V::to_float(offset)));
         }
         sums[c][part] = sum;
       }

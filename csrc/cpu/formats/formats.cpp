@@ -95,7 +95,7 @@ constexpr int64_t kUnitPanels = 8;
 const FormatTraits& traits(Format format) { return kTraits[int(format)]; }
 
 int64_t RoundedInputs::tile_columns(int64_t columns) {
-  const int64_t most = packed_kernels().tile_columns, tiles = (columns + most - 1) / most;
+  const int64_t tile = packed_kernels().tile_columns, tiles = (columns + tile - 1) / tile;
   return tiles <= 1 ? columns : ((columns + tiles - 1) / tiles + 15) / 16 * 16;
 }
 

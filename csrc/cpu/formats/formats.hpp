@@ -67,7 +67,7 @@ class RoundedInputs {
 // A matrix [outputs, inputs] by itself.
 class PackedMatrix {
  public:
-  // `blocks`: rows of blocks, one behind the other.
+  // `blocks`: rows of blocks, one after the other.
   PackedMatrix(Format format, const void* blocks, int64_t outputs, int64_t inputs, int threads);
 
   int64_t bytes() const { return panels_ * traits(format_).panel_bytes(inputs_); }

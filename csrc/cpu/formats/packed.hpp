@@ -26,9 +26,9 @@ namespace pipespec::cpu {
 enum class Format : int { kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ4_K, kQ5_K, kQ6_K };
 inline constexpr int kFormats = 8;
 
-// Columns of one tile of rounded inputs at most: of every table, and of those without AMX.
+// Maximum columns of one tile of rounded inputs: of every table, and of those without AMX.
 inline constexpr int64_t kMaxTileColumns = 256, kTileColumns = 48;
-// Columns behind a tile that a product may read, and not use.
+// Columns after a tile that a product may read, and not use.
 inline constexpr int64_t kSpareColumns = 15;
 
 // 32 inputs in 8 bits. An input is scale * code, with scale = largest magnitude / 127 and code =
@@ -52,7 +52,7 @@ struct alignas(32) Inputs256 {
 };
 
 // Rounds a row of inputs; its blocks are written `columns` apart. The tile holds for each block the
-// columns one behind the other.
+// columns one after the other.
 using RoundInputs = void (*)(const float* x, int64_t inputs, int64_t columns, void* out);
 
 // out[c, 16 p + i] = output i of panel p for column c of a tile, c < columns <= tile_columns.

@@ -132,12 +132,12 @@ inline void add_block(const Scales<kBits>& scales, const int32_t* low, const int
     sum = _mm512_add_ps(
         sum, _mm512_mul_ps(_mm512_mul_ps(scales.scale, input_scale), _mm512_cvtepi32_ps(products)));
     if constexpr (Blocks256<kBits>::kMinimum) {
-      __m512i least = _mm512_setzero_si512();
+      __m512i offset = _mm512_setzero_si512();
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i)
-        least = Vnni::dot16(least, scales.sub.minima[i], x[c].sums + 2 * i);
+        offset = Vnni::dot16(offset, scales.sub.minima[i], x[c].sums + 2 * i);
       sum = _mm512_sub_ps(sum, _mm512_mul_ps(_mm512_mul_ps(scales.minimum, input_scale),
-                                             _mm512_cvtepi32_ps(least)));
+                                             _mm512_cvtepi32_ps(offset)));
     }
     _mm512_storeu_ps(out, sum);
   }

@@ -1,5 +1,5 @@
 // The codes of 16 outputs and 32 inputs, which all formats store alike: 4 bits of each code in
-// bytes that hold two, further bits in bytes behind them, 8 bits as they are. Rows of 64 bytes have
+// bytes that hold two, further bits in bytes after them, 8 bits as they are. Rows of 64 bytes have
 // 4 inputs of each output, as dot products of bytes take them. In an unnamed namespace, see
 // span_impl.hpp.
 #pragma once

@@ -149,8 +149,8 @@ def converted(target: PreTrainedModel, cache: Cache, columns: Columns, capacity:
             raise _state("holds other columns in some layers")
         if any(len(x) != rows for x in pair):
             raise _state("has other rows than input_ids")
-        if any(x.device != device or (is_own and x.dtype != own.dtype) for x in pair):
-            raise _state(f"is not of {own.dtype} on {device} in all layers")
+        if any(x.device != device or (is_own and x.dtype != own.compute_dtype) for x in pair):
+            raise _state(f"is not of {own.compute_dtype} on {device} in all layers")
         keys, values = pair
         loaded.append((_gathered(keys, at, held), _gathered(values, at, held)) if is_own else pair)
     try:
@@ -245,9 +245,9 @@ def returned(call: PreparedCall, own: RowCache) -> Cache:
                 cache.update_recurrent_state(pair[1], i)
                 continue
             if padding is None and len(set(begins)) == 1:
-                new = [x[:, :, begins[0] :] for x in pair]
+                new = [x[:, :, begins[0] :].to(own.compute_dtype) for x in pair]
             else:
-                new = [_placed(x, columns, begins, width) for x in pair]
+                new = [_placed(x, columns, begins, width).to(own.compute_dtype) for x in pair]
             if padding is not None:
                 rows, at = columns.hidden.T
                 for placed, states in zip(new, padding[i], strict=True):

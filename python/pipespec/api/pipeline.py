@@ -25,6 +25,7 @@ from pipespec.errors import DoesNotFit, NotCapturable, NotKnown, UnsupportedInpu
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import input_device, not_whole_reason, tensor_parallel_size
 from pipespec.models.loading import gguf_path, load_config, load_model
+from pipespec.models.quantized import keep_wide
 from pipespec.models.quantizing import Weights, quantized
 from pipespec.process.signals import handlers_watched, raise_handlers_error
 from pipespec.registry import DRAFTS, LOCKSTEP, SCHEDULES, WORKERS, default_schedule, imported
@@ -70,7 +71,8 @@ class Pipeline(BasePipeline):
             only where the default rule chooses it. An open pipeline with graphs sets ``attn_implementation="pipespec"`` in its models;
             :meth:`close` restores theirs. A model that cannot be captured runs without graphs, and a :class:`pipespec.SpeedWarning` names it.
         trace: Steps per stage that the trace of a call keeps (``report.save_trace()``; 72 bytes each). 0: no trace.
-        dtype: For models given as paths. Default: the one in which they are stored. In float32 the text differs from that of ``generate()`` only at rare
+        dtype: For models given as paths. Default: the one in which they are stored; keys and values of models in blocks are bfloat16 on a CPU,
+            unless this is ``"float32"``. In float32 the text differs from that of ``generate()`` only at rare
             near-ties, in 16 bits more often.
         weights: Formats in which matrices are held, so that a step reads less: ``"q8_0"``, ``"q4_k"`` or another of
             :data:`pipespec_kernels.formats.FORMATS`, or ``"int8"`` with one scale per row. One for all stages, one per stage (drafts first; None: as it is),
@@ -450,5 +452,8 @@ def load_chain(
         models[-1] = quantized(models[-1], formats[-1])
     for i, draft in enumerate(draft for draft in specs if not draft.inline):
         models[i], formats[i] = draft.fit(models[i], models[-1], formats[i])
+    if str(loading.dtype).removeprefix("torch.") == "float32":
+        for made in (model for model in models if not any(model is each for each in given)):
+            keep_wide(made)
     notes = [f"{name}: {form} weights" for name, form in zip(names, formats, strict=True) if form is not None]
     return Chain(specs, models, notes, is_known)

@@ -16,7 +16,7 @@ from pipespec.errors import DoesNotFit, user_stacklevel
 from pipespec.models.devices import LayerDevices, local_kv_heads
 from pipespec.models.layout import CacheLayout
 from pipespec.models.loading import is_out_of_memory
-from pipespec.models.properties import compute_dtype
+from pipespec.models.properties import compute_dtype, kv_dtype
 
 HEADROOM = 256 << 20
 """Bytes for each stage in addition to its caches: activations, logits, work spaces, the memory pool of captured graphs. Assumed, not measured."""
@@ -41,7 +41,10 @@ def cache_bytes(model: PreTrainedModel, rows: int, capacity: int) -> dict[str, i
     """Bytes of the caches of a model on each device, for ``rows`` texts of ``capacity`` positions."""
     layout, dtype = CacheLayout.of(model.config, local_kv_heads(model)), compute_dtype(model)
     shares = LayerDevices.of(model).shares()
-    return {str(device): layout.bytes_for(rows, capacity, dtype, layers) for device, layers in shares.items()}
+    return {
+        str(device): layout.bytes_for(rows, capacity, kv_dtype(model.config, dtype, device), layers)
+        for device, layers in shares.items()
+    }
 
 
 def check_memory(

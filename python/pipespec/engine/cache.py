@@ -16,7 +16,7 @@ from pipespec.engine.cache_storage import Features, RowFeatures
 from pipespec.models.compat import query_length
 from pipespec.models.devices import LayerDevices, local_kv_heads
 from pipespec.models.layout import CacheLayout, UnsupportedLayers
-from pipespec.models.properties import compute_dtype, text_config
+from pipespec.models.properties import compute_dtype, kv_dtype, text_config
 
 
 class _RowLayer(CacheLayerMixin):
@@ -98,14 +98,15 @@ class RowCache(ForwardCache, Cache):
             :data:`pipespec.models.layout.GATED_DELTA`.
         rows: number of sequences.
         capacity: positions per row.
-        dtype: of keys and values.
+        dtype: of the model's hidden states, and of keys and values unless :func:`pipespec.models.properties.kv_dtype` says otherwise.
         device: of token ids, masks and positions, and of the storage.
         static: fixed addresses and lengths on the device, see above. On one device only.
         layer_devices: per layer, where its keys and values lie; None: all on ``device``.
         kv_heads: key/value heads per layer; None: as the configuration says. A process of a tensor-parallel group holds a part of them.
 
     Attributes:
-        is_static: as given, like ``rows``, ``capacity``, ``dtype``, ``device`` and ``layer_devices``.
+        dtype: of keys and values; ``compute_dtype``: of the model's hidden states.
+        is_static: as given, like ``rows``, ``capacity``, ``device`` and ``layer_devices``.
 
     Raises:
         ValueError: a model with layers of other types, sizes below 1, or ``static`` without ``attn_implementation="pipespec"`` or on several
@@ -168,7 +169,8 @@ class RowCache(ForwardCache, Cache):
         at = LayerDevices.of(model)
         return (
             CacheLayout.of(model.config, local_kv_heads(model)) == self._layout
-            and compute_dtype(model) == self.dtype
+            and compute_dtype(model) == self.compute_dtype
+            and (self.is_static or kv_dtype(model.config, self.compute_dtype, self.device) == self.dtype)
             and (at.inputs, at.layers) == (self.device, self.layer_devices)
         )
 
@@ -183,7 +185,7 @@ class RowCache(ForwardCache, Cache):
         end = begin + more
         if end > self.capacity:
             raise ValueError(f"RowCache is full: row {row} holds {begin} of {self.capacity} tokens, not {more} more")
-        alone = RowCache(self._config, 1, end, dtype=self.dtype, device=self.device)
+        alone = RowCache(self._config, 1, end, dtype=self.compute_dtype, device=self.device)
         for store, other in zip(alone._stores, self._stores, strict=True):
             store[:, 0, :, :begin].copy_(other[:, row, :, :begin])
         alone._set([begin])

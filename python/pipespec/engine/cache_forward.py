@@ -119,7 +119,7 @@ class ForwardCache(RowStorage):
             window: of the layers that the mask is for; None: they see all keys.
 
         Returns:
-            ``[rows, 1, q, max(lengths) + q]`` in the cache's dtype: 0 for visible, else -inf. None where the model needs none: equal lengths
+            ``[rows, 1, q, max(lengths) + q]`` in ``compute_dtype``: 0 for visible, else -inf. None where the model needs none: equal lengths
             within the window, and one column or (with sdpa) an empty cache. With attention that reads ``device_lengths``: a mask of no keys.
 
         Raises:
@@ -146,7 +146,7 @@ class ForwardCache(RowStorage):
         hidden = self._columns[:top] > at
         if window is not None:
             hidden |= self._columns[:top] <= at - window
-        mask = torch.zeros_like(hidden, dtype=self.dtype).masked_fill_(hidden, -torch.inf)
+        mask = torch.zeros_like(hidden, dtype=self.compute_dtype).masked_fill_(hidden, -torch.inf)
         return _aligned(mask[:, None]).expand(self.rows, 1, q, top)
 
     def masks(self, q: int) -> list[torch.Tensor | None]:
@@ -248,7 +248,8 @@ class ForwardCache(RowStorage):
             **kwargs: ignored.
 
         Returns:
-            Keys and values, views ``[rows, kv_heads, max(lengths) + q, head_dim]``; all of a static cache's storage.
+            Keys and values ``[rows, kv_heads, max(lengths) + q, head_dim]``, views unless they are kept in another dtype; all of a static cache's
+            storage.
 
         Raises:
             ValueError: another shape or dtype, or beyond the capacity; nothing was written.
@@ -270,10 +271,10 @@ class ForwardCache(RowStorage):
             values[:, :, self._top :].copy_(value_states)
         else:
             # Under autocast only the keys have the model's dtype.
-            for store, new in ((keys, key_states), (values, value_states.to(self.dtype))):
-                store.transpose(1, 2)[self._places[device]] = new.transpose(1, 2)
+            for store, new in ((keys, key_states), (values, value_states)):
+                store.transpose(1, 2)[self._places[device]] = new.transpose(1, 2).to(self.dtype)
         self._leave(layer_idx)
-        return keys, values
+        return keys.to(key_states.dtype), values.to(key_states.dtype)
 
     def _check(self, states: torch.Tensor, values: torch.Tensor) -> None:
         q, layout = states.shape[2], self._layout
@@ -283,9 +284,9 @@ class ForwardCache(RowStorage):
                 f"RowCache of {self.rows} rows, {layout.heads} heads, keys of {layout.key_dim} and values of {layout.value_dim}: cannot hold "
                 f"new keys and values of shape [rows, heads, columns, head_dim] = {list(states.shape)} and {list(values.shape)}"
             )
-        if states.dtype != self.dtype or states.device != self.layer_devices[0]:
+        if states.dtype != self.compute_dtype or states.device != self.layer_devices[0]:
             raise ValueError(
-                f"RowCache holds {self.dtype} on {self.layer_devices[0]}, the new keys are {states.dtype} on {states.device}"
+                f"RowCache is for {self.compute_dtype} on {self.layer_devices[0]}, the new keys are {states.dtype} on {states.device}"
             )
         if states.requires_grad:
             raise RuntimeError(

@@ -12,6 +12,7 @@ import torch
 from pipespec.config import WIDTH
 from pipespec.engine.recurrent import StateRing
 from pipespec.models.layout import CacheLayout
+from pipespec.models.properties import kv_dtype
 from pipespec_kernels.decoder import Taps
 
 
@@ -130,7 +131,8 @@ class RowStorage:
         layer_devices: Sequence[torch.device],
     ) -> None:
         self._config, self._layout = config, layout
-        self.dtype, self.device, self.layer_devices = dtype, device, tuple(layer_devices)
+        self.compute_dtype, self.device, self.layer_devices = dtype, device, tuple(layer_devices)
+        self.dtype = dtype if static else kv_dtype(config, dtype, device)
         self.is_static, self._on_gpus = static, all(at.type == "cuda" for at in (device, *layer_devices))
         # Per layer with keys and values, its index among those.
         self._attention = {layer: i for i, layer in enumerate(layout.attention)}

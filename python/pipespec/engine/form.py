@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Collection
 from contextlib import AbstractContextManager
@@ -295,8 +296,9 @@ def probe_inputs(parts: ModelParts) -> torch.Tensor:
 
 
 def probe_cache(parts: ModelParts, rows: int = 2, *, static: bool = False) -> RowCache:
-    """A cache for :func:`probe`. Parts without layers do not write to it."""
-    config = parts.cache_config() if parts.layers else parts.config
+    """A cache for :func:`probe`, with the keys and values as they are computed. Parts without layers do not write to it."""
+    config = parts.cache_config() if parts.layers else copy.copy(parts.config)
+    config.kv_dtype = None
     return RowCache(config, rows, 16, dtype=parts.dtype, device=parts.device, static=static)
 
 

@@ -19,7 +19,7 @@ from pipespec_kernels import _native
 NGRAM = "ngram"
 """In place of a draft: :class:`NgramDraft` with its defaults. Also the name of the stage."""
 
-_MAX_MATCH: int = _native.MOST_MATCH
+_MAX_MATCH: int = _native.MAX_MATCH
 
 
 class NgramStage(InlineStage):

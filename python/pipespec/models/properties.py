@@ -26,6 +26,17 @@ def compute_dtype(model: Any) -> torch.dtype:
     return next(wide, dtype)
 
 
+def kv_dtype(config: Any, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype in which keys and values of a model with hidden states of ``dtype`` are kept on a device.
+
+    On the CPU a model in float32 may keep them in the dtype that its configuration names as ``kv_dtype``. Models with matrices in blocks do:
+    bfloat16 halves what a step reads after a long text, and rounds less than the blocks do.
+    """
+    name = getattr(text_config(config), "kv_dtype", None)
+    is_wide = dtype == torch.float32 and device.type == "cpu"
+    return getattr(torch, name) if name is not None and is_wide else dtype
+
+
 def embedding_size(model: Any) -> int:
     """Number of tokens in a model's embedding, packed weights included."""
     return _rows(model, model.get_input_embeddings(), "num_embeddings")

@@ -279,10 +279,16 @@ def has_blocks(parts: Any) -> bool:
 
 
 def untie(model: PreTrainedModel) -> None:
-    """Head and embedding are modules of their own from now on, and no checkpoint of transformers describes the model: it refuses to be saved."""
+    """Head and embedding are modules of their own from now on, keys and values of blocks are bfloat16, and no checkpoint of transformers describes the model: it refuses to be saved."""
     model.save_pretrained = _refuse_saving
     for config in (model.config, text_config(model.config)):
         config.tie_word_embeddings = False
+    text_config(model.config).kv_dtype = "bfloat16" if has_blocks(model) else None
+
+
+def keep_wide(model: PreTrainedModel) -> None:
+    """Keys and values have the dtype of the hidden states from now on."""
+    text_config(model.config).kv_dtype = None
 
 
 def _refuse_saving(*args: Any, **kwargs: Any) -> None:

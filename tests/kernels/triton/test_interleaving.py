@@ -134,7 +134,7 @@ FAULTS = [
     (Rejection, "== splits - 1", "== splits - 2", 0),
     (Attention, ORDER, 'sem="relaxed"', 0),
     (Attention, ORDER, 'sem="release"', 0),
-    (Attention, ORDER, 'sem="acquire"', 0),  # our sums may come behind our ticket
+    (Attention, ORDER, 'sem="acquire"', 0),  # our sums may come after our ticket
     (Attention, "== sharing - 1", "== sharing - 2", 0),
     (Attention, "tl.store(ticket, 0)", "pass", 0),
 ]

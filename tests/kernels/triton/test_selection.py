@@ -214,10 +214,10 @@ def test_rows_are_read_once(monkeypatch: pytest.MonkeyPatch, device: torch.devic
     generator = torch.Generator().manual_seed(0)
     ranked = 12 - 2 * torch.arange(1, 128257).log() + 0.3 * torch.randn(128256, generator=generator)
     ranked = ranked[torch.randperm(128256, generator=generator)][None, None]
-    for dtype, most in ((torch.bfloat16, 1.3), (torch.float32, 1.7)):
+    for dtype, max_passes in ((torch.bfloat16, 1.3), (torch.float32, 1.7)):
         logits = ranked.to(dtype)
         for filters in (k, p, both, {"min_p": 0.02}):
-            assert 1 <= passes(monkeypatch, logits, **filters) < most, (dtype, filters)
+            assert 1 <= passes(monkeypatch, logits, **filters) < max_passes, (dtype, filters)
     flat = torch.zeros(1, 1, 128256, dtype=torch.bfloat16)
     assert passes(monkeypatch, flat, **k) == 1
     assert passes(monkeypatch, flat, **p) == 2

@@ -1,4 +1,4 @@
-"""What lies behind a rejected draft token is not read, and no result depends on whether a block of threads has seen the rejection.
+"""What lies after a rejected draft token is not read, and no result depends on whether a block of threads has seen the rejection.
 
 In the interpreter, which runs one program after the other: here in any order, and it counts what they read."""
 
@@ -160,7 +160,7 @@ def test_columns_behind_a_rejected_draft_token_are_not_read(mode: str, splits: i
 
 
 def test_rejection_sampling_reads_the_columns_that_it_needs(device: torch.device) -> None:
-    """Those up to the rejection, and the rejected one, or the one behind all draft tokens, once more for its draw."""
+    """Those up to the rejection, and the rejected one, or the one after all draft tokens, once more for its draw."""
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(2, 5, 90, generator=generator)
     draft = logits.clone()  # every draft token passes
@@ -175,7 +175,7 @@ def test_rejection_sampling_reads_the_columns_that_it_needs(device: torch.device
     # Each draft token's logit is read once more.
     assert torch.minimum(of_target, torch.tensor(2)).amax(-1).tolist() == [[2, 2, 2, 0, 0], [2, 2, 2, 2, 1]]
     assert of_target.amin(-1).tolist() == [[1, 1, 2, 0, 0], [1, 1, 1, 1, 1]]
-    # The draw behind all draft tokens is from the target alone.
+    # The draw after all draft tokens is from the target alone.
     assert of_draft.amin(-1).tolist() == [[1, 1, 2, 0, 0], [1, 1, 1, 1, 0]]
     assert not of_draft[1, 4].any()
 

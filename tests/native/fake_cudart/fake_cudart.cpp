@@ -80,12 +80,12 @@ void misuse(const std::string& what) {
 
 // Some operations wait, most do not.
 void linger() {
-  const u32 most = world().pauses_us.load(std::memory_order_relaxed);
-  if (most == 0) return;
+  const u32 max_pause = world().pauses_us.load(std::memory_order_relaxed);
+  if (max_pause == 0) return;
   u64 x = world().random.fetch_add(0x9e3779b97f4a7c15u, std::memory_order_relaxed);
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x ^= x >> 27;
-  if (x % 4 == 0) usleep(static_cast<u32>((x >> 8) % most));
+  if (x % 4 == 0) usleep(static_cast<u32>((x >> 8) % max_pause));
 }
 
 cudaError_t report(cudaError_t error) {

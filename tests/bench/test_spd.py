@@ -1,4 +1,4 @@
-"""``bench/bench_spd_real.py`` on a tiny target; the recipe of the real one."""
+"""The table of a run of SPD, in one process and on ranks; ``bench.spd real`` on a tiny target, and the recipe of the real one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from bench import bench_spd_real as bench
+from bench import run
+from bench import spd as bench
 from pipespec.cli.main import main
 from pipespec.demo import family_path
 from tests.conftest import random_llama
@@ -55,7 +56,9 @@ def test_figures_of_a_module_by_the_recipe(target: Path, tmp_path: Path, monkeyp
     given = ["--recipe", str(recipe), "--target", str(speaker), "--data", str(talks), "--out", str(module)]
     sizes = ["--stages", "2", "--vocabulary", "2048", "--validation", "0.5", "--steps", "1"]
     assert main(["spd", "train", *given, *sizes]) == 0
-    bench.main([str(speaker), "--module", str(module), "--prompts", str(asked), "--decode", "3", "--json", str(out)])
+    bench.main(
+        ["real", str(speaker), "--module", str(module), "--prompts", str(asked), "--decode", "3", "--json", str(out)]
+    )
     (row,) = json.loads(out.read_text())["rows"]
     assert (row["stages"], row["prompts"], row["count"], len(row["by_fill"])) == (2, "asked", 3, 2)
     assert len(row["by_position"]) == 2
@@ -64,3 +67,21 @@ def test_figures_of_a_module_by_the_recipe(target: Path, tmp_path: Path, monkeyp
         assert found["along_text"] == {
             "verified": found["drafts"], "accepted": found["accepted"], "cycles": found["cycles"], "tokens": found["drafts"],
         }  # fmt: skip
+
+
+def test_the_table_of_a_run(tmp_path: Path, capsys) -> None:
+    out, file = tmp_path / "run", tmp_path / "spd.json"
+    sizes = ["--stages", "2", "--new-tokens", "6", "--samples", "3", "--threads", "1", "--tuning", "0"]
+    assert run.main(["--systems", "plain", "spd", "spd-ranks", "--drafters", "ngram", *sizes, "--out", str(out)]) == 0
+    assert bench.main(["table", str(out), "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert [row["ranks"] for row in found["rows"]] == [0, 2, 3]
+    for row in found["rows"]:
+        assert row["identical"] == row["runs"] == 1
+        assert row["tokens"] == 6
+        assert 5 <= row["cycles"] <= 5 + (row["stages"] - 1) * (1 + row["flushes"])
+        assert row["law_speedup"] > 0
+    assert [plain["threads"] for plain in found["plain"]] == [1, 1]
+    assert "spd, 2 stages, ngram, 2 ranks" in capsys.readouterr().out
+    kept = Path(bench.__file__).parent / "results" / "spd.json"
+    assert bench.text(json.loads(kept.read_text())).count("\n") > 10

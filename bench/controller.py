@@ -1,11 +1,14 @@
-"""The controller on real texts without the noise of a machine: does any prompt lose, and how far is it from the best fixed setting?
+"""What a draft token costs, and what the controller makes of it on real texts without the noise of a machine.
 
-    python -m bench.controller_replay record --models build/real --prompts code=humaneval.jsonl chat=mt_bench.jsonl --out build/texts.json
-    python -m bench.controller_replay replay build/texts.json --json bench/results/controller.json
+    python -m bench.controller price MODEL ... --json bench/results/price.json
+    python -m bench.controller record --target build/real/q15-hf --drafts build/real/q05-hf --chat-template \
+      --prompts code=humaneval.jsonl chat=mt_bench.jsonl --out build/texts.json
+    python -m bench.controller replay build/texts.json --json bench/results/controller.json
 
-``record`` writes the target's greedy text after each prompt, at which of its tokens each draft makes the same choice, and the median times of steps by
-their number of columns. A round's outcome depends on nothing else, so ``replay`` runs the controller on these texts: it is shown the times of its
-rounds with noise, and the result counts them without. A draft that begins reads the end of the prompt first.
+``price``: medians of the time of a step by its number of columns, as parts of that of one column. MODEL is a folder, a GGUF file, or FOLDER=FORMAT, whose matrices are
+quantised. ``record`` writes the target's greedy text after each prompt, at which of its tokens each draft makes the same choice, and the times of steps. A round's outcome
+depends on nothing else, so ``replay`` runs the controller on these texts: it is shown the times of its rounds with noise, and the result counts them without: does any
+prompt lose, and how far is it from the best fixed setting? A draft that begins reads the end of the prompt first.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ import argparse
 import json
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.harness import markdown_table, save
+from bench.config import BenchConfig, add_options, configured, with_prompts
+from bench.harness import repeated, save, table
 from bench.machine import provenance
-from bench.real import read_prompts, shuffled
+from bench.real import shuffled
+from bench.run import load_models, prompts_of
+from pipespec import Pipeline
+from pipespec.engine.cache import RowCache
 from pipespec.engine.cached_text import PROMPT_TAIL
 from pipespec.engine.controller import MAX_DRAFT_TOKENS, Choice, Controller
+from pipespec.engine.forward import described, forward
 from pipespec.engine.ngram import NgramDraft
+from pipespec.models.loading import load_model
+from pipespec.models.quantizing import quantized
 from pipespec.process.progress import quiet_transformers, say
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 32, PROMPT_TAIL)
@@ -39,31 +48,42 @@ Match = tuple[list[int], int]
 """Draft tokens of the n-gram index after a position, and the length of its match."""
 
 
-# --- record ---
+# --- price and record ---
 
 
 def step_times(model: Any, repeats: int = 5) -> dict[int, float]:
-    """Median seconds of a forward by its number of columns, behind 64 positions."""
-    from pipespec.engine.cache import RowCache
-    from pipespec.engine.forward import forward
-
+    """Median seconds of a forward by its number of columns, after 64 positions. The widths take turns."""
     cache, tokens = RowCache.for_model(model, 1, 256), torch.arange(100, 100 + max(WIDTHS))[None]
     forward(model, tokens[:, :64], cache, keep=0)
     times: dict[int, list[float]] = {width: [] for width in WIDTHS}
     for _ in range(repeats):
         for width in WIDTHS:
             cache.set_lengths([64])
-            began = time.perf_counter()
-            forward(model, tokens[:, :width], cache, keep=min(width, 17))
-            times[width].append(time.perf_counter() - began)
+            times[width] += repeated(
+                lambda w=width: forward(model, tokens[:, :w], cache, keep=min(w, 17)), 1, warm_up=0
+            )  # type: ignore[misc]
     return {width: statistics.median(found) for width, found in times.items()}
+
+
+def in_ms(times: dict[str, dict[int, float]]) -> dict[str, dict[int, float]]:
+    return {name: {width: 1000 * s for width, s in found.items()} for name, found in times.items()}
+
+
+def price(options: argparse.Namespace) -> None:
+    """Print and save the times of steps of models."""
+    times, forms = {}, {}
+    for name in options.models:
+        path, _, weights = name.partition("=")
+        model = quantized(load_model(path), weights) if weights else load_model(path)
+        times[short := name.rpartition("/")[2]] = step_times(model, 15)
+        forms[short] = described(model, RowCache.for_model(model, 1, 64))
+    columns = {str(width): lambda r, width=width: f"{r[1][width] / r[1][1]:.2f}" for width in WIDTHS}
+    print(table({"columns": lambda r: r[0], **columns}, times.items()))
+    save(options.json, {"benchmark": "price", "machine": provenance(), "forward": forms, "step_ms": in_ms(times)})
 
 
 def choices(model: Any, prompt: Sequence[int], text: Sequence[int]) -> list[int]:
     """The model's greedy choice at each token of a text."""
-    from pipespec.engine.cache import RowCache
-    from pipespec.engine.forward import forward
-
     tokens = torch.tensor([[*prompt, *text]])[:, :-1]
     cache = RowCache.for_model(model, 1, tokens.shape[1])
     forward(model, tokens[:, : len(prompt) - 1], cache, keep=0)
@@ -72,33 +92,25 @@ def choices(model: Any, prompt: Sequence[int], text: Sequence[int]) -> list[int]
 
 def record(options: argparse.Namespace) -> None:
     """Write texts, agreement and times."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from pipespec import Pipeline
-
-    def load(name: str) -> Any:
-        return AutoModelForCausalLM.from_pretrained(options.models / f"{name}-hf", dtype=torch.bfloat16).eval()
-
-    tokenizer = AutoTokenizer.from_pretrained(options.models / f"{options.target}-hf")
-    prompts = read_prompts(options.prompts, tokenizer, options.count, options.prompt_tokens)
-    target, texts = load(options.target), []
+    config = with_prompts(
+        configured(options, BenchConfig(samples=24, new_tokens=96, dtype="bfloat16")), options.prompts
+    )
+    family, _ = load_models(config)
+    target, (draft, *_), texts = family.target, family.drafts.values(), []
     with Pipeline(target, schedule="plain") as pipe:
-        for i, (kind, ids) in enumerate(prompts):
-            out = pipe.generate(ids, max_new_tokens=options.new_tokens, do_sample=False)
-            texts.append({"kind": kind, "prompt": ids[0].tolist(), "text": out[0, ids.shape[1] :].tolist()})
-            say(f"text {i + 1} of {len(prompts)}")
-    times, draft = {"target": step_times(target)}, load(options.draft)
-    del target
+        for data in (prompts_of(config, request, family) for request in config.dataset):
+            for name, ids in data.prompts.items():
+                out = pipe.generate(ids, max_new_tokens=config.new_tokens, do_sample=False)
+                texts.append({"kind": data.name, "prompt": ids[0].tolist(), "text": out[0, ids.shape[1] :].tolist()})
+                say(f"{data.name} {name}")
+    times = {"target": step_times(target)}
     for name, model in {"draft": draft, "useless": shuffled(draft)}.items():
         times[name] = step_times(model)
         for entry in texts:
             own = choices(model, entry["prompt"][-PROMPT_TAIL - 1 :], entry["text"])
             entry[name] = [a == b for a, b in zip(own, entry["text"], strict=True)]
-    machine = provenance()
-    save(
-        options.out,
-        {"machine": machine, "target": options.target, "draft": options.draft, "times": times, "texts": texts},
-    )
+    about = {"machine": provenance(), "target": family.name, "draft": next(iter(family.drafts))}
+    save(options.out, about | {"times": times, "texts": texts})
 
 
 # --- replay ---
@@ -119,12 +131,12 @@ def matches(prompt: Sequence[int], text: Sequence[int]) -> list[Match]:
     return found
 
 
-def longest_match(text: np.ndarray, most: int) -> int:
-    """The length, at most ``most``, of the longest end of a text that occurs earlier in it."""
+def longest_match(text: np.ndarray, limit: int) -> int:
+    """The length, at most ``limit``, of the longest end of a text that occurs earlier in it."""
     best = 0
     for end in np.flatnonzero(text[:-1] == text[-1]):
         n = 1
-        while n < most and n <= end and text[end - n] == text[-1 - n]:
+        while n < limit and n <= end and text[end - n] == text[-1 - n]:
             n += 1
         best = max(best, n)
     return best
@@ -252,6 +264,17 @@ def scenario(
     return records
 
 
+COLUMNS = {
+    **{name: f"{{{name}}}" for name in ("draft", "noise", "pipeline", "prompts")},
+    "of plain": "{of_plain:.2f}x",
+    "median": "{median_of_plain:.2f}x",
+    "worst": "{worst_of_plain:.3f}x",
+    "below 0.97": "{below_promise} of {count}",
+    "best fixed": "{best_fixed}",
+    "of it": "{of_best_fixed:.2f}",
+}
+
+
 def replay(options: argparse.Namespace) -> None:
     """Run all scenarios, print and save."""
     given = json.loads(options.texts.read_text(encoding="utf-8"))
@@ -263,47 +286,24 @@ def replay(options: argparse.Namespace) -> None:
         for noise in NOISE:
             for kept in (False, True):
                 rows += scenario(given["texts"], name, times, noise, kept)
-    header = (
-        "draft",
-        "noise",
-        "pipeline",
-        "prompts",
-        "of plain",
-        "median",
-        "worst",
-        "below 0.97",
-        "best fixed",
-        "of it",
-    )
-    cells = [
-        [
-            *(str(row[key]) for key in ("draft", "noise", "pipeline", "prompts")),
-            *(f"{row[key]:.2f}x" for key in ("of_plain", "median_of_plain")),
-            f"{row['worst_of_plain']:.3f}x",
-            f"{row['below_promise']} of {row['count']}",
-            row["best_fixed"],
-            f"{row['of_best_fixed']:.2f}",
-        ]
-        for row in rows
-    ]
-    print(markdown_table(header, cells))
-    ms = {model: {width: 1000 * s for width, s in found.items()} for model, found in times.items()}
-    kept = {key: given[key] for key in ("machine", "target", "draft")}
-    save(options.json, {"benchmark": "controller", **kept, "step_ms": ms, "rows": rows})
+    print(table(COLUMNS, rows))
+    about = {key: given[key] for key in ("machine", "target", "draft")}
+    save(options.json, {"benchmark": "controller", **about, "step_ms": in_ms(times), "rows": rows})
 
 
 def main() -> None:
-    """Record or replay."""
-    out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure prices, record or replay."""
+    out = argparse.ArgumentParser(
+        "bench.controller", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     commands = out.add_subparsers(required=True)
+    costs = commands.add_parser("price")
+    costs.add_argument("models", nargs="+")
+    costs.add_argument("--json", type=Path)
+    costs.set_defaults(run=price)
     writes = commands.add_parser("record")
-    writes.add_argument("--models", type=Path, required=True, help="folder of tools.real_models")
-    writes.add_argument("--target", default="q15")
-    writes.add_argument("--draft", default="q05")
+    add_options(writes)  # of which those of the models and the prompts count
     writes.add_argument("--prompts", nargs="+", required=True, metavar="NAME=FILE")
-    writes.add_argument("--count", type=int, default=24, help="prompts of each file (%(default)s)")
-    writes.add_argument("--prompt-tokens", type=int, default=1600, help="at most, the last ones (%(default)s)")
-    writes.add_argument("--new-tokens", type=int, default=96)
     writes.add_argument("--out", type=Path, required=True)
     writes.set_defaults(run=record)
     reads = commands.add_parser("replay")

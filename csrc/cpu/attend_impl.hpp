@@ -1,0 +1,470 @@
+// Attention of a few queries over many keys, written once over a vector type: see
+// decoder_kernels.hpp for what it computes. In an unnamed namespace, see span_impl.hpp.
+//
+// The positions come in spans of a fixed size. Each span has a softmax of its own, and its result
+// is merged into that of the spans before it. Within a span, chunks of keys are packed so that a
+// lane holds a position, and chunks of values so that a lane holds an element: both products are
+// then the same small matrix product, which reads what is packed once for all queries. A query's
+// numbers depend on its position and on what it sees, and on nothing else.
+#pragma once
+
+#include <stdint.h>
+
+#include "decoder_kernels.hpp"
+#include "exponential.hpp"
+#include "lanes.hpp"
+
+namespace pipespec::cpu {
+namespace {
+
+inline constexpr int64_t kAttendChunk = 64;
+inline constexpr int64_t kAttendQueries = 64;
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// The three ways to multiply. A step of a product takes kStep elements of a key, or of kStep
+// positions, at once. Storage is read in words of 32 bits, which hold kWord elements.
+
+template <class V>
+struct SingleSteps {  // float32
+  using Format = Float32;
+  static constexpr int kStep = 1, kWord = 1;
+  static constexpr bool kInPlace = true;  // values are multiplied where they lie
+
+  static void put_word(typename V::I word, float* to, int64_t) { V::store(to, V::float_of(word)); }
+  static void put_rows(const unsigned char* const (&rows)[1], int64_t n, float* to) {
+    V::store(to, n < V::kLanes ? load_part<V, Float32>(rows[0], n) : Float32::load(rows[0]));
+  }
+  static typename V::F spread(const float* x) { return V::broadcast(*x); }
+  static typename V::F dot(typename V::F a, typename V::F b, typename V::F sum) {
+    return V::multiply_add(a, b, sum);
+  }
+  // What products read in place of n factors a.
+  static void round(const float*, int64_t, float*) {}
+};
+
+template <class V>
+struct HalfSteps : SingleSteps<V> {  // bfloat16 that is multiplied as float32
+  using Format = BFloat16;
+  static constexpr int kStep = 1, kWord = 2;
+  static constexpr bool kInPlace = false;
+
+  static void put_word(typename V::I word, float* to, int64_t stride) {
+    V::store(to, V::float_of(V::template shift_left<16>(word)));
+    V::store(to + stride, V::float_of(V::bit_and(word, V::broadcast(int32_t(0xFFFF0000)))));
+  }
+  static void put_rows(const unsigned char* const (&rows)[1], int64_t n, float* to) {
+    V::store(to, n < V::kLanes ? load_part<V, BFloat16>(rows[0], n) : BFloat16::load(rows[0]));
+  }
+};
+
+// out[q, l] = (or +=, unless `fresh`) the sum over the steps of a[q, step] * b[step, l].
+struct SmallProduct {
+  const float* a;
+  int64_t a_stride;
+  const float* b;
+  int64_t b_stride, steps;
+  float* out;
+  int64_t out_stride;
+  bool fresh;
+  const unsigned char* ahead;  // what to ask for with the first step
+  int64_t ahead_bytes;         // from one step to the next
+};
+
+template <class V, class Steps, int kQueries, int kVectors>
+void multiply_tile(const SmallProduct& p) {
+  using F = typename V::F;
+  const float *const a = p.a, *b = p.b;
+  const unsigned char* ahead = p.ahead;
+  F sums[kQueries][kVectors];
+#pragma GCC unroll 8
+  for (int q = 0; q < kQueries; ++q)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v)
+      sums[q][v] = p.fresh ? V::broadcast(0.0f)
+                           : Float32::load(bytes_of(p.out + q * p.out_stride + v * V::kLanes));
+  for (int64_t s = 0; s < p.steps; ++s, b += p.b_stride, ahead += p.ahead_bytes) {
+    for (int64_t i = 0; i < p.ahead_bytes; i += 64) __builtin_prefetch(ahead + i);
+    F packed[kVectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) packed[v] = Float32::load(bytes_of(b + v * V::kLanes));
+#pragma GCC unroll 8
+    for (int q = 0; q < kQueries; ++q) {
+      const F x = Steps::spread(a + q * p.a_stride + s);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) sums[q][v] = Steps::dot(packed[v], x, sums[q][v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int q = 0; q < kQueries; ++q)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v)
+      V::store(p.out + q * p.out_stride + v * V::kLanes, sums[q][v]);
+}
+
+using Tile = void (*)(const SmallProduct&);
+
+template <class V, class Steps, int kQueries, int kVectors>
+Tile find_tile(int64_t queries, int64_t vectors) {
+  if constexpr (kQueries > 1) {
+    if (queries < kQueries) return find_tile<V, Steps, kQueries - 1, kVectors>(queries, vectors);
+  }
+  if constexpr (kVectors > 1) {
+    if (vectors < kVectors) return find_tile<V, Steps, kQueries, kVectors - 1>(queries, vectors);
+  }
+  return multiply_tile<V, Steps, kQueries, kVectors>;
+}
+
+// Asks for `ahead_bytes` at `ahead` on the way: memory is at work while this computes.
+template <class V, class Steps>
+void multiply(SmallProduct p, int64_t queries, int64_t vectors) {
+  constexpr int kQueries = V::kTileQueries, kVectors = V::kTileVectors;
+  const int64_t tiles = (queries + kQueries - 1) / kQueries;
+  const int64_t sweeps = tiles * ((vectors + kVectors - 1) / kVectors);
+  const unsigned char* const end = p.ahead + p.ahead_bytes;
+  p.ahead_bytes = larger(p.ahead_bytes / (sweeps * p.steps), 64);
+  for (int64_t v = 0; v < vectors; v += kVectors) {
+    const int64_t wide = vectors - v < kVectors ? vectors - v : kVectors;
+    for (int64_t i = 0; i < tiles; ++i) {
+      const int64_t first = queries * i / tiles, count = queries * (i + 1) / tiles - first;
+      SmallProduct tile = p;
+      tile.a += first * p.a_stride;
+      tile.b += v * V::kLanes;
+      tile.out += first * p.out_stride + v * V::kLanes;
+      if (p.ahead >= end) tile.ahead_bytes = 0;
+      find_tile<V, Steps, kQueries, kVectors>(count, wide)(tile);
+      p.ahead += tile.ahead_bytes * p.steps;
+    }
+  }
+}
+
+// limit * tanh(x / limit), with tanh(u) = sign(u) (1 - e^(-2 |u|)) / (1 + e^(-2 |u|)). That form
+// cancels where u is small; there it is x (1 + u^2 P(u^2)), with the polynomial of Cephes' tanhf.
+template <class V>
+inline typename V::F capped(typename V::F x, float limit) {
+  using F = typename V::F;
+  const F zero = V::broadcast(0.0f), one = V::broadcast(1.0f), top = V::broadcast(limit);
+  const F size = V::max(x, V::subtract(zero, x));
+  const F e = exponential<V>(V::multiply(size, V::broadcast(-2.0f / limit)));
+  const F sign = V::where_less(x, zero, V::subtract(zero, top), top);
+  const F large = V::multiply(sign, V::divide(V::subtract(one, e), V::add(one, e)));
+  const F u = V::multiply(size, V::broadcast(1.0f / limit)), square = V::multiply(u, u);
+  F p = V::broadcast(-5.70498872745e-3f);
+  p = V::multiply_add(p, square, V::broadcast(2.06390887954e-2f));
+  p = V::multiply_add(p, square, V::broadcast(-5.37397155531e-2f));
+  p = V::multiply_add(p, square, V::broadcast(1.33314422036e-1f));
+  p = V::multiply_add(p, square, V::broadcast(-3.33332819422e-1f));
+  const F small = V::multiply_add(V::multiply(p, square), x, x);
+  return V::where_less(u, V::broadcast(0.625f), small, large);
+}
+
+template <class V>
+inline float exponential_of(float x) {
+  float lanes[V::kLanes];
+  V::store(lanes, exponential<V>(V::broadcast(x)));
+  return lanes[0];
+}
+
+inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+inline int64_t padded_dim(int64_t head_dim) { return rounded_up(head_dim, 2 * kMaxLanes); }
+
+// Result of the softmax over a part of the positions: its highest score (minus infinity: none of
+// them is visible), the sum of e^(score - highest), and the values times these weights.
+struct PartialSoftmax {
+  float highest, sum;
+  float* values;
+};
+
+// to = both parts; `from` follows `to`.
+template <class V>
+void merge(PartialSoftmax& to, const PartialSoftmax& from, int64_t n) {
+  using F = typename V::F;
+  if (from.highest == -__builtin_inff()) return;
+  const bool is_first = to.highest == -__builtin_inff();
+  const float highest = to.highest > from.highest ? to.highest : from.highest;
+  const float old = is_first ? 0.0f : exponential_of<V>(to.highest - highest);
+  const float fresh = exponential_of<V>(from.highest - highest);
+  const F a = V::broadcast(old), b = V::broadcast(fresh);
+  for (int64_t d = 0; d < n; d += V::kLanes) {
+    const F have = V::multiply(Float32::load(bytes_of(to.values + d)), a);
+    V::store(to.values + d, V::multiply_add(Float32::load(bytes_of(from.values + d)), b, have));
+  }
+  to.sum = to.sum * old + from.sum * fresh;
+  to.highest = highest;
+}
+
+// Up to kAttendQueries queries of a task, in its scratch memory.
+template <class V, class Steps>
+class QueryBlock {
+  static constexpr int64_t kLanes = V::kLanes;
+  const AttendTask& task_;
+  const int64_t first_, count_, padded_ = padded_dim(task_.head_dim);
+  int64_t begins_[kAttendQueries], ends_[kAttendQueries];
+  float highest_[kAttendQueries], sums_[kAttendQueries];
+  float *const memory_, *const queries_, *const values_, *const packed_, *const scores_;
+
+ public:
+  QueryBlock(const AttendTask& task, int64_t first, int64_t count)
+      : task_(task),
+        first_(first),
+        count_(count),
+        memory_(task.scratch),
+        queries_(memory_ + kAttendQueries * padded_),
+        values_(queries_ + kAttendQueries * padded_),
+        packed_(values_ + kAttendQueries * padded_),
+        scores_(packed_ + kAttendChunk * padded_) {
+    for (int64_t q = 0; q < count; ++q) {
+      const int64_t column = (first + q) / task.group;
+      const float* const from =
+          task.queries + column * task.query_stride + (first + q) % task.group * task.head_dim;
+      float* const to = queries_ + q * padded_;
+      for (int64_t d = 0; d < padded_; ++d) to[d] = d < task.head_dim ? from[d] : 0.0f;
+      Steps::round(to, padded_, to);
+      ends_[q] = task.positions + column;
+      begins_[q] = task.window > 0 && task.window < ends_[q] ? ends_[q] - task.window : 0;
+    }
+  }
+
+  int64_t count() const { return count_; }
+  // kAttendQueries * padded_dim(head_dim) floats for the caller.
+  float* memory() const { return memory_; }
+  int64_t first_span() const { return begins_[0] / kAttendSpan; }
+  int64_t end_span() const { return (ends_[count_ - 1] + kAttendSpan - 1) / kAttendSpan; }
+  PartialSoftmax part(int64_t q) { return {highest_[q], sums_[q], values_ + q * padded_}; }
+
+  // Computes the parts of one span.
+  void run(int64_t span) {
+    const int64_t base = span * kAttendSpan;
+    const int64_t begin = larger(begins_[0] / kAttendChunk * kAttendChunk - base, 0);
+    const int64_t end = smaller(rounded_up(ends_[count_ - 1] - base, 2 * kLanes), kAttendSpan);
+    for (int64_t at = begin; at < end; at += kAttendChunk) {
+      const int64_t n = smaller(end - at, kAttendChunk), next = at + kAttendChunk;
+      pack_keys(base + at, n);
+      SmallProduct p{queries_,     padded_,     packed_, kAttendChunk, steps_of(task_.head_dim),
+                     scores_ + at, kAttendSpan, true,    nullptr,      0};
+      if (next < end)
+        ask_for(task_.keys, task_.key_stride, base + next, p);
+      else
+        ask_for(task_.values, task_.value_stride, base + begin, p);
+      multiply<V, Steps>(p, count_, n / kLanes);
+    }
+    for (int64_t q = 0; q < count_; ++q) soften(q, base, begin, end);
+    for (int64_t at = begin; at < end; at += kAttendChunk) {
+      const int64_t n = smaller(end - at, kAttendChunk), next = at + kAttendChunk;
+      SmallProduct p{scores_ + at / Steps::kStep,
+                     kAttendSpan,
+                     packed_,
+                     padded_,
+                     n / Steps::kStep,
+                     values_,
+                     padded_,
+                     at == begin,
+                     nullptr,
+                     0};
+      if (next < end)
+        ask_for(task_.values, task_.value_stride, base + next, p);
+      else
+        ask_for(task_.keys, task_.key_stride, base + end, p);
+      if (Steps::kInPlace && task_.head_dim % kLanes == 0) {
+        const int64_t first = larger(at, begins_[0] - base);
+        p.a = scores_ + first;
+        p.b = static_cast<const float*>(task_.values) + (base + first) * task_.value_stride;
+        p.b_stride = task_.value_stride;
+        p.steps = smaller(at + n, ends_[count_ - 1] - base) - first;
+        multiply<V, Steps>(p, count_, task_.head_dim / kLanes);
+      } else {
+        pack_values(base + at, n);
+        multiply<V, Steps>(p, count_, padded_ / kLanes);
+      }
+    }
+  }
+
+ private:
+  static int64_t steps_of(int64_t elements) { return (elements + Steps::kStep - 1) / Steps::kStep; }
+
+  // Lets a product ask for the chunk of tokens at a position.
+  void ask_for(const void* tokens, int64_t stride, int64_t position, SmallProduct& p) const {
+    const int64_t size = stride * Steps::Format::kBytes;
+    const int64_t n = smaller(kAttendChunk, ends_[count_ - 1] - position);
+    if (n <= 0 || stride > 2 * task_.head_dim) return;
+    p.ahead = static_cast<const unsigned char*>(tokens) + position * size;
+    p.ahead_bytes = n * size;
+  }
+
+  // Positions that no query sees are replaced by the nearest ones that are seen.
+  const unsigned char* at(const void* tokens, int64_t stride, int64_t position) const {
+    const int64_t seen = smaller(larger(position, begins_[0]), ends_[count_ - 1] - 1);
+    return static_cast<const unsigned char*>(tokens) + seen * stride * Steps::Format::kBytes;
+  }
+
+  // packed[step, position]
+  void pack_keys(int64_t first, int64_t n) {
+    constexpr int64_t kElements = kLanes * Steps::kWord, kWords = Steps::kWord / Steps::kStep;
+    for (int64_t i = 0; i < n; i += kLanes) {
+      const unsigned char* keys[kLanes];
+      for (int64_t l = 0; l < kLanes; ++l)
+        keys[l] = at(task_.keys, task_.key_stride, first + i + l);
+      float* to = packed_ + i;
+      for (int64_t d = 0; d < task_.head_dim; d += kElements) {
+        typename V::I words[kLanes];
+        const int64_t left = task_.head_dim - d;
+        for (int64_t l = 0; l < kLanes; ++l) {
+          const unsigned char* const key = keys[l] + d * Steps::Format::kBytes;
+          if (left >= kElements) {
+            words[l] = V::bits_of(Float32::load(key));
+          } else {
+            unsigned char buffer[kLanes * 4] = {};
+            copy_bytes<typename Steps::Format>(buffer, key, left);
+            words[l] = V::bits_of(Float32::load(buffer));
+          }
+        }
+        V::transpose(words);
+#pragma GCC unroll 16
+        for (int64_t l = 0; l < kLanes; ++l, to += kWords * kAttendChunk)
+          Steps::put_word(words[l], to, kAttendChunk);
+      }
+    }
+  }
+
+  // packed[step, element]
+  void pack_values(int64_t first, int64_t n) {
+    constexpr int64_t kStep = Steps::kStep, kElements = kLanes * kStep;
+    for (int64_t i = 0; i < n; i += kStep) {
+      const unsigned char* rows[kStep];
+      for (int64_t j = 0; j < kStep; ++j)
+        rows[j] = at(task_.values, task_.value_stride, first + i + j);
+      float* const to = packed_ + i / kStep * padded_;
+      for (int64_t d = 0; d < padded_; d += kElements) {
+        Steps::put_rows(rows, larger(task_.head_dim - d, 0), to + d);
+        for (const unsigned char*& row : rows) row += kElements * Steps::Format::kBytes;
+      }
+    }
+  }
+
+  // Turns the scores of positions base + begin .. base + end - 1 into e^(score - the highest one);
+  // those of positions that query q does not see become zero.
+  void soften(int64_t q, int64_t base, int64_t begin, int64_t end) {
+    using F = typename V::F;
+    float* const scores = scores_ + q * kAttendSpan;
+    const int64_t from = larger(begins_[q] - base, begin), to = smaller(ends_[q] - base, end);
+    const auto fill = [scores](int64_t t, int64_t until, float value) {
+      for (; t < until; ++t) scores[t] = value;
+    };
+    highest_[q] = -__builtin_inff();
+    sums_[q] = 0.0f;
+    if (from < to) {
+      const int64_t low = from / kLanes * kLanes, high = rounded_up(to, kLanes);
+      const float scale = task_.softcap > 0 ? 1.0f : task_.scale;
+      for (int64_t t = low; task_.softcap > 0 && t < high; t += kLanes) {
+        const F x = V::multiply(Float32::load(bytes_of(scores + t)), V::broadcast(task_.scale));
+        V::store(scores + t, capped<V>(x, task_.softcap));
+      }
+      fill(low, from, -__builtin_inff());
+      fill(to, high, -__builtin_inff());
+      F top = Float32::load(bytes_of(scores + low));
+      for (int64_t t = low + kLanes; t < high; t += kLanes)
+        top = V::max(top, Float32::load(bytes_of(scores + t)));
+      float lanes[kLanes];
+      V::store(lanes, top);
+      for (float lane : lanes) highest_[q] = lane > highest_[q] ? lane : highest_[q];
+      highest_[q] *= scale;
+      const F factor = V::broadcast(scale), base_score = V::broadcast(-highest_[q]);
+      const F hidden = V::broadcast(-3e38f), zero = V::broadcast(0.0f);
+      F sum = zero;
+      for (int64_t t = low; t < high; t += kLanes) {
+        const F x = Float32::load(bytes_of(scores + t));
+        const F e = exponential<V>(V::multiply_add(x, factor, base_score));
+        const F weight = V::where_less(x, hidden, zero, e);
+        V::store(scores + t, weight);
+        sum = V::add(sum, weight);
+      }
+      fill(begin, low, 0.0f);
+      fill(high, end, 0.0f);
+      sums_[q] = sum_of_lanes<V>(sum);
+    } else {
+      fill(begin, end, 0.0f);
+    }
+    // Rounded weights lie closer together.
+    Steps::round(scores + begin, end - begin, scores + begin / Steps::kStep);
+  }
+};
+
+// The memory of the part of one query and span among a task's `partials`.
+inline float* partial_at(const AttendTask& task, int64_t query, int64_t span) {
+  return task.partials + (query * task.spans + span) * (padded_dim(task.head_dim) + 2);
+}
+
+inline void finish(const AttendTask& task, int64_t query, const PartialSoftmax& sums) {
+  const float factor = 1.0f / sums.sum;
+  float* const out =
+      task.out + query / task.group * task.out_stride + query % task.group * task.head_dim;
+  for (int64_t d = 0; d < task.head_dim; ++d) out[d] = sums.values[d] * factor;
+}
+
+template <class V, class Steps>
+void attend(const AttendTask& task) {
+  const int64_t all = task.columns * task.group, padded = padded_dim(task.head_dim);
+  for (int64_t first = 0; first < all; first += kAttendQueries) {
+    QueryBlock<V, Steps> block(task, first, smaller(all - first, kAttendQueries));
+    PartialSoftmax sums[kAttendQueries];
+    for (int64_t q = 0; q < block.count(); ++q) {
+      sums[q] = {-__builtin_inff(), 0.0f, block.memory() + q * padded};
+      for (int64_t d = 0; d < padded; ++d) sums[q].values[d] = 0.0f;
+    }
+    for (int64_t span = block.first_span(); span < block.end_span(); ++span) {
+      block.run(span);
+      for (int64_t q = 0; q < block.count(); ++q) merge<V>(sums[q], block.part(q), padded);
+    }
+    for (int64_t q = 0; q < block.count(); ++q) finish(task, first + q, sums[q]);
+  }
+}
+
+template <class V, class Steps>
+void attend_spans(const AttendTask& task, int64_t begin, int64_t end) {
+  const int64_t all = task.columns * task.group, padded = padded_dim(task.head_dim);
+  for (int64_t first = 0; first < all; first += kAttendQueries) {
+    QueryBlock<V, Steps> block(task, first, smaller(all - first, kAttendQueries));
+    for (int64_t span = begin; span < end; ++span) {
+      const bool is_seen = block.first_span() <= span && span < block.end_span();
+      if (is_seen) block.run(span);
+      for (int64_t q = 0; q < block.count(); ++q) {
+        float* const to = partial_at(task, first + q, span);
+        to[0] = -__builtin_inff();
+        if (!is_seen) continue;
+        const PartialSoftmax part = block.part(q);
+        to[0] = part.highest;
+        to[1] = part.sum;
+        for (int64_t d = 0; d < padded; ++d) to[2 + d] = part.values[d];
+      }
+    }
+  }
+}
+
+template <class V>
+void merge_spans(const AttendTask& task) {
+  const int64_t padded = padded_dim(task.head_dim);
+  for (int64_t q = 0; q < task.columns * task.group; ++q) {
+    PartialSoftmax sums{-__builtin_inff(), 0.0f, task.scratch};
+    for (int64_t d = 0; d < padded; ++d) sums.values[d] = 0.0f;
+    for (int64_t span = 0; span < task.spans; ++span) {
+      float* const from = partial_at(task, q, span);
+      merge<V>(sums, {from[0], from[1], from + 2}, padded);
+    }
+    finish(task, q, sums);
+  }
+}
+
+inline int64_t scratch_floats(int64_t head_dim) {
+  return (3 * kAttendQueries + kAttendChunk) * padded_dim(head_dim) + kAttendQueries * kAttendSpan;
+}
+
+inline int64_t partial_floats(int64_t head_dim) { return padded_dim(head_dim) + 2; }
+
+template <class V, class Steps>
+constexpr AttendKernels attend_kernels() {
+  return {attend<V, Steps>, attend_spans<V, Steps>, merge_spans<V>, scratch_floats, partial_floats};
+}
+
+}  // namespace
+}  // namespace pipespec::cpu
