@@ -20,13 +20,13 @@ PYTHON = ("python/pipespec", "python/pipespec_spd", "python/pipespec_train", "pi
 
 FOLDERS = {
     "csrc": 11_880,
-    "pipespec_kernels": 9_195,
-    "python/pipespec": 23_205,
+    "pipespec_kernels": 8_420,
+    "python/pipespec": 22_900,
     "python/pipespec_spd": 3_200,
     "python/pipespec_train": 1_880,
     "bench": 9_260,
     "tools": 250,
-    "tests": 46_680,
+    "tests": 46_350,
 }
 """Maximum lines of C++, CUDA and Python. The design's goals: 12,000, 8,400, 21,500, 3,200, 2,000, 7,500, 600 and 42,000."""
 
@@ -40,7 +40,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 58, 12_300
+MODULES, LINES = 58, 12_200
 """Maximum number of modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 

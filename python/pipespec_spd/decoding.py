@@ -154,8 +154,8 @@ class SpeculativeDriver(Decoder):
 
     def run(self, request: GenerationRequest) -> None:
         """Generate until every row is complete."""
-        with request.cache_lent_to(self.target):
-            self._generate(request)
+        request.hand_cache_to(self.target)
+        self._generate(request)
 
     def _generate(self, request: GenerationRequest) -> None:
         inputs = request.inputs

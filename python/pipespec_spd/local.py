@@ -10,8 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
+from pipespec.engine.cached_text import prompt_chunks
+from pipespec.engine.inputs import PREFILL_CHUNK
 from pipespec.schedules.base import Decoder
-from pipespec.schedules.request import GenerationRequest
 from pipespec_spd.decoding import PromptChunk, SpeculativeDriver, Streams
 from pipespec_spd.drafting import Drafter
 from pipespec_spd.machine import Entry
@@ -26,8 +27,7 @@ class LocalDriver(SpeculativeDriver):
         super().__init__(partition, Verifier.of(model), drafter, native)
         self.model = model
         self.stages = [LayerStage.of(model, partition, s) for s in range(partition.stages)]
-        self._adopted: tuple[RowCache, list[np.ndarray]] | None = None
-        self._complete = False
+        self._adopted: RowCache | None = None
 
     @property
     def target(self) -> LocalDriver:
@@ -37,11 +37,6 @@ class LocalDriver(SpeculativeDriver):
         # A call of another thread may have been under way in the caches.
         return LocalDriver(self.model, self.partition, self.drafter.for_fork(), self.native)
 
-    def _generate(self, request: GenerationRequest) -> None:
-        self._complete = False
-        super()._generate(request)
-        self._complete = True
-
     def release(self) -> None:
         super().release()
         for stage in self.stages:
@@ -50,38 +45,38 @@ class LocalDriver(SpeculativeDriver):
     # ---- keys and values from outside, and for outside
 
     def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
-        """Start the next call with the keys and values of ``cache``, whose rows hold ``text``. :meth:`return_cache` changes it."""
-        self._adopted = cache, list(text)
-        self._complete = False
+        """Start the next call with the keys and values of ``cache``, whose rows hold ``text``."""
+        self._adopted = cache
 
-    def return_cache(self, lengths: Sequence[int]) -> RowCache:
-        """Copy the stages' keys and values up to ``lengths`` into the adopted cache, or into a new one, and return it."""
-        adopted = self._adopted
-        if adopted is not None and not self._complete:
-            self._adopted = None
-            given, text = adopted
-            given.text = text
-            return given
+    def forget(self) -> None:
+        """Let go of what :meth:`adopt` has got. Each call reads its prompts anew."""
+        self._adopted = None
+
+    @torch.inference_mode()
+    def complete(self, texts: Sequence[np.ndarray], lengths: Sequence[int]) -> RowCache:
+        """A copy of the stages' keys and values, made to hold exactly ``texts``. Arguments: :meth:`pipespec.engine.cached_text.CachedText.complete`."""
+        ends = [len(text) for text in texts]
         held = zip(*(stage.cache.lengths for stage in self.stages), strict=True)
-        ends = [min(n, *row) for n, row in zip(lengths, held, strict=True)]
+        begin = [min(n, end, *row) for n, end, row in zip(lengths, ends, held, strict=True)]
         # Recurrent layers may have fewer states than their rows have positions. Those of all stages must agree.
-        while (there := self._restorable(ends)) != ends:
-            ends = there
+        while (there := self._restorable(begin)) != begin:
+            begin = there
+        for row, text in enumerate(texts):
+            self._text[row, : len(text)] = text
+        for columns, at, real in prompt_chunks(self._text, begin, ends, False, lambda: PREFILL_CHUNK):
+            self._feed(columns, at, real)
         for stage in self.stages:
             stage.cache.truncate(ends)
-        cache = adopted[0] if adopted is not None else RowCache.for_model(self.model, len(ends), max(ends))
-        cache.reserve(max(ends))
+        cache = RowCache.for_model(self.model, len(ends), max(ends))
         cache.load([pair for stage in self.stages for pair in stage.cache.states()], ends)
-        cache.text = [self._text[row, :n].copy() for row, n in enumerate(ends)]
-        self._adopted = None  # not before: after an interrupt it is filled again
         return cache
 
     def _begin(self, end: list[int]) -> list[int]:
-        """The lengths of an adopted cache, or 0 if the drafter must observe every position."""
-        if self._adopted is None or self.features:
+        """The lengths of an adopted cache, or 0."""
+        cache = self._adopted
+        if cache is None:
             return super()._begin(end)
-        cache, text = self._adopted
-        begin = cache.restorable([min(len(tokens), e) for tokens, e in zip(text, end, strict=True)])
+        begin = cache.restorable([min(pair) for pair in zip(cache.lengths, end, strict=True)])
         if any(begin):
             states = cache.states(begin)
             for stage in self.stages:
@@ -95,10 +90,6 @@ class LocalDriver(SpeculativeDriver):
         return [min(row) for row in zip(*found, strict=True)]
 
     # ---- the stages
-
-    def run(self, request: GenerationRequest) -> None:
-        self._adopted = None  # of a call that was interrupted twice
-        super().run(request)
 
     def _open(self, rows: int, longest: int, max_positions: int) -> None:
         self._inbox: list[torch.Tensor | None] = [None] * self.partition.stages

@@ -15,7 +15,9 @@ from pipespec.api.prepare import PreparedCall
 from pipespec.checks.devices import device_name
 from pipespec.checks.models import check_chain
 from pipespec.checks.support import check_whole
+from pipespec.errors import NotKnown
 from pipespec.models.loading import load_model
+from pipespec.schedules.request import GenerationRequest
 from pipespec_spd.decoding import SpeculativeDriver
 from pipespec_spd.draft_module import CONFIG_FILE, DraftModule, DraftModuleConfig
 from pipespec_spd.drafting import Drafter, NgramDrafter
@@ -86,6 +88,13 @@ class SpeculativePipeline(BasePipeline):
     def drafter(self) -> Drafter:
         """The drafter of this process."""
         return self._driver.drafter
+
+    def _check_request(self, request: GenerationRequest) -> None:
+        if request.cache is not None and self._driver.features:
+            raise NotKnown(
+                "past_key_values",
+                "generate(): past_key_values lacks what this drafter reads of each position, the outputs of layers",
+            )
 
     def _report(self, generation: PreparedCall) -> SpeculativeReport:
         return speculative_report(generation, self._driver)

@@ -91,8 +91,11 @@ class RanksDriver(SpeculativeDriver):
             "generate(): past_key_values is not supported with ranks: each stage keeps the keys and values of its own layers"
         )
 
-    def return_cache(self, lengths: Sequence[int]) -> None:
+    def complete(self, texts: Sequence[np.ndarray], lengths: Sequence[int]) -> None:
         return None
+
+    def forget(self) -> None:
+        """Nothing was adopted."""
 
     def for_fork(self) -> Decoder:
         raise RuntimeError("a forked process cannot talk to the ranks: generate in the process that torchrun started")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -619,3 +621,131 @@ def held_call(generate: Callable[..., Any], ids: torch.Tensor, place: str) -> It
 
 BESIDE = ("streamer", "criterion", "processor")
 """Where the call of another thread waits, while a call runs."""
+
+
+# ---- what programs do with the cache of a turn before the next one
+
+
+class Turn:
+    """A conversation between two calls: the cache of the last one, and the text and mask of the next one, whose first columns the cache holds.
+
+    Args:
+        cache: a ``DynamicCache``.
+        text: ``[rows, columns]``.
+        mask: as ``text``.
+    """
+
+    def __init__(self, cache: Any, text: torch.Tensor, mask: torch.Tensor) -> None:
+        self.cache, self.text, self.mask = cache, text, mask
+
+    @property
+    def held(self) -> int:
+        return int(self.cache.get_seq_length())
+
+    def pairs(self) -> list[Any]:
+        """The layers with keys and values."""
+        return [layer for layer in self.cache.layers if getattr(layer, "keys", None) is not None]
+
+    def rows(self, order: list[int]) -> None:
+        self.text, self.mask = self.text[order], self.mask[order]
+
+
+def _drop_rows(turn: Turn) -> None:
+    order = list(range(max(1, len(turn.text) - 1)))
+    turn.cache.batch_select_indices(torch.tensor(order))
+    turn.rows(order)
+
+
+def _turn_rows(turn: Turn) -> None:
+    order = list(reversed(range(len(turn.text))))
+    turn.cache.reorder_cache(torch.tensor(order))
+    turn.rows(order)
+
+
+def _double_rows(turn: Turn) -> None:
+    turn.cache.batch_repeat_interleave(2)
+    turn.rows([row for row in range(len(turn.text)) for _ in range(2)])
+
+
+def _edit(turn: Turn) -> None:
+    for layer in turn.pairs():
+        layer.values[:, :, -1] += 2.0
+
+
+def _edit_data(turn: Turn) -> None:
+    for layer in turn.pairs():
+        layer.keys.data[:, :, -2:] *= -1
+
+
+def _replace(turn: Turn) -> None:
+    for layer in turn.pairs():
+        layer.keys, layer.values = layer.keys * 0.5, layer.values + 1
+
+
+def _evict(turn: Turn) -> None:
+    """Only the first two columns and the last three stay, in the layers that hold all of them."""
+    held = turn.held
+    if held < 6:
+        return
+    kept = torch.tensor([0, 1, *range(held - 3, held)])
+    for layer in turn.pairs():
+        if layer.keys.shape[2] == held:
+            layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
+    turn.text, turn.mask = (torch.cat([x[:, kept], x[:, held:]], 1) for x in (turn.text, turn.mask))
+
+
+def _evict_in_one_layer(turn: Turn) -> None:
+    last = turn.pairs()[-1]
+    last.keys, last.values = last.keys[:, :, 1:], last.values[:, :, 1:]
+
+
+def _rebuild(turn: Turn) -> None:
+    if len(turn.pairs()) == len(turn.cache.layers):
+        made = DynamicCache()
+        for i, layer in enumerate(turn.pairs()):
+            made.update(layer.keys.clone(), layer.values.clone(), i)
+        turn.cache = made
+
+
+def _copy(turn: Turn) -> None:
+    turn.cache = copy.deepcopy(turn.cache)
+
+
+def _pickle(turn: Turn) -> None:
+    turn.cache = pickle.loads(pickle.dumps(turn.cache))
+
+
+def _other_text(turn: Turn) -> None:
+    turn.text = turn.text.clone()
+    turn.text[:, 1] = 3 + turn.text[:, 1] % 50
+
+
+def _hide(turn: Turn) -> None:
+    turn.mask = turn.mask.clone()
+    turn.mask[0, turn.held // 2] = 0
+
+
+def _show(turn: Turn) -> None:
+    """Padding becomes a part of the text."""
+    turn.mask = torch.ones_like(turn.mask)
+
+
+SURGERY: dict[str, Callable[[Turn], None]] = {
+    "nothing": lambda turn: None,
+    "crop": lambda turn: turn.cache.crop(-2),
+    "rows dropped": _drop_rows,
+    "rows reversed": _turn_rows,
+    "rows doubled": _double_rows,
+    "values edited": _edit,
+    "keys edited by .data": _edit_data,
+    "tensors replaced": _replace,
+    "columns evicted": _evict,
+    "a column evicted in one layer": _evict_in_one_layer,
+    "rebuilt": _rebuild,
+    "deep copy": _copy,
+    "pickled": _pickle,
+    "another text": _other_text,
+    "a cached column hidden": _hide,
+    "padding shown": _show,
+}
+"""By name, what happens to a conversation between two turns."""

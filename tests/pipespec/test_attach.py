@@ -11,13 +11,12 @@ import psutil
 import pytest
 import torch
 import transformers
-from transformers import GenerationMixin, StaticCache
+from transformers import GenerationMixin
 
 import pipespec
 from pipespec import Pipeline
 from pipespec.api.attach import attached
 from pipespec.demo import family_path
-from pipespec.engine.forward import forward
 from pipespec.schedules.base import SpeedWarning
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.support.streamers import Recorder, failing
@@ -212,7 +211,6 @@ def unsupported(model) -> dict[str, dict]:
         "num_beams": {"num_beams": 3},
         "assistant_model": {"assistant_model": noisy(model, 0.1)},
         "position_ids": {"inputs": half, "position_ids": torch.arange(2, 7)[None]},
-        "past_key_values": {"past_key_values": StaticCache(config=model.config, max_cache_len=99)},
         "inputs_embeds": {"inputs": None, "inputs_embeds": model.get_input_embeddings()(half).detach()},
         "cache_implementation": {"cache_implementation": "static"},
     }
@@ -293,41 +291,20 @@ def test_another_decoding_loop(model, pipe):
 
 
 def test_a_returned_cache_of_rows_with_padding_in_transformers_hands(model, pipe):
-    """It gets columns for padding: in a call that transformers decodes, and in a loop of the user's by as_dynamic(), which the error names."""
+    """In a call that transformers decodes, and in a loop of the user's."""
     ids, mask = left_pad(random_prompts(3, seed=6, shortest=3, longest=9))
-    ends = plain(model, ids, attention_mask=mask, max_new_tokens=NEW)[1, ids.shape[1] + 2]  # one row ends earlier
-    options = {"eos_token_id": int(ends), "pad_token_id": 0, "return_dict_in_generate": True}
-    first = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, **options)
-    cache = first.past_key_values
-    assert len(set(cache.lengths)) > 1
+    first = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, return_dict_in_generate=True)
     text = torch.cat([first.sequences, ids[:, -1:]], 1)
-    whole = (text != 0).long()
-    assert cache.as_dynamic(whole).get_seq_length() < max(cache.lengths) + 4
-    row = model.generate(ids[:1], attention_mask=mask[:1], max_new_tokens=NEW, return_dict_in_generate=True)
-    longer = torch.cat([row.sequences, ids[:1, -1:]], 1)
-    features = {"max_new_tokens": 5, "do_sample": False, "output_hidden_states": True, "return_dict_in_generate": True}
-    calls = [(text, cache, {"attention_mask": whole})]
-    calls += [(longer, row.past_key_values, given) for given in ({"attention_mask": longer != 0}, {"pad_token_id": 0})]
+    whole = torch.cat([mask, torch.ones(3, NEW + 1, dtype=mask.dtype)], 1)
+    features = {"max_new_tokens": 5, "output_hidden_states": True, "return_dict_in_generate": True}
+    held = copy.deepcopy(first.past_key_values)
     with pytest.warns(SpeedWarning, match="output_hidden_states"):
-        outs = [model.generate(given, past_key_values=its, **features, **more) for given, its, more in calls]
-    for (given, _, more), out in zip(calls, outs, strict=True):
-        assert torch.equal(out.sequences, plain(model, given, max_new_tokens=5, **more))
-
-    # a single padded row: its tokens would be taken for columns
-    mask = (longer != 0).long()
-    feed = {"attention_mask": mask, "position_ids": mask.cumsum(1)[:, -2:] - 1}
-    held = row.past_key_values
+        out = model.generate(text, attention_mask=whole, past_key_values=first.past_key_values, **features)
+    assert torch.equal(out.sequences, plain(model, text, attention_mask=whole, max_new_tokens=5))
+    feed = {"attention_mask": whole, "position_ids": whole.cumsum(1)[:, -2:] - 1}
     with torch.no_grad():
-        with pytest.raises(RuntimeError, match="no columns for padding, which attention_mask counts"):
-            model(longer[:, -2:], past_key_values=held, **feed)
-        with pytest.raises(RuntimeError, match="no columns for padding, which attention_mask counts"):
-            plain(model, longer, attention_mask=mask, past_key_values=held, max_new_tokens=3)
-        logits = model(longer[:, -2:], past_key_values=held.as_dynamic(mask, longer.shape[1] - 2), **feed).logits
-        torch.testing.assert_close(logits, model(longer, attention_mask=mask).logits[:, -2:], rtol=1e-4, atol=1e-4)
-        by_rows = forward(model, longer[:, -2:], copy.deepcopy(held), keep=2, native=False)
-        torch.testing.assert_close(by_rows, logits, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="tokens, and attention_mask has"):
-        held.as_dynamic(mask, longer.shape[1])
+        logits = model(text[:, -2:], past_key_values=held, **feed).logits
+        torch.testing.assert_close(logits, model(text, attention_mask=whole).logits[:, -2:], rtol=1e-4, atol=1e-4)
 
 
 def test_embeddings_are_refused_for_one_reason(model, pipe):

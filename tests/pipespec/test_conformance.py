@@ -27,7 +27,6 @@ from transformers import (
 
 from pipespec import Pipeline, trust
 from pipespec.api.arguments import ARGUMENTS, How
-from pipespec.engine.cache import RowCache
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
 from tests.support.streamers import Recorder
 
@@ -189,7 +188,7 @@ def _pad(s: Situation) -> Case:
 
 
 def _new_cache(s: Situation):
-    return DynamicCache() if s.rows == 1 else RowCache.for_model(s.model, s.rows, 99)
+    return DynamicCache() if s.rows == 1 else DynamicCache(config=s.model.config)
 
 
 def _cache(s: Situation) -> Case:
@@ -336,9 +335,9 @@ REFUSED = {
     "guidance_scale": (1.5, "second forward"),
     "output_attentions": (True, "over the finished text"),
     "output_hidden_states": (True, "over the finished text"),
-    "cache_implementation": ("static", "cache of its own"),
-    "cache_config": ({"backend": "quanto"}, "cache of its own"),
-    "max_cache_len": (99, "cache of its own"),
+    "cache_implementation": ("static", "caches of its own"),
+    "cache_config": ({"backend": "quanto"}, "caches of its own"),
+    "max_cache_len": (99, "caches of its own"),
     "low_memory": (True, "detach"),
     "token_healing": (True, "heal_tokens"),
     "num_beams": (4, "detach"),

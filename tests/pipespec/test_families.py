@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from pipespec import Pipeline
+from pipespec import Pipeline, SpeedWarning
 from pipespec.checks.models import check_architecture
 from pipespec.checks.support import check_streams
 from pipespec.engine.cache import RowCache
@@ -25,6 +25,7 @@ from pipespec_spd import SpeculativePipeline
 from pipespec_spd.partition import check_target
 from tests.conftest import left_pad, noisy
 from tests.pipespec.tiny_models import LACKING, LAYERS, SIZES, TINY_MODELS, VOCABULARY, WINDOW, make, model_of
+from tests.support.caches import copied
 from tests.support.reference import Noise
 from tests.support.texts import same_text
 from tests.trials import PROFILE
@@ -147,19 +148,19 @@ def test_rollback_at_every_depth(name, native):
 
     cache, shorter = RowCache.for_model(model, 2, 64), []
     for at in range(length):
-        shorter.append(copy.deepcopy(cache))
+        shorter.append(copied(cache))
         fed(cache, text[:, at : at + 1])
     for depth in range(STATES - 4 if recurrent else length):
         n = length - depth
         for lengths in ([n, n], [n, length]):
-            rolled, held, fresh = copy.deepcopy(cache), copy.deepcopy(cache), RowCache.for_model(model, 2, 64)
+            rolled, held, fresh = copied(cache), copied(cache), RowCache.for_model(model, 2, 64)
             rolled.truncate(lengths)
             # What is rolled back was something else.
             fed(rolled, other[:, : 3 if recurrent else length])
             rolled.truncate(lengths)
             held.truncate(lengths)
             for layer in recurrent.layers if recurrent else ():
-                singles = [copy.deepcopy(cache if m == length else shorter[m]).states()[layer] for m in lengths]
+                singles = [copied(cache if m == length else shorter[m]).states()[layer] for m in lengths]
                 for part, mine in enumerate(rolled.states()[layer]):
                     assert all(torch.equal(mine[row], singles[row][part][row]) for row in range(2))
             # The same keys, values and states in a cache that has held nothing else.
@@ -199,13 +200,10 @@ def test_windows_that_no_text_reaches():
 def test_caches_of_the_caller():
     target, ids = model_of(GEMMA), prompts()[0][:1]
     pipe = Pipeline(target, schedule="plain")
-    longer = torch.cat([ids, torch.full((1, 3), 5)], 1)
-    expected = target.generate(longer, max_new_tokens=NEW, do_sample=False)
     first = pipe.generate(ids, max_new_tokens=2, return_dict_in_generate=True, do_sample=False)
-    held = longer[:, : ids.shape[1]]
-    assert torch.equal(first.sequences[:, : ids.shape[1]], held)
+    longer = torch.cat([first.sequences, torch.full((1, 3), 5)], 1)
+    expected = target.generate(longer, max_new_tokens=NEW, do_sample=False)
     kept = first.past_key_values
-    kept.truncate([ids.shape[1]])
     assert torch.equal(pipe.generate(longer, past_key_values=kept, max_new_tokens=NEW, do_sample=False), expected)
     # A DynamicCache without windows keeps all, one with windows only their content.
     everything, windows = DynamicCache(), DynamicCache(config=target.config)
@@ -216,21 +214,26 @@ def test_caches_of_the_caller():
     same = target.generate(text, **short)
     assert torch.equal(target.generate(text, past_key_values=windows, **short), same)
     assert torch.equal(pipe.generate(text, past_key_values=everything, **short), same)
-    with pytest.raises(NotImplementedError, match="holds only the last tokens of"):
-        pipe.generate(torch.cat([same, ids], 1), past_key_values=windows, **short)
+    longer = torch.cat([same, ids], 1)
+    assert torch.equal(pipe.generate(longer, past_key_values=windows, **short), target.generate(longer, **short))
+    # What goes before the window is not there: a call without the cache reads it again.
+    assert torch.equal(pipe.generate(longer[:, :-2], **short), target.generate(longer[:, :-2], **short))
 
 
-def test_padding_within_a_window_is_refused():
-    """transformers counts columns, padding included. Left padding shifts all of them."""
-    pipe = Pipeline(model_of("mistral, window"), schedule="plain")
+def test_padding_within_a_window_is_left_to_transformers():
+    """It counts columns, padding included. Left padding shifts all of them."""
+    target = model_of("mistral, window")
+    pipe = Pipeline(target, schedule="plain")
     ids, mask = prompts()
-    for column in (9, 5):
-        holes = mask.clone()
-        holes[0, column] = 0
-        with pytest.raises(
-            NotImplementedError, match=r"row 0 (ends with padding|has padding after its first token).*pad on the left"
-        ):
-            pipe.generate(ids, attention_mask=holes, max_new_tokens=4)
+    holes = mask.clone()
+    holes[0, 9] = 0
+    with pytest.raises(NotImplementedError, match=r"row 0 ends with padding.*pad on the left"):
+        pipe.generate(ids, attention_mask=holes, max_new_tokens=4)
+    holes = mask.clone()
+    holes[0, 5] = 0
+    with pytest.warns(SpeedWarning, match="padding after a row's first token, which counts in .* windows"):
+        got = pipe.generate(ids, attention_mask=holes, max_new_tokens=4)
+    assert torch.equal(got, target.generate(ids, attention_mask=holes, max_new_tokens=4, do_sample=False))
     wide = Pipeline(make("mistral", sliding_window=64), schedule="plain")
     same_text(wide, ids, attention_mask=holes, max_new_tokens=4)
 

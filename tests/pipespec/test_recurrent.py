@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from pipespec import Pipeline, SpeedWarning
 from pipespec.checks.support import check_runnable, check_streams
@@ -21,6 +18,7 @@ from pipespec_spd import SpeculativePipeline
 from pipespec_spd.draft_module import DraftModule, DraftModuleConfig
 from tests.conftest import left_pad, noisy
 from tests.pipespec.tiny_models import TINY_MODELS, VOCABULARY, make, model_of
+from tests.support.caches import copied, same_content
 from tests.support.texts import own_text, same_text
 from tests.trials import PROFILE
 
@@ -82,16 +80,6 @@ def test_steps_have_the_bits_of_plain_decoding(name):
 # ---- rollback
 
 
-def test_a_pickled_cache():
-    """It has the states at its lengths, and those of rows that are shorter."""
-    cache = RowCache.for_model(model_of(ONE), 2, 96)
-    fed(ONE, text(2, 9), cache)
-    cache.truncate([9, 7])
-    copied = pickle.loads(pickle.dumps(cache))
-    assert copied.lengths == (9, 7)
-    assert torch.equal(fed(ONE, text(2, 3, seed=5), copied), fed(ONE, text(2, 3, seed=5), cache))
-
-
 def test_rollbacks_beyond_the_states():
     """Overwritten states are named, and the cache has room for more after that. A prefill keeps those at the end of each row."""
     name = ONE
@@ -101,7 +89,9 @@ def test_rollbacks_beyond_the_states():
     cache.truncate([20, 4])
     assert cache.restorable([20, 4]) == [20, 4]
     assert cache.restorable([19, 3]) == [0, 0]
-    with pytest.raises(ValueError, match="row 0 has no recurrent states at 19 tokens any more: truncate it to 0"):
+    with pytest.raises(
+        ValueError, match="row 0 has no recurrent states, or not all of its windows, at 19 tokens: truncate it to 0"
+    ):
         cache.truncate([19, 4])
     assert cache.lengths == (20, 4)
     for at in range(STATES):
@@ -137,29 +127,12 @@ def test_recomputation_gives_the_same_text(monkeypatch):
     assert pipe.report.stages[0].rollbacks > 0
 
 
-# ---- rows of a cache
-
-
-def test_rows_and_copies():
-    name = ONE
-    cache = RowCache.for_model(model_of(name), 2, 64)
-    fed(name, text(2, 6), cache)
-    cache.truncate([6, 3])
-    wanted = fed(name, text(2, 2, seed=5).flip(0), copy.deepcopy(cache)).flip(0)
-    cache.reorder_cache(torch.tensor([1, 0]))
-    assert cache.lengths == (3, 6)
-    torch.testing.assert_close(fed(name, text(2, 2, seed=5), copy.deepcopy(cache)), wanted, rtol=1e-4, atol=1e-4)
-    cache.batch_select_indices(torch.tensor([1, 0, 1]))
-    more = torch.cat([text(2, 2, seed=5).flip(0), text(2, 2, seed=5)[1:]])
-    torch.testing.assert_close(fed(name, more, cache), torch.cat([wanted.flip(0), wanted[1:]]), rtol=1e-4, atol=1e-4)
-
-
 def test_an_interrupted_forward_leaves_the_states(monkeypatch):
     """Its slots count for nothing, and what was there before is still right."""
     name = ONE
     cache = RowCache.for_model(model_of(name), 1, 64)
     fed(name, text(1, 6), cache)
-    wanted = fed(name, text(1, 2, seed=1), copy.deepcopy(cache))
+    wanted = fed(name, text(1, 2, seed=1), copied(cache))
 
     def fail(*args: Any) -> None:
         raise KeyboardInterrupt
@@ -202,34 +175,39 @@ def test_a_draft_module_has_attention():
 
 @pytest.mark.parametrize("schedule", ["plain", "lockstep"])
 def test_caches_of_a_call(schedule):
-    """A call continues from the cache that an earlier one returned, and refuses transformers' own."""
+    """They are transformers', with one state per row, which the next call continues from."""
     target = model_of(ONE)
-    pipe = Pipeline(target, noisy(target, 0.02), schedule=schedule)
-    ids = text(1, 8)
-    first = pipe.generate(ids, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
-    longer = torch.cat([first.sequences, text(1, 3, seed=4)], 1)
-    kept = first.past_key_values
-    assert kept.lengths[0] >= 12
-    got = pipe.generate(longer, past_key_values=kept, max_new_tokens=6, do_sample=False)
-    assert torch.equal(got, own_text(target, longer, max_new_tokens=6))
-    with pytest.raises(NotImplementedError, match="a DynamicCache has one recurrent state per row"):
-        pipe.generate(longer, past_key_values=DynamicCache(config=target.config), max_new_tokens=6)
+    pipe = Pipeline(target, noisy(target, 0.02), schedule=schedule, trace=64)
+    ids, mask = left_pad([text(1, 8)[0], text(1, 2, seed=1)[0]])
+    words = own_text(target, ids, attention_mask=mask, max_new_tokens=5)[:, -5:]
+    ends = {"eos_token_id": int(words[0, 2]), "pad_token_id": 0}
+    options = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, **ends}
+    ours, theirs = (call(ids, attention_mask=mask, **options) for call in (pipe.generate, target.generate))
+    for turn in range(2):
+        same_content(ours.past_key_values, theirs.past_key_values)
+        longer = torch.cat([theirs.sequences, text(2, 3, seed=turn)], 1)
+        mask = torch.cat([mask, torch.ones(2, longer.shape[1] - mask.shape[1], dtype=mask.dtype)], 1)
+        ours, theirs = (
+            call(longer, attention_mask=mask, past_key_values=result.past_key_values, **options)
+            for call, result in ((pipe.generate, ours), (target.generate, theirs))
+        )
+        assert torch.equal(ours.sequences, theirs.sequences)
+        assert pipe.report.trace["target"]["prefill"].sum() == 2 * 3
     with pytest.raises(NotImplementedError, match="recurrent layers of this model keep a state per column here"):
-        target(ids, past_key_values=RowCache.for_model(target, 1, 32), use_cache=True)
+        target(ids, past_key_values=RowCache.for_model(target, 2, 32), use_cache=True)
 
 
 # ---- what is refused
 
 
 def test_padding_behind_tokens():
-    """transformers runs padding through a recurrent layer as tokens, unless it is on the left."""
+    """transformers runs padding through a recurrent layer as tokens, unless it is on the left, and decodes such calls."""
     pipe = Pipeline(model_of(ONE), schedule="plain")
-    ids = text(2, 6)
-    for column in (5, 3):
-        mask = torch.ones_like(ids)
-        mask[1, column] = 0
-        with pytest.raises(NotImplementedError, match=r"row 1 .*padding.*pad on the left"):
-            pipe.generate(ids, attention_mask=mask, max_new_tokens=4)
+    ids, mask = text(2, 6), torch.ones(2, 6, dtype=torch.long)
+    mask[1, 3] = 0
+    with pytest.warns(SpeedWarning, match="padding after a row's first token, which the target's recurrent layers"):
+        got = pipe.generate(ids, attention_mask=mask, max_new_tokens=4)
+    assert torch.equal(got, own_text(model_of(ONE), ids, attention_mask=mask, max_new_tokens=4))
 
 
 def test_captured_steps():

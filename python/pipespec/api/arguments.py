@@ -43,7 +43,7 @@ class Argument(NamedTuple):
 
 _BEAMS = "beam search keeps several texts per row; detach() the model, or call transformers' generate()"
 _ASSISTED = "another way to speculate; the pipeline's drafts do that"
-_CACHE = "the pipeline has a cache of its own (RowCache)"
+_CACHE = "the pipeline has caches of its own"
 _FEATURES = "call the model once over the finished text, or call transformers' generate()"
 _FILE = "describes the file the configuration came from"
 
@@ -64,7 +64,7 @@ ARGUMENTS: dict[str, Argument] = {
     "grammar": Argument(How.FUSED, "pipespec's own: a matcher with the methods of `xgrammar.GrammarMatcher`, or one per row; in worker processes and other ranks drafts run without it"),
     "logprobs": Argument(How.HONOURED, "pipespec's own: 0 for the log-probabilities of the generated tokens, n for those of the n likeliest, too; needs `return_dict_in_generate=True`"),
     "tokenizer": Argument(How.HONOURED, "needed by `stop_strings`"),
-    "past_key_values": Argument(How.HONOURED, "a cache that a pipeline returned, or a DynamicCache; `input_ids` is the whole text, or the new tokens with the mask of the whole text"),
+    "past_key_values": Argument(How.HONOURED, "a DynamicCache in any state that transformers accepts, which grows in place; `input_ids` is the whole text, or the new tokens with the mask of the whole text; transformers decodes calls with other caches"),
     "custom_generate": Argument(How.REFUSED, "a pipeline is one itself: `model.generate(..., custom_generate=pipe)`"),
     "synced_gpus": Argument(How.REFUSED, "one process decides about the end; give each rank its own pipeline"),
     "assistant_model": Argument(How.REFUSED, "pass it to Pipeline(target, drafts=[...])"),
@@ -124,7 +124,7 @@ ARGUMENTS: dict[str, Argument] = {
     "cache_implementation": Argument(How.REFUSED, f"{_CACHE}; a static or hybrid one in the target's `generation_config` has no effect", ("dynamic", "dynamic_full")),
     "cache_config": Argument(How.REFUSED, _CACHE),
     "max_cache_len": Argument(How.REFUSED, _CACHE),
-    "compile_config": Argument(How.NO_EFFECT, "transformers does not compile steps around a RowCache"),
+    "compile_config": Argument(How.NO_EFFECT, "nothing is compiled"),
     "disable_compile": Argument(How.NO_EFFECT, "nothing is compiled"),
     "continuous_batching_config": Argument(How.NO_EFFECT, "read by generate_batch() only"),
     "low_memory": Argument(How.REFUSED, _BEAMS),

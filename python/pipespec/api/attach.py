@@ -12,9 +12,7 @@ from typing import Any
 from transformers import GenerationMixin, PreTrainedModel
 
 from pipespec.api.arguments import OWN, plain_number
-from pipespec.api.caches import for_transformers
 from pipespec.api.pipeline import Draft, Pipeline
-from pipespec.engine.cache import RowCache
 from pipespec.errors import Busy, NotKnown, Unsupported, is_final, notify_reader_of_failure, user_stacklevel
 from pipespec.models.adapters import without_wrapper
 from pipespec.schedules.base import SpeedWarning
@@ -72,8 +70,6 @@ class _Generate:
                 raise NotKnown("model", f"generate(): {kind.__name__} has its own {name}()")
 
     def _by_transformers(self, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(kwargs.get("past_key_values"), RowCache):
-            kwargs["past_key_values"] = for_transformers(self.pipeline.target, *args, **kwargs)
         if self.before is not None:
             return self.before(*args, **kwargs)
         return type(self.pipeline.target).generate(self.pipeline.target, *args, **kwargs)

@@ -23,6 +23,7 @@ from pipespec.api.arguments import (
     check_penalties,
     passed_on,
 )
+from pipespec.api.caches import complete
 from pipespec.api.output import output_of, report_of, warn_of_room
 from pipespec.api.prepare import CallOptions, PreparedCall, prepare
 from pipespec.api.report import Report
@@ -116,8 +117,8 @@ class BasePipeline(Slots):
             inputs: The same as ``input_ids``: int64 ``[B, S]``, or lists. A batch is padded on the left.
             logits_processor: Called once per generated token and row.
             stopping_criteria: Called token by token, inside of an accepted block, too.
-            past_key_values: A cache that a call of a pipeline returned, or a ``DynamicCache``. The ids are the whole text, or its new tokens, with the
-                ``attention_mask`` of the whole text.
+            past_key_values: A ``DynamicCache``, which grows in place. The ids are the whole text, or its new tokens, with the ``attention_mask`` of the
+                whole text. transformers decodes calls with other caches.
             streamer: Gets the prompt, then each token once, in order, as soon as the target has committed it.
             tokenizer: For ``stop_strings``.
             seed: One integer, or one per row, see :func:`pipespec.engine.sampling.row_seeds`.
@@ -267,11 +268,11 @@ class BasePipeline(Slots):
             with _leading(self._group, progress):
                 self._driver.run(request)
                 progress.finish()
+                cache = complete(call, self._driver.target)
             self.report = self._report(call)
             warn_of_room(self._driver)
-            return output_of(call, self._driver.target)
+            return output_of(call, cache)
         except BaseException as error:
-            request.take_back()
             if any(progress.text.counts()):
                 mark_final(error)
             with suppress(Exception):
@@ -279,6 +280,9 @@ class BasePipeline(Slots):
                 error.prompt_streamed = progress.has_prompt  # type: ignore[attr-defined]
                 error.add_note("What was generated until then is in the pipeline's .partial")
             raise
+        finally:
+            if request.cache is not None:
+                self._driver.target.forget()
 
     def _check_call(self, call: PreparedCall) -> None:
         """Refuse what the target or the decoder cannot do, and what does not fit the memory, on all ranks of a tensor-parallel target."""
@@ -314,7 +318,7 @@ class BasePipeline(Slots):
         """See :func:`pipespec.checks.memory.check_memory`. The caches of a call are there already if the one before had its size."""
         driver, inputs, static = self._driver, request.inputs, self._driver.has_static_caches
         rows, longest, limit = len(inputs.prompts), max(map(len, inputs.prompts)), inputs.most
-        is_kept = request.cache is None and not request.returns_cache
+        is_kept = request.cache is None
         if is_kept and rows == driver.checked[0] and longest <= driver.checked[1] and limit <= driver.checked[2]:
             return
         names = {id(m): name for m, name in zip(self.models, stage_names(len(self.models)), strict=True)}

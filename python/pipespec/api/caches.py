@@ -1,29 +1,39 @@
 """The caller's ``past_key_values``: the columns of a ``DynamicCache`` to the rows of a :class:`RowCache`, and back.
 
-transformers counts columns, padding included. A RowCache holds the tokens of each row.
+transformers counts columns, padding included. A RowCache holds the tokens of each row. Only copies pass between the two: the RowCache stays the
+target's, and the ``DynamicCache`` the caller's.
+
+What comes in is continued exactly whatever is in it, because a later token sees the same keys and has the same position as in transformers: the
+position is the number of ones that ``attention_mask`` has before it. A sliding window counts columns, so rows must have no holes there. Any other
+state is left to transformers.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from pipespec.api.arguments import as_ids, effective_config
+from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
 from pipespec.errors import NotKnown, Unsupported, UnsupportedInput
-from pipespec.models.compat import keep_window
+from pipespec.models.compat import new_cache, recurrent_layer, recurrent_states
+from pipespec.models.devices import input_device
 from pipespec.models.layout import CacheLayout
 
-_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+if TYPE_CHECKING:
+    from pipespec.api.prepare import PreparedCall
+    from pipespec.schedules.request import CacheOwner
+
+_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, *([] if recurrent_layer is None else [recurrent_layer]))
 
 _texts: weakref.WeakKeyDictionary[Cache, list[np.ndarray]] = weakref.WeakKeyDictionary()
-"""Per row, the text whose keys and values a call left in the caller's DynamicCache. Later changes of the cache are not noticed."""
+"""Per row, the text whose keys and values a call left in a DynamicCache. Only drafts read it: a later change of the cache costs them acceptance."""
 
 
 class Columns:
@@ -32,20 +42,26 @@ class Columns:
     Args:
         mask: ``[B, S]``, 0 for padding.
         width: Columns of ``input_ids``, the last ones of the mask.
+        held: Columns that the caller's cache holds, the first ones.
 
     Attributes:
         count: Columns of the mask.
         cached: How many of them are before those of ``input_ids``.
+        held: As given.
         places: Per row, the columns that are no padding.
+        hidden: Row and column of each padding that the cache does not hold, int64 ``[n, 2]``.
 
     Raises:
         UnsupportedInput: A row is all padding, or ends with padding.
     """
 
-    def __init__(self, mask: torch.Tensor, width: int) -> None:
+    def __init__(self, mask: torch.Tensor, width: int, held: int = 0) -> None:
         self.count = mask.shape[1]
         self.cached = self.count - width
-        self.places = [np.flatnonzero(row) for row in mask.cpu().numpy()]
+        self.held = held
+        given = mask.cpu().numpy()
+        self.places = [np.flatnonzero(row) for row in given]
+        self.hidden = np.argwhere(given[:, held:] == 0) + np.array([0, held])
         for row, places in enumerate(self.places):
             if len(places) == 0:
                 raise UnsupportedInput(
@@ -61,198 +77,228 @@ class Columns:
         """Per row, the number of tokens in the first columns."""
         return [int((places < columns).sum()) for places in self.places]
 
-    def of_text(self, row: int, length: int) -> torch.Tensor:
-        """The columns of the first tokens of a row, new ones included: int64 ``[length]``."""
-        places = self.places[row][:length]
-        new = np.arange(self.count, self.count + length - len(places))
-        return torch.from_numpy(np.concatenate([places, new]))
+    def has_holes(self) -> bool:
+        """Whether a row has padding after its first token."""
+        return any(int(places[0]) + len(places) != self.count for places in self.places)
 
 
-def adopt(
-    target: PreTrainedModel, cache: Cache, columns: Columns, prompts: Sequence[np.ndarray], limits: Sequence[int]
-) -> RowCache:
-    """Convert the caller's cache to a RowCache that holds a part of every prompt, int32 ids. ``limits``: per row, the length that it may reach.
+# ---- what comes in
+
+
+def columns_held(cache: Cache | None) -> int:
+    """Columns that the caller's cache holds.
 
     Raises:
-        ValueError: The cache does not fit the call.
-        NotImplementedError: A cache of this class, or in this state, cannot be continued.
+        Unsupported: It is no cache of transformers.
+        NotKnown: It is no plain ``DynamicCache``, so what it does is not known.
     """
-    if type(cache) is RowCache:
-        own = cache
-        if own.rows != len(prompts):
-            raise ValueError(f"past_key_values holds {own.rows} rows, input_ids {len(prompts)}")
-        if not own.matches(target):
-            raise ValueError(f"past_key_values does not fit the target, it is another model's: {own!r}")
-    elif isinstance(cache, (RowCache, DynamicCache)) and not _is_plain(cache, CacheLayout.of(target.config)):
-        raise NotKnown(
-            "past_key_values",
-            f"generate(): past_key_values is a {type(cache).__name__} with methods or layers of its own",
-        )
-    elif isinstance(cache, DynamicCache):
-        own = _from_dynamic(target, cache, columns, prompts, limits)
-    else:
+    if cache is None:
+        return 0
+    if not isinstance(cache, Cache):
         raise Unsupported(
-            "past_key_values",
-            f"past_key_values: {type(cache).__name__} is not supported; pass a DynamicCache, or the cache that a call of this "
-            "pipeline returned",
+            "past_key_values", f"past_key_values: {type(cache).__name__} is not supported; pass a DynamicCache"
         )
-    expected = columns.tokens(columns.cached)
-    for row, (n, prompt) in enumerate(zip(own.lengths, prompts, strict=True)):
-        if n > len(prompt):
-            _refuse_longer(n, row, prompt)
-        if columns.cached and n != expected[row]:
-            raise ValueError(
-                f"past_key_values holds {n} tokens of row {row}, and attention_mask has {expected[row]} before input_ids: they must be equal "
-                "where input_ids are the new tokens only"
-            )
-        known = own.text[row] if own.text is not None else prompt[:0]
-        if not np.array_equal(known, prompt[: len(known)]):
-            raise ValueError(f"past_key_values was made with another text than row {row} of input_ids")
-    return own
+    if type(cache) is not DynamicCache:
+        raise _state(f"is a {type(cache).__name__}")
+    if not _is_plain(cache):
+        raise _state("is a DynamicCache with methods or layers of its own")
+    return int(cache.get_seq_length())
 
 
-def _is_plain(cache: Cache, layout: CacheLayout) -> bool:
-    """Whether a cache stores what it is given, and nothing else: one of transformers' classes, with its layers and methods."""
-    if layout.states is not None:
-        return True  # refused for that
-    if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
+def _is_plain(cache: Cache) -> bool:
+    """Whether a ``DynamicCache`` stores what it is given, and nothing else: it has the layers and methods of transformers."""
+    if getattr(cache, "offloading", False):
         return False
     layers = getattr(cache, "layer_class_to_replicate", None)
-    return (layers is None or layers in _LAYERS) and all(
+    return (layers is None or layers is DynamicLayer) and all(
         kind in (*_LAYERS, DynamicCache) and not any(callable(getattr(kind, name, None)) for name in vars(part))
         for part in (cache, *cache.layers)
         for kind in [type(part)]
     )
 
 
-def _from_dynamic(
-    target: PreTrainedModel, cache: DynamicCache, columns: Columns, prompts: Sequence[np.ndarray], limits: Sequence[int]
-) -> RowCache:
-    """The rows of a DynamicCache, whose columns are those of the call's mask."""
-    rows, n = len(prompts), int(cache.get_seq_length())
-    if CacheLayout.of(target.config).states is not None:
-        raise Unsupported(
-            "past_key_values",
-            "past_key_values: a DynamicCache has one recurrent state per row, and a rollback needs those of several columns: pass the "
-            "cache that a call of this pipeline returned (return_dict_in_generate=True), or none",
-        )
-    if n and cache.layers[0].keys.shape[0] != rows:
-        raise ValueError(f"past_key_values holds {cache.layers[0].keys.shape[0]} rows, input_ids {rows}")
-    if n > columns.count:
-        _refuse_longer(n, 0, prompts[0])
-    if columns.cached and n != columns.cached:
-        raise ValueError(
-            f"past_key_values holds {n} columns, and attention_mask has {columns.cached} before those of input_ids: they must be "
-            "equal where input_ids are the new tokens only"
-        )
-    own, held = RowCache.for_model(target, rows, max(n, *limits) + 1), columns.tokens(n)
-    if not n:
-        return own
-    if len(cache.layers) != len(own.layers):
-        raise ValueError(f"past_key_values has {len(cache.layers)} layers, the target {len(own.layers)}")
-    if any(layer.keys.shape[2] < n for layer in cache.layers):
-        raise UnsupportedInput(
-            "past_key_values",
-            f"past_key_values holds only the last tokens of {n} in its sliding-window layers, and a rollback needs them all: pass the "
-            "cache that a call of this pipeline returned (return_dict_in_generate=True), or a new DynamicCache()",
-        )
-    sources, targets = [columns.of_text(row, h) for row, h in enumerate(held)], [torch.arange(h) for h in held]
-    states = [[_moved(x, sources, targets, n) for x in (layer.keys, layer.values)] for layer in cache.layers]
+def converted(target: PreTrainedModel, cache: Cache, columns: Columns, capacity: int) -> RowCache | None:
+    """A copy of the caller's plain cache, with the rows of the call. ``capacity``: positions per row.
+
+    Returns:
+        A cache that holds at least one token less than each prompt; None where the caller's is empty.
+
+    Raises:
+        NotKnown: Cache and call do not fit, or what the target would see is not what transformers shows it.
+    """
+    layout, rows, held = CacheLayout.of(target.config), len(columns.places), columns.held
+    if held != (columns.cached or held) or held >= columns.count:
+        raise _state("holds other columns than attention_mask has before the new tokens")
+    own_kinds = [i in layout.attention for i in range(len(layout.windows))]
+    fitting = map(_fits, cache.layers, layout.windows, own_kinds)
+    if len(cache.layers) not in (0, len(own_kinds)) or not all(fitting) or not (cache.layers or all(own_kinds)):
+        raise _state("has other layers than the target")
+    if not held and not any(map(_holds, cache.layers)):
+        return None
+    if len(columns.hidden) and held and (layout.states is not None or any(layout.windows)):
+        raise _state("goes on with padding, which counts in sliding windows and recurrent states")
+    tokens = columns.tokens(held)
+    own = RowCache.for_model(target, rows, max(capacity, held))
+    if layout.states is not None and not all(tokens):
+        raise _state("has recurrent states of rows without tokens")
+    at = [torch.from_numpy(places[:n]) for places, n in zip(columns.places, tokens, strict=True)]
+    loaded = []
+    for layer, device, is_own in zip(cache.layers, own.layer_devices, own_kinds, strict=True):
+        pair = _of_layer(layer, held) if is_own else recurrent_states(layer)
+        if pair is None:
+            raise _state("holds other columns in some layers")
+        if any(len(x) != rows for x in pair):
+            raise _state("has other rows than input_ids")
+        if any(x.device != device or (is_own and x.dtype != own.compute_dtype) for x in pair):
+            raise _state(f"is not of {own.compute_dtype} on {device} in all layers")
+        keys, values = pair
+        loaded.append((_gathered(keys, at, held), _gathered(values, at, held)) if is_own else pair)
     try:
-        own.load([(keys, values) for keys, values in states])
-    except ValueError as error:
-        raise ValueError(f"past_key_values does not fit the target: {error}") from error
-    own.set_lengths(held)
+        own.load(loaded, tokens)
+    except (ValueError, RuntimeError) as error:  # of other sizes
+        raise _state("has other sizes than the target's keys and values") from error
+    if any(window is not None and window <= held for window in layout.windows):
+        own.set_floors(tokens)
     return own
 
 
-def give_back(own: RowCache, cache: Cache, columns: Columns) -> None:
-    """Write the rows of ``own`` to the columns of the caller's DynamicCache, which grows in place, as in transformers."""
-    if own.text is not None:
-        _texts[cache] = list(own.text)
-    sources = [torch.arange(n) for n in own.lengths]
-    targets = [columns.of_text(row, n) for row, n in enumerate(own.lengths)]
-    width = 1 + max(int(to[-1]) for to in targets)
-    for i, states in enumerate(own.states()):
-        keys, values = (_moved(x, sources, targets, width) for x in states)
-        layer = cache.layers[i] if i < len(cache.layers) else None
-        if layer is None or not layer.is_initialized:
-            cache.update(keys, values, i)
-        else:
-            layer.keys, layer.values = keys, values
-            keep_window(layer)
+def _state(what: str) -> NotKnown:
+    return NotKnown("past_key_values", f"generate(): past_key_values {what}")
 
 
-def _moved(
-    states: torch.Tensor, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], width: int
-) -> torch.Tensor:
-    """Copy columns of ``states [rows, kv_heads, columns, head_dim]``, per row from ``sources`` to ``targets``. Of ``width`` columns the others are zero."""
-    moved = states.new_zeros((*states.shape[:2], width, states.shape[3]))
-    for row, (of, to) in enumerate(zip(sources, targets, strict=True)):
-        moved[row][:, to.to(states.device)] = states[row][:, of.to(states.device)]
-    return moved
+def _fits(layer: Any, window: int | None, has_keys: bool) -> bool:
+    """Whether a layer of a cache is of the kind that the target's is, with its window or without one."""
+    if not has_keys:
+        return recurrent_layer is not None and isinstance(layer, recurrent_layer)
+    return isinstance(layer, DynamicLayer) and getattr(layer, "sliding_window", None) in (None, window)
+
+
+def _holds(layer: Any) -> bool:
+    return bool(layer.get_seq_length()) if isinstance(layer, DynamicLayer) else recurrent_states(layer) is not None
+
+
+def _of_layer(layer: Any, held: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Keys and values of a layer that holds ``held`` columns, or the last ones that its window needs; None of another one."""
+    if layer.get_seq_length() != held or layer.keys is None:
+        return None
+    there, values = layer.keys.shape[-2], layer.values.shape[-2]
+    least = min(held, getattr(layer, "sliding_window", held + 1) - 1)
+    return (layer.keys, layer.values) if there == values and least <= there <= held else None
+
+
+def _gathered(states: torch.Tensor, at: Sequence[torch.Tensor], held: int) -> torch.Tensor:
+    """The columns ``at[r]`` of each row, first ones first: ``[rows, heads, tokens, head_dim]``.
+
+    ``states`` are the last of ``held`` columns. Zeros stand for the others, which no window reaches.
+    """
+    lacking = held - states.shape[-2]
+    if lacking == 0 and all(len(places) == held for places in at):
+        return states
+    with torch.inference_mode(False), torch.no_grad():
+        gathered = states.new_zeros((*states.shape[:2], max(map(len, at)), states.shape[-1]))
+        for row, places in enumerate(at):
+            there = places[places >= lacking].to(states.device)
+            gathered[row, :, len(places) - len(there) : len(places)] = states[row][:, there - lacking]
+    return gathered
 
 
 def cached_texts(cache: Cache | None, counts: Sequence[int]) -> list[np.ndarray]:
     """Per row int32 ids of the first tokens in a cache, up to ``counts[row]`` of them, without those that are unknown."""
-    texts = None
-    if isinstance(cache, RowCache):
-        texts = cache.text
-    elif isinstance(cache, DynamicCache):
-        texts = _texts.get(cache)
+    texts = None if cache is None else _texts.get(cache)
     if texts is None or len(texts) != len(counts):
         texts = [np.zeros(0, dtype=np.int32)] * len(counts)
     return [text[:n] for text, n in zip(texts, counts, strict=True)]
 
 
-def for_transformers(
-    model: PreTrainedModel,
-    inputs: Any = None,
-    generation_config: GenerationConfig | None = None,
-    *_: Any,
-    past_key_values: RowCache,
-    input_ids: Any = None,
-    inputs_embeds: Any = None,
-    attention_mask: Any = None,
-    **kwargs: Any,
-) -> Cache:
-    """:func:`in_columns` for a call of ``generate()`` with these arguments that transformers decodes."""
-    given = inputs_embeds if inputs_embeds is not None else inputs if input_ids is None else input_ids
-    mask = attention_mask
-    if not isinstance(given, torch.Tensor) or given.ndim < 2:
-        return past_key_values
-    if mask is None:
-        mask = torch.ones(given.shape[:2], dtype=torch.long, device=given.device)
-        tokens: dict[str, Any] = {name: kwargs[name] for name in ("pad_token_id", "eos_token_id") if name in kwargs}
-        config = effective_config(model, generation_config, tokens)
-        pad, ends = config.pad_token_id, as_ids("eos_token_id", config.eos_token_id)
-        if inputs_embeds is None and pad is not None and int(pad) not in ends:
-            mask = (given != int(pad)).long()
-    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
-        return past_key_values
-    return in_columns(past_key_values, mask, given.shape[1])
+# ---- what goes out
 
 
-def in_columns(cache: RowCache, mask: torch.Tensor, width: int) -> Cache:
-    """The cache for a call that transformers decodes, which counts columns, padding included. ``width``: the columns of ``input_ids``.
+def complete(call: PreparedCall, owner: CacheOwner) -> RowCache | None:
+    """Let ``owner`` hold what transformers would hold after the call: all columns but the last, those after the end of a row included.
 
-    Raises:
-        NotImplementedError: The cache cannot have the call's columns.
+    Returns:
+        None where the caller gets no cache.
     """
-    lengths, cached = set(cache.lengths), mask.shape[1] - width
-    if len(lengths) == 1 and not cache.had_padding and bool((mask[:, : max(lengths)] != 0).all()):
-        return cache  # tokens are columns
-    try:
-        return cache.as_dynamic(mask, cached if cached > 0 else None)
-    except (ValueError, NotImplementedError) as error:
-        raise UnsupportedInput(
-            "past_key_values", f"past_key_values: {error}; transformers would take other columns for its tokens"
-        ) from error
+    if not call.request.returns_cache:
+        return None
+    return owner.complete(_texts_after(call), [n - 1 for n in call.progress.text.lengths])
 
 
-def _refuse_longer(n: int, row: int, prompt: np.ndarray) -> None:
-    raise UnsupportedInput(
-        "past_key_values",
-        f"past_key_values holds {n} tokens of row {row}, input_ids only {len(prompt)}: pass the whole text, the cached part included, or the "
-        "new tokens with the attention_mask of the whole text",
+def _texts_after(call: PreparedCall) -> list[np.ndarray]:
+    text = call.progress.text
+    new = text.sequences()[:, text.input_ids.shape[1] : -1].to("cpu", torch.int32).numpy()
+    return [np.concatenate(pair) for pair in zip(call.request.inputs.prompts, new, strict=True)]
+
+
+def returned(call: PreparedCall, own: RowCache) -> Cache:
+    """The caller's cache, with the columns of the call appended; a new one if the caller gave none. One copy of them."""
+    columns, cache, text = call.columns, call.options.cache, call.progress.text
+    width = text.sequences().shape[1] - 1 + columns.cached - columns.held
+    begins = columns.tokens(columns.held)
+    # Not inference tensors, whose gradients could not be computed.
+    with torch.inference_mode(False), torch.no_grad():
+        padding = _padding(call) if len(columns.hidden) else None
+        cache = new_cache(call.target) if cache is None else cache
+        for i, pair in enumerate(own.states()):
+            if i not in own.layout.attention:
+                cache.update_conv_state(pair[0], i)
+                cache.update_recurrent_state(pair[1], i)
+                continue
+            if padding is None and len(set(begins)) == 1:
+                new = [x[:, :, begins[0] :].to(own.compute_dtype) for x in pair]
+            else:
+                new = [_placed(x, columns, begins, width).to(own.compute_dtype) for x in pair]
+            if padding is not None:
+                rows, at = columns.hidden.T
+                for placed, states in zip(new, padding[i], strict=True):
+                    placed[torch.from_numpy(rows), :, torch.from_numpy(at - columns.held)] = states.to(placed)
+            cache.update(*new, i)
+    if call.is_text_known:
+        _texts[cache] = _texts_after(call)
+    return cache
+
+
+def _placed(states: torch.Tensor, columns: Columns, begins: Sequence[int], width: int) -> torch.Tensor:
+    """The tokens of each row from ``begins[row]`` on, in ``width`` columns after those that the caller's cache held. Padding is zero."""
+    placed = states.new_zeros((*states.shape[:2], width, states.shape[3]))
+    for row, (begin, places) in enumerate(zip(begins, columns.places, strict=True)):
+        read = columns.count - columns.held
+        at = torch.from_numpy(places[begin:] - columns.held).to(states.device)
+        placed[row][:, at] = states[row, :, begin : len(places)]
+        placed[row, :, read:] = states[row, :, len(places) : len(places) + width - read]
+    return placed
+
+
+def _padding(call: PreparedCall) -> list[list[torch.Tensor]]:
+    """What transformers leaves in the ``n`` columns of :attr:`Columns.hidden`, which a later mask may show: a forward of the target's own says it.
+
+    Returns:
+        Per layer, keys and values ``[n, kv_heads, head_dim]``; nothing of recurrent layers.
+    """
+    columns, target, device = call.columns, call.target, input_device(call.target)
+    first = columns.held
+    new = [x[:, first - columns.count :].cpu() for x in (call.progress.text.input_ids, call.position_ids)]
+    rows, at = (torch.from_numpy(x) for x in (columns.hidden - [0, first]).T)
+    is_recurrent = CacheLayout.of(target.config).states is not None
+    begins = np.array([places[0] for places in columns.places])
+    sees_nothing = bool((columns.hidden[:, 1] < begins[columns.hidden[:, 0]]).all())
+    if sees_nothing and not is_recurrent and mask_kind(target.config) is MaskKind.SDPA:
+        # Such a column depends on its token and its position only.
+        different, which = torch.stack([x[rows, at] for x in new], 1).unique(dim=0, return_inverse=True)
+        new, mask, seen = list(different[:, :, None].transpose(0, 1)), torch.zeros(len(different), 1), DynamicCache()
+        rows, at = which, torch.zeros_like(which)
+    else:
+        mask, seen = call.mask, new_cache(target) if is_recurrent else DynamicCache()
+        for i, layer in enumerate(call.options.cache.layers if call.options.cache is not None and first else ()):
+            seen.update(layer.keys, layer.values, i)
+        at = at + first
+    target(
+        input_ids=new[0].to(device),
+        attention_mask=mask.to(device, torch.long),
+        position_ids=new[1].to(device),
+        past_key_values=seen,
+        use_cache=True,
+        logits_to_keep=1,
     )
+    pairs = ((layer.keys, layer.values) if isinstance(layer, DynamicLayer) else () for layer in seen.layers)
+    return [[x[rows, :, at] for x in pair] for pair in pairs]

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
-from pipespec.api.caches import in_columns
 from pipespec.api.prepare import CallOptions
 from pipespec.api.report import Report, StageReport
-from pipespec.engine.cache import RowCache
 from pipespec.engine.sampler import no_distribution_error
 from pipespec.engine.sampling import row_seeds, with_penalties
 from pipespec.errors import Unsupported
@@ -106,10 +104,6 @@ def decode(
     mask = model_kwargs.get("attention_mask")
     if mask is None or mask.ndim != 2:
         mask = input_ids.new_ones((rows, mask_columns_of_call(config, model_kwargs.get("position_ids"), width)))
-    held = None
-    if isinstance(cache, RowCache):
-        held = list(cache.lengths), cache.text
-        cache = in_columns(cache, mask, width)
     if cache is not None:
         model_kwargs["past_key_values"] = cache
     processors = with_penalties(logits_processor, width, **options.penalties)
@@ -131,8 +125,6 @@ def decode(
             **model_kwargs,
         )
     except BaseException as error:
-        if isinstance(options.cache, RowCache) and held is not None:
-            options.cache.recover(*held)
         with suppress(Exception):
             error.partial = last.ids  # type: ignore[attr-defined]
         raise

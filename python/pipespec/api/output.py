@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from transformers import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from pipespec.api.caches import give_back
+from pipespec.api.caches import returned
 from pipespec.api.prepare import PreparedCall
 from pipespec.api.report import Report, stage_report
+from pipespec.engine.cache import RowCache
 from pipespec.engine.sampling import ScoreRecord
 from pipespec.errors import user_stacklevel
 from pipespec.schedules.base import Decoder, SpeedWarning
-from pipespec.schedules.request import CacheOwner
 
 
 class Logprobs(NamedTuple):
@@ -73,11 +72,11 @@ def warn_of_room(decoder: Decoder) -> None:
             )
 
 
-def output_of(call: PreparedCall, owner: CacheOwner) -> torch.Tensor | GenerateDecoderOnlyOutput:
-    """The result of a call that has run. ``owner`` has the target's keys and values."""
+def output_of(call: PreparedCall, completed: RowCache | None) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    """The result of a call that has run. ``completed``: what :func:`pipespec.api.caches.complete` has returned."""
     text = call.progress.text
     sequences = text.sequences()
-    cache = _returned_cache(call, owner)
+    cache = None if completed is None else returned(call, completed)
     if not call.config.return_dict_in_generate:
         return sequences
     steps = sequences.shape[1] - text.input_ids.shape[1]
@@ -105,17 +104,3 @@ def _per_token(
 ) -> tuple[torch.Tensor, ...] | None:
     """Per generated token ``[B, V]``."""
     return None if rows is None else tuple(call.progress.text.column(rows, i) for i in range(steps))
-
-
-def _returned_cache(call: PreparedCall, owner: CacheOwner) -> Cache | None:
-    """The target's keys and values of all but each row's last token, where the caller gets them."""
-    if not call.request.returns_cache:
-        return None
-    own, cache = call.request.return_cache(owner, [n - 1 for n in call.progress.text.lengths]), call.options.cache
-    if own is not None:
-        own.text = own.text if call.is_text_known else None
-        own.had_padding = any(len(places) < call.columns.count for places in call.columns.places)
-    if own is None or cache is None or cache is own:
-        return own
-    give_back(own, cache, call.columns)
-    return cache

@@ -12,14 +12,14 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from pipespec.api.arguments import MAX_TOKENS, check_logprobs, check_positions
-from pipespec.api.caches import Columns, adopt, cached_texts
+from pipespec.api.caches import Columns, cached_texts, columns_held, converted
 from pipespec.api.text import CommittedText, Criteria, Progress
 from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.callers import check_of_model, check_row_wise
 from pipespec.engine.inputs import StageInputs, prefill_chunk
 from pipespec.engine.sampling import Prompt, SamplingParams, ScoreRecord, row_seeds, with_penalties
 from pipespec.errors import NotKnown, UnsupportedInput
-from pipespec.models.compat import mask_columns_of_call
+from pipespec.models.compat import mask_columns_of_call, positions_of_call, recurrent_layer
 from pipespec.models.devices import input_device
 from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import head_size
@@ -51,7 +51,10 @@ class PreparedCall:
     """One call, ready to run.
 
     Attributes:
+        target: The model whose text is generated.
         config: The merged configuration.
+        mask: ``[B, S]``, 0 for padding, cached columns included.
+        position_ids: Of these columns, or of those of ``input_ids``.
         columns: Where the tokens of each row are in the call's mask.
         is_text_known: Whether the text of cached tokens is known.
         seeds: Per row, those of a sampled call; None for a greedy one.
@@ -59,8 +62,11 @@ class PreparedCall:
         request: What a decoder gets.
     """
 
+    target: PreTrainedModel
     config: GenerationConfig
     options: CallOptions
+    mask: torch.Tensor
+    position_ids: torch.Tensor
     columns: Columns
     is_text_known: bool
     seeds: list[int] | None
@@ -104,7 +110,7 @@ def prepare(
         attention_mask = input_ids.new_ones((rows, mask_columns_of_call(config, position_ids, width)))
     if position_ids is not None:
         check_positions(position_ids, attention_mask, width)
-    columns = Columns(attention_mask, width)
+    columns = Columns(attention_mask, width, columns_held(options.cache))
     ids, cached = input_ids.to("cpu", torch.int32).numpy(), columns.tokens(columns.cached)
     texts, prompts, shown = cached_texts(options.cache, cached), [], []
     for row, (places, held, n) in enumerate(zip(columns.places, texts, cached, strict=True)):
@@ -132,23 +138,15 @@ def prepare(
         sampling_params,
         head_size(target),
         chunk=config.prefill_chunk_size or prefill_chunk(rows, str(input_device(target))),
-        reuse=options.cache is not None,
+        reuse=columns.held > 0,
         grammar=grammar,
     )
-    record, logprobs = None, check_logprobs(options.logprobs, config, inputs.vocabulary)
-    has_outputs = config.return_dict_in_generate and (config.output_scores or config.output_logits)
-    if has_outputs or logprobs is not None:
-        record = ScoreRecord(
-            rows,
-            scores=bool(config.output_scores),
-            logits=bool(config.output_logits),
-            top_logprobs=logprobs,
-            warpers=sampling_params.warpers,
-        )
+    record = _record(rows, config, check_logprobs(options.logprobs, config, inputs.vocabulary), sampling_params)
     if options.cache is not None and not config.use_cache:
         raise UnsupportedInput("use_cache", "use_cache=False with past_key_values: pass one of them only")
-    _check_padding(target, columns, max(limits))
-    row_cache = None if options.cache is None else adopt(target, options.cache, columns, prompts, limits)
+    returns_cache = options.cache is not None or bool(config.return_dict_in_generate and config.use_cache)
+    _check_padding(target, columns, columns.count + int(max_length.max_length) - width, returns_cache)
+    row_cache = None if options.cache is None else converted(target, options.cache, columns, inputs.capacity)
     pad = getattr(config, "_pad_token_tensor", None)
     text = CommittedText(input_ids, prompts, limits, eos, (eos or [0])[0] if pad is None else int(pad))
     check_model = check_of_model(target, [*logits_processor, *others, options.streamer]) or (lambda: None)
@@ -156,15 +154,27 @@ def prepare(
     pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     criteria = Criteria(text, others, pads, record, check_model) if others else None
     progress = Progress(text, criteria, options.streamer, record, max_length, check_model)
-    request = GenerationRequest(
-        inputs,
-        eos,
-        progress.on_commit,
-        record,
-        cache=row_cache,
-        returns_cache=options.cache is not None or bool(config.return_dict_in_generate and config.use_cache),
+    request = GenerationRequest(inputs, eos, progress.on_commit, record, row_cache, returns_cache)
+    positions = positions_of_call(position_ids, attention_mask)
+    return PreparedCall(
+        target, config, options, attention_mask, positions, columns, is_text_known, seeds, progress, request
     )
-    return PreparedCall(config, options, columns, is_text_known, seeds, progress, request)
+
+
+def _record(
+    rows: int, config: GenerationConfig, logprobs: int | None, sampling_params: SamplingParams
+) -> ScoreRecord | None:
+    """Where the target stores what the call asks for in addition to the text; None: it asks for nothing."""
+    has_outputs = config.return_dict_in_generate and (config.output_scores or config.output_logits)
+    if not has_outputs and logprobs is None:
+        return None
+    return ScoreRecord(
+        rows,
+        scores=bool(config.output_scores),
+        logits=bool(config.output_logits),
+        top_logprobs=logprobs,
+        warpers=sampling_params.warpers,
+    )
 
 
 def _read_criteria(stopping_criteria: Sequence[Any], width: int) -> tuple[list[int], Any, list[Any]]:
@@ -188,21 +198,25 @@ def _is_eos(criterion: Any) -> bool:
     return type(criterion) is EosTokenCriteria and getattr(criterion, "new_token_length", 1) == 1
 
 
-def _check_padding(target: PreTrainedModel, columns: Columns, limit: int) -> None:
-    """Check that the target's attention takes masks, and that its windows hold the same tokens as in ``generate()``, which counts columns."""
+def _check_padding(target: PreTrainedModel, columns: Columns, limit: int, returns_cache: bool) -> None:
+    """Check that the target's attention takes masks, and that its windows and states hold the same tokens as in ``generate()``, which counts columns.
+
+    ``limit``: the columns that the call may reach.
+    """
     if len(columns.places) > 1 and mask_kind(target.config) is MaskKind.NONE:
         what = f"{target.config._attn_implementation} attention takes no masks for rows of different lengths"
         raise NotKnown("model", f"generate(): {what}")
     layout = CacheLayout.of(target.config)
+    if layout.states is not None and returns_cache and recurrent_layer is None:
+        raise NotKnown(
+            "past_key_values",
+            "generate(): this version of transformers has a cache of its own for the target's recurrent layers, which a pipeline does not fill",
+        )
     if layout.states is not None:
         what = "which the target's recurrent layers take for tokens"
     elif layout.restricts(limit):
         what = "which counts in the target's sliding windows"
     else:
         return
-    for row, places in enumerate(columns.places):
-        if int(places[0]) + len(places) != columns.count:
-            raise UnsupportedInput(
-                "attention_mask",
-                f"attention_mask: row {row} has padding after its first token, {what}; pad on the left",
-            )
+    if columns.has_holes():
+        raise NotKnown("attention_mask", f"generate(): attention_mask has padding after a row's first token, {what}")

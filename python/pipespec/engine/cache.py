@@ -2,56 +2,35 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from pipespec.engine.cache_forward import ForwardCache
 from pipespec.engine.cache_storage import Features, RowFeatures
-from pipespec.models.compat import cropped_length, query_length
+from pipespec.models.compat import query_length
 from pipespec.models.devices import LayerDevices, local_kv_heads
 from pipespec.models.layout import CacheLayout, UnsupportedLayers
 from pipespec.models.properties import compute_dtype, kv_dtype, text_config
 
 
-def _half(at: int) -> Any:
-    """Keys (0) or values (1) of a layer: a view ``[rows, kv_heads, max(lengths), head_dim]``; of a static cache, all of its storage."""
-
-    def read(layer: _RowLayer) -> torch.Tensor:
-        return layer.owner._held(layer._index)[at]
-
-    def write(layer: _RowLayer, new: torch.Tensor) -> None:
-        held = read(layer)
-        if new.shape != held.shape:
-            raise ValueError(
-                f"this RowCache holds {list(held.shape)} per layer, not {list(new.shape)}; use crop() or batch_select_indices()"
-            )
-        held.copy_(new.detach())
-
-    return property(read, write)
-
-
 class _RowLayer(CacheLayerMixin):
     """One layer in ``cache.layers``, for code of transformers. The cache does the work."""
 
-    keys, values = _half(0), _half(1)
-
     is_sliding = False
     is_compileable = False
-    is_croppable = True
+    is_croppable = False
 
     def __init__(self, owner: RowCache, index: int) -> None:
+        super().__init__()
         # Weak: the storage is freed with the last reference to the cache.
         self._owner = weakref.ref(owner)
         self._index = index
-        self.dtype, self.device = owner.dtype, owner.layer_devices[index]
         self.is_initialized = True
 
     @property
@@ -60,12 +39,6 @@ class _RowLayer(CacheLayerMixin):
         if owner is None:
             raise ReferenceError("the RowCache of this layer no longer exists")
         return owner
-
-    @property
-    def batch_size(self) -> int:
-        return self.owner.rows
-
-    max_batch_size = batch_size
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the storage exists."""
@@ -99,10 +72,10 @@ class RowCache(ForwardCache, Cache):
     **Sliding windows.** A layer with a window keeps all of its keys and values, as the others do, so that a rollback of any depth is a store
     to a length. The mask hides what lies before the window: column ``i`` sees the keys ``lengths[r] + i - window + 1 .. lengths[r] + i``.
 
-    With equal lengths it behaves as ``DynamicCache``: ``model(..., past_key_values=cache)`` and ``model.generate(past_key_values=cache)`` work,
-    left padding with a 2-D mask included. With different lengths, the mask and the positions that transformers derives from one length would
-    be wrong, so the cache refuses to give one. Use ``forward(model, tokens, cache, keep=...)``, or pass both ``mask(q)`` and ``positions(q)``
-    to the model.
+    It stays inside of the package: callers give and get transformers' ``DynamicCache``, see :mod:`pipespec.api.caches`. With equal lengths,
+    ``model(..., past_key_values=cache)`` works as with a ``DynamicCache``. With different lengths, the mask and the positions that transformers
+    derives from one length would be wrong, so the cache refuses to give one. Use ``forward(model, tokens, cache, keep=...)``, or pass both
+    ``mask(q)`` and ``positions(q)`` to the model.
 
     **Recurrent layers** keep states in place of keys and values, several per row in a :class:`pipespec.engine.recurrent.StateRing`. A rollback
     chooses one of them: see ``restorable()`` and ``aim()``. Such layers run in ``forward(model, tokens, cache, keep=...)`` only.
@@ -132,8 +105,6 @@ class RowCache(ForwardCache, Cache):
         kv_heads: key/value heads per layer; None: as the configuration says. A process of a tensor-parallel group holds a part of them.
 
     Attributes:
-        text: per row, int32 ids of the tokens held, where a call of ``Pipeline.generate`` left the cache; else None.
-        had_padding: whether that call had padding, whose columns transformers counts and this cache does not have.
         dtype: of keys and values; ``compute_dtype``: of the model's hidden states.
         is_static: as given, like ``rows``, ``capacity``, ``device`` and ``layer_devices``.
 
@@ -141,8 +112,6 @@ class RowCache(ForwardCache, Cache):
         ValueError: a model with layers of other types, sizes below 1, or ``static`` without ``attn_implementation="pipespec"`` or on several
             devices, or recurrent layers with ``static`` or on several devices.
     """
-
-    had_padding = False
 
     def __init__(
         self,
@@ -205,17 +174,6 @@ class RowCache(ForwardCache, Cache):
             and (at.inputs, at.layers) == (self.device, self.layer_devices)
         )
 
-    def _held(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, see :class:`_RowLayer`."""
-        if layer not in self._attention:
-            raise NotImplementedError(f"layer {layer} is recurrent and has no keys and values")
-        i, columns = self._attention[layer], self.capacity if self.is_static else self._top
-        return self._keys[i][:, :, :columns], self._values[i][:, :, :columns]
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, None]]:
-        """Per layer keys, values, and None, as a ``DynamicCache`` of full attention gives them."""
-        return ((layer.keys, layer.values, None) for layer in self.layers)
-
     @contextmanager
     def row_alone(self, row: int, more: int) -> Iterator[RowCache]:
         """A cache of one row with its keys and values, and room for ``more`` tokens. This cache takes over what they become.
@@ -238,82 +196,10 @@ class RowCache(ForwardCache, Cache):
             other[:, row, :, begin:end].copy_(store[:, 0, :, begin:end])
         self._set([end if r == row else n for r, n in enumerate(self._lengths)])
 
-    def as_dynamic(self, attention_mask: torch.Tensor, columns: int | None = None) -> DynamicCache:
-        """A copy for transformers, with columns for padding, which this cache does not have.
-
-        Args:
-            attention_mask: ``[B, S]`` of the whole text, 0 for padding; each of its rows stands for ``rows / B`` of the cache.
-            columns: The columns that the copy must have; None: as many as all rows hold, and fewer than the mask has.
-
-        Raises:
-            ValueError: The mask does not fit the rows, or a row does not hold the tokens of ``columns``.
-            NotImplementedError: The cache has recurrent layers, of which transformers keeps one state per row.
-        """
-        if self._ring is not None:
-            raise NotImplementedError(
-                "RowCache: the states of recurrent layers have no form with columns for padding; pass the whole text without a cache"
-            )
-        if attention_mask.ndim != 2 or self.rows % len(attention_mask):
-            raise ValueError(f"attention_mask of shape {list(attention_mask.shape)} for a cache of {self.rows} rows")
-        kept = (attention_mask != 0).cpu().repeat_interleave(self.rows // len(attention_mask), 0)
-        # Per row, the columns before its first token that is not there.
-        ends = [int((row.cumsum(0) <= n).sum()) for row, n in zip(kept, self._lengths, strict=True)]
-        if columns is None:
-            columns = min(*ends, kept.shape[1] - 1)
-        elif min(ends) < columns:
-            raise ValueError(
-                f"the RowCache holds {self._lengths} tokens, and attention_mask has {kept[:, :columns].sum(1).tolist()} in {columns} columns"
-            )
-        kept = kept[:, :columns]
-        dynamic = DynamicCache(config=self._config)
-        if columns == 0:
-            return dynamic
-        with torch.inference_mode(False), torch.no_grad():
-            for layer, pair in enumerate(self.states()):
-                moved = [held.new_zeros((*held.shape[:2], columns, held.shape[3])) for held in pair]
-                for held, to in zip(pair, moved, strict=True):
-                    for row, at in enumerate(kept):
-                        to[row][:, at.to(to.device)] = held[row, :, : int(at.sum())]
-                dynamic.update(*moved, layer)
-        return dynamic
-
     def __repr__(self) -> str:
         return (
             f"RowCache(layers={len(self.layers)}, rows={self.rows}, capacity={self.capacity}, lengths={self._lengths})"
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RowCache:
-        """A copy with storage of its own, as transformers' recipe for the cache of a common prefix needs it."""
-        copied = _copied(*self._described(self.states()))
-        # With the states that rollbacks may need.
-        with torch.inference_mode(False):
-            copied._ring = copy.deepcopy(self._ring)
-        return copied
-
-    def __reduce__(self) -> tuple[Callable[..., RowCache], tuple[Any, ...]]:
-        # Clones, because a pickled view takes all of its storage along.
-        return _copied, self._described([tuple(held.clone() for held in pair) for pair in self.states()])
-
-    def _described(self, states: Sequence[tuple[torch.Tensor, ...]]) -> tuple[Any, ...]:
-        options = {
-            "dtype": self.compute_dtype,
-            "device": self.device,
-            "static": self.is_static,
-            "layer_devices": self.layer_devices,
-            "kv_heads": self._layout.heads,
-        }
-        return self._config, self.rows, self.capacity, options, states, self._lengths, self.text, self.had_padding
-
-    def crop(self, n: int) -> None:
-        """``Cache.crop``, with the meaning and the errors of the installed transformers.
-
-        Args:
-            n: negative: remove ``-n`` tokens from each row. Zero and positive differ by version, see
-                :func:`pipespec.models.compat.cropped_length`.
-        """
-        top = self._top
-        new = cropped_length(top, n)
-        self._set([min(have, new) if n >= 0 else max(0, have - (top - new)) for have in self._lengths])
 
     def _without_forward(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
@@ -331,30 +217,7 @@ class RowCache(ForwardCache, Cache):
         return self._top
 
     def get_mask_sizes(self, query: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """``(max(lengths) + q, 0)``, for transformers' masks. Raises ``RuntimeError`` if the lengths differ, or a call with padding has left the cache."""
+        """``(max(lengths) + q, 0)``, for transformers' masks. Raises ``RuntimeError`` if the lengths differ."""
         if not self._even:
             raise RuntimeError(self._trap())
-        columns = query_length(query)
-        if self.had_padding and self.text is not None and self._placed_q != columns:
-            # The positions are not those of this cache, so a mask has columns for padding, which would silently be taken for those of other tokens.
-            raise RuntimeError(
-                f"this RowCache holds {self._top} tokens per row and no columns for padding, which attention_mask counts: pass "
-                "past_key_values.as_dynamic(attention_mask)"
-            )
-        return self._top + columns, 0
-
-
-def _copied(
-    config: Any,
-    rows: int,
-    capacity: int,
-    options: dict[str, Any],
-    states: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    lengths: Sequence[int],
-    text: Sequence[np.ndarray] | None,
-    had_padding: bool,
-) -> RowCache:
-    cache = RowCache(config, rows, capacity, **options)
-    cache.load(states, lengths)
-    cache.text, cache.had_padding = text, had_padding
-    return cache
+        return self._top + query_length(query), 0

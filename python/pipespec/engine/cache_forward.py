@@ -306,5 +306,5 @@ class ForwardCache(RowStorage):
         return (
             f"the rows of this RowCache hold {self._lengths} tokens: what transformers derives from one length would be "
             "wrong. Pass attention_mask=cache.mask(q) and position_ids=cache.positions(q) for a feed of q "
-            "tokens, give transformers cache.as_dynamic(attention_mask), or use pipespec.engine.forward.forward(model, tokens, cache, keep=...)"
+            "tokens, or use pipespec.engine.forward.forward(model, tokens, cache, keep=...)"
         )

@@ -111,11 +111,12 @@ class RowStorage:
     :class:`pipespec.engine.cache.RowCache`.
     """
 
-    text: Sequence[np.ndarray] | None = None
     features: Features | RowFeatures | None = None
     """Where forwards keep hidden states for a draft that reads them; None: nowhere."""
     _aim: Sequence[int] | None = None
     _followed: torch.Tensor | None = None
+    _floors: list[int] | None = None
+    """Per row, the length below which sliding windows would need keys and values that are not there; None: 0 each."""
 
     def __init__(
         self,
@@ -152,6 +153,11 @@ class RowStorage:
         return not self._even
 
     @property
+    def layout(self) -> CacheLayout:
+        """Sizes, windows and recurrent layers."""
+        return self._layout
+
+    @property
     def is_recurrent(self) -> bool:
         """Whether some layers keep states, so that a rollback reaches back to :meth:`restorable` only."""
         return self._ring is not None
@@ -164,8 +170,11 @@ class RowStorage:
         """
         if len(lengths) != self.rows or not all(0 <= n <= self.capacity for n in lengths):
             raise ValueError(f"lengths {list(lengths)} for {self.rows} rows of a capacity of {self.capacity}")
-        self.text = None
         self._set(list(lengths))
+
+    def set_floors(self, lengths: Sequence[int]) -> None:
+        """Announce that layers with a window hold no more than their window needs at these lengths: :meth:`truncate` goes below to 0 only."""
+        self._floors = list(lengths)
 
     def _set(self, lengths: list[int]) -> None:
         first = lengths[0]
@@ -173,9 +182,8 @@ class RowStorage:
         # The device has the lengths before.
         self._stale = True
         self._followed = None
-        if self.text is not None:
-            # The cache no longer holds tokens that are rolled back.
-            self.text = [tokens[:n] for tokens, n in zip(self.text, lengths, strict=True)]
+        if self._floors is not None:
+            self._floors = [floor if n >= floor else 0 for n, floor in zip(lengths, self._floors, strict=True)]
         self._even = len(lengths) == 1 or all(n == first for n in lengths)
         self._top = first if self._even else max(lengths)
         # Columns of the running forward; 0: none runs.
@@ -203,21 +211,17 @@ class RowStorage:
                 raise ValueError(f"row {row} holds {held} tokens and cannot be truncated to {n}")
             if n != there:
                 raise ValueError(
-                    f"row {row} has no recurrent states at {n} tokens any more: truncate it to {there}, and feed the tokens after that again"
+                    f"row {row} has no recurrent states, or not all of its windows, at {n} tokens: truncate it to {there}, and feed the tokens "
+                    "after that again"
                 )
         self._set(new)
 
-    def recover(self, lengths: Sequence[int], text: Sequence[np.ndarray] | None) -> None:
-        """After an error at any place: hold at most ``lengths`` tokens per row, which are those of ``text`` (None: they are not known)."""
-        # Not truncate(): what depends on the lengths may not have been set with them.
-        ends = self.restorable([min(n, now) for n, now in zip(lengths, self._lengths, strict=True)])
-        self.text = None
-        self._set(ends)
-        self.text = text and [tokens[:n] for tokens, n in zip(text, ends, strict=True)]
-
     def restorable(self, lengths: Sequence[int]) -> list[int]:
-        """Per row the largest length up to that of ``lengths`` that :meth:`truncate` takes. Without recurrent layers, ``lengths``."""
-        return list(lengths) if self._ring is None else self._ring.restorable(lengths)
+        """Per row the largest length up to that of ``lengths`` that :meth:`truncate` takes: ``lengths``, but for recurrent layers and :meth:`set_floors`."""
+        there = list(lengths) if self._ring is None else self._ring.restorable(lengths)
+        if self._floors is None:
+            return there
+        return [n if n >= floor else 0 for n, floor in zip(there, self._floors, strict=True)]
 
     def reserve_states(self, states: int | None = None) -> None:
         """Room for more states per row of recurrent layers.
@@ -276,16 +280,12 @@ class RowStorage:
             return
         if self.is_static:
             raise ValueError(f"a static RowCache keeps its capacity of {self.capacity}: make one for {capacity} tokens")
-        self._move(slice(None), self.rows, capacity)
-        self._set(list(self._lengths))
-
-    def _move(self, which: list[int] | slice, rows: int, capacity: int) -> None:
-        """Move some of the rows to new storage."""
-        stores = self._allocated(rows, capacity)
+        stores = self._allocated(self.rows, capacity)
         with torch.no_grad():
             for store, old in zip(stores, self._stores, strict=True):
-                store[:, :, :, : self._top].copy_(old[:, which, :, : self._top])
-        self._use(rows, capacity, stores)
+                store[:, :, :, : self._top].copy_(old[:, :, :, : self._top])
+        self._use(self.rows, capacity, stores)
+        self._set(list(self._lengths))
 
     @property
     def nbytes(self) -> int:
@@ -320,6 +320,7 @@ class RowStorage:
             raise ValueError(f"lengths {list(lengths)} of a cache that holds {other._lengths}")
         n = max(lengths)
         self.load([(keys[:, :, :n], values[:, :, :n]) for keys, values in other.states()], lengths)
+        self._floors = other._floors and list(other._floors)
 
     def load(self, states: Sequence[tuple[torch.Tensor, torch.Tensor]], lengths: Sequence[int] | None = None) -> None:
         """Copy what :meth:`states` returns into the cache.
@@ -364,36 +365,6 @@ class RowStorage:
         )
         recurrent = iter(() if self._ring is None else self._ring.export(lengths or self._lengths))
         return [next(pairs) if i in self._attention else next(recurrent) for i in range(len(self.windows))]
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows ``indices`` (int64), in this order; one may occur several times. In new storage if their number changes.
-
-        Raises:
-            ValueError: there are no such rows, or another number of them in a static cache.
-        """
-        order: list[int] = indices.tolist()
-        if not order or not all(0 <= row < self.rows for row in order):
-            raise ValueError(f"rows {order} of a cache of {self.rows} rows")
-        if self.is_static and len(order) != self.rows:
-            raise ValueError(f"a static RowCache keeps its {self.rows} rows: make another one")
-        if len(order) != self.rows:
-            self._move(order, len(order), self.capacity)
-        else:
-            with torch.no_grad():
-                for store in self._stores:
-                    held = store[:, :, :, : self._top]
-                    held.copy_(held[:, order])
-        if self._ring is not None:
-            self._ring.select(order)
-        text, self.text = self.text, None
-        self._set([self._lengths[row] for row in order])
-        self.text = text and [text[row] for row in order]
-
-    reorder_cache = batch_select_indices
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row ``repeats`` times, as ``torch.repeat_interleave``."""
-        self.batch_select_indices(torch.arange(self.rows).repeat_interleave(repeats))
 
     def _need(self, q: int) -> int:
         """Positions that a forward of ``q`` columns attends over. Raises ``ValueError`` beyond the capacity."""

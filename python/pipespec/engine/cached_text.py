@@ -72,18 +72,20 @@ class CachedText:
         """The hidden states that the forwards keep for a draft, and in which dtype, see :class:`pipespec.engine.cache_storage.Features`; None: none."""
 
     def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
-        """Own the caller's cache (``past_key_values``) from here on. The next prefill continues from what it holds.
+        """Own a copy of the caller's keys and values. The next prefill continues from what it holds; :meth:`forget` ends that.
 
         Args:
             cache: of this model's shape.
             text: per row, int32 ids of the tokens that it holds.
         """
         self._cache = cache
-        # return_cache() sets it again.
-        cache.text = None
         self._skipped = [0] * len(text)
         self._set_text(text, max(map(len, text), default=0))
         self._held = [len(tokens) for tokens in text]
+
+    def forget(self) -> None:
+        """Let no later call continue from what the cache holds: keys and values of the caller need not be those of their text."""
+        self._held = [0] * len(self._held)
 
     def _set_text(self, text: Sequence[np.ndarray], columns: int) -> None:
         self._text = np.zeros((len(text), columns), dtype=np.int32)
@@ -94,17 +96,25 @@ class CachedText:
         """Free the cache. The next prefill allocates a new one."""
         self._cache = None
 
-    def return_cache(self, lengths: Sequence[int]) -> RowCache:
-        """Give the cache to the caller, with the tokens it holds in its ``text``.
+    @torch.inference_mode()
+    def complete(self, texts: Sequence[np.ndarray], lengths: Sequence[int]) -> RowCache:
+        """Make the cache of the last call hold exactly ``texts``, and return it. It stays the stage's.
 
         Args:
-            lengths: per row, tokens to keep; a row that holds fewer keeps those.
+            texts: per row, int32 ids, which go on from the call's text. What the cache lacks is fed.
+            lengths: per row, the tokens of it that the call has fed. Columns of the cache after those may be of other tokens.
         """
-        cache, self._cache = self._cache, None
+        cache, ends = self._cache, [len(text) for text in texts]
         assert cache is not None
-        cache.features = None
-        self._roll_back(cache, [min(n, held) for n, held in zip(lengths, cache.lengths, strict=True)])
-        cache.text = [self._text[row, :n].copy() for row, n in enumerate(cache.lengths)]
+        self._set_text(texts, max(self._text.shape[1], *ends))
+        # What the leader of a group has fed here is in the caches of its followers, too.
+        is_fed = self._group is not None and not self._group.is_leader
+        begin = ends if is_fed else [min(all_) for all_ in zip(lengths, ends, cache.lengths, strict=True)]
+        self._roll_back(cache, begin)
+        if begin != ends:
+            self._grow(cache, max(ends))
+            self._fill(cache, begin, ends)
+        self._held = ends
         return cache
 
     @property

@@ -225,13 +225,6 @@ class StateRing:
                 self.states[i, at % self.slots, rows] = state.to(self._device)
         self._held[at % self.slots, rows] = at
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep the rows ``rows``, in this order; one may occur several times."""
-        order = torch.tensor(rows, device=self._device)
-        with torch.inference_mode(False), torch.no_grad():
-            self.inputs, self.states = (x.index_select(2, order) for x in (self.inputs, self.states))
-        self._held = self._held[:, list(rows)]
-
 
 _probed: WeakSet[nn.Module] = WeakSet()
 """The model's modules whose outputs have been compared: SPD makes new layers in each call."""
@@ -313,12 +306,12 @@ class GatedDeltaNet(nn.Module):
         return own.in_proj_qkv(hidden), own.in_proj_z(hidden), own.in_proj_b(hidden), own.in_proj_a(hidden)
 
     def _convolved(self, inputs: torch.Tensor, q: int) -> torch.Tensor:
-        """The causal convolution of ``inputs [rows, channels, taps + q]``, and its activation: ``[rows, channels, q]``.
+        """The causal convolution of ``inputs [rows, channels, taps + q]``, whose first one it does not read, and its activation: ``[rows, channels, q]``.
 
         As a sum of products in float32, so that the bits of a column do not depend on the number of columns.
         """
         conv = self.own.conv1d
-        weight, wide = conv.weight.float(), inputs.float()
+        weight, wide = conv.weight.float(), inputs[:, :, 1:].float()
         out = wide[:, :, :q] * weight[:, 0, :1]
         for tap in range(1, weight.shape[2]):
             out = out + wide[:, :, tap : tap + q] * weight[:, 0, tap : tap + 1]
@@ -334,9 +327,7 @@ class GatedDeltaNet(nn.Module):
             return
         noise = torch.randn((1, 6, own.hidden_size), generator=torch.Generator().manual_seed(0), device="cpu")
         hidden = noise.to(weight.device, own.dt_bias.dtype)
-        layout = StateLayout(
-            (0,), own.conv_dim, own.conv_kernel_size - 1, own.num_v_heads, own.head_k_dim, own.head_v_dim
-        )
+        layout = StateLayout((0,), own.conv_dim, own.conv_kernel_size, own.num_v_heads, own.head_k_dim, own.head_v_dim)
         ring = StateRing(layout, 1, hidden.dtype, hidden.device)
         with torch.inference_mode():
             expected = own(hidden).float()

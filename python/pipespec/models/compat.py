@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from transformers import Cache, GenerationConfig
-from transformers.cache_utils import DynamicLayer
+import transformers.cache_utils as cache_utils
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
 
 def query_length(query: int | torch.Tensor) -> int:
@@ -34,12 +34,34 @@ def caches_latents(model_type: str) -> bool:
     return any(name.endswith("Attention") and hasattr(kind, "expand_kv") for name, kind in vars(source).items())
 
 
-def keep_window(layer: Any) -> None:
-    """After all keys and values of a layer of a ``DynamicCache`` were replaced: keep those that its window holds, if it has one."""
-    window = getattr(layer, "sliding_window", None)
-    if window is not None:
-        layer.cumulative_length = layer.keys.shape[2]
-        layer.keys, layer.values = (x[:, :, -window + 1 :] for x in (layer.keys, layer.values))
+recurrent_layer: Any = getattr(cache_utils, "LinearAttentionLayer", None)
+"""The class of a recurrent layer in a ``DynamicCache``; None in versions whose recurrent models have caches of their own."""
+
+
+def recurrent_states(layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What a recurrent layer of a ``DynamicCache`` holds: the last inputs of its convolution, and its state; None of one that holds nothing.
+
+    Newer versions have several of each per layer, by number.
+    """
+
+    def first(value: Any) -> Any:
+        return value.get(0) if isinstance(value, dict) else value
+
+    if recurrent_layer is None or not isinstance(layer, recurrent_layer) or not first(layer.has_previous_state):
+        return None
+    return first(layer.conv_states), first(layer.recurrent_states)
+
+
+def new_cache(model: PreTrainedModel) -> DynamicCache:
+    """The empty cache that ``generate()`` makes for a model."""
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def positions_of_call(positions: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor:
+    """Positions ``[B, S]`` of a call: those that transformers has prepared, or what older versions derive from the mask step by step."""
+    if positions is None:
+        positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    return positions.expand(len(mask), -1)
 
 
 def mask_columns(kwargs: dict[str, Any]) -> tuple[int, int | None]:
@@ -57,20 +79,6 @@ def mask_columns(kwargs: dict[str, Any]) -> tuple[int, int | None]:
         return query_length(kwargs["cache_position"]), None
     offset = kwargs.get("q_offset", 0)
     return kwargs["q_length"], offset if isinstance(offset, int) else None
-
-
-def cropped_length(length: int, n: int) -> int:
-    """Tokens that ``Cache.crop(n)`` leaves of ``length``, in the installed transformers.
-
-    Negative ``n`` removes ``-n`` tokens in every version. 0 empties the cache in 5.0 and does nothing in later versions. Positive ``n`` keeps
-    the first ``n`` tokens up to 5.17 and raises ``ValueError`` in later versions. The installed version's own layer computes it here, on
-    tensors without memory.
-    """
-    layer = DynamicLayer()
-    layer.keys = layer.values = torch.empty((1, 1, length, 1), device="meta")
-    layer.is_initialized = True
-    layer.crop(n)
-    return int(layer.keys.shape[2])
 
 
 def mask_columns_of_call(config: GenerationConfig, position_ids: torch.Tensor | None, width: int) -> int:

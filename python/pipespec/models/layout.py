@@ -36,7 +36,7 @@ class StateLayout(NamedTuple):
     Attributes:
         layers: Indices of the recurrent layers.
         channels: Channels of the convolution.
-        taps: Inputs before a column that its convolution reads: one less than the size of its kernel.
+        taps: Last inputs that are kept: as many as the convolution's kernel has, as in transformers' caches. A later column reads all but the first.
         heads: Heads of the recurrent state.
         key_dim: Size of a key.
         value_dim: Size of a value.
@@ -147,7 +147,7 @@ def _states(config: Any) -> StateLayout | None:
         return None
     heads, key_dim, value_dim = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
     channels = 2 * config.linear_num_key_heads * key_dim + heads * value_dim
-    return StateLayout(layers, channels, config.linear_conv_kernel_dim - 1, heads, key_dim, value_dim)
+    return StateLayout(layers, channels, config.linear_conv_kernel_dim, heads, key_dim, value_dim)
 
 
 def takes_mask_per_type(decoder: Any) -> bool:

@@ -188,8 +188,8 @@ class Driver(Decoder):
     # ---- a call
 
     def run(self, request: GenerationRequest) -> None:
-        with request.cache_lent_to(self.target):
-            self._generate(request)
+        request.hand_cache_to(self.target)
+        self._generate(request)
 
     @abstractmethod
     def _generate(self, request: GenerationRequest) -> None:

@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -56,7 +55,7 @@ def graphed_columns(model: Any) -> int:
 class GraphedStage(Stage):
     """A stage with static buffers. The attention of its model must be ``"pipespec"``.
 
-    It keeps one set of buffers for each of the last few numbers of rows. A cache of the caller is copied in, and copied out after the call. :meth:`step`
+    It keeps one set of buffers for each of the last few numbers of rows. A cache of the caller is copied in. :meth:`step`
     remains for calls that need the host.
 
     Args, in addition to those of :class:`Stage`:
@@ -82,7 +81,6 @@ class GraphedStage(Stage):
         self._exact = exact
         self._buffers: dict[int, StaticBuffers] = {}  # by rows, the last used one last
         self._current: StaticBuffers | None = None
-        self._callers_cache: RowCache | None = None
         self.is_prefilled = False
         self.capture_prompt: Callable[[GraphedStage, int, Sequence[int], bool], Any] | None = None
         self._may_pad = False
@@ -235,30 +233,6 @@ class GraphedStage(Stage):
                 graphs[key] = error.__cause__ = None
                 warn_of_speed(f"{error}; the host launches each kernel over its prompts")
         return graphs.get(key)
-
-    def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
-        self._callers_cache = cache
-        super().adopt(cache, text)
-
-    def return_cache(self, lengths: Sequence[int]) -> RowCache:
-        """Return a copy, in the cache that was adopted if there is one. The stage's own stays at its address."""
-        own, callers, self._callers_cache = self.cache, self._callers_cache, None
-        # The call failed before its prefill.
-        if own is callers:
-            return super().return_cache(lengths)
-        if callers is not None and all(n <= held for n, held in zip(lengths, callers.lengths, strict=True)):
-            callers.truncate(lengths)
-        else:
-            lengths = [min(n, held) for n, held in zip(lengths, own.lengths, strict=True)]
-            # With room to continue.
-            capacity = self._text.shape[1]
-            if callers is None:
-                callers = RowCache.for_model(self.model, own.rows, capacity)
-            elif callers.capacity < max(lengths):
-                callers.reserve(capacity)
-            callers.copy_from(own, lengths)
-        callers.text = [self._text[row, :n].copy() for row, n in enumerate(lengths)]
-        return callers
 
     def sync_lengths(self) -> None:
         """Take over from the block which tokens the cache holds, after steps that :meth:`step` did not run. While no stage runs."""
