@@ -96,6 +96,8 @@ class Pipeline(BasePipeline):
             text. ``"rejection"`` accepts, in expectation, at least as many draft tokens: rejection sampling (Leviathan et al. 2023). The text has the
             target's distribution, too, but depends on the draft and on ``lookahead``. It is for one draft model in ``schedule="lockstep"``, which it
             chooses by default. The distributions take ``4 * rows * (lookahead + 1) * vocabulary`` bytes.
+        prefix_cache: Bytes of keys and values of earlier texts that each model keeps: a call reads only what its prompt adds to the longest prefix of them.
+            The text is the same. The last text always stays. 0: nothing is kept. Default: an eighth of the memory that is free.
 
     A target that transformers has sharded over processes (``tp_plan``) runs in all of them: every rank builds the same pipeline and makes the same
     calls, and each returns the text. Rank 0 runs the drafts.
@@ -136,6 +138,7 @@ class Pipeline(BasePipeline):
         native: bool = True,
         exact: bool = False,
         acceptance: str = "coupled",
+        prefix_cache: int | None = None,
         tokenizer: Any = None,
         draft_tokenizers: Any = None,
     ) -> None:
@@ -165,6 +168,7 @@ class Pipeline(BasePipeline):
             "native": native,
             "exact": exact,
             "acceptance": acceptance,
+            "prefix_cache": prefix_cache,
         }
         # 1. The configuration: the options are checked before any model is read.
         config = SpeculationConfig.of(given, schedule=schedule or LOCKSTEP.name, **options)

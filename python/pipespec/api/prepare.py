@@ -132,7 +132,6 @@ def prepare(
         sampling_params,
         head_size(target),
         chunk=config.prefill_chunk_size or prefill_chunk(rows, str(input_device(target))),
-        reuse=options.cache is not None,
         grammar=grammar,
     )
     record, logprobs = None, check_logprobs(options.logprobs, config, inputs.vocabulary)

@@ -94,6 +94,8 @@ class FusedForm(Form):
         NotReadable: a part of the model has no operation here.
     """
 
+    has_copies = True
+
     def __init__(self, model: PreTrainedModel, *, exact: bool = False) -> None:
         self.number = next(_numbers)
         self._read = read = families.read(model, matrices=False)
@@ -113,6 +115,7 @@ class FusedForm(Form):
         self.tables: weakref.WeakKeyDictionary[RowCache, tuple[torch.Tensor, ...]] = weakref.WeakKeyDictionary()
         self.has_opaque = any(product.modules for product in (*products, self._head))
         self.block = self._rows_of_products([self._head, *products]) if exact else 0
+        self.repeats_bits = bool(self.block)
 
     @property
     def name(self) -> str:

@@ -94,6 +94,11 @@ class Decoder(ABC):
         return [""] * len(self.names)
 
     @property
+    def prompt_tokens_reused(self) -> int:
+        """Tokens of the last call's prompts whose keys and values the target had, from an earlier call or the caller."""
+        return 0
+
+    @property
     def translated(self) -> Mapping[int, tuple[int, int]]:
         """By stage with another tokenizer than the target's: tokens that its model generated in the last call, and those lost in translation."""
         return {}
@@ -165,6 +170,8 @@ class Driver(Decoder):
         stage.upstream_failed = functools.partial(self.draft_failed, i - 1)
         # Products of a library may depend on the number of threads.
         stage.reads_wide = not config.exact
+        stage.needs_same_bits = i == self.block.target or acceptance is not None
+        stage.keep_prefixes(config.prefix_cache)
         return stage
 
     @property
@@ -229,6 +236,10 @@ class Driver(Decoder):
             stage.release()
 
     # ---- afterwards
+
+    @property
+    def prompt_tokens_reused(self) -> int:
+        return self.target.reused
 
     @property
     def translated(self) -> Mapping[int, tuple[int, int]]:
