@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from pipespec import Pipeline
-from pipespec.engine import cached_text
 from tests.conftest import left_pad, noisy, random_llama
-from tests.pipespec.tiny_models import TINY_MODELS, model_of
+from tests.pipespec.tiny_models import model_of
 from tests.trials import trials
 
 TURNS = 7
@@ -29,7 +28,7 @@ class Kind(NamedTuple):
     dtype: torch.dtype = torch.float32
     wide: bool = False
     drafted: bool = False
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 KINDS = {

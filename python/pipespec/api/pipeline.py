@@ -18,9 +18,9 @@ from pipespec.checks.models import check_chain, check_exact
 from pipespec.checks.support import cost_of_width
 from pipespec.checks.tokenizers import tokenizer_digest, with_translations
 from pipespec.config import SpeculationConfig, can_be_captured, can_be_controlled
-from pipespec.engine.cached_text import forward_group
 from pipespec.engine.chain import DraftSpec, as_draft
 from pipespec.engine.inputs import stage_names
+from pipespec.engine.resumable import forward_group
 from pipespec.errors import DoesNotFit, NotCapturable, NotKnown, UnsupportedInput, mark_final
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import input_device, not_whole_reason, tensor_parallel_size

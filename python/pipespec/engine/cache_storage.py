@@ -319,32 +319,30 @@ class RowStorage:
         """Whether this cache, once empty, is large enough for ``capacity`` positions of exactly ``rows`` rows."""
         return rows == self.rows and capacity <= self.capacity
 
-    def copy_from(self, other: RowStorage, lengths: Sequence[int]) -> None:
-        """Copy the first ``lengths[r]`` tokens of each row of another cache, without recurrent layers. Addresses stay.
-
-        Raises:
-            ValueError: the other cache has another shape or holds less.
-        """
-        if not all(0 <= n <= have for n, have in zip(lengths, other._lengths, strict=True)):
-            raise ValueError(f"lengths {list(lengths)} of a cache that holds {other._lengths}")
-        n = max(lengths)
-        self.load([(keys[:, :, :n], values[:, :, :n]) for keys, values in other.states()], lengths)
-
     def take_rows(self, sources: Sequence[tuple[RowStorage, int] | None], lengths: Sequence[int]) -> None:
         """Begin the rows with the first ``lengths[r]`` tokens of rows of other caches of this model, or of this one's own. Addresses stay.
 
         Args:
             sources: per row, a cache and the row of it; None for an empty row.
             lengths: each from :meth:`recoverable`.
+
+        Raises:
+            ValueError: the other cache has another shape or holds less, or there is no room.
         """
+        for source, n in zip(sources, lengths, strict=True):
+            if source is not None and not 0 <= n <= min(source[0]._lengths[source[1]], self.capacity):
+                raise ValueError(f"{n} tokens of row {source[1]} of a cache that holds {source[0]._lengths}")
+            if source is not None and source[0]._layout != self._layout:
+                raise ValueError("keys and values of another shape cannot be taken over")
         with torch.inference_mode(False), torch.no_grad():
             for row, (source, n) in enumerate(zip(sources, lengths, strict=True)):
                 if source is None or not n:
                     continue
                 other, of = source
                 if other is not self:
-                    for store, held in zip(self._stores, other._stores, strict=True):
-                        store[:, row, :, :n].copy_(held[:, of, :, :n])
+                    mine, theirs = (*self._keys, *self._values), (*other._keys, *other._values)
+                    for to, held in zip(mine, theirs, strict=True):
+                        to[row, :, :n].copy_(held[of, :, :n])
                     if isinstance(self.features, Features):
                         self.features.take_row(row, other.features, of, n)
                 if self._ring is not None and other._ring is not None:

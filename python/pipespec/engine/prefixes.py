@@ -202,7 +202,12 @@ class WeightSamples:
     def __init__(self, model: torch.nn.Module) -> None:
         self._views: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for tensor in (t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values())):
-            if tensor is None or not tensor.numel() or tensor.device.type == "meta" or tensor.layout is not torch.strided:
+            if (
+                tensor is None
+                or not tensor.numel()
+                or tensor.device.type == "meta"
+                or tensor.layout is not torch.strided
+            ):
                 continue
             span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
             step = -(-span // self.MOST)

@@ -261,7 +261,7 @@ class GraphedStage(Stage):
                 callers = RowCache.for_model(self.model, own.rows, capacity)
             elif callers.capacity < max(lengths):
                 callers.reserve(capacity)
-            callers.copy_from(own, lengths)
+            callers.take_rows([(own, row) for row in range(own.rows)], lengths)
         callers.text = [self._text[row, :n].copy() for row, n in enumerate(lengths)]
         return callers
 
