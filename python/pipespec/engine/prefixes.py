@@ -120,10 +120,7 @@ class PrefixStore:
 
     def add(self, kept: KeptText) -> None:
         """Keep the text of the last call, which stays whatever its size until another one comes."""
-        if self.budget == 0:
-            self.spare = kept.cache
-        else:
-            self.texts.append(kept)
+        self.texts.append(kept)
 
     def retain(self, stays: Callable[[KeptText], bool]) -> None:
         """Forget all other texts."""
@@ -165,27 +162,31 @@ class PrefixStore:
         return first.kept
 
     def make_room(self, rows: int, capacity: int, sources: Sequence[Source | None]) -> RowCache | None:
-        """Let the least recently used texts go until a cache of this size fits the budget beside the rest. ``sources`` stay, and were used now.
+        """:meth:`free` the bytes of a cache of this size. The texts of ``sources`` stay, and were used now.
 
         Returns:
             Storage of a text that went, or of a call whose text is not kept; the store has it no longer.
         """
-        used = [kept for kept in self.texts if any(source and source.kept is kept for source in sources)]
-        self.texts = [kept for kept in self.texts if kept not in used] + used
-        held = [kept.cache.nbytes for kept in self.texts]
-        if held:
-            like, budget = self.texts[-1].cache, self._budget(sum(held))
-            more = held[-1] * rows * capacity // (like.rows * like.capacity)
-            while len(held) > len(used) and sum(held) + more > budget:
-                del held[0]
-                self.spare = self.texts.pop(0).cache
+        if self.texts:
+            used = [kept for kept in self.texts if any(source and source.kept is kept for source in sources)]
+            self.texts = [kept for kept in self.texts if kept not in used] + used
+            like = self.texts[-1].cache
+            self.free(like.nbytes * rows * capacity // (like.rows * like.capacity), like.device, len(used))
         spare, self.spare = self.spare, None
         return spare
 
-    def _budget(self, held: int) -> int:
+    def free(self, more: int, device: torch.device, stay: int = 0) -> bool:
+        """Let the least recently used texts go, but for the last ``stay``, until ``more`` bytes fit the budget beside the rest. Whether they do."""
+        held = sum(kept.cache.nbytes for kept in self.texts)
+        budget = self._budget(held, device)
+        while len(self.texts) > stay and held + more > budget:
+            self.spare = self.texts.pop(0).cache
+            held -= self.spare.nbytes
+        return held + more <= budget
+
+    def _budget(self, held: int, device: torch.device) -> int:
         if self.budget is not None:
             return self.budget
-        device = self.texts[0].cache.device
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory()[1]
         return (free + held) // SHARE
 

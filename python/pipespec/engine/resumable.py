@@ -210,15 +210,17 @@ class ResumableText:
         made, self._made = self._made, None
         if cache is None:
             return
-        if made is None or made is NOT_KEPT or self._store.budget == 0:
+        is_kept = made is not None and made is not NOT_KEPT and self._store.budget != 0
+        held = [min(pair) for pair in zip(self._held, self._read_by(cache), strict=True)] if is_kept else []
+        kept = self._to_keep(cache, held) if is_kept else None
+        if kept is None or made is None:
             self._store.spare = cache
             return
-        held = [min(pair) for pair in zip(self._held, self._read_by(cache), strict=True)]
         whole = [min(n, end) // made.grid * made.grid for n, end in zip(self._read_to, held, strict=True)]
-        self._store.add(KeptText(self._to_keep(cache, held), self._text, held, list(self._skipped), whole, made))
+        self._store.add(KeptText(kept, self._text, held, list(self._skipped), whole, made))
 
-    def _to_keep(self, cache: RowCache, held: Sequence[int]) -> RowCache:
-        """The cache that holds a kept text: that of its call."""
+    def _to_keep(self, cache: RowCache, held: Sequence[int]) -> RowCache | None:
+        """The cache that is to hold a kept text: that of its call. None: there is no room for one."""
         return cache
 
     def _find(self, inputs: StageInputs) -> tuple[Origin | None, list[Source | None]]:

@@ -193,7 +193,9 @@ class GraphedStage(Stage):
         super()._shelve()
         self._store.spare, self._cache = None, before
 
-    def _to_keep(self, cache: RowCache, held: Sequence[int]) -> RowCache:
+    def _to_keep(self, cache: RowCache, held: Sequence[int]) -> RowCache | None:
+        if not self._store.free(cache.nbytes * max(held) // cache.capacity, cache.device):
+            return None
         copied = RowCache.for_model(self.model, cache.rows, max(1, *held))
         copied.features = cache.features and Features(cache.features.layers, [0] * cache.rows, cache.features.dtype)
         copied.take_rows([(cache, row) for row in range(cache.rows)], held)
