@@ -14,6 +14,7 @@ from pipespec.engine.inputs import StageInputs
 from pipespec.engine.resumable import ResumableText
 from pipespec.models.devices import input_device
 from pipespec.models.properties import embedding_size
+from pipespec.process.progress import note_reading
 
 PROMPT_TAIL = 64
 """Tokens of a prompt that a draft reads if it begins late. The rest hardly helps it, and would delay the text."""
@@ -103,9 +104,12 @@ class CachedText(ResumableText):
         """
         if self._made is None:
             self._made = self._origin(cache, cache.rows)
+        first, total = sum(begin), sum(end) - sum(begin)
+        note = note_reading if selects else lambda done, total: None
+        note(0, total)
         logits: dict[int, torch.Tensor] = {}
         if self.reads_wide and self._group is None:
-            begin = self._fill_by_library(cache, begin, end, logits if selects else None)
+            begin = self._fill_by_library(cache, begin, end, logits if selects else None, note)
             end = [max(pair) for pair in zip(begin, end, strict=True)]
         # Whether a forward of several columns gives the logits after each prompt, with the bits of a forward of its last token.
         reads_last = (
@@ -134,6 +138,7 @@ class CachedText(ResumableText):
             if not level:
                 # Padding columns of complete rows must not use up the capacity.
                 cache.truncate(self._in_cache(until))
+            note(min(sum(until) - first, total), total)
             for row, n in enumerate(until):
                 if cache.is_recurrent and real[row] == self._chunk and n % self._chunk == 0:
                     cache.mark(row)
@@ -149,9 +154,15 @@ class CachedText(ResumableText):
         self._prompt_logits = torch.cat([logits[row] for row in range(len(end))])
 
     def _fill_by_library(
-        self, cache: RowCache, begin: list[int], end: list[int], logits: dict[int, torch.Tensor] | None
+        self,
+        cache: RowCache,
+        begin: list[int],
+        end: list[int],
+        logits: dict[int, torch.Tensor] | None,
+        note: Callable[[int, int], None],
     ) -> list[int]:
         """Cache the tokens that belong to wide forwards, row by row, and add the logits after whole prompts. Returns where the rest begins."""
+        first, total = sum(begin), sum(end) - sum(begin)
         last, begin = [e + (logits is not None) for e in end], list(begin)
         wide = wide_columns(
             self.model, cache, max(e - b for b, e in zip(begin, last, strict=True)), native=self._native
@@ -164,6 +175,7 @@ class CachedText(ResumableText):
                 kept = forward_row(self.model, tokens, cache, row, keep)
                 if logits is not None and keep:
                     logits[row] = kept
+                note(min(sum(begin) - first, total), total)
         return begin
 
     def _tokens_of(self, row: int, begin: int, end: int) -> torch.Tensor:

@@ -230,6 +230,10 @@ class Driver(Decoder):
         # A call of another thread may have been running at the fork. Nothing of it can continue.
         return type(self)(self.models, self.config)
 
+    def close(self) -> None:
+        # Kept texts go, too.
+        self.release()
+
     def release(self) -> None:
         self.checked = (0, 0, 0)
         for stage in self.stages:

@@ -316,6 +316,7 @@ class LocalDriver(AsynchronousDriver):
 
     def close(self) -> None:
         """End the processes. A later ``run`` starts them again."""
+        super().close()
         self.block.start(0)
         self._is_open = False
         _stop(self.peers)
