@@ -17,6 +17,9 @@ from pipespec_kernels.env import host_memory
 SHARE = 8
 """Kept texts may take this part of the memory that would be free without them, unless a budget is given."""
 
+MOST = 128
+"""Texts that are kept at most: each prompt is compared with all of them."""
+
 SHORTEST = 32
 """Tokens of the shortest prefix that is used. Fewer are read again sooner than they are copied, and rows that begin together stay together."""
 
@@ -118,9 +121,13 @@ class PrefixStore:
     def clear(self) -> None:
         self.texts, self.spare = [], None
 
+    def takes(self, held: Sequence[int]) -> bool:
+        """Whether a text is worth keeping whose rows hold so many tokens."""
+        return self.budget != 0 and max(held, default=0) >= SHORTEST
+
     def add(self, kept: KeptText) -> None:
         """Keep the text of the last call, which stays whatever its size until another one comes."""
-        self.texts.append(kept)
+        self.texts = [*self.texts[1 - MOST :], kept]
 
     def retain(self, stays: Callable[[KeptText], bool]) -> None:
         """Forget all other texts."""
@@ -191,13 +198,16 @@ class PrefixStore:
         return (free + held) // SHARE
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
 class WeightSamples:
     """Some values of each weight of a model, for changes that go past torch's version counters, as those through ``.data`` do.
 
     A change of a whole matrix shows, one of a few values may not.
     """
 
-    MOST = 256
+    COUNT = 256
     """Values per weight."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -211,13 +221,14 @@ class WeightSamples:
             ):
                 continue
             span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            step = -(-span // self.MOST)
+            step = -(-span // self.COUNT)
             view = tensor.detach().as_strided((-(-span // step),), (step,))
             self._views.setdefault((view.device, view.dtype), []).append(view)
         self._values = self._read()
 
     def _read(self) -> list[torch.Tensor]:
-        return [torch.cat(views) for views in self._views.values()]
+        # As bytes, since not all dtypes can be compared.
+        return [torch.cat(views).view(torch.uint8) for views in self._views.values()]
 
     def agree(self) -> bool:
         """Whether the values are those that they were."""

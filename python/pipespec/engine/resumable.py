@@ -210,14 +210,13 @@ class ResumableText:
         made, self._made = self._made, None
         if cache is None:
             return
-        is_kept = made is not None and made is not NOT_KEPT and self._store.budget != 0
-        held = [min(pair) for pair in zip(self._held, self._read_by(cache), strict=True)] if is_kept else []
-        kept = self._to_keep(cache, held) if is_kept else None
+        held = [min(pair) for pair in zip(self._held, self._read_by(cache), strict=True)] if made is not None else []
+        kept = self._to_keep(cache, held) if made is not NOT_KEPT and self._store.takes(held) else None
         if kept is None or made is None:
             self._store.spare = cache
             return
         whole = [min(n, end) // made.grid * made.grid for n, end in zip(self._read_to, held, strict=True)]
-        self._store.add(KeptText(kept, self._text, held, list(self._skipped), whole, made))
+        self._store.add(KeptText(kept, self._text[:, : max(held)].copy(), held, list(self._skipped), whole, made))
 
     def _to_keep(self, cache: RowCache, held: Sequence[int]) -> RowCache | None:
         """The cache that is to hold a kept text: that of its call. None: there is no room for one."""
