@@ -135,7 +135,7 @@ def test_random_conversations(name, tmp_path, monkeypatch):
     keeping, fresh = pipelines(KINDS[name], tmp_path, monkeypatch)
     reused = 0
     with keeping, fresh:
-        for seed in range(trials(ci=4, nightly=84)):
+        for seed in range(trials(ci=4, nightly=60)):
             reused += sum(check(keeping, fresh, seed, 95))
     assert reused > 0
 

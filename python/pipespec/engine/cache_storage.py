@@ -37,6 +37,10 @@ class Features:
         assert self._stored is not None
         return self._stored
 
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._stored is None else self._stored.nbytes
+
     def record(
         self, lengths: Sequence[int] | torch.Tensor, streams: Mapping[int, torch.Tensor], first: int = 0
     ) -> None:

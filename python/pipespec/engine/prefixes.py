@@ -11,6 +11,7 @@ import torch
 
 from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
+from pipespec.engine.cache_storage import Features
 from pipespec.engine.sampling import common_length
 from pipespec_kernels.env import host_memory
 
@@ -65,6 +66,12 @@ class KeptText:
     whole: list[int]
     origin: Origin
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values, states and hidden states."""
+        features = self.cache.features
+        return self.cache.nbytes + (features.nbytes if isinstance(features, Features) else 0)
+
     def row_alone(self, row: int) -> KeptText:
         """The same, of which only one row counts."""
         held = [n if r == row else 0 for r, n in enumerate(self.held)]
@@ -88,13 +95,13 @@ class Source(NamedTuple):
 
     Attributes:
         same: tokens that agree.
-        count: how many of them are used.
+        used: how many of them count.
     """
 
     kept: KeptText
     row: int
     same: int
-    count: int
+    used: int
 
     @property
     def lost(self) -> int:
@@ -141,7 +148,7 @@ class PrefixStore:
                 same = common_length(kept.text[row, :held], prompt[:-1])
                 count = kept.usable(row, same)
                 # Of equal ones, the one that loses least in place; then the last used one.
-                if count and (best is None or (count, same - held) >= (best.count, -best.lost)):
+                if count and (best is None or (count, same - held) >= (best.used, -best.lost)):
                     best = Source(kept, row, same, count)
         return best
 
@@ -151,7 +158,7 @@ class PrefixStore:
         most = 0
         for kept in among:
             found = [self.find(prompt, [kept.row_alone(row)]) for row, prompt in enumerate(prompts)]
-            count = min(0 if source is None else source.count for source in found)
+            count = min(0 if source is None else source.used for source in found)
             if count >= max(most, 1) and all(kept.usable(row, count) == count for row in range(len(found))):
                 most = count
                 best = [Source(kept, row, source.same, count) for row, source in enumerate(found) if source is not None]
@@ -177,18 +184,20 @@ class PrefixStore:
         if self.texts:
             used = [kept for kept in self.texts if any(source and source.kept is kept for source in sources)]
             self.texts = [kept for kept in self.texts if kept not in used] + used
-            like = self.texts[-1].cache
-            self.free(like.nbytes * rows * capacity // (like.rows * like.capacity), like.device, len(used))
+            last = self.texts[-1]
+            like = last.cache
+            self.free(last.nbytes * rows * capacity // (like.rows * like.capacity), like.device, len(used))
         spare, self.spare = self.spare, None
         return spare
 
     def free(self, more: int, device: torch.device, stay: int = 0) -> bool:
         """Let the least recently used texts go, but for the last ``stay``, until ``more`` bytes fit the budget beside the rest. Whether they do."""
-        held = sum(kept.cache.nbytes for kept in self.texts)
+        held = sum(kept.nbytes for kept in self.texts)
         budget = self._budget(held, device)
         while len(self.texts) > stay and held + more > budget:
-            self.spare = self.texts.pop(0).cache
-            held -= self.spare.nbytes
+            gone = self.texts.pop(0)
+            self.spare = gone.cache
+            held -= gone.nbytes
         return held + more <= budget
 
     def _budget(self, held: int, device: torch.device) -> int:
@@ -215,9 +224,10 @@ class WeightSamples:
         for tensor in (t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values())):
             if (
                 tensor is None
+                or type(tensor) not in _PLAIN
                 or not tensor.numel()
-                or tensor.device.type == "meta"
-                or tensor.layout is not torch.strided
+                or tensor.is_meta
+                or tensor.is_complex()
             ):
                 continue
             span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))

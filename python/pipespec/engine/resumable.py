@@ -117,7 +117,7 @@ class ResumableText:
         """The cache of a call, with what kept texts, or the caller's cache, hold of its prompts. Returns it, and the position up to which it holds each row."""
         prompts = inputs.prompts
         given, self._given = self._given, None
-        made = NOT_KEPT
+        made: Origin | None = NOT_KEPT
         if given is None:
             self._shelve()
             made, sources = self._find(inputs)
@@ -126,7 +126,7 @@ class ResumableText:
             sources = self._of_given(given, prompts)
             taken = given if sources[0] is not None else None
         self._made = None  # until cache and text are those of this call
-        held = [0 if source is None else source.count for source in sources]
+        held = [0 if source is None else source.used for source in sources]
         self._skipped = [0 if source is None else source.kept.skipped[source.row] for source in sources]
         slots = self._in_cache(held)
         self._cache = cache = self._begin_cache(inputs, sources, taken, slots)

@@ -197,7 +197,8 @@ class GraphedStage(Stage):
         if not self._store.free(cache.nbytes * max(held) // cache.capacity, cache.device):
             return None
         copied = RowCache.for_model(self.model, cache.rows, max(1, *held))
-        copied.features = cache.features and Features(cache.features.layers, [0] * cache.rows, cache.features.dtype)
+        if isinstance(cache.features, Features):
+            copied.features = Features(cache.features.layers, [0] * cache.rows, cache.features.dtype)
         copied.take_rows([(cache, row) for row in range(cache.rows)], held)
         return copied
 
