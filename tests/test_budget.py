@@ -21,7 +21,7 @@ PYTHON = ("python/pipespec", "python/pipespec_spd", "python/pipespec_train", "pi
 FOLDERS = {
     "csrc": 11_880,
     "pipespec_kernels": 8_420,
-    "python/pipespec": 23_700,
+    "python/pipespec": 23_710,
     "python/pipespec_spd": 3_200,
     "python/pipespec_train": 1_880,
     "bench": 9_070,
@@ -44,7 +44,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 61, 12_900
+MODULES, LINES = 61, 12_960
 """Most modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 
