@@ -80,7 +80,7 @@ class BasePipeline:
         return self.models[-1]
 
     def close(self) -> None:
-        """End worker processes, drop graphs and kept texts, and restore the models' attention. A later call starts again what it needs.
+        """End worker processes, drop graphs, and restore the models' attention. A later call starts again what it needs.
 
         This also happens at the end of a ``with`` block, at exit, and when the pipeline is collected as garbage. Calls of other threads that
         began earlier are completed first.
@@ -90,7 +90,6 @@ class BasePipeline:
         """
         with self._turn("close()", "raise an error there to end the call, and close the pipeline when it has returned"):
             self._driver.close()
-            self._driver.release()
 
     def __enter__(self) -> Self:
         return self
