@@ -21,12 +21,12 @@ PYTHON = ("python/pipespec", "python/pipespec_spd", "python/pipespec_train", "pi
 FOLDERS = {
     "csrc": 11_880,
     "pipespec_kernels": 8_420,
-    "python/pipespec": 22_900,
+    "python/pipespec": 23_710,
     "python/pipespec_spd": 3_200,
     "python/pipespec_train": 1_880,
     "bench": 9_260,
     "tools": 250,
-    "tests": 46_350,
+    "tests": 46_580,
 }
 """Maximum lines of C++, CUDA and Python. The design's goals: 12,000, 8,400, 21,500, 3,200, 2,000, 7,500, 600 and 42,000."""
 
@@ -34,13 +34,17 @@ FILE, CLASS, FUNCTION = 600, 300, 80
 """Maximum lines of a file, of a class, and of a function without its docstring. Triton kernels have no limit."""
 
 LONGER = {
+    # Until the caller's caches are transformers' own: then no row of it is selected or repeated.
+    "python/pipespec/engine/cache_storage.py:RowStorage": 330,
+    # generate(), its preparation, and the rules of its caches and forks.
+    "python/pipespec/api/base.py:BasePipeline": 310,
     # One launch: checks of shapes, then the choice of sizes, then the call.
     "pipespec_kernels/triton/attention.py:verify_attention": 110,
     "pipespec_kernels/triton/rejection_sample.py:rejection_sample": 110,
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 58, 12_200
+MODULES, LINES = 61, 12_960
 """Maximum number of modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 

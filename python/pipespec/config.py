@@ -52,6 +52,7 @@ class SpeculationConfig:
     exact: bool = False
     acceptance: str = "coupled"
     controlled: bool = False
+    prefix_cache: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("graphs", "native", "exact"):
@@ -66,6 +67,8 @@ class SpeculationConfig:
             from pipespec_kernels.trace import MAX_ENTRIES
 
             _require_number("trace", self.trace, 0, MAX_ENTRIES)
+        if self.prefix_cache is not None:
+            _require_number("prefix_cache", self.prefix_cache, 0, 2**63 - 1)
         self._check_options()
 
     def _check_options(self) -> None:
@@ -141,7 +144,7 @@ class SpeculationConfig:
         row = config.schedule_row
         config = replace(config, graphs=config.graphs or row.is_captured)
         if not drafts or not row.has_drafts:
-            of_target = {name: getattr(config, name) for name in ("graphs", "trace", "native", "exact")}
+            of_target = {name: getattr(config, name) for name in ("graphs", "trace", "native", "exact", "prefix_cache")}
             return cls(schedule=PLAIN.name, **of_target)
         if lookahead is None:
             if config.is_controllable:

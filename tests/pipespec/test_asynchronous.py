@@ -117,16 +117,11 @@ def test_a_call_survives_its_encoding():
     params = SamplingParams(
         seeds=(2**64 - 1, 5), temperature=0.7, top_k=9, top_p=0.9, min_p=0.05, prompts=(shown,), ends=frozenset({4, 2})
     )
-    sent = Call(7, StageInputs(prompts, [9, 30], params, 320, 64, reuse=True), [2, 4])
+    sent = Call(7, StageInputs(prompts, [9, 30], params, 320, 64), [2, 4])
     call = Call.from_json(sent.to_json(), "cpu")
     assert [prompt.tolist() for prompt in call.inputs.prompts] == [[3, 1, 2], [9]]
     assert [prompt.dtype for prompt in call.inputs.prompts] == [np.int32] * 2
-    assert (call.inputs.limits, call.inputs.vocabulary, call.inputs.chunk, call.inputs.reuse) == (
-        [9, 30],
-        320,
-        64,
-        True,
-    )
+    assert (call.inputs.limits, call.inputs.vocabulary, call.inputs.chunk) == ([9, 30], 320, 64)
     assert (call.generation, call.eos) == (7, [2, 4])
     (found,) = call.inputs.sampling_params.prompts
     assert isinstance(found, Prompt)

@@ -23,6 +23,7 @@ from pipespec.cli import doctor
 from pipespec.cli.main import main
 from pipespec.demo import load_family
 from pipespec.demo import run as demo_run
+from pipespec.process import progress
 from pipespec.registry import SCHEDULES
 from tests.conftest import noisy, random_llama
 from tests.support.texts import own_text
@@ -196,13 +197,35 @@ def test_generate_with_the_bundled_family(capsys):
     assert "\nngram " in captured.err
 
 
-@pytest.mark.parametrize(
-    ("length", "what"), [(508, "beyond 4 new tokens the text"), (600, "the prompt, of 600 tokens,")]
-)
-def test_generate_warns_beyond_the_models_limit(family, capsys, length, what):
+@pytest.mark.parametrize("length", [508, 600])
+def test_generate_warns_beyond_the_models_limit(family, capsys, length):
+    """A prompt that is longer is refused, unless asked for."""
     arguments = ["generate", "--target", str(family / "target"), "--prompt", "x" * length, "--max-new-tokens", "6"]
+    if length >= 512:
+        assert main(arguments) == 2
+        said = capsys.readouterr()
+        assert (
+            "the prompt has 600 tokens, and the target was made for texts of 512: shorten it, or pass --beyond"
+            in said.err
+        )
+        assert said.out == ""
+        arguments.append("--beyond-context")
     assert main(arguments) == 0
-    assert f"{what} passes the 512 tokens that the target was made for" in capsys.readouterr().err
+    what = f"beyond {max(0, 512 - length)} new tokens the text passes the 512 tokens that the target was made for"
+    assert what in capsys.readouterr().err
+
+
+def test_a_long_prompt_shows_on_a_terminal_how_much_is_read(family, capsys, monkeypatch):
+    """One line, drawn in place, which is gone before the text begins."""
+    arguments = ["generate", "--target", str(family / "target"), "--prompt", "x" * 300, "--max-new-tokens", "6"]
+    monkeypatch.setattr("pipespec.engine.inputs.PREFILL_CHUNK", 100)
+    monkeypatch.setattr(progress, "_LONG_PROMPT", 200)
+    assert main(arguments) == 0
+    assert "reading" not in capsys.readouterr().err
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert main(arguments) == 0
+    lines = [line for line in capsys.readouterr().err.split("\r\x1b[K") if line.startswith("pipespec: reading")]
+    assert lines == [f"pipespec: reading the prompt: {n} of 299 tokens" for n in (0, 100, 200)]
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ def test_a_capture_leaves_the_text_in_the_caches(model, gpu):
         store = driver.target.cache._stores[0]
         held = driver.target.cache.lengths[0]
         kept = store[:, :, :, :held].clone()
-        start = StageInputs([first.sequences[0].int().numpy()], [50], SamplingParams(seeds=(1,)), 320, reuse=True)
+        start = StageInputs([first.sequences[0].int().numpy()], [50], SamplingParams(seeds=(1,)), 320)
         for stage in driver.stages:
             stage.prepare(start)
         driver.capture()

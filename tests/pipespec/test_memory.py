@@ -140,9 +140,9 @@ class Live:
 @pytest.mark.parametrize(
     ("options", "capacity"),
     [
-        ({"schedule": "streams"}, 96),
-        ({"graphs": True}, 96),
-        ({"schedule": "lockstep"}, 4 + 20 + WIDTH),
+        ({"schedule": "streams", "prefix_cache": 0}, 96),
+        ({"graphs": True, "prefix_cache": 0}, 96),
+        ({"schedule": "lockstep", "prefix_cache": 0}, 4 + 20 + WIDTH),
         ({"stages": 2}, 4 + 20 + WIDTH),
     ],
     ids=str,

@@ -85,7 +85,7 @@ def test_steps_are_narrower_than_any_boundary_in_the_table(monkeypatch):
     monkeypatch.setattr(text_module, "wide_columns", lambda *args, **kwargs: asked.append(0))
     with Pipeline(model, [noisy(model, 0.02, seed=1)], schedule="lockstep", lookahead=WIDTH // 2) as pipe:
         pipe.generate(prompt[None], max_new_tokens=3 * NEW, do_sample=False, eos_token_id=-1)
-    assert len(asked) <= 2  # one fill per stage
+    assert len(asked) <= 4  # per stage, one fill, and what its keys and values depend on
 
 
 def test_exact_reads_natively(read):

@@ -317,6 +317,28 @@ def test_metrics_have_the_reports_figures(pipe: Pipeline, tokenizer: Any) -> Non
     assert found["vllm:num_requests_running"] == found["vllm:num_requests_waiting"] == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["chat", "completions"])
+def test_a_conversation_is_not_read_again(pipe: Pipeline, tokenizer: Any, route: str, stream: bool) -> None:
+    text, cached, prompts = "def mean(values):\n    return sum(values) / len(values)\n" * 3, [], 0
+    pipe.close()  # no other request has asked for this
+    with serving(pipe, tokenizer) as client:
+        for turn in range(3):
+            given: dict[str, Any] = {"model": "demo", "max_tokens": 8, "temperature": 0, "stream": stream}
+            if route == "chat":
+                answer = client.chat.completions.create(messages=[{"role": "user", "content": text}], **given)
+            else:
+                answer = client.completions.create(prompt=text, **given)
+            usage = list(answer)[-1].usage if stream else answer.usage
+            cached.append(usage.prompt_tokens_details.cached_tokens)
+            prompts += usage.prompt_tokens
+            text += f"\n\ndef median_{turn}(values):\n"
+        found = metrics(client)
+    assert cached[0] == 0
+    assert 32 < cached[1] < cached[2]
+    assert (found["vllm:prefix_cache_queries_total"], found["vllm:prefix_cache_hits_total"]) == (prompts, sum(cached))
+
+
 class Held:
     """A pipeline whose calls begin when ``may_begin(streamer)`` holds."""
 

@@ -192,7 +192,7 @@ def test_storages_apart_hold_what_one_storage_holds(model, name):
     feed(1)
     source, whole, both = both[0], both[0], caches(model, 3)
     each(lambda cache: cache.reserve(40))
-    each(lambda cache: cache.copy_from(source, [3, 1, 2]))
+    each(lambda cache: cache.take_rows([(source, row) for row in range(3)], [3, 1, 2]))
     states = [(k.clone(), v.clone()) for k, v in whole.states()]
     each(lambda cache: cache.load(states))
 

@@ -137,7 +137,7 @@ def test_buffers_and_scheduler_are_reused(model, expected):
 
 
 def test_lengths_by_the_device():
-    """``follow``, ``set_lengths`` and ``copy_from`` of the cache, on which the step body rests."""
+    """``follow``, ``set_lengths`` and ``take_rows`` of the cache, on which the step body rests."""
     twin = random_llama(3)
     twin.set_attn_implementation("pipespec")
     a, b = (RowCache.for_model(twin, 2, 32, static=True) for _ in range(2))
@@ -160,14 +160,14 @@ def test_lengths_by_the_device():
     with pytest.raises(ValueError, match="capacity of 32"):
         a.set_lengths([33, 0])
     c = RowCache.for_model(twin, 2, 16)
-    c.copy_from(b, [4, 7])
+    c.take_rows([(b, 0), (b, 1)], [4, 7])
     b.truncate([4, 7])
     assert c.lengths == (4, 7)
     torch.testing.assert_close(forward(twin, ids[:, :2], c, keep=2), forward(twin, ids[:, :2], b, keep=2))
     with pytest.raises(ValueError, match="of a cache that holds"):
-        c.copy_from(b, [9, 9])
-    with pytest.raises(ValueError, match="cannot be loaded"):
-        c.copy_from(RowCache.for_model(twin, 1, 16), [0])
+        c.take_rows([(b, 0), (b, 1)], [9, 9])
+    with pytest.raises(ValueError, match="of another shape"):
+        c.take_rows([None, (RowCache.for_model(random_llama(1, layers=1), 1, 16), 0)], [0, 0])
 
 
 # ---- failures

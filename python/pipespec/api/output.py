@@ -56,6 +56,7 @@ def report_of(call: PreparedCall, decoder: Decoder) -> Report:
         ),
         seeds=None if call.seeds is None else tuple(call.seeds),
         decisions=decoder.remarks or None,
+        prompt_tokens_reused=decoder.prompt_tokens_reused,
         trace=traces or None,
     )
 

@@ -18,9 +18,9 @@ from pipespec.checks.models import check_chain, check_exact
 from pipespec.checks.support import cost_of_width
 from pipespec.checks.tokenizers import tokenizer_digest, with_translations
 from pipespec.config import SpeculationConfig, can_be_captured, can_be_controlled
-from pipespec.engine.cached_text import forward_group
 from pipespec.engine.chain import DraftSpec, as_draft
 from pipespec.engine.inputs import stage_names
+from pipespec.engine.resumable import forward_group
 from pipespec.errors import DoesNotFit, NotCapturable, NotKnown, UnsupportedInput, mark_final
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import input_device, not_whole_reason, tensor_parallel_size
@@ -98,6 +98,8 @@ class Pipeline(BasePipeline):
             text. ``"rejection"`` accepts, in expectation, at least as many draft tokens: rejection sampling (Leviathan et al. 2023). The text has the
             target's distribution, too, but depends on the draft and on ``lookahead``. It is for one draft model in ``schedule="lockstep"``, which it
             chooses by default. The distributions take ``4 * rows * (lookahead + 1) * vocabulary`` bytes.
+        prefix_cache: Bytes of keys and values of earlier texts that each model keeps: a call reads only what its prompt adds to the longest prefix of them.
+            The text is the same. The last text always stays. 0: nothing is kept. Default: an eighth of the memory that is free.
 
     A target that transformers has sharded over processes (``tp_plan``) runs in all of them: every rank builds the same pipeline and makes the same
     calls, and each returns the text. Rank 0 runs the drafts.
@@ -138,6 +140,7 @@ class Pipeline(BasePipeline):
         native: bool = True,
         exact: bool = False,
         acceptance: str = "coupled",
+        prefix_cache: int | None = None,
         tokenizer: Any = None,
         draft_tokenizers: Any = None,
     ) -> None:
@@ -167,6 +170,7 @@ class Pipeline(BasePipeline):
             "native": native,
             "exact": exact,
             "acceptance": acceptance,
+            "prefix_cache": prefix_cache,
         }
         # 1. The configuration: the options are checked before any model is read.
         config = SpeculationConfig.of(given, schedule=schedule or LOCKSTEP.name, **options)

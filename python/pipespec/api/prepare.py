@@ -138,7 +138,6 @@ def prepare(
         sampling_params,
         head_size(target),
         chunk=config.prefill_chunk_size or prefill_chunk(rows, str(input_device(target))),
-        reuse=columns.held > 0,
         grammar=grammar,
     )
     record = _record(rows, config, check_logprobs(options.logprobs, config, inputs.vocabulary), sampling_params)

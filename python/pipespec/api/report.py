@@ -76,6 +76,7 @@ class Report:
         stages: Counters of each stage, the target last.
         seeds: Keys of the rows' noise; None: greedy. ``generate(prompt, seed=[key])`` gives a row's text again.
         decisions: Reasons for the schedule of the call, and for changes during the call: where the call differs from the arguments.
+        prompt_tokens_reused: Tokens of the prompts that the target did not read, since it had their keys and values: from earlier calls, or from the caller.
         trace: Steps by name of the stage (``Pipeline(..., trace=N)``), see :meth:`pipespec_kernels.trace.TraceMemory.read`.
     """
 
@@ -87,6 +88,7 @@ class Report:
     stages: tuple[StageReport, ...]
     seeds: tuple[int, ...] | None = None
     decisions: tuple[str, ...] | None = None
+    prompt_tokens_reused: int = 0
     trace: Mapping[str, np.ndarray] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -142,7 +144,7 @@ class Report:
             f"first after {self.seconds_to_first_token * 1e3:.0f} ms",
             f"{'stage':<12}{'steps':>8}{'verified':>10}{'accepted':>10}{'rate':>7}{'length':>8}{'rollbacks':>11}{'wasted':>8}",
         ]
-        notes = []
+        notes = [f"{self.prompt_tokens_reused} prompt tokens were not read again"] if self.prompt_tokens_reused else []
         for s in self.stages:
             verifies = (s.drafted, s.accepted, f"{s.acceptance_rate:.3f}") if s.drafted else ("-", "-", "-")
             lines.append(

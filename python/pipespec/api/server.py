@@ -14,7 +14,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from jinja2 import TemplateError
+from openai.types.completion_usage import PromptTokensDetails
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException  # those of unknown routes, too
 from transformers.cli.serving import utils
@@ -49,6 +50,8 @@ _options: ContextVar[dict[str, Any]] = ContextVar("options")
 _stops: ContextVar[tuple[str, ...]] = ContextVar("stops")
 _place: ContextVar[ExitStack] = ContextVar("place")
 _receive: ContextVar[Callable[[], Any]] = ContextVar("receive")
+# What its call did, once that has ended: the tokens of the prompt that were not read again.
+_done: ContextVar[list[int]] = ContextVar("done")
 
 
 def make_app(pipe: Pipeline, tokenizer: Any, name: str, *, queue: int = 16, cors: bool = False) -> FastAPI:
@@ -116,8 +119,24 @@ class _OneModel(ModelManager):
         return [{"id": self.force_model, "object": "model", "created": self._created, "owned_by": "pipespec"}]
 
 
+class _CachedTokens:
+    """The part of a handler that tells in ``usage`` how many tokens of the prompt were not read again."""
+
+    async def _non_streaming(self, *args: Any, **given: Any) -> JSONResponse:
+        response = await super()._non_streaming(*args, **given)  # type: ignore[misc]
+        body = json.loads(response.body)
+        body["usage"]["prompt_tokens_details"] = {"cached_tokens": sum(_done.get())}
+        return JSONResponse(body)
+
+    def _build_chunk_sse(self, *args: Any, usage: Any = None, **given: Any) -> str:
+        if usage is not None:
+            usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=sum(_done.get()))
+        chunk: str = super()._build_chunk_sse(*args, usage=usage, **given)  # type: ignore[misc]
+        return chunk
+
+
 def _handler(kind: Any, formats: ResponseFormats, requests: _Requests, vocabulary: int) -> Any:
-    class Handler(kind):
+    class Handler(_CachedTokens, kind):
         _unused_fields = kind._unused_fields - {*_OWN, *_HARMLESS}
 
         async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
@@ -213,7 +232,7 @@ class _Streamer(utils.DirectStreamer):
             item, self._held, self._stopped = _before_stop(self._held + item, self.stops, self._stopped)
         elif self._held and item is None:
             super()._enqueue(self._held)
-        if item != "":
+        if item not in ("", None):  # the end comes once the call has returned
             super()._enqueue(item)
 
 
@@ -267,8 +286,8 @@ class _Requests(utils.GenerateManager):
 
         def run() -> None:
             try:
-                call()
-            except utils._GenerationCancelled:
+                with suppress(utils._GenerationCancelled):
+                    call()
                 loop.call_soon_threadsafe(queue.put_nowait, None)
             except Exception as error:  # transformers writes the message into JSON as it is
                 escaped = json.dumps(str(error) or type(error).__name__)[1:-1]
@@ -313,11 +332,14 @@ class _Requests(utils.GenerateManager):
 
             options["stopping_criteria"] = [has_stopped]
         place, since = _place.get().pop_all(), self._metrics.enter()
+        _done.set(done := [])
 
         def call() -> Any:
             with place, self._metrics.request(since, prompt, config, self._pipe):
                 output = self._pipe.generate(**inputs, **options)
                 self._note_last(config, int(output[0, -1]))
+                if self._pipe.report is not None:
+                    done.append(self._pipe.report.prompt_tokens_reused)
                 return output
 
         return call
@@ -375,6 +397,10 @@ class ServerMetrics:
         self._waiting = new(Gauge, "num_requests_waiting", "Requests in the queue.")
         self._prompt = new(Counter, "prompt_tokens", "Tokens of prompts.")
         self._tokens = new(Counter, "generation_tokens", "Generated tokens.")
+        self._queries = new(
+            Counter, "prefix_cache_queries", "Tokens of prompts, looked up in what earlier calls have read."
+        )
+        self._hits = new(Counter, "prefix_cache_hits", "Tokens of prompts that were not read again.")
         self._ended = new(Counter, "request_success", "Requests by the reason of their end.", "finished_reason")
         self._first = new(Histogram, "time_to_first_token_seconds", "From a request to its first token.")
         self._latency = new(Histogram, "e2e_request_latency_seconds", "From a request to its last token.")
@@ -412,6 +438,8 @@ class ServerMetrics:
             report, target = pipe.report, pipe.report.stages[-1]
             reason = "length" if report.tokens == config.max_new_tokens else "stop"
             self._prompt.inc(prompt)
+            self._queries.inc(prompt)
+            self._hits.inc(report.prompt_tokens_reused)
             self._tokens.inc(report.tokens)
             self._first.observe(start - since + report.seconds_to_first_token)
             self._latency.observe(time.monotonic() - since)

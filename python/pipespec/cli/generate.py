@@ -25,7 +25,7 @@ from pipespec.cli.options import (
     utf8,
 )
 from pipespec.config import ACCEPTANCES
-from pipespec.process.progress import quiet_transformers, say, working
+from pipespec.process.progress import quiet_transformers, reading_shown, say, working
 from pipespec.registry import LOCKSTEP, SCHEDULES
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
     option(sample, "acceptance", None, str, "how the target accepts draft tokens; rejection: at least as many in expectation, in lockstep with one draft; the text "
            "depends on the draft, too", choices=ACCEPTANCES, default="coupled")
     option(parser, "stop", "TEXT", utf8, "stop after this text; may be repeated", action="append")
+    flag(parser, "beyond-context", "read a prompt that is longer than what the target was made for")
     flag(parser, "chat", "apply the target's chat template to the prompt")
     flag(parser, "no-stream", "print the text when it is complete")
 # fmt: on
@@ -142,9 +143,13 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
             tokenizer = load_tokenizer(args.tokenizer or target, trust_remote_code=args.trust_remote_code)
             inputs = _encode(tokenizer, prompt, args.chat)
             length, limit = inputs.input_ids.shape[1], getattr(pipe.target.config, "max_position_embeddings", None)
+            if limit is not None and limit <= length and not args.beyond_context:
+                raise ValueError(
+                    f"the prompt has {length} tokens, and the target was made for texts of {limit}: shorten it, or pass --beyond-context, "
+                    "which reads it all the same; the text may make no sense"
+                )
             if limit is not None and limit < length + args.max_new_tokens:
-                new = limit - length
-                what = f"beyond {new} new tokens the text" if new >= 0 else f"the prompt, of {length} tokens,"
+                what = f"beyond {max(0, limit - length)} new tokens the text"
                 say(f"warning: {what} passes the {limit} tokens that the target was made for, and may make no sense")
             pieces: list[str] = []
 
@@ -156,12 +161,13 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
 
             stream = TextStream(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True), write)
             try:
-                pipe.generate(
-                    **inputs.to(pipe.target.device),
-                    max_new_tokens=args.max_new_tokens,
-                    streamer=stream,
-                    **_sampling_options(args, tokenizer),
-                )
+                with reading_shown():
+                    pipe.generate(
+                        **inputs.to(pipe.target.device),
+                        max_new_tokens=args.max_new_tokens,
+                        streamer=stream,
+                        **_sampling_options(args, tokenizer),
+                    )
             except BaseException as error:
                 stream.end()
                 if isinstance(error, KeyboardInterrupt):

@@ -22,6 +22,8 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     option(parser, "host", "ADDRESS", str, "default: %(default)s, this machine only; there are no passwords", default="127.0.0.1")
     option(parser, "port", "N", number(int, 0, 65535), "default: %(default)s; 0: a free one", default=8000)
     option(parser, "queue", "N", positive, "requests that may wait; further ones get status 429 (default: %(default)s)", default=16)
+    option(parser, "prefix-cache", "BYTES", number(int, 0), "of keys and values of earlier texts that each model keeps, so that a conversation is not read again; "
+           "0: none; default: an eighth of the free memory")
     flag(parser, "cors", "let web pages of other origins use the server")
     return [parser]
 # fmt: on
@@ -60,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
                 ) from error
 
         with working("loading the models"):
-            pipe = Pipeline(target, drafts, **loading_options(args, dtype))
+            pipe = Pipeline(target, drafts, prefix_cache=args.prefix_cache, **loading_options(args, dtype))
         with pipe:
             tokenizer = load_tokenizer(args.tokenizer or target, trust_remote_code=args.trust_remote_code)
             _pack(pipe)

@@ -38,6 +38,10 @@ class Features:
         assert self._stored is not None
         return self._stored
 
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._stored is None else self._stored.nbytes
+
     def record(
         self, lengths: Sequence[int] | torch.Tensor, streams: Mapping[int, torch.Tensor], first: int = 0
     ) -> None:
@@ -84,13 +88,15 @@ class Features:
             raise RuntimeError(f"the target's forward gives no hidden states of the layers {list(self.layers)}")
         return self._stored[row, begin:end]
 
-    def copy_from(self, other: object, lengths: Sequence[int]) -> None:
-        """Take over the features of each row's first tokens, where ``other`` has them. The address stays."""
-        self.begin = list(lengths)
-        if isinstance(other, Features) and other.layers == self.layers and other._stored is not None:
-            n = min(max(lengths), other._stored.shape[1])
-            self.stored[:, :n] = other._stored[:, :n]
-            self.begin = [min(pair) for pair in zip(other.begin, lengths, strict=True)]
+    def take_row(self, row: int, other: object, other_row: int, length: int) -> None:
+        """Take over the features of the first ``length`` tokens of another one's row, as far as it has them. The address stays if there is room."""
+        self.begin[row] = length
+        if not isinstance(other, Features) or other.layers != self.layers or other._stored is None:
+            return
+        if other._stored.shape[1] >= length:
+            stored = self.reserve(length, other._stored.shape[2], other._stored.device)
+            stored[row, :length] = other._stored[other_row, :length]
+            self.begin[row] = min(other.begin[other_row], length)
 
 
 class RowFeatures:
@@ -223,6 +229,15 @@ class RowStorage:
             return there
         return [n if n >= floor else 0 for n, floor in zip(there, self._floors, strict=True)]
 
+    def recoverable(self, row: int, length: int) -> int:
+        """The largest length up to ``length`` at which :meth:`take_row` can begin. Without recurrent layers, ``length``."""
+        return length if self._ring is None else self._ring.recoverable(row, length)
+
+    def mark(self, row: int) -> None:
+        """Keep the states of a row's recurrent layers at its present length, beside those that rollbacks need."""
+        if self._ring is not None and self._lengths[row]:
+            self._ring.mark(row, self._lengths[row])
+
     def reserve_states(self, states: int | None = None) -> None:
         """Room for more states per row of recurrent layers.
 
@@ -310,17 +325,37 @@ class RowStorage:
         """Whether this cache, once empty, is large enough for ``capacity`` positions of exactly ``rows`` rows."""
         return rows == self.rows and capacity <= self.capacity
 
-    def copy_from(self, other: RowStorage, lengths: Sequence[int]) -> None:
-        """Copy the first ``lengths[r]`` tokens of each row of another cache, without recurrent layers. Addresses stay.
+    def take_rows(self, sources: Sequence[tuple[RowStorage, int] | None], lengths: Sequence[int]) -> None:
+        """Begin the rows with the first ``lengths[r]`` tokens of rows of other caches of this model, or of this one's own. Addresses stay.
+
+        Args:
+            sources: per row, a cache and the row of it; None for an empty row.
+            lengths: each from :meth:`recoverable`.
 
         Raises:
-            ValueError: the other cache has another shape or holds less.
+            ValueError: the other cache has another shape or holds less, or there is no room.
         """
-        if not all(0 <= n <= have for n, have in zip(lengths, other._lengths, strict=True)):
-            raise ValueError(f"lengths {list(lengths)} of a cache that holds {other._lengths}")
-        n = max(lengths)
-        self.load([(keys[:, :, :n], values[:, :, :n]) for keys, values in other.states()], lengths)
-        self._floors = other._floors and list(other._floors)
+        for source, n in zip(sources, lengths, strict=True):
+            if source is not None and not 0 <= n <= min(source[0]._lengths[source[1]], self.capacity):
+                raise ValueError(f"{n} tokens of row {source[1]} of a cache that holds {source[0]._lengths}")
+            if source is not None and source[0]._layout != self._layout:
+                raise ValueError("keys and values of another shape cannot be taken over")
+        with torch.inference_mode(False), torch.no_grad():
+            for row, (source, n) in enumerate(zip(sources, lengths, strict=True)):
+                if source is None or not n:
+                    continue
+                other, of = source
+                if other is not self:
+                    mine, theirs = (*self._keys, *self._values), (*other._keys, *other._values)
+                    for to, held in zip(mine, theirs, strict=True):
+                        to[row, :, :n].copy_(held[of, :, :n])
+                    if isinstance(self.features, Features):
+                        self.features.take_row(row, other.features, of, n)
+                if self._ring is not None and other._ring is not None:
+                    self._ring.take_row(row, other._ring, of, n)
+        floors = [source[0]._floors[source[1]] if source and source[0]._floors else 0 for source in sources]
+        self._floors = floors if any(floors) else None
+        self._set(list(lengths))
 
     def load(self, states: Sequence[tuple[torch.Tensor, torch.Tensor]], lengths: Sequence[int] | None = None) -> None:
         """Copy what :meth:`states` returns into the cache.

@@ -3,47 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.cache_storage import Features
-from pipespec.engine.forward import described, forward, forward_row, native_form_of, recheck, wide_columns
+from pipespec.engine.forward import described, forward, forward_row, native_form_of, wide_columns
 from pipespec.engine.inputs import StageInputs
-from pipespec.engine.runtime import runtime_of
-from pipespec.engine.sampling import common_length
-from pipespec.models.devices import input_device, tensor_parallel_size
+from pipespec.engine.resumable import ResumableText
+from pipespec.models.devices import input_device
 from pipespec.models.properties import embedding_size
-
-if TYPE_CHECKING:
-    from pipespec.engine.group import ForwardGroup
-
-
-def forward_group(model: PreTrainedModel) -> ForwardGroup | None:
-    """The processes that share a model's tensors; None for one that is whole in this process. All pipelines on a model share it."""
-    if tensor_parallel_size(model) == 1:
-        return None
-    runtime = runtime_of(model)
-    if runtime.group is None:
-        from pipespec.engine.group import ForwardGroup
-
-        runtime.group = ForwardGroup(model)
-    found: ForwardGroup = runtime.group
-    return found
-
+from pipespec.process.progress import note_reading
 
 PROMPT_TAIL = 64
 """Tokens of a prompt that a draft reads if it begins late. The rest hardly helps it, and would delay the text."""
 
 
-class CachedText:
+class CachedText(ResumableText):
     """A model, its cache, and the text that it has read.
-
-    After a call the cache is kept. The next call reuses it if it has the same number of rows and enough capacity. With ``StageInputs.reuse`` it
-    also keeps the tokens that agree with its prompts.
 
     Args:
         model: in eval mode.
@@ -55,46 +33,9 @@ class CachedText:
     draft tokens. So not with rejection sampling, whose text would depend on the other rows of the batch."""
 
     def __init__(self, model: PreTrainedModel, *, native: bool = True) -> None:
-        self.model = model
-        self._native = native
-        self._cache: RowCache | None = None
-        # int32 [rows, positions]: the tokens whose keys and values the cache holds, _held[row] of them.
-        self._text = np.zeros((0, 0), dtype=np.int32)
-        self._held: list[int] = []
-        # Per row, the position of the first of these tokens: a draft that begins late skips the beginning of a long prompt.
-        self._skipped: list[int] = []
+        super().__init__(model, native=native)
         self._clamp: int | None = None
-        self._group = forward_group(model)
         self._prompt_logits: torch.Tensor | None = None
-        self.reads_wide = True
-        """Whether the model's own modules read long parts of a prompt, see :func:`pipespec.engine.forward.wide_columns`."""
-        self.published: tuple[Sequence[int], torch.dtype] | None = None
-        """The hidden states that the forwards keep for a draft, and in which dtype, see :class:`pipespec.engine.cache_storage.Features`; None: none."""
-
-    def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
-        """Own a copy of the caller's keys and values. The next prefill continues from what it holds; :meth:`forget` ends that.
-
-        Args:
-            cache: of this model's shape.
-            text: per row, int32 ids of the tokens that it holds.
-        """
-        self._cache = cache
-        self._skipped = [0] * len(text)
-        self._set_text(text, max(map(len, text), default=0))
-        self._held = [len(tokens) for tokens in text]
-
-    def forget(self) -> None:
-        """Let no later call continue from what the cache holds: keys and values of the caller need not be those of their text."""
-        self._held = [0] * len(self._held)
-
-    def _set_text(self, text: Sequence[np.ndarray], columns: int) -> None:
-        self._text = np.zeros((len(text), columns), dtype=np.int32)
-        for row, tokens in enumerate(text):
-            self._text[row, : len(tokens)] = tokens
-
-    def release(self) -> None:
-        """Free the cache. The next prefill allocates a new one."""
-        self._cache = None
 
     @torch.inference_mode()
     def complete(self, texts: Sequence[np.ndarray], lengths: Sequence[int]) -> RowCache:
@@ -116,11 +57,6 @@ class CachedText:
             self._fill(cache, begin, ends)
         self._held = ends
         return cache
-
-    @property
-    def cache(self) -> RowCache | None:
-        """Of the present or last call."""
-        return self._cache
 
     @property
     def form(self) -> str:
@@ -157,48 +93,9 @@ class CachedText:
 
     def _open(self, inputs: StageInputs) -> tuple[RowCache, list[int]]:
         """Prepare cache and text of a call. Returns the cache, and how many tokens of each row it holds."""
-        prompts, rows = inputs.prompts, len(inputs.prompts)
         self._device, self._chunk, self._prompt_logits = input_device(self.model), inputs.chunk, None
         self._fit_vocabulary(inputs.vocabulary)
-        held = [0] * rows
-        if self._cache is not None and not self._cache.matches(self.model):
-            # The model was moved or cast since.
-            self._cache = None
-        if self._cache is not None and inputs.reuse and self._cache.rows == rows:
-            held = [
-                common_length(self._text[row, : self._held[row]], prompt[:-1]) for row, prompt in enumerate(prompts)
-            ]
-            if any(n <= skipped for n, skipped in zip(held, self._skipped, strict=True) if skipped):
-                held = [0] * rows
-            held = self._cache.restorable(held)
-        cache = self._cache_for(inputs, held)
-        if self.published is None:
-            cache.features = None
-        elif isinstance(cache.features, Features) and cache.features.layers == tuple(self.published[0]):
-            cache.features.begin = [min(pair) for pair in zip(cache.features.begin, held, strict=True)]
-        else:
-            cache.features = Features(self.published[0], held, self.published[1])
-        if not any(held):
-            self._skipped = [0] * rows
-        cache.truncate(self._in_cache(held))
-        if any(held):
-            # For a cache that is empty, the first forward does so.
-            recheck(self.model, native=self._native)
-        self._set_text(prompts, inputs.most)
-        self._held = [len(p) - 1 for p in prompts]
-        return cache, held
-
-    def _cache_for(self, inputs: StageInputs, held: list[int]) -> RowCache:
-        """The cache for a call, which the stage owns from here on. It holds the first ``held[r]`` tokens of the cache before."""
-        rows, capacity = len(inputs.prompts), inputs.capacity
-        cache = self._cache
-        if cache is not None and inputs.reuse and cache.rows == rows:
-            cache.reserve(capacity)
-        if cache is None or not cache.fits(rows, capacity):
-            # The old one is freed before the new one is allocated.
-            self._cache = cache = None
-            self._cache = cache = RowCache.for_model(self.model, rows, capacity)
-        return cache
+        return self._resume(inputs)
 
     def _fit_vocabulary(self, target_vocabulary: int) -> None:
         # A draft whose vocabulary is padded less than the target's cannot embed each of its tokens.
@@ -212,9 +109,14 @@ class CachedText:
         With ``selects``, forwards by the library also read the last token of a prompt, and native ones and captured ones do where all prompts begin and end alike.
         The first step takes their logits, and reads no weights.
         """
+        if self._made is None:
+            self._made = self._origin(cache, cache.rows)
+        first, total = sum(begin), sum(end) - sum(begin)
+        note = note_reading if selects else lambda done, total: None
+        note(0, total)
         logits: dict[int, torch.Tensor] = {}
         if self.reads_wide and self._group is None:
-            begin = self._fill_by_library(cache, begin, end, logits if selects else None)
+            begin = self._fill_by_library(cache, begin, end, logits if selects else None, note)
             end = [max(pair) for pair in zip(begin, end, strict=True)]
         # Whether a forward of several columns gives the logits after each prompt: a native one with the bits of a forward of its last token.
         reads_last = (
@@ -229,7 +131,7 @@ class CachedText:
         )
         end = [e + reads_last for e in end]
         # The states of a complete row do not survive further columns.
-        level = not any(self._in_cache(begin)) and not cache.is_recurrent
+        level = len(set(self._in_cache(begin))) == 1 and not cache.is_recurrent
         chunks = prompt_chunks(
             self._text, begin, end, level, lambda: min(self._chunk, cache.capacity - max(cache.lengths))
         )
@@ -243,6 +145,10 @@ class CachedText:
             if not level:
                 # Padding columns of complete rows must not use up the capacity.
                 cache.truncate(self._in_cache(until))
+            note(min(sum(until) - first, total), total)
+            for row, n in enumerate(until):
+                if cache.is_recurrent and real[row] == self._chunk and n % self._chunk == 0:
+                    cache.mark(row)
         cache.truncate(self._in_cache(end))
         if not logits:
             return
@@ -259,9 +165,15 @@ class CachedText:
         return native_form_of(self.model, cache, native=self._native) is not None
 
     def _fill_by_library(
-        self, cache: RowCache, begin: list[int], end: list[int], logits: dict[int, torch.Tensor] | None
+        self,
+        cache: RowCache,
+        begin: list[int],
+        end: list[int],
+        logits: dict[int, torch.Tensor] | None,
+        note: Callable[[int, int], None],
     ) -> list[int]:
         """Cache the tokens that belong to wide forwards, row by row, and add the logits after whole prompts. Returns where the rest begins."""
+        first, total = sum(begin), sum(end) - sum(begin)
         last, begin = [e + (logits is not None) for e in end], list(begin)
         wide = wide_columns(
             self.model, cache, max(e - b for b, e in zip(begin, last, strict=True)), native=self._native
@@ -274,6 +186,7 @@ class CachedText:
                 kept = forward_row(self.model, tokens, cache, row, keep)
                 if logits is not None and keep:
                     logits[row] = kept
+                note(min(sum(begin) - first, total), total)
         return begin
 
     def _tokens_of(self, row: int, begin: int, end: int) -> torch.Tensor:
@@ -301,14 +214,6 @@ class CachedText:
         if there != list(lengths):
             cache.reserve_states()
             self._fill(cache, there, list(lengths))
-
-    def _read_by(self, cache: RowCache) -> list[int]:
-        """Per row, the position up to which a cache holds the text."""
-        return [n + skipped for n, skipped in zip(cache.lengths, self._skipped, strict=True)]
-
-    def _in_cache(self, positions: Sequence[int]) -> list[int]:
-        """The indices of positions of the text in the cache."""
-        return [n - skipped for n, skipped in zip(positions, self._skipped, strict=True)]
 
     def _grow(self, cache: RowCache, need: int) -> None:
         """Room for ``need`` positions per row. A cache that becomes full doubles."""

@@ -26,7 +26,15 @@ from pipespec.models.quantized import formats_of
 
 
 class Form:
-    """One way to call a model. It returns the logits of the last ``keep`` columns, and the cache grows."""
+    """One way to call a model. It returns the logits of the last ``keep`` columns, and the cache grows.
+
+    Attributes:
+        has_copies: Whether it has copied weights. Others read the model's own.
+        repeats_bits: Whether the bits of a column depend on nothing but its text: not on the other columns and rows of its forward.
+    """
+
+    has_copies: bool = False
+    repeats_bits: bool = False
 
     def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
         raise NotImplementedError

@@ -164,6 +164,11 @@ def native_form_of(model: PreTrainedModel, cache: RowCache, *, native: bool = Tr
     return form if isinstance(form, NativeForm) else None
 
 
+def form_of(model: PreTrainedModel, cache: RowCache, *, native: bool = True) -> Form:
+    """The form in which :func:`forward` runs a model over this cache now. Conditions are those of :func:`native_form_of`."""
+    return _form(model, cache, native)
+
+
 def recheck(model: PreTrainedModel, *, native: bool = True) -> None:
     """Let the next :func:`forward` choose the form again if the model has changed. Where the cache is empty, it does so by itself."""
     forget_changed(runtime_of(model).forms, model, OWN, *((NATIVE,) if native else ()))

@@ -130,6 +130,8 @@ class FusedForm(Form):
         NotReadable: a part of the model has no operation here.
     """
 
+    has_copies = True
+
     def __init__(self, model: PreTrainedModel, *, exact: bool = False) -> None:
         self.number = next(_numbers)
         self._read = read = families.read(model, matrices=False)
@@ -152,6 +154,7 @@ class FusedForm(Form):
         self.has_opaque = any(product.modules for product in (*products, self._head))
         self.block = self._rows_of_products([self._head, *products]) if exact else 0
         self.narrow_rows = 0 if exact or self.has_opaque else MAX_ROWS
+        self.repeats_bits = bool(self.block)
 
     @property
     def name(self) -> str:

@@ -18,7 +18,8 @@ from pipespec.engine.head import DraftHead, HeadConfig, is_head
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.known import NATIVE
 from pipespec.engine.native import NativeForm
-from pipespec.engine.sampling import common_length, float32_copy
+from pipespec.engine.prefixes import Origin, Source
+from pipespec.engine.sampling import float32_copy
 from pipespec.engine.stage import Stage
 from pipespec.models.devices import tensor_parallel_size
 from pipespec.models.families import NotReadable
@@ -82,21 +83,11 @@ class HeadStage(Stage):
 
     def _open(self, inputs: StageInputs) -> tuple[RowCache, list[int]]:
         self._set_attention()
-        prompts, rows = inputs.prompts, len(inputs.prompts)
+        rows = len(inputs.prompts)
         self._device, self._chunk, self._began = self.model.device, inputs.chunk, False
         self._fit_vocabulary(inputs.vocabulary)
-        before, known = self._cache, [0] * rows
-        cache = self._cache_for(inputs, known)
-        if cache is before and inputs.reuse:
-            for row, prompt in enumerate(prompts):
-                # Slot s has read the tokens up to s + 1.
-                read = self._skipped[row] + self._known[row] + 1
-                same = common_length(self._text[row, :read], prompt[:-1])  # the last slot runs, for its output
-                known[row] = max(0, same - 1 - self._skipped[row])
-        else:
-            self._skipped = [0] * rows
-        self._known = known
-        self._set_text(prompts, inputs.most)
+        cache, held = self._resume(inputs)
+        self._known = known = self._in_cache(held)
         self.pack()
         dtype = self.model.dtype if self._decoder is None else torch.float32
         self._states = torch.zeros((rows, self.model.block.hidden_size), dtype=dtype, device=self._device)
@@ -105,12 +96,24 @@ class HeadStage(Stage):
     def _fit_vocabulary(self, target_vocabulary: int) -> None:
         self._clamp, self._ids = None, target_vocabulary
 
-    def _cache_for(self, inputs: StageInputs, held: list[int]) -> RowCache:
-        cache, rows, device = self._cache, len(inputs.prompts), self.model.device
-        if cache is None or not inputs.reuse or cache.rows != rows or cache.device != device:
-            cache = RowCache(self.model.block, rows, inputs.capacity, dtype=self.model.dtype, device=device)
-        self._cache = cache
-        return cache
+    def _in_cache(self, positions: Sequence[int]) -> list[int]:
+        # Slot s has read the tokens up to s + 1. The last slot runs, for its output.
+        return [max(0, n - 1 - skipped) for n, skipped in zip(positions, self._skipped, strict=True)]
+
+    def _read_by(self, cache: RowCache) -> list[int]:
+        return [n + skipped + 1 if n else 0 for n, skipped in zip(self._known, self._skipped, strict=True)]
+
+    def _new_cache(self, rows: int, capacity: int) -> RowCache:
+        return RowCache(self.model.block, rows, capacity, dtype=self.model.dtype, device=self.model.device)
+
+    def _matches(self, cache: RowCache) -> bool:
+        return (cache.dtype, cache.device) == (self.model.dtype, self.model.device)
+
+    def _find(self, inputs: StageInputs) -> tuple[Origin | None, list[Source | None]]:
+        # No text depends on its bits.
+        made, store = Origin(None, (self.model.dtype, self.model.device)), self._store
+        store.retain(lambda kept: kept.origin == made)
+        return made, [store.find(prompt, store.texts) for prompt in inputs.prompts]
 
     def _read(self, inputs: StageInputs, cache: RowCache, held: list[int], *, selects: bool) -> tuple[int, int]:
         return 0, 0

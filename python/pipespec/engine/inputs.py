@@ -57,7 +57,6 @@ class StageInputs:
         sampling_params: how tokens are chosen.
         vocabulary: tokens of the target's vocabulary.
         chunk: tokens per row and forward in the prefill.
-        reuse: whether the cache of the call before is kept as far as it agrees with the prompts.
         grammar: what constrains the tokens of each row, for the target and for drafts that run in turn with it; None: nothing.
     """
 
@@ -66,7 +65,6 @@ class StageInputs:
     sampling_params: SamplingParams
     vocabulary: int
     chunk: int = PREFILL_CHUNK
-    reuse: bool = False
     grammar: Grammar | None = None
 
     @property

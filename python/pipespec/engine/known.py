@@ -234,6 +234,11 @@ def _record(model: PreTrainedModel) -> Record:
     return found
 
 
+def record_of(model: PreTrainedModel) -> Record:
+    """What a model is now: the same object as before, unless its code or its weights have changed."""
+    return _record(model)
+
+
 def record_within(model: PreTrainedModel) -> Record | None:
     """What a call compares a model with while it runs; None where it cannot: the model is not known, or its own forwards may change it."""
     found: Record | None = runtime_of(model).record

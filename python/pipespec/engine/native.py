@@ -84,6 +84,8 @@ class NativeForm(PartsForm):
         NotReadable: the decoder cannot take the model, or the copy would take more than half of the free memory.
     """
 
+    has_copies = repeats_bits = True
+
     def __init__(self, model: PreTrainedModel | ModelParts, reserved: int) -> None:
         parts = model if isinstance(model, ModelParts) else ModelParts.of(model)
         super().__init__(parts, torch.float32)

@@ -111,6 +111,8 @@ class StateRing:
         self.inputs, self.states = inputs, states
         # Per slot and row the length whose states it has; -1: none.
         self._held = np.full((slots, rows), -1, dtype=np.int64)
+        # Per row, by length: states that no later forward overwrites.
+        self._marks: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = [{} for _ in range(rows)]
 
     @property
     def slots(self) -> int:
@@ -120,28 +122,34 @@ class StateRing:
     @property
     def nbytes(self) -> int:
         """Bytes of all states."""
-        return self.inputs.nbytes + self.states.nbytes
+        marked = sum(part.nbytes for marks in self._marks for states in marks.values() for part in states)
+        return self.inputs.nbytes + self.states.nbytes + marked
 
     # ---- lengths
 
     def restorable(self, lengths: Sequence[int]) -> list[int]:
         """Per row the largest length, up to that of ``lengths``, whose states are there. 0 always is."""
-        found = []
-        for row, n in enumerate(lengths):
-            held = self._held[:, row]
-            found.append(max(0, int(held[held <= n].max(initial=-1))))
-        return found
+        return [self.restorable_row(row, n) for row, n in enumerate(lengths)]
+
+    def restorable_row(self, row: int, length: int) -> int:
+        """:meth:`restorable` of one row."""
+        held = self._held[:, row]
+        return max(0, int(held[held <= length].max(initial=-1)))
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forget the states beyond ``lengths``."""
         self._held[self._held > np.asarray(lengths)] = -1
+        for marks, length in zip(self._marks, lengths, strict=True):
+            for n in [n for n in marks if n > length]:
+                del marks[n]
 
     def reserve(self, slots: int) -> None:
         """Grow to ``slots`` states, if there are fewer, and keep those that are there."""
         if slots <= self.slots:
             return
-        inputs, states, held = self.inputs, self.states, self._held
+        inputs, states, held, marks = self.inputs, self.states, self._held, self._marks
         self._allocate(1 << (slots - 1).bit_length(), held.shape[1])
+        self._marks = marks
         slot, row = np.nonzero(held >= 0)
         lengths = held[slot, row]
         to = lengths % self.slots
@@ -149,6 +157,39 @@ class StateRing:
         with torch.inference_mode(False), torch.no_grad():
             self.inputs[:, to, row] = inputs[:, slot, row]
             self.states[:, to, row] = states[:, slot, row]
+
+    # ---- the states of one row, for texts that are kept
+
+    def mark(self, row: int, length: int) -> None:
+        """Keep the states of a row at ``length``, which are there, until it is truncated to less."""
+        self._marks[row][length] = self._at(row, length)
+
+    def recoverable(self, row: int, length: int) -> int:
+        """The largest length up to ``length`` whose states are there or marked."""
+        found = [self.restorable_row(row, length), *(n for n in self._marks[row] if n <= length)]
+        return max(found)
+
+    def take_row(self, row: int, other: StateRing, other_row: int, length: int) -> None:
+        """Hold the states of another ring's row, or of this one's, at ``length``, one of :meth:`recoverable`."""
+        if other is not self:
+            self._held[:, row] = -1
+            self._marks[row] = {n: states for n, states in other._marks[other_row].items() if n <= length}
+        if length == 0:
+            return
+        slot, states = length % self.slots, other._at(other_row, length)
+        with torch.inference_mode(False), torch.no_grad():
+            for part, held in zip((self.inputs, self.states), states, strict=True):
+                part[:, slot, row] = held
+        self._held[slot, row] = length
+
+    def _at(self, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the states of a row in all layers, those of the convolutions first."""
+        if length in self._marks[row]:
+            return self._marks[row][length]
+        slot = length % self.slots
+        assert self._held[slot, row] == length
+        with torch.inference_mode(False), torch.no_grad():
+            return self.inputs[:, slot, row].clone(), self.states[:, slot, row].clone()
 
     # ---- a forward
 
@@ -218,6 +259,7 @@ class StateRing:
     def load(self, states: Sequence[tuple[torch.Tensor, torch.Tensor]], lengths: Sequence[int]) -> None:
         """Hold the states of :meth:`export` at ``lengths``, and no others."""
         self._held[:] = -1
+        self._marks = [{} for _ in lengths]
         at, rows = np.asarray(lengths, dtype=np.int64), np.arange(len(lengths))
         with torch.inference_mode(False), torch.no_grad():
             for i, (inputs, state) in enumerate(states):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -164,9 +164,14 @@ class Stage(CachedText):
         """Per row, the position up to which the text is read, a part of a deferred prompt that will never be read included."""
         assert self._cache is not None
         read = self._read_by(self._cache)
-        if self._unread is not None and not any(read):
-            return [max(0, n - PROMPT_TAIL) for n in self._unread]
-        return read
+        return self._late_begin(self._cache, read) or read
+
+    def _late_begin(self, cache: RowCache, read: Sequence[int]) -> list[int] | None:
+        """Where the reading of a deferred prompt begins, if the draft has read none of it, or too little; None: it goes on from ``read``."""
+        if self._unread is None or cache.is_recurrent:
+            return None
+        missing = max(n - there for n, there in zip(self._unread, read, strict=True))
+        return [max(0, n - PROMPT_TAIL) for n in self._unread] if missing > self._chunk or not any(read) else None
 
     @property
     def lag(self) -> int:
@@ -222,9 +227,10 @@ class Stage(CachedText):
         assert cache is not None
         if self._unread is not None:
             # The prompts, whose reading was deferred.
+            if (late := self._late_begin(cache, self._held)) is not None:
+                cache.reset()
+                self._held = self._skipped = late
             until, self._unread = self._unread, None
-            if not any(self._held) and not cache.is_recurrent:
-                self._held = self._skipped = [max(0, n - PROMPT_TAIL) for n in until]
             self._fill(cache, list(self._held), until)
             self._held = until
         if not self.has_prompt_logits:

@@ -94,6 +94,11 @@ class Decoder(ABC):
         return [""] * len(self.names)
 
     @property
+    def prompt_tokens_reused(self) -> int:
+        """Tokens of the last call's prompts whose keys and values the target had, from an earlier call or the caller."""
+        return 0
+
+    @property
     def translated(self) -> Mapping[int, tuple[int, int]]:
         """By stage with another tokenizer than the target's: tokens that its model generated in the last call, and those lost in translation."""
         return {}
@@ -169,6 +174,8 @@ class Driver(Decoder):
         stage.upstream_failed = functools.partial(self.draft_failed, i - 1)
         # Products of a library may depend on the number of threads.
         stage.reads_wide = not config.exact
+        stage.needs_same_bits = i == self.block.target or acceptance is not None
+        stage.keep_prefixes(config.prefix_cache)
         return stage
 
     @property
@@ -227,12 +234,20 @@ class Driver(Decoder):
         # A call of another thread may have been running at the fork. Nothing of it can continue.
         return type(self)(self.models, self.config)
 
+    def close(self) -> None:
+        # Kept texts go, too.
+        self.release()
+
     def release(self) -> None:
         self.checked = (0, 0, 0)
         for stage in self.stages:
             stage.release()
 
     # ---- afterwards
+
+    @property
+    def prompt_tokens_reused(self) -> int:
+        return self.target.reused
 
     @property
     def translated(self) -> Mapping[int, tuple[int, int]]:

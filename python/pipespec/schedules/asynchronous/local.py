@@ -272,7 +272,7 @@ class LocalDriver(AsynchronousDriver):
             if trace is not None:
                 parts.append((trace.memory, set(stages)))
             drafts = config.drafts[stages[0] : i + 1]
-            setup = Setup(i, weights, [], trace.entries if trace else 0, config.native, drafts)
+            setup = Setup(i, weights, [], trace.entries if trace else 0, config.native, drafts, config.prefix_cache)
             self.peers[i] = LocalPeer(setup, parts)
         self._is_open = False
         # At interpreter exit, too, and when the driver is collected as garbage.
@@ -316,6 +316,7 @@ class LocalDriver(AsynchronousDriver):
 
     def close(self) -> None:
         """End the processes. A later ``run`` starts them again."""
+        super().close()
         self.block.start(0)
         self._is_open = False
         _stop(self.peers)

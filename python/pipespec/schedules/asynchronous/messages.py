@@ -90,7 +90,7 @@ class Call:
         )
 
 
-_OF_INPUTS = ("vocabulary", "chunk", "reuse")
+_OF_INPUTS = ("vocabulary", "chunk")
 _OF_SAMPLING = ("seeds", "temperature", "top_k", "top_p", "min_p", "processors", "prompts")
 _PROCESSORS = {kind.__name__: kind for kind in STATELESS}
 

@@ -434,7 +434,8 @@ class DraftRank(Decoder):
         self.rank = ranks.rank
         self.block: StateBlock = StateBlock.create(len(config.drafts) + 1, 1, 64)
         own = stages_of(self.rank, config)
-        stage = make_draft(config.drafts[own[0] : own[-1] + 1], model, self.block, own[-1], native=config.native)
+        drafts = config.drafts[own[0] : own[-1] + 1]
+        stage = make_draft(drafts, model, self.block, own[-1], native=config.native, prefix_cache=config.prefix_cache)
         self._party = _DraftParty(ranks, config, stage)
         weakref.finalize(self, self._party.close)
 

@@ -107,11 +107,14 @@ def make_draft(
     trace_of: Callable[[int], _native.TraceBuffer | None] = lambda stage: None,
     *,
     native: bool,
+    prefix_cache: int | None,
 ) -> Stage:
     """The stage of a draft, and the inline stages that run with it. ``drafts``: their specs, that of the draft last."""
     *inline, draft = drafts
     upstream = make_upstream(inline, block, index - len(inline), trace_of)
     stage: Stage = draft.make_stage(model, block, index, trace_of(index), native=native, upstream=upstream)
+    stage.needs_same_bits = False
+    stage.keep_prefixes(prefix_cache)
     return stage
 
 
@@ -129,6 +132,7 @@ class Setup:
         trace: Entries of the trace for each stage.
         native: Whether the model may run in the native form.
         drafts: The specs of the stages in this process: the inline ones upstream, and the draft.
+        prefix_cache: Bytes of the texts that the draft keeps, see :class:`pipespec.engine.prefixes.PrefixStore`.
     """
 
     index: int
@@ -137,6 +141,7 @@ class Setup:
     trace: int
     native: bool
     drafts: Sequence[DraftSpec]
+    prefix_cache: int | None
 
 
 class LocalCaller(Caller):
@@ -180,7 +185,15 @@ class LocalCaller(Caller):
             def trace_of(stage: int) -> _native.TraceBuffer | None:
                 return traces[0].buffer(stage) if traces else None
 
-            self._stage = make_draft(setup.drafts, self._model, block, setup.index, trace_of, native=setup.native)
+            self._stage = make_draft(
+                setup.drafts,
+                self._model,
+                block,
+                setup.index,
+                trace_of,
+                native=setup.native,
+                prefix_cache=setup.prefix_cache,
+            )
         self._stage.block.refresh()
         return self._stage
 

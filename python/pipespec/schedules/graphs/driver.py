@@ -124,7 +124,10 @@ class GraphedDriver(Driver):
             row = None if is_target else kind_of(config.drafts[i])
             make = GraphedStage if row is None else imported(row.captured)
             exact = config.exact and is_target
-            self._stages.append(make(model, self.block, i, self._trace_of(i), native=config.native, exact=exact))
+            stage = make(model, self.block, i, self._trace_of(i), native=config.native, exact=exact)
+            stage.needs_same_bits = is_target
+            stage.keep_prefixes(config.prefix_cache)
+            self._stages.append(stage)
             self.block.set_alive(i, True)
         for stage in self._stages:
             stage.read_from(self.target)

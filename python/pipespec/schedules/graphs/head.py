@@ -65,6 +65,10 @@ class GraphedHead(GraphedStage, HeadStage):
     def by_modules_reason(self) -> None:
         """None: it has no fused form."""
 
+    def keep_prefixes(self, budget: int | None) -> None:
+        """Nothing: it runs the slots of a kept prefix again, from the features that the target has kept."""
+        super().keep_prefixes(0)
+
     def pack(self) -> None:
         """Nothing: captured steps run in torch's operations."""
 

@@ -20,6 +20,7 @@ from pipespec.engine.cache_storage import Features
 from pipespec.engine.forward import choose_fused, described, forward
 from pipespec.engine.inputs import StageInputs, stage_names, static_capacity
 from pipespec.engine.known import CAPTURED, identify
+from pipespec.engine.prefixes import KeptText, Source
 from pipespec.engine.sampling import ScoreRecord, Step
 from pipespec.engine.stage import Stage
 from pipespec.errors import NotCapturable
@@ -121,6 +122,8 @@ class GraphedStage(Stage):
     def prepare(self, inputs: StageInputs) -> StaticBuffers:
         """Set up the static buffers of a call, or reuse those of an earlier call that fit. :meth:`prefill` comes next."""
         rows, capacity = len(inputs.prompts), static_capacity(inputs.most)
+        if self._given is None:
+            self._shelve()
         self._fit_vocabulary(inputs.vocabulary)
         self._scored = inputs.vocabulary
         if self._exact:
@@ -131,7 +134,7 @@ class GraphedStage(Stage):
         self._current = self.capture_prompt = None
         found = self._buffers.pop(rows, None)
         if found is None or not self._can_use(found.cache, rows, capacity):
-            if found is not None and found.cache is self._cache and not inputs.reuse:
+            if found is not None and found.cache is self._cache:
                 self._cache = None
             # The old buffers are released before the allocation.
             del found
@@ -173,18 +176,36 @@ class GraphedStage(Stage):
 
     # ---- the text that the cache holds
 
-    def _cache_for(self, inputs: StageInputs, held: list[int]) -> RowCache:
+    def _begin_cache(
+        self, inputs: StageInputs, sources: Sequence[Source | None], taken: KeptText | None, held: Sequence[int]
+    ) -> RowCache:
         # After a failed prepare(), this call raises the same error.
         if self._current is None:
             with torch.inference_mode(False), torch.no_grad():
                 self.prepare(inputs)
-        before, cache = self._cache, self.buffers.cache
-        if before is not None and before is not cache and any(held):
-            cache.copy_from(before, held)
-            if isinstance(cache.features, Features):
-                cache.features.copy_from(before.features, held)
-        self._cache = cache
+        cache = self.buffers.cache
+        self._store.make_room(len(inputs.prompts), cache.capacity, sources)
+        cache.reset()
+        self._lay_features(cache, [0] * len(inputs.prompts))
         return cache
+
+    def _like(self) -> RowCache:
+        return self.buffers.cache
+
+    def _shelve(self) -> None:
+        # The buffers stay, and a copy on the device takes no time.
+        before = self._cache
+        super()._shelve()
+        self._store.spare, self._cache = None, before
+
+    def _to_keep(self, cache: RowCache, held: Sequence[int]) -> RowCache | None:
+        if not self._store.free(cache.nbytes * max(held) // cache.capacity, cache.device):
+            return None
+        copied = RowCache.for_model(self.model, cache.rows, max(1, *held))
+        if isinstance(cache.features, Features):
+            copied.features = Features(cache.features.layers, [0] * cache.rows, cache.features.dtype)
+        copied.take_rows([(cache, row) for row in range(cache.rows)], held)
+        return copied
 
     def prefill(self, inputs: StageInputs, record: ScoreRecord | None = None) -> None:
         self.is_prefilled = False

@@ -1,0 +1,410 @@
+"""Kept prefixes: a text is the same with and without them, whatever calls came before, and a prompt's beginning is not read again."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from pipespec import Pipeline
+from pipespec.engine import cached_text
+from tests.conftest import left_pad, noisy, random_llama
+from tests.pipespec import heads
+from tests.pipespec.test_adapters import Lora, adapted
+from tests.pipespec.tiny_models import model_of
+from tests.support.streamers import Recorder
+from tests.trials import trials
+
+TURNS = 7
+CHUNK, WIDE = 16, 5
+LOCKSTEP = {"schedule": "lockstep", "lookahead": 4}
+REJECTION = LOCKSTEP | {"acceptance": "rejection"}
+
+
+class Kind(NamedTuple):
+    """A target, whether its wide forwards run in the library, whether it has a draft, and options of the pipeline."""
+
+    model: str = "llama"
+    dtype: torch.dtype = torch.float32
+    wide: bool = False
+    drafted: bool = False
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+KINDS = {
+    "native": Kind(options={"schedule": "plain"}),
+    "n-gram": Kind(),
+    "draft": Kind(drafted=True, options=LOCKSTEP),
+    "controller": Kind(drafted=True),
+    "rejection": Kind(drafted=True, options=REJECTION),
+    "bfloat16, library": Kind(dtype=torch.bfloat16, wide=True, drafted=True, options=LOCKSTEP),
+    "bfloat16, rejection": Kind(dtype=torch.bfloat16, wide=True, drafted=True, options=REJECTION),
+    "bfloat16, exact": Kind(dtype=torch.bfloat16, wide=True, options={"exact": True}),
+    "blocks": Kind(drafted=True, options=LOCKSTEP | {"weights": ["q8_0", "q4_0"]}),
+    "own modules": Kind(dtype=torch.bfloat16, options={"schedule": "plain", "native": False}),
+    "windows": Kind(model="gemma3, mixed, two RoPE bases", options={"schedule": "plain"}),
+    "recurrent": Kind(model="qwen3_5, recurrent", options={"schedule": "plain"}),
+    "recurrent, draft": Kind(model="qwen3_5, recurrent", drafted=True, options=LOCKSTEP),
+    "captured": Kind(drafted=True, options=LOCKSTEP | {"graphs": True}),
+    "captured, exact": Kind(options={"schedule": "plain", "graphs": True, "exact": True}),
+    "streams": Kind(drafted=True, options={"schedule": "streams"}),
+    "head": Kind(model="head", options=LOCKSTEP),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Chunks and prefixes of the size of these prompts."""
+    monkeypatch.setattr("pipespec.engine.inputs.PREFILL_CHUNK", CHUNK)
+    monkeypatch.setattr("pipespec.engine.prefixes.SHORTEST", 4)
+
+
+def pipelines(kind: Kind, tmp_path: Path, monkeypatch: Any) -> tuple[Pipeline, Pipeline]:
+    """One that keeps prefixes, and one that does not."""
+    if kind.wide:
+        monkeypatch.setattr("pipespec.engine.forward.library_columns", lambda dtype: WIDE)
+    if kind.model == "head":
+        target, drafts = heads.make_target(), [heads.write_original(tmp_path, heads.make_weights())]
+    else:
+        target = copy.deepcopy(random_llama(7).to(kind.dtype) if kind.model == "llama" else model_of(kind.model))
+        drafts = [noisy(target, 0.02, seed=1)] if kind.drafted else []
+    return Pipeline(target, drafts, **kind.options), Pipeline(target, drafts, **kind.options, prefix_cache=0)
+
+
+class Conversations:
+    """Random calls: a conversation goes on, with its answer as it was or edited, branches, or begins anew; one at a time, or several in a batch."""
+
+    def __init__(self, seed: int, vocabulary: int) -> None:
+        self._draw, self._vocabulary = random.Random(seed), vocabulary
+        self._texts = [self._tokens(30)]
+
+    def _tokens(self, most: int) -> list[int]:
+        return [self._draw.randrange(3, self._vocabulary) for _ in range(self._draw.randint(1, most))]
+
+    def _prompt(self) -> list[int]:
+        draw, text = self._draw, self._draw.choice(self._texts)
+        match draw.randrange(6):
+            case 0:  # a new conversation
+                return self._tokens(60)
+            case 1:  # a branch
+                return text[: draw.randint(1, len(text))] + self._tokens(12)
+            case 2:  # an edited answer
+                return [*text[: max(1, len(text) - draw.randint(1, 9))], *self._tokens(12)]
+            case 3:  # the same once more
+                return text
+            case _:
+                return text + self._tokens(20)
+
+    def call(self) -> dict[str, Any]:
+        draw = self._draw
+        rows = draw.choice((1, 1, 1, 2, 3))
+        ids, mask = left_pad([torch.tensor(self._prompt()[-150:]) for _ in range(rows)])
+        how = {"do_sample": False} if draw.random() < 0.5 else {"do_sample": True, "seed": draw.randrange(1000)}
+        return {"input_ids": ids, "attention_mask": mask, "max_new_tokens": draw.randint(1, 24)} | how
+
+    def note(self, call: dict[str, Any], out: torch.Tensor) -> None:
+        padding = (1 - call["attention_mask"]).sum(1).tolist()
+        self._texts += [row[n:].tolist() for row, n in zip(out, padding, strict=True)]
+        del self._texts[:-6]
+
+
+def check(keeping: Pipeline, fresh: Pipeline, seed: int, vocabulary: int) -> Iterator[int]:
+    """Compare the texts of random calls. Yields the tokens that were not read again."""
+    conversations = Conversations(seed, vocabulary)
+    for _ in range(TURNS):
+        call = conversations.call()
+        out, wanted = keeping.generate(**call), fresh.generate(**call)
+        assert fresh.report is not None
+        assert fresh.report.prompt_tokens_reused == 0
+        assert torch.equal(out, wanted), f"seed {seed}, {call}"
+        conversations.note(call, out)
+        assert keeping.report is not None
+        yield keeping.report.prompt_tokens_reused
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_random_conversations(name, tmp_path, monkeypatch):
+    keeping, fresh = pipelines(KINDS[name], tmp_path, monkeypatch)
+    reused = 0
+    with keeping, fresh:
+        for seed in range(trials(ci=4, nightly=60)):
+            reused += sum(check(keeping, fresh, seed, 95))
+    assert reused > 0
+
+
+# ---- what is kept, and for how long
+
+PLAIN = {"schedule": "plain"}
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
+
+
+def tokens(count: int, seed: int) -> torch.Tensor:
+    return torch.randint(3, 100, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def longer(text: torch.Tensor, seed: int, count: int = 9) -> torch.Tensor:
+    return torch.cat([text, tokens(count, seed)], 1)
+
+
+def said(pipe: Pipeline, prompt: torch.Tensor, **how: Any) -> tuple[torch.Tensor, int]:
+    """The text, and how many tokens of the prompt were not read."""
+    text = pipe.generate(prompt, **{"attention_mask": torch.ones_like(prompt)} | GREEDY | how)
+    assert pipe.report is not None
+    return text, pipe.report.prompt_tokens_reused
+
+
+def store_of(pipe: Pipeline) -> Any:
+    return pipe._driver.target._store
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_llama(7)
+
+
+def test_conversations_alternate(target):
+    """Each reads what is new only, and none costs another one its text."""
+    pipe, texts = Pipeline(target, **PLAIN), [tokens(40, seed) for seed in range(3)]
+    for turn in range(4):
+        for i, text in enumerate(texts):
+            texts[i], reused = said(pipe, longer(text, 10 * turn + i))
+            # The last token of an answer was never fed.
+            assert reused == (text.shape[1] - 1 if turn else 0)
+    assert len(store_of(pipe).texts) == 2  # beside that of the last call
+    assert all(kept.cache.rows == 1 for kept in store_of(pipe).texts)
+
+
+def test_a_branch_does_not_cost_the_conversation_its_text(target):
+    pipe, common = Pipeline(target, **PLAIN), tokens(80, 1)
+    first, _ = said(pipe, longer(common, 2, 70))
+    _, of_branch = said(pipe, longer(common, 3, 70))
+    _, of_first = said(pipe, longer(first, 4))
+    assert (of_branch, of_first) == (80, first.shape[1] - 1)
+
+
+def test_rows_of_a_batch_begin_with_any_text(target):
+    """Those of earlier calls with other numbers of rows, and those of one text."""
+    pipe, one, two = Pipeline(target, **PLAIN), tokens(40, 1), tokens(30, 2)
+    one, two = said(pipe, one)[0], said(pipe, two)[0]
+    ids, mask = left_pad([longer(two, 5)[0], longer(one, 6)[0], longer(one, 7)[0], tokens(20, 8)[0]])
+    batch, reused = said(pipe, ids, attention_mask=mask)
+    assert reused == two.shape[1] - 1 + 2 * (one.shape[1] - 1)
+    row = batch[1][mask[1].argmax() :]
+    assert said(pipe, longer(row[None], 9))[1] == len(row) - 1
+    ids, mask = torch.cat([batch, tokens(4, 1).expand(4, -1)], 1), torch.cat([mask, mask.new_ones(4, 12)], 1)
+    out, reused = said(pipe, ids, attention_mask=mask)
+    # Of each row, the last token of the answer was never fed, but for the one that went on by itself.
+    assert reused == int(mask.sum()) - 4 * 5 + 1
+    assert torch.equal(out, said(Pipeline(target, **PLAIN), ids, attention_mask=mask)[0])
+
+
+def test_the_least_recently_used_text_goes_first(target):
+    with Pipeline(target, **PLAIN) as pipe:
+        said(pipe, tokens(40, 1))
+        size = pipe._driver.target.cache.nbytes
+    pipe = Pipeline(target, **PLAIN, prefix_cache=3 * size)  # a cache that goes on is larger
+    texts = [said(pipe, tokens(40, seed))[0] for seed in range(2)]
+    texts[0], reused = said(pipe, longer(texts[0], 4))
+    assert reused
+    said(pipe, tokens(40, 5))
+    assert said(pipe, longer(texts[0], 6))[1] == texts[0].shape[1] - 1
+    assert said(pipe, longer(texts[1], 7))[1] == 0
+
+
+@pytest.mark.parametrize("budget", [0, 1])
+def test_a_tiny_budget(target, budget):
+    """One byte is enough for the last text, whose storage stays in any case; without a budget there is no text."""
+    pipe, fresh = Pipeline(target, **PLAIN, prefix_cache=budget), Pipeline(target, **PLAIN, prefix_cache=0)
+    text, _ = said(pipe, tokens(40, 1))
+    text, reused = said(pipe, longer(text, 2))
+    assert bool(reused) == bool(budget)
+    said(pipe, tokens(40, 3))
+    prompt = longer(text, 4)
+    out, reused = said(pipe, prompt)
+    assert reused == 0
+    assert torch.equal(out, said(fresh, prompt)[0])
+
+
+def test_drafts_keep_theirs(target):
+    pipe = Pipeline(target, noisy(target, 0.02), **LOCKSTEP)
+    text, _ = said(pipe, tokens(40, 1))
+    said(pipe, longer(text, 2))
+    assert [stage.reused for stage in pipe._driver.stages] == [text.shape[1] - 1] * 2
+
+
+def test_workers_keep_theirs(target):
+    with Pipeline(target, noisy(target, 0.02), schedule="workers", trace=64) as pipe:
+        text, _ = said(pipe, tokens(60, 1))
+        _, reused = said(pipe, longer(text, 2))
+        assert reused == text.shape[1] - 1
+        assert pipe.report is not None
+        assert pipe.report.trace is not None
+        assert pipe.report.trace["draft 0"]["prefill"].sum() < 30
+
+
+def test_a_head_has_the_hidden_states_of_a_kept_prefix(tmp_path):
+    pipe = Pipeline(heads.make_target(), heads.write_original(tmp_path, heads.make_weights()), **LOCKSTEP)
+    common = tokens(60, 1)
+    said(pipe, longer(common, 2, 70))
+    said(pipe, longer(common, 3, 70))  # copied
+    features = pipe._driver.target.cache.features
+    assert features.begin == [0]
+
+
+def test_closing_and_forks_begin_anew(target):
+    pipe = Pipeline(target, **PLAIN)
+    text, _ = said(pipe, tokens(40, 1))
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(write, str(said(pipe, longer(text, 2))[1]).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 9) == b"0"
+    assert said(pipe, longer(text, 2))[1] > 0
+    pipe.close()
+    assert said(pipe, longer(text, 2))[1] == 0
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("at", [1, 5])
+def test_an_interrupted_call_leaves_what_it_has_read(target, drafted, at):
+    class StopHereError(Exception):
+        pass
+
+    def stop() -> None:
+        raise StopHereError
+
+    drafts, how = ([noisy(target, 0.02)], LOCKSTEP) if drafted else ([], PLAIN)
+    pipe, fresh, prompt = Pipeline(target, drafts, **how), Pipeline(target, **PLAIN, prefix_cache=0), tokens(60, 1)
+    with pytest.raises(StopHereError):
+        said(pipe, prompt, streamer=Recorder(at, stop))
+    again = longer(said(fresh, prompt)[0], 2)
+    out, reused = said(pipe, again)
+    assert reused >= 59
+    assert torch.equal(out, said(fresh, again)[0])
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_an_interrupted_prompt_is_no_prefix(target, native, monkeypatch):
+    """The forward that is interrupted does not count, those before it do."""
+    pipe, fresh = (Pipeline(target, **PLAIN, native=native, prefix_cache=n) for n in (None, 0))
+    prompt, own, forwards = tokens(60, 1), cached_text.forward, []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        forwards.append(0)
+        if len(forwards) == 3:
+            raise KeyboardInterrupt
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(cached_text, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        said(pipe, prompt)
+    out, reused = said(pipe, prompt)
+    assert reused == 2 * CHUNK
+    assert torch.equal(out, said(fresh, prompt)[0])
+
+
+# ---- what a kept text depends on
+
+
+def through_data(model: Any) -> None:
+    for parameter in model.model.layers[0].parameters():
+        parameter.data.mul_(1.5)
+
+
+def in_place(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0] += 1
+
+
+def replaced(model: Any) -> None:
+    model.model.layers[1].self_attn.v_proj.weight = torch.nn.Parameter(
+        model.model.layers[1].self_attn.k_proj.weight * 2
+    )
+
+
+def loaded(model: Any) -> None:
+    model.load_state_dict(random_llama(9).to(model.dtype).state_dict())
+
+
+def cast(model: Any) -> None:
+    model.to(torch.bfloat16)
+
+
+def configured(model: Any) -> None:
+    model.set_attn_implementation("eager")
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("change", [through_data, in_place, replaced, loaded, cast])
+def test_changed_weights_are_read_again(change, native):
+    model, options = random_llama(7), PLAIN | {"native": native}
+    pipe = Pipeline(model, **options)
+    text, _ = said(pipe, tokens(60, 1))
+    change(model)
+    prompt = longer(text, 2)
+    out, reused = said(pipe, prompt)
+    assert reused == 0
+    assert torch.equal(out, said(Pipeline(copy.deepcopy(model), **options), prompt)[0])
+    assert said(pipe, longer(out, 3))[1] > 0
+
+
+def test_another_attention_is_another_text():
+    model = random_llama(7)
+    pipe = Pipeline(model, **PLAIN, native=False)
+    text, _ = said(pipe, tokens(60, 1))
+    configured(model)
+    assert said(pipe, longer(text, 2))[1] == 0
+
+
+def test_an_adapter_swapped_between_turns():
+    """Each turn's text is that of its adapter."""
+    model = adapted(random_llama(7)).get_base_model()
+    places = [(layer.self_attn, "q_proj") for layer in model.model.layers]
+    other = [Lora(getattr(module, name).base_layer, seed=5) for module, name in places]
+    pipe, text = Pipeline(model, **PLAIN), tokens(60, 1)
+    for turn in range(4):
+        text, reused = said(pipe, longer(text, turn))
+        assert reused == 0
+        assert torch.equal(text, said(Pipeline(model, **PLAIN), text[:, :-8])[0])
+        for i, (module, name) in enumerate(places):
+            before = getattr(module, name)
+            setattr(module, name, other[i])
+            other[i] = before
+
+
+def test_autocast_and_threads_count_where_bits_depend_on_them(target):
+    pipe = Pipeline(target, **PLAIN, native=False)
+    text, _ = said(pipe, tokens(60, 1))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert said(pipe, longer(text, 2))[1] == 0
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert said(pipe, longer(text, 3))[1] == 0
+    finally:
+        torch.set_num_threads(threads)
+    assert said(pipe, longer(text, 4))[1] > 0
+
+
+def test_the_callers_keys_and_values_serve_no_other_call(target):
+    """They need not be those of the text."""
+    pipe, prompt = Pipeline(target, **PLAIN), tokens(60, 1)
+    cache = DynamicCache()
+    with torch.no_grad():
+        target(prompt[:, :50], past_key_values=cache)
+    for layer in cache.layers:
+        layer.values.mul_(3)
+    wanted, _ = said(Pipeline(target, **PLAIN), prompt)
+    assert said(pipe, prompt, past_key_values=cache)[1] == 50
+    out, reused = said(pipe, prompt)
+    assert reused == 0
+    assert torch.equal(out, wanted)
