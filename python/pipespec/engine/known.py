@@ -34,9 +34,9 @@ from pipespec.engine.recurrent import recurrent_signature
 from pipespec.engine.runtime import Identity, forget_records, runtime_of
 from pipespec.models import families
 from pipespec.models.adapters import without_wrapper
-from pipespec.models.devices import LayerDevices, each_module, hooks_of
+from pipespec.models.devices import LayerDevices, each_module, hooks_of, tensor_parallel_size
 from pipespec.models.families import NotReadable
-from pipespec.models.layout import CacheLayout
+from pipespec.models.layout import CacheLayout, layout_unsupported_reason
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import compute_dtype, text_config
 from pipespec.process.threads import Lock
@@ -370,6 +370,19 @@ def _layers_reason(model: PreTrainedModel) -> str | None:
         for part in each_module(layer):
             if vars(part).get("layer_idx", i) != i:
                 return f"its layers are not in the order of their caches (layer {vars(part)['layer_idx']} at {i})"
+    return layout_unsupported_reason(model) or _heads_reason(model, layers)
+
+
+def _heads_reason(model: PreTrainedModel, layers: nn.ModuleList) -> str | None:
+    """Whether each layer has as many heads of keys and values as the configuration says: heads may be pruned."""
+    layout = CacheLayout.of(model.config)
+    if tensor_parallel_size(model) > 1:
+        return None
+    for i, layer in enumerate(layers):
+        for name, dim in (("k_proj", layout.key_dim), ("v_proj", layout.value_dim)):
+            rows = getattr(getattr(getattr(layer, "self_attn", None), name, None), "out_features", None)
+            if isinstance(rows, int) and rows != layout.heads * dim:
+                return f"layer {i} has a {name} of {rows} rows, and its configuration says {layout.heads} heads of {dim}"
     return None
 
 
