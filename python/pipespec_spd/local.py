@@ -42,6 +42,11 @@ class LocalDriver(SpeculativeDriver):
         super()._generate(request)
         self._complete = True
 
+    def forget_stale(self) -> bool:
+        sections = [*(stage.section for stage in self.stages), self.verifier.section]
+        stale = [section.forget_stale() for section in sections]  # each of them
+        return any(stale)
+
     def release(self) -> None:
         super().release()
         for stage in self.stages:

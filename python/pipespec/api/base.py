@@ -42,7 +42,7 @@ from pipespec.models.quantized import check_files
 from pipespec.process import shutdown
 from pipespec.process.signals import handlers_watched, is_handlers_error
 from pipespec.process.threads import Lock, keep_to_one, renew_pool
-from pipespec.schedules.base import Decoder, warn_of_speed
+from pipespec.schedules.base import Decoder, warn_of_speed, warn_of_stale_text
 from pipespec.schedules.request import GenerationRequest
 
 if TYPE_CHECKING:
@@ -285,6 +285,8 @@ class BasePipeline:
                 progress.finish()
             self.report = self._report(call)
             warn_of_room(self._driver)
+            if self._driver.forget_stale():
+                warn_of_stale_text()
             return output_of(call, self.report, self._driver.target)
         except BaseException as error:
             request.take_back()

@@ -36,7 +36,7 @@ from pipespec.models import families
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import LayerDevices, each_module, hooks_of, tensor_parallel_size
 from pipespec.models.families import NotReadable
-from pipespec.models.layout import CacheLayout, layout_unsupported_reason
+from pipespec.models.layout import CacheLayout, configuration_read, layout_unsupported_reason
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import compute_dtype, text_config
 from pipespec.process.threads import Lock
@@ -64,7 +64,9 @@ def identify(model: PreTrainedModel | ModelParts, form: str) -> Identity:
 
 def _identify(model: PreTrainedModel | ModelParts, form: str) -> Identity:
     if form == CAPTURED:
-        return Identity(None, tuple(itertools.chain.from_iterable(map(families.state_of, model.modules()))))  # type: ignore[union-attr]
+        modules = list(model.modules())  # type: ignore[union-attr]
+        read = configuration_read(model.config, set(map(type, modules)))
+        return Identity(None, (*read, *itertools.chain.from_iterable(map(families.state_of, modules))))
     if form == OWN:
         if isinstance(model, ModelParts):
             return Identity(None, (model.dtype, recurrent_signature(model)))
@@ -147,7 +149,7 @@ class Record:
         self._config = model.config
         configs = {id(c): c for c in (model.config, *(getattr(m, "config", None) for m in modules)) if c is not None}
         containers = [*spaces, *itertools.chain.from_iterable(map(_containers_in, configs.values()))]
-        self._stamp = Stamp(containers, modules[1:], [], [])
+        self._stamp = Stamp(containers, modules[1:], [], list(set(map(type, configs.values()))))
         tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         self._tensors = [t for t in tensors if not t.is_inference()]
         has_pointers = all(type(t) in _TENSORS and t.layout is torch.strided for t in tensors)
@@ -382,7 +384,9 @@ def _heads_reason(model: PreTrainedModel, layers: nn.ModuleList) -> str | None:
         for name, dim in (("k_proj", layout.key_dim), ("v_proj", layout.value_dim)):
             rows = getattr(getattr(getattr(layer, "self_attn", None), name, None), "out_features", None)
             if isinstance(rows, int) and rows != layout.heads * dim:
-                return f"layer {i} has a {name} of {rows} rows, and its configuration says {layout.heads} heads of {dim}"
+                return (
+                    f"layer {i} has a {name} of {rows} rows, and its configuration says {layout.heads} heads of {dim}"
+                )
     return None
 
 

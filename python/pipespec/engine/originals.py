@@ -343,6 +343,9 @@ class Code:
             self._spaces.append(space)
             for each in sorted(names[name] & space.keys()):
                 self._watch(space[each])
+                if isinstance(space[each], dict):
+                    # Of classes of caches by type of layer, for example.
+                    self._spaces.append(space[each])
                 if not _is_of(module, each, space[each]):
                     yield f"{name}.{each} is not that of transformers"
                 elif (

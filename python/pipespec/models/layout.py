@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import functools
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterable, Sequence
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -164,12 +164,29 @@ def takes_mask_per_type(decoder: Any) -> bool:
 @functools.cache
 def names_in_forward(kind: type) -> frozenset[str]:
     """The globals and attributes that the ``forward()`` of a class names, functions within it included."""
-    found, codes = set(), [inspect.unwrap(kind.forward).__code__]  # type: ignore[attr-defined]
+    return _names_in(kind.forward)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _names_in_methods(kind: type) -> frozenset[str]:
+    """Those of the methods that a class itself has, without its constructor."""
+    methods = [value for name, value in vars(kind).items() if inspect.isfunction(value) and name != "__init__"]
+    return frozenset().union(*map(_names_in, methods))
+
+
+def _names_in(function: Any) -> frozenset[str]:
+    found, codes = set(), [inspect.unwrap(function).__code__]
     while codes:
         code = codes.pop()
         found |= {*code.co_names}
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return frozenset(found)
+
+
+def configuration_read(config: Any, kinds: Iterable[type]) -> list[str]:
+    """The entries of a configuration that the calls of some classes may read, with their values."""
+    names, space = frozenset().union(*map(_names_in_methods, kinds)), vars(text_config(config))
+    return [f"{name}={space[name]!r}" for name in sorted(names & space.keys())]
 
 
 def mask_windows(model: PreTrainedModel) -> tuple[int | None, ...]:
