@@ -240,7 +240,12 @@ def in_columns(cache: RowCache, mask: torch.Tensor, width: int) -> Cache:
         NotImplementedError: The cache cannot have the call's columns.
     """
     lengths, cached = set(cache.lengths), mask.shape[1] - width
-    if len(lengths) == 1 and not cache.had_padding and bool((mask[:, : max(lengths)] != 0).all()):
+    if (
+        cache.is_recurrent
+        and len(lengths) == 1
+        and not cache.had_padding
+        and bool((mask[:, : max(lengths)] != 0).all())
+    ):
         return cache  # tokens are columns
     try:
         return cache.as_dynamic(mask, cached if cached > 0 else None)
