@@ -116,7 +116,6 @@ class WholeModel(Form):
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=max(keep, 1),
-            return_dict=True,
             **({} if features is None else {"output_hidden_states": True}),
             # Its loss has a mask with a number per token.
             **({"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}),

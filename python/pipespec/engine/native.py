@@ -218,6 +218,6 @@ def native_form(model: PreTrainedModel | ModelParts, reserved: int = 0) -> Nativ
         if isinstance(model, ModelParts):
             own = LayerLoop(parts)(given, probe_cache(parts), given.shape[1])
         else:
-            own = model(input_ids=given, use_cache=False, return_dict=True).logits
+            own = model(input_ids=given, use_cache=False).logits
         check_outputs(parts, given, probed(own), probe(form, probe_cache(parts), given))
         return form
