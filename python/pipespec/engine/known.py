@@ -250,7 +250,7 @@ def record_within(model: PreTrainedModel) -> Record | None:
 def refresh(model: PreTrainedModel | None = None) -> None:
     """Read weights and code of a model again in the next call, after a change that cannot be seen.
 
-    Calls notice almost all changes of a model by themselves. ``docs/calls.md`` lists what they cannot see, or see some calls later: changes of single
+    Calls notice almost all changes of a model by themselves. ``docs/calls.md`` lists what they cannot see, or see at the end of a call: changes of single
     values of a large model that go past torch's version counters, for example.
 
     Args:
