@@ -175,7 +175,8 @@ def _names_in_methods(kind: type) -> frozenset[str]:
 
 
 def _names_in(function: Any) -> frozenset[str]:
-    found, codes = set(), [inspect.unwrap(function).__code__]
+    found: set[str] = set()
+    codes = [code for code in [getattr(inspect.unwrap(function), "__code__", None)] if code is not None]
     while codes:
         code = codes.pop()
         found |= {*code.co_names}
@@ -195,8 +196,9 @@ def mask_windows(model: PreTrainedModel) -> tuple[int | None, ...]:
     A class has no windows at all, or one for all layers, or reads the type of each layer from the configuration (older versions of transformers: from
     the layer).
     """
-    config, decoder = text_config(model.config), getattr(model, model.base_model_prefix)
-    names, window = names_in_forward(type(decoder)), getattr(config, "sliding_window", None)
+    decoder = getattr(model, model.base_model_prefix)
+    config, names = text_config(decoder.config), names_in_forward(type(decoder))
+    window = getattr(config, "sliding_window", None)
     layers = list(decoder.layers)[: config.num_hidden_layers]
     if "create_sliding_window_causal_mask" not in names:
         return (None,) * len(layers)
@@ -210,8 +212,8 @@ def mask_windows(model: PreTrainedModel) -> tuple[int | None, ...]:
 def layout_unsupported_reason(model: PreTrainedModel) -> str | None:
     """Why the masks and caches of a model in transformers are not those of its :class:`CacheLayout`, as a phrase; None if they are.
 
-    transformers makes both from the configuration as it is at the call, the masks by the model's class and the cache without it. So a window
-    that a class does not know shortens the cache and leaves the mask.
+    transformers makes both from the configuration as it is at the call, the masks by the class of the decoder, with its configuration, and the cache by
+    the model's alone. So a window that a class does not know shortens the cache and leaves the mask.
     """
     config = text_config(model.config)
     try:
@@ -219,7 +221,7 @@ def layout_unsupported_reason(model: PreTrainedModel) -> str | None:
         layers = DynamicCache(config=config).layers
     except UnsupportedLayers as error:
         return str(error)
-    if getattr(config, "is_causal", True) is False:
+    if getattr(getattr(model, model.base_model_prefix).config, "is_causal", True) is False:
         return "its configuration says that it is not causal"
     for i in layout.attention:
         kept = getattr(layers[i], "sliding_window", None)
