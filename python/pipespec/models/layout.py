@@ -161,10 +161,9 @@ def takes_mask_per_type(decoder: Any) -> bool:
     return "dict" in names_in_forward(type(decoder))
 
 
-@functools.cache
-def names_in_forward(kind: type) -> frozenset[str]:
+def names_in_forward(kind: Any) -> frozenset[str]:
     """The globals and attributes that the ``forward()`` of a class names, functions within it included."""
-    return _names_in(kind.forward)  # type: ignore[attr-defined]
+    return _names_in(kind.forward)
 
 
 @functools.cache
@@ -174,6 +173,7 @@ def _names_in_methods(kind: type) -> frozenset[str]:
     return frozenset().union(*map(_names_in, methods))
 
 
+@functools.cache
 def _names_in(function: Any) -> frozenset[str]:
     found: set[str] = set()
     codes = [code for code in [getattr(inspect.unwrap(function), "__code__", None)] if code is not None]
