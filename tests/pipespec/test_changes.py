@@ -81,6 +81,9 @@ CONFIGURATIONS: dict[str, tuple[str, Any, str | None]] = {
 }  # fmt: skip
 """By name: a model, what changes in its configuration, and words of the reason to leave its calls to transformers; None: they speculate."""
 
+ONLY_NEWER = ("other types", "one other type, in place", "windows for all layers", "outputs of routers")
+"""Those with which older versions fail, or decode by other rules."""
+
 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("when", ["before", "between"])
@@ -88,6 +91,10 @@ CONFIGURATIONS: dict[str, tuple[str, Any, str | None]] = {
 def test_a_changed_configuration(name, when, native):
     kind, change, reason = CONFIGURATIONS[name]
     model, other = make(kind, 1), make(kind, 1)
+    if CACHES_BY_TYPE is None and name in ONLY_NEWER:
+        pytest.skip(
+            "this version of transformers reads the types of layers when the model is made, and counts losses of routers in each forward"
+        )
     refused = when == "before" and reason == "cannot be rolled back"
     if when == "before":
         change(model)
