@@ -139,9 +139,14 @@ def reset_rope(model: PreTrainedModel) -> None:
     for rotary, prefix, kind in _rotaries(model):
         if "dynamic" not in kind:
             continue
-        reached, first = f"{prefix}max_seq_len_cached", rotary.original_max_seq_len
-        if getattr(rotary, reached, first) > first:
-            setattr(rotary, reached, first)
+        # 5.0 notes the longest text of models with one kind of layers under None's name.
+        names, first = (
+            (f"{prefix}max_seq_len_cached", f"{prefix or 'None_'}max_seq_len_cached"),
+            rotary.original_max_seq_len,
+        )
+        if any(getattr(rotary, name, first) > first for name in names):
+            for name in names:
+                setattr(rotary, name, first)
             place = getattr(rotary, f"{prefix}inv_freq").device
             original = getattr(rotary, f"{prefix}original_inv_freq").to(place)
             rotary.register_buffer(f"{prefix}inv_freq", original, persistent=False)
