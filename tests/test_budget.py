@@ -21,7 +21,7 @@ PYTHON = ("python/pipespec", "python/pipespec_spd", "python/pipespec_train", "pi
 FOLDERS = {
     "csrc": 11_920,
     "pipespec_kernels": 8_420,
-    "python/pipespec": 23_260,
+    "python/pipespec": 23_270,
     "python/pipespec_spd": 3_210,
     "python/pipespec_train": 1_880,
     "bench": 9_070,
