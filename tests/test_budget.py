@@ -19,14 +19,14 @@ ROOT = Path(__file__).parents[1]
 PYTHON = ("python/pipespec", "python/pipespec_spd", "python/pipespec_train", "pipespec_kernels", "bench", "tools")
 
 FOLDERS = {
-    "csrc": 11_880,
+    "csrc": 11_920,
     "pipespec_kernels": 8_420,
-    "python/pipespec": 23_710,
-    "python/pipespec_spd": 3_200,
+    "python/pipespec": 23_270,
+    "python/pipespec_spd": 3_210,
     "python/pipespec_train": 1_880,
     "bench": 9_260,
     "tools": 250,
-    "tests": 46_580,
+    "tests": 46_720,
 }
 """Maximum lines of C++, CUDA and Python. The design's goals: 12,000, 8,400, 21,500, 3,200, 2,000, 7,500, 600 and 42,000."""
 
@@ -44,7 +44,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 61, 12_960
+MODULES, LINES = 58, 12_480
 """Maximum number of modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 

@@ -144,7 +144,9 @@ void bind_watch(py::module_& m) {
           py::arg("address"), py::arg("bytes"), py::arg("stride"))
       .def("remember", &cpu::MemoryWatch::remember, py::call_guard<py::gil_scoped_release>())
       // With the lock of the interpreter: it is the one of the places that a check goes on at.
+      .def_property_readonly("has_rest", &cpu::MemoryWatch::has_rest)
       .def("agree", &cpu::MemoryWatch::agree, py::arg("seconds"))
+      .def("rest_agrees", &cpu::MemoryWatch::rest_agrees, py::arg("threads"))
       .def_property_readonly("samples", &cpu::MemoryWatch::samples)
       .def_property_readonly("bytes", &cpu::MemoryWatch::bytes);
 }

@@ -1,8 +1,11 @@
 #include "watch.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
+
+#include "pool.hpp"
 
 namespace pipespec::cpu {
 namespace {
@@ -10,9 +13,12 @@ namespace {
 constexpr std::size_t kSmall = 4096;  // bytes of a range that each check reads
 constexpr std::size_t kAllAlways =
     512 << 10;  // bytes of all ranges, up to which each check reads them all
-constexpr std::size_t kBlock = 16 << 10;  // bytes of a block
-constexpr std::size_t kSamples = 256;     // samples of a unit
-constexpr std::size_t kAlways = 4;        // samples of a large range that each check reads
+constexpr std::size_t kBlock = 16 << 10;    // bytes of a block
+constexpr std::size_t kSamples = 256;       // samples of a unit
+constexpr std::size_t kAlways = 4;          // samples of a large range that each check reads
+constexpr std::size_t kPerUnit = 64;        // blocks of a unit of work
+constexpr std::size_t kAtATime = 4096;   // blocks of a part of the rest
+constexpr std::size_t kWorthThreads = 256;  // blocks from which on threads pay
 constexpr std::uint64_t kFactor = 0x9e3779b97f4a7c15;
 
 std::uint64_t mix(std::uint64_t digest, std::uint64_t word) {
@@ -80,24 +86,46 @@ void MemoryWatch::remember() {
   }
 }
 
+bool MemoryWatch::is_same(const Unit& unit) {
+  const auto [data, bytes, stride] = unit.range;
+  return unit.digest == (stride ? digest_of_samples(data, bytes, stride) : digest(data, bytes));
+}
+
 bool MemoryWatch::agree(double seconds) {
   using Clock = std::chrono::steady_clock;
-  const auto is_same = [](const Unit& unit) {
-    const auto [data, bytes, stride] = unit.range;
-    return unit.digest == (stride ? digest_of_samples(data, bytes, stride) : digest(data, bytes));
-  };
+  left_ = blocks_.size();
   if (!std::all_of(always_.begin(), always_.end(), is_same)) return false;
   const auto end = Clock::now() + std::chrono::duration<double>(std::min(seconds, 1e6));
-  const auto next_is_same = [&](const std::vector<Unit>& units, std::size_t& next) {
-    if (!is_same(units[next])) return false;
-    next = (next + 1) % units.size();
+  const auto turn = [&](const std::vector<Unit>& units, std::size_t& next, auto compared) {
+    for (std::size_t i = 0; i < units.size() && (i == 0 || Clock::now() < end); ++i) {
+      if (!is_same(units[next])) return false;
+      next = (next + 1) % units.size();
+      compared();
+    }
     return true;
   };
-  for (std::size_t i = 0; i < blocks_.size() && (i == 0 || Clock::now() < end); ++i) {
-    if (i < samples_.size() && !next_is_same(samples_, next_sample_)) return false;
-    if (!next_is_same(blocks_, next_block_)) return false;
-  }
-  return true;
+  return turn(samples_, next_sample_, [] {}) && turn(blocks_, next_block_, [this] { --left_; });
+}
+
+bool MemoryWatch::rest_agrees(int threads) {
+  struct Job {
+    const MemoryWatch* watch;
+    std::size_t first, count, per_unit;
+    std::atomic<bool> agrees{true};
+    static void work(void* context, int64_t unit) {
+      auto& job = *static_cast<Job*>(context);
+      const std::size_t begin = std::size_t(unit) * job.per_unit;
+      const auto& blocks = job.watch->blocks_;
+      for (std::size_t i = begin; i < std::min(begin + job.per_unit, job.count); ++i)
+        if (!is_same(blocks[(job.first + i) % blocks.size()])) job.agrees = false;
+    }
+  } job{this, next_block_, std::min(left_, kAtATime), kPerUnit};
+  if (job.count == 0) return true;
+  Team team(job.count < kWorthThreads ? 0 : threads - 1, Job::work, &job);
+  team.run(int64_t((job.count + kPerUnit - 1) / kPerUnit));
+  next_block_ = (next_block_ + job.count) % blocks_.size();
+  left_ -= job.count;
+  return job.agrees;
 }
 
 std::size_t MemoryWatch::samples() const {

@@ -18,9 +18,14 @@ class MemoryWatch {
   // Reads all ranges. After the last add(), before the first agree().
   void remember();
 
-  // Compares what every check compares, some samples and one block of what is compared in turn, and
-  // more of it for about `seconds`, at most all.
+  // Begins a round: compares what every check compares, some samples and one block of what is
+  // compared in turn, and more of it for about `seconds`, samples first, at most all.
   bool agree(double seconds);
+
+  // Compares up to 64 MiB of what the round has left, by up to `threads` threads. Once nothing is
+  // left, every byte was compared since the round began.
+  bool rest_agrees(int threads);
+  bool has_rest() const { return left_ != 0; }
 
   // The number of samples and of bytes.
   std::size_t samples() const;
@@ -36,9 +41,12 @@ class MemoryWatch {
     std::uint64_t digest;
   };
 
+  static bool is_same(const Unit& unit);
+
   std::vector<Range> ranges_;
   std::vector<Unit> always_, samples_, blocks_;
   std::size_t next_sample_ = 0, next_block_ = 0;
+  std::size_t left_ = 0;  // blocks that the round has not compared
 };
 
 // A sum of all values that depends on their places.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pipespec.engine.originals import trust
     from pipespec.engine.sampling import OutputPenaltyLogitsProcessor
     from pipespec.models.tokenizers import load_tokenizer
-    from pipespec.schedules.base import SpeedWarning, StageFailure
+    from pipespec.schedules.base import SpeedWarning, StageFailure, StaleText
 
 __all__ = [
     "NgramDraft",
@@ -27,6 +27,7 @@ __all__ = [
     "SpeedWarning",
     "StageFailure",
     "StageReport",
+    "StaleText",
     "TokenMatcher",
     "__version__",
     "attach",
@@ -46,6 +47,7 @@ _HOMES = {
     "SpeedWarning": "pipespec.schedules.base",
     "StageFailure": "pipespec.schedules.base",
     "StageReport": "pipespec.api.report",
+    "StaleText": "pipespec.schedules.base",
     "TokenMatcher": "pipespec.engine.grammar",
     "attach": "pipespec.api.attach",
     "attached": "pipespec.api.attach",

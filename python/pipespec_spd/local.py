@@ -37,6 +37,11 @@ class LocalDriver(SpeculativeDriver):
         # A call of another thread may have been under way in the caches.
         return LocalDriver(self.model, self.partition, self.drafter.for_fork(), self.native)
 
+    def forget_stale(self) -> bool:
+        sections = [*(stage.section for stage in self.stages), self.verifier.section]
+        stale = [section.forget_stale() for section in sections]  # each of them
+        return any(stale)
+
     def release(self) -> None:
         super().release()
         for stage in self.stages:

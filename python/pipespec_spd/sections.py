@@ -8,7 +8,7 @@ import torch
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import LayerLoop, PartsForm
-from pipespec.engine.forward import choose, forget_changed
+from pipespec.engine.forward import choose, forget_changed, forget_stale
 from pipespec.engine.known import NATIVE, NATIVE_DISABLED, OWN, identify
 from pipespec.engine.native import native_form
 from pipespec.engine.runtime import Forms
@@ -41,6 +41,10 @@ class ModelSection:
         self.stream_dtype = stream_dtype(self.parts.dtype, self.parts.device)
         if NATIVE in self._forms and self._forms[NATIVE].form is not None:
             del self._forms[NATIVE]
+
+    def forget_stale(self) -> bool:
+        """See :func:`pipespec.engine.forward.forget_stale`."""
+        return forget_stale(self._forms)
 
     def unsupported_reason(self) -> str | None:
         """Why there is no native form, as far as that shows without packing the weights; None if there may be one."""

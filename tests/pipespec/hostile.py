@@ -21,8 +21,15 @@ import transformers.generation.logits_process as logits_process
 import transformers.generation.utils as generation_utils
 import transformers.models.cohere.modeling_cohere as modeling_cohere
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, LogitsProcessor, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    LogitsProcessor,
+    PreTrainedModel,
+    cache_utils,
+)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -404,9 +411,104 @@ def own_forward(model: PreTrainedModel) -> None:
     model.forward = forward
 
 
+# ---- the configuration
+
+
+def configured(**entries: Any) -> Any:
+    """Set entries of the configuration, known to the model's class or not."""
+
+    def apply(model: PreTrainedModel) -> None:
+        for name, value in entries.items():
+            setattr(model.config, name, value)
+
+    return apply
+
+
 def window(model: PreTrainedModel) -> None:
     if getattr(model.config, "sliding_window", None):
         model.config.sliding_window = 5
+
+
+def types_of_layers(kinds: tuple[str, ...]) -> Any:
+    """In turn, with a window."""
+
+    def apply(model: PreTrainedModel) -> None:
+        count = model.config.num_hidden_layers
+        model.config.sliding_window = getattr(model.config, "sliding_window", None) or 6
+        model.config.layer_types = [f"{kinds[i % len(kinds)]}_attention" for i in range(count)]
+
+    return apply
+
+
+def types_in_place(model: PreTrainedModel) -> None:
+    model.config.layer_types[1] = "full_attention"
+
+
+def entry_of_rope(model: PreTrainedModel) -> None:
+    model.config.rope_parameters["rope_theta"] = 3.0
+
+
+# ---- weights without versions
+
+
+def of_inference_mode(model: PreTrainedModel) -> None:
+    """All weights are inference tensors from now on."""
+    with torch.inference_mode():
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = nn.Parameter(parameter.detach() * 1.1, requires_grad=False)
+
+
+def in_inference_mode(model: PreTrainedModel) -> None:
+    with torch.inference_mode():
+        _layers(model)[0].mlp.up_proj.weight[2:5].neg_()
+
+
+def rows_by_data(model: PreTrainedModel) -> None:
+    model.get_input_embeddings().weight.data[7:40] = 0
+
+
+def column_by_data(model: PreTrainedModel) -> None:
+    _layers(model)[0].self_attn.o_proj.weight.data[:, 3] = 2.0
+
+
+def swapped_by_data(model: PreTrainedModel) -> None:
+    """The same values at other places."""
+    data = _layers(model)[1].mlp.down_proj.weight.data
+    data[[1, 2]] = data[[2, 1]].clone()
+
+
+def fewer_heads(model: PreTrainedModel) -> None:
+    """One layer has half of its heads."""
+    attention = _layers(model)[1].self_attn
+    for name, axis in (("q_proj", 0), ("k_proj", 0), ("v_proj", 0), ("o_proj", 1)):
+        linear = getattr(attention, name)
+        weight = linear.weight.detach()
+        linear.weight = nn.Parameter(weight.narrow(axis, 0, weight.shape[axis] // 2).clone())
+        linear.in_features, linear.out_features = linear.weight.shape[1], linear.weight.shape[0]
+        if linear.bias is not None and axis == 0:
+            linear.bias = nn.Parameter(linear.bias.detach()[: len(linear.weight)].clone())
+
+
+# ---- registries
+
+
+CACHES_BY_TYPE: dict[str, type] | None = getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", None)
+"""In newer versions of transformers."""
+
+
+class ShortLayer(DynamicSlidingWindowLayer):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(sliding_window=5)
+
+
+def cache_by_type(model: PreTrainedModel) -> Undo | None:
+    if CACHES_BY_TYPE is None:
+        return None
+    before = CACHES_BY_TYPE["full_attention"]
+    CACHES_BY_TYPE["full_attention"] = ShortLayer
+    return lambda: CACHES_BY_TYPE.update(full_attention=before)
 
 
 MLP = "model.layers.1.mlp"
@@ -502,6 +604,27 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Undo | None]] = {
     "static cache": to("generation_config.cache_implementation", lambda _: "static"),
     "hybrid cache": to("generation_config.cache_implementation", lambda _: "hybrid"),
     "window": window,
+    "window that the class may not know": configured(sliding_window=6),
+    "no window": configured(sliding_window=None),
+    "types of layers, full": types_of_layers(("full",)),
+    "types of layers, sliding": types_of_layers(("sliding",)),
+    "types of layers, mixed": types_of_layers(("full", "sliding")),
+    "types of layers, in place": types_in_place,
+    "chunks": configured(attention_chunk_size=6),
+    "not causal by configuration": configured(is_causal=False),
+    "caps of scores": configured(final_logit_softcapping=1.5, attn_logit_softcapping=0.7),
+    "scales of scores": configured(logit_scale=0.03, logits_scaling=3.0),
+    "other heads by configuration": configured(num_key_value_heads=4),
+    "other sizes by configuration": configured(hidden_size=16, intermediate_size=16),
+    "outputs by configuration": configured(output_router_logits=True, output_hidden_states=True),
+    "entry of RoPE": entry_of_rope,
+    "inference tensors": of_inference_mode,
+    "rows in inference mode": in_inference_mode,
+    "rows by .data": rows_by_data,
+    "column by .data": column_by_data,
+    "values exchanged by .data": swapped_by_data,
+    "fewer heads in a layer": fewer_heads,
+    "cache of a type of layers": cache_by_type,
     "repetition penalty": to("generation_config.repetition_penalty", lambda _: 1.4),
     "ends": to("generation_config.eos_token_id", lambda _: [5, 9, 17, 33, 41]),
 }

@@ -41,7 +41,7 @@ from pipespec.models.quantized import check_files
 from pipespec.process import shutdown
 from pipespec.process.signals import handlers_watched, is_handlers_error
 from pipespec.process.threads import renew_pool
-from pipespec.schedules.base import warn_of_speed
+from pipespec.schedules.base import warn_of_speed, warn_of_stale_text
 from pipespec.schedules.request import GenerationRequest
 
 if TYPE_CHECKING:
@@ -271,6 +271,8 @@ class BasePipeline(Slots):
                 cache = complete(call, self._driver.target)
             self.report = self._report(call)
             warn_of_room(self._driver)
+            if self._driver.forget_stale():
+                warn_of_stale_text()
             return output_of(call, cache)
         except BaseException as error:
             if any(progress.text.counts()):

@@ -123,6 +123,7 @@ class Pipeline(BasePipeline):
     _captured: Driver | None = None
     """The driver with CUDA graphs, kept while an eager one takes its place because its static caches did not fit."""
 
+    @torch.inference_mode(False)  # models that are loaded here may be trained later
     def __init__(
         self,
         target: PreTrainedModel | str | Path,

@@ -18,7 +18,7 @@ from pipespec.engine.forward import exact_unsupported_reason, native_unsupported
 from pipespec.engine.inputs import stage_names
 from pipespec.errors import UnsupportedInput
 from pipespec.models.families import NATIVE_CLASSES
-from pipespec.models.layout import CacheLayout, UnsupportedLayers, takes_mask_per_type
+from pipespec.models.layout import CacheLayout, UnsupportedLayers, mask_windows, takes_mask_per_type
 from pipespec.models.properties import embedding_size, rope_changes_at, rope_type, text_config
 from pipespec.models.quantized import check_files
 from pipespec_kernels.state import MAX_STAGES
@@ -126,7 +126,8 @@ def check_architecture(name: str, model: PreTrainedModel) -> None:
         layout = CacheLayout.of(text_config(config))
     except UnsupportedLayers as error:
         raise TypeError(f"{name} is a {kind}: {error}") from error
-    if len(set(layout.windows)) > 1 and not takes_mask_per_type(decoder):
+    # A window that the class does not know is no matter of the class, see pipespec.engine.known.
+    if len(set(mask_windows(model))) > 1 and not takes_mask_per_type(decoder):
         raise TypeError(
             f"{name} is a {kind} with windows in some of its layers, and its forward() takes one mask for all of them"
         )

@@ -40,7 +40,11 @@ class Form:
         raise NotImplementedError
 
     def is_current(self) -> bool:
-        """Whether what the form has copied is still the model's."""
+        """Whether what the form has copied is still the model's, as far as the beginning of a call compares it."""
+        return True
+
+    def was_current(self) -> bool:
+        """Whether it was since :meth:`is_current`, by all values."""
         return True
 
 

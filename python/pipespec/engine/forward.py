@@ -47,6 +47,15 @@ def forget_changed(forms: Forms, model: PreTrainedModel | ModelParts, *names: st
             forms.pop(name, None)  # another thread may do the same
 
 
+def forget_stale(forms: Forms) -> bool:
+    """At the end of a call: forget the native form if it has copied other values than the weights have. Returns whether it did."""
+    chosen = forms.get(NATIVE)
+    if chosen is None or chosen.form is None or chosen.form.was_current():
+        return False
+    del forms[NATIVE]
+    return True
+
+
 def choose(forms: Forms, model: PreTrainedModel | ModelParts, name: str, make: Callable[[], Form]) -> ChosenForm:
     """A form, chosen now unless it was before. ``make`` raises :class:`NotReadable` where there is no such form."""
     found = forms.get(name)

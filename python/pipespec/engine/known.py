@@ -34,9 +34,9 @@ from pipespec.engine.recurrent import recurrent_signature
 from pipespec.engine.runtime import Identity, forget_records, runtime_of
 from pipespec.models import families
 from pipespec.models.adapters import without_wrapper
-from pipespec.models.devices import LayerDevices, each_module, hooks_of
+from pipespec.models.devices import LayerDevices, each_module, hooks_of, tensor_parallel_size
 from pipespec.models.families import NotReadable
-from pipespec.models.layout import CacheLayout
+from pipespec.models.layout import CacheLayout, configuration_read, layout_unsupported_reason
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import compute_dtype, has_dropout, text_config
 from pipespec.process.threads import Lock
@@ -64,7 +64,9 @@ def identify(model: PreTrainedModel | ModelParts, form: str) -> Identity:
 
 def _identify(model: PreTrainedModel | ModelParts, form: str) -> Identity:
     if form == CAPTURED:
-        return Identity(None, tuple(itertools.chain.from_iterable(map(families.state_of, model.modules()))))  # type: ignore[union-attr]
+        modules = list(model.modules())  # type: ignore[union-attr]
+        read = configuration_read(model.config, set(map(type, modules)))
+        return Identity(None, (*read, *itertools.chain.from_iterable(map(families.state_of, modules))))
     if form == OWN:
         if isinstance(model, ModelParts):
             return Identity(None, (model.dtype, recurrent_signature(model)))
@@ -147,7 +149,7 @@ class Record:
         self._config = model.config
         configs = {id(c): c for c in (model.config, *(getattr(m, "config", None) for m in modules)) if c is not None}
         containers = [*spaces, *itertools.chain.from_iterable(map(_containers_in, configs.values()))]
-        self._stamp = Stamp(containers, modules[1:], [], [])
+        self._stamp = Stamp(containers, modules[1:], [], list(set(map(type, configs.values()))))
         tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         self._tensors = [t for t in tensors if not t.is_inference()]
         has_pointers = all(type(t) in _TENSORS and t.layout is torch.strided for t in tensors)
@@ -253,7 +255,7 @@ def record_within(model: PreTrainedModel) -> Record | None:
 def refresh(model: PreTrainedModel | None = None) -> None:
     """Read weights and code of a model again in the next call, after a change that cannot be seen.
 
-    Calls notice almost all changes of a model by themselves. ``docs/calls.md`` lists what they cannot see, or see some calls later: changes of single
+    Calls notice almost all changes of a model by themselves. ``docs/calls.md`` lists what they cannot see, or see at the end of a call: changes of single
     values of a large model that go past torch's version counters, for example.
 
     Args:
@@ -368,6 +370,21 @@ def _layers_reason(model: PreTrainedModel) -> str | None:
         for part in each_module(layer):
             if vars(part).get("layer_idx", i) != i:
                 return f"its layers are not in the order of their caches (layer {vars(part)['layer_idx']} at {i})"
+    return layout_unsupported_reason(model) or _heads_reason(model, layers)
+
+
+def _heads_reason(model: PreTrainedModel, layers: nn.ModuleList) -> str | None:
+    """Whether each layer has as many heads of keys and values as the configuration says: heads may be pruned."""
+    layout = CacheLayout.of(model.config)
+    if tensor_parallel_size(model) > 1:
+        return None
+    for i, layer in enumerate(layers):
+        for name, dim in (("k_proj", layout.key_dim), ("v_proj", layout.value_dim)):
+            rows = getattr(getattr(getattr(layer, "self_attn", None), name, None), "out_features", None)
+            if isinstance(rows, int) and rows != layout.heads * dim:
+                return (
+                    f"layer {i} has a {name} of {rows} rows, and its configuration says {layout.heads} heads of {dim}"
+                )
     return None
 
 

@@ -28,24 +28,30 @@ from pipespec.engine.form import (
 from pipespec.models import families
 from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
-from pipespec.models.quantized import has_blocks, packed_copies_dropped, pages_released
+from pipespec.models.quantized import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    has_blocks,
+    packed_copies_dropped,
+    pages_released,
+)
 from pipespec_kernels._native import MemoryWatch
 from pipespec_kernels.decoder import NativeDecoder, Taps
 from pipespec_kernels.env import host_memory
 
-SHARE = 0.004
-"""Largest share of the forwards' time for checksums. All checks of a call together may take 0.5 %."""
+SHARE = 0.01
+"""Largest share of the forwards' time of the last call for the values that the beginning of a call compares."""
 
 LONGEST = 0.02
-"""Seconds that one check may take, so that it does not delay the first token."""
+"""Seconds that they may take, so that they do not delay the first token."""
 
 
 class Checksums:
-    """Digests of all values of some tensors, for changes that go past torch's version counters: through ``.data``, numpy or DLPack.
+    """Digests of all values of some tensors, for changes that leave no version: through ``.data``, numpy or DLPack, and those of inference tensors.
 
-    Each check reads all small tensors (norms, biases, frequencies of RoPE), a few values of the others, and more of them in turn: samples, of which every
-    row of a matrix has one, and blocks with all their values. How many depends on the length of the calls. A change of a whole matrix shows at once, one
-    of a row or a single value after some calls. Models of up to 512 KiB are read as a whole.
+    The beginning of a call compares all small tensors (norms, biases, frequencies of RoPE), a few values of the others, and more of them in turn: samples,
+    of which every row of a matrix has one, then blocks with all their values, for :data:`SHARE` of the time of the last call. Its end compares
+    what is left, so that a text of old weights is noticed before the next one. Models of up to 512 KiB are read as a whole at the beginning.
 
     Args:
         tensors: on the CPU. Others are left out.
@@ -68,9 +74,16 @@ class Checksums:
         self._credit += SHARE * seconds
 
     def agree(self) -> bool:
-        """Whether the tensors have the values that they had, as far as this check reads them."""
+        """Whether the tensors have the values that they had, as far as the beginning of a call reads them."""
         seconds, self._credit = min(self._credit, LONGEST), 0.0
         return bool(self._watch.agree(seconds))
+
+    def rest_agrees(self) -> bool:
+        """Whether they do, by all values that were not compared since :meth:`agree`."""
+        while self._watch.has_rest:
+            if not self._watch.rest_agrees(torch.get_num_threads()):
+                return False
+        return True
 
 
 class NativeForm(PartsForm):
@@ -113,8 +126,14 @@ class NativeForm(PartsForm):
         self._scaled, self._rotary = read.scaled, read.rotary
         # One call runs all parts.
         self._steps = parts.embed is not None and parts.head is not None and read.scaled is None
-        tensors = (t for _, m in parts.named_modules() for t in (*m._parameters.values(), *m._buffers.values()))
-        self._checksums = Checksums([tensor for tensor in tensors if tensor is not None])
+        tensors: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        for _, module in parts.named_modules():
+            held = (*module._parameters.values(), *module._buffers.values())
+            tensors[isinstance(module, (QuantizedEmbedding, QuantizedLinear))] += [
+                tensor for tensor in held if tensor is not None
+            ]
+        self._checksums, self._of_blocks = Checksums(tensors[False]), Checksums(tensors[True])
+        self._has_versions = not any(map(torch.Tensor.is_inference, tensors[False]))
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
         """Cosines and sines, float32 ``[positions, rotary_dim]``."""
 
@@ -124,8 +143,13 @@ class NativeForm(PartsForm):
         return self.decoder.nbytes
 
     def is_current(self) -> bool:
-        # The identity has the weights' versions. The checksums notice changes that do not raise a version.
-        return self._checksums.agree()
+        # The identity has the weights' versions. The checksums notice changes that do not raise a version. Any change of an inference tensor is one.
+        is_current = self._checksums.agree() and self._of_blocks.agree()
+        return is_current and (self._has_versions or self._checksums.rest_agrees())
+
+    def was_current(self) -> bool:
+        # Matrices in blocks may lie in a file, which a whole read would bring into memory again.
+        return self._checksums.rest_agrees()
 
     def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
         began = time.perf_counter()
@@ -137,7 +161,8 @@ class NativeForm(PartsForm):
             cache.close()
         else:
             outputs = super().__call__(tokens, cache, keep)
-        self._checksums.spend(time.perf_counter() - began)
+        for checksums in (self._checksums, self._of_blocks):
+            checksums.spend(time.perf_counter() - began)
         return outputs
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -83,6 +83,15 @@ _BASE = "transformers.modeling_utils"
 
 _KNOWN_ATTENTION = ("eager", "sdpa", ATTENTION, "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
+
+def is_registered_here(config: Any) -> bool:
+    """Whether the attention of a configuration is one that code of this process has registered, so that another process does not know it."""
+    name = config._attn_implementation or ""
+    is_known = name in _KNOWN_ATTENTION or name == "flex_attention" or name.startswith("paged|")
+    # A name with a slash is a kernel that transformers gets itself.
+    return not is_known and "/" not in name and name in ALL_ATTENTION_FUNCTIONS
+
+
 # ---- what users say
 
 _trusted: set[Any] = set()
@@ -343,6 +352,9 @@ class Code:
             self._spaces.append(space)
             for each in sorted(names[name] & space.keys()):
                 self._watch(space[each])
+                if isinstance(space[each], dict):
+                    # Of classes of caches by type of layer, for example.
+                    self._spaces.append(space[each])
                 if not _is_of(module, each, space[each]):
                     yield f"{name}.{each} is not that of transformers"
                 elif (

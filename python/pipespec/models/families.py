@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from pipespec.models.devices import not_whole_reason
-from pipespec.models.layout import CacheLayout, UnsupportedLayers
+from pipespec.models.layout import CacheLayout, UnsupportedLayers, configuration_read
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import has_dropout, has_hooks, has_own_forward
 from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear
@@ -141,7 +141,7 @@ def family_of(model: PreTrainedModel | ModelParts) -> Family:
 
 
 def identity(model: PreTrainedModel | ModelParts, *, packed: bool = True) -> tuple[Any, ...]:
-    """What a form of a model depends on: where each weight is, and the numbers in the modules.
+    """What a form of a model depends on: where each weight is, the numbers in the modules, and what their calls read in the configuration.
 
     Args:
         model: the model, or parts of one.
@@ -193,7 +193,8 @@ def _identity(model: PreTrainedModel | ModelParts, packed: bool) -> tuple[Any, .
     taken = DTYPES if packed else DTYPES | {torch.float16}
     if len(dtypes) != 1 or not dtypes <= taken:
         raise NotReadable(f"its weights are {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}")
-    return (*dtypes, *seen, *_windows_of(model if isinstance(model, ModelParts) else ModelParts.of(model)))
+    windows = _windows_of(model if isinstance(model, ModelParts) else ModelParts.of(model))
+    return (*dtypes, *seen, *windows, *configuration_read(model.config, own))
 
 
 def _changed(module: nn.Module) -> str | None:

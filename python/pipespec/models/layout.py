@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from pipespec.models.compat import caches_latents
 from pipespec.models.properties import text_config
@@ -123,10 +127,12 @@ def _sizes(config: Any) -> tuple[int, int, int]:
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    window = getattr(config, "sliding_window", None)
     types: Sequence[str] | None = getattr(config, "layer_types", None)
     if types is None:
-        types = [FULL if window is None else SLIDING] * config.num_hidden_layers
+        # Where there are types, use_sliding_window has decided about them when the configuration was made.
+        is_sliding = window is not None and getattr(config, "use_sliding_window", True)
+        types = [SLIDING if is_sliding else FULL] * config.num_hidden_layers
         if getattr(config, "attention_chunk_size", None) is not None:
             types = ["chunked_attention"] * config.num_hidden_layers
     known = {FULL, SLIDING, RECURRENT} if config.model_type in GATED_DELTA else {FULL, SLIDING}
@@ -152,4 +158,79 @@ def _states(config: Any) -> StateLayout | None:
 
 def takes_mask_per_type(decoder: Any) -> bool:
     """Whether the ``forward()`` of a decoder takes, as ``attention_mask``, a dictionary with a mask per type of layer."""
-    return "dict" in inspect.unwrap(type(decoder).forward).__code__.co_names
+    return "dict" in names_in_forward(type(decoder))
+
+
+def names_in_forward(kind: Any) -> frozenset[str]:
+    """The globals and attributes that the ``forward()`` of a class names, functions within it included."""
+    return _names_in(kind.forward)
+
+
+@functools.cache
+def _names_in_methods(kind: type) -> frozenset[str]:
+    """Those of the methods that a class itself has, without its constructor."""
+    methods = [value for name, value in vars(kind).items() if inspect.isfunction(value) and name != "__init__"]
+    return frozenset().union(*map(_names_in, methods))
+
+
+@functools.cache
+def _names_in(function: Any) -> frozenset[str]:
+    found: set[str] = set()
+    codes = [code for code in [getattr(inspect.unwrap(function), "__code__", None)] if code is not None]
+    while codes:
+        code = codes.pop()
+        found |= {*code.co_names}
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return frozenset(found)
+
+
+def configuration_read(config: Any, kinds: Iterable[type]) -> list[str]:
+    """The entries of a configuration that the calls of some classes may read, with their values."""
+    names, space = frozenset().union(*map(_names_in_methods, kinds)), vars(text_config(config))
+    return [f"{name}={space[name]!r}" for name in sorted(names & space.keys())]
+
+
+def mask_windows(model: PreTrainedModel) -> tuple[int | None, ...]:
+    """Per layer, the window of the mask that the model's own forward makes with its configuration; None: it hides the future alone.
+
+    A class has no windows at all, or one for all layers, or reads the type of each layer from the configuration (older versions of transformers: from
+    the layer).
+    """
+    decoder = getattr(model, model.base_model_prefix)
+    config, names = text_config(decoder.config), names_in_forward(type(decoder))
+    window = getattr(config, "sliding_window", None)
+    layers = list(decoder.layers)[: config.num_hidden_layers]
+    if "create_sliding_window_causal_mask" not in names:
+        return (None,) * len(layers)
+    if "attention_type" in names:
+        types = [getattr(layer, "attention_type", None) or layer.self_attn.attention_type for layer in layers]
+    else:
+        types = config.layer_types if "layer_types" in names else [SLIDING] * len(layers)
+    return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def layout_unsupported_reason(model: PreTrainedModel) -> str | None:
+    """Why the masks and caches of a model in transformers are not those of its :class:`CacheLayout`, as a phrase; None if they are.
+
+    transformers makes both from the configuration as it is at the call, the masks by the class of the decoder, with its configuration, and the cache by
+    the model's alone. So a window that a class does not know shortens the cache and leaves the mask.
+    """
+    config = text_config(model.config)
+    try:
+        layout, masks = CacheLayout.of(config), mask_windows(model)
+        layers = DynamicCache(config=config).layers
+    except UnsupportedLayers as error:
+        return str(error)
+    if getattr(getattr(model, model.base_model_prefix).config, "is_causal", True) is False:
+        return "its configuration says that it is not causal"
+    for i in layout.attention:
+        kept = getattr(layers[i], "sliding_window", None)
+        if type(layers[i]) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            return f"layer {i} has a cache of class {type(layers[i]).__name__}"
+        if layout.windows[i] != masks[i] or kept not in (None, masks[i]):
+            said = f"sliding_window={getattr(config, 'sliding_window', None)}, layer_types={getattr(config, 'layer_types', None)}"
+            return (
+                f"with {said} in its configuration, {type(model).__name__} masks layer {i} with a window of {masks[i]} tokens, and its cache "
+                f"keeps {kept or 'all'}"
+            )
+    return None

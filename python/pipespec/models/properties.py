@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -127,10 +128,19 @@ def _changes_no_value(hook: Any) -> bool:
     )
 
 
+def _rotaries(model: PreTrainedModel) -> Iterator[tuple[Any, str, str]]:
+    """The rotary embeddings of a model, as it was made: each with the prefix of its attributes for a type of layers (empty: for all), and the ``rope_type``."""
+    decoder = getattr(model, model.base_model_prefix, model)
+    for module in decoder._modules.values():
+        kinds = {} if module is None else vars(module).get("rope_type", {})
+        for layer_type, kind in (kinds if isinstance(kinds, dict) else {"": kinds}).items():
+            yield module, f"{layer_type}_" if layer_type else "", str(kind)
+
+
 def rope_type(model: PreTrainedModel) -> str:
-    """The ``rope_type`` of a model, as transformers names it; empty if it has several, or none."""
-    rope = getattr(text_config(model.config), "rope_parameters", None) or {}
-    return str(rope.get("rope_type", ""))
+    """The ``rope_type`` of a model, as transformers names it: of several the one that depends on the length of a text; empty if it has none."""
+    kinds = [kind for _, _, kind in _rotaries(model)]
+    return next(filter(is_dynamic, kinds), kinds[0] if kinds else "")
 
 
 def is_dynamic(rope_type: object) -> bool:
@@ -140,20 +150,31 @@ def is_dynamic(rope_type: object) -> bool:
 
 def rope_changes_at(model: PreTrainedModel) -> int | None:
     """Positions beyond which a model's RoPE depends on the longest position of a forward; None: it never does."""
-    config, kind = text_config(model.config), rope_type(model)
-    if not is_dynamic(kind):
-        return None
-    if kind == "longrope":
-        return int(config.rope_parameters.get("original_max_position_embeddings", 0))
-    return int(config.max_position_embeddings)
+    limits = []
+    for rotary, prefix, kind in _rotaries(model):
+        if kind == "longrope":
+            # Its forward reads the configuration.
+            parameters = rotary.config.rope_parameters
+            parameters = parameters[prefix.removesuffix("_")] if prefix else parameters
+            limits.append(int(parameters.get("original_max_position_embeddings", 0)))
+        elif is_dynamic(kind):
+            limits.append(int(rotary.original_max_seq_len))
+    return min(limits, default=None)
 
 
 def reset_rope(model: PreTrainedModel) -> None:
     """Restore the frequencies of a new model, after forwards over longer texts. transformers does so for some texts only, and 5.0 never."""
-    if "dynamic" not in rope_type(model):
-        return
-    for rotary in model.modules():
-        if "dynamic" in str(getattr(rotary, "rope_type", "")) and hasattr(rotary, "original_inv_freq"):
-            rotary.max_seq_len_cached = rotary.original_max_seq_len
-            original = rotary.original_inv_freq.to(rotary.inv_freq.device)
-            rotary.register_buffer("inv_freq", original, persistent=False)
+    for rotary, prefix, kind in _rotaries(model):
+        if "dynamic" not in kind:
+            continue
+        # 5.0 notes the longest text of models with one kind of layers under None's name.
+        names, first = (
+            (f"{prefix}max_seq_len_cached", f"{prefix or 'None_'}max_seq_len_cached"),
+            rotary.original_max_seq_len,
+        )
+        if any(getattr(rotary, name, first) > first for name in names):
+            for name in names:
+                setattr(rotary, name, first)
+            place = getattr(rotary, f"{prefix}inv_freq").device
+            original = getattr(rotary, f"{prefix}original_inv_freq").to(place)
+            rotary.register_buffer(f"{prefix}inv_freq", original, persistent=False)

@@ -17,7 +17,9 @@ from transformers import PreTrainedModel
 from pipespec.config import SpeculationConfig
 from pipespec.engine.acceptance import RejectionAcceptance
 from pipespec.engine.chain import make_upstream
+from pipespec.engine.forward import forget_stale
 from pipespec.engine.inputs import stage_names
+from pipespec.engine.runtime import runtime_of
 from pipespec.engine.stage import Stage
 from pipespec.errors import user_stacklevel
 from pipespec.models.devices import input_device
@@ -36,8 +38,23 @@ class StageFailure(SpeedWarning):
     """A draft stage died or failed. The text is the same."""
 
 
+class StaleText(RuntimeWarning):
+    """The text of a call is that of weights which were changed before it, unseen."""
+
+
 def warn_of_speed(reason: str, kind: type[SpeedWarning] = SpeedWarning) -> None:
     warnings.warn(f"{reason}. The text is not affected, only its speed", kind, stacklevel=user_stacklevel())
+
+
+def warn_of_stale_text() -> None:
+    """The call that ends now has read weights from before a change."""
+    warnings.warn(
+        "generate(): weights of the model were changed before or during this call in a way that leaves no trace in torch (.data, numpy, DLPack, "
+        "inference tensors), and this text is still that of the weights before the change: repeat this call. The texts of earlier calls are right. "
+        "Later calls read the new weights. pipespec.refresh(model) right after such a change avoids this",
+        StaleText,
+        stacklevel=user_stacklevel(),
+    )
 
 
 class Decoder(ABC):
@@ -102,6 +119,10 @@ class Decoder(ABC):
     def translated(self) -> Mapping[int, tuple[int, int]]:
         """By stage with another tokenizer than the target's: tokens that its model generated in the last call, and those lost in translation."""
         return {}
+
+    def forget_stale(self) -> bool:
+        """After a call: compare all weights of the target with the copies that it has read. Returns whether some were changed in between."""
+        return False
 
     def traces(self) -> dict[str, np.ndarray]:
         """Steps of the last call per stage, smallest draft first, see :meth:`TraceMemory.read`; empty without a trace."""
@@ -261,6 +282,9 @@ class Driver(Decoder):
         """Of all stages; those without a model have one by their kind."""
         forms = [*(draft.form for draft in self.config.drafts), ""]
         return [of_models.get(i, form) for i, form in enumerate(forms)]
+
+    def forget_stale(self) -> bool:
+        return forget_stale(runtime_of(self.models[-1]).forms)
 
     def traces(self) -> dict[str, np.ndarray]:
         if self._trace_memory is None:

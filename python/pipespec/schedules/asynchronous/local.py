@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from pipespec.checks.support import check_shareable
 from pipespec.config import SpeculationConfig
+from pipespec.engine.originals import is_registered_here
 from pipespec.process.threads import target_threads
 from pipespec.schedules.asynchronous.channel import Channel, ChannelError, Closed
 from pipespec.schedules.asynchronous.driver import AsynchronousDriver, Peer
@@ -83,6 +84,11 @@ class LocalPeer(Peer):
         self._receive_sent()
         return self._status
 
+    @property
+    def has_own_attention(self) -> bool:
+        """Whether its model has an attention that this process has registered, and a new one does not know."""
+        return is_registered_here(self._setup.weights.config)
+
     # ---- its process
 
     def start(self) -> None:
@@ -93,6 +99,10 @@ class LocalPeer(Peer):
         """
         self._status, self._is_ready, self._generation = None, False, 0
         self.ready_by = time.monotonic() + _READY_TIMEOUT_S
+        if self.has_own_attention:
+            name = self._setup.weights.config._attn_implementation
+            self._lose(f"its attention {name!r} is registered in this process alone; use schedule='lockstep'")
+            return
         if not sys.executable:
             self._lose(
                 "a worker process needs a Python interpreter, and sys.executable names none (an embedded Python?): set it, or use schedule='lockstep'"
@@ -279,7 +289,8 @@ class LocalDriver(AsynchronousDriver):
         weakref.finalize(self, _stop, self.peers)
         self._open()
         for i, peer in self.peers.items():
-            if (failure := peer.failure()) is not None:
+            # Without such a draft calls go on, as after a loss.
+            if (failure := peer.failure()) is not None and not peer.has_own_attention:
                 details = peer.status.details if peer.status else ""
                 self.close()
                 raise CannotStart(f"{self._draft_name(i)} {failure}\n{details}".rstrip())

@@ -62,10 +62,12 @@ class SharedWeights:
     def store(self, model: PreTrainedModel, memory: SharedMemory) -> None:
         """Copy the model's tensors into ``memory``. The tensors of a model on the CPU become views of it, but for those with adapters."""
         for name, tensor in list(named_tensors(model)):
-            shared = self.view(memory, name)
-            shared.copy_(tensor.detach())
-            if tensor.device.type == "cpu":
-                tensor.data = shared
+            # Data of a parameter are an inference tensor if it is one, whatever mode the call is in.
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                shared = self.view(memory, name)
+                shared.copy_(tensor.detach())
+                if tensor.device.type == "cpu":
+                    tensor.data = shared
 
     def build(self, memory: SharedMemory) -> PreTrainedModel:
         """The same model in another process. Its tensors are views of ``memory``, or copies on an accelerator."""
