@@ -19,14 +19,14 @@ ROOT = Path(__file__).parents[1]
 PYTHON = ("python/pipespec", "python/pipespec_spd", "python/pipespec_train", "pipespec_kernels", "bench", "tools")
 
 FOLDERS = {
-    "csrc": 11_920,
-    "pipespec_kernels": 8_420,
-    "python/pipespec": 23_270,
-    "python/pipespec_spd": 3_210,
+    "csrc": 12_390,
+    "pipespec_kernels": 9_195,
+    "python/pipespec": 24_220,
+    "python/pipespec_spd": 3_215,
     "python/pipespec_train": 1_880,
-    "bench": 9_260,
+    "bench": 9_030,
     "tools": 250,
-    "tests": 46_720,
+    "tests": 48_370,
 }
 """Maximum lines of C++, CUDA and Python. The design's goals: 12,000, 8,400, 21,500, 3,200, 2,000, 7,500, 600 and 42,000."""
 
@@ -34,6 +34,8 @@ FILE, CLASS, FUNCTION = 600, 300, 80
 """Maximum lines of a file, of a class, and of a function without its docstring. Triton kernels have no limit."""
 
 LONGER = {
+    # Static caches, graphs of steps and of prompts, and what takes their place where one of them fails.
+    "python/pipespec/schedules/graphs/driver.py:GraphedDriver": 320,
     # Until the caller's caches are transformers' own: then no row of it is selected or repeated.
     "python/pipespec/engine/cache_storage.py:RowStorage": 330,
     # generate(), its preparation, and the rules of its caches and forks.
@@ -44,7 +46,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 58, 12_480
+MODULES, LINES = 62, 13_290
 """Maximum number of modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 
