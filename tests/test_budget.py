@@ -36,10 +36,8 @@ FILE, CLASS, FUNCTION = 600, 300, 80
 LONGER = {
     # Static caches, graphs of steps and of prompts, and what takes their place where one of them fails.
     "python/pipespec/schedules/graphs/driver.py:GraphedDriver": 320,
-    # Until the caller's caches are transformers' own: then no row of it is selected or repeated.
+    # Lengths, storage, states and hidden states, and rows that begin with those of other caches.
     "python/pipespec/engine/cache_storage.py:RowStorage": 330,
-    # generate(), its preparation, and the rules of its caches and forks.
-    "python/pipespec/api/base.py:BasePipeline": 310,
     # One launch: checks of shapes, then the choice of sizes, then the call.
     "pipespec_kernels/triton/attention.py:verify_attention": 110,
     "pipespec_kernels/triton/rejection_sample.py:rejection_sample": 110,
