@@ -54,7 +54,7 @@ class More:
         ids, texts = self.prompt(64, rows), []
         found: dict[str, Any] = {"generate()": rows * new / self.timed(target.generate, ids, new, **options)[1]}
         for name, given in (("plain", []), ("rounds", [self.small])):
-            with Pipeline(target, given, graphs=True) as pipe:
+            with Pipeline(target, given, graphs=True, prefix_cache=0) as pipe:
                 text, seconds = self.timed(pipe.generate, ids, new, **options)
                 found[name] = rows * new / seconds
                 found[f"{name}, forward"] = [stage.forward for stage in pipe.report.stages]  # type: ignore[union-attr]
@@ -64,7 +64,8 @@ class More:
     def first_token(self) -> dict[str, float]:
         """Milliseconds of a call for one token."""
         found, target = {}, self.target
-        with Pipeline(target, [], graphs=True) as plain, Pipeline(target, [self.small], graphs=True) as rounds:
+        fresh: dict[str, Any] = {"graphs": True, "prefix_cache": 0}
+        with Pipeline(target, [], **fresh) as plain, Pipeline(target, [self.small], **fresh) as rounds:
             for tokens in (8,) if self.dry else (64, 512, 2048):
                 for name, model in (("generate()", target), ("plain", plain), ("rounds", rounds)):
                     found[f"{name}, {tokens}"] = 1e3 * self.timed(model.generate, self.prompt(tokens), 1, **GREEDY)[1]

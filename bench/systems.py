@@ -323,7 +323,8 @@ class PipelineSystem(System):
         super().start(workload)
         drafts = [self.draft(name) for name in self.drafts]
         drafts = private_copies(drafts) if has_processes else drafts
-        options = self.options | ({} if self.schedule is None else {"schedule": self.schedule})
+        # Each repeat reads its prompt, unless the row is about kept prefixes.
+        options = {"prefix_cache": 0} | self.options | ({} if self.schedule is None else {"schedule": self.schedule})
         self.pipe = Pipeline(self.target or workload.family.target, drafts, **options)
 
     def draft(self, name: str) -> Any:

@@ -175,7 +175,7 @@ def _run(
 
     tokens, seconds, drafted, accepted = 0, 0.0, 0, 0
     drafts = [models.get(name, name) for name in chosen]
-    with Pipeline(target, drafts, schedule=(LOCKSTEP if drafts else PLAIN).name) as pipe:
+    with Pipeline(target, drafts, schedule=(LOCKSTEP if drafts else PLAIN).name, prefix_cache=0) as pipe:
         # Caches and packed weights are there from the first call on.
         for number, ids in enumerate([prompts[0], *prompts]):
             pipe.generate(

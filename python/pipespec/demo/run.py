@@ -63,7 +63,7 @@ def rows_of(family: Family, opened: ExitStack) -> dict[str, Call]:
     ]
     for schedule, chain in ours:
         drafts = [family.drafts.get(name, name) for name in chain]
-        pipe = opened.enter_context(Pipeline(target, drafts, schedule=schedule))
+        pipe = opened.enter_context(Pipeline(target, drafts, schedule=schedule, prefix_cache=0))
         found[", ".join(filter(None, [schedule, " + ".join(chain)]))] = pipe.generate
     return found
 
