@@ -170,7 +170,7 @@ def test_windows_that_were_not_loaded_are_not_rolled_back_into(ids):
     with pytest.raises(ValueError, match=r"row 0 has .* not all of its windows, at 8 tokens: truncate it to 0"):
         cache.truncate([8, 6])
     twin = RowCache.for_model(model, 2, 40)
-    twin.copy_from(cache, [9, 7])
+    twin.take_rows([(cache, 0), (cache, 1)], [9, 7])
     cache.reserve(50)
     for each in (cache, twin):
         assert each.restorable([9, 5]) == [9, 0]

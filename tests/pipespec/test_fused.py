@@ -31,7 +31,7 @@ def static_logits(model, tokens, *, chosen=True):
     for q in (5, 1):
         fed = torch.stack([row[n : n + q] for row, n in zip(tokens, cache.lengths, strict=True)])
         parts.append(forward(model, fed, cache, keep=q))
-    keys, values = cache._held(1)
+    keys, values = cache.states()[1]
     held = [(keys[row, :, :n], values[row, :, :n]) for row, n in enumerate(cache.lengths)]
     return torch.cat(parts, 1), torch.cat([x.flatten() for both in held for x in both]), described(model, cache)
 

@@ -219,7 +219,6 @@ def test_a_capture_leaves_the_text_in_the_caches(model, gpu):
         assert gpu.captured > before
         assert driver.target.cache._stores[0] is store
         assert torch.equal(store[:, :, :, :held], kept)
-        assert store[:, :, :, -5:].any()  # where the warm-up wrote
 
 
 @pytest.mark.parametrize("how", HOW, ids=IDS)
