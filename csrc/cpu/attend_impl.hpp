@@ -219,7 +219,9 @@ class QueryBlock {
       const float* const from =
           task.queries + column * task.query_stride + (first + q) % task.group * task.head_dim;
       float* const to = queries_ + q * padded_;
-      for (int64_t d = 0; d < padded_; ++d) to[d] = d < task.head_dim ? from[d] : 0.0f;
+      // Scores are compared before they are scaled.
+      const float sign = task.scale < 0 ? -1.0f : 1.0f;
+      for (int64_t d = 0; d < padded_; ++d) to[d] = d < task.head_dim ? sign * from[d] : 0.0f;
       Steps::round(to, padded_, to);
       ends_[q] = task.positions + column;
       begins_[q] = task.window > 0 && task.window < ends_[q] ? ends_[q] - task.window : 0;
@@ -355,9 +357,10 @@ class QueryBlock {
     sums_[q] = 0.0f;
     if (from < to) {
       const int64_t low = from / kLanes * kLanes, high = rounded_up(to, kLanes);
-      const float scale = task_.softcap > 0 ? 1.0f : task_.scale;
+      const float size = task_.scale < 0 ? -task_.scale : task_.scale;
+      const float scale = task_.softcap > 0 ? 1.0f : size;
       for (int64_t t = low; task_.softcap > 0 && t < high; t += kLanes) {
-        const F x = V::multiply(Float32::load(bytes_of(scores + t)), V::broadcast(task_.scale));
+        const F x = V::multiply(Float32::load(bytes_of(scores + t)), V::broadcast(size));
         V::store(scores + t, capped<V>(x, task_.softcap));
       }
       fill(low, from, -__builtin_inff());
@@ -402,43 +405,75 @@ inline void finish(const AttendTask& task, int64_t query, const PartialSoftmax& 
   for (int64_t d = 0; d < task.head_dim; ++d) out[d] = sums.values[d] * factor;
 }
 
+// Whether a sum is a number. One that is not may come from a position that the query does not see,
+// but another one of its block: zero times infinity.
+inline bool is_finite(const PartialSoftmax& sums, int64_t n) {
+  float all = sums.sum - sums.sum;
+  for (int64_t d = 0; d < n; ++d) all += sums.values[d] - sums.values[d];
+  return all == 0.0f;
+}
+
 template <class V, class Steps>
-void attend(const AttendTask& task) {
-  const int64_t all = task.columns * task.group, padded = padded_dim(task.head_dim);
-  for (int64_t first = 0; first < all; first += kAttendQueries) {
-    QueryBlock<V, Steps> block(task, first, smaller(all - first, kAttendQueries));
+void attend_block(const AttendTask& task, int64_t first, int64_t count) {
+  const int64_t padded = padded_dim(task.head_dim);
+  bool is_right[kAttendQueries];
+  {
+    QueryBlock<V, Steps> block(task, first, count);
     PartialSoftmax sums[kAttendQueries];
-    for (int64_t q = 0; q < block.count(); ++q) {
+    for (int64_t q = 0; q < count; ++q) {
       sums[q] = {-__builtin_inff(), 0.0f, block.memory() + q * padded};
       for (int64_t d = 0; d < padded; ++d) sums[q].values[d] = 0.0f;
     }
     for (int64_t span = block.first_span(); span < block.end_span(); ++span) {
       block.run(span);
-      for (int64_t q = 0; q < block.count(); ++q) merge<V>(sums[q], block.part(q), padded);
+      for (int64_t q = 0; q < count; ++q) merge<V>(sums[q], block.part(q), padded);
     }
-    for (int64_t q = 0; q < block.count(); ++q) finish(task, first + q, sums[q]);
+    for (int64_t q = 0; q < count; ++q) {
+      is_right[q] = count == 1 || is_finite(sums[q], task.head_dim);
+      finish(task, first + q, sums[q]);
+    }
   }
+  for (int64_t q = 0; q < count; ++q)
+    if (!is_right[q]) attend_block<V, Steps>(task, first + q, 1);
+}
+
+template <class V, class Steps>
+void attend(const AttendTask& task) {
+  const int64_t all = task.columns * task.group;
+  for (int64_t first = 0; first < all; first += kAttendQueries)
+    attend_block<V, Steps>(task, first, smaller(all - first, kAttendQueries));
+}
+
+template <class V, class Steps>
+void attend_span(const AttendTask& task, int64_t span, int64_t first, int64_t count) {
+  const int64_t padded = padded_dim(task.head_dim);
+  bool is_right[kAttendQueries];
+  {
+    QueryBlock<V, Steps> block(task, first, count);
+    const bool is_seen = block.first_span() <= span && span < block.end_span();
+    if (is_seen) block.run(span);
+    for (int64_t q = 0; q < count; ++q) {
+      float* const to = partial_at(task, first + q, span);
+      to[0] = -__builtin_inff();
+      is_right[q] = true;
+      if (!is_seen) continue;
+      const PartialSoftmax part = block.part(q);
+      is_right[q] = count == 1 || is_finite(part, task.head_dim);
+      to[0] = part.highest;
+      to[1] = part.sum;
+      for (int64_t d = 0; d < padded; ++d) to[2 + d] = part.values[d];
+    }
+  }
+  for (int64_t q = 0; q < count; ++q)
+    if (!is_right[q]) attend_span<V, Steps>(task, span, first + q, 1);
 }
 
 template <class V, class Steps>
 void attend_spans(const AttendTask& task, int64_t begin, int64_t end) {
-  const int64_t all = task.columns * task.group, padded = padded_dim(task.head_dim);
-  for (int64_t first = 0; first < all; first += kAttendQueries) {
-    QueryBlock<V, Steps> block(task, first, smaller(all - first, kAttendQueries));
-    for (int64_t span = begin; span < end; ++span) {
-      const bool is_seen = block.first_span() <= span && span < block.end_span();
-      if (is_seen) block.run(span);
-      for (int64_t q = 0; q < block.count(); ++q) {
-        float* const to = partial_at(task, first + q, span);
-        to[0] = -__builtin_inff();
-        if (!is_seen) continue;
-        const PartialSoftmax part = block.part(q);
-        to[0] = part.highest;
-        to[1] = part.sum;
-        for (int64_t d = 0; d < padded; ++d) to[2 + d] = part.values[d];
-      }
-    }
-  }
+  const int64_t all = task.columns * task.group;
+  for (int64_t span = begin; span < end; ++span)
+    for (int64_t first = 0; first < all; first += kAttendQueries)
+      attend_span<V, Steps>(task, span, first, smaller(all - first, kAttendQueries));
 }
 
 template <class V>

@@ -64,7 +64,7 @@ struct Case {
   std::mt19937 random;
   bool halves;
   int64_t rows, kv_heads, group, columns, dim, capacity, window;
-  float softcap;
+  float softcap, scale;
   Block queries, keys, values, out;
   std::vector<int32_t> lengths;
   std::vector<int64_t> counts;
@@ -81,6 +81,7 @@ struct Case {
         capacity(columns + draw(draw(5) == 0 ? 700 : 90)),
         window(draw(2) == 0 ? 0 : 1 + draw(capacity)),
         softcap(draw(2) == 0 ? 0.0f : 1.5f),
+        scale(draw(4) == 0 ? -0.4f : 0.4f),
         queries(rows, kv_heads * group, columns, dim, draw(2) == 0, halves, kNaN),
         keys(rows, kv_heads, capacity, dim, draw(2) == 0, halves, kNaN),
         values(rows, kv_heads, capacity, dim, draw(2) == 0, halves, kNaN),
@@ -116,7 +117,7 @@ struct Case {
     a.out = out.data();
     queries.strides(a.query_strides), keys.strides(a.key_strides);
     values.strides(a.value_strides), out.strides(a.out_strides);
-    a.window = window, a.scale = 0.4f, a.softcap = softcap;
+    a.window = window, a.scale = scale, a.softcap = softcap;
     return attend(a, {lengths.data(), false}, {counts.data(), true}, threads);
   }
   double expected(int64_t row, int64_t head, int64_t column, int64_t d) const {
@@ -127,7 +128,7 @@ struct Case {
       double score = 0;
       for (int64_t i = 0; i < dim; ++i)
         score += double(queries.get(row, head, column, i)) * double(keys.get(row, kv, t, i));
-      score *= double(0.4f);
+      score *= double(scale);
       scores.push_back(softcap > 0 ? softcap * std::tanh(score / softcap) : score);
       highest = std::max(highest, scores.back());
     }
@@ -153,6 +154,25 @@ TEST(numbers_are_those_of_double_precision) {
             if (!CHECK(std::abs(double(c.out.get(row, head, j, d)) - right) <= tolerance)) return;
           }
         }
+      }
+    }
+  });
+}
+
+// A number that is not finite spoils what sees it and nothing else, whatever is computed with it.
+TEST(a_column_does_not_depend_on_what_it_does_not_see) {
+  with_each_variant([](const std::string&) {
+    for (uint32_t seed = 0; seed < check::trials(60, 2000); ++seed) {
+      Case c(seed);
+      const auto row = size_t(c.draw(c.rows));
+      if (c.counts[row] == 0) continue;
+      const int64_t at = c.first(int64_t(row), 0) +
+                         c.draw(c.lengths[row] + c.counts[row] - c.first(int64_t(row), 0));
+      c.values.set(int64_t(row), 0, at, 0, std::numeric_limits<float>::infinity());
+      CHECK_EQ(c.run(1), -1);
+      for (int64_t j = 0; j < c.counts[row]; ++j) {
+        const bool sees = c.first(int64_t(row), j) <= at && at <= c.lengths[row] + j;
+        if (!CHECK(std::isfinite(c.out.get(int64_t(row), 0, j, 0)) != sees)) return;
       }
     }
   });

@@ -10,7 +10,7 @@ from pipespec import Pipeline
 from pipespec.checks.devices import weights_of_each
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import described, forward, native_unsupported_reason
-from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear, keep_wide
+from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear, with_kv_of
 from pipespec.models.quantizing import NAMES, quantized
 from pipespec_kernels.decoder import NativeDecoder
 from pipespec_kernels.formats import FORMATS, dequantize
@@ -106,7 +106,7 @@ def test_keys_and_values_of_blocks_are_bfloat16(model, native):
     cache, rounded = run()
     assert (cache.dtype, cache.compute_dtype, rounded.dtype) == (torch.bfloat16, torch.float32, torch.float32)
     assert cache.matches(made)
-    keep_wide(made)
+    with_kv_of("float32", made)
     assert not cache.matches(made)
     cache, wide = run()
     assert cache.dtype is torch.float32

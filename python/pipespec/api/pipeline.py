@@ -25,7 +25,7 @@ from pipespec.errors import DoesNotFit, NotCapturable, NotKnown, UnsupportedInpu
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import input_device, not_whole_reason, tensor_parallel_size
 from pipespec.models.loading import gguf_path, load_config, load_model
-from pipespec.models.quantized import keep_wide
+from pipespec.models.quantized import with_kv_of
 from pipespec.models.quantizing import Weights, quantized
 from pipespec.process.signals import handlers_watched, raise_handlers_error
 from pipespec.registry import DRAFTS, LOCKSTEP, SCHEDULES, WORKERS, default_schedule, imported
@@ -464,8 +464,7 @@ def load_chain(
         models[-1] = quantized(models[-1], formats[-1])
     for i, draft in enumerate(draft for draft in specs if not draft.inline):
         models[i], formats[i] = draft.fit(models[i], models[-1], formats[i])
-    if str(loading.dtype).removeprefix("torch.") == "float32":
-        for made in (model for model in models if not any(model is each for each in given)):
-            keep_wide(made)
+    for made in (model for model in models if not any(model is each for each in given)):
+        with_kv_of(loading.dtype, made)
     notes = [f"{name}: {form} weights" for name, form in zip(names, formats, strict=True) if form is not None]
     return Chain(specs, models, notes, is_known)

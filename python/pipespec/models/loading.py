@@ -19,6 +19,7 @@ from transformers.utils import cached_file
 
 from pipespec.errors import DoesNotFit
 from pipespec.models.adapters import without_wrapper
+from pipespec.models.quantized import with_kv_of
 from pipespec.process.threads import renew_pool
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def load_model(
 
         if is_split:
             raise ValueError(f"{model}: a model out of a GGUF file is not split over devices: name one")
-        return model_of(file, dtype).to(device)
+        return with_kv_of(dtype, model_of(file, dtype).to(device))
     if is_gguf(model):
         from pipespec.models.gguf_models import warn_of_memory
 
@@ -182,7 +183,7 @@ def load_model(
                 from pipespec.models.group_checkpoints import repacked, settings_of
 
                 if (settings := settings_of(config)) is not None:
-                    return repacked(model, weight_files(model), config, settings)
+                    return with_kv_of(dtype, repacked(model, weight_files(model), config, settings))
             loaded, found = AutoModelForCausalLM.from_pretrained(
                 source,
                 config=config,

@@ -286,9 +286,11 @@ def untie(model: PreTrainedModel) -> None:
     text_config(model.config).kv_dtype = "bfloat16" if has_blocks(model) else None
 
 
-def keep_wide(model: PreTrainedModel) -> None:
-    """Keys and values have the dtype of the hidden states from now on."""
-    text_config(model.config).kv_dtype = None
+def with_kv_of(dtype: torch.dtype | str, model: PreTrainedModel) -> PreTrainedModel:
+    """The model, which keeps keys and values of its blocks in the dtype of the hidden states if ``dtype``, as a user gives it, is float32."""
+    if str(dtype).removeprefix("torch.") == "float32":
+        text_config(model.config).kv_dtype = None
+    return model
 
 
 def _refuse_saving(*args: Any, **kwargs: Any) -> None:
