@@ -127,12 +127,14 @@ class Record:
     Attributes:
         reason: why the model is not known, as a phrase; None if it is.
         identities: by form, those that were read since.
+        token: stands for this record, and keeps no weights alive.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         # Calls in other threads hold records from before, which need not be that of the runtime.
         self._moves = runtime_of(model).moves
         self.identities: dict[str, Identity] = {}
+        self.token = object()
         modules = list(model.modules())
         kinds = frozenset(map(type, modules))
         self._code = code_of(kinds, getattr(model.config, "_attn_implementation", None))
@@ -236,9 +238,9 @@ def _record(model: PreTrainedModel) -> Record:
     return found
 
 
-def record_of(model: PreTrainedModel) -> Record:
-    """What a model is now: the same object as before, unless its code or its weights have changed."""
-    return _record(model)
+def token_of(model: PreTrainedModel) -> object:
+    """What stands for a model as it is now: the same object as before, unless its code or its weights have changed."""
+    return _record(model).token
 
 
 def record_within(model: PreTrainedModel) -> Record | None:
