@@ -527,11 +527,13 @@ def test_a_full_cache_is_completed(options):
     model = random_llama(1)
     ids = torch.cat([torch.randint(3, 300, (1, 60), generator=torch.Generator().manual_seed(i)) for i in (1, 2)])
     pipe = Pipeline(model, **options)
-    ids = torch.cat([pipe.generate(ids, max_new_tokens=40, do_sample=False), torch.tensor([[7], [9]])], 1)
-    new = pipe._driver.target.cache.capacity + 1 - ids.shape[1]
+    ids = pipe.generate(ids, max_new_tokens=40, do_sample=False)[:, :90]
+    capacity = pipe._driver.target.cache.capacity
+    new = capacity + 1 - ids.shape[1]
     how = {"max_new_tokens": new, "do_sample": False, "eos_token_id": ends_early(model, ids, new)}
     out = pipe.generate(ids, **how, return_dict_in_generate=True)
     assert torch.equal(out.sequences, model.generate(ids, **how))
+    assert out.sequences.shape[1] == capacity + 1
     assert out.past_key_values.get_seq_length() == out.sequences.shape[1] - 1
 
 
@@ -574,7 +576,8 @@ def test_a_captured_draft_that_could_not_be_prepared(target, monkeypatch):
     monkeypatch.setattr(GraphedStage, "prepare", prepare)
     prompt = longer(text, 2)
     out, _ = said(pipe, prompt)
-    assert calls
+    assert len(calls) == 2
+    assert draft.reused == text.shape[1] - 1
     assert torch.equal(out, said(Pipeline(target, **PLAIN), prompt)[0])
 
 

@@ -150,6 +150,9 @@ class Record:
             spaces += [module._parameters, module._buffers, module._modules, *(vars(module)[name] for name in _HOOKS)]
         self._config = model.config
         configs = {id(c): c for c in (model.config, *(getattr(m, "config", None) for m in modules)) if c is not None}
+        for config in configs.values():
+            # The first copy of an object adds a list of slots to its class, which is no change of code.
+            config.__reduce_ex__(2)
         containers = [*spaces, *itertools.chain.from_iterable(map(_containers_in, configs.values()))]
         self._stamp = Stamp(containers, modules[1:], [], list(set(map(type, configs.values()))))
         tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
