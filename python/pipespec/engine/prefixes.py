@@ -214,6 +214,8 @@ class PrefixStore:
 PART = 1 << 22
 """Words of the parts in which a device adds up its weights."""
 
+_FACTOR = 0x1E3779B97F4A7C15
+
 
 class WeightWatch:
     """Compares all values of a model's weights with those of the last call, for changes that go past torch's version counters, as those through ``.data``.
@@ -256,7 +258,8 @@ class WeightWatch:
 
 def _memory_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """The strided tensors that hold a model's weights and buffers. Of a quantised tensor, those that it consists of."""
-    left = [t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+    held = (t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()))
+    left: list[Any] = [tensor for tensor in held if tensor is not None]
     while left:
         tensor = left.pop()
         if is_traceable_wrapper_subclass(tensor):
@@ -276,14 +279,12 @@ def sum_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([(part.long() * factors[: len(part)]).sum() for part in words.split(PART)])
 
 
-_FACTOR = 0x1E3779B97F4A7C15
-
-
 def numeric_settings() -> tuple[Any, ...]:
     """The settings of this process on which the bits of torch's products and attention depend."""
-    cuda, mkldnn, cudnn = torch.backends.cuda, torch.backends.mkldnn, torch.backends.cudnn
+    backends: Any = torch.backends
+    cuda, mkldnn, cudnn = backends.cuda, backends.mkldnn, backends.cudnn
     # torch.get_float32_matmul_precision() and allow_tf32 set these, and raise an error when they are read after a setting by the newer names.
-    kinds: tuple[Any, ...] = (torch.backends, cuda.matmul, mkldnn, mkldnn.matmul, cudnn, cudnn.conv)
+    kinds: tuple[Any, ...] = (backends, cuda.matmul, mkldnn, mkldnn.matmul, cudnn, cudnn.conv)
     precision = tuple(kind.fp32_precision for kind in kinds)
     attention = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
     names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
