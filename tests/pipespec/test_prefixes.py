@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import random
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +17,8 @@ import torch
 from transformers import DynamicCache
 
 from pipespec import Pipeline
-from pipespec.engine import cached_text
+from pipespec.engine import cached_text, native, prefixes
+from pipespec.schedules.graphs.stage import GraphedStage
 from tests.conftest import left_pad, noisy, random_llama
 from tests.pipespec import heads
 from tests.pipespec.test_adapters import Lora, adapted
@@ -339,6 +342,10 @@ def cast(model: Any) -> None:
     model.to(torch.bfloat16)
 
 
+def one_row(model: Any) -> None:
+    model.model.embed_tokens.weight.data[tokens(60, 1)[0, 7]] *= 3
+
+
 def configured(model: Any) -> None:
     model.set_attn_implementation("eager")
 
@@ -408,3 +415,181 @@ def test_the_callers_keys_and_values_serve_no_other_call(target):
     out, reused = said(pipe, prompt)
     assert reused == 0
     assert torch.equal(out, wanted)
+
+
+FORMS = {
+    "own modules": PLAIN | {"native": False},
+    "captured": PLAIN | {"graphs": True},
+    "captured, exact": PLAIN | {"graphs": True, "exact": True},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("change", [through_data, one_row])
+def test_values_that_leave_no_version(change, form):
+    """They are seen at once where no form compares copies, however few they are."""
+    model = random_llama(7, vocabulary=2000)
+    pipe = Pipeline(model, **FORMS[form])
+    said(pipe, tokens(60, 1))
+    change(model)
+    out, reused = said(pipe, tokens(60, 1))
+    assert reused == 0
+    assert torch.equal(out, said(Pipeline(copy.deepcopy(model), **FORMS[form]), tokens(60, 1))[0])
+    assert said(pipe, tokens(60, 1))[1] > 0
+
+
+@pytest.mark.parametrize("first", [8, 60])
+def test_weights_that_come_back_do_not_vouch_for_a_text_between(first):
+    """A short first call keeps no text, and close() keeps none either."""
+    model, options = random_llama(7), PLAIN | {"native": False}
+    pipe, prompt = Pipeline(model, **options), tokens(60, 1)
+    said(pipe, prompt[:, :first], max_new_tokens=1)
+    if first == 60:
+        pipe.close()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    through_data(model)
+    said(pipe, prompt)
+    for parameter, values in zip(model.parameters(), before, strict=True):
+        parameter.data.copy_(values)
+    out, reused = said(pipe, prompt)
+    assert reused == 0
+    assert torch.equal(out, said(Pipeline(random_llama(7), **options), prompt)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_sums_of_weights_on_other_devices(dtype, monkeypatch):
+    """Each word counts, and so does its place."""
+    monkeypatch.setattr(prefixes, "PART", 16)
+    values = torch.arange(1, 251).to(dtype)
+    before = prefixes.sum_of(values)
+    for i in (0, 17, 249):
+        changed = values.clone()
+        changed[i] += 8
+        assert not torch.equal(prefixes.sum_of(changed), before)
+    swapped = values.clone()
+    swapped[[0, 8]] = values[[8, 0]]
+    assert not torch.equal(prefixes.sum_of(swapped), before)
+    assert torch.equal(prefixes.sum_of(values.clone()), before)
+
+
+def test_settings_of_products_count_where_bits_depend_on_them(target):
+    pipe, before = Pipeline(target, **PLAIN, native=False), torch.get_float32_matmul_precision()
+    said(pipe, tokens(60, 1))
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert said(pipe, tokens(60, 1))[1] == 0
+        torch.backends.cuda.enable_math_sdp(False)
+        assert said(pipe, tokens(60, 1))[1] == 0
+    finally:
+        torch.backends.cuda.enable_math_sdp(True)
+        torch.set_float32_matmul_precision(before)
+    said(pipe, tokens(60, 1))
+    assert said(pipe, tokens(60, 1))[1] > 0
+
+
+def test_kept_texts_keep_no_packed_weights(monkeypatch):
+    """When weights are packed again, the memory of the old copy is free, and replaced weights are, too."""
+    model, own = random_llama(7), native.NativeForm.__init__
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    counts = []
+
+    def packed(form: Any, *args: Any) -> None:
+        gc.collect()
+        counts.append(len(alive))
+        own(form, *args)
+        alive.add(form)
+
+    monkeypatch.setattr(native.NativeForm, "__init__", packed)
+    pipe = Pipeline(model, **PLAIN)
+    said(pipe, tokens(60, 1))
+    old = weakref.ref(model.model.layers[1].self_attn.v_proj.weight)
+    in_place(model)
+    said(pipe, tokens(60, 1))
+    replaced(model)
+    said(pipe, tokens(60, 1))
+    gc.collect()
+    assert counts == [0, 0, 0]
+    assert old() is None
+
+
+# ---- the cache that a caller gets
+
+
+def ends_early(model: Any, ids: torch.Tensor, new: int) -> int:
+    """A token that ends the second row early and not the first one."""
+    rows = model.generate(ids, max_new_tokens=new, do_sample=False)[:, ids.shape[1] :].tolist()
+    return next(token for token in rows[1] if token not in rows[0])
+
+
+@pytest.mark.parametrize("options", [PLAIN, PLAIN | {"native": False}])
+def test_a_full_cache_is_completed(options):
+    """The longest row fills a cache that was taken over, and another one is to be fed."""
+    model = random_llama(1)
+    ids = torch.cat([torch.randint(3, 300, (1, 60), generator=torch.Generator().manual_seed(i)) for i in (1, 2)])
+    pipe = Pipeline(model, **options)
+    ids = pipe.generate(ids, max_new_tokens=40, do_sample=False)[:, :90]
+    capacity = pipe._driver.target.cache.capacity
+    new = capacity + 1 - ids.shape[1]
+    how = {"max_new_tokens": new, "do_sample": False, "eos_token_id": ends_early(model, ids, new)}
+    out = pipe.generate(ids, **how, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, model.generate(ids, **how))
+    assert out.sequences.shape[1] == capacity + 1
+    assert out.past_key_values.get_seq_length() == out.sequences.shape[1] - 1
+
+
+def test_an_interrupted_completion_leaves_no_other_tokens(target, monkeypatch):
+    """Cache and text agree at any place of it."""
+    pipe = Pipeline(target, **PLAIN)
+    text, _ = said(pipe, tokens(40, 1))
+    stage = pipe._driver.target
+    other = text[0].numpy().copy()
+    other[41:] = 5
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(stage), "_roll_back", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stage.complete([other[:-1]], [41])
+    prompt = longer(torch.from_numpy(other)[None], 3)
+    out, reused = said(pipe, prompt)
+    assert reused == 41
+    assert torch.equal(out, said(Pipeline(target, **PLAIN), prompt)[0])
+
+
+def test_a_captured_draft_that_could_not_be_prepared(target, monkeypatch):
+    """The next call names the cause, or goes on."""
+    pipe = Pipeline(target, noisy(target, 0.02), **LOCKSTEP, graphs=True)
+    text, _ = said(pipe, tokens(60, 1))
+    own, (draft, _) = GraphedStage.prepare, pipe._driver.stages
+    calls = []
+
+    def prepare(stage: Any, inputs: Any) -> Any:
+        if stage is draft:
+            stage._current = None
+            calls.append(0)
+            if len(calls) == 1:
+                raise torch.OutOfMemoryError("no room")
+        return own(stage, inputs)
+
+    monkeypatch.setattr(GraphedStage, "prepare", prepare)
+    prompt = longer(text, 2)
+    out, _ = said(pipe, prompt)
+    assert len(calls) == 2
+    assert draft.reused == text.shape[1] - 1
+    assert torch.equal(out, said(Pipeline(target, **PLAIN), prompt)[0])
+
+
+def test_captured_stages_keep_the_dtype_of_their_cache():
+    """Keys and values of other caches may have another one."""
+    model = random_llama(7)
+    model.config.kv_dtype = "bfloat16"
+    options = PLAIN | {"graphs": True}
+    pipe, fresh = Pipeline(model, **options), Pipeline(model, **options, prefix_cache=0)
+    text, _ = said(pipe, tokens(60, 1))
+    said(pipe, tokens(60, 2))
+    assert {kept.cache.dtype for kept in store_of(pipe).texts} == {torch.float32}
+    out, reused = said(pipe, longer(text, 3))
+    assert reused > 0
+    assert torch.equal(out, said(fresh, longer(text, 3))[0])

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import described, forward, forward_row, native_form_of, wide_columns
 from pipespec.engine.inputs import StageInputs
@@ -47,13 +48,14 @@ class CachedText(ResumableText):
         """
         cache, ends = self._cache, [len(text) for text in texts]
         assert cache is not None
-        self._set_text(texts, max(self._text.shape[1], *ends))
         # What the leader of a group has fed here is in the caches of its followers, too.
         is_fed = self._group is not None and not self._group.is_leader
         begin = ends if is_fed else [min(all_) for all_ in zip(lengths, ends, cache.lengths, strict=True)]
+        # An interrupted call keeps what both texts have.
+        self._held = [min(pair) for pair in zip(self._held, begin, strict=True)]
+        self._set_text(texts, max(self._text.shape[1], *ends))
         self._roll_back(cache, begin)
         if begin != ends:
-            self._grow(cache, max(ends))
             self._fill(cache, begin, ends)
         self._held = ends
         return cache
@@ -111,6 +113,10 @@ class CachedText(ResumableText):
         """
         if self._made is None:
             self._made = self._origin(cache, cache.rows)
+        if not cache.is_static:
+            # A cache that is full with the longest row has no columns for the others. A static one has them in any case.
+            missing = max(e - b for b, e in zip(begin, end, strict=True))
+            self._grow(cache, max(self._in_cache(end)) + min(WIDTH, missing))
         first, total = sum(begin), sum(end) - sum(begin)
         note = note_reading if selects else lambda done, total: None
         note(0, total)

@@ -29,11 +29,11 @@ class Form:
     """One way to call a model. It returns the logits of the last ``keep`` columns, and the cache grows.
 
     Attributes:
-        has_copies: Whether it has copied weights. Others read the model's own.
+        token: Stands for a form that has copied or moved weights, and keeps nothing of them alive; None: all forms of its class compute the same.
         repeats_bits: Whether the bits of a column depend on nothing but its text: not on the other columns and rows of its forward.
     """
 
-    has_copies: bool = False
+    token: object = None
     repeats_bits: bool = False
 
     def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:

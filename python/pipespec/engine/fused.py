@@ -130,10 +130,8 @@ class FusedForm(Form):
         NotReadable: a part of the model has no operation here.
     """
 
-    has_copies = True
-
     def __init__(self, model: PreTrainedModel, *, exact: bool = False) -> None:
-        self.number = next(_numbers)
+        self.number = self.token = next(_numbers)
         self._read = read = families.read(model, matrices=False)
         *products, self._head = map(_Product.of, families.products_of(model))
         layers, each = ModelParts.of(model).layers, iter(products)

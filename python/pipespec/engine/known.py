@@ -127,12 +127,14 @@ class Record:
     Attributes:
         reason: why the model is not known, as a phrase; None if it is.
         identities: by form, those that were read since.
+        token: stands for this record, and keeps no weights alive.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         # Calls in other threads hold records from before, which need not be that of the runtime.
         self._moves = runtime_of(model).moves
         self.identities: dict[str, Identity] = {}
+        self.token = object()
         modules = list(model.modules())
         kinds = frozenset(map(type, modules))
         self._code = code_of(kinds, getattr(model.config, "_attn_implementation", None))
@@ -148,6 +150,9 @@ class Record:
             spaces += [module._parameters, module._buffers, module._modules, *(vars(module)[name] for name in _HOOKS)]
         self._config = model.config
         configs = {id(c): c for c in (model.config, *(getattr(m, "config", None) for m in modules)) if c is not None}
+        for config in configs.values():
+            # The first copy of an object adds a list of slots to its class, which is no change of code.
+            config.__reduce_ex__(2)
         containers = [*spaces, *itertools.chain.from_iterable(map(_containers_in, configs.values()))]
         self._stamp = Stamp(containers, modules[1:], [], list(set(map(type, configs.values()))))
         tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
@@ -236,9 +241,9 @@ def _record(model: PreTrainedModel) -> Record:
     return found
 
 
-def record_of(model: PreTrainedModel) -> Record:
-    """What a model is now: the same object as before, unless its code or its weights have changed."""
-    return _record(model)
+def token_of(model: PreTrainedModel) -> object:
+    """What stands for a model as it is now: the same object as before, unless its code or its weights have changed."""
+    return _record(model).token
 
 
 def record_within(model: PreTrainedModel) -> Record | None:

@@ -97,7 +97,7 @@ class NativeForm(PartsForm):
         NotReadable: the decoder cannot take the model, or the copy would take more than half of the free memory.
     """
 
-    has_copies = repeats_bits = True
+    repeats_bits = True
 
     def __init__(self, model: PreTrainedModel | ModelParts, reserved: int) -> None:
         parts = model if isinstance(model, ModelParts) else ModelParts.of(model)
@@ -123,7 +123,7 @@ class NativeForm(PartsForm):
                 )
         except (ValueError, TypeError) as error:
             raise NotReadable(f"the decoder does not take it: {error}") from error
-        self._scaled, self._rotary = read.scaled, read.rotary
+        self.token, self._scaled, self._rotary = object(), read.scaled, read.rotary
         # One call runs all parts.
         self._steps = parts.embed is not None and parts.head is not None and read.scaled is None
         tensors: dict[bool, list[torch.Tensor]] = {True: [], False: []}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
 from pipespec.engine.cache_storage import Features
+from pipespec.engine.native import Checksums
 from pipespec.engine.sampling import common_length
 from pipespec_kernels.env import host_memory
 
@@ -26,18 +28,20 @@ SHORTEST = 32
 
 
 class Origin(NamedTuple):
-    """What keys and values depend on besides the tokens. Those of another origin are not those that a call would compute.
+    """What keys and values depend on besides the tokens. Those of another origin are not those that a call would compute. It keeps no weights alive.
 
     Attributes:
-        record: of the model, see :func:`pipespec.engine.known.record_of`: another object once its code or its weights have changed.
-        form: of its forwards.
+        model: see :func:`pipespec.engine.known.token_of`: another object once its code or its weights have changed.
+        form: its token, or its class.
+        weights: see :meth:`WeightWatch.version`; None for a form that compares what it has copied by itself.
         numerics: what else their bits depend on.
         grid: a prefix ends at a multiple of this number: prompts are read in chunks that begin there.
         is_shared: whether forwards run all rows together, so that their bits depend on the number of rows.
     """
 
-    record: object
+    model: object
     form: object
+    weights: object = None
     numerics: tuple[Any, ...] = ()
     grid: int = 1
     is_shared: bool = False
@@ -207,39 +211,82 @@ class PrefixStore:
         return (free + held) // SHARE
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+PART = 1 << 22
+"""Words of the parts in which a device adds up its weights."""
+
+_FACTOR = 0x1E3779B97F4A7C15
 
 
-class WeightSamples:
-    """Some values of each weight of a model, for changes that go past torch's version counters, as those through ``.data`` do.
+class WeightWatch:
+    """Compares all values of a model's weights with those of the last call, for changes that go past torch's version counters, as those through ``.data``.
 
-    A change of a whole matrix shows, one of a few values may not.
+    That takes about as long as the forward of one token, and a kept prefix saves more.
     """
 
-    COUNT = 256
-    """Values per weight."""
+    def __init__(self) -> None:
+        self._model: object = None
+        self._sums: Checksums | None = None
+        self._elsewhere: list[torch.Tensor] = []
+        self._version = object()
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._views: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for tensor in (t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values())):
-            if (
-                tensor is None
-                or type(tensor) not in _PLAIN
-                or not tensor.numel()
-                or tensor.is_meta
-                or tensor.is_complex()
-            ):
-                continue
-            span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            step = -(-span // self.COUNT)
-            view = tensor.detach().as_strided((-(-span // step),), (step,))
-            self._views.setdefault((view.device, view.dtype), []).append(view)
-        self._values = self._read()
+    def version(self, model: torch.nn.Module, token: object) -> object:
+        """What stands for the present values: the same object as before, unless one of them has changed.
 
-    def _read(self) -> list[torch.Tensor]:
-        # As bytes, since not all dtypes can be compared.
-        return [torch.cat(views).view(torch.uint8) for views in self._views.values()]
+        Args:
+            model: whose weights are read.
+            token: of the model, see :func:`pipespec.engine.known.token_of`. Another one has other tensors.
+        """
+        tensors = list(_memory_of(model))
+        if any(tensor.layout is not torch.strided for tensor in tensors):
+            return object()  # their values are not compared
+        elsewhere = [sum_of(t) for t in tensors if t.device.type != "cpu"]
+        if token is not self._model or self._sums is None or not self._agree(self._sums, elsewhere):
+            # The old ones are freed first: they keep weights alive.
+            self._sums = None
+            self._sums, self._elsewhere = Checksums(tensors), elsewhere
+            self._model, self._version = token, object()
+        return self._version
 
-    def agree(self) -> bool:
-        """Whether the values are those that they were."""
-        return all(map(torch.equal, self._read(), self._values))
+    def _agree(self, sums: Checksums, elsewhere: list[torch.Tensor]) -> bool:
+        if not (sums.agree() and sums.rest_agrees()):
+            return False
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for now, before in zip(elsewhere, self._elsewhere, strict=True):
+            by_device.setdefault(now.device, []).append((now != before).any())
+        return not any(bool(torch.stack(differ).any()) for differ in by_device.values())
+
+
+def _memory_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The strided tensors that hold a model's weights and buffers. Of a quantised tensor, those that it consists of."""
+    held = (t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()))
+    left: list[Any] = [tensor for tensor in held if tensor is not None]
+    while left:
+        tensor = left.pop()
+        if is_traceable_wrapper_subclass(tensor):
+            left += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        elif tensor.numel() and not tensor.is_meta:
+            yield tensor.detach()
+
+
+def sum_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Sums of the words of a strided tensor, each with a factor of its place, int64 ``[parts]`` on its device. Any change of one word changes one."""
+    span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    data = tensor.as_strided((span,), (1,)).view(torch.uint8)
+    is_aligned = data.storage_offset() % 8 == 0 and len(data) % 8 == 0
+    words = data.view(torch.int64) if is_aligned else data
+    # Odd ones: no change of a word is lost modulo 2**64.
+    factors = torch.arange(min(PART, len(words)), device=tensor.device) * _FACTOR | 1
+    return torch.stack([(part.long() * factors[: len(part)]).sum() for part in words.split(PART)])
+
+
+def numeric_settings() -> tuple[Any, ...]:
+    """The settings of this process on which the bits of torch's products and attention depend."""
+    backends: Any = torch.backends
+    cuda, mkldnn, cudnn = backends.cuda, backends.mkldnn, backends.cudnn
+    # torch.get_float32_matmul_precision() and allow_tf32 set these, and raise an error when they are read after a setting by the newer names.
+    kinds: tuple[Any, ...] = (backends, cuda.matmul, mkldnn, mkldnn.matmul, cudnn, cudnn.conv)
+    precision = tuple(kind.fp32_precision for kind in kinds)
+    attention = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    reduced = tuple(getattr(cuda.matmul, name) for name in names)
+    return *precision, *attention, cuda.cudnn_sdp_enabled(), *reduced, torch.are_deterministic_algorithms_enabled()

@@ -14,9 +14,9 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.cache_storage import Features
 from pipespec.engine.forward import form_of, recheck, wide_columns
 from pipespec.engine.inputs import StageInputs
-from pipespec.engine.known import record_of
+from pipespec.engine.known import token_of
 from pipespec.engine.native import NativeForm
-from pipespec.engine.prefixes import NOT_KEPT, KeptText, Origin, PrefixStore, Source, WeightSamples
+from pipespec.engine.prefixes import NOT_KEPT, KeptText, Origin, PrefixStore, Source, WeightWatch, numeric_settings
 from pipespec.engine.runtime import runtime_of
 from pipespec.engine.sampling import common_length
 from pipespec.models.devices import tensor_parallel_size
@@ -68,7 +68,7 @@ class ResumableText:
         # Of the present call's keys and values; None: they are not to be kept.
         self._made: Origin | None = None
         self._given: KeptText | None = None
-        self._watch: WeightSamples | None = None
+        self._watch = WeightWatch()
         self._group = forward_group(model)
         self._read_to: list[int] = []  # per row, where the part of the prompt ends that is read before the first step
         self._chunk = 0
@@ -108,6 +108,7 @@ class ResumableText:
         """Free the cache, and forget the kept texts. The next prefill allocates a new one."""
         self._cache = self._given = self._made = None
         self._store.clear()
+        self._watch = WeightWatch()
 
     def keep_prefixes(self, budget: int | None) -> None:
         """``budget``: of :class:`pipespec.engine.prefixes.PrefixStore`. A process of a tensor-parallel group keeps none: all would have to keep the same."""
@@ -229,14 +230,13 @@ class ResumableText:
         store, prompts, none = self._store, inputs.prompts, [None] * len(inputs.prompts)
         if not store.texts:
             return None, list(none)
-        if not self._matches(store.texts[-1].cache) or not (self._watch is None or self._watch.agree()):
-            # The model was moved or cast since, or its weights were changed behind torch's back.
+        if not self._matches(store.texts[-1].cache):
+            # The model was moved or cast since.
             store.clear()
-            self._watch = None
             return None, list(none)
         recheck(self.model, native=self._native)
         made = self._origin(self._like(), len(prompts))
-        store.retain(lambda kept: kept.origin.record is made.record and kept.origin.form == made.form)
+        store.retain(lambda kept: kept.origin[:3] == made[:3])
         among = [kept for kept in store.texts if kept.origin == made]
         if made.is_shared and len(prompts) > 1:
             return made, store.find_batch(prompts, among)
@@ -248,16 +248,19 @@ class ResumableText:
 
     def _origin(self, cache: RowCache, rows: int) -> Origin:
         """What the keys and values of a call of so many rows depend on now."""
-        form, record = form_of(self.model, cache, native=self._native), record_of(self.model)
-        key = form if form.has_copies else type(form)
-        if not form.has_copies and self._watch is None and self._store.budget != 0:
-            self._watch = WeightSamples(self.model)
+        form, model = form_of(self.model, cache, native=self._native), token_of(self.model)
         is_native = isinstance(form, NativeForm)
+        is_watched = not is_native and self._store.budget != 0
+        same = (
+            model,
+            type(form) if form.token is None else form.token,
+            self._watch.version(self.model, model) if is_watched else None,
+        )
         is_wide = is_native and self._group is None and self.reads_wide
         is_wide = is_wide and wide_columns(self.model, cache, self._chunk, native=self._native) is not None
         if not self.needs_same_bits or (form.repeats_bits and not is_wide):
-            return Origin(record, key)
+            return Origin(*same)
         device = cache.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        numerics = (self._chunk, torch.get_num_threads(), autocast, 0 if is_native else rows)
-        return Origin(record, key, numerics, self._chunk, is_shared=not is_native)
+        numerics = (self._chunk, torch.get_num_threads(), autocast, 0 if is_native else rows, numeric_settings())
+        return Origin(*same, numerics, self._chunk, is_shared=not is_native)

@@ -20,7 +20,7 @@ from pipespec.engine.cache_storage import Features
 from pipespec.engine.forward import choose_fused, described, forward
 from pipespec.engine.inputs import StageInputs, stage_names, static_capacity
 from pipespec.engine.known import CAPTURED, identify
-from pipespec.engine.prefixes import KeptText, Source
+from pipespec.engine.prefixes import KeptText, Origin, Source
 from pipespec.engine.sampling import ScoreRecord, Step
 from pipespec.engine.stage import Stage
 from pipespec.errors import NotCapturable
@@ -179,15 +179,22 @@ class GraphedStage(Stage):
     def _begin_cache(
         self, inputs: StageInputs, sources: Sequence[Source | None], taken: KeptText | None, held: Sequence[int]
     ) -> RowCache:
-        # After a failed prepare(), this call raises the same error.
-        if self._current is None:
-            with torch.inference_mode(False), torch.no_grad():
-                self.prepare(inputs)
+        self._ensure_prepared(inputs)
         cache = self.buffers.cache
         self._store.make_room(len(inputs.prompts), cache.capacity, sources)
         cache.reset()
         self._lay_features(cache, [0] * len(inputs.prompts))
         return cache
+
+    def _find(self, inputs: StageInputs) -> tuple[Origin | None, list[Source | None]]:
+        self._ensure_prepared(inputs)
+        return super()._find(inputs)
+
+    def _ensure_prepared(self, inputs: StageInputs) -> None:
+        # After a failed prepare(), this call raises the same error.
+        if self._current is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self.prepare(inputs)
 
     def _like(self) -> RowCache:
         return self.buffers.cache
@@ -201,7 +208,8 @@ class GraphedStage(Stage):
     def _to_keep(self, cache: RowCache, held: Sequence[int]) -> RowCache | None:
         if not self._store.free(cache.nbytes * max(held) // cache.capacity, cache.device):
             return None
-        copied = RowCache.for_model(self.model, cache.rows, max(1, *held))
+        # A static one has the same dtype.
+        copied = RowCache.for_model(self.model, cache.rows, max(1, *held), static=True)
         if isinstance(cache.features, Features):
             copied.features = Features(cache.features.layers, [0] * cache.rows, cache.features.dtype)
         copied.take_rows([(cache, row) for row in range(cache.rows)], held)
