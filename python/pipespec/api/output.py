@@ -90,12 +90,13 @@ def output_of(call: PreparedCall, completed: RowCache | None) -> torch.Tensor | 
     if not call.config.return_dict_in_generate:
         return sequences
     steps = sequences.shape[1] - text.input_ids.shape[1]
-    if (record := call.request.record) is None:
-        return GenerateDecoderOnlyOutput(sequences, past_key_values=cache)
-    scores, logits = _per_token(call, record.scores, steps), _per_token(call, record.logits, steps)
-    logprobs = _logprobs(call, record, steps)
-    if logprobs is None:
+    scores = logits = logprobs = None
+    if (record := call.request.record) is not None:
+        scores, logits = _per_token(call, record.scores, steps), _per_token(call, record.logits, steps)
+        logprobs = _logprobs(call, record, steps)
+    if call.options.logprobs is None:
         return GenerateDecoderOnlyOutput(sequences, scores, logits, past_key_values=cache)
+    # Ranks that follow have the class, too, and no scores.
     return LogprobsOutput(sequences, scores, logits, past_key_values=cache, logprobs=logprobs)
 
 
