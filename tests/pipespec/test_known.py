@@ -187,13 +187,20 @@ def test_a_large_model_is_checked_in_turn():
 # ---- caches, attentions, processors of the caller
 
 
-@pytest.mark.parametrize("name", ["cache of a subclass", "cache with layers", "cache with an update"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("cache of a subclass", "Rounded"),
+        ("cache with layers", "DynamicCache with methods or layers of its own"),
+        ("cache with an update", "DynamicCache with methods or layers of its own"),
+    ],
+)
 @pytest.mark.parametrize("schedule", ["plain", "lockstep"])
-def test_a_cache_of_the_caller_is_used(model, name, schedule):
+def test_a_cache_of_the_caller_is_used(model, name, kind, schedule):
     wanted = bare(model, **hostile.CALLS[name]())
     assert not torch.equal(wanted, bare(model))
     pipe = pipespec.attach(model, noisy(model, 0.02) if schedule == "lockstep" else (), schedule=schedule)
-    with pytest.warns(SpeedWarning, match="methods or layers of its own"):
+    with pytest.warns(SpeedWarning, match=rf"past_key_values is a {kind}"):
         assert torch.equal(ours(model, **hostile.CALLS[name]()), wanted)
     with pytest.warns(SpeedWarning, match="transformers' own loop"):
         assert torch.equal(pipe.generate(IDS, max_new_tokens=NEW, do_sample=False, **hostile.CALLS[name]()), wanted)
@@ -389,8 +396,11 @@ class Injected(RuntimeError):
     """An error of a line."""
 
 
-def with_error_at(at: int | None, call: Any) -> tuple[Any, int]:
-    """What a call returns in which the ``at``-th line of pipespec's files before the result raises (None: no line), and how many lines ran."""
+def with_error_at(at: int | None, call: Any, function: str = "") -> tuple[Any, int]:
+    """What a call returns in which the ``at``-th line of pipespec's files before the result raises (None: no line), and how many lines ran.
+
+    The error names the function of the line. With ``function``, only lines of functions of this name count.
+    """
     root, lines, has_begun, is_over = str(Path(pipespec.__file__).parent), 0, False, False
 
     def on_line(frame: Any, event: str, arg: Any) -> Any:
@@ -399,7 +409,7 @@ def with_error_at(at: int | None, call: Any) -> tuple[Any, int]:
         if event == "line" and not is_over:
             lines += 1
             if lines == at:
-                raise Injected(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+                raise Injected(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
         return on_line
 
     def on_call(frame: Any, event: str, arg: Any) -> Any:
@@ -407,7 +417,7 @@ def with_error_at(at: int | None, call: Any) -> tuple[Any, int]:
         code = frame.f_code
         has_begun |= code.co_name == "generate" and code.co_filename.endswith("api/base.py")
         # What decides about the fallback, and the record of errors, are not preparation.
-        left_out = code.co_filename.endswith(("attach.py", "errors.py"))
+        left_out = code.co_filename.endswith(("attach.py", "errors.py")) or (function and code.co_name != function)
         return on_line if has_begun and code.co_filename.startswith(root) and not left_out else None
 
     before = sys.gettrace()
@@ -461,10 +471,10 @@ def test_an_error_in_any_line_before_the_first_token(model, name, schedule):
             warnings.simplefilter("always")
             try:
                 out, streamed, _ = call(at)
-            except Injected:
-                out = None
-            if out is None:  # something was committed
-                assert pipe.partial.shape[1] > ids.shape[1], at
+            except Injected as error:
+                out, is_of_streamer = None, str(error).endswith("stream_prompt")
+            if out is None:  # something was committed, or the error counts as one of the streamer
+                assert is_of_streamer or pipe.partial.shape[1] > ids.shape[1], at
             else:
                 assert torch.equal(_text(out), _text(wanted)), at
                 assert not streamed or streamed == _text(out)[0].tolist(), at
@@ -473,6 +483,30 @@ def test_an_error_in_any_line_before_the_first_token(model, name, schedule):
         pipespec.attach(model, drafts, schedule=schedule)
         assert torch.equal(_text(ours(model, ids, **given)), _text(wanted)), at
     assert fell_back > count // 4
+
+
+def test_an_error_in_any_line_that_streams_the_prompt(model):
+    """The streamer gets the prompt once, or the error counts as its own and comes out."""
+
+    def call(at: int | None, streamer: Recorder) -> int:
+        return with_error_at(at, lambda: ours(model, streamer=streamer, max_new_tokens=3), "stream_prompt")[1]
+
+    pipespec.attach(model, (), schedule="plain")
+    wanted, lines = bare(model, max_new_tokens=3), call(None, Recorder())
+    ends = []
+    for at in range(1, lines + 1):
+        streamer = Recorder()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SpeedWarning)
+                call(at, streamer)
+        except Injected:
+            assert streamer.values == []
+            ends.append("out")
+        else:
+            assert streamer.record == (IDS.tolist(), wanted[0, IDS.shape[1] :].tolist(), 1)
+            ends.append("streamed")
+    assert ends[0] == ends[-1] == "streamed"  # before the streamer is called, and after it
 
 
 def _text(out: Any) -> torch.Tensor:

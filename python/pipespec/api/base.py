@@ -23,8 +23,7 @@ from pipespec.api.arguments import (
     check_penalties,
     passed_on,
 )
-from pipespec.api.caches import complete
-from pipespec.api.output import output_of, report_of, warn_of_room
+from pipespec.api.output import complete, output_of, report_of, warn_of_room
 from pipespec.api.prepare import CallOptions, PreparedCall, prepare
 from pipespec.api.report import Report
 from pipespec.api.slots import Slots, keep_to_one_thread

@@ -1,7 +1,7 @@
-"""The caller's ``past_key_values``: the columns of a ``DynamicCache`` to the rows of a :class:`RowCache`, and back.
+"""The caller's ``past_key_values`` on its way in: the columns of a ``DynamicCache`` become the rows of a :class:`RowCache`.
 
 transformers counts columns, padding included. A RowCache holds the tokens of each row. Only copies pass between the two: the RowCache stays the
-target's, and the ``DynamicCache`` the caller's.
+target's, and the ``DynamicCache`` the caller's. The way back is in :mod:`pipespec.api.output`.
 
 What comes in is continued exactly whatever is in it, because a later token sees the same keys and has the same position as in transformers: the
 position is the number of ones that ``attention_mask`` has before it. A sliding window counts columns, so rows must have no holes there. Any other
@@ -12,23 +12,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
 from pipespec.errors import NotKnown, Unsupported, UnsupportedInput
-from pipespec.models.compat import new_cache, recurrent_layer, recurrent_states
-from pipespec.models.devices import input_device
+from pipespec.models.compat import recurrent_layer, recurrent_states
 from pipespec.models.layout import CacheLayout
-
-if TYPE_CHECKING:
-    from pipespec.api.prepare import PreparedCall
-    from pipespec.schedules.request import CacheOwner
 
 _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, *([] if recurrent_layer is None else [recurrent_layer]))
 
@@ -80,9 +74,6 @@ class Columns:
     def has_holes(self) -> bool:
         """Whether a row has padding after its first token."""
         return any(int(places[0]) + len(places) != self.count for places in self.places)
-
-
-# ---- what comes in
 
 
 def columns_held(cache: Cache | None) -> int:
@@ -210,95 +201,6 @@ def cached_texts(cache: Cache | None, counts: Sequence[int]) -> list[np.ndarray]
     return [text[:n] for text, n in zip(texts, counts, strict=True)]
 
 
-# ---- what goes out
-
-
-def complete(call: PreparedCall, owner: CacheOwner) -> RowCache | None:
-    """Let ``owner`` hold what transformers would hold after the call: all columns but the last, those after the end of a row included.
-
-    Returns:
-        None where the caller gets no cache.
-    """
-    if not call.request.returns_cache:
-        return None
-    return owner.complete(_texts_after(call), [n - 1 for n in call.progress.text.lengths])
-
-
-def _texts_after(call: PreparedCall) -> list[np.ndarray]:
-    text = call.progress.text
-    new = text.sequences()[:, text.input_ids.shape[1] : -1].to("cpu", torch.int32).numpy()
-    return [np.concatenate(pair) for pair in zip(call.request.inputs.prompts, new, strict=True)]
-
-
-def returned(call: PreparedCall, own: RowCache) -> Cache:
-    """The caller's cache, with the columns of the call appended; a new one if the caller gave none. One copy of them."""
-    columns, cache, text = call.columns, call.options.cache, call.progress.text
-    width = text.sequences().shape[1] - 1 + columns.cached - columns.held
-    begins = columns.tokens(columns.held)
-    # Not inference tensors, whose gradients could not be computed.
-    with torch.inference_mode(False), torch.no_grad():
-        padding = _padding(call) if len(columns.hidden) else None
-        cache = new_cache(call.target) if cache is None else cache
-        for i, pair in enumerate(own.states()):
-            if i not in own.layout.attention:
-                cache.update_conv_state(pair[0], i)
-                cache.update_recurrent_state(pair[1], i)
-                continue
-            if padding is None and len(set(begins)) == 1:
-                new = [x[:, :, begins[0] :].to(own.compute_dtype) for x in pair]
-            else:
-                new = [_placed(x, columns, begins, width).to(own.compute_dtype) for x in pair]
-            if padding is not None:
-                rows, at = columns.hidden.T
-                for placed, states in zip(new, padding[i], strict=True):
-                    placed[torch.from_numpy(rows), :, torch.from_numpy(at - columns.held)] = states.to(placed)
-            cache.update(*new, i)
-    if call.is_text_known:
-        _texts[cache] = _texts_after(call)
-    return cache
-
-
-def _placed(states: torch.Tensor, columns: Columns, begins: Sequence[int], width: int) -> torch.Tensor:
-    """The tokens of each row from ``begins[row]`` on, in ``width`` columns after those that the caller's cache held. Padding is zero."""
-    placed = states.new_zeros((*states.shape[:2], width, states.shape[3]))
-    for row, (begin, places) in enumerate(zip(begins, columns.places, strict=True)):
-        read = columns.count - columns.held
-        at = torch.from_numpy(places[begin:] - columns.held).to(states.device)
-        placed[row][:, at] = states[row, :, begin : len(places)]
-        placed[row, :, read:] = states[row, :, len(places) : len(places) + width - read]
-    return placed
-
-
-def _padding(call: PreparedCall) -> list[list[torch.Tensor]]:
-    """What transformers leaves in the ``n`` columns of :attr:`Columns.hidden`, which a later mask may show: a forward of the target's own says it.
-
-    Returns:
-        Per layer, keys and values ``[n, kv_heads, head_dim]``; nothing of recurrent layers.
-    """
-    columns, target, device = call.columns, call.target, input_device(call.target)
-    first = columns.held
-    new = [x[:, first - columns.count :].cpu() for x in (call.progress.text.input_ids, call.position_ids)]
-    rows, at = (torch.from_numpy(x) for x in (columns.hidden - [0, first]).T)
-    is_recurrent = CacheLayout.of(target.config).states is not None
-    begins = np.array([places[0] for places in columns.places])
-    sees_nothing = bool((columns.hidden[:, 1] < begins[columns.hidden[:, 0]]).all())
-    if sees_nothing and not is_recurrent and mask_kind(target.config) is MaskKind.SDPA:
-        # Such a column depends on its token and its position only.
-        different, which = torch.stack([x[rows, at] for x in new], 1).unique(dim=0, return_inverse=True)
-        new, mask, seen = list(different[:, :, None].transpose(0, 1)), torch.zeros(len(different), 1), DynamicCache()
-        rows, at = which, torch.zeros_like(which)
-    else:
-        mask, seen = call.mask, new_cache(target) if is_recurrent else DynamicCache()
-        for i, layer in enumerate(call.options.cache.layers if call.options.cache is not None and first else ()):
-            seen.update(layer.keys, layer.values, i)
-        at = at + first
-    target(
-        input_ids=new[0].to(device),
-        attention_mask=mask.to(device, torch.long),
-        position_ids=new[1].to(device),
-        past_key_values=seen,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    pairs = ((layer.keys, layer.values) if isinstance(layer, DynamicLayer) else () for layer in seen.layers)
-    return [[x[rows, :, at] for x in pair] for pair in pairs]
+def remember_texts(cache: Cache, texts: list[np.ndarray]) -> None:
+    """Note the int32 ids per row whose keys and values a call leaves in ``cache``, for :func:`cached_texts` of a later call."""
+    _texts[cache] = texts

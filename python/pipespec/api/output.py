@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from pipespec.api.caches import returned
+from pipespec.api.caches import Columns, remember_texts
 from pipespec.api.prepare import PreparedCall
 from pipespec.api.report import Report, stage_report
+from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
 from pipespec.engine.sampling import ScoreRecord
 from pipespec.errors import user_stacklevel
+from pipespec.models.compat import new_cache
+from pipespec.models.devices import input_device
+from pipespec.models.layout import CacheLayout
 from pipespec.schedules.base import Decoder, SpeedWarning
+from pipespec.schedules.request import CacheOwner
 
 
 class Logprobs(NamedTuple):
@@ -74,19 +83,20 @@ def warn_of_room(decoder: Decoder) -> None:
 
 
 def output_of(call: PreparedCall, completed: RowCache | None) -> torch.Tensor | GenerateDecoderOnlyOutput:
-    """The result of a call that has run. ``completed``: what :func:`pipespec.api.caches.complete` has returned."""
+    """The result of a call that has run. ``completed``: what :func:`complete` has returned."""
     text = call.progress.text
     sequences = text.sequences()
-    cache = None if completed is None else returned(call, completed)
+    cache = None if completed is None else _returned(call, completed)
     if not call.config.return_dict_in_generate:
         return sequences
     steps = sequences.shape[1] - text.input_ids.shape[1]
-    if (record := call.request.record) is None:
-        return GenerateDecoderOnlyOutput(sequences, past_key_values=cache)
-    scores, logits = _per_token(call, record.scores, steps), _per_token(call, record.logits, steps)
-    logprobs = _logprobs(call, record, steps)
-    if logprobs is None:
+    scores = logits = logprobs = None
+    if (record := call.request.record) is not None:
+        scores, logits = _per_token(call, record.scores, steps), _per_token(call, record.logits, steps)
+        logprobs = _logprobs(call, record, steps)
+    if call.options.logprobs is None:
         return GenerateDecoderOnlyOutput(sequences, scores, logits, past_key_values=cache)
+    # Ranks that follow have the class, too, and no scores.
     return LogprobsOutput(sequences, scores, logits, past_key_values=cache, logprobs=logprobs)
 
 
@@ -105,3 +115,97 @@ def _per_token(
 ) -> tuple[torch.Tensor, ...] | None:
     """Per generated token ``[B, V]``."""
     return None if rows is None else tuple(call.progress.text.column(rows, i) for i in range(steps))
+
+
+# ---- the cache of the result, see :mod:`pipespec.api.caches`
+
+
+def complete(call: PreparedCall, owner: CacheOwner) -> RowCache | None:
+    """Let ``owner`` hold what transformers would hold after the call: all columns but the last, those after the end of a row included.
+
+    Returns:
+        None where the caller gets no cache.
+    """
+    if not call.request.returns_cache:
+        return None
+    return owner.complete(_texts_after(call), [n - 1 for n in call.progress.text.lengths])
+
+
+def _texts_after(call: PreparedCall) -> list[np.ndarray]:
+    text = call.progress.text
+    new = text.sequences()[:, text.input_ids.shape[1] : -1].to("cpu", torch.int32).numpy()
+    return [np.concatenate(pair) for pair in zip(call.request.inputs.prompts, new, strict=True)]
+
+
+def _returned(call: PreparedCall, own: RowCache) -> Cache:
+    """The caller's cache, with the columns of the call appended; a new one if the caller gave none. One copy of them."""
+    columns, cache, text = call.columns, call.options.cache, call.progress.text
+    width = text.sequences().shape[1] - 1 + columns.cached - columns.held
+    begins = columns.tokens(columns.held)
+    # Not inference tensors, whose gradients could not be computed.
+    with torch.inference_mode(False), torch.no_grad():
+        padding = _padding(call) if len(columns.hidden) else None
+        cache = new_cache(call.target) if cache is None else cache
+        for i, pair in enumerate(own.states()):
+            if i not in own.layout.attention:
+                cache.update_conv_state(pair[0], i)
+                cache.update_recurrent_state(pair[1], i)
+                continue
+            if padding is None and len(set(begins)) == 1:
+                new = [x[:, :, begins[0] :].to(own.compute_dtype) for x in pair]
+            else:
+                new = [_placed(x, columns, begins, width).to(own.compute_dtype) for x in pair]
+            if padding is not None:
+                rows, at = columns.hidden.T
+                for placed, states in zip(new, padding[i], strict=True):
+                    placed[torch.from_numpy(rows), :, torch.from_numpy(at - columns.held)] = states.to(placed)
+            cache.update(*new, i)
+    if call.is_text_known:
+        remember_texts(cache, _texts_after(call))
+    return cache
+
+
+def _placed(states: torch.Tensor, columns: Columns, begins: Sequence[int], width: int) -> torch.Tensor:
+    """The tokens of each row from ``begins[row]`` on, in ``width`` columns after those that the caller's cache held. Padding is zero."""
+    placed = states.new_zeros((*states.shape[:2], width, states.shape[3]))
+    for row, (begin, places) in enumerate(zip(begins, columns.places, strict=True)):
+        read = columns.count - columns.held
+        at = torch.from_numpy(places[begin:] - columns.held).to(states.device)
+        placed[row][:, at] = states[row, :, begin : len(places)]
+        placed[row, :, read:] = states[row, :, len(places) : len(places) + width - read]
+    return placed
+
+
+def _padding(call: PreparedCall) -> list[list[torch.Tensor]]:
+    """What transformers leaves in the ``n`` columns of :attr:`Columns.hidden`, which a later mask may show: a forward of the target's own says it.
+
+    Returns:
+        Per layer, keys and values ``[n, kv_heads, head_dim]``; nothing of recurrent layers.
+    """
+    columns, target, device = call.columns, call.target, input_device(call.target)
+    first = columns.held
+    new = [x[:, first - columns.count :].cpu() for x in (call.progress.text.input_ids, call.position_ids)]
+    rows, at = (torch.from_numpy(x) for x in (columns.hidden - [0, first]).T)
+    is_recurrent = CacheLayout.of(target.config).states is not None
+    begins = np.array([places[0] for places in columns.places])
+    sees_nothing = bool((columns.hidden[:, 1] < begins[columns.hidden[:, 0]]).all())
+    if sees_nothing and not is_recurrent and mask_kind(target.config) is MaskKind.SDPA:
+        # Such a column depends on its token and its position only.
+        different, which = torch.stack([x[rows, at] for x in new], 1).unique(dim=0, return_inverse=True)
+        new, mask, seen = list(different[:, :, None].transpose(0, 1)), torch.zeros(len(different), 1), DynamicCache()
+        rows, at = which, torch.zeros_like(which)
+    else:
+        mask, seen = call.mask, new_cache(target) if is_recurrent else DynamicCache()
+        for i, layer in enumerate(call.options.cache.layers if call.options.cache is not None and first else ()):
+            seen.update(layer.keys, layer.values, i)
+        at = at + first
+    target(
+        input_ids=new[0].to(device),
+        attention_mask=mask.to(device, torch.long),
+        position_ids=new[1].to(device),
+        past_key_values=seen,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    pairs = ((layer.keys, layer.values) if isinstance(layer, DynamicLayer) else () for layer in seen.layers)
+    return [[x[rows, :, at] for x in pair] for pair in pairs]

@@ -148,7 +148,7 @@ class Progress:
     Attributes:
         seconds_to_first: Until the first step of the target; 0 before it.
         seconds: Of the call; 0 until it is finished.
-        has_prompt: Whether the streamer has got the prompt.
+        has_prompt: Whether the streamer has got the prompt, or an error of its own for it.
     """
 
     def __init__(
@@ -169,10 +169,13 @@ class Progress:
 
     def stream_prompt(self) -> None:
         """Pass the prompt to the streamer, as transformers does before it decodes."""
-        if self._streamer is not None:
-            with run_user_code():
-                self._streamer.put(self.text.input_ids.cpu())
-        self.has_prompt = True
+        if self._streamer is None:
+            return
+        prompt = self.text.input_ids.cpu()
+        with run_user_code():
+            # First: whatever fails from here on, the prompt is not passed again.
+            self.has_prompt = True
+            self._streamer.put(prompt)
 
     def on_commit(self, source: TextSource) -> None:
         """Check the new tokens of a step against the criteria, then stream them."""
