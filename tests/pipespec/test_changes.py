@@ -260,6 +260,12 @@ def _a_column(model: Any) -> None:
     model.model.layers[0].self_attn.k_proj.weight.data[:, 101] = 9.0
 
 
+def _all_matrices_of_the_layers(model: Any) -> None:
+    # The embedding is not copied.
+    for weight in (weight for weight in model.model.layers.parameters() if weight.ndim == 2):
+        weight.data.mul_(-3)
+
+
 def stale(told: list[Any]) -> list[Any]:
     """Of the warnings of calls, those about a text of old weights."""
     return [warning for warning in told if warning.category is StaleText]
@@ -308,8 +314,7 @@ def test_a_change_that_another_call_finds(where):
         if where == "at its end":
             other = threads.submit(call, other_held)
             assert other_held.inside.wait(SECONDS)
-        for parameter in model.parameters():
-            parameter.data.mul_(-0.5)
+        _all_matrices_of_the_layers(model)
         new = bare(model)
         if where == "at its beginning":
             other = threads.submit(call, other_held)
@@ -339,17 +344,18 @@ def test_two_calls_that_find_the_same_change_at_their_ends(monkeypatch):
         return found
 
     monkeypatch.setattr(NativeForm, "was_current", was_current)
-    with warnings.catch_warnings(record=True) as told, ThreadPoolExecutor(2) as threads:
-        warnings.simplefilter("always")
+    # Threads that catch warnings at the same time lose some.
+    told: list[int] = []
+    monkeypatch.setattr("pipespec.api.base.warn_of_stale_text", lambda: told.append(threading.get_ident()))
+    with ThreadPoolExecutor(2) as threads:
         calls = [threads.submit(pipe.generate, IDS, streamer=streamer, **GREEDY) for streamer in held]
         assert all(streamer.inside.wait(SECONDS) for streamer in held)
-        for parameter in model.parameters():
-            parameter.data.mul_(-0.5)
+        _all_matrices_of_the_layers(model)
         for streamer in held:
             streamer.go_on.set()
         for call in calls:
             call.result(SECONDS)
-    assert len(stale(told)) == 2
+    assert len(set(told)) == len(told) == 2
 
 
 @pytest.mark.parametrize("edit", EDITS)

@@ -314,13 +314,14 @@ def test_a_further_slot_asks_the_idle_first_one_for_its_caches(model, texts) -> 
         assert held.inside.wait(SECONDS)
         second = threads.submit(pipe.generate, PROMPTS[1], max_new_tokens=NEW, streamer=inner)
         assert inner.inside.wait(SECONDS)
-        (other,) = pipe._others
-        other._release()  # the first slot is not idle
-        assert pipe._driver.target.cache is not None
         held.go_on.set()
         assert torch.equal(first.result(SECONDS), texts[0])
         inner.go_on.set()
         assert torch.equal(second.result(SECONDS), texts[1])
+        (other,) = pipe._others
+        with pipe._lock:
+            other._release()
+        assert pipe._driver.target.cache is not None  # it was not idle
         other._release()
         assert pipe._driver.target.cache is other._driver.target.cache is None
 

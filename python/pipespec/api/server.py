@@ -435,10 +435,12 @@ class ServerMetrics:
         try:
             with self._running.track_inprogress():
                 yield
-            report, target = pipe.report, pipe.report.stages[-1]
-            reason = "length" if report.tokens == config.max_new_tokens else "stop"
+            reason, report = "stop", own_report.get()
             self._prompt.inc(prompt)
             self._queries.inc(prompt)
+            if report is None:
+                return
+            reason, target = "length" if report.tokens == config.max_new_tokens else "stop", report.stages[-1]
             self._hits.inc(report.prompt_tokens_reused)
             self._tokens.inc(report.tokens)
             self._first.observe(start - since + report.seconds_to_first_token)

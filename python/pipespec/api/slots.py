@@ -139,7 +139,8 @@ class Slots:
             RuntimeError: From inside of a call: from a streamer or a processor.
         """
         refusal = "close()", "raise an error there to end the call, and close the pipeline when it has returned"
-        for slot in (self, *self._others):
+        self._check_outside(*refusal)
+        for slot in self._others:
             slot._check_outside(*refusal)
         for slot in self._others:
             slot.close()
