@@ -21,7 +21,7 @@ PYTHON = ("python/pipespec", "python/pipespec_spd", "python/pipespec_train", "pi
 FOLDERS = {
     "csrc": 12_390,
     "pipespec_kernels": 9_195,
-    "python/pipespec": 24_220,
+    "python/pipespec": 24_300,
     "python/pipespec_spd": 3_215,
     "python/pipespec_train": 1_880,
     "bench": 9_030,

@@ -336,6 +336,7 @@ def test_a_change_that_another_call_finds(where):
 def test_two_calls_that_find_the_same_change_at_their_ends(monkeypatch):
     model, held = large(), [Held(2), Held(2)]
     pipe, meet = Pipeline(model, schedule="plain"), threading.Barrier(2, timeout=SECONDS)
+    pipe.generate(IDS, **GREEDY)
     compare = NativeForm.was_current
 
     def was_current(form: NativeForm) -> bool:
