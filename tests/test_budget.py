@@ -26,7 +26,7 @@ FOLDERS = {
     "python/pipespec_train": 1_880,
     "bench": 9_030,
     "tools": 250,
-    "tests": 48_370,
+    "tests": 48_590,
 }
 """Maximum lines of C++, CUDA and Python. The design's goals: 12,000, 8,400, 21,500, 3,200, 2,000, 7,500, 600 and 42,000."""
 
@@ -44,7 +44,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 62, 13_290
+MODULES, LINES = 62, 13_360
 """Maximum number of modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 
