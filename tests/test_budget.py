@@ -19,14 +19,14 @@ ROOT = Path(__file__).parents[1]
 PYTHON = ("python/pipespec", "python/pipespec_spd", "python/pipespec_train", "pipespec_kernels", "bench", "tools")
 
 FOLDERS = {
-    "csrc": 12_390,
+    "csrc": 12_420,
     "pipespec_kernels": 9_195,
-    "python/pipespec": 24_290,
+    "python/pipespec": 24_370,
     "python/pipespec_spd": 3_215,
     "python/pipespec_train": 1_880,
-    "bench": 9_030,
+    "bench": 9_135,
     "tools": 250,
-    "tests": 48_610,
+    "tests": 48_820,
 }
 """Maximum lines of C++, CUDA and Python. The design's goals: 12,000, 8,400, 21,500, 3,200, 2,000, 7,500, 600 and 42,000."""
 
@@ -44,7 +44,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 62, 13_350
+MODULES, LINES = 62, 13_360
 """Maximum number of modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 

@@ -44,7 +44,8 @@ class ModelSection:
 
     def forget_stale(self) -> bool:
         """See :func:`pipespec.engine.forward.forget_stale`."""
-        return forget_stale(self._forms)
+        chosen = self._forms.get(NATIVE)
+        return chosen is not None and chosen.form is not None and forget_stale(self._forms, chosen.form)
 
     def unsupported_reason(self) -> str | None:
         """Why there is no native form, as far as that shows without packing the weights; None if there may be one."""

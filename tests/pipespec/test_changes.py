@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,13 +20,16 @@ import pipespec
 from pipespec import Pipeline, SpeedWarning, StaleText
 from pipespec.engine import known
 from pipespec.engine.known import CAPTURED, NATIVE, identify
-from pipespec.engine.native import Checksums
+from pipespec.engine.native import Checksums, NativeForm
+from pipespec.engine.runtime import runtime_of
 from pipespec.models.layout import layout_unsupported_reason, mask_windows
 from pipespec.models.properties import reset_rope, rope_changes_at, rope_type
 from pipespec_spd import SpeculativePipeline
 from tests.conftest import always_right, noisy, random_llama, random_prompts
 from tests.pipespec.hostile import CACHES_BY_TYPE
 from tests.pipespec.tiny_models import LAYERS, TINY_MODELS, make
+from tests.support.streamers import Held
+from tests.waiting import SECONDS
 
 IDS = random_prompts(1, seed=3, shortest=18, longest=18)[0][None] % 90 + 3
 NEW = 14
@@ -255,6 +260,17 @@ def _a_column(model: Any) -> None:
     model.model.layers[0].self_attn.k_proj.weight.data[:, 101] = 9.0
 
 
+def _all_matrices_of_the_layers(model: Any) -> None:
+    # The embedding is not copied.
+    for weight in (weight for weight in model.model.layers.parameters() if weight.ndim == 2):
+        weight.data.mul_(-3)
+
+
+def stale(told: list[Any]) -> list[Any]:
+    """Of the warnings of calls, those about a text of old weights."""
+    return [warning for warning in told if warning.category is StaleText]
+
+
 EDITS = [_row_of_the_embedding, _rows_of_the_head, _one_value, _a_column]
 
 
@@ -278,6 +294,69 @@ def test_at_most_one_call_is_stale_and_says_so(edit, make_pipe):
         warnings.simplefilter("error")
         for _ in range(2):
             assert torch.equal(pipe.generate(IDS, **GREEDY), wanted)
+
+
+@pytest.mark.parametrize("where", ["at its beginning", "at its end"])
+def test_a_change_that_another_call_finds(where):
+    """The text of a call is that of the old weights, not of both, and it says so, too."""
+    model, held, other_held = large(), Held(2), Held(2)
+    old = bare(model)
+    pipe = Pipeline(model, schedule="plain")
+
+    def call(streamer: Held) -> Any:
+        return pipe.generate(IDS, streamer=streamer, **GREEDY)
+
+    with warnings.catch_warnings(record=True) as told, ThreadPoolExecutor(2) as threads:
+        warnings.simplefilter("always")
+        first = threads.submit(call, held)
+        assert held.inside.wait(SECONDS)
+        form = runtime_of(model).forms[NATIVE].form
+        if where == "at its end":
+            other = threads.submit(call, other_held)
+            assert other_held.inside.wait(SECONDS)
+        _all_matrices_of_the_layers(model)
+        new = bare(model)
+        if where == "at its beginning":
+            other = threads.submit(call, other_held)
+        other_held.go_on.set()
+        assert torch.equal(other.result(SECONDS), old if where == "at its end" else new)
+        assert len(stale(told)) == (where == "at its end")
+        assert torch.equal(pipe.generate(IDS, **GREEDY), new)
+        assert runtime_of(model).forms[NATIVE].form is not form
+        told.clear()
+        held.go_on.set()
+        assert torch.equal(first.result(SECONDS), old)
+        assert pipe.report.stages[-1].forward == NATIVE
+        assert len(stale(told)) == 1
+        assert torch.equal(pipe.generate(IDS, **GREEDY), new)
+        assert len(stale(told)) == 1
+    assert not torch.equal(old, new)
+
+
+def test_two_calls_that_find_the_same_change_at_their_ends(monkeypatch):
+    model, held = large(), [Held(2), Held(2)]
+    pipe, meet = Pipeline(model, schedule="plain"), threading.Barrier(2, timeout=SECONDS)
+    pipe.generate(IDS, **GREEDY)
+    compare = NativeForm.was_current
+
+    def was_current(form: NativeForm) -> bool:
+        found = compare(form)
+        meet.wait()
+        return found
+
+    monkeypatch.setattr(NativeForm, "was_current", was_current)
+    # Threads that catch warnings at the same time lose some.
+    told: list[int] = []
+    monkeypatch.setattr("pipespec.api.base.warn_of_stale_text", lambda: told.append(threading.get_ident()))
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(pipe.generate, IDS, streamer=streamer, **GREEDY) for streamer in held]
+        assert all(streamer.inside.wait(SECONDS) for streamer in held)
+        _all_matrices_of_the_layers(model)
+        for streamer in held:
+            streamer.go_on.set()
+        for call in calls:
+            call.result(SECONDS)
+    assert len(set(told)) == len(told) == 2
 
 
 @pytest.mark.parametrize("edit", EDITS)

@@ -340,12 +340,10 @@ def test_a_conversation_is_not_read_again(pipe: Pipeline, tokenizer: Any, route:
 
 
 class Held:
-    """A pipeline whose calls begin when ``may_begin(streamer)`` holds."""
+    """A pipeline whose calls begin when ``may_begin(streamer)`` holds. It has no ``report``, which could be that of a call of another thread."""
 
     def __init__(self, pipe: Pipeline, may_begin: Any) -> None:
         self._pipe, self._may_begin, self.target = pipe, may_begin, pipe.target
-
-    report = property(lambda self: self._pipe.report)
 
     def generate(self, **options: Any) -> Any:
         until(lambda: self._may_begin(options["streamer"]), "the call may begin")

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 import pipespec
 from pipespec import Pipeline, SpeedWarning
+from pipespec.api.report import own_report
 from pipespec.api.slots import MAX_SLOTS
 from pipespec.engine.native import NativeForm
 from tests.conftest import noisy, random_llama, random_prompts
@@ -267,6 +268,90 @@ def test_idle_slots_give_their_caches_up_where_memory_is_short(model, texts, mon
         pipe._driver.checked = (0, 0, 0)
         assert torch.equal(pipe.generate(PROMPTS[0], max_new_tokens=NEW), texts[0])
         assert other._driver.target._cache is None
+
+
+def test_a_refused_call_of_a_further_slot_leaves_the_report(model, texts) -> None:
+    """Another call ends meanwhile."""
+    held, failing = Held(1), Held(2, lambda: 1 // 0)
+    with Pipeline(model, schedule="lockstep") as pipe, ThreadPoolExecutor(2) as threads:
+        pipe.generate(PROMPTS[0], max_new_tokens=3)
+        first = threads.submit(pipe.generate, PROMPTS[0], max_new_tokens=NEW, streamer=held)
+        assert held.inside.wait(SECONDS)
+        second = threads.submit(pipe.generate, PROMPTS[1], max_new_tokens=NEW, streamer=failing)
+        assert failing.inside.wait(SECONDS)
+        held.go_on.set()
+        assert torch.equal(first.result(SECONDS), texts[0])
+        failing.go_on.set()
+        with pytest.raises(ZeroDivisionError):
+            second.result(SECONDS)
+        assert pipe.report.tokens == NEW
+        assert torch.equal(pipe.partial, texts[1][:, : PROMPTS[1].shape[1] + 2])
+
+
+def test_each_thread_has_the_report_of_its_own_call(model) -> None:
+    """The other call ends between the end of the first one and the look at its report."""
+    looks, ended = threading.Event(), threading.Event()
+
+    def short() -> int:
+        pipe.generate(PROMPTS[0], max_new_tokens=3)
+        ended.set()
+        assert looks.wait(SECONDS)
+        return own_report.get().tokens
+
+    with Pipeline(model, schedule="plain") as pipe, ThreadPoolExecutor(1) as threads:
+        call = threads.submit(short)
+        assert ended.wait(SECONDS)
+        pipe.generate(PROMPTS[1], max_new_tokens=NEW)
+        looks.set()
+        assert call.result(SECONDS) == 3
+        assert pipe.report.tokens == own_report.get().tokens == NEW
+
+
+def test_a_further_slot_asks_the_idle_first_one_for_its_caches(model, texts) -> None:
+    held, inner = Held(1), Held(2)
+    with Pipeline(model, schedule="plain") as pipe, ThreadPoolExecutor(2) as threads:
+        first = threads.submit(pipe.generate, PROMPTS[0], max_new_tokens=NEW, streamer=held)
+        assert held.inside.wait(SECONDS)
+        second = threads.submit(pipe.generate, PROMPTS[1], max_new_tokens=NEW, streamer=inner)
+        assert inner.inside.wait(SECONDS)
+        held.go_on.set()
+        assert torch.equal(first.result(SECONDS), texts[0])
+        inner.go_on.set()
+        assert torch.equal(second.result(SECONDS), texts[1])
+        (other,) = pipe._others
+        with pipe._lock:
+            other._release()
+        assert pipe._driver.target.cache is not None  # it was not idle
+        other._release()
+        assert pipe._driver.target.cache is other._driver.target.cache is None
+
+
+def test_slots_share_the_budget_of_kept_texts(model) -> None:
+    with Pipeline(model, schedule="plain", prefix_cache=1000) as pipe:
+        nested = Recorder(1, lambda: pipe.generate(PROMPTS[1], max_new_tokens=NEW))
+        pipe.generate(PROMPTS[0], max_new_tokens=NEW, streamer=nested)
+        slots = [pipe, *pipe._others]
+        assert [slot._driver.target._store.budget for slot in slots] == [500, 500]
+        pipe.close()
+        assert pipe._driver.target._store.budget == 1000
+
+
+def test_close_inside_of_a_call_closes_nothing(model, texts) -> None:
+    """It does not wait for the calls of other threads first, which may wait for this one."""
+    held = Held(1)
+    with Pipeline(model, schedule="plain") as pipe, ThreadPoolExecutor(1) as threads:
+        calls = []
+
+        def close() -> None:
+            calls.append(threads.submit(pipe.generate, PROMPTS[1], max_new_tokens=NEW, streamer=held))
+            assert held.inside.wait(SECONDS)
+            pipe.close()
+
+        with pytest.raises(RuntimeError, match="inside a call of the same pipeline"):
+            pipe.generate(PROMPTS[0], max_new_tokens=NEW, streamer=Recorder(1, close))
+        assert len(pipe._others) == 1
+        held.go_on.set()
+        assert torch.equal(calls[0].result(SECONDS), texts[1])
 
 
 # ---- calls that only a pipeline can run

@@ -25,7 +25,7 @@ from pipespec.api.arguments import (
 )
 from pipespec.api.output import complete, output_of, report_of, warn_of_room
 from pipespec.api.prepare import CallOptions, PreparedCall, prepare
-from pipespec.api.report import Report
+from pipespec.api.report import Report, own_report
 from pipespec.api.slots import Slots, keep_to_one_thread
 from pipespec.checks.memory import check_memory, shortage_explained
 from pipespec.checks.models import check_rope
@@ -226,9 +226,8 @@ class BasePipeline(Slots):
 
         self.partial, cause = None, cause.removeprefix("generate(): ")
         try:
-            result, self.report = decode_by_transformers(
-                model, input_ids, options=call_options, cause=cause, **prepared
-            )
+            result, report = decode_by_transformers(model, input_ids, options=call_options, cause=cause, **prepared)
+            self._keep_report(report)
         except BaseException as error:
             self.partial = getattr(error, "partial", None)
             raise
@@ -268,7 +267,7 @@ class BasePipeline(Slots):
                 self._driver.run(request)
                 progress.finish()
                 cache = complete(call, self._driver.target)
-            self.report = self._report(call)
+            self._keep_report(self._report(call))
             warn_of_room(self._driver)
             if self._driver.forget_stale():
                 warn_of_stale_text()
@@ -282,8 +281,13 @@ class BasePipeline(Slots):
                 error.add_note("What was generated until then is in the pipeline's .partial")
             raise
         finally:
+            self._driver.end_call()
             if request.cache is not None:
                 self._driver.target.forget()
+
+    def _keep_report(self, report: Report) -> None:
+        self.report = report
+        own_report.set(report)
 
     def _check_call(self, call: PreparedCall) -> None:
         """Refuse what the target or the decoder cannot do, and what does not fit the memory, on all ranks of a tensor-parallel target."""

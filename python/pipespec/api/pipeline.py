@@ -99,7 +99,7 @@ class Pipeline(BasePipeline):
             target's distribution, too, but depends on the draft and on ``lookahead``. It is for one draft model in ``schedule="lockstep"``, which it
             chooses by default. The distributions take ``4 * rows * (lookahead + 1) * vocabulary`` bytes.
         prefix_cache: Bytes of keys and values of earlier texts that each model keeps: a call reads only what its prompt adds to the longest prefix of them.
-            The text is the same. The last text always stays. 0: nothing is kept. Default: an eighth of the memory that is free.
+            The text is the same. The last text always stays. 0: nothing is kept. Default: an eighth of the free memory. Concurrent calls share it equally.
 
     A target that transformers has sharded over processes (``tp_plan``) runs in all of them: every rank builds the same pipeline and makes the same
     calls, and each returns the text. Rank 0 runs the drafts.

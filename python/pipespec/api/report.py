@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -177,3 +178,7 @@ def stage_report(
         translated=None if translated is None else translated[0],
         lost=0 if translated is None else translated[1],
     )
+
+
+own_report: ContextVar[Report | None] = ContextVar("own_report", default=None)
+"""Of the call that has ended last in this context: calls of other threads do not change it."""

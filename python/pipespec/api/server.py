@@ -34,6 +34,7 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
 
 from pipespec.api.pipeline import Pipeline
+from pipespec.api.report import own_report
 from pipespec.models.properties import end_tokens, head_size
 from pipespec.models.tokenizers import backend_of
 
@@ -335,11 +336,11 @@ class _Requests(utils.GenerateManager):
         _done.set(done := [])
 
         def call() -> Any:
-            with place, self._metrics.request(since, prompt, config, self._pipe):
+            with place, self._metrics.request(since, prompt, config):
                 output = self._pipe.generate(**inputs, **options)
                 self._note_last(config, int(output[0, -1]))
-                if self._pipe.report is not None:
-                    done.append(self._pipe.report.prompt_tokens_reused)
+                if (report := own_report.get()) is not None:
+                    done.append(report.prompt_tokens_reused)
                 return output
 
         return call
@@ -422,23 +423,24 @@ class ServerMetrics:
         return time.monotonic()
 
     @contextmanager
-    def request(self, since: float, prompt: int, config: Any, pipe: Any) -> Iterator[None]:
-        """Around a request's call of ``pipe.generate()``: count what it did.
+    def request(self, since: float, prompt: int, config: Any) -> Iterator[None]:
+        """Around a request's call of ``generate()``: count what it did, by the report of this thread's call.
 
         Args:
             since: of :meth:`enter`.
             config: Its ``max_new_tokens`` is the limit, or None once something else has ended the text.
-            pipe: The pipeline, whose ``report`` describes the call afterwards.
         """
         self._waiting.dec()
         start, reason = time.monotonic(), "abort"
         try:
             with self._running.track_inprogress():
                 yield
-            report, target = pipe.report, pipe.report.stages[-1]
-            reason = "length" if report.tokens == config.max_new_tokens else "stop"
+            reason, report = "stop", own_report.get()
             self._prompt.inc(prompt)
             self._queries.inc(prompt)
+            if report is None:
+                return
+            reason, target = "length" if report.tokens == config.max_new_tokens else "stop", report.stages[-1]
             self._hits.inc(report.prompt_tokens_reused)
             self._tokens.inc(report.tokens)
             self._first.observe(start - since + report.seconds_to_first_token)

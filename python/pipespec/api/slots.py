@@ -40,6 +40,7 @@ class Slots:
         self._owner: int | None = None  # thread whose call is inside
         self._is_forked = False  # since the last call
         self._others: list[Self] = []
+        self._first = weakref.ref(self)  # of all slots
         _all.add(self)
 
     def _another(self) -> Self | None:
@@ -61,12 +62,15 @@ class Slots:
                 if slot is None:
                     return
                 self._others.append(slot)
+                for each in (self, *self._others):
+                    each._driver.share_prefixes(len(self._others) + 1)
             yield slot
 
     def _release(self) -> None:
-        """Release the caches of this slot, and of those in which no call runs."""
+        """Release the caches of this slot, and of those of the pipeline in which no call runs, with the texts that they keep."""
         self._driver.release()
-        for slot in self._others:
+        first = self._first()
+        for slot in () if first is None else (first, *first._others):
             with slot._lock.attempt() as is_free:
                 if is_free:
                     slot._driver.release()
@@ -84,7 +88,7 @@ class Slots:
                 if not is_free:
                     continue
                 with slot._inside():
-                    slot.report, slot.partial = self.report, self.partial
+                    slot.report, slot.partial = report, partial = self.report, self.partial
                     try:
                         yield slot
                     except DoesNotFit as error:
@@ -92,7 +96,11 @@ class Slots:
                             raise
                         raise Busy(f"the caches of a further call at the same time do not fit: {error}") from error
                     finally:
-                        self.report, self.partial = slot.report, slot.partial
+                        # Another call may have ended meanwhile. One that was refused leaves both as they are.
+                        if slot.report is not report or slot.partial is not partial:
+                            self.partial = slot.partial
+                        if slot.report is not report:
+                            self.report = slot.report
                 return
         if not waits:
             count = len(self._others) + 1
@@ -105,10 +113,13 @@ class Slots:
     def _turn(self, what: str, instead: str) -> Iterator[None]:
         """Wait for this slot. Where a call of ``what`` would wait for a call of its own thread, it raises ``RuntimeError``."""
         with self._lock:
-            if self._owner == threading.get_ident():
-                raise RuntimeError(f"{what} was called inside a call of the same pipeline; {instead}")
+            self._check_outside(what, instead)
             with self._inside():
                 yield
+
+    def _check_outside(self, what: str, instead: str) -> None:
+        if self._owner == threading.get_ident():
+            raise RuntimeError(f"{what} was called inside a call of the same pipeline; {instead}")
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -127,10 +138,15 @@ class Slots:
         Raises:
             RuntimeError: From inside of a call: from a streamer or a processor.
         """
+        refusal = "close()", "raise an error there to end the call, and close the pipeline when it has returned"
+        self._check_outside(*refusal)
+        for slot in self._others:
+            slot._check_outside(*refusal)
         for slot in self._others:
             slot.close()
-        with self._turn("close()", "raise an error there to end the call, and close the pipeline when it has returned"):
+        with self._turn(*refusal):
             self._others.clear()
+            self._driver.share_prefixes(1)
             self._driver.close()
 
     def __enter__(self) -> Self:

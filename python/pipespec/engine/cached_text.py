@@ -10,8 +10,10 @@ from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
-from pipespec.engine.forward import described, forward, forward_row, native_form_of, wide_columns
+from pipespec.engine.forward import described, forward, forward_row, wide_columns
 from pipespec.engine.inputs import StageInputs
+from pipespec.engine.known import NATIVE
+from pipespec.engine.native import NativeForm
 from pipespec.engine.resumable import ResumableText
 from pipespec.models.devices import input_device
 from pipespec.models.properties import embedding_size
@@ -63,7 +65,10 @@ class CachedText(ResumableText):
     @property
     def form(self) -> str:
         """How the model's forward runs, see :func:`pipespec.engine.forward.described`."""
-        return "" if self._cache is None else described(self.model, self._cache, native=self._native)
+        if self._cache is None:
+            return ""
+        now = described(self.model, self._cache, native=self._native)
+        return now or (NATIVE if self._begun is not None else "")
 
     @property
     def has_prompt_logits(self) -> bool:
@@ -163,12 +168,12 @@ class CachedText(ResumableText):
             if row not in logits:
                 with cache.row_alone(row, 1) as alone:
                     token = self._tokens_of(row, last, last + 1)
-                    logits[row] = forward(self.model, token, alone, keep=1, native=self._native)
+                    logits[row] = forward(self.model, token, alone, keep=1, form=self._form_of(alone))
         self._prompt_logits = torch.cat([logits[row] for row in range(len(end))])
 
     def _gives_last_logits(self, cache: RowCache) -> bool:
         """Whether a forward over prompts may also read their last tokens, and give the logits of the first step."""
-        return native_form_of(self.model, cache, native=self._native) is not None
+        return isinstance(self._form_of(cache), NativeForm)
 
     def _fill_by_library(
         self,
@@ -181,9 +186,8 @@ class CachedText(ResumableText):
         """Cache the tokens that belong to wide forwards, row by row, and add the logits after whole prompts. Returns where the rest begins."""
         first, total = sum(begin), sum(end) - sum(begin)
         last, begin = [e + (logits is not None) for e in end], list(begin)
-        wide = wide_columns(
-            self.model, cache, max(e - b for b, e in zip(begin, last, strict=True)), native=self._native
-        )
+        most = max(e - b for b, e in zip(begin, last, strict=True))
+        wide = wide_columns(self.model, cache, most, lambda: self._form_of(cache))
         for row, to in enumerate(last):
             while wide is not None and (q := min(self._chunk, to - begin[row])) >= wide:
                 tokens = self._tokens_of(row, begin[row], begin[row] + q)
@@ -207,7 +211,7 @@ class CachedText(ResumableText):
         if self._group is not None and self._group.is_leader:
             self._group.announce(fed, cache.lengths, keep)
         try:
-            return forward(self.model, fed, cache, keep=keep, native=self._native)
+            return forward(self.model, fed, cache, keep=keep, form=self._form_of(cache))
         except BaseException:
             # Lengths grow when a forward is complete, so what an interrupted one has written does not count.
             self._held = [min(pair) for pair in zip(self._held, self._read_by(cache), strict=True)]

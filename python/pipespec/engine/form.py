@@ -44,7 +44,7 @@ class Form:
         return True
 
     def was_current(self) -> bool:
-        """Whether it was since :meth:`is_current`, by all values."""
+        """Whether it was since :meth:`is_current`, by all values. A form that was not current once never is again."""
         return True
 
 

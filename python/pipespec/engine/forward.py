@@ -47,12 +47,13 @@ def forget_changed(forms: Forms, model: PreTrainedModel | ModelParts, *names: st
             forms.pop(name, None)  # another thread may do the same
 
 
-def forget_stale(forms: Forms) -> bool:
-    """At the end of a call: forget the native form if it has copied other values than the weights have. Returns whether it did."""
-    chosen = forms.get(NATIVE)
-    if chosen is None or chosen.form is None or chosen.form.was_current():
+def forget_stale(forms: Forms, form: Form) -> bool:
+    """At the end of a call: whether the native form that it ran in has copied other values than the weights have. Then no later call gets it."""
+    if form.was_current():
         return False
-    del forms[NATIVE]
+    chosen = forms.get(NATIVE)
+    if chosen is not None and chosen.form is form:
+        forms.pop(NATIVE, None)  # another thread may do the same
     return True
 
 
@@ -91,6 +92,7 @@ def forward(
     keep: int,
     native: bool = True,
     last: torch.Tensor | None = None,
+    form: Form | None = None,
 ) -> torch.Tensor:
     """Feed tokens at the cache's lengths.
 
@@ -106,6 +108,7 @@ def forward(
         keep: compute logits of the last ``keep`` columns, 0 to ``q``.
         native: False: only the model's own modules, or a fused form.
         last: int64 ``[1]`` on the model's device: with ``keep=1``, the column whose logits are computed, in place of the last one. Only in a fused form.
+        form: of :func:`form_of`; None: the one that it returns now.
 
     Returns:
         Logits ``[rows, keep, vocabulary]`` in the model's dtype: an inference tensor, to be changed in place under ``torch.inference_mode``
@@ -119,15 +122,16 @@ def forward(
         raise ValueError(f"keep={keep} of {q} columns")
     if rows != cache.rows:
         raise ValueError(f"{rows} rows of tokens for a RowCache of {cache.rows} rows")
-    form = _form(model, cache, native)
+    form = form or form_of(model, cache, native=native)
     with torch.inference_mode():
         if last is None:
             return form(tokens, cache, keep)
         return cast("FusedForm", form)(tokens, cache, keep, last)
 
 
-def wide_columns(model: PreTrainedModel, cache: RowCache, most: int, *, native: bool = True) -> int | None:
-    """The smallest number of columns for which the prompt runs through the model's own modules; None: :func:`forward` runs all up to ``most``.
+def wide_columns(model: PreTrainedModel, cache: RowCache, most: int, form: Callable[[], Form]) -> int | None:
+    """The smallest number of columns for which the prompt runs through the model's own modules, where ``form()`` is native; None: :func:`forward` runs all
+    up to ``most``.
 
     It depends on the model, its dtype and the processor: where oneDNN has instructions for a dtype that the native form computes in float32, wide products
     are several times faster there. So one machine reads one prompt by the same forwards in each schedule, batch and call.
@@ -136,7 +140,7 @@ def wide_columns(model: PreTrainedModel, cache: RowCache, most: int, *, native: 
     if (
         wide is None
         or most < wide
-        or native_form_of(model, cache, native=native) is None
+        or not isinstance(form(), NativeForm)
         or any(type(module) is Int8Linear for module in model.modules())
         or has_blocks(model)
     ):
@@ -169,13 +173,32 @@ def native_form_of(model: PreTrainedModel, cache: RowCache, *, native: bool = Tr
     """
     if not native or refusal_of_cache(cache) is not None:
         return None
-    form = _form(model, cache, native)
+    form = form_of(model, cache, native=native)
     return form if isinstance(form, NativeForm) else None
 
 
-def form_of(model: PreTrainedModel, cache: RowCache, *, native: bool = True) -> Form:
-    """The form in which :func:`forward` runs a model over this cache now. Conditions are those of :func:`native_form_of`."""
-    return _form(model, cache, native)
+def form_of(model: PreTrainedModel, cache: RowCache, *, native: bool = True, begun: NativeForm | None = None) -> Form:
+    """The form in which :func:`forward` runs a model over this cache now. Conditions are those of :func:`native_form_of`.
+
+    ``begun``: that of the call's earlier forwards. It stays, though another call may have found meanwhile that the weights are others.
+    """
+    if refusal_of_cache(cache) is not None:
+        return _fused(model, cache) or WholeModel(model)
+    if begun is not None:
+        return begun
+    if cache.get_seq_length() == 0:
+        recheck(model, native=native)
+    chosen = _native(model, cache) if native else None
+    if chosen is None or chosen.form is None:
+        with torch.inference_mode():
+            chosen = choose(
+                runtime_of(model).forms,
+                model,
+                OWN,
+                lambda: LayerLoop(ModelParts.of(model)) if cache.is_recurrent else WholeModel(model),
+            )
+    form: Form = chosen.form
+    return form
 
 
 def recheck(model: PreTrainedModel, *, native: bool = True) -> None:
@@ -238,25 +261,6 @@ def exact_unsupported_reason(model: PreTrainedModel) -> str | None:
         return AUTOCAST
     choose_fused(model, exact=True)
     return runtime_of(model).forms[EXACT].reason
-
-
-def _form(model: PreTrainedModel, cache: RowCache, native: bool) -> Form:
-    """The form of the next forward."""
-    if refusal_of_cache(cache) is not None:
-        return _fused(model, cache) or WholeModel(model)
-    if cache.get_seq_length() == 0:
-        recheck(model, native=native)
-    chosen = _native(model, cache) if native else None
-    if chosen is None or chosen.form is None:
-        with torch.inference_mode():
-            chosen = choose(
-                runtime_of(model).forms,
-                model,
-                OWN,
-                lambda: LayerLoop(ModelParts.of(model)) if cache.is_recurrent else WholeModel(model),
-            )
-    form: Form = chosen.form
-    return form
 
 
 def _native(model: PreTrainedModel, cache: RowCache) -> ChosenForm:

@@ -35,6 +35,7 @@ from pipespec.models.quantized import (
     packed_copies_dropped,
     pages_released,
 )
+from pipespec.process.threads import Lock
 from pipespec_kernels._native import MemoryWatch
 from pipespec_kernels.decoder import NativeDecoder, Taps
 from pipespec_kernels.env import host_memory
@@ -134,6 +135,8 @@ class NativeForm(PartsForm):
             ]
         self._checksums, self._of_blocks = Checksums(tensors[False]), Checksums(tensors[True])
         self._has_versions = not any(map(torch.Tensor.is_inference, tensors[False]))
+        # Calls at the same time compare in one round. What one of them finds counts for all that run in this form.
+        self._comparing, self._is_stale = Lock(), False
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
         """Cosines and sines, float32 ``[positions, rotary_dim]``."""
 
@@ -144,12 +147,18 @@ class NativeForm(PartsForm):
 
     def is_current(self) -> bool:
         # The identity has the weights' versions. The checksums notice changes that do not raise a version. Any change of an inference tensor is one.
-        is_current = self._checksums.agree() and self._of_blocks.agree()
-        return is_current and (self._has_versions or self._checksums.rest_agrees())
+        with self._comparing:
+            if not self._is_stale:
+                is_current = self._checksums.agree() and self._of_blocks.agree()
+                self._is_stale = not (is_current and (self._has_versions or self._checksums.rest_agrees()))
+            return not self._is_stale
 
     def was_current(self) -> bool:
-        # Matrices in blocks may lie in a file, which a whole read would bring into memory again.
-        return self._checksums.rest_agrees()
+        with self._comparing:
+            if not self._is_stale:
+                # Matrices in blocks may lie in a file, which a whole read would bring into memory again.
+                self._is_stale = not self._checksums.rest_agrees()
+            return not self._is_stale
 
     def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
         began = time.perf_counter()

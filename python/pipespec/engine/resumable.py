@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
 from pipespec.engine.cache_storage import Features
+from pipespec.engine.form import Form
 from pipespec.engine.forward import form_of, recheck, wide_columns
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.known import token_of
@@ -69,6 +70,7 @@ class ResumableText:
         self._made: Origin | None = None
         self._given: KeptText | None = None
         self._watch = WeightWatch()
+        self._begun: NativeForm | None = None  # of the present call's forwards
         self._group = forward_group(model)
         self._read_to: list[int] = []  # per row, where the part of the prompt ends that is read before the first step
         self._chunk = 0
@@ -104,6 +106,15 @@ class ResumableText:
         """Let no later call continue from what the cache holds: keys and values of the caller need not be those of their text."""
         self._made, self._given = NOT_KEPT, None
 
+    @property
+    def begun(self) -> NativeForm | None:
+        """The native form of the present call's forwards; None before the first, and where they run in another one."""
+        return self._begun
+
+    def end_call(self) -> None:
+        """Let go of the native form, which another call may have replaced. The next call does so, too."""
+        self._begun = None
+
     def release(self) -> None:
         """Free the cache, and forget the kept texts. The next prefill allocates a new one."""
         self._cache = self._given = self._made = None
@@ -119,6 +130,7 @@ class ResumableText:
     def _resume(self, inputs: StageInputs) -> tuple[RowCache, list[int]]:
         """The cache of a call, with what kept texts, or the caller's cache, hold of its prompts. Returns it, and the position up to which it holds each row."""
         prompts = inputs.prompts
+        self.end_call()
         given, self._given = self._given, None
         made: Origin | None = NOT_KEPT
         if given is None:
@@ -246,9 +258,16 @@ class ResumableText:
         """A cache of the kind over which forwards run."""
         return self._store.texts[-1].cache
 
+    def _form_of(self, cache: RowCache) -> Form:
+        """The form of the forwards over a cache: one native form within a call."""
+        form = form_of(self.model, cache, native=self._native, begun=self._begun)
+        if isinstance(form, NativeForm):
+            self._begun = form
+        return form
+
     def _origin(self, cache: RowCache, rows: int) -> Origin:
         """What the keys and values of a call of so many rows depend on now."""
-        form, model = form_of(self.model, cache, native=self._native), token_of(self.model)
+        form, model = self._form_of(cache), token_of(self.model)
         is_native = isinstance(form, NativeForm)
         is_watched = not is_native and self._store.budget != 0
         same = (
@@ -257,7 +276,7 @@ class ResumableText:
             self._watch.version(self.model, model) if is_watched else None,
         )
         is_wide = is_native and self._group is None and self.reads_wide
-        is_wide = is_wide and wide_columns(self.model, cache, self._chunk, native=self._native) is not None
+        is_wide = is_wide and wide_columns(self.model, cache, self._chunk, lambda: form) is not None
         if not self.needs_same_bits or (form.repeats_bits and not is_wide):
             return Origin(*same)
         device = cache.device.type

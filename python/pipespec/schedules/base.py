@@ -124,6 +124,12 @@ class Decoder(ABC):
         """After a call: compare all weights of the target with the copies that it has read. Returns whether some were changed in between."""
         return False
 
+    def end_call(self) -> None:
+        """After a call, also one that raised: let go of what only that call needed."""
+
+    def share_prefixes(self, count: int) -> None:
+        """Keep one of ``count`` equal parts of ``prefix_cache``: so many decoders keep texts of the same models."""
+
     def traces(self) -> dict[str, np.ndarray]:
         """Steps of the last call per stage, smallest draft first, see :meth:`TraceMemory.read`; empty without a trace."""
         return {}
@@ -284,7 +290,17 @@ class Driver(Decoder):
         return [of_models.get(i, form) for i, form in enumerate(forms)]
 
     def forget_stale(self) -> bool:
-        return forget_stale(runtime_of(self.models[-1]).forms)
+        form = self.target.begun
+        return form is not None and forget_stale(runtime_of(self.models[-1]).forms, form)
+
+    def end_call(self) -> None:
+        for stage in self.stages:
+            stage.end_call()
+
+    def share_prefixes(self, count: int) -> None:
+        if (budget := self.config.prefix_cache) is not None:
+            for stage in self.stages:
+                stage.keep_prefixes(-(-budget // count))
 
     def traces(self) -> dict[str, np.ndarray]:
         if self._trace_memory is None:
