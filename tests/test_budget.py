@@ -44,7 +44,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 62, 13_360
+MODULES, LINES = 62, 13_440
 """Maximum number of modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 
