@@ -17,7 +17,7 @@ constexpr std::size_t kBlock = 16 << 10;    // bytes of a block
 constexpr std::size_t kSamples = 256;       // samples of a unit
 constexpr std::size_t kAlways = 4;          // samples of a large range that each check reads
 constexpr std::size_t kPerUnit = 64;        // blocks of a unit of work
-constexpr std::size_t kAtATime = 4096;   // blocks of a part of the rest
+constexpr std::size_t kAtATime = 4096;      // blocks of a part of the rest
 constexpr std::size_t kWorthThreads = 256;  // blocks from which on threads pay
 constexpr std::uint64_t kFactor = 0x9e3779b97f4a7c15;
 
