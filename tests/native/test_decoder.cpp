@@ -192,9 +192,8 @@ TEST(spans_give_the_same_bits_on_any_threads) {
       const std::vector<float> expected = feed(decoder, kColumns, kColumns, dtype, 1);
       for (float x : expected)
         if (!CHECK(std::isfinite(x))) return;
-      for (int64_t width : {1, 5})
-        for (int threads : {1, 4})
-          if (!CHECK(feed(decoder, kColumns, width, dtype, threads) == expected)) return;
+      for (int threads : {1, 4})
+        if (!CHECK(feed(decoder, kColumns, 5, dtype, threads) == expected)) return;
     }
   });
 }
