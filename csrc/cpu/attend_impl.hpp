@@ -200,8 +200,8 @@ class QueryBlock {
   static constexpr int64_t kLanes = V::kLanes;
   const AttendTask& task_;
   const int64_t first_, count_, padded_ = padded_dim(task_.head_dim);
-  int64_t begins_[kAttendQueries], ends_[kAttendQueries];
-  float highest_[kAttendQueries], sums_[kAttendQueries];
+  int64_t begins_[kAttendQueries] = {}, ends_[kAttendQueries] = {};
+  float highest_[kAttendQueries] = {}, sums_[kAttendQueries] = {};
   float *const memory_, *const queries_, *const values_, *const packed_, *const scores_;
 
  public:
@@ -416,7 +416,7 @@ inline bool is_finite(const PartialSoftmax& sums, int64_t n) {
 template <class V, class Steps>
 void attend_block(const AttendTask& task, int64_t first, int64_t count) {
   const int64_t padded = padded_dim(task.head_dim);
-  bool is_right[kAttendQueries];
+  bool is_right[kAttendQueries] = {};
   {
     QueryBlock<V, Steps> block(task, first, count);
     PartialSoftmax sums[kAttendQueries];
@@ -447,7 +447,7 @@ void attend(const AttendTask& task) {
 template <class V, class Steps>
 void attend_span(const AttendTask& task, int64_t span, int64_t first, int64_t count) {
   const int64_t padded = padded_dim(task.head_dim);
-  bool is_right[kAttendQueries];
+  bool is_right[kAttendQueries] = {};
   {
     QueryBlock<V, Steps> block(task, first, count);
     const bool is_seen = block.first_span() <= span && span < block.end_span();
