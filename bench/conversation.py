@@ -33,6 +33,12 @@ def conversations(kind: str, words: list[str], system: int = SYSTEM_WORDS) -> It
             yield number, kind == "agents" or turn == 0, " ".join(words[begin : begin + system]), question
 
 
+def model_of(url: str) -> str:
+    """The name of the first model that a server lists."""
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
+        return str(json.load(answer)["data"][0]["id"])
+
+
 def ask(url: str, model: str, messages: list[Message], tokens: int) -> tuple[float, float, str, dict[str, Any]]:
     """Seconds to the first token and to the last one, the answer, and the usage that the server reports."""
     body = {
@@ -90,14 +96,15 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("servers", nargs="+", metavar="NAME=URL")
-    parser.add_argument("--model", default="default", help="the name that requests give")
+    parser.add_argument("--model", help="the name that requests give (default: the first one that a server lists)")
     parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "docs" / "calls.md")
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     parser.add_argument("--kinds", nargs="+", choices=("chat", "agents", "alternating"), default=["chat", "agents", "alternating"])  # fmt: skip
     parser.add_argument("--out", type=Path, help="a JSON file for the rows")
     options = parser.parse_args()
     words = options.text.read_text(encoding="utf-8").split()
-    servers = {name: (url.rstrip("/"), options.model) for name, url in (given.split("=", 1) for given in options.servers)}  # fmt: skip
+    urls = dict(given.split("=", 1) for given in options.servers)
+    servers = {name: (url, options.model or model_of(url)) for name, url in urls.items()}
     rows = [row for kind in options.kinds for row in measure(servers, kind, words, options.tokens)]
     print(f"\n{table(rows)}")
     if options.out is not None:
