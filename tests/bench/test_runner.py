@@ -449,7 +449,7 @@ def test_systems_leave_shared_models_as_they_were(target: LlamaForCausalLM, monk
         return baselines.Lockstep(models, 3)
 
     class Workers(systems.Pipeline):
-        def __init__(self, model: LlamaForCausalLM, drafts: Sequence[LlamaForCausalLM], schedule: str):
+        def __init__(self, model: LlamaForCausalLM, drafts: Sequence[LlamaForCausalLM], schedule: str, **_: object):
             given.append((*drafts, model))
             super().__init__(model, drafts, schedule="lockstep")
 
