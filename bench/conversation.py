@@ -24,7 +24,7 @@ TURNS, SYSTEM_WORDS, QUESTION_WORDS = 6, 700, 25
 
 
 def conversations(kind: str, words: list[str], system: int = SYSTEM_WORDS) -> Iterator[tuple[int, bool, str, str]]:
-    """Per request: the conversation's number, whether it begins anew, its system prompt, and the question."""
+    """Per request: the conversation's number, whether it starts again, its system prompt, and the question."""
     for turn in range(TURNS):
         for number in range(2 if kind == "alternating" else 1):
             begin = number * system

@@ -54,7 +54,7 @@ class LocalDriver(SpeculativeDriver):
         self._adopted = cache
 
     def forget(self) -> None:
-        """Let go of what :meth:`adopt` has got. Each call reads its prompts anew."""
+        """Drop what :meth:`adopt` has taken. Each call reads its whole prompts."""
         self._adopted = None
 
     @torch.inference_mode()

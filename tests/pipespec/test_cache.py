@@ -160,7 +160,7 @@ def test_truncate_reset_and_lengths_run_no_torch_operation(model, ids):
 
 
 def test_windows_that_were_not_loaded_are_not_rolled_back_into(ids):
-    """The row can only begin anew, and is then as any other."""
+    """Such a row can only be emptied. It then behaves as any other row."""
     model = make_model()
     cache = RowCache.for_model(model, 2, 32)
     call(model, ids[:2, :9], cache)

@@ -195,7 +195,7 @@ def _registered(name: str, *, has_mask: bool) -> str:
 @pytest.mark.parametrize("has_mask", [True, False])
 @pytest.mark.parametrize("kind", ["mistral, window", "llama", "qwen2, mixed"])
 def test_another_attention_for_some_turns(kind, has_mask, cached):
-    """A cache goes on from turn to turn, whoever decodes."""
+    """A cache is continued in each turn, whether the pipeline or transformers decodes."""
     mine = _registered(f"mine_{has_mask}", has_mask=has_mask)
 
     def turns(model: Any) -> list[torch.Tensor]:

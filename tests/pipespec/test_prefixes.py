@@ -83,7 +83,7 @@ def pipelines(kind: Kind, tmp_path: Path, monkeypatch: Any) -> tuple[Pipeline, P
 
 
 class Conversations:
-    """Random calls: a conversation goes on, with its answer as it was or edited, branches, or begins anew; one at a time, or several in a batch."""
+    """Random calls: a conversation is continued, with its answer as it was or edited, branches, or starts again; one at a time, or several in a batch."""
 
     def __init__(self, seed: int, vocabulary: int) -> None:
         self._draw, self._vocabulary = random.Random(seed), vocabulary

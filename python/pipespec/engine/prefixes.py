@@ -118,7 +118,7 @@ class PrefixStore:
 
     Args:
         budget: bytes of keys, values, states and hidden states that they may take; 0: none is kept. None: an eighth of the memory that would be free
-            without them, counted anew at each call.
+            without them, measured at each call.
 
     Attributes:
         spare: storage whose text no longer counts, for the next call that it has room for.
