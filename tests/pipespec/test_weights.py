@@ -10,8 +10,8 @@ from pipespec import Pipeline
 from pipespec.checks.devices import weights_of_each
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import described, forward, native_unsupported_reason
-from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear, with_kv_of
-from pipespec.models.quantizing import NAMES, quantized
+from pipespec.models.quantized import NAMES, Int8Linear, QuantizedEmbedding, QuantizedLinear, with_kv_of
+from pipespec.models.quantizing import quantized
 from pipespec_kernels.decoder import NativeDecoder
 from pipespec_kernels.formats import FORMATS, dequantize
 from tests.conftest import random_llama, random_prompts

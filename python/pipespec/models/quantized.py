@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 INT8 = "int8"
 """As the weight format of a model: its matrices become :class:`Int8Linear`."""
 
+NAMES = (*FORMATS, INT8)
+"""Values of ``weights=``."""
+
 _drops: contextvars.ContextVar[bool] = contextvars.ContextVar("drops", default=False)
 
 
