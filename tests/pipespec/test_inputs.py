@@ -236,18 +236,6 @@ def test_the_returned_cache_is_the_callers(pipe, model):
 # ---- model.generate(..., custom_generate=pipe)
 
 
-def test_custom_generate(pipe, model):
-    """Its other arguments: ``tests/same_text``."""
-    for kwargs in (
-        {"inputs": prompt(36), "streamer": None, "assistant_model": None},
-        {},
-    ):
-        kwargs |= {"max_new_tokens": NEW, "do_sample": False}
-        pipe.report = None
-        assert torch.equal(model.generate(custom_generate=pipe, **kwargs), model.generate(**kwargs))
-        assert pipe.report is not None
-
-
 @pytest.mark.skipif(
     tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 15),
     reason="transformers does not tell whose cache it passes",
