@@ -14,7 +14,7 @@ from pipespec.api.base import BasePipeline
 from pipespec.api.prepare import CallOptions, PreparedCall
 from pipespec.api.report import Report
 from pipespec.checks.devices import Devices, Weights, arrange, weights_of_each
-from pipespec.checks.models import check_chain, check_exact
+from pipespec.checks.models import check_chain, check_exact, vocabulary_of
 from pipespec.checks.support import cost_of_width
 from pipespec.config import SpeculationConfig, can_be_captured, can_be_controlled
 from pipespec.engine.chain import DraftSpec, as_draft
@@ -27,8 +27,7 @@ from pipespec.models.loading import gguf_path, load_config, load_model
 from pipespec.models.quantized import with_kv_of
 from pipespec.process.signals import handlers_watched, raise_handlers_error
 from pipespec.registry import DRAFTS, LOCKSTEP, SCHEDULES, WORKERS, default_schedule, imported
-from pipespec.schedules.base import Driver, make_driver, warn_of_speed
-from pipespec.schedules.request import GenerationRequest
+from pipespec.schedules.base import Driver, GenerationRequest, make_driver, warn_of_speed
 
 if TYPE_CHECKING:
     from pipespec.schedules.follower import FollowerDriver
@@ -333,10 +332,8 @@ class Pipeline(BasePipeline):
         given, last = self._unchecked, report.stages[-1]
         if given and last.drafted >= _MIN_DRAFTED and last.acceptance_rate <= _MAX_MISMATCH_RATE:
             # A note is made once, if nothing says that the tokenizers are the same.
-            from pipespec.checks.tokenizers import tokenizer_digest
-
             self._unchecked = []
-            if any(tokenizer_digest(source, model) is None for source, model in zip(given, self.models, strict=True)):
+            if None in (vocabulary_of("", *stage).digest for stage in zip(self.models, given, strict=True)):
                 self._notes += (
                     "hardly any draft token was accepted, and no tokenizer.json tells whether the models have one tokenizer: if they have not, "
                     "pass tokenizer= and draft_tokenizers=",

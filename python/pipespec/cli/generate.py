@@ -188,12 +188,8 @@ def _reading_shown() -> Iterator[None]:
     """Show on a terminal how much of a long prompt is read, in a line that goes with its last token."""
     from pipespec.engine import cached_text
 
-    if not sys.stderr.isatty():
-        yield
-        return
-
     def show(done: int, total: int) -> None:
-        if total >= _LONG_PROMPT:
+        if total >= _LONG_PROMPT and sys.stderr.isatty():
             line = "" if done >= total else f"pipespec: reading the prompt: {done:,} of {total:,} tokens"
             sys.stderr.write(f"\r\x1b[K{line}")
             sys.stderr.flush()
