@@ -1,4 +1,4 @@
-"""The forward of LLaMA-like decoders on the CPU, one native call per step.
+"""The forward of decoders on the CPU, one native call per step, from a description of their layers.
 
 :class:`NativeDecoder` copies a model's matrices into panels that a forward reads front to back: in the blocks of their format where they are
 quantised, as bfloat16 where that changes no weight, as int8 where they are given in int8, else as float32. Arithmetic is float32, whatever the dtypes
@@ -25,8 +25,18 @@ from pipespec_kernels.packed import format_code, num_threads
 
 __all__ = ["DecoderShape", "LayerWeights", "NativeDecoder", "Taps"]
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3}
+_NORMS = {"rms": 0, "layer": 1}
+_SHARED, _OWN, _JOINT = range(3)
+"""What a norm of queries or keys is for, see :class:`LayerWeights`."""
 _CODES: Mapping[torch.dtype, int] = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16}
+_NUMBERS = (
+    "eps", "scale", "norm_offset", "softcap", "residual_scale", "embedding_scale", "logit_scale", "logit_softcap"
+)  # fmt: skip
+"""Of a :class:`DecoderShape`, in the order of the native code."""
+_LAYER_NORMS = (
+    "input_norm", "post_norm", "side_norm", "o_norm", "down_norm", "input_norm_bias", "post_norm_bias"
+)  # fmt: skip
 _MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 _TOKEN_BYTES = {torch.int32: 4, torch.int64: 8}
 
@@ -42,11 +52,19 @@ class DecoderShape:
         kv_heads: Heads of keys and values; divides ``heads``.
         head_dim: Size of a head.
         vocabulary: Token ids, ``V``.
-        eps: Added to the mean square in RMS norms.
+        eps: Added to the mean square, or to the variance, in norms.
         scale: Factor of the attention scores.
-        activation: ``silu``, ``gelu_tanh`` or ``gelu``.
-        norm_offset: Added to the weights of RMS norms: 1.0 for Gemma.
+        activation: ``silu``, ``gelu_tanh``, ``gelu`` or ``relu2``, the square of what is positive.
+        norm_offset: Added to the weights of norms: 1.0 for Gemma.
         rotary_dim: The first elements of a head that are rotated, an even number; None: all.
+        norm: ``rms``, or ``layer`` for layer norms, which subtract the mean.
+        rotates_pairs: Elements ``2 i`` and ``2 i + 1`` of a head are rotated; else ``i`` and ``i + rotary_dim / 2``.
+        is_parallel: Attention and feed-forward of a layer read the same hidden states.
+        softcap: Scores are ``softcap * tanh(score / softcap)`` after their factor; 0: they are not capped.
+        residual_scale: Factor of what attention and feed-forward add to the hidden states.
+        embedding_scale: Factor of the embeddings.
+        logit_scale: Factor of the logits.
+        logit_softcap: As ``softcap``, of the logits after their factor.
     """
 
     hidden: int
@@ -60,6 +78,14 @@ class DecoderShape:
     activation: str = "silu"
     norm_offset: float = 0.0
     rotary_dim: int | None = None
+    norm: str = "rms"
+    rotates_pairs: bool = False
+    is_parallel: bool = False
+    softcap: float = 0.0
+    residual_scale: float = 1.0
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
 
     @property
     def rotated(self) -> int:
@@ -71,21 +97,28 @@ class DecoderShape:
 class LayerWeights:
     """The weights of one layer: float32 or bfloat16 on the CPU, matrices ``[out, in]`` as in ``torch.nn.Linear``.
 
-    Matrices may be quantised, each in a format of its own. ``q_norm`` and ``k_norm`` ``[head_dim]`` are RMS norms of each head before its rotation. A
-    matrix with a scale, float32 ``[out]``, is int8; its weights are ``scale[:, None] * matrix``. All matrices of a decoder that are not quantised, its
-    head included, are int8 or none is.
+    Matrices may be quantised, each in a format of its own. A matrix with a scale, float32 ``[out]``, is int8; its weights are ``scale[:, None] * matrix``.
+    All matrices of a decoder that are not quantised, its head included, are int8 or none is. Without a ``gate``, the activation is that of ``up``.
+
+    The norms of a layer, ``[H]``, each of which may lack: ``input_norm`` in front of the attention, ``o_norm`` of what the attention adds, ``post_norm`` in front
+    of the feed-forward, ``down_norm`` of what that adds. In a parallel layer without ``post_norm``, the feed-forward reads what the attention reads. Before their
+    rotation, queries and keys have norms of their heads: ``q_norm [head_dim]`` the same for each head, ``[heads, head_dim]`` each its own, or
+    ``[heads * head_dim]`` one over all heads; ``k_norm`` likewise.
+
+    ``rope`` is the number of the layer's rotation among those that a forward gets; None: queries and keys are not rotated. ``sinks [heads]`` are scores that
+    take part in the softmax of each head, and have no value.
 
     With a ``side_norm [H]`` the layer has side inputs, as that of an EAGLE-3 head: ``q``, ``k`` and ``v`` are ``[out, 2 * H]`` and read the normalised
     side inputs, and after them the normalised hidden states; with ``adds_to_norm`` the residual begins with the latter instead of the hidden states.
     """
 
-    input_norm: Tensor
+    input_norm: Tensor | None
     q: Tensor | QuantizedMatrix
     k: Tensor | QuantizedMatrix
     v: Tensor | QuantizedMatrix
     o: Tensor | QuantizedMatrix
-    post_norm: Tensor
-    gate: Tensor | QuantizedMatrix
+    post_norm: Tensor | None
+    gate: Tensor | QuantizedMatrix | None
     up: Tensor | QuantizedMatrix
     down: Tensor | QuantizedMatrix
     q_bias: Tensor | None = None
@@ -98,6 +131,11 @@ class LayerWeights:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     side_norm: Tensor | None = None
+    o_norm: Tensor | None = None
+    down_norm: Tensor | None = None
+    input_norm_bias: Tensor | None = None
+    post_norm_bias: Tensor | None = None
+    sinks: Tensor | None = None
     q_scale: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
@@ -106,6 +144,7 @@ class LayerWeights:
     up_scale: Tensor | None = None
     down_scale: Tensor | None = None
     adds_to_norm: bool = False
+    rope: int | None = 0
 
 
 class Taps(NamedTuple):
@@ -132,6 +171,7 @@ class NativeDecoder:
         embedding: ``[V, H]``; may be the head's tensor. It is read where it lies, and must not change. Of a quantised matrix that is the head, too, only the
             packed copy stays.
         norm: The last norm ``[H]``, in front of ``head``. Only a decoder of a head alone may lack it: a product with one matrix.
+        norm_bias: ``[H]``, of a layer norm.
         head: ``[V, H]``; copied. Either may be quantised.
         head_bias: ``[V]``.
         head_scale: float32 ``[V]``, of a head in int8.
@@ -157,6 +197,7 @@ class NativeDecoder:
         windows: Sequence[int | None] | None = None,
         embedding: Tensor | QuantizedMatrix | None = None,
         norm: Tensor | None = None,
+        norm_bias: Tensor | None = None,
         head: Tensor | QuantizedMatrix | None = None,
         head_bias: Tensor | None = None,
         head_scale: Tensor | None = None,
@@ -169,6 +210,11 @@ class NativeDecoder:
             raise ValueError("a head after layers or an embedding needs a norm")
         if head is None and (head_bias is not None or head_scale is not None):
             raise ValueError("head_bias needs a head, and so does head_scale")
+        if shape.norm == "rms" and any(
+            bias is not None
+            for bias in (norm_bias, *(b for w in layers for b in (w.input_norm_bias, w.post_norm_bias)))
+        ):
+            raise ValueError("an RMS norm has no bias")
         _check_scales(layers, head, head_scale)
         seen = [index(window or 0) for window in windows or [0] * len(layers)]
         if len(seen) != len(layers) or any(window < 0 for window in seen):
@@ -200,10 +246,8 @@ class NativeDecoder:
         h, v = shape.hidden, shape.vocabulary
         self._native = _native.Decoder(
             (h, shape.intermediate, shape.heads, shape.kv_heads, shape.head_dim, v, shape.rotated),
-            shape.eps,
-            shape.scale,
-            _ACTIVATIONS[shape.activation],
-            shape.norm_offset,
+            (_ACTIVATIONS[shape.activation], _NORMS[shape.norm], shape.rotates_pairs, shape.is_parallel),
+            tuple(getattr(shape, name) for name in _NUMBERS),
             [
                 [
                     at(f"layers[{i}].{name}", getattr(layer, name), size, getattr(layer, f"{name}_scale", None))
@@ -211,17 +255,22 @@ class NativeDecoder:
                 ]
                 for i, layer in enumerate(layers)
             ],
-            [(window, layer.adds_to_norm) for window, layer in zip(seen, layers, strict=True)],
+            [
+                (window, layer.adds_to_norm, -1 if layer.rope is None else layer.rope, _head_norms(shape, layer))
+                for window, layer in zip(seen, layers, strict=True)
+            ],
             [
                 at("embedding", self._embedding, (v, h)),
                 at("norm", norm, (h,)),
                 at("head", head, (v, h), head_scale),
                 at("head_bias", head_bias, (v,)),
+                at("norm_bias", norm_bias, (h,)),
             ],
             num_threads(threads),
         )
         self._has_embedding, self._has_head = embedding is not None, head is not None
         self._reads_side = [layer.side_norm is not None for layer in layers]
+        self._rotations = max((layer.rope + 1 for layer in layers if layer.rope is not None), default=0)
         if _same_blocks(embedding, head):
             self._embedding = None  # it is read from the packed head
         self.nbytes: int = self._native.bytes
@@ -269,7 +318,8 @@ class NativeDecoder:
             values: Like ``keys``.
             lengths: Positions that each row holds. Column ``j`` of row ``r`` stands at position ``lengths[r] + j`` and sees the
                 positions up to its own, or of these the last ones that the layer's window holds.
-            cos: float32 ``[positions, rotary_dim]``, contiguous. Row ``p`` belongs to position ``p``, in the order of transformers' ``rotate_half``.
+            cos: float32 ``[rotations, positions, rotary_dim]``, contiguous, or ``[positions, rotary_dim]`` for one rotation. Row ``p`` belongs to position
+                ``p``. Its halves are equal: element ``i`` of each half belongs to pair ``i``.
             sin: Like ``cos``.
             begin: First layer.
             end: After the last layer; None: all.
@@ -422,26 +472,37 @@ def _cache(
         )
     if not (keys.is_cpu and values.is_cpu):
         raise ValueError(f"keys and values must be on the CPU, not on {keys.device} and {values.device}")
-    for name, table in (("cos", cos), ("sin", sin)):
-        if table.dtype is not torch.float32:
-            raise TypeError(f"{name} must be float32, got {table.dtype}")
-        if table.dim() != 2 or table.shape[1] != sizes.rotated or not table.is_contiguous():
-            raise ValueError(f"{name} must be contiguous [positions, {sizes.rotated}], got shape {tuple(table.shape)}")
-        if not table.is_cpu:
-            raise ValueError(f"{name} must be on the CPU, not on {table.device}")
+    _check_rotations(of, cos, sin)
     held = [index(n) for n in lengths]
     if len(held) != rows:
         raise ValueError(f"lengths must have {rows} entries, one per row, got {len(held)}")
-    room = min(shape[3], cos.shape[0], sin.shape[0])
+    room = min(shape[3], cos.shape[-2])
     if held and not 0 <= min(held) <= max(held) <= room - width:
         raise ValueError(
             f"lengths are {held} and each row is fed {width} tokens, but the capacity is {shape[3]} and cos and sin "
-            f"have {cos.shape[0]} and {sin.shape[0]} positions"
+            f"have {cos.shape[-2]} positions"
         )
     return (
         (keys.data_ptr(), values.data_ptr(), code, key_strides[:4] + value_strides[:4]),
-        (held, width, cos.data_ptr(), sin.data_ptr()),
+        (held, width, cos.data_ptr(), sin.data_ptr(), cos.shape[-2]),
     )
+
+
+def _check_rotations(of: NativeDecoder, cos: Tensor, sin: Tensor) -> None:
+    size = of.shape.rotated
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.dtype is not torch.float32:
+            raise TypeError(f"{name} must be float32, got {table.dtype}")
+        if table.dim() not in (2, 3) or table.shape[-1] != size or not table.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous [rotations, positions, {size}], or of one rotation [positions, {size}], got shape {tuple(table.shape)}"
+            )
+        if table.shape != cos.shape or (table.shape[0] if table.dim() == 3 else 1) < of._rotations:
+            raise ValueError(
+                f"cos and sin must have one shape with {of._rotations} rotations, got {tuple(cos.shape)} and {tuple(sin.shape)}"
+            )
+        if not table.is_cpu:
+            raise ValueError(f"{name} must be on the CPU, not on {table.device}")
 
 
 def _check_hidden(shape: DecoderShape, hidden: Tensor) -> None:
@@ -488,6 +549,20 @@ def _check_shape(shape: DecoderShape) -> None:
         raise ValueError(f"rotary_dim must be even and 0 .. head_dim = {shape.head_dim}, got {shape.rotated}")
     if shape.activation not in _ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {shape.activation!r}")
+    if shape.norm not in _NORMS:
+        raise ValueError(f"norm must be one of {', '.join(_NORMS)}, got {shape.norm!r}")
+    if min(shape.softcap, shape.logit_softcap) < 0:
+        raise ValueError(
+            f"softcap and logit_softcap must be positive, or 0 for none, got {shape.softcap} and {shape.logit_softcap}"
+        )
+
+
+def _head_norms(shape: DecoderShape, layer: LayerWeights) -> int:
+    """What the norms of queries and keys are for."""
+    norm, heads = (layer.k_norm, shape.kv_heads) if layer.q_norm is None else (layer.q_norm, shape.heads)
+    if norm is None or tuple(norm.shape) == (shape.head_dim,):
+        return _SHARED
+    return _OWN if tuple(norm.shape) == (heads, shape.head_dim) else _JOINT
 
 
 def _layer_shapes(shape: DecoderShape, layer: LayerWeights) -> dict[str, tuple[int, ...]]:
@@ -503,8 +578,11 @@ def _layer_shapes(shape: DecoderShape, layer: LayerWeights) -> dict[str, tuple[i
         "up": (i, h),
         "down": (h, i),
     }
-    norms: dict[str, tuple[int, ...]] = dict.fromkeys(("input_norm", "post_norm", "side_norm"), (h,))
-    norms |= dict.fromkeys(("q_norm", "k_norm"), (shape.head_dim,))
+    norms: dict[str, tuple[int, ...]] = dict.fromkeys(_LAYER_NORMS, (h,))
+    d, kind = shape.head_dim, _head_norms(shape, layer)
+    for name, heads in (("q_norm", shape.heads), ("k_norm", shape.kv_heads)):
+        norms[name] = {_SHARED: (d,), _OWN: (heads, d), _JOINT: (heads * d,)}[kind]
+    norms["sinks"] = (shape.heads,)
     biases = {f"{name}_bias": size[:1] for name, size in matrices.items()}
     found = matrices | biases | norms
     return {f.name: found[f.name] for f in fields(LayerWeights) if f.name in found}

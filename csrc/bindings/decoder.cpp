@@ -35,32 +35,88 @@ cpu::Weights weights(const WeightsAt& at) {
 }
 
 // In the order of the fields of pipespec_kernels.decoder.LayerWeights, without the scales.
-cpu::LayerWeights layer(const std::array<WeightsAt, 19>& at) {
+using LayerAt = std::array<WeightsAt, 24>;
+
+cpu::LayerWeights layer(const LayerAt& at) {
   cpu::LayerWeights w;
-  cpu::Weights* const fields[] = {&w.input_norm, &w.q,      &w.k,      &w.v,         &w.o,
-                                  &w.post_norm,  &w.gate,   &w.up,     &w.down,      &w.q_bias,
-                                  &w.k_bias,     &w.v_bias, &w.o_bias, &w.gate_bias, &w.up_bias,
-                                  &w.down_bias,  &w.q_norm, &w.k_norm, &w.side_norm};
+  cpu::Weights* const fields[] = {&w.input_norm,
+                                  &w.q,
+                                  &w.k,
+                                  &w.v,
+                                  &w.o,
+                                  &w.post_norm,
+                                  &w.gate,
+                                  &w.up,
+                                  &w.down,
+                                  &w.q_bias,
+                                  &w.k_bias,
+                                  &w.v_bias,
+                                  &w.o_bias,
+                                  &w.gate_bias,
+                                  &w.up_bias,
+                                  &w.down_bias,
+                                  &w.q_norm,
+                                  &w.k_norm,
+                                  &w.side_norm,
+                                  &w.o_norm,
+                                  &w.down_norm,
+                                  &w.input_norm_bias,
+                                  &w.post_norm_bias,
+                                  &w.sinks};
   for (std::size_t i = 0; i < at.size(); ++i) *fields[i] = weights(at[i]);
   return w;
 }
 
-std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 7>& sizes, float eps, float scale,
-                                   int activation, float norm_offset,
-                                   const std::vector<std::array<WeightsAt, 19>>& layers,
-                                   const std::vector<std::pair<std::int64_t, bool>>& rest,
-                                   const std::array<WeightsAt, 4>& ends, int threads) {
+// In the order of cpu::DecoderShape.
+cpu::DecoderShape shape(const std::array<std::int64_t, 7>& sizes, const std::array<int, 4>& kinds,
+                        const std::array<float, 8>& numbers) {
   const auto [hidden, intermediate, heads, kv_heads, head_dim, vocabulary, rotary_dim] = sizes;
+  const auto [activation, norm, rotates_pairs, is_parallel] = kinds;
+  const auto [eps, scale, norm_offset, softcap, residual, embedding, logit, logit_softcap] =
+      numbers;
+  return {hidden,
+          intermediate,
+          heads,
+          kv_heads,
+          head_dim,
+          vocabulary,
+          rotary_dim,
+          eps,
+          scale,
+          cpu::Activation(activation),
+          norm_offset,
+          cpu::NormKind(norm),
+          rotates_pairs != 0,
+          is_parallel != 0,
+          softcap,
+          residual,
+          embedding,
+          logit,
+          logit_softcap};
+}
+
+// Of a layer: window, adds_to_norm, rope, head_norms.
+using LayerKind = std::tuple<std::int64_t, bool, std::int64_t, int>;
+
+std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 7>& sizes,
+                                   const std::array<int, 4>& kinds,
+                                   const std::array<float, 8>& numbers,
+                                   const std::vector<LayerAt>& layers,
+                                   const std::vector<LayerKind>& rest,
+                                   const std::array<WeightsAt, 5>& ends, int threads) {
   std::vector<cpu::LayerWeights> all;
   for (std::size_t i = 0; i < layers.size(); ++i) {
     all.push_back(layer(layers[i]));
-    std::tie(all.back().window, all.back().adds_to_norm) = rest.at(i);
+    cpu::LayerWeights& w = all.back();
+    int head_norms = 0;
+    std::tie(w.window, w.adds_to_norm, w.rope, head_norms) = rest.at(i);
+    w.head_norms = cpu::HeadNorms(head_norms);
   }
   py::gil_scoped_release without_gil;
   return std::make_unique<cpu::Decoder>(
-      cpu::DecoderShape{hidden, intermediate, heads, kv_heads, head_dim, vocabulary, rotary_dim,
-                        eps, scale, cpu::Activation(activation), norm_offset},
-      all, cpu::EndWeights{weights(ends[0]), weights(ends[1]), weights(ends[2]), weights(ends[3])},
+      shape(sizes, kinds, numbers), all,
+      cpu::EndWeights{weights(ends[0]), weights(ends[1]), weights(ends[2]), weights(ends[3]),
+                      weights(ends[4])},
       threads);
 }
 
@@ -84,14 +140,18 @@ cpu::Tokens tokens(const TokensAt& at) {
   return {reinterpret_cast<const void*>(data), item_bytes, row_stride, column_stride};
 }
 
-// Lengths, columns, cos, sin.
-using ColumnsAt =
-    std::tuple<std::vector<std::int64_t>, std::int64_t, std::uintptr_t, std::uintptr_t>;
+// Lengths, columns, cos, sin, and positions of these.
+using ColumnsAt = std::tuple<std::vector<std::int64_t>, std::int64_t, std::uintptr_t,
+                             std::uintptr_t, std::int64_t>;
 
 cpu::Columns columns(const ColumnsAt& at) {
-  const auto& [lengths, count, cos, sin] = at;
-  return {std::int64_t(lengths.size()), count, lengths.data(), reinterpret_cast<const float*>(cos),
-          reinterpret_cast<const float*>(sin)};
+  const auto& [lengths, count, cos, sin, positions] = at;
+  return {std::int64_t(lengths.size()),
+          count,
+          lengths.data(),
+          reinterpret_cast<const float*>(cos),
+          reinterpret_cast<const float*>(sin),
+          positions};
 }
 
 // Layers, out, dtype, begin of each row, stride.

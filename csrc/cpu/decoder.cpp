@@ -79,7 +79,7 @@ Scratch& scratch() {
 
 // What a caller needs for one forward: hidden states, and what the layers hand on.
 struct Workspace {
-  Buffer hidden, joined, qkv, attended, partials, activated, rounded[2];
+  Buffer hidden, joined, qkv, attended, partials, activated, added, rounded[2];
 };
 
 Workspace& workspace() {
@@ -89,9 +89,16 @@ Workspace& workspace() {
 
 std::atomic<uint64_t> g_round{0};
 
-// x[0 .. dim), rotated by the angles of its position: transformers' rotate_half.
-void rotate(float* x, const float* cos, const float* sin, int64_t dim) {
+// x[0 .. dim), rotated by the angles of its position: transformers' rotate_half, or with `pairs`
+// the elements 2 i and 2 i + 1 by angle i.
+void rotate(float* x, const float* cos, const float* sin, int64_t dim, bool pairs) {
   const int64_t half = dim / 2;
+  for (int64_t i = 0; pairs && i < half; ++i) {
+    const float a = x[2 * i], b = x[2 * i + 1];
+    x[2 * i] = a * cos[i] - b * sin[i];
+    x[2 * i + 1] = b * cos[i] + a * sin[i];
+  }
+  if (pairs) return;
   for (int64_t i = 0; i < half; ++i) {
     const float a = x[i], b = x[i + half];
     x[i] = a * cos[i] - b * sin[i];
@@ -115,6 +122,7 @@ struct Decoder::Job {
     kHead,
     kRound,
     kProject,
+    kNormHeads,
     kFinish,
     kAttend,
     kAttendSpans,
@@ -123,6 +131,7 @@ struct Decoder::Job {
     kOut,
     kGateUp,
     kDown,
+    kAdd,
     kLogits
   };
 
@@ -134,7 +143,7 @@ struct Decoder::Job {
   };
   // What a product reads: the hidden states of a part, normalised, or rows of `stride` floats.
   struct Source {
-    const std::vector<float>* norm;
+    const Norm* norm;
     const float* rows;
     int64_t stride;
   };
@@ -164,6 +173,8 @@ struct Decoder::Job {
   const Layer* layer = nullptr;
   int64_t layer_index = 0;
   float *qkv = nullptr, *attended = nullptr, *activated = nullptr, *partials = nullptr;
+  float* added = nullptr;  // [part, H], what a norm behind a product reads
+  const Norm* behind = nullptr;
   int64_t spans = 0;  // of the longest row
 
   // Of the present round.
@@ -204,8 +215,14 @@ struct Decoder::Job {
           wide != 0, inputs, count,
           reinterpret_cast<unsigned char*>(workspace().rounded[wide].floats(whole(bytes, 4))));
     }
-    if (count * inputs > kRoundAlone) return run(Phase::kRound, count);
-    for (int64_t m = 0; m < count; ++m) round_row(m);
+    run_rows(Phase::kRound, count, inputs);
+  }
+
+  // A unit per row of `width` floats: for few, another round of the team costs more.
+  void run_rows(Phase next, int64_t count, int64_t width) {
+    if (count * width > kRoundAlone) return run(next, count);
+    phase = next;
+    for (int64_t m = 0; m < count; ++m) unit(m);
   }
 
   void round_row(int64_t m) const {
@@ -213,7 +230,7 @@ struct Decoder::Job {
     if (source.norm != nullptr) {
       const int64_t h = shape.hidden;
       float* const row = scratch().products.floats(h);
-      kernels.rms_norm(hidden + part.at(m) * h, source.norm->data(), h, shape.eps, row);
+      normalize(*source.norm, hidden + part.at(m) * h, row);
       x = row;
     }
     for (const RoundedInputs& to : rounded_inputs)
@@ -251,6 +268,8 @@ struct Decoder::Job {
         return round_row(i);
       case Phase::kProject:
         return project(i);
+      case Phase::kNormHeads:
+        return norm_heads(i);
       case Phase::kFinish:
         return finish(i / shape.kv_heads, i % shape.kv_heads);
       case Phase::kAttend: {
@@ -272,6 +291,8 @@ struct Decoder::Job {
         return gate_up(i);
       case Phase::kDown:
         return add_product(layer->down, i);
+      case Phase::kAdd:
+        return add_normed(i);
       case Phase::kLogits:
         return head_product(i);
     }
@@ -326,6 +347,23 @@ struct Decoder::Job {
       for (int64_t i = 0; i < panels * kPanel; ++i) to[r * stride + i] += bias[i];
   }
 
+  // to = the norm of x, [H]; x itself where there is none.
+  void normalize(const Norm& norm, const float* x, float* to) const {
+    const int64_t h = shape.hidden;
+    const float* const bias = norm.bias.empty() ? nullptr : norm.bias.data();
+    if (norm.weight.empty())
+      std::memcpy(to, x, size_t(h) * sizeof(float));
+    else
+      normalize(norm.weight.data(), bias, x, h, to);
+  }
+  void normalize(const float* weight, const float* bias, const float* x, int64_t n,
+                 float* to) const {
+    if (shape.norm == NormKind::kRms)
+      kernels.rms_norm(x, weight, n, shape.eps, to);
+    else
+      kernels.layer_norm(x, weight, bias, n, shape.eps, to);
+  }
+
   // The normalised hidden states of rows begin .. end - 1 of the part. Each thread computes its own
   // copy, which is cheaper than a further round.
   const float* normed(int64_t begin, int64_t end) const {
@@ -334,8 +372,7 @@ struct Decoder::Job {
     float* const rows = s.rows.floats((end - begin) * h);
     if (s.round != round || s.begin != begin) {
       for (int64_t m = begin; m < end; ++m)
-        kernels.rms_norm(hidden + part.at(m) * h, source.norm->data(), h, shape.eps,
-                         rows + (m - begin) * h);
+        normalize(*source.norm, hidden + part.at(m) * h, rows + (m - begin) * h);
       s.round = round;
       s.begin = begin;
     }
@@ -362,24 +399,50 @@ struct Decoder::Job {
     return layer_index * strides[0] + row * strides[1] + head * strides[2];
   }
 
+  int64_t key_at() const { return rounded(group() * shape.head_dim, kPanel); }
+
+  // The norms over all heads of the queries, and of the keys, of column m of all rows.
+  void norm_heads(int64_t m) const {
+    const auto over_all = [&](const Norm& norm, int64_t at, int64_t size) {
+      if (norm.weight.empty()) return;
+      float* const x = scratch().products.floats(size * shape.kv_heads);
+      const auto part = [&](int64_t head) {
+        return projected(m / all.columns, m % all.columns, head) + at;
+      };
+      for (int64_t head = 0; head < shape.kv_heads; ++head)
+        std::copy_n(part(head), size, x + head * size);
+      normalize(norm.weight.data(), nullptr, x, size * shape.kv_heads, x);
+      for (int64_t head = 0; head < shape.kv_heads; ++head)
+        std::copy_n(x + head * size, size, part(head));
+    };
+    over_all(layer->q_norm, 0, group() * shape.head_dim);
+    over_all(layer->k_norm, key_at(), shape.head_dim);
+  }
+
+  // The norm of one head, number `head` of its kind, and its rotation at a position.
+  void norm_and_rotate(float* x, const Norm& norm, int64_t head, int64_t position) const {
+    const int64_t d = shape.head_dim, r = shape.rotary_dim;
+    if (!norm.weight.empty() && layer->head_norms != HeadNorms::kJoint) {
+      const int64_t at = layer->head_norms == HeadNorms::kOwn ? head * d : 0;
+      normalize(norm.weight.data() + at, nullptr, x, d, x);
+    }
+    if (layer->rope < 0) return;
+    const int64_t at = (layer->rope * columns->positions + position) * r;
+    rotate(x, columns->cos + at, columns->sin + at, r, shape.rotates_pairs);
+  }
+
   // Norms of queries and keys, rotation, and the keys and values into the cache.
   void finish(int64_t row, int64_t head) const {
-    const int64_t d = shape.head_dim, r = shape.rotary_dim;
-    const int64_t key_at = rounded(group() * d, kPanel), value_at = key_at + rounded(d, kPanel);
+    const int64_t d = shape.head_dim, value_at = key_at() + rounded(d, kPanel);
     for (int64_t j = 0; j < all.columns; ++j) {
       const int64_t position = columns->lengths[row] + all.first + j;
-      const float* const cos = columns->cos + position * r;
-      const float* const sin = columns->sin + position * r;
       float* const queries = projected(row, j, head);
-      float* const key = queries + key_at;
-      const auto turn = [&](float* x, const std::vector<float>& norm) {
-        if (!norm.empty()) kernels.rms_norm(x, norm.data(), d, shape.eps, x);
-        rotate(x, cos, sin, r);
-      };
+      float* const key = queries + key_at();
       // Otherwise no output is wanted for these queries.
       if (all.first + j >= kept.first)
-        for (int64_t g = 0; g < group(); ++g) turn(queries + g * d, layer->q_norm);
-      turn(key, layer->k_norm);
+        for (int64_t g = 0; g < group(); ++g)
+          norm_and_rotate(queries + g * d, layer->q_norm, head * group() + g, position);
+      norm_and_rotate(key, layer->k_norm, head, position);
       store(cache->keys, cache->dtype,
             place(cache->key_strides, row, head) + position * cache->key_strides[3], key, d);
       store(cache->values, cache->dtype,
@@ -410,7 +473,8 @@ struct Decoder::Job {
     task.group = group();
     task.head_dim = shape.head_dim;
     task.scale = shape.scale;
-    task.softcap = 0.0f;
+    task.softcap = shape.softcap;
+    if (!layer->sinks.empty()) task.sinks = layer->sinks.data() + head * group();
     task.out = attended + (row * kept.columns + begin) * width + head * group() * shape.head_dim;
     task.out_stride = width;
     task.scratch = scratch().scores.floats(attend_kernels().scratch_floats(shape.head_dim));
@@ -434,7 +498,7 @@ struct Decoder::Job {
     return kept.columns * group() * spans * attend_kernels().partial_floats(shape.head_dim);
   }
 
-  // hidden += x * matrix
+  // hidden += x * matrix, or the product as it is where a norm stands behind it.
   void add_product(const Matrix& m, int64_t i) const {
     const Piece p = piece(m, i);
     const int64_t width = p.panels * kPanel, h = shape.hidden, first = p.panel * kPanel;
@@ -442,19 +506,41 @@ struct Decoder::Job {
     product(m, p.panel, p.panels, p.begin, p.rows(), products, width);
     const int64_t count = std::min(width, h - first);
     for (int64_t r = 0; r < p.rows(); ++r) {
-      float* const to = hidden + part.at(p.begin + r) * h + first;
-      for (int64_t k = 0; k < count; ++k) to[k] += products[r * width + k];
+      if (!behind->weight.empty())
+        std::copy_n(products + r * width, count, added + (p.begin + r) * h + first);
+      else
+        add(products + r * width, count, hidden + part.at(p.begin + r) * h + first);
     }
+  }
+
+  void add(const float* x, int64_t count, float* to) const {
+    for (int64_t k = 0; k < count; ++k) to[k] += shape.residual_scale * x[k];
+  }
+
+  // hidden += the norm of row m of what was added
+  void add_normed(int64_t m) const {
+    const int64_t h = shape.hidden;
+    normalize(*behind, added + m * h, added + m * h);
+    add(added + m * h, h, hidden + part.at(m) * h);
+  }
+
+  // hidden += the norm `behind_` of x * matrix, of the kept columns.
+  void run_added(Phase next, const Matrix& m, const float* x, int64_t stride, const Norm& behind_) {
+    behind = &behind_;
+    added = workspace().added.floats(behind->weight.empty() ? 0 : kept.count() * shape.hidden);
+    run(next, kept, m, {nullptr, x, stride});
+    if (behind->weight.empty()) return;
+    run_rows(Phase::kAdd, kept.count(), shape.hidden);
   }
 
   void gate_up(int64_t i) const {
     const Piece p = piece(layer->gate_up, i);
-    const int64_t width = p.panels * kPanel;
+    const int64_t width = p.panels * kPanel, matrices = layer->is_gated ? 2 : 1;
     float* const products = scratch().products.floats(p.rows() * width);
     product(layer->gate_up, p.panel, p.panels, p.begin, p.rows(), products, width);
     for (int64_t r = 0; r < p.rows(); ++r)
-      kernels.activate(shape.activation, products + r * width, p.panels / 2,
-                       activated + (p.begin + r) * activated_width() + p.panel / 2 * kPanel);
+      kernels.activate(shape.activation, products + r * width, layer->is_gated, p.panels / matrices,
+                       activated + (p.begin + r) * activated_width() + p.panel / matrices * kPanel);
   }
 
   void head_product(int64_t i) const {
@@ -463,6 +549,9 @@ struct Decoder::Job {
     float* const products = scratch().products.floats(p.rows() * width);
     product(packed.head, p.panel, p.panels, p.begin, p.rows(), products, width);
     const int64_t count = std::min(width, shape.vocabulary - first);
+    if (shape.logit_scale != 1.0f)
+      for (int64_t k = 0; k < p.rows() * width; ++k) products[k] *= shape.logit_scale;
+    if (shape.logit_softcap > 0.0f) kernels.cap(products, p.rows() * width, shape.logit_softcap);
     for (int64_t r = 0; r < p.rows(); ++r)
       store(out, out_dtype, out_part.at(p.begin + r) * shape.vocabulary + first,
             products + r * width, count);
@@ -484,12 +573,20 @@ struct Decoder::Job {
       activated = w.activated.floats(rows * activated_width());
       attention();
       if (kept.count() == 0) continue;
-      run(Phase::kOut, kept, layer->o, {nullptr, attended, attended_width()});
-      run(Phase::kGateUp, kept, layer->gate_up, {&layer->post_norm, nullptr, 0});
-      run(Phase::kDown, kept, layer->down, {nullptr, activated, activated_width()});
+      // In a parallel layer, the feed-forward reads what the attention has read.
+      if (shape.is_parallel) run_gate_up();
+      run_added(Phase::kOut, layer->o, attended, attended_width(), layer->o_norm);
+      if (!shape.is_parallel) run_gate_up();
+      run_added(Phase::kDown, layer->down, activated, activated_width(), layer->down_norm);
       tap(l + 1);
     }
     kept = wanted;
+  }
+
+  void run_gate_up() {
+    const bool reads_input = shape.is_parallel && layer->post_norm.weight.empty();
+    const Norm& norm = reads_input ? layer->input_norm : layer->post_norm;
+    run(Phase::kGateUp, kept, layer->gate_up, {&norm, nullptr, 0});
   }
 
   // Copies the hidden states of all columns to the taps of one layer.
@@ -511,8 +608,8 @@ struct Decoder::Job {
     float* const rows = workspace().joined.floats(all.count() * 2 * h);
     for (int64_t m = 0; m < all.count(); ++m) {
       float *const to = rows + m * 2 * h, *const state = hidden + all.at(m) * h;
-      kernels.rms_norm(side + all.at(m) * h, layer->side_norm.data(), h, shape.eps, to);
-      kernels.rms_norm(state, layer->input_norm.data(), h, shape.eps, to + h);
+      normalize(layer->side_norm, side + all.at(m) * h, to);
+      normalize(layer->input_norm, state, to + h);
       if (layer->adds_to_norm) std::memcpy(state, to + h, size_t(h) * sizeof(float));
     }
     return rows;
@@ -521,17 +618,20 @@ struct Decoder::Job {
   void attention() {
     const int64_t heads = all.rows * shape.kv_heads;
     const Matrix& m = layer->qkv;
-    const Source inputs = layer->side_norm.empty() ? Source{&layer->input_norm, nullptr, 0}
-                                                   : Source{nullptr, joined(), 2 * shape.hidden};
+    const Source inputs = layer->side_norm.weight.empty()
+                              ? Source{&layer->input_norm, nullptr, 0}
+                              : Source{nullptr, joined(), 2 * shape.hidden};
     const bool heads_are_groups =
         !m.reads_floats || m.runs.size() > 1 || m.group_panels % kGroupPanels == 0;
-    if (all.count() <= kNarrow && shape.kv_heads % threads == 0 && heads_are_groups) {
+    const bool is_joint = layer->head_norms == HeadNorms::kJoint;
+    if (all.count() <= kNarrow && shape.kv_heads % threads == 0 && heads_are_groups && !is_joint) {
       round_inputs(all, m, inputs);
       part = all;
       source = inputs;
       return run(Phase::kHead, shape.kv_heads);
     }
     run(Phase::kProject, all, m, inputs);
+    if (is_joint) run_rows(Phase::kNormHeads, all.count(), qkv_width());
     const bool is_narrow = all.count() <= kNarrow;
     const int64_t longest = *std::max_element(columns->lengths, columns->lengths + all.rows);
     spans = whole(longest + all.first + all.columns, kAttendSpan);
@@ -577,7 +677,7 @@ void Decoder::embed(const Tokens& tokens, int64_t rows, int64_t columns, float* 
 void Decoder::embed_one(int64_t id, float* to) const {
   const int64_t h = shape_.hidden;
   if (!embedding_.format) {
-    for (int64_t i = 0; i < h; ++i) to[i] = value(embedding_, id * h + i);
+    for (int64_t i = 0; i < h; ++i) to[i] = shape_.embedding_scale * value(embedding_, id * h + i);
     return;
   }
   const FormatTraits& f = traits(*embedding_.format);
@@ -587,6 +687,7 @@ void Decoder::embed_one(int64_t id, float* to) const {
   } else {
     f.row_values(static_cast<const unsigned char*>(embedding_.data) + id * f.row_bytes(h), h, to);
   }
+  for (int64_t i = 0; i < h; ++i) to[i] *= shape_.embedding_scale;
 }
 
 void Decoder::run_pieces(Job& job, const Columns& columns, int64_t keep, int64_t begin, int64_t end,
@@ -625,8 +726,9 @@ void Decoder::logits(const float* hidden, int64_t count, void* out, DType dtype,
   job.hidden = const_cast<float*>(hidden);  // is read only
   job.out = out;
   job.out_dtype = dtype;
-  const Job::Source inputs = packed_->norm.empty() ? Job::Source{nullptr, hidden, shape_.hidden}
-                                                   : Job::Source{&packed_->norm, nullptr, 0};
+  const Job::Source inputs = packed_->norm.weight.empty()
+                                 ? Job::Source{nullptr, hidden, shape_.hidden}
+                                 : Job::Source{&packed_->norm, nullptr, 0};
   job.run(Job::Phase::kLogits, job.kept, packed_->head, inputs);
 }
 

@@ -24,11 +24,20 @@
 
 namespace pipespec::cpu {
 
+enum class NormKind : int { kRms = 0, kLayer = 1 };
+
 struct DecoderShape {
   int64_t hidden, intermediate, heads, kv_heads, head_dim, vocabulary, rotary_dim;
   float eps, scale;
   Activation activation;
-  float norm_offset;  // added to the weights of all RMS norms
+  float norm_offset;  // added to the weights of all norms
+  NormKind norm = NormKind::kRms;
+  bool rotates_pairs = false;   // neighbours are rotated; else elements i and i + rotary_dim / 2
+  bool is_parallel = false;     // attention and feed-forward read the same hidden state
+  float softcap = 0.0f;         // of attention scores, as in AttendTask
+  float residual_scale = 1.0f;  // of what attention and feed-forward add
+  float embedding_scale = 1.0f, logit_scale = 1.0f;
+  float logit_softcap = 0.0f;  // after the scale; 0: none
 };
 
 // Contiguous, float32 or bfloat16; null data: there is none. With a format the data of a matrix are
@@ -40,19 +49,30 @@ struct Weights {
   std::optional<Format> format = {};
 };
 
-// Matrices are [outputs, inputs]; those without a format are all int8, or none is. With a
-// `side_norm`, q, k and v read 2 * H inputs: side inputs and hidden state, each normalised.
+// What the weights of q_norm and k_norm are for: one head each, the same for all; one head each,
+// and each its own; all heads at once.
+enum class HeadNorms : int { kShared = 0, kOwn = 1, kJoint = 2 };
+
+// Matrices are [outputs, inputs]; those without a format are all int8, or none is. A norm that is
+// not there changes nothing; without a gate the activation is that of `up`. Norms stand in front of
+// the attention (input_norm), behind it (o_norm), in front of the feed-forward (post_norm; in a
+// parallel layer without it, input_norm) and behind that (down_norm). With a `side_norm`, q, k and
+// v read 2 * H inputs: side inputs and hidden state, each normalised.
 struct LayerWeights {
   Weights input_norm, q, k, v, o, post_norm, gate, up, down;
   Weights q_bias, k_bias, v_bias, o_bias, gate_bias, up_bias, down_bias;
   Weights q_norm, k_norm, side_norm;
+  Weights o_norm, down_norm, input_norm_bias, post_norm_bias;
+  Weights sinks;              // [heads], see AttendTask
   int64_t window = 0;         // last positions that a column sees, its own included; 0: all
   bool adds_to_norm = false;  // the residual of a layer with side inputs is the normalised state
+  int64_t rope = 0;           // which of the rotations of Columns; -1: none
+  HeadNorms head_norms = HeadNorms::kShared;
 };
 
 struct EndWeights {
   Weights embedding;  // is not copied; blocks that are those of the head are read there
-  Weights norm, head, head_bias;
+  Weights norm, head, head_bias, norm_bias;
 };
 
 // Keys and values of all layers; strides in elements of layer, row, head and position. The
@@ -69,8 +89,9 @@ struct KeysValues {
 struct Columns {
   int64_t rows, columns;
   const int64_t* lengths;
-  const float* cos;  // [positions, rotary_dim]
+  const float* cos;  // [rotations, positions, rotary_dim]; the halves of a row are equal
   const float* sin;
+  int64_t positions;
 };
 
 // Copies of hidden states, [layers, H] of each column: those that the layers of these numbers read,

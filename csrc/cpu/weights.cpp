@@ -131,21 +131,30 @@ PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeigh
     }
     layout.add(l.qkv, inputs(w), s.kv_heads, parts);
     layout.add(l.o, q_size, 1, {{w.o, w.o_bias, 0, s.hidden}});
-    layout.add(l.gate_up, s.hidden, 1,
-               {{w.gate, w.gate_bias, 0, s.intermediate}, {w.up, w.up_bias, 0, s.intermediate}},
-               true);
+    const Rows up{w.up, w.up_bias, 0, s.intermediate};
+    l.is_gated = w.gate.data != nullptr;
+    if (l.is_gated)
+      layout.add(l.gate_up, s.hidden, 1, {{w.gate, w.gate_bias, 0, s.intermediate}, up}, true);
+    else
+      layout.add(l.gate_up, s.hidden, 1, {up});
     layout.add(l.down, s.intermediate, 1, {{w.down, w.down_bias, 0, s.hidden}});
-    l.input_norm = floats(w.input_norm, s.hidden, s.norm_offset);
-    l.post_norm = floats(w.post_norm, s.hidden, s.norm_offset);
-    l.q_norm = floats(w.q_norm, s.head_dim, s.norm_offset);
-    l.k_norm = floats(w.k_norm, s.head_dim, s.norm_offset);
-    l.side_norm = floats(w.side_norm, s.hidden, s.norm_offset);
-    l.window = w.window;
+    const auto norm = [&s](const Weights& weight, const Weights& bias = {}) {
+      return Norm{floats(weight, s.hidden, s.norm_offset), floats(bias, s.hidden)};
+    };
+    l.input_norm = norm(w.input_norm, w.input_norm_bias);
+    l.post_norm = norm(w.post_norm, w.post_norm_bias);
+    l.o_norm = norm(w.o_norm), l.down_norm = norm(w.down_norm), l.side_norm = norm(w.side_norm);
+    const bool shared = w.head_norms == HeadNorms::kShared;
+    l.q_norm.weight = floats(w.q_norm, shared ? d : q_size, s.norm_offset);
+    l.k_norm.weight = floats(w.k_norm, shared ? d : kv_size, s.norm_offset);
+    l.sinks = floats(w.sinks, s.heads);
+    l.window = w.window, l.rope = w.rope;
     l.adds_to_norm = w.adds_to_norm;
+    l.head_norms = w.head_norms;
   }
   if (ends.head.data != nullptr)
     layout.add(head, s.hidden, 1, {{ends.head, ends.head_bias, 0, s.vocabulary}});
-  norm = floats(ends.norm, s.hidden, s.norm_offset);
+  norm = {floats(ends.norm, s.hidden, s.norm_offset), floats(ends.norm_bias, s.hidden)};
   bytes = layout.bytes;
   arena.allocate(bytes);
   layout.pack_into(arena.begin(), threads);

@@ -24,17 +24,24 @@ struct Matrix {
   bool reads_rounded() const { return rounds[0] || rounds[1]; }
 };
 
+struct Norm {
+  std::vector<float> weight, bias;  // without a weight: there is no norm
+};
+
 struct Layer {
   Matrix qkv, o, gate_up, down;
-  std::vector<float> input_norm, post_norm, q_norm, k_norm, side_norm;
-  int64_t window;
+  Norm input_norm, post_norm, o_norm, down_norm, side_norm, q_norm, k_norm;
+  std::vector<float> sinks;
+  bool is_gated;
+  int64_t window, rope;
   bool adds_to_norm;
+  HeadNorms head_norms;
 };
 
 struct PackedWeights {
   std::vector<Layer> layers;
   Matrix head;
-  std::vector<float> norm;
+  Norm norm;
   int weight_bits = 32;  // of the weights that are not in blocks
   int64_t bytes = 0;
   Arena arena;

@@ -133,6 +133,9 @@ class FusedForm(Form):
     def __init__(self, model: PreTrainedModel, *, exact: bool = False) -> None:
         self.number = self.token = next(_numbers)
         self._read = read = families.read(model, matrices=False)
+        if read.beyond_llama is not None:
+            raise NotReadable(f"the fused operations have no {read.beyond_llama}")
+        self._embed = ModelParts.of(model).embed
         *products, self._head = map(_Product.of, families.products_of(model))
         layers, each = ModelParts.of(model).layers, iter(products)
         first, *behind = [*(_weight(layer.input_layernorm) for layer in layers), read.norm]
@@ -186,7 +189,7 @@ class FusedForm(Form):
         shape, (rows, q) = read.shape, tokens.shape
         n = rows * q
         fed = self._in_blocks(tokens.reshape(-1))
-        hidden: torch.Tensor = F.embedding(fed, read.embedding) if read.scaled is None else read.scaled(fed)
+        hidden: torch.Tensor = self._embed(fed)
         _, stored = cache.open(q)
         # Padding stays zero.
         mixed = (hidden.new_empty if len(fed) == n else hidden.new_zeros)((len(fed), shape.heads * shape.head_dim))

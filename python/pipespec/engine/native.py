@@ -118,15 +118,16 @@ class NativeForm(PartsForm):
                     windows=read.windows,
                     embedding=read.embedding,
                     norm=read.norm,
+                    norm_bias=read.norm_bias,
                     head=read.head,
                     head_bias=read.head_bias,
                     head_scale=read.head_scale,
                 )
         except (ValueError, TypeError) as error:
             raise NotReadable(f"the decoder does not take it: {error}") from error
-        self.token, self._scaled, self._rotary = object(), read.scaled, read.rotary
+        self.token, self._rotary, self._rotations = object(), read.rotary, read.rotations
         # One call runs all parts.
-        self._steps = parts.embed is not None and parts.head is not None and read.scaled is None
+        self._steps = parts.embed is not None and parts.head is not None
         tensors: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         for _, module in parts.named_modules():
             held = (*module._parameters.values(), *module._buffers.values())
@@ -138,7 +139,7 @@ class NativeForm(PartsForm):
         # Calls at the same time compare in one round. What one of them finds counts for all that run in this form.
         self._comparing, self._is_stale = Lock(), False
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Cosines and sines, float32 ``[positions, rotary_dim]``."""
+        """Cosines and sines, float32 ``[rotations, positions, rotary_dim]``."""
 
     @property
     def nbytes(self) -> int:
@@ -175,10 +176,7 @@ class NativeForm(PartsForm):
         return outputs
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        if self._scaled is None:
-            return self.decoder.embed(tokens)
-        hidden: torch.Tensor = self._scaled(tokens).float()
-        return hidden
+        return self.decoder.embed(tokens)
 
     def run_layers(
         self, hidden: torch.Tensor, cache: RowCache, features: Collection[int] = (), side: torch.Tensor | None = None
@@ -200,11 +198,24 @@ class NativeForm(PartsForm):
     def _rope(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The table for at least ``capacity`` positions, from the model's own rotary embedding."""
         table = self._table
-        if table is None or table[0].shape[0] < capacity:
-            like, positions = torch.empty(0, dtype=torch.float32, device="cpu"), torch.arange(capacity, device="cpu")
-            cos, sin = self._rotary(like, position_ids=positions[None])
-            self._table = table = cos[0].contiguous(), sin[0].contiguous()
+        if table is None or table[0].shape[1] < capacity:
+            like, positions = (
+                torch.empty(0, dtype=torch.float32, device="cpu"),
+                torch.arange(capacity, device="cpu")[None],
+            )
+            calls = [{} if kind is None else {"layer_type": kind} for kind in self._rotations]
+            found = [self._rotary(like, position_ids=positions, **more) for more in calls]
+            cos, sin = (torch.stack([self._in_halves(each[i][0]) for each in found]).contiguous() for i in range(2))
+            self._table = table = cos, sin
         return table
+
+    def _in_halves(self, angles: torch.Tensor) -> torch.Tensor:
+        """Cosines or sines of a model ``[positions, n]`` in the decoder's order. Some models repeat each element, some have one of each pair."""
+        half = self.decoder.shape.rotated // 2
+        if angles.shape[1] == 2 * half and torch.equal(angles[:, :half], angles[:, half:]):
+            return angles
+        angles = angles if angles.shape[1] == half else angles[:, ::2]
+        return torch.cat([angles, angles], 1)
 
 
 def native_form(model: PreTrainedModel | ModelParts, reserved: int = 0) -> NativeForm:

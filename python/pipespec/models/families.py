@@ -1,7 +1,7 @@
 """Families of models, and where the weights are that the native decoder takes.
 
-A family is added by a row in :data:`FAMILIES`. It may have a native form where its layers have LLaMA's parts. Whether the decoder computes what the model computes is not
-assumed from the classes: :mod:`pipespec.engine.form` compares the outputs.
+A family is added by a row in :data:`FAMILIES`, which says where the parts of its layers are and how they differ from LLaMA's. Whether the decoder computes what
+the model computes is not assumed from the row: :mod:`pipespec.engine.form` compares the outputs.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,8 +29,26 @@ from pipespec_kernels.formats import QuantizedMatrix
 DTYPES = frozenset((torch.float32, torch.bfloat16))
 """Dtypes of models that the native decoder packs."""
 
-_NUMBERS = ("scaling", "variance_epsilon", "eps", "attention_scaling")
+_NUMBERS = (
+    "scaling", "variance_epsilon", "eps", "attention_scaling", "full_attention_attention_scaling", "sliding_attention_attention_scaling",
+    "use_rope", "sliding_window", "is_sliding", "attn_logit_softcapping", "use_parallel_residual", "residual_multiplier", "embedding_multiplier", "logit_scale",
+)  # fmt: skip
 """Attributes of modules that the decoder takes over."""
+
+_CLASSES = (
+    "ForCausalLM", "Model", "TextModel", "DecoderLayer", "Attention", "MLP", "RMSNorm", "LayerNorm", "LayerNormPerHead", "RotaryEmbedding",
+    "TextScaledWordEmbedding",
+)  # fmt: skip
+"""Ends of the names of the classes of a family. It may lack some."""
+
+BEFORE = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
+"""Where the norms of a layer are, by their names in :class:`LayerWeights`: in front of attention and feed-forward."""
+
+BEHIND = {"o_norm": "post_attention_layernorm", "down_norm": "post_feedforward_layernorm"}
+"""Likewise, behind them."""
+
+AROUND = BEHIND | {"input_norm": "input_layernorm", "post_norm": "pre_feedforward_layernorm"}
+"""Likewise, in front of them and behind them."""
 
 
 class NotReadable(Exception):
@@ -43,35 +61,56 @@ class Family:
 
     Attributes:
         model_type: transformers' name, also of the module in ``transformers.models`` where the family has a native form.
-        prefix: of the names of the classes, for models with LLaMA's parts, whose weights the native decoder takes; None for others.
+        prefix: of the names of the classes, for models whose weights the native decoder takes; None for others.
         in_stages: whether the forward is embedding, layers with a rotary embedding, norm, head, and nothing in between, so that it can be cut.
-        merged: whether queries, keys and values are one matrix, and gate and up another, as in Phi-3.
+        source: name of the module of the classes where it is not ``model_type``.
+        norms: attributes of a layer by the names of the norms in :class:`LayerWeights`. A norm that is None is not there.
         norm_offset: added to the weights of the norms.
-        embedding: the class of the token embedding where it is not ``nn.Embedding``.
+        matrices: attributes of attention and feed-forward that are not ``NAME_proj``, by the names of the matrices in :class:`LayerWeights`.
+        is_parallel: a layer without a norm in front of its feed-forward adds attention and feed-forward of the same hidden states.
+        rotates: whether an attention rotates queries and keys; None: all do.
+        rotates_pairs: neighbours are rotated, not the halves of a head.
+        scales_embedding: the module of the token embedding multiplies by a factor.
+        numbers: constants of :class:`DecoderShape` from the configuration.
     """
 
     model_type: str
     prefix: str | None = None
     in_stages: bool = True
-    merged: bool = False
+    source: str | None = None
+    norms: Mapping[str, str] = field(default_factory=BEFORE.copy)
     norm_offset: float = 0.0
-    embedding: str | None = None
+    matrices: Mapping[str, str] = field(default_factory=dict)
+    is_parallel: bool = False
+    rotates: Callable[[Any], bool] | None = None
+    rotates_pairs: bool = False
+    scales_embedding: bool = False
+    numbers: Mapping[str, Callable[[Any], float | None]] = field(default_factory=dict)
 
     @property
     def module(self) -> str:
         """The module of the classes."""
-        return f"transformers.models.{self.model_type}.modeling_{self.model_type}"
+        name = self.source or self.model_type
+        return f"transformers.models.{name}.modeling_{name}"
 
     @functools.cached_property
     def classes(self) -> tuple[frozenset[type], frozenset[type]]:
         """The family's own classes, and those of all modules of such a model."""
         assert self.prefix is not None
         source = sys.modules[self.module]
-        parts = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
-        own = frozenset(getattr(source, f"{self.prefix}{part}") for part in parts)
+        own = frozenset(vars(source)[name] for part in _CLASSES if (name := f"{self.prefix}{part}") in vars(source))
         # Dropout that does something is excluded.
-        common = (nn.Linear, nn.Embedding, nn.ModuleList, nn.Dropout, Int8Linear, QuantizedLinear, QuantizedEmbedding)
-        return own, own.union(common, _activations(), [getattr(source, self.embedding or "", nn.Embedding)])
+        common = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList, nn.Dropout)
+        return own, own.union(common, (Int8Linear, QuantizedLinear, QuantizedEmbedding), _activations())
+
+    def numbers_of(self, config: Any) -> dict[str, float]:
+        """The constants of :attr:`numbers` for a configuration; None there stands for 0."""
+        return {name: float(number(config) or 0.0) for name, number in self.numbers.items()}
+
+    def matrices_of(self, part: Any, names: Sequence[str]) -> dict[str, Any]:
+        """The linear modules of an attention or a feed-forward, by their names in :class:`LayerWeights`. It may lack some."""
+        found = {name: getattr(part, self.matrices.get(name, f"{name}_proj"), None) for name in names}
+        return {name: linear for name, linear in found.items() if linear is not None}
 
 
 FAMILIES = {
@@ -81,34 +120,49 @@ FAMILIES = {
         Family("mistral", "Mistral"),
         Family("qwen2", "Qwen2"),
         Family("qwen3", "Qwen3"),
-        Family("phi3", "Phi3", merged=True),
-        Family("gemma", "Gemma", norm_offset=1.0, embedding="GemmaTextScaledWordEmbedding"),
-        Family("gemma3_text", norm_offset=1.0),
-        Family("ministral"),
+        Family("phi3", "Phi3"),
+        Family("gemma", "Gemma", norm_offset=1.0, scales_embedding=True),
+        Family(
+            "gemma2", "Gemma2", in_stages=False, norms=AROUND, norm_offset=1.0, scales_embedding=True,
+            numbers={"softcap": lambda c: c.attn_logit_softcapping, "logit_softcap": lambda c: c.final_logit_softcapping},
+        ),
+        Family(
+            "gemma3_text", "Gemma3", source="gemma3", norms=AROUND, norm_offset=1.0, scales_embedding=True,
+            numbers={"logit_softcap": lambda c: c.final_logit_softcapping},
+        ),
+        Family("ministral", "Ministral"),
+        Family("smollm3", "SmolLM3", rotates=lambda attn: bool(attn.use_rope)),
+        Family("olmo2", "Olmo2", norms=BEHIND),
+        Family("olmo3", "Olmo3", norms=BEHIND),
+        Family("exaone4", "Exaone4", norms=BEHIND, rotates=lambda attn: attn.sliding_window is None or attn.is_sliding),
+        Family(
+            "glm4", "Glm4", rotates_pairs=True,
+            norms=BEFORE | {"o_norm": "post_self_attn_layernorm", "down_norm": "post_mlp_layernorm"},
+        ),
+        Family("starcoder2", "Starcoder2", matrices={"up": "c_fc", "down": "c_proj"}),
+        Family("stablelm", "StableLm", is_parallel=True),
+        Family(
+            "cohere2", "Cohere2", in_stages=False, is_parallel=True, rotates_pairs=True, rotates=lambda attn: attn.sliding_window is not None,
+            numbers={"logit_scale": lambda c: c.logit_scale},
+        ),
+        Family(
+            "granite", "Granite", in_stages=False,
+            numbers={"embedding_scale": lambda c: c.embedding_multiplier, "logit_scale": lambda c: 1 / c.logits_scaling},
+        ),
         Family("mixtral"),
         Family("phimoe"),
         Family("qwen2_moe"),
         Family("qwen3_moe"),
-        Family("olmo2"),
-        Family("olmo3"),
-        Family("smollm3"),
-        Family("starcoder2"),
-        Family("stablelm"),
-        Family("exaone4"),
-        Family("glm4"),
         Family("gpt_oss"),
         Family("deepseek_v3"),
         Family("dots1"),
         Family("qwen3_next"),
         Family("qwen3_5_text"),
         Family("qwen3_5_moe_text"),
-        Family("cohere2", in_stages=False),
         Family("deepseek_v2", in_stages=False),
-        Family("gemma2", in_stages=False, norm_offset=1.0),
-        Family("granite", in_stages=False),
         Family("minicpm3", in_stages=False),
     )
-}
+}  # fmt: skip
 """The families, by their ``model_type``: the one list of them. A model of another type is checked on a copy on the meta device."""
 
 NATIVE_CLASSES = {f"{family.prefix}ForCausalLM": family for family in FAMILIES.values() if family.prefix is not None}
@@ -118,10 +172,30 @@ IN_STAGES = tuple(family.model_type for family in FAMILIES.values() if family.in
 """Model types that can be cut into layer stages."""
 
 
+def embedded(parts: ModelParts, tokens: torch.Tensor) -> torch.Tensor:
+    """What the first layer reads of ``tokens [rows, q]``: ``[rows, q, H]``. Some models multiply outside of the embedding's module."""
+    hidden: torch.Tensor = parts.embed(tokens)
+    scale = _numbers(parts).get("embedding_scale")
+    return hidden if scale is None else hidden * scale
+
+
+def scaled(parts: ModelParts, logits: torch.Tensor) -> torch.Tensor:
+    """The model's logits of what its head gives."""
+    numbers = _numbers(parts)
+    logits = logits * numbers.get("logit_scale", 1.0)
+    cap = numbers.get("logit_softcap")
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+def _numbers(parts: ModelParts) -> dict[str, float]:
+    family = FAMILIES.get(parts.config.model_type)
+    return {} if family is None else family.numbers_of(parts.config)
+
+
 @functools.cache
 def _activations() -> dict[type, str]:
     """The native decoder's activations by the classes of transformers."""
-    names = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+    names = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
     return {type(ACT2FN[theirs]): ours for theirs, ours in names.items()}
 
 
@@ -188,7 +262,7 @@ def _identity(model: PreTrainedModel | ModelParts, packed: bool) -> tuple[Any, .
             has_version = packed and not parameter.is_inference()
             seen.append((*_place(parameter), parameter._version if has_version else 0))
         seen += [_place(buffer) for buffer in module._buffers.values() if buffer is not None]
-        if kind in own:
+        if kind in own or kind is nn.LayerNorm:
             seen += map(vars(module).get, _NUMBERS)
     taken = DTYPES if packed else DTYPES | {torch.float16}
     if len(dtypes) != 1 or not dtypes <= taken:
@@ -231,13 +305,15 @@ def state_of(module: nn.Module) -> Iterator[Any]:
 
 def products_of(model: PreTrainedModel | ModelParts) -> Iterator[tuple[Any, ...]]:
     """The linear modules of a model, layer by layer and then the head. Those of one input come together."""
-    parts, fused = model if isinstance(model, ModelParts) else ModelParts.of(model), family_of(model).merged
+    parts, family = model if isinstance(model, ModelParts) else ModelParts.of(model), family_of(model)
     for layer in parts.layers:
-        attn, mlp = layer.self_attn, layer.mlp
-        yield (attn.qkv_proj,) if fused else (attn.q_proj, attn.k_proj, attn.v_proj)
-        yield (attn.o_proj,)
-        yield (mlp.gate_up_proj,) if fused else (mlp.gate_proj, mlp.up_proj)
-        yield (mlp.down_proj,)
+        for part, names in (
+            (layer.self_attn, ("qkv", "q", "k", "v", "o")),
+            (layer.mlp, ("gate_up", "gate", "up", "down")),
+        ):
+            *of_input, last = family.matrices_of(part, names).values()
+            yield tuple(of_input)
+            yield (last,)
     yield (parts.head,)
 
 
@@ -267,11 +343,13 @@ class ReadModel:
         windows: per layer, the number of last positions that a column sees, its own included; None: all.
         embedding: ``[vocabulary, hidden]``, or None.
         norm: weight of the last norm, or None.
+        norm_bias: its bias, or None.
         head: ``[vocabulary, hidden]``, or None.
         head_bias: ``[vocabulary]``, or None.
         head_scale: ``[vocabulary]`` of a head in int8, or None.
         rotary: the model's rotary embedding; None without layers.
-        scaled: the embedding's module where it does more than look up rows; else None.
+        rotations: what each of the rotations of :attr:`LayerWeights.rope` is called in calls of ``rotary``; None: it is the only one.
+        beyond_llama: what the model has that LLaMA has not, as a list in words; None: nothing.
     """
 
     shape: DecoderShape
@@ -279,11 +357,13 @@ class ReadModel:
     windows: tuple[int | None, ...]
     embedding: Any
     norm: Any
+    norm_bias: torch.Tensor | None
     head: Any
     head_bias: torch.Tensor | None
     head_scale: torch.Tensor | None
     rotary: Any
-    scaled: nn.Module | None
+    rotations: tuple[str | None, ...]
+    beyond_llama: str | None
 
 
 def read(model: PreTrainedModel | ModelParts, *, matrices: bool = True) -> ReadModel:
@@ -301,37 +381,119 @@ def read(model: PreTrainedModel | ModelParts, *, matrices: bool = True) -> ReadM
 
 def _read(parts: ModelParts, family: Family, matrices: bool) -> ReadModel:
     config, head, embed = parts.config, parts.head if matrices else None, parts.embed
-    is_scaled = type(embed) is not nn.Embedding and getattr(getattr(embed, "form", None), "scale", 1.0) is not None
-    if embed is not None and family.embedding is not None and not is_scaled:
+    if family.scales_embedding and type(embed) is nn.Embedding:
         # In transformers 5.0.
         raise NotReadable("its embedding is scaled outside of the embedding's module")
-    norms = [norm for layer in parts.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-    eps = {
-        float(getattr(norm, "variance_epsilon", None) or norm.eps) for norm in (*norms, parts.norm) if norm is not None
-    }
-    if len(eps) > 1:
-        raise NotReadable("its norms differ in more than their weights")
     of_head = {} if head is None else _of_linear(head, "head")
     ends = [matrix_of(end) for end in (head, embed) if end is not None]
+    kind, eps = _kind_of_norms(parts, family)
+    numbers = {"embedding_scale": _embedding_scale(embed)} | family.numbers_of(config)
+    rotations = _rotations(parts)
     shape = DecoderShape(
         hidden=config.hidden_size,
         vocabulary=ends[0].shape[0] if ends else 1,
-        eps=eps.pop() if eps else 0.0,
+        eps=eps,
+        norm=kind,
         norm_offset=family.norm_offset,
-        **_layer_sizes(parts),
+        rotates_pairs=family.rotates_pairs,
+        **numbers,
+        **_layer_sizes(parts, family, rotations),
     )
     return ReadModel(
         shape,
-        tuple(_layer(layer, shape, family.merged) for layer in parts.layers if matrices),
+        tuple(
+            _layer(layer, rope, shape, family)
+            for layer, rope in zip(parts.layers, _ropes(parts, family, rotations), strict=True)
+            if matrices
+        ),
         _windows_of(parts),
         None if embed is None else matrix_of(embed),
         None if parts.norm is None else parts.norm.weight.detach(),
+        _bias_of(parts.norm),
         of_head.get("head"),
         of_head.get("head_bias"),
         of_head.get("head_scale"),
         parts.rotary,
-        embed if is_scaled else None,  # a lookup outside of the decoder
+        rotations,
+        _beyond_llama(shape, family, rotations),
     )
+
+
+_BEYOND = {
+    "norm": "layer norms",
+    "rotates_pairs": "RoPE of neighbouring elements",
+    "is_parallel": "attention and feed-forward in parallel",
+    "softcap": "capped scores of attention",
+    "residual_scale": "a factor of what they add",
+    "logit_scale": "a factor of the logits",
+    "logit_softcap": "capped logits",
+}
+"""Constants of :class:`DecoderShape` that a model without its parts has at their defaults."""
+
+
+def _beyond_llama(shape: DecoderShape, family: Family, rotations: Sequence[str | None]) -> str | None:
+    found = [what for name, what in _BEYOND.items() if getattr(shape, name) != getattr(DecoderShape, name)]
+    found += ["norms behind attention and feed-forward"] if family.norms.keys() != BEFORE.keys() else []
+    found += ["layers without RoPE"] if family.rotates is not None else []
+    found += ["several kinds of RoPE"] if len(rotations) > 1 else []
+    found += ["a feed-forward without a gate"] if family.matrices else []
+    return ", ".join(found) or None
+
+
+def _norms_of(layer: Any, family: Family) -> dict[str, Any]:
+    """The norms of a layer that are there, by their names in :class:`LayerWeights`."""
+    places = {name: (layer, at) for name, at in family.norms.items()}
+    for name in ("q_norm", "k_norm"):
+        # In StableLM they are called q_layernorm and k_layernorm.
+        places[name] = layer.self_attn, name if hasattr(layer.self_attn, name) else name.replace("norm", "layernorm")
+    found = {name: getattr(of, at, None) for name, (of, at) in places.items()}
+    return {name: norm for name, norm in found.items() if norm is not None}
+
+
+def _kind_of_norms(parts: ModelParts, family: Family) -> tuple[str, float]:
+    """``norm`` and ``eps`` of a :class:`DecoderShape`."""
+    norms = [norm for layer in parts.layers for norm in _norms_of(layer, family).values()]
+    norms = [each for norm in norms for each in getattr(norm, "norms", (norm,))]
+    kinds = {
+        (
+            "layer" if "LayerNorm" in type(norm).__name__ else "rms",
+            float(getattr(norm, "variance_epsilon", None) or norm.eps),
+        )
+        for norm in (*norms, parts.norm)
+        if norm is not None
+    }
+    if len(kinds) > 1:
+        raise NotReadable("its norms differ in more than their weights")
+    return kinds.pop() if kinds else ("rms", 0.0)
+
+
+def _embedding_scale(embed: Any) -> float:
+    """What the module of a token embedding multiplies by, in its dtype."""
+    if isinstance(embed, QuantizedEmbedding):
+        return 1.0 if embed.form.scale is None else embed.form.scale
+    scale = getattr(embed, "embed_scale", None)
+    return 1.0 if scale is None else float(scale.to(embed.weight.dtype))
+
+
+def _rotations(parts: ModelParts) -> tuple[str | None, ...]:
+    types = getattr(parts.rotary, "layer_types", None)
+    return (None,) if types is None else tuple(types)
+
+
+def _ropes(parts: ModelParts, family: Family, rotations: Sequence[str | None]) -> list[int | None]:
+    """The rotation of each layer, see :class:`LayerWeights`."""
+    types = [None] * len(parts.layers)
+    if rotations != (None,):
+        types = parts.config.layer_types[parts.first : parts.first + len(parts.layers)]
+    return [
+        rotations.index(kind) if family.rotates is None or family.rotates(layer.self_attn) else None
+        for layer, kind in zip(parts.layers, types, strict=True)
+    ]
+
+
+def _bias_of(module: Any) -> torch.Tensor | None:
+    bias = getattr(module, "bias", None)
+    return None if bias is None else bias.detach()
 
 
 def _windows_of(parts: ModelParts) -> tuple[int | None, ...]:
@@ -356,56 +518,74 @@ def of_one_input(model: PreTrainedModel) -> list[tuple[nn.Parameter, ...]]:
     return groups
 
 
-def _layer_sizes(parts: ModelParts) -> dict[str, Any]:
+def _layer_sizes(parts: ModelParts, family: Family, rotations: Sequence[str | None]) -> dict[str, Any]:
     """What a :class:`DecoderShape` says of the layers."""
     if not parts.layers:
         return {"intermediate": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "rotary_dim": 0, "scale": 1.0}
     config, rotary = parts.config, parts.rotary
-    if rotary.rope_type not in ("default", "linear", "llama3", "yarn"):
-        raise NotReadable(f"its RoPE of type {rotary.rope_type} depends on the length of the text")
+    types = rotary.rope_type.values() if isinstance(rotary.rope_type, dict) else [rotary.rope_type]
+    for kind in types:
+        if kind not in ("default", "linear", "llama3", "yarn", "proportional"):
+            raise NotReadable(f"its RoPE of type {kind} depends on the length of the text")
     if not all(layer.self_attn.is_causal for layer in parts.layers):
         raise NotReadable("its attention is not causal")
-    kinds = {(at.head_dim, at.scaling, _activation(layer.mlp)) for layer in parts.layers for at in [layer.self_attn]}
-    if len(kinds) > 1:
+    kinds = {
+        (
+            at.head_dim,
+            at.scaling,
+            _activation(layer.mlp),
+            float(getattr(layer, "residual_multiplier", 1.0)),
+            family.is_parallel and "post_norm" not in _norms_of(layer, family),
+        )
+        for layer in parts.layers
+        for at in [layer.self_attn]
+    }
+    sizes = {getattr(rotary, "inv_freq" if kind is None else f"{kind}_inv_freq").numel() for kind in rotations}
+    if len(kinds) > 1 or len(sizes) > 1:
         raise NotReadable("its layers differ in more than their weights")
-    head_dim, scale, activation = kinds.pop()
+    head_dim, scale, activation, residual_scale, is_parallel = kinds.pop()
     return {
         "intermediate": config.intermediate_size,
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
         "head_dim": head_dim,
-        "rotary_dim": 2 * rotary.inv_freq.numel(),
+        "rotary_dim": 2 * sizes.pop(),
         "scale": scale,
         "activation": activation,
+        "residual_scale": residual_scale,
+        "is_parallel": is_parallel,
     }
 
 
 def _activation(mlp: Any) -> str:
-    module = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
+    module = next(getattr(mlp, name) for name in ("activation_fn", "act_fn", "act") if hasattr(mlp, name))
     name = _activations().get(type(module))
     if name is None:
         raise NotReadable(f"its activation is {type(module).__name__}")
     return name
 
 
-def _layer(layer: Any, shape: DecoderShape, is_merged: bool) -> LayerWeights:
-    attn, mlp = layer.self_attn, layer.mlp
-    weights: dict[str, Any] = {}
-    if is_merged:
-        heads = [n * shape.head_dim for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
-        weights |= _of_rows(attn.qkv_proj, ("q", "k", "v"), heads)
-        weights |= _of_rows(mlp.gate_up_proj, ("gate", "up"), [shape.intermediate] * 2)
-    for part, names in ((attn, ("q", "k", "v", "o")), (mlp, ("gate", "up", "down"))):
-        for name in names:
-            if name not in weights:
-                weights |= _of_linear(getattr(part, f"{name}_proj"), name)
-    weights |= {name: getattr(attn, name).weight.detach() for name in ("q_norm", "k_norm") if hasattr(attn, name)}
-    inputs, norm = layer.input_layernorm.weight.detach(), getattr(layer, "hidden_norm", None)
-    if norm is not None:
+def _layer(layer: Any, rope: int | None, shape: DecoderShape, family: Family) -> LayerWeights:
+    heads = [n * shape.head_dim for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    weights: dict[str, Any] = {"input_norm": None, "post_norm": None, "gate": None, "rope": rope}
+    for part, whole, names, sizes in (
+        (layer.self_attn, "qkv", ("q", "k", "v", "o"), heads),
+        (layer.mlp, "gate_up", ("gate", "up", "down"), [shape.intermediate] * 2),
+    ):
+        for name, linear in family.matrices_of(part, (whole, *names)).items():
+            weights |= _of_rows(linear, names[:-1], sizes) if name == whole else _of_linear(linear, name)
+    for name, norm in _norms_of(layer, family).items():
+        own = getattr(norm, "norms", None)
+        weights[name] = norm.weight.detach() if own is None else torch.stack([each.weight.detach() for each in own])
+        if (bias := _bias_of(norm)) is not None:
+            weights[f"{name}_bias"] = bias
+    if (sinks := getattr(layer.self_attn, "sinks", None)) is not None:
+        weights["sinks"] = sinks.detach()
+    if (norm := getattr(layer, "hidden_norm", None)) is not None:
         # A draft head's first layer reads embeddings beside the hidden states, which have the second norm.
-        weights |= {"side_norm": inputs, "adds_to_norm": layer.norm_before_residual}
-        inputs = norm.weight.detach()
-    return LayerWeights(input_norm=inputs, post_norm=layer.post_attention_layernorm.weight.detach(), **weights)
+        weights |= {"side_norm": weights["input_norm"], "adds_to_norm": layer.norm_before_residual}
+        weights["input_norm"] = norm.weight.detach()
+    return LayerWeights(**weights)
 
 
 def _of_linear(linear: Any, name: str) -> dict[str, Any]:
