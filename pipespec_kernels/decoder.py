@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from pipespec_kernels import _native
+from pipespec_kernels.experts import Experts
 from pipespec_kernels.formats import QuantizedMatrix
 from pipespec_kernels.packed import format_code, num_threads
 
 __all__ = ["DecoderShape", "LayerWeights", "NativeDecoder", "Taps"]
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3}
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3, "quick_gelu": 4}
 _NORMS = {"rms": 0, "layer": 1}
 _SHARED, _OWN, _JOINT = range(3)
 """What a norm of queries or keys is for, see :class:`LayerWeights`."""
@@ -54,7 +55,7 @@ class DecoderShape:
         vocabulary: Token ids, ``V``.
         eps: Added to the mean square, or to the variance, in norms.
         scale: Factor of the attention scores.
-        activation: ``silu``, ``gelu_tanh``, ``gelu`` or ``relu2``, the square of what is positive.
+        activation: ``silu``, ``gelu_tanh``, ``gelu``, ``relu2``, the square of what is positive, or ``quick_gelu``, ``x`` times the sigmoid of ``1.702 x``.
         norm_offset: Added to the weights of norms: 1.0 for Gemma.
         rotary_dim: The first elements of a head that are rotated, an even number; None: all.
         norm: ``rms``, or ``layer`` for layer norms, which subtract the mean.
@@ -99,6 +100,7 @@ class LayerWeights:
 
     Matrices may be quantised, each in a format of its own. A matrix with a scale, float32 ``[out]``, is int8; its weights are ``scale[:, None] * matrix``.
     All matrices of a decoder that are not quantised, its head included, are int8 or none is. Without a ``gate``, the activation is that of ``up``.
+    With ``experts`` there is none of ``gate``, ``up`` and ``down``.
 
     The norms of a layer, ``[H]``, each of which may lack: ``input_norm`` in front of the attention, ``o_norm`` of what the attention adds, ``post_norm`` in front
     of the feed-forward, ``down_norm`` of what that adds. In a parallel layer without ``post_norm``, the feed-forward reads what the attention reads. Before their
@@ -119,8 +121,8 @@ class LayerWeights:
     o: Tensor | QuantizedMatrix
     post_norm: Tensor | None
     gate: Tensor | QuantizedMatrix | None
-    up: Tensor | QuantizedMatrix
-    down: Tensor | QuantizedMatrix
+    up: Tensor | QuantizedMatrix | None
+    down: Tensor | QuantizedMatrix | None
     q_bias: Tensor | None = None
     k_bias: Tensor | None = None
     v_bias: Tensor | None = None
@@ -145,6 +147,7 @@ class LayerWeights:
     down_scale: Tensor | None = None
     adds_to_norm: bool = False
     rope: int | None = 0
+    experts: Experts | None = None
 
 
 class Taps(NamedTuple):
@@ -256,8 +259,14 @@ class NativeDecoder:
                 for i, layer in enumerate(layers)
             ],
             [
-                (window, layer.adds_to_norm, -1 if layer.rope is None else layer.rope, _head_norms(shape, layer))
-                for window, layer in zip(seen, layers, strict=True)
+                (
+                    window,
+                    layer.adds_to_norm,
+                    -1 if layer.rope is None else layer.rope,
+                    _head_norms(shape, layer),
+                    None if layer.experts is None else layer.experts.native(f"layers[{i}].experts", at),
+                )
+                for i, (window, layer) in enumerate(zip(seen, layers, strict=True))
             ],
             [
                 at("embedding", self._embedding, (v, h)),

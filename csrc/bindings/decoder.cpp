@@ -6,6 +6,7 @@
 
 #include <array>
 #include <memory>
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -95,8 +96,33 @@ cpu::DecoderShape shape(const std::array<std::int64_t, 7>& sizes, const std::arr
           logit_softcap};
 }
 
-// Of a layer: window, adds_to_norm, rope, head_norms.
-using LayerKind = std::tuple<std::int64_t, bool, std::int64_t, int>;
+// In the order of pipespec_kernels.experts: weights; sizes; the factor of the weights, jitter,
+// limit.
+using ExpertsAt =
+    std::tuple<std::array<WeightsAt, 13>, std::array<std::int64_t, 11>, std::array<float, 3>>;
+
+cpu::ExpertWeights experts(const ExpertsAt& at) {
+  const auto& [tensors, sizes, numbers] = at;
+  cpu::ExpertWeights w;
+  cpu::Weights* const fields[] = {&w.router,       &w.router_bias, &w.choice_bias, &w.gate,
+                                  &w.up,           &w.down,        &w.gate_bias,   &w.up_bias,
+                                  &w.down_bias,    &w.shared_gate, &w.shared_up,   &w.shared_down,
+                                  &w.shared_router};
+  for (std::size_t i = 0; i < tensors.size(); ++i) *fields[i] = weights(tensors[i]);
+  const auto [count, chosen, scores, normalised, groups, chosen_groups, group_best, size, shared,
+              stride, up_first] = sizes;
+  const auto [factor, jitter, limit] = numbers;
+  w.routing = {count,           chosen, cpu::Scores(scores),
+               normalised != 0, groups, chosen_groups,
+               group_best,      factor, jitter};
+  w.intermediate = size, w.shared_intermediate = shared;
+  w.stride = stride, w.up_first = up_first;
+  w.limit = limit;
+  return w;
+}
+
+// Of a layer: window, adds_to_norm, rope, head_norms, experts.
+using LayerKind = std::tuple<std::int64_t, bool, std::int64_t, int, std::optional<ExpertsAt>>;
 
 std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 7>& sizes,
                                    const std::array<int, 4>& kinds,
@@ -109,7 +135,9 @@ std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 7>& sizes,
     all.push_back(layer(layers[i]));
     cpu::LayerWeights& w = all.back();
     int head_norms = 0;
-    std::tie(w.window, w.adds_to_norm, w.rope, head_norms) = rest.at(i);
+    std::optional<ExpertsAt> of_experts;
+    std::tie(w.window, w.adds_to_norm, w.rope, head_norms, of_experts) = rest.at(i);
+    if (of_experts) w.experts = experts(*of_experts);
     w.head_norms = cpu::HeadNorms(head_norms);
   }
   py::gil_scoped_release without_gil;

@@ -8,26 +8,24 @@
 #include <stdexcept>
 #include <string>
 
+#include "buffer.hpp"
+#include "experts.hpp"
 #include "formats/formats.hpp"
 #include "kernels.hpp"
 #include "number.hpp"
 #include "pool.hpp"
+#include "product.hpp"
 #include "weights.hpp"
 
 namespace pipespec::cpu {
 namespace {
 
 constexpr int64_t kPanel = kPanelOutputs;
-// Maximum panels of one unit of work: what they compute for a tile stays in the second-level cache.
-constexpr int64_t kMaxUnitPanels = 8;
 // Queries of one unit of attention.
 constexpr int64_t kAttendQueries = 64;
 // Maximum rows of a narrow forward. It spends most of its time reading the weights, so the cost of
 // a round shows.
 constexpr int64_t kNarrow = 16;
-// Inputs of a tile of rows: they are read once per group, from the second-level cache.
-constexpr int64_t kTileBytes = 192 << 10;
-constexpr int64_t kMaxTileRows = 48;  // whole blocks of rows
 constexpr int64_t kUnitsPerThread = 4;
 // Inputs that the caller rounds by itself: another round costs more.
 constexpr int64_t kRoundAlone = 1 << 16;
@@ -37,32 +35,6 @@ constexpr int64_t kPieceColumns = 512;
 
 int64_t whole(int64_t n, int64_t of) { return (n + of - 1) / of; }
 int64_t rounded(int64_t n, int64_t to) { return whole(n, to) * to; }
-
-// Memory on cache lines that grows and never shrinks. Its contents are lost when it grows.
-class Buffer {
- public:
-  Buffer() = default;
-  ~Buffer() { std::free(data_); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-
-  float* floats(int64_t count) {
-    if (count > count_) {
-      std::free(data_);
-      data_ = nullptr;
-      count_ = 0;
-      void* const fresh = std::aligned_alloc(64, size_t(rounded(count * 4, 64)));
-      if (fresh == nullptr) throw std::bad_alloc();
-      data_ = static_cast<float*>(fresh);
-      count_ = count;
-    }
-    return data_;
-  }
-
- private:
-  float* data_ = nullptr;
-  int64_t count_ = 0;
-};
 
 // What a thread needs for its units. `rows` are the normalised hidden states of round number
 // `round`, from row `begin` on. The units of one round share them.
@@ -132,7 +104,8 @@ struct Decoder::Job {
     kGateUp,
     kDown,
     kAdd,
-    kLogits
+    kLogits,
+    kCall
   };
 
   // Rows of the hidden states: of each row of the batch `columns` from `first` on, of `stride`.
@@ -157,7 +130,6 @@ struct Decoder::Job {
   const PackedWeights& packed;
   const int threads;
   const DecoderKernels& kernels = cpu::kernels().decoder;
-  const PackedKernels& packed_kernels = cpu::packed_kernels();
   Team team{threads - 1, work, this};
 
   Part all{}, kept{};  // of the hidden states: those fed, and those whose results are wanted
@@ -179,12 +151,13 @@ struct Decoder::Job {
 
   // Of the present round.
   Phase phase = Phase::kHead;
+  const std::function<void(int64_t)>* call = nullptr;
   uint64_t round = 0;
   int64_t base = 0;
   Part part{};
   Source source{};
   RoundedInputs rounded_inputs[2];
-  int64_t tile_rows = 0, chunk_panels = 0, chunks = 0;
+  Pieces pieces;
 
   Job(const Decoder& decoder, int threads_)
       : shape(decoder.shape_), packed(*decoder.packed_), threads(threads_) {}
@@ -242,17 +215,8 @@ struct Decoder::Job {
     round_inputs(of, matrix, from);
     part = of;
     source = from;
-    const int64_t fitting =
-        matrix.reads_rounded()
-            ? RoundedInputs::tile_columns(part.count())
-            : std::clamp<int64_t>(kTileBytes / (matrix.inputs * 4) / 6 * 6, 6, kMaxTileRows);
-    tile_rows = std::min(fitting, part.count());
-    const int64_t tiles = whole(part.count(), tile_rows);
-    const int64_t wanted = threads == 1 ? 1 : kUnitsPerThread * threads;
-    chunk_panels =
-        std::min(rounded(whole(matrix.panels() * tiles, wanted), kGroupPanels), kMaxUnitPanels);
-    chunks = whole(matrix.panels(), chunk_panels);
-    run(next, tiles * chunks);
+    pieces = Pieces(matrix, part.count(), threads == 1 ? 1 : kUnitsPerThread * threads);
+    run(next, pieces.count());
   }
 
   void unit(int64_t i) {
@@ -295,6 +259,8 @@ struct Decoder::Job {
         return add_normed(i);
       case Phase::kLogits:
         return head_product(i);
+      case Phase::kCall:
+        return (*call)(i);
     }
   }
 
@@ -303,9 +269,10 @@ struct Decoder::Job {
   int64_t activated_width() const { return rounded(shape.intermediate, kPanel); }
 
   Piece piece(const Matrix& matrix, int64_t i) const {
-    const int64_t begin = i / chunks * tile_rows, panel = i % chunks * chunk_panels;
-    return {begin, std::min(begin + tile_rows, part.count()), panel,
-            std::min(chunk_panels, matrix.panels() - panel)};
+    const int64_t begin = i / pieces.chunks * pieces.tile_rows;
+    const int64_t panel = i % pieces.chunks * pieces.chunk_panels;
+    return {begin, std::min(begin + pieces.tile_rows, part.count()), panel,
+            std::min(pieces.chunk_panels, matrix.panels() - panel)};
   }
 
   // Rows begin .. begin + rows - 1 of the part, times some panels.
@@ -318,33 +285,7 @@ struct Decoder::Job {
       x = is_normed ? normed(begin, begin + rows) : source.rows + begin * x_stride;
       if (is_normed) x_stride = shape.hidden;
     }
-    auto run = std::upper_bound(m.runs.begin(), m.runs.end(), panel,
-                                [](int64_t p, const Run& r) { return p < r.first; });
-    for (--run; run != m.runs.end() && run->first < panel + panels; ++run) {
-      const int64_t first = std::max(panel, run->first);
-      const int64_t count = std::min(panel + panels, run->first + run->panels) - first;
-      const unsigned char* const weights = run->data + (first - run->first) * run->panel_bytes;
-      float* const out_at = to + (first - panel) * kPanel;
-      if (run->format) {
-        packed_kernels.products[int(*run->format)](
-            weights, m.inputs, count, rounded_inputs[traits(*run->format).rounds256].tile(begin),
-            rows, out_at, stride);
-        continue;
-      }
-      const Product multiply = run->bits == 8    ? kernels.product8
-                               : run->bits == 16 ? kernels.product16
-                                                 : kernels.product32;
-      multiply(weights, m.inputs, count, x, x_stride, rows, out_at, stride);
-    }
-    if (!m.scale.empty()) {
-      const float* const scale = m.scale.data() + panel * kPanel;
-      for (int64_t r = 0; r < rows; ++r)
-        for (int64_t i = 0; i < panels * kPanel; ++i) to[r * stride + i] *= scale[i];
-    }
-    if (m.bias.empty()) return;
-    const float* const bias = m.bias.data() + panel * kPanel;
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t i = 0; i < panels * kPanel; ++i) to[r * stride + i] += bias[i];
+    multiply(m, panel, panels, {x, x_stride, rounded_inputs, begin, rows}, to, stride);
   }
 
   // to = the norm of x, [H]; x itself where there is none.
@@ -517,10 +458,10 @@ struct Decoder::Job {
     for (int64_t k = 0; k < count; ++k) to[k] += shape.residual_scale * x[k];
   }
 
-  // hidden += the norm of row m of what was added
+  // hidden += row m of what was added, or its norm
   void add_normed(int64_t m) const {
     const int64_t h = shape.hidden;
-    normalize(*behind, added + m * h, added + m * h);
+    if (!behind->weight.empty()) normalize(*behind, added + m * h, added + m * h);
     add(added + m * h, h, hidden + part.at(m) * h);
   }
 
@@ -576,8 +517,12 @@ struct Decoder::Job {
       // In a parallel layer, the feed-forward reads what the attention has read.
       if (shape.is_parallel) run_gate_up();
       run_added(Phase::kOut, layer->o, attended, attended_width(), layer->o_norm);
-      if (!shape.is_parallel) run_gate_up();
-      run_added(Phase::kDown, layer->down, activated, activated_width(), layer->down_norm);
+      if (layer->experts.is_used()) {
+        run_experts();
+      } else {
+        if (!shape.is_parallel) run_gate_up();
+        run_added(Phase::kDown, layer->down, activated, activated_width(), layer->down_norm);
+      }
       tap(l + 1);
     }
     kept = wanted;
@@ -587,6 +532,23 @@ struct Decoder::Job {
     const bool reads_input = shape.is_parallel && layer->post_norm.weight.empty();
     const Norm& norm = reads_input ? layer->input_norm : layer->post_norm;
     run(Phase::kGateUp, kept, layer->gate_up, {&norm, nullptr, 0});
+  }
+
+  // The feed-forward of experts, of the kept columns.
+  void run_experts() {
+    const int64_t h = shape.hidden, count = kept.count();
+    const Rounds rounds = [this](int64_t units, const std::function<void(int64_t)>& units_work) {
+      call = &units_work;
+      run(Phase::kCall, units);
+    };
+    float* const x = workspace().joined.floats(count * h);
+    added = workspace().added.floats(count * h);
+    behind = &layer->down_norm;
+    part = kept;
+    for (int64_t m = 0; m < count; ++m)
+      normalize(layer->post_norm, hidden + part.at(m) * h, x + m * h);
+    cpu::run_experts(layer->experts, x, count, h, rounds, threads, added);
+    run_rows(Phase::kAdd, count, h);
   }
 
   // Copies the hidden states of all columns to the taps of one layer.

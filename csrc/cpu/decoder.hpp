@@ -20,6 +20,7 @@
 
 #include "decoder_kernels.hpp"
 #include "formats/packed.hpp"
+#include "routing.hpp"
 #include "select.hpp"
 
 namespace pipespec::cpu {
@@ -49,6 +50,19 @@ struct Weights {
   std::optional<Format> format = {};
 };
 
+// The experts of a feed-forward, in place of its gate, up and down. Those of all experts lie one
+// after the other: the rows of expert e begin at e * stride, of `up` after up_first more. A bias
+// has an entry for each row of its matrix.
+struct ExpertWeights {
+  Routing routing;
+  int64_t intermediate = 0, shared_intermediate = 0;  // 0 of the latter: no shared expert
+  int64_t stride = 0, up_first = 0;                   // in rows
+  float limit = 0.0f;                                 // see ExpertLayer
+  Weights router, router_bias, choice_bias;           // [experts, H], [experts]; float32 [experts]
+  Weights gate, up, down, gate_bias, up_bias, down_bias;
+  Weights shared_gate, shared_up, shared_down, shared_router;  // the last one: [1, H], or none
+};
+
 // What the weights of q_norm and k_norm are for: one head each, the same for all; one head each,
 // and each its own; all heads at once.
 enum class HeadNorms : int { kShared = 0, kOwn = 1, kJoint = 2 };
@@ -68,6 +82,7 @@ struct LayerWeights {
   bool adds_to_norm = false;  // the residual of a layer with side inputs is the normalised state
   int64_t rope = 0;           // which of the rotations of Columns; -1: none
   HeadNorms head_norms = HeadNorms::kShared;
+  ExpertWeights experts = {};
 };
 
 struct EndWeights {

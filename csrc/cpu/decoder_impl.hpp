@@ -246,7 +246,9 @@ void activate(Activation kind, const float* products, bool is_gated, int64_t pan
         continue;
       }
       F z = g;
-      if (kind == Activation::kGeluTanh) {
+      if (kind == Activation::kQuickGelu) {
+        z = V::multiply(g, V::broadcast(1.702f));
+      } else if (kind == Activation::kGeluTanh) {
         // (1 + tanh(z)) / 2 = 1 / (1 + e^(-2 z)), z = sqrt(2 / pi) (g + 0.044715 g^3)
         const F cube = V::multiply(V::multiply(g, g), g);
         z = V::multiply(V::multiply_add(cube, V::broadcast(0.044715f), g),

@@ -23,7 +23,7 @@ inline constexpr int64_t kGroupPanels = 4;
 // does not keep enough lines in flight: it stops at each page of 4096 bytes.
 inline constexpr int64_t kPrefetchBytes = 4096;
 
-enum class Activation : int { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu2 = 3 };
+enum class Activation : int { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu2 = 3, kQuickGelu = 4 };
 
 inline constexpr int64_t kMaxLanes = 16;
 // Positions whose softmax is computed by itself. The parts are merged in order, so that different

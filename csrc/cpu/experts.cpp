@@ -55,9 +55,11 @@ class Step {
   // What one expert's product needs.
   struct Work {
     const Matrix* matrix;
-    ProductInputs inputs;
+    const float* from;  // [rows, stride]
+    int64_t stride;
     Pieces pieces;
     int64_t begin, rows, first;  // first place, places, first unit
+    RoundedInputs rounded[2] = {};
   };
   struct Piece {
     int64_t begin, rows, panel, panels;
@@ -66,6 +68,9 @@ class Step {
           rows(std::min(w.pieces.tile_rows, w.rows - begin)),
           panel(unit % w.pieces.chunks * w.pieces.chunk_panels),
           panels(std::min(w.pieces.chunk_panels, w.matrix->panels() - panel)) {}
+    Tile tile(const Work& w) const {
+      return {w.from + begin * w.stride, w.stride, w.rounded, begin, rows};
+    }
   };
   // The one that unit or place number `i` belongs to.
   static const Work& find(const std::vector<Work>& works, int64_t Work::* first, int64_t i) {
@@ -86,11 +91,11 @@ class Step {
     const Matrix& router = layer_.router;
     const int64_t width = router.panels() * kPanel;
     float* const logits = memory().logits.floats(count_ * width);
-    std::vector<Work> work{{&router, {x_, hidden_, {}}, {router, count_, wanted()}, 0, count_, 0}};
+    std::vector<Work> work{{&router, x_, hidden_, {router, count_, wanted()}, 0, count_, 0}};
     round_all(work);
     run_(work[0].pieces.count(), [&](int64_t i) {
       const Piece p(work[0], i);
-      multiply(router, p.panel, p.panels, work[0].inputs, p.begin, p.rows,
+      multiply(router, p.panel, p.panels, p.tile(work[0]),
                logits + p.begin * width + p.panel * kPanel, width);
     });
     const Routing& routing = layer_.routing;
@@ -104,9 +109,11 @@ class Step {
       const float* const of_column = logits + c * width;
       route(routing, of_column, bias, experts, weights);
       if (!layer_.has_shared) return;
-      const float gate = of_column[routing.experts];
       experts[chosen_ - 1] = int32_t(routing.experts);
-      weights[chosen_ - 1] = layer_.gates_shared ? 1.0f / (1.0f + std::exp(-gate)) : 1.0f;
+      weights[chosen_ - 1] = 1.0f;
+      if (!layer_.gates_shared) return;
+      const float gate = of_column[whole(routing.experts, kPanel) * kPanel];
+      weights[chosen_ - 1] = 1.0f / (1.0f + std::exp(-gate));
     });
     grouping_.assign(chosen, count_, int64_t(layer_.experts.size()));
   }
@@ -122,7 +129,7 @@ class Step {
       const int64_t begin = grouping_.begins[size_t(i)];
       const int64_t count = grouping_.begins[size_t(i) + 1] - begin;
       const Pieces pieces(m, count, whole(wanted(), active));
-      works.push_back({&m, {rows + begin * stride, stride, {}}, pieces, begin, count, units});
+      works.push_back({&m, rows + begin * stride, stride, pieces, begin, count, units});
       units += pieces.count();
     }
     round_all(works);
@@ -149,7 +156,7 @@ class Step {
       auto* at = reinterpret_cast<unsigned char*>(memory().rounded[wide].floats(all / 4));
       for (Work& w : works) {
         if (!w.matrix->rounds[wide]) continue;
-        w.inputs.rounded[wide] = RoundedInputs(wide != 0, w.matrix->inputs, w.rows, at);
+        w.rounded[wide] = RoundedInputs(wide != 0, w.matrix->inputs, w.rows, at);
         at += bytes(w, wide);
       }
     }
@@ -157,20 +164,20 @@ class Step {
     each(works.back().begin + works.back().rows, works[0].matrix->inputs, [&](int64_t place) {
       const Work& w = find(works, &Work::begin, place);
       const int64_t row = place - w.begin;
-      for (const RoundedInputs& to : w.inputs.rounded)
-        if (to) to.round(w.inputs.rows + row * w.inputs.stride, row);
+      for (const RoundedInputs& to : w.rounded)
+        if (to) to.round(w.from + row * w.stride, row);
     });
   }
 
   void multiply_piece(const Work& w, const Piece& p, Part part) const {
     const int64_t width = p.panels * kPanel;
     float* const products = memory().products.floats(p.rows * width);
-    multiply(*w.matrix, p.panel, p.panels, w.inputs, p.begin, p.rows, products, width);
+    multiply(*w.matrix, p.panel, p.panels, p.tile(w), products, width);
     const int64_t first = p.panel * kPanel, place = w.begin + p.begin;
     if (part == kGateUp) {
       if (layer_.limit > 0.0f) clamp(products, p.rows * width);
       for (int64_t r = 0; r < p.rows; ++r)
-        cpu::kernels().decoder.activate(layer_.activation, products + r * width, p.panels / 2,
+        cpu::kernels().decoder.activate(layer_.activation, products + r * width, true, p.panels / 2,
                                         activated_ + (place + r) * width_ + first / 2);
       return;
     }

@@ -18,8 +18,8 @@ struct Expert {
 
 struct ExpertLayer {
   Routing routing;
-  Matrix router;            // outputs: the experts, and the gate of the shared one if it has one
-  std::vector<float> bias;  // of the choice, or none
+  Matrix router;  // outputs: the experts, and in another panel the gate of the shared one, if any
+  std::vector<float> bias;      // of the choice, or none
   std::vector<Expert> experts;  // with the shared one, if there is one, as the last
   bool has_shared = false, gates_shared = false;
   Activation activation = Activation::kSilu;

@@ -29,8 +29,8 @@ Pieces::Pieces(const Matrix& matrix, int64_t rows, int64_t wanted) {
   chunks = whole(matrix.panels(), chunk_panels);
 }
 
-void multiply(const Matrix& m, int64_t panel, int64_t panels, const ProductInputs& inputs,
-              int64_t begin, int64_t rows, float* to, int64_t stride) {
+void multiply(const Matrix& m, int64_t panel, int64_t panels, const Tile& tile, float* to,
+              int64_t stride) {
   const DecoderKernels& kernels = cpu::kernels().decoder;
   auto run = std::upper_bound(m.runs.begin(), m.runs.end(), panel,
                               [](int64_t p, const Run& r) { return p < r.first; });
@@ -41,20 +41,19 @@ void multiply(const Matrix& m, int64_t panel, int64_t panels, const ProductInput
     float* const out_at = to + (first - panel) * kPanel;
     if (run->format) {
       packed_kernels().products[int(*run->format)](
-          weights, m.inputs, count, inputs.rounded[traits(*run->format).rounds256].tile(begin),
-          rows, out_at, stride);
+          weights, m.inputs, count, tile.rounded[traits(*run->format).rounds256].tile(tile.begin),
+          tile.count, out_at, stride);
       continue;
     }
     const Product product = run->bits == 8    ? kernels.product8
                             : run->bits == 16 ? kernels.product16
                                               : kernels.product32;
-    product(weights, m.inputs, count, inputs.rows + begin * inputs.stride, inputs.stride, rows,
-            out_at, stride);
+    product(weights, m.inputs, count, tile.rows, tile.stride, tile.count, out_at, stride);
   }
   const auto each = [&](const std::vector<float>& of, auto&& apply) {
     if (of.empty()) return;
     const float* const values = of.data() + panel * kPanel;
-    for (int64_t r = 0; r < rows; ++r)
+    for (int64_t r = 0; r < tile.count; ++r)
       for (int64_t i = 0; i < panels * kPanel; ++i) apply(to[r * stride + i], values[i]);
   };
   each(m.scale, [](float& x, float scale) { x *= scale; });

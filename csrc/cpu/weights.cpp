@@ -52,8 +52,8 @@ class Layout {
       }
     };
     if (pairs) {
-      for (int64_t r = 0; r < parts[0].end; r += kPanel)
-        for (const Rows& part : parts) add_panel(part, r);
+      for (int64_t r = 0; r < parts[0].end - parts[0].begin; r += kPanel)
+        for (const Rows& part : parts) add_panel(part, part.begin + r);
     } else {
       for (const Rows& part : parts)
         for (int64_t r = part.begin; r < part.end; r += kPanel) add_panel(part, r);
@@ -72,6 +72,35 @@ class Layout {
     }
     matrices_.push_back(std::move(from));
     to_.push_back(&m);
+  }
+
+  void add(ExpertLayer& l, const ExpertWeights& w, const DecoderShape& s) {
+    const int64_t count = w.routing.experts, h = s.hidden;
+    const Weights none;
+    l.routing = w.routing;
+    l.activation = s.activation, l.limit = w.limit;
+    l.bias = floats(w.choice_bias, count);
+    l.has_shared = w.shared_intermediate > 0;
+    l.gates_shared = w.shared_router.data != nullptr;
+    std::vector<Rows> router{{w.router, w.router_bias, 0, count}};
+    if (l.gates_shared) router.push_back({w.shared_router, none, 0, 1});
+    add(l.router, h, 1, router);
+    l.experts.resize(size_t(count + (l.has_shared ? 1 : 0)));
+    const auto add_expert = [&](Expert& expert, int64_t size, const Rows& gate, const Rows& up,
+                                const Rows& down) {
+      expert.intermediate = size;
+      add(expert.gate_up, h, 1, {gate, up}, true);
+      add(expert.down, size, 1, {down});
+    };
+    for (int64_t e = 0; e < count; ++e) {
+      const int64_t size = w.intermediate, gate = e * w.stride, up = gate + w.up_first;
+      add_expert(l.experts[size_t(e)], size, {w.gate, w.gate_bias, gate, gate + size},
+                 {w.up, w.up_bias, up, up + size}, {w.down, w.down_bias, e * h, (e + 1) * h});
+    }
+    const int64_t shared = w.shared_intermediate;
+    if (l.has_shared)
+      add_expert(l.experts.back(), shared, {w.shared_gate, none, 0, shared},
+                 {w.shared_up, none, 0, shared}, {w.shared_down, none, 0, h});
   }
 
   void pack_into(unsigned char* memory, int threads) {
@@ -116,6 +145,14 @@ PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeigh
     for (const Weights& w : {l.k, l.v}) spans.push_back({w, kv_size * inputs(l)});
     spans.insert(spans.end(), {{l.q, q_size * inputs(l)}, {l.o, q_size * s.hidden}});
     for (const Weights& w : {l.gate, l.up, l.down}) spans.push_back({w, s.intermediate * s.hidden});
+    const ExpertWeights& e = l.experts;
+    const int64_t rows = e.routing.experts * s.hidden;
+    // Of gates and ups in one matrix, the rows of both lie from its beginning on.
+    spans.insert(spans.end(),
+                 {{e.router, rows}, {e.gate, rows * e.stride}, {e.up, rows * e.stride}});
+    spans.insert(spans.end(), {{e.down, rows * e.intermediate}, {e.shared_router, s.hidden}});
+    for (const Weights& w : {e.shared_gate, e.shared_up, e.shared_down})
+      spans.push_back({w, e.shared_intermediate * s.hidden});
   }
   weight_bits = number_bits(spans, threads);
   layers.resize(from.size());
@@ -133,11 +170,15 @@ PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeigh
     layout.add(l.o, q_size, 1, {{w.o, w.o_bias, 0, s.hidden}});
     const Rows up{w.up, w.up_bias, 0, s.intermediate};
     l.is_gated = w.gate.data != nullptr;
-    if (l.is_gated)
-      layout.add(l.gate_up, s.hidden, 1, {{w.gate, w.gate_bias, 0, s.intermediate}, up}, true);
-    else
-      layout.add(l.gate_up, s.hidden, 1, {up});
-    layout.add(l.down, s.intermediate, 1, {{w.down, w.down_bias, 0, s.hidden}});
+    if (w.experts.routing.experts > 0) {
+      layout.add(l.experts, w.experts, s);
+    } else {
+      if (l.is_gated)
+        layout.add(l.gate_up, s.hidden, 1, {{w.gate, w.gate_bias, 0, s.intermediate}, up}, true);
+      else
+        layout.add(l.gate_up, s.hidden, 1, {up});
+      layout.add(l.down, s.intermediate, 1, {{w.down, w.down_bias, 0, s.hidden}});
+    }
     const auto norm = [&s](const Weights& weight, const Weights& bias = {}) {
       return Norm{floats(weight, s.hidden, s.norm_offset), floats(bias, s.hidden)};
     };

@@ -7,22 +7,9 @@
 
 #include "arena.hpp"
 #include "decoder.hpp"
-#include "pack.hpp"
+#include "experts.hpp"
 
 namespace pipespec::cpu {
-
-// Parts of some outputs each, one after the other and each in whole panels; and that `groups`
-// times: heads of queries, keys and values; elsewhere one part.
-struct Matrix {
-  int64_t inputs = 0, group_panels = 0, groups = 1;
-  std::vector<Run> runs;
-  std::vector<float> bias, scale;   // of all panels, or none
-  bool rounds[2] = {false, false};  // inputs are read in blocks of 32, of 256
-  bool reads_floats = false;
-
-  int64_t panels() const { return groups * group_panels; }
-  bool reads_rounded() const { return rounds[0] || rounds[1]; }
-};
 
 struct Norm {
   std::vector<float> weight, bias;  // without a weight: there is no norm
@@ -36,6 +23,7 @@ struct Layer {
   int64_t window, rope;
   bool adds_to_norm;
   HeadNorms head_norms;
+  ExpertLayer experts;
 };
 
 struct PackedWeights {
