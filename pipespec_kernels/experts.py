@@ -79,7 +79,9 @@ class Experts:
         routing, (count, hidden), size = self.routing, self.router.shape, self.down.shape[1]
         rows = self.gate.shape[0] // count
         if not 0 < routing.chosen <= count or count % routing.groups or rows not in (size, 2 * size):
-            raise ValueError(f"{name}: {routing.chosen} of {count} experts in {routing.groups} groups, {rows} rows each")
+            raise ValueError(
+                f"{name}: {routing.chosen} of {count} experts in {routing.groups} groups, {rows} rows each"
+            )
         up, up_bias = (self.gate, self.gate_bias) if self.up is None else (self.up, self.up_bias)
         shared = self.shared[2].shape[1] if self.shared else 0
         gate, up_, down = self.shared or (None,) * 3

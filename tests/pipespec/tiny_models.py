@@ -86,6 +86,10 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3, latents": ("deepseek_v3", DEEPSEEK),
     "minicpm3, latents": ("minicpm3", LATENT),
     "granite": ("granite", {}),
+    "granitemoe": (
+        "granitemoe",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 2.0, "residual_multiplier": 0.7},
+    ),
     "glm4": ("glm4", HEADS),
     "stablelm": ("stablelm", {}),
     "dots1, mixed": ("dots1", MIXED | HEADS | {k: v for k, v in DEEPSEEK.items() if k not in LATENT}),

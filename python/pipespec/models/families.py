@@ -18,12 +18,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
+from pipespec.models import experts
 from pipespec.models.devices import not_whole_reason
 from pipespec.models.layout import CacheLayout, UnsupportedLayers, configuration_read
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import has_dropout, has_hooks, has_own_forward
 from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear
 from pipespec_kernels.decoder import DecoderShape, LayerWeights
+from pipespec_kernels.experts import Routing
 from pipespec_kernels.formats import QuantizedMatrix
 
 DTYPES = frozenset((torch.float32, torch.bfloat16))
@@ -32,12 +34,13 @@ DTYPES = frozenset((torch.float32, torch.bfloat16))
 _NUMBERS = (
     "scaling", "variance_epsilon", "eps", "attention_scaling", "full_attention_attention_scaling", "sliding_attention_attention_scaling",
     "use_rope", "sliding_window", "is_sliding", "attn_logit_softcapping", "use_parallel_residual", "residual_multiplier", "embedding_multiplier", "logit_scale",
+    *experts.NUMBERS,
 )  # fmt: skip
 """Attributes of modules that the decoder takes over."""
 
 _CLASSES = (
     "ForCausalLM", "Model", "TextModel", "DecoderLayer", "Attention", "MLP", "RMSNorm", "LayerNorm", "LayerNormPerHead", "RotaryEmbedding",
-    "TextScaledWordEmbedding",
+    "TextScaledWordEmbedding", *experts.CLASSES,
 )  # fmt: skip
 """Ends of the names of the classes of a family. It may lack some."""
 
@@ -72,6 +75,7 @@ class Family:
         rotates_pairs: neighbours are rotated, not the halves of a head.
         scales_embedding: the module of the token embedding multiplies by a factor.
         numbers: constants of :class:`DecoderShape` from the configuration.
+        routing: how experts are chosen, by their router; None: there are none.
     """
 
     model_type: str
@@ -86,6 +90,7 @@ class Family:
     rotates_pairs: bool = False
     scales_embedding: bool = False
     numbers: Mapping[str, Callable[[Any], float | None]] = field(default_factory=dict)
+    routing: Callable[[Any], Routing] | None = None
 
     @property
     def module(self) -> str:
@@ -149,13 +154,17 @@ FAMILIES = {
             "granite", "Granite", in_stages=False,
             numbers={"embedding_scale": lambda c: c.embedding_multiplier, "logit_scale": lambda c: 1 / c.logits_scaling},
         ),
-        Family("mixtral"),
-        Family("phimoe"),
-        Family("qwen2_moe"),
-        Family("qwen3_moe"),
-        Family("gpt_oss"),
+        Family("mixtral", "Mixtral", routing=experts.softmax),
+        Family("phimoe", "Phimoe", routing=experts.sparse_mixer),
+        Family("qwen2_moe", "Qwen2Moe", routing=experts.softmax),
+        Family("qwen3_moe", "Qwen3Moe", routing=experts.softmax),
+        Family("gpt_oss", "GptOss", routing=experts.softmax),
+        Family(
+            "granitemoe", "GraniteMoe", in_stages=False, routing=experts.softmax,
+            numbers={"embedding_scale": lambda c: c.embedding_multiplier, "logit_scale": lambda c: 1 / c.logits_scaling},
+        ),
         Family("deepseek_v3"),
-        Family("dots1"),
+        Family("dots1", "Dots1", routing=experts.by_sigmoids),
         Family("qwen3_next"),
         Family("qwen3_5_text"),
         Family("qwen3_5_moe_text"),
@@ -309,11 +318,12 @@ def products_of(model: PreTrainedModel | ModelParts) -> Iterator[tuple[Any, ...]
     for layer in parts.layers:
         for part, names in (
             (layer.self_attn, ("qkv", "q", "k", "v", "o")),
-            (layer.mlp, ("gate_up", "gate", "up", "down")),
+            (_feed_forward(layer), ("gate_up", "gate", "up", "down")),
         ):
-            *of_input, last = family.matrices_of(part, names).values()
-            yield tuple(of_input)
-            yield (last,)
+            linears = [*family.matrices_of(part, names).values()]
+            # Experts have none.
+            yield tuple(linears[:-1])
+            yield tuple(linears[-1:])
     yield (parts.head,)
 
 
@@ -437,6 +447,7 @@ def _beyond_llama(shape: DecoderShape, family: Family, rotations: Sequence[str |
     found += ["layers without RoPE"] if family.rotates is not None else []
     found += ["several kinds of RoPE"] if len(rotations) > 1 else []
     found += ["a feed-forward without a gate"] if family.matrices else []
+    found += ["experts"] if family.routing is not None else []
     return ", ".join(found) or None
 
 
@@ -533,7 +544,7 @@ def _layer_sizes(parts: ModelParts, family: Family, rotations: Sequence[str | No
         (
             at.head_dim,
             at.scaling,
-            _activation(layer.mlp),
+            _activation(_feed_forward(layer)),
             float(getattr(layer, "residual_multiplier", 1.0)),
             family.is_parallel and "post_norm" not in _norms_of(layer, family),
         )
@@ -557,7 +568,14 @@ def _layer_sizes(parts: ModelParts, family: Family, rotations: Sequence[str | No
     }
 
 
+def _feed_forward(layer: Any) -> Any:
+    return layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
+
+
 def _activation(mlp: Any) -> str:
+    mlp = getattr(mlp, "experts", mlp)
+    if getattr(mlp, "alpha", None) == experts.ALPHA:
+        return "quick_gelu"
     module = next(getattr(mlp, name) for name in ("activation_fn", "act_fn", "act") if hasattr(mlp, name))
     name = _activations().get(type(module))
     if name is None:
@@ -567,10 +585,13 @@ def _activation(mlp: Any) -> str:
 
 def _layer(layer: Any, rope: int | None, shape: DecoderShape, family: Family) -> LayerWeights:
     heads = [n * shape.head_dim for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
-    weights: dict[str, Any] = {"input_norm": None, "post_norm": None, "gate": None, "rope": rope}
+    absent = ("input_norm", "post_norm", "gate", "up", "down")
+    weights: dict[str, Any] = dict.fromkeys(absent) | {"rope": rope}
+    if family.routing is not None:
+        weights["experts"] = experts.experts_of(_feed_forward(layer), family.routing, matrix_of)
     for part, whole, names, sizes in (
         (layer.self_attn, "qkv", ("q", "k", "v", "o"), heads),
-        (layer.mlp, "gate_up", ("gate", "up", "down"), [shape.intermediate] * 2),
+        (_feed_forward(layer), "gate_up", ("gate", "up", "down"), [shape.intermediate] * 2),
     ):
         for name, linear in family.matrices_of(part, (whole, *names)).items():
             weights |= _of_rows(linear, names[:-1], sizes) if name == whole else _of_linear(linear, name)
