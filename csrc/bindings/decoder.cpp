@@ -36,7 +36,7 @@ cpu::Weights weights(const WeightsAt& at) {
 }
 
 // In the order of the fields of pipespec_kernels.decoder.LayerWeights, without the scales.
-using LayerAt = std::array<WeightsAt, 24>;
+using LayerAt = std::array<WeightsAt, 26>;
 
 cpu::LayerWeights layer(const LayerAt& at) {
   cpu::LayerWeights w;
@@ -63,7 +63,9 @@ cpu::LayerWeights layer(const LayerAt& at) {
                                   &w.down_norm,
                                   &w.input_norm_bias,
                                   &w.post_norm_bias,
-                                  &w.sinks};
+                                  &w.sinks,
+                                  &w.q_gate,
+                                  &w.q_gate_bias};
   for (std::size_t i = 0; i < at.size(); ++i) *fields[i] = weights(at[i]);
   return w;
 }
@@ -121,8 +123,24 @@ cpu::ExpertWeights experts(const ExpertsAt& at) {
   return w;
 }
 
-// Of a layer: window, adds_to_norm, rope, head_norms, experts.
-using LayerKind = std::tuple<std::int64_t, bool, std::int64_t, int, std::optional<ExpertsAt>>;
+// In the order of pipespec_kernels.recurrent: weights; heads and sizes, channels, taps.
+using RecurrentAt = std::tuple<std::array<WeightsAt, 12>, std::array<std::int64_t, 6>>;
+
+cpu::RecurrentWeights recurrent(const RecurrentAt& at) {
+  const auto& [tensors, sizes] = at;
+  cpu::RecurrentWeights w;
+  cpu::Weights* const fields[] = {&w.in,          &w.gates,     &w.beta,       &w.decay,
+                                  &w.out,         &w.in_bias,   &w.out_bias,   &w.kernel,
+                                  &w.kernel_bias, &w.decay_log, &w.decay_bias, &w.norm};
+  for (std::size_t i = 0; i < tensors.size(); ++i) *fields[i] = weights(tensors[i]);
+  w.delta = {sizes[0], sizes[1], sizes[2], sizes[3]};
+  w.channels = sizes[4], w.taps = sizes[5];
+  return w;
+}
+
+// Of a layer: window, adds_to_norm, rope, head_norms, experts, what is recurrent.
+using LayerKind = std::tuple<std::int64_t, bool, std::int64_t, int, std::optional<ExpertsAt>,
+                             std::optional<RecurrentAt>>;
 
 std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 7>& sizes,
                                    const std::array<int, 4>& kinds,
@@ -136,8 +154,10 @@ std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 7>& sizes,
     cpu::LayerWeights& w = all.back();
     int head_norms = 0;
     std::optional<ExpertsAt> of_experts;
-    std::tie(w.window, w.adds_to_norm, w.rope, head_norms, of_experts) = rest.at(i);
+    std::optional<RecurrentAt> of_recurrent;
+    std::tie(w.window, w.adds_to_norm, w.rope, head_norms, of_experts, of_recurrent) = rest.at(i);
     if (of_experts) w.experts = experts(*of_experts);
+    if (of_recurrent) w.recurrent = recurrent(*of_recurrent);
     w.head_norms = cpu::HeadNorms(head_norms);
   }
   py::gil_scoped_release without_gil;
@@ -182,6 +202,21 @@ cpu::Columns columns(const ColumnsAt& at) {
           positions};
 }
 
+// Inputs, dtype, states, slots, rows, places.
+using StatesAt = std::optional<std::tuple<std::uintptr_t, int, std::uintptr_t, std::int64_t,
+                                          std::int64_t, std::vector<std::int64_t>>>;
+
+std::optional<cpu::States> states(const StatesAt& at) {
+  if (!at) return {};
+  const auto& [inputs, dtype, found, slots, rows, places] = *at;
+  return cpu::States{reinterpret_cast<void*>(inputs),
+                     cpu::DType(dtype),
+                     reinterpret_cast<float*>(found),
+                     slots,
+                     rows,
+                     places.data()};
+}
+
 // Layers, out, dtype, begin of each row, stride.
 using TapsAt = std::tuple<std::vector<std::int64_t>, std::uintptr_t, int, std::vector<std::int64_t>,
                           std::int64_t>;
@@ -212,9 +247,11 @@ void bind_decoder(py::module_& m) {
           "run_layers",
           [](const Decoder& d, std::uintptr_t hidden, std::uintptr_t side, const CacheAt& at,
              const ColumnsAt& fed, std::int64_t begin, std::int64_t end, const TapsAt& tapped,
-             int threads) {
+             int threads, const StatesAt& held) {
+            const std::optional<cpu::States> of_rows = states(held);
             d.run_layers(reinterpret_cast<float*>(hidden), reinterpret_cast<const float*>(side),
-                         cache(at), columns(fed), begin, end, threads, taps(tapped));
+                         cache(at), columns(fed), begin, end, threads, taps(tapped),
+                         of_rows ? &*of_rows : nullptr);
           },
           WithoutGil())
       .def(
@@ -228,9 +265,11 @@ void bind_decoder(py::module_& m) {
       .def(
           "step",
           [](const Decoder& d, const TokensAt& ids, const CacheAt& at, const ColumnsAt& fed,
-             std::int64_t keep, std::uintptr_t out, int dtype, const TapsAt& tapped, int threads) {
+             std::int64_t keep, std::uintptr_t out, int dtype, const TapsAt& tapped, int threads,
+             const StatesAt& held) {
+            const std::optional<cpu::States> of_rows = states(held);
             d.step(tokens(ids), cache(at), columns(fed), keep, reinterpret_cast<void*>(out),
-                   cpu::DType(dtype), threads, taps(tapped));
+                   cpu::DType(dtype), threads, taps(tapped), of_rows ? &*of_rows : nullptr);
           },
           WithoutGil());
 }

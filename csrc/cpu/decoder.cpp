@@ -104,6 +104,7 @@ struct Decoder::Job {
     kGateUp,
     kDown,
     kAdd,
+    kGate,
     kLogits,
     kCall
   };
@@ -138,12 +139,12 @@ struct Decoder::Job {
   const Taps* taps = nullptr;
   const KeysValues* cache = nullptr;
   const Columns* columns = nullptr;
+  const States* states = nullptr;
   void* out = nullptr;
   DType out_dtype = DType::kFloat32;
   Part out_part{};  // where in `out` the logits of `kept` belong
 
   const Layer* layer = nullptr;
-  int64_t layer_index = 0;
   float *qkv = nullptr, *attended = nullptr, *activated = nullptr, *partials = nullptr;
   float* added = nullptr;  // [part, H], what a norm behind a product reads
   const Norm* behind = nullptr;
@@ -250,13 +251,15 @@ struct Decoder::Job {
         finish(i / shape.kv_heads, i % shape.kv_heads);
         return attend(i / shape.kv_heads, i % shape.kv_heads, 0, kept.columns);
       case Phase::kOut:
-        return add_product(layer->o, i);
+        return add_product(layer->recurrent.is_used() ? layer->recurrent.out : layer->o, i);
       case Phase::kGateUp:
         return gate_up(i);
       case Phase::kDown:
         return add_product(layer->down, i);
       case Phase::kAdd:
         return add_normed(i);
+      case Phase::kGate:
+        return gate_attended(i);
       case Phase::kLogits:
         return head_product(i);
       case Phase::kCall:
@@ -264,8 +267,13 @@ struct Decoder::Job {
     }
   }
 
-  int64_t qkv_width() const { return layer->qkv.panels() * kPanel; }
-  int64_t attended_width() const { return shape.heads * shape.head_dim; }
+  const Matrix& projection() const {
+    return layer->recurrent.is_used() ? layer->recurrent.in : layer->qkv;
+  }
+  int64_t qkv_width() const { return projection().panels() * kPanel; }
+  int64_t attended_width() const {
+    return layer->recurrent.is_used() ? layer->recurrent.outputs() : shape.heads * shape.head_dim;
+  }
   int64_t activated_width() const { return rounded(shape.intermediate, kPanel); }
 
   Piece piece(const Matrix& matrix, int64_t i) const {
@@ -321,8 +329,8 @@ struct Decoder::Job {
   }
 
   void project(int64_t i) const {
-    const Piece p = piece(layer->qkv, i);
-    product(layer->qkv, p.panel, p.panels, p.begin, p.rows(),
+    const Piece p = piece(projection(), i);
+    product(projection(), p.panel, p.panels, p.begin, p.rows(),
             qkv + p.begin * qkv_width() + p.panel * kPanel, qkv_width());
   }
 
@@ -337,7 +345,7 @@ struct Decoder::Job {
            head * layer->qkv.group_panels * kPanel;
   }
   int64_t place(const int64_t (&strides)[4], int64_t row, int64_t head) const {
-    return layer_index * strides[0] + row * strides[1] + head * strides[2];
+    return layer->store * strides[0] + row * strides[1] + head * strides[2];
   }
 
   int64_t key_at() const { return rounded(group() * shape.head_dim, kPanel); }
@@ -506,17 +514,21 @@ struct Decoder::Job {
     tap(begin);
     for (int64_t l = begin; l < end; ++l) {
       layer = &packed.layers[size_t(l)];
-      layer_index = l;
       // After the last layer only the wanted columns are read.
       kept = l + 1 == end && !taps_end ? wanted : all;
       qkv = w.qkv.floats(rows * qkv_width());
       attended = w.attended.floats(rows * attended_width());
       activated = w.activated.floats(rows * activated_width());
-      attention();
+      if (layer->recurrent.is_used())
+        recurrence();
+      else
+        attention();
       if (kept.count() == 0) continue;
+      if (layer->gates_attention) run_rows(Phase::kGate, kept.count(), attended_width());
       // In a parallel layer, the feed-forward reads what the attention has read.
       if (shape.is_parallel) run_gate_up();
-      run_added(Phase::kOut, layer->o, attended, attended_width(), layer->o_norm);
+      const Matrix& o = layer->recurrent.is_used() ? layer->recurrent.out : layer->o;
+      run_added(Phase::kOut, o, attended, attended_width(), layer->o_norm);
       if (layer->experts.is_used()) {
         run_experts();
       } else {
@@ -532,6 +544,30 @@ struct Decoder::Job {
     const bool reads_input = shape.is_parallel && layer->post_norm.weight.empty();
     const Norm& norm = reads_input ? layer->input_norm : layer->post_norm;
     run(Phase::kGateUp, kept, layer->gate_up, {&norm, nullptr, 0});
+  }
+
+  // What a recurrent layer has in place of the attention.
+  void recurrence() {
+    const RecurrentLayer& r = layer->recurrent;
+    run(Phase::kProject, all, r.in, {&layer->input_norm, nullptr, 0});
+    const RecurrentColumns fed{
+        columns->columns, all.first, all.columns, kept.first - all.first, qkv,
+        qkv_width(),      attended};
+    const std::function<void(int64_t)> units_work = [&](int64_t i) {
+      cpu::run_recurrent(r, *states, layer->store, fed, i / r.parts(), i % r.parts());
+    };
+    call = &units_work;
+    run(Phase::kCall, all.rows * r.parts());
+  }
+
+  // Factors of row m of what the attention gives.
+  void gate_attended(int64_t m) const {
+    const int64_t size = group() * shape.head_dim;
+    const int64_t at = key_at() + 2 * rounded(shape.head_dim, kPanel);
+    const int64_t column = m % kept.columns + kept.first - all.first;
+    for (int64_t head = 0; head < shape.kv_heads; ++head)
+      cpu::kernels().recurrent.gate(projected(m / kept.columns, column, head) + at, size, false,
+                                    attended + m * attended_width() + head * size);
   }
 
   // The feed-forward of experts, of the kept columns.
@@ -669,7 +705,7 @@ void Decoder::run_pieces(Job& job, const Columns& columns, int64_t keep, int64_t
 
 void Decoder::run_layers(float* hidden, const float* side, const KeysValues& cache,
                          const Columns& columns, int64_t begin, int64_t end, int threads,
-                         const Taps& taps) const {
+                         const Taps& taps, const States* states) const {
   if (columns.rows * columns.columns == 0) return;
   Job job(*this, threads);
   job.hidden = hidden;
@@ -677,6 +713,7 @@ void Decoder::run_layers(float* hidden, const float* side, const KeysValues& cac
   job.taps = &taps;
   job.cache = &cache;
   job.columns = &columns;
+  job.states = states;
   run_pieces(job, columns, columns.columns, begin, end, false);
 }
 
@@ -695,7 +732,8 @@ void Decoder::logits(const float* hidden, int64_t count, void* out, DType dtype,
 }
 
 void Decoder::step(const Tokens& tokens, const KeysValues& cache, const Columns& columns,
-                   int64_t keep, void* out, DType dtype, int threads, const Taps& taps) const {
+                   int64_t keep, void* out, DType dtype, int threads, const Taps& taps,
+                   const States* states) const {
   const int64_t count = columns.rows * columns.columns;
   if (count == 0) return;
   float* const hidden = workspace().hidden.floats(count * shape_.hidden);
@@ -705,6 +743,7 @@ void Decoder::step(const Tokens& tokens, const KeysValues& cache, const Columns&
   job.taps = &taps;
   job.cache = &cache;
   job.columns = &columns;
+  job.states = states;
   job.out = out;
   job.out_dtype = dtype;
   run_pieces(job, columns, keep, 0, int64_t(packed_->layers.size()), true);

@@ -63,6 +63,24 @@ struct ExpertWeights {
   Weights shared_gate, shared_up, shared_down, shared_router;  // the last one: [1, H], or none
 };
 
+// Heads of queries and keys, and of values: each of the former serves several of the latter. A
+// short convolution has none.
+struct DeltaShape {
+  int64_t key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0;
+  int64_t group() const { return value_heads / key_heads; }
+};
+
+// A recurrent part in place of the attention. The rows of `in` are the channels of the convolution:
+// queries, keys and values; of a short convolution a factor of its inputs, one of its outputs, and
+// the inputs. The others are those of a gated delta net.
+struct RecurrentWeights {
+  DeltaShape delta;
+  int64_t channels = 0, taps = 0;                  // 0: the layer has attention
+  Weights in, gates, beta, decay, out;             // [.., H] each, and [H, ..]
+  Weights in_bias, out_bias, kernel, kernel_bias;  // kernel: [channels, taps]
+  Weights decay_log, decay_bias, norm;             // [value_heads] twice, [value_dim]
+};
+
 // What the weights of q_norm and k_norm are for: one head each, the same for all; one head each,
 // and each its own; all heads at once.
 enum class HeadNorms : int { kShared = 0, kOwn = 1, kJoint = 2 };
@@ -77,12 +95,14 @@ struct LayerWeights {
   Weights q_bias, k_bias, v_bias, o_bias, gate_bias, up_bias, down_bias;
   Weights q_norm, k_norm, side_norm;
   Weights o_norm, down_norm, input_norm_bias, post_norm_bias;
-  Weights sinks;              // [heads], see AttendTask
-  int64_t window = 0;         // last positions that a column sees, its own included; 0: all
-  bool adds_to_norm = false;  // the residual of a layer with side inputs is the normalised state
-  int64_t rope = 0;           // which of the rotations of Columns; -1: none
+  Weights sinks;                // [heads], see AttendTask
+  Weights q_gate, q_gate_bias;  // like q: sigmoids of their products are factors of the attention
+  int64_t window = 0;           // last positions that a column sees, its own included; 0: all
+  bool adds_to_norm = false;    // the residual of a layer with side inputs is the normalised state
+  int64_t rope = 0;             // which of the rotations of Columns; -1: none
   HeadNorms head_norms = HeadNorms::kShared;
   ExpertWeights experts = {};
+  RecurrentWeights recurrent = {};
 };
 
 struct EndWeights {
@@ -90,13 +110,25 @@ struct EndWeights {
   Weights norm, head, head_bias, norm_bias;
 };
 
-// Keys and values of all layers; strides in elements of layer, row, head and position. The
-// elements of a head are contiguous.
+// Keys and values of all layers with attention; strides in elements of layer, row, head and
+// position. The elements of a head are contiguous.
 struct KeysValues {
   void* keys;
   void* values;
   DType dtype;  // kFloat32 or kBFloat16
   int64_t key_strides[4], value_strides[4];
+};
+
+// The states of all recurrent layers: the last inputs of the convolution [layers, slots, rows,
+// channels, taps], and [layers, slots, rows, value_heads, key_dim, value_dim]. A row that is fed
+// begins with the states of slot places[0]; those after its column j go to slot places[j], if that
+// is not negative. `places`: [rows, columns + 1].
+struct States {
+  void* inputs;
+  DType dtype;  // kFloat32 or kBFloat16
+  float* states;
+  int64_t slots, rows;
+  const int64_t* places;
 };
 
 // Rows of `columns` tokens each. Column j of row r stands at position lengths[r] + j and sees the
@@ -135,12 +167,14 @@ class Decoder {
   // hidden[rows, columns, H] through layers begin .. end - 1, in place. side[rows, columns, H]:
   // what layers with a side_norm read, too.
   void run_layers(float* hidden, const float* side, const KeysValues& cache, const Columns& columns,
-                  int64_t begin, int64_t end, int threads, const Taps& taps = {}) const;
+                  int64_t begin, int64_t end, int threads, const Taps& taps = {},
+                  const States* states = nullptr) const;
   // logits[count, V] of hidden[count, H].
   void logits(const float* hidden, int64_t count, void* out, DType dtype, int threads) const;
   // All of these: logits[rows, keep, V] of the last `keep` columns.
   void step(const Tokens& tokens, const KeysValues& cache, const Columns& columns, int64_t keep,
-            void* out, DType dtype, int threads, const Taps& taps = {}) const;
+            void* out, DType dtype, int threads, const Taps& taps = {},
+            const States* states = nullptr) const;
 
  private:
   struct Job;

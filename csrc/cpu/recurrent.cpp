@@ -233,7 +233,7 @@ class Unit {
       float* const to = out(first + j) + head * d.value_dim;
       cpu::kernels().decoder.rms_norm(outputs + j * d.value_dim, layer_.norm.data(), d.value_dim,
                                       layer_.eps, to);
-      kernels.gate(in(first + j) + gates_at + head * d.value_dim, d.value_dim, to);
+      kernels.gate(in(first + j) + gates_at + head * d.value_dim, d.value_dim, true, to);
     }
   }
 

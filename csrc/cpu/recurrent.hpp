@@ -5,16 +5,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "weights.hpp"
+#include "product.hpp"
 
 namespace pipespec::cpu {
-
-// Heads of queries and keys, and of values: each of the former serves several of the latter. A
-// short convolution has none.
-struct DeltaShape {
-  int64_t key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0;
-  int64_t group() const { return value_heads / key_heads; }
-};
 
 struct RecurrentLayer {
   // Outputs of `in`: the channels of the convolution (queries, keys and values), the gates of the
@@ -32,18 +25,6 @@ struct RecurrentLayer {
   bool is_delta() const { return delta.key_heads > 0; }
   int64_t outputs() const { return is_delta() ? delta.value_heads * delta.value_dim : channels; }
   int64_t parts() const;  // units of work of a row
-};
-
-// The states of all recurrent layers: the last inputs of the convolution [layers, slots, rows,
-// channels, taps], and [layers, slots, rows, value_heads, key_dim, value_dim]. A row that is fed
-// begins with the states of slot places[0]; those after its column j go to slot places[j], if that
-// is not negative. `places`: [rows, columns + 1].
-struct States {
-  void* inputs;
-  DType dtype;  // kFloat32 or kBFloat16
-  float* states;
-  int64_t slots, rows;
-  const int64_t* places;
 };
 
 // Columns first .. first + columns - 1 of a forward of `fed`, of the rows of a batch. The results

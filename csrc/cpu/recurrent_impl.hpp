@@ -114,10 +114,11 @@ void convolve(const float* inputs, int64_t input_stride, const float* weights,
 }
 
 template <class V>
-void gate(const float* gates, int64_t n, float* x) {
+void gate(const float* gates, int64_t n, bool is_silu, float* x) {
   for_vectors<V>(n, [&](int64_t i, auto load, auto store) {
     const auto g = load(gates + i);
-    store(x + i, V::multiply(times_sigmoid<V>(g, g), load(x + i)));
+    const auto factor = times_sigmoid<V>(is_silu ? g : V::broadcast(1.0f), g);
+    store(x + i, V::multiply(factor, load(x + i)));
   });
 }
 

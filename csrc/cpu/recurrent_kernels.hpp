@@ -29,8 +29,8 @@ struct RecurrentKernels {
   void (*convolve)(const float* inputs, int64_t input_stride, const float* weights,
                    int64_t weight_stride, int64_t taps, const float* bias, int64_t n,
                    bool activates, float* out);
-  // x[i] *= gate i / (1 + e^-gate i)
-  void (*gate)(const float* gates, int64_t n, float* x);
+  // x[i] *= sigmoid(gate i), and also *= gate i where `is_silu`.
+  void (*gate)(const float* gates, int64_t n, bool is_silu, float* x);
 };
 
 }  // namespace pipespec::cpu

@@ -1,6 +1,7 @@
 #include "weights.hpp"
 
 #include <algorithm>
+#include <cmath>
 
 #include "decoder_kernels.hpp"
 #include "formats/formats.hpp"
@@ -103,6 +104,35 @@ class Layout {
                  {w.shared_up, none, 0, shared}, {w.shared_down, none, 0, h});
   }
 
+  void add(RecurrentLayer& l, const RecurrentWeights& w, const DecoderShape& s) {
+    const int64_t heads = w.delta.value_heads, channels = w.channels;
+    const Weights none;
+    l.delta = w.delta, l.channels = channels, l.taps = w.taps, l.eps = s.eps;
+    std::vector<Rows> parts{{w.in, w.in_bias, 0, channels}};
+    if (l.is_delta()) {
+      parts.push_back({w.gates, none, 0, l.outputs()});
+      parts.push_back({w.beta, none, 0, heads});
+      parts.push_back({w.decay, none, 0, heads});
+    } else {
+      parts.push_back({w.in, w.in_bias, channels, 2 * channels});
+      parts.push_back({w.in, w.in_bias, 2 * channels, 3 * channels});
+    }
+    add(l.in, s.hidden, 1, parts);
+    add(l.out, l.outputs(), 1, {{w.out, w.out_bias, 0, s.hidden}});
+    l.kernel.resize(size_t(channels * w.taps));
+    for (int64_t c = 0; c < channels; ++c)
+      for (int64_t t = 0; t < w.taps; ++t)
+        l.kernel[size_t(t * channels + c)] = value(w.kernel, c * w.taps + t);
+    l.kernel_bias = floats(w.kernel_bias, channels);
+    l.decay = floats(w.decay_log, heads);
+    for (float& x : l.decay) x = -std::exp(x);
+    l.decay_bias = floats(w.decay_bias, heads);
+    l.norm = floats(w.norm, w.delta.value_dim);
+    const float size = float(w.delta.key_dim);
+    l.query_norm.assign(size_t(w.delta.key_dim), 1.0f / size);
+    l.key_norm.assign(size_t(w.delta.key_dim), 1.0f / std::sqrt(size));
+  }
+
   void pack_into(unsigned char* memory, int threads) {
     size_t next = 0;
     for (size_t i = 0; i < matrices_.size(); ++i) {
@@ -145,6 +175,15 @@ PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeigh
     for (const Weights& w : {l.k, l.v}) spans.push_back({w, kv_size * inputs(l)});
     spans.insert(spans.end(), {{l.q, q_size * inputs(l)}, {l.o, q_size * s.hidden}});
     for (const Weights& w : {l.gate, l.up, l.down}) spans.push_back({w, s.intermediate * s.hidden});
+    const RecurrentWeights& r = l.recurrent;
+    const int64_t outputs = r.delta.value_heads * r.delta.value_dim;
+    const bool is_delta = outputs > 0;
+    spans.insert(spans.end(), {{l.q_gate, q_size * s.hidden},
+                               {r.in, r.channels * s.hidden * (is_delta ? 1 : 3)},
+                               {r.gates, outputs * s.hidden},
+                               {r.beta, r.delta.value_heads * s.hidden},
+                               {r.decay, r.delta.value_heads * s.hidden},
+                               {r.out, (is_delta ? outputs : r.channels) * s.hidden}});
     const ExpertWeights& e = l.experts;
     const int64_t rows = e.routing.experts * s.hidden;
     // Of gates and ups in one matrix, the rows of both lie from its beginning on.
@@ -156,18 +195,28 @@ PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeigh
   }
   weight_bits = number_bits(spans, threads);
   layers.resize(from.size());
+  int64_t stores[2] = {0, 0};
   Layout layout(weight_bits);
   for (size_t i = 0; i < from.size(); ++i) {
     const LayerWeights& w = from[i];
     Layer& l = layers[i];
+    l.gates_attention = w.q_gate.data != nullptr;
+    const bool is_recurrent = w.recurrent.taps > 0;
+    l.store = stores[is_recurrent]++;
     std::vector<Rows> parts;
     for (int64_t h = 0; h < s.kv_heads; ++h) {
       parts.push_back({w.q, w.q_bias, h * group * d, (h + 1) * group * d});
       parts.push_back({w.k, w.k_bias, h * d, (h + 1) * d});
       parts.push_back({w.v, w.v_bias, h * d, (h + 1) * d});
+      if (l.gates_attention)
+        parts.push_back({w.q_gate, w.q_gate_bias, h * group * d, (h + 1) * group * d});
     }
-    layout.add(l.qkv, inputs(w), s.kv_heads, parts);
-    layout.add(l.o, q_size, 1, {{w.o, w.o_bias, 0, s.hidden}});
+    if (is_recurrent) {
+      layout.add(l.recurrent, w.recurrent, s);
+    } else {
+      layout.add(l.qkv, inputs(w), s.kv_heads, parts);
+      layout.add(l.o, q_size, 1, {{w.o, w.o_bias, 0, s.hidden}});
+    }
     const Rows up{w.up, w.up_bias, 0, s.intermediate};
     l.is_gated = w.gate.data != nullptr;
     if (w.experts.routing.experts > 0) {

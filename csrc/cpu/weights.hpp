@@ -8,6 +8,7 @@
 #include "arena.hpp"
 #include "decoder.hpp"
 #include "experts.hpp"
+#include "recurrent.hpp"
 
 namespace pipespec::cpu {
 
@@ -24,6 +25,9 @@ struct Layer {
   bool adds_to_norm;
   HeadNorms head_norms;
   ExpertLayer experts;
+  RecurrentLayer recurrent;
+  bool gates_attention;
+  int64_t store;  // number among the layers of its kind, with keys and values or with states
 };
 
 struct PackedWeights {
