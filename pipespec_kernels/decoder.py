@@ -59,6 +59,7 @@ class DecoderShape:
         rotary_dim: The first elements of a head that are rotated, an even number; None: all.
         norm: ``rms``, or ``layer`` for layer norms, which subtract the mean.
         rotates_pairs: Elements ``2 i`` and ``2 i + 1`` of a head are rotated; else ``i`` and ``i + rotary_dim / 2``.
+        norms_rotated: ``q_norm`` and ``k_norm`` come after the rotation.
         is_parallel: Attention and feed-forward of a layer read the same hidden states.
         softcap: Scores are ``softcap * tanh(score / softcap)`` after their factor; 0: they are not capped.
         residual_scale: Factor of what attention and feed-forward add to the hidden states.
@@ -80,6 +81,7 @@ class DecoderShape:
     rotary_dim: int | None = None
     norm: str = "rms"
     rotates_pairs: bool = False
+    norms_rotated: bool = False
     is_parallel: bool = False
     softcap: float = 0.0
     residual_scale: float = 1.0
@@ -246,7 +248,13 @@ class NativeDecoder:
         h, v = shape.hidden, shape.vocabulary
         self._native = _native.Decoder(
             (h, shape.intermediate, shape.heads, shape.kv_heads, shape.head_dim, v, shape.rotated),
-            (_ACTIVATIONS[shape.activation], _NORMS[shape.norm], shape.rotates_pairs, shape.is_parallel),
+            (
+                _ACTIVATIONS[shape.activation],
+                _NORMS[shape.norm],
+                shape.rotates_pairs,
+                shape.norms_rotated,
+                shape.is_parallel,
+            ),
             tuple(getattr(shape, name) for name in _NUMBERS),
             [
                 [
@@ -302,6 +310,7 @@ class NativeDecoder:
         lengths: Sequence[int],
         cos: Tensor,
         sin: Tensor,
+        query_factors: Tensor | None = None,
         *,
         begin: int = 0,
         end: int | None = None,
@@ -321,6 +330,7 @@ class NativeDecoder:
             cos: float32 ``[rotations, positions, rotary_dim]``, contiguous, or ``[positions, rotary_dim]`` for one rotation. Row ``p`` belongs to position
                 ``p``. Its halves are equal: element ``i`` of each half belongs to pair ``i``.
             sin: Like ``cos``.
+            query_factors: float32 ``[positions]``, contiguous; queries are multiplied by those of their positions. None: by 1.
             begin: First layer.
             end: After the last layer; None: all.
             side: Like ``hidden``, for layers that have side inputs.
@@ -342,7 +352,9 @@ class NativeDecoder:
             raise ValueError(f"hidden must be [rows, q, {self.shape.hidden}], got shape {tuple(hidden.shape)}")
         if any(self._reads_side[begin:end]) != (side is not None) or (side is not None and side.shape != hidden.shape):
             raise ValueError("layers with side inputs, and no others, need side of the shape of hidden")
-        cache, columns = _cache(self, hidden.shape[0], hidden.shape[1], keys, values, lengths, cos, sin)
+        cache, columns = _cache(
+            self, hidden.shape[0], hidden.shape[1], keys, values, lengths, (cos, sin, query_factors)
+        )
         tapped, count = _taps(self, hidden.shape[0], hidden.shape[1], taps), num_threads(threads)
         out = hidden.detach().clone(memory_format=torch.contiguous_format)
         if side is not None:
@@ -383,6 +395,7 @@ class NativeDecoder:
         lengths: Sequence[int],
         cos: Tensor,
         sin: Tensor,
+        query_factors: Tensor | None = None,
         *,
         keep: int,
         taps: Taps | None = None,
@@ -393,11 +406,12 @@ class NativeDecoder:
 
         Args:
             tokens: As for :meth:`embed`.
-            keys: This and the next four: as for :meth:`run_layers`.
+            keys: This and the next five: as for :meth:`run_layers`.
             values: Likewise.
             lengths: Likewise.
             cos: Likewise.
             sin: Likewise.
+            query_factors: Likewise.
             keep: The number of last columns whose logits are computed, ``0 .. q``.
             taps: As for :meth:`run_layers`.
             threads: As for :meth:`run_layers`.
@@ -415,7 +429,7 @@ class NativeDecoder:
         rows, width = tokens.shape
         if not 0 <= keep <= width:
             raise ValueError(f"keep must be 0 .. {width}, the number of columns, got {keep}")
-        cache, columns = _cache(self, rows, width, keys, values, lengths, cos, sin)
+        cache, columns = _cache(self, rows, width, keys, values, lengths, (cos, sin, query_factors))
         tapped, count = _taps(self, rows, width, taps), num_threads(threads)
         shape, dtype = (rows, keep, self.shape.vocabulary), self.logits_dtype
         if out is None:
@@ -450,8 +464,7 @@ def _cache(
     keys: Tensor,
     values: Tensor,
     lengths: Sequence[int],
-    cos: Tensor,
-    sin: Tensor,
+    tables: tuple[Tensor, Tensor, Tensor | None],
 ) -> tuple[Any, Any]:
     """Keys and values, and the columns fed, as the native code takes them."""
     sizes, layers = of.shape, of.num_layers
@@ -472,7 +485,9 @@ def _cache(
         )
     if not (keys.is_cpu and values.is_cpu):
         raise ValueError(f"keys and values must be on the CPU, not on {keys.device} and {values.device}")
+    cos, sin, factors = tables
     _check_rotations(of, cos, sin)
+    _check_factors(factors, cos.shape[-2])
     held = [index(n) for n in lengths]
     if len(held) != rows:
         raise ValueError(f"lengths must have {rows} entries, one per row, got {len(held)}")
@@ -484,7 +499,14 @@ def _cache(
         )
     return (
         (keys.data_ptr(), values.data_ptr(), code, key_strides[:4] + value_strides[:4]),
-        (held, width, cos.data_ptr(), sin.data_ptr(), cos.shape[-2]),
+        (
+            held,
+            width,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.shape[-2],
+            0 if factors is None else factors.data_ptr(),
+        ),
     )
 
 
@@ -503,6 +525,17 @@ def _check_rotations(of: NativeDecoder, cos: Tensor, sin: Tensor) -> None:
             )
         if not table.is_cpu:
             raise ValueError(f"{name} must be on the CPU, not on {table.device}")
+
+
+def _check_factors(factors: Tensor | None, positions: int) -> None:
+    if factors is None:
+        return
+    if factors.dtype is not torch.float32:
+        raise TypeError(f"query_factors must be float32, got {factors.dtype}")
+    if factors.shape != (positions,) or not factors.is_contiguous() or not factors.is_cpu:
+        raise ValueError(
+            f"query_factors must be contiguous [{positions}] on the CPU, as many as cos has positions, got {tuple(factors.shape)} on {factors.device}"
+        )
 
 
 def _check_hidden(shape: DecoderShape, hidden: Tensor) -> None:

@@ -138,8 +138,9 @@ class NativeForm(PartsForm):
         self._has_versions = not any(map(torch.Tensor.is_inference, tensors[False]))
         # Calls at the same time compare in one round. What one of them finds counts for all that run in this form.
         self._comparing, self._is_stale = Lock(), False
-        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Cosines and sines, float32 ``[rotations, positions, rotary_dim]``."""
+        self._query_factors = read.query_factors
+        self._table: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+        """Cosines and sines, float32 ``[rotations, positions, rotary_dim]``, and the factors of queries ``[positions]``."""
 
     @property
     def nbytes(self) -> int:
@@ -195,7 +196,7 @@ class NativeForm(PartsForm):
         columns = hidden.shape[1]
         return self.decoder.logits(hidden if keep == columns else hidden[:, columns - keep :])
 
-    def _rope(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rope(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The table for at least ``capacity`` positions, from the model's own rotary embedding."""
         table = self._table
         if table is None or table[0].shape[1] < capacity:
@@ -206,7 +207,8 @@ class NativeForm(PartsForm):
             calls = [{} if kind is None else {"layer_type": kind} for kind in self._rotations]
             found = [self._rotary(like, position_ids=positions, **more) for more in calls]
             cos, sin = (torch.stack([self._in_halves(each[i][0]) for each in found]).contiguous() for i in range(2))
-            self._table = table = cos, sin
+            factors = None if self._query_factors is None else self._query_factors(positions[0]).float().contiguous()
+            self._table = table = cos, sin, factors
         return table
 
     def _in_halves(self, angles: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ _NUMBERS = (
 """Attributes of modules that the decoder takes over."""
 
 _CLASSES = (
-    "ForCausalLM", "Model", "TextModel", "DecoderLayer", "Attention", "MLP", "RMSNorm", "LayerNorm", "LayerNormPerHead", "RotaryEmbedding",
+    "ForCausalLM", "Model", "TextModel", "DecoderLayer", "Attention", "MLP", "RMSNorm", "LayerNorm", "LayerNormPerHead", "LayerNorm1P", "RotaryEmbedding",
     "TextScaledWordEmbedding",
 )  # fmt: skip
 """Ends of the names of the classes of a family. It may lack some."""
@@ -70,6 +70,8 @@ class Family:
         is_parallel: a layer without a norm in front of its feed-forward adds attention and feed-forward of the same hidden states.
         rotates: whether an attention rotates queries and keys; None: all do.
         rotates_pairs: neighbours are rotated, not the halves of a head.
+        norms_rotated: the norms of queries and keys come after the rotation.
+        query_factors: what queries are multiplied by, from the configuration and their positions.
         scales_embedding: the module of the token embedding multiplies by a factor.
         numbers: constants of :class:`DecoderShape` from the configuration.
     """
@@ -84,6 +86,8 @@ class Family:
     is_parallel: bool = False
     rotates: Callable[[Any], bool] | None = None
     rotates_pairs: bool = False
+    norms_rotated: bool = False
+    query_factors: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
     scales_embedding: bool = False
     numbers: Mapping[str, Callable[[Any], float | None]] = field(default_factory=dict)
 
@@ -113,6 +117,14 @@ class Family:
         return {name: linear for name, linear in found.items() if linear is not None}
 
 
+def _llama_4_factors(config: Any, positions: torch.Tensor) -> torch.Tensor:
+    """Of queries at positions int64 ``[n]``: they grow with the logarithm of the position, as in LLaMA 4."""
+    rope = config.rope_parameters
+    passed = torch.floor(positions / rope["original_max_position_embeddings"])
+    factors: torch.Tensor = 1 + rope["llama_4_scaling_beta"] * torch.log(1 + passed)
+    return factors
+
+
 FAMILIES = {
     family.model_type: family
     for family in (
@@ -131,6 +143,12 @@ FAMILIES = {
             numbers={"logit_softcap": lambda c: c.final_logit_softcapping},
         ),
         Family("ministral", "Ministral"),
+        Family("ministral3", "Ministral3", query_factors=_llama_4_factors),
+        Family("arcee", "Arcee"),
+        Family("seed_oss", "SeedOss"),
+        Family("ernie4_5", "Ernie4_5", rotates_pairs=True),
+        Family("hunyuan_v1_dense", "HunYuanDenseV1", norms_rotated=True),
+        Family("nemotron", "Nemotron", norm_offset=1.0),
         Family("smollm3", "SmolLM3", rotates=lambda attn: bool(attn.use_rope)),
         Family("olmo2", "Olmo2", norms=BEHIND),
         Family("olmo3", "Olmo3", norms=BEHIND),
@@ -141,6 +159,9 @@ FAMILIES = {
         ),
         Family("starcoder2", "Starcoder2", matrices={"up": "c_fc", "down": "c_proj"}),
         Family("stablelm", "StableLm", is_parallel=True),
+        Family(
+            "cohere", "Cohere", in_stages=False, is_parallel=True, rotates_pairs=True, numbers={"logit_scale": lambda c: c.logit_scale},
+        ),
         Family(
             "cohere2", "Cohere2", in_stages=False, is_parallel=True, rotates_pairs=True, rotates=lambda attn: attn.sliding_window is not None,
             numbers={"logit_scale": lambda c: c.logit_scale},
@@ -349,6 +370,7 @@ class ReadModel:
         head_scale: ``[vocabulary]`` of a head in int8, or None.
         rotary: the model's rotary embedding; None without layers.
         rotations: what each of the rotations of :attr:`LayerWeights.rope` is called in calls of ``rotary``; None: it is the only one.
+        query_factors: what queries are multiplied by, from their positions int64 ``[n]``; None: nothing.
         beyond_llama: what the model has that LLaMA has not, as a list in words; None: nothing.
     """
 
@@ -363,6 +385,7 @@ class ReadModel:
     head_scale: torch.Tensor | None
     rotary: Any
     rotations: tuple[str | None, ...]
+    query_factors: Callable[[torch.Tensor], torch.Tensor] | None
     beyond_llama: str | None
 
 
@@ -396,6 +419,7 @@ def _read(parts: ModelParts, family: Family, matrices: bool) -> ReadModel:
         norm=kind,
         norm_offset=family.norm_offset,
         rotates_pairs=family.rotates_pairs,
+        norms_rotated=family.norms_rotated,
         **numbers,
         **_layer_sizes(parts, family, rotations),
     )
@@ -415,13 +439,15 @@ def _read(parts: ModelParts, family: Family, matrices: bool) -> ReadModel:
         of_head.get("head_scale"),
         parts.rotary,
         rotations,
-        _beyond_llama(shape, family, rotations),
+        None if family.query_factors is None else functools.partial(family.query_factors, config),
+        _beyond_llama(parts, shape, family),
     )
 
 
 _BEYOND = {
     "norm": "layer norms",
     "rotates_pairs": "RoPE of neighbouring elements",
+    "norms_rotated": "norms of heads after RoPE",
     "is_parallel": "attention and feed-forward in parallel",
     "softcap": "capped scores of attention",
     "residual_scale": "a factor of what they add",
@@ -431,21 +457,29 @@ _BEYOND = {
 """Constants of :class:`DecoderShape` that a model without its parts has at their defaults."""
 
 
-def _beyond_llama(shape: DecoderShape, family: Family, rotations: Sequence[str | None]) -> str | None:
+def _beyond_llama(parts: ModelParts, shape: DecoderShape, family: Family) -> str | None:
     found = [what for name, what in _BEYOND.items() if getattr(shape, name) != getattr(DecoderShape, name)]
     found += ["norms behind attention and feed-forward"] if family.norms.keys() != BEFORE.keys() else []
     found += ["layers without RoPE"] if family.rotates is not None else []
-    found += ["several kinds of RoPE"] if len(rotations) > 1 else []
-    found += ["a feed-forward without a gate"] if family.matrices else []
+    found += ["several kinds of RoPE"] if len(_rotations(parts)) > 1 else []
+    found += ["factors of queries"] if family.query_factors is not None else []
+    is_gated = all(family.matrices_of(layer.mlp, ("gate", "gate_up")) for layer in parts.layers)
+    found += [] if is_gated else ["a feed-forward without a gate"]
     return ", ".join(found) or None
+
+
+_HEAD_NORMS = {
+    "q_norm": ("q_norm", "q_layernorm", "query_layernorm"),
+    "k_norm": ("k_norm", "k_layernorm", "key_layernorm"),
+}
+"""Attributes of attentions with norms of queries and keys."""
 
 
 def _norms_of(layer: Any, family: Family) -> dict[str, Any]:
     """The norms of a layer that are there, by their names in :class:`LayerWeights`."""
     places = {name: (layer, at) for name, at in family.norms.items()}
-    for name in ("q_norm", "k_norm"):
-        # In StableLM they are called q_layernorm and k_layernorm.
-        places[name] = layer.self_attn, name if hasattr(layer.self_attn, name) else name.replace("norm", "layernorm")
+    for name, names in _HEAD_NORMS.items():
+        places[name] = layer.self_attn, next((at for at in names if hasattr(layer.self_attn, at)), name)
     found = {name: getattr(of, at, None) for name, (of, at) in places.items()}
     return {name: norm for name, norm in found.items() if norm is not None}
 
