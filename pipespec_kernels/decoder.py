@@ -23,6 +23,7 @@ from pipespec_kernels import _native
 from pipespec_kernels.experts import Experts
 from pipespec_kernels.formats import QuantizedMatrix
 from pipespec_kernels.packed import format_code, num_threads
+from pipespec_kernels.recurrent import Recurrent, States
 
 __all__ = ["DecoderShape", "LayerWeights", "NativeDecoder", "Taps"]
 
@@ -60,6 +61,7 @@ class DecoderShape:
         rotary_dim: The first elements of a head that are rotated, an even number; None: all.
         norm: ``rms``, or ``layer`` for layer norms, which subtract the mean.
         rotates_pairs: Elements ``2 i`` and ``2 i + 1`` of a head are rotated; else ``i`` and ``i + rotary_dim / 2``.
+        norms_rotated: ``q_norm`` and ``k_norm`` come after the rotation.
         is_parallel: Attention and feed-forward of a layer read the same hidden states.
         softcap: Scores are ``softcap * tanh(score / softcap)`` after their factor; 0: they are not capped.
         residual_scale: Factor of what attention and feed-forward add to the hidden states.
@@ -81,6 +83,7 @@ class DecoderShape:
     rotary_dim: int | None = None
     norm: str = "rms"
     rotates_pairs: bool = False
+    norms_rotated: bool = False
     is_parallel: bool = False
     softcap: float = 0.0
     residual_scale: float = 1.0
@@ -100,7 +103,8 @@ class LayerWeights:
 
     Matrices may be quantised, each in a format of its own. A matrix with a scale, float32 ``[out]``, is int8; its weights are ``scale[:, None] * matrix``.
     All matrices of a decoder that are not quantised, its head included, are int8 or none is. Without a ``gate``, the activation is that of ``up``.
-    With ``experts`` there is none of ``gate``, ``up`` and ``down``.
+    With ``experts`` there is none of ``gate``, ``up`` and ``down``, and with what is ``recurrent`` none of ``q``, ``k``, ``v`` and ``o``. What a head gives is
+    multiplied by the sigmoids of ``q_gate``'s product, which has the shape of ``q``.
 
     The norms of a layer, ``[H]``, each of which may lack: ``input_norm`` in front of the attention, ``o_norm`` of what the attention adds, ``post_norm`` in front
     of the feed-forward, ``down_norm`` of what that adds. In a parallel layer without ``post_norm``, the feed-forward reads what the attention reads. Before their
@@ -115,10 +119,10 @@ class LayerWeights:
     """
 
     input_norm: Tensor | None
-    q: Tensor | QuantizedMatrix
-    k: Tensor | QuantizedMatrix
-    v: Tensor | QuantizedMatrix
-    o: Tensor | QuantizedMatrix
+    q: Tensor | QuantizedMatrix | None
+    k: Tensor | QuantizedMatrix | None
+    v: Tensor | QuantizedMatrix | None
+    o: Tensor | QuantizedMatrix | None
     post_norm: Tensor | None
     gate: Tensor | QuantizedMatrix | None
     up: Tensor | QuantizedMatrix | None
@@ -138,6 +142,8 @@ class LayerWeights:
     input_norm_bias: Tensor | None = None
     post_norm_bias: Tensor | None = None
     sinks: Tensor | None = None
+    q_gate: Tensor | QuantizedMatrix | None = None
+    q_gate_bias: Tensor | None = None
     q_scale: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
@@ -148,6 +154,7 @@ class LayerWeights:
     adds_to_norm: bool = False
     rope: int | None = 0
     experts: Experts | None = None
+    recurrent: Recurrent | None = None
 
 
 class Taps(NamedTuple):
@@ -249,7 +256,13 @@ class NativeDecoder:
         h, v = shape.hidden, shape.vocabulary
         self._native = _native.Decoder(
             (h, shape.intermediate, shape.heads, shape.kv_heads, shape.head_dim, v, shape.rotated),
-            (_ACTIVATIONS[shape.activation], _NORMS[shape.norm], shape.rotates_pairs, shape.is_parallel),
+            (
+                _ACTIVATIONS[shape.activation],
+                _NORMS[shape.norm],
+                shape.rotates_pairs,
+                shape.norms_rotated,
+                shape.is_parallel,
+            ),
             tuple(getattr(shape, name) for name in _NUMBERS),
             [
                 [
@@ -265,6 +278,7 @@ class NativeDecoder:
                     -1 if layer.rope is None else layer.rope,
                     _head_norms(shape, layer),
                     None if layer.experts is None else layer.experts.native(f"layers[{i}].experts", at),
+                    None if layer.recurrent is None else layer.recurrent.native(f"layers[{i}].recurrent", h, at),
                 )
                 for i, (window, layer) in enumerate(zip(seen, layers, strict=True))
             ],
@@ -277,6 +291,7 @@ class NativeDecoder:
             ],
             num_threads(threads),
         )
+        self._recurrent = sum(layer.recurrent is not None for layer in layers)
         self._has_embedding, self._has_head = embedding is not None, head is not None
         self._reads_side = [layer.side_norm is not None for layer in layers]
         self._rotations = max((layer.rope + 1 for layer in layers if layer.rope is not None), default=0)
@@ -311,11 +326,13 @@ class NativeDecoder:
         lengths: Sequence[int],
         cos: Tensor,
         sin: Tensor,
+        query_factors: Tensor | None = None,
         *,
         begin: int = 0,
         end: int | None = None,
         side: Tensor | None = None,
         taps: Taps | None = None,
+        states: States | None = None,
         threads: int | None = None,
     ) -> Tensor:
         """Run the layers ``begin .. end - 1``, and append keys and values.
@@ -330,10 +347,12 @@ class NativeDecoder:
             cos: float32 ``[rotations, positions, rotary_dim]``, contiguous, or ``[positions, rotary_dim]`` for one rotation. Row ``p`` belongs to position
                 ``p``. Its halves are equal: element ``i`` of each half belongs to pair ``i``.
             sin: Like ``cos``.
+            query_factors: float32 ``[positions]``, contiguous; queries are multiplied by those of their positions. None: by 1.
             begin: First layer.
             end: After the last layer; None: all.
             side: Like ``hidden``, for layers that have side inputs.
             taps: Hidden states that are copied.
+            states: Of recurrent layers, which have no keys and values.
             threads: Upper bound, the calling thread included; default ``torch.get_num_threads()``.
 
         Returns:
@@ -351,14 +370,17 @@ class NativeDecoder:
             raise ValueError(f"hidden must be [rows, q, {self.shape.hidden}], got shape {tuple(hidden.shape)}")
         if any(self._reads_side[begin:end]) != (side is not None) or (side is not None and side.shape != hidden.shape):
             raise ValueError("layers with side inputs, and no others, need side of the shape of hidden")
-        cache, columns = _cache(self, hidden.shape[0], hidden.shape[1], keys, values, lengths, cos, sin)
+        cache, columns = _cache(
+            self, hidden.shape[0], hidden.shape[1], keys, values, lengths, (cos, sin, query_factors)
+        )
         tapped, count = _taps(self, hidden.shape[0], hidden.shape[1], taps), num_threads(threads)
         out = hidden.detach().clone(memory_format=torch.contiguous_format)
         if side is not None:
             _check_hidden(self.shape, side)
             side = side.detach().contiguous()
+        held = _states(self, hidden.shape[0], hidden.shape[1], states)
         given = 0 if side is None else side.data_ptr()
-        self._native.run_layers(out.data_ptr(), given, cache, columns, begin, end, tapped, count)
+        self._native.run_layers(out.data_ptr(), given, cache, columns, begin, end, tapped, count, held)
         return out
 
     def logits(self, hidden: Tensor, *, threads: int | None = None) -> Tensor:
@@ -392,9 +414,11 @@ class NativeDecoder:
         lengths: Sequence[int],
         cos: Tensor,
         sin: Tensor,
+        query_factors: Tensor | None = None,
         *,
         keep: int,
         taps: Taps | None = None,
+        states: States | None = None,
         threads: int | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -402,13 +426,15 @@ class NativeDecoder:
 
         Args:
             tokens: As for :meth:`embed`.
-            keys: This and the next four: as for :meth:`run_layers`.
+            keys: This and the next five: as for :meth:`run_layers`.
             values: Likewise.
             lengths: Likewise.
             cos: Likewise.
             sin: Likewise.
+            query_factors: Likewise.
             keep: The number of last columns whose logits are computed, ``0 .. q``.
             taps: As for :meth:`run_layers`.
+            states: As for :meth:`run_layers`.
             threads: As for :meth:`run_layers`.
             out: Contiguous tensor ``[rows, keep, V]`` of the dtype of the logits to write to.
 
@@ -424,8 +450,9 @@ class NativeDecoder:
         rows, width = tokens.shape
         if not 0 <= keep <= width:
             raise ValueError(f"keep must be 0 .. {width}, the number of columns, got {keep}")
-        cache, columns = _cache(self, rows, width, keys, values, lengths, cos, sin)
+        cache, columns = _cache(self, rows, width, keys, values, lengths, (cos, sin, query_factors))
         tapped, count = _taps(self, rows, width, taps), num_threads(threads)
+        held = _states(self, rows, width, states)
         shape, dtype = (rows, keep, self.shape.vocabulary), self.logits_dtype
         if out is None:
             out = torch.empty(shape, dtype=dtype, device="cpu")
@@ -433,7 +460,7 @@ class NativeDecoder:
             raise TypeError(f"out must be {dtype}, got {out.dtype}")
         elif out.shape != shape or not out.is_contiguous() or not out.is_cpu:
             raise ValueError(f"out must be contiguous {shape} on the CPU, got {tuple(out.shape)} on {out.device}")
-        self._native.step(described, cache, columns, keep, out.data_ptr(), _CODES[dtype], tapped, count)
+        self._native.step(described, cache, columns, keep, out.data_ptr(), _CODES[dtype], tapped, count, held)
         return out
 
     def _need_head(self) -> None:
@@ -459,11 +486,10 @@ def _cache(
     keys: Tensor,
     values: Tensor,
     lengths: Sequence[int],
-    cos: Tensor,
-    sin: Tensor,
+    tables: tuple[Tensor, Tensor, Tensor | None],
 ) -> tuple[Any, Any]:
     """Keys and values, and the columns fed, as the native code takes them."""
-    sizes, layers = of.shape, of.num_layers
+    sizes, layers = of.shape, of.num_layers - of._recurrent
     code = _CODES.get(keys.dtype)
     if code is None or values.dtype is not keys.dtype:
         raise TypeError(f"keys and values must both be float32 or both bfloat16, got {keys.dtype} and {values.dtype}")
@@ -481,7 +507,9 @@ def _cache(
         )
     if not (keys.is_cpu and values.is_cpu):
         raise ValueError(f"keys and values must be on the CPU, not on {keys.device} and {values.device}")
+    cos, sin, factors = tables
     _check_rotations(of, cos, sin)
+    _check_factors(factors, cos.shape[-2])
     held = [index(n) for n in lengths]
     if len(held) != rows:
         raise ValueError(f"lengths must have {rows} entries, one per row, got {len(held)}")
@@ -493,7 +521,14 @@ def _cache(
         )
     return (
         (keys.data_ptr(), values.data_ptr(), code, key_strides[:4] + value_strides[:4]),
-        (held, width, cos.data_ptr(), sin.data_ptr(), cos.shape[-2]),
+        (
+            held,
+            width,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.shape[-2],
+            0 if factors is None else factors.data_ptr(),
+        ),
     )
 
 
@@ -512,6 +547,28 @@ def _check_rotations(of: NativeDecoder, cos: Tensor, sin: Tensor) -> None:
             )
         if not table.is_cpu:
             raise ValueError(f"{name} must be on the CPU, not on {table.device}")
+
+
+def _check_factors(factors: Tensor | None, positions: int) -> None:
+    if factors is None:
+        return
+    if factors.dtype is not torch.float32:
+        raise TypeError(f"query_factors must be float32, got {factors.dtype}")
+    if factors.shape != (positions,) or not factors.is_contiguous() or not factors.is_cpu:
+        raise ValueError(
+            f"query_factors must be contiguous [{positions}] on the CPU, as many as cos has positions, got {tuple(factors.shape)} on {factors.device}"
+        )
+
+
+def _states(of: NativeDecoder, rows: int, width: int, states: States | None) -> tuple[Any, ...] | None:
+    """The states of recurrent layers, as the native code takes them."""
+    if (states is None) != (of._recurrent == 0):
+        raise ValueError("a decoder with recurrent layers, and no other, needs their states")
+    if states is None:
+        return None
+    if len(states.inputs) != of._recurrent or len(states.states) != of._recurrent:
+        raise ValueError(f"there are {of._recurrent} recurrent layers, and states of {len(states.inputs)}")
+    return states.native(rows, width)
 
 
 def _check_hidden(shape: DecoderShape, hidden: Tensor) -> None:
@@ -580,6 +637,7 @@ def _layer_shapes(shape: DecoderShape, layer: LayerWeights) -> dict[str, tuple[i
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     matrices: dict[str, tuple[int, ...]] = {
         "q": (q, inputs),
+        "q_gate": (q, inputs),
         "k": (kv, inputs),
         "v": (kv, inputs),
         "o": (h, q),

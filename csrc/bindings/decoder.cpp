@@ -71,10 +71,10 @@ cpu::LayerWeights layer(const LayerAt& at) {
 }
 
 // In the order of cpu::DecoderShape.
-cpu::DecoderShape shape(const std::array<std::int64_t, 7>& sizes, const std::array<int, 4>& kinds,
+cpu::DecoderShape shape(const std::array<std::int64_t, 7>& sizes, const std::array<int, 5>& kinds,
                         const std::array<float, 8>& numbers) {
   const auto [hidden, intermediate, heads, kv_heads, head_dim, vocabulary, rotary_dim] = sizes;
-  const auto [activation, norm, rotates_pairs, is_parallel] = kinds;
+  const auto [activation, norm, rotates_pairs, norms_rotated, is_parallel] = kinds;
   const auto [eps, scale, norm_offset, softcap, residual, embedding, logit, logit_softcap] =
       numbers;
   return {hidden,
@@ -90,6 +90,7 @@ cpu::DecoderShape shape(const std::array<std::int64_t, 7>& sizes, const std::arr
           norm_offset,
           cpu::NormKind(norm),
           rotates_pairs != 0,
+          norms_rotated != 0,
           is_parallel != 0,
           softcap,
           residual,
@@ -143,7 +144,7 @@ using LayerKind = std::tuple<std::int64_t, bool, std::int64_t, int, std::optiona
                              std::optional<RecurrentAt>>;
 
 std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 7>& sizes,
-                                   const std::array<int, 4>& kinds,
+                                   const std::array<int, 5>& kinds,
                                    const std::array<float, 8>& numbers,
                                    const std::vector<LayerAt>& layers,
                                    const std::vector<LayerKind>& rest,
@@ -188,18 +189,19 @@ cpu::Tokens tokens(const TokensAt& at) {
   return {reinterpret_cast<const void*>(data), item_bytes, row_stride, column_stride};
 }
 
-// Lengths, columns, cos, sin, and positions of these.
+// Lengths, columns, cos, sin, positions of these, and factors of queries.
 using ColumnsAt = std::tuple<std::vector<std::int64_t>, std::int64_t, std::uintptr_t,
-                             std::uintptr_t, std::int64_t>;
+                             std::uintptr_t, std::int64_t, std::uintptr_t>;
 
 cpu::Columns columns(const ColumnsAt& at) {
-  const auto& [lengths, count, cos, sin, positions] = at;
+  const auto& [lengths, count, cos, sin, positions, factors] = at;
   return {std::int64_t(lengths.size()),
           count,
           lengths.data(),
           reinterpret_cast<const float*>(cos),
           reinterpret_cast<const float*>(sin),
-          positions};
+          positions,
+          reinterpret_cast<const float*>(factors)};
 }
 
 // Inputs, dtype, states, slots, rows, places.

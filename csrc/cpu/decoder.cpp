@@ -371,13 +371,24 @@ struct Decoder::Job {
   // The norm of one head, number `head` of its kind, and its rotation at a position.
   void norm_and_rotate(float* x, const Norm& norm, int64_t head, int64_t position) const {
     const int64_t d = shape.head_dim, r = shape.rotary_dim;
-    if (!norm.weight.empty() && layer->head_norms != HeadNorms::kJoint) {
+    const bool has_norm = !norm.weight.empty() && layer->head_norms != HeadNorms::kJoint;
+    const auto normalize_head = [&] {
       const int64_t at = layer->head_norms == HeadNorms::kOwn ? head * d : 0;
       normalize(norm.weight.data() + at, nullptr, x, d, x);
+    };
+    if (has_norm && !shape.norms_rotated) normalize_head();
+    if (layer->rope >= 0) {
+      const int64_t at = (layer->rope * columns->positions + position) * r;
+      rotate(x, columns->cos + at, columns->sin + at, r, shape.rotates_pairs);
     }
-    if (layer->rope < 0) return;
-    const int64_t at = (layer->rope * columns->positions + position) * r;
-    rotate(x, columns->cos + at, columns->sin + at, r, shape.rotates_pairs);
+    if (has_norm && shape.norms_rotated) normalize_head();
+  }
+
+  void finish_query(float* x, int64_t head, int64_t position) const {
+    norm_and_rotate(x, layer->q_norm, head, position);
+    if (columns->query_factors == nullptr) return;
+    const float factor = columns->query_factors[position];
+    for (int64_t i = 0; i < shape.head_dim; ++i) x[i] *= factor;
   }
 
   // Norms of queries and keys, rotation, and the keys and values into the cache.
@@ -390,7 +401,7 @@ struct Decoder::Job {
       // Otherwise no output is wanted for these queries.
       if (all.first + j >= kept.first)
         for (int64_t g = 0; g < group(); ++g)
-          norm_and_rotate(queries + g * d, layer->q_norm, head * group() + g, position);
+          finish_query(queries + g * d, head * group() + g, position);
       norm_and_rotate(key, layer->k_norm, head, position);
       store(cache->keys, cache->dtype,
             place(cache->key_strides, row, head) + position * cache->key_strides[3], key, d);

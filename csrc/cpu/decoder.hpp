@@ -34,6 +34,7 @@ struct DecoderShape {
   float norm_offset;  // added to the weights of all norms
   NormKind norm = NormKind::kRms;
   bool rotates_pairs = false;   // neighbours are rotated; else elements i and i + rotary_dim / 2
+  bool norms_rotated = false;   // queries and keys are normalised after their rotation
   bool is_parallel = false;     // attention and feed-forward read the same hidden state
   float softcap = 0.0f;         // of attention scores, as in AttendTask
   float residual_scale = 1.0f;  // of what attention and feed-forward add
@@ -139,6 +140,7 @@ struct Columns {
   const float* cos;  // [rotations, positions, rotary_dim]; the halves of a row are equal
   const float* sin;
   int64_t positions;
+  const float* query_factors = nullptr;  // [positions]; null: all are 1
 };
 
 // Copies of hidden states, [layers, H] of each column: those that the layers of these numbers read,

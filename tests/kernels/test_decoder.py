@@ -159,12 +159,13 @@ class Model:
         return limit * torch.tanh(x / limit) if limit else x
 
     def row(
-        self, tokens: Tensor, cos: Tensor, sin: Tensor, given: Tensor | None = None
+        self, tokens: Tensor, cos: Tensor, sin: Tensor, factors: Tensor | None = None, *, given: Tensor | None = None
     ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
         """Logits and hidden states of one sequence from position 0 on, and each layer's keys and values ``[Hkv, n, D]``. ``given``: hidden states, the
         embeddings being side inputs."""
         s, n = self.shape, len(tokens)
         side, cache = self.embedding.double()[tokens], []
+        factors = None if factors is None else factors.double()[:n, None]
         h = side * s.embedding_scale if given is None else given.double()
         tables = [
             (c.double()[:n], t.double()[:n])
@@ -188,10 +189,14 @@ class Model:
             if layer.side_norm is not None:
                 x = torch.cat((self._normed(side, layer.side_norm), x), -1)
             q, k, v = (linear(x, layer, name).view(n, -1, s.head_dim) for name in "qkv")
-            q, k = self._heads(q, layer.q_norm), self._heads(k, layer.k_norm)
+            if not s.norms_rotated:
+                q, k = self._heads(q, layer.q_norm), self._heads(k, layer.k_norm)
             q, k, v = (heads.transpose(0, 1) for heads in (q, k, v))
             if layer.rope is not None:
                 q, k = self._rotated(q, tables[layer.rope]), self._rotated(k, tables[layer.rope])
+            if s.norms_rotated:
+                q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
+            q = q if factors is None else q * factors
             cache.append((k, v))
             group = s.heads // s.kv_heads
             scores = self._capped(q @ k.repeat_interleave(group, 0).transpose(1, 2) * s.scale, s.softcap) + mask
@@ -235,7 +240,7 @@ def feed(
     decoder: NativeDecoder,
     tokens: Tensor,
     cache: tuple[Tensor, Tensor],
-    tables: tuple[Tensor, Tensor],
+    tables: tuple[Tensor, ...],
     widths: Sequence[int],
     threads: int = 1,
 ) -> Tensor:
@@ -279,6 +284,10 @@ MODELS = {
         "norms": ("input_norm", "o_norm", "post_norm", "down_norm"),
         "tied": True,
     },
+    "norms of rotated heads, factors of queries": {
+        "shape": dataclasses.replace(FEW, norms_rotated=True),
+        "head_norms": "shared",
+    },
     "norms behind, over all heads": {"shape": ODD, "norms": ("o_norm", "down_norm"), "head_norms": "joint"},
     "layer norms, parallel, pairs": {
         "shape": dataclasses.replace(ODD, norm="layer", is_parallel=True, rotates_pairs=True),
@@ -310,6 +319,11 @@ DESCRIBED = [name for name in MODELS if "norms " in name or "sinks" in name]
 BASES = (100.0, 7.0)
 
 
+def tables_of(name: str, model: Model) -> tuple[Tensor, ...]:
+    tables = angles(model.shape, bases=BASES if "two" in name else BASES[:1])
+    return (*tables, 1 + torch.arange(64) / 9) if "factors of queries" in name else tables
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_the_definition(name: str, variant: str) -> None:
@@ -317,7 +331,7 @@ def test_equals_the_definition(name: str, variant: str) -> None:
     with simd(variant):
         decoder = model.native()
         assert decoder.weight_bits == (16 if "16" in name else 8 if "8 bits" in name else 32)
-        tables = angles(model.shape, bases=BASES if "two" in name else BASES[:1])
+        tables = tables_of(name, model)
         tokens = random_tokens(model.shape, 2, 50)
         cache = storage(model, 2)
         logits = feed(decoder, tokens, cache, tables, [1, 33, 2, 1, 5, 8])
@@ -344,7 +358,7 @@ def test_bits_do_not_depend_on_the_call(name: str, variant: str, cache_dtype: to
     model = Model(**MODELS[name])
     with simd(variant):
         decoder = model.native()
-        tables = angles(model.shape, bases=BASES if "two" in name else BASES[:1])
+        tables = tables_of(name, model)
         tokens, caches = random_tokens(model.shape, 5, 40), []
 
         def run(rows: Tensor, widths: Sequence[int], threads: int, layout: str = "plain") -> Tensor:

@@ -204,4 +204,5 @@ def test_its_matrices_stay_in_blocks(tmp_path, case):
     for more in ({"schedule": "plain"}, {}):
         with Pipeline(tmp_path / "m.gguf", "ngram", **more) as pipe:
             texts.append(pipe.generate(TEXT, max_new_tokens=24, do_sample=False))
+            assert pipe.report.stages[-1].forward == "native"
     assert torch.equal(*texts)

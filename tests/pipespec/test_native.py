@@ -14,8 +14,8 @@ from torch import nn
 from transformers import (
     GemmaConfig,
     GemmaForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
+    HeliumConfig,
+    HeliumForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -267,8 +267,8 @@ def apply(change, model):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (lambda: GraniteForCausalLM(GraniteConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=2, intermediate_size=32, vocab_size=101)).eval(), "GraniteForCausalLM has no native form"),
+        (lambda: HeliumForCausalLM(HeliumConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, head_dim=16, intermediate_size=32, vocab_size=101)).eval(), "HeliumForCausalLM has no native form"),
         (lambda: make(hidden_act="relu"), "is of class"),
         (lambda: make(**rope("dynamic", factor=2.0)), "RoPE of type dynamic depends on the length"),
         (lambda: make(dtype=torch.float16), "its weights are float16"),

@@ -29,6 +29,13 @@ SIZES = {
 SLIDES = {"sliding_window": WINDOW}
 MIXED = SLIDES | {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
 HEADS = {"head_dim": 8}
+FACTORS = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 5,
+    "llama_4_scaling_beta": 0.5,
+}
 SWITCHED = SLIDES | {"use_sliding_window": True, "max_window_layers": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LATENT = {
@@ -64,6 +71,13 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral, window": ("mistral", SLIDES | HEADS),
     "ministral, mixed": ("ministral", MIXED | HEADS),
+    "ministral3": ("ministral3", HEADS | {"rope_parameters": FACTORS}),
+    "arcee": ("arcee", {}),
+    "seed_oss": ("seed_oss", HEADS),
+    "ernie4_5": ("ernie4_5", {}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", HEADS),
+    "nemotron": ("nemotron", {}),
+    "cohere, norms": ("cohere", {"use_qk_norm": True}),
     "mixtral, window": ("mixtral", SLIDES | {"num_local_experts": 4}),
     "phi3, window": ("phi3", SLIDES),
     "phimoe, window": ("phimoe", SLIDES | {"num_local_experts": 4}),

@@ -12,6 +12,7 @@ from pipespec.engine.attention import ATTENTION, MaskKind, attach_lengths, lengt
 from pipespec.engine.cache_storage import RowStorage
 from pipespec.engine.recurrent import LayerStates
 from pipespec_kernels import ops
+from pipespec_kernels.recurrent import States
 
 _ALIGNED_KEYS = 16
 """So many keys of a mask are a multiple of 16 bytes."""
@@ -202,9 +203,17 @@ class ForwardCache(RowStorage):
             ValueError: beyond the capacity.
         """
         self._need(q)
-        self._open_q = q
+        if self._ring is not None:
+            self._ring.begin(self._lengths, q, self._aim)
+        self._open_q, self._aim = q, None
         keys, values = self._stores
         return keys, values, self._lengths
+
+    def open_states(self) -> States | None:
+        """The states of the recurrent layers in the forward that :meth:`open_storage` has begun; None: there are no such layers."""
+        return (
+            None if self._ring is None else States(self._ring.inputs, self._ring.states, self._ring.table(self._open_q))
+        )
 
     def close(self) -> None:
         """End a forward: every length grows by its columns.

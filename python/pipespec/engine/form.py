@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Collection
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -164,18 +164,18 @@ def ropes_of(parts: ModelParts, hidden: torch.Tensor, positions: torch.Tensor) -
     return [by_type[kind] for kind in types]
 
 
-def _masks(parts: ModelParts, columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Per layer, the mask ``[1, 1, columns, columns]`` of a text from its begin on: minus infinity where a column does not see."""
+def _masks(parts: ModelParts, columns: int, dtype: torch.dtype) -> list[torch.Tensor | None]:
+    """Per layer, the mask ``[1, 1, columns, columns]`` of a text from its begin on: minus infinity where a column does not see. Recurrent layers have none."""
     at = torch.arange(columns, device=parts.device)
     back = at[:, None] - at
     masks = {}
-    windows = CacheLayout.of(parts.config).windows[parts.first : parts.first + len(parts.layers)]
-    for window in set(windows):
+    layout, numbers = CacheLayout.of(parts.config), range(parts.first, parts.first + len(parts.layers))
+    for window in {layout.windows[i] for i in numbers}:
         hidden = (back < 0) | (back >= (columns if window is None else window))
         masks[window] = torch.zeros((1, 1, columns, columns), dtype=dtype, device=parts.device).masked_fill_(
             hidden, -torch.inf
         )
-    return [masks[window] for window in windows]
+    return [masks[layout.windows[i]] if i in layout.attention else None for i in numbers]
 
 
 class LayerLoop(PartsForm):
@@ -256,7 +256,8 @@ def check_outputs(parts: ModelParts, given: torch.Tensor, own: torch.Tensor, our
     if own.dtype == torch.float32 and bool((ours - own).abs().amax() <= TOLERANCE * own.abs().amax()):
         return
     wider = torch.float64 if own.dtype == torch.float32 else torch.float32
-    exact = probed(_in_wider(parts, given, wider))
+    with _experts_in_turn(parts.config):
+        exact = probed(_in_wider(parts, given, wider))
     error, allowed = ((outputs.to(wider) - exact).square().mean().sqrt() for outputs in (ours, own))
     allowed = allowed * (ERROR_RATIO_FLOAT32 if own.dtype == torch.float32 else ERROR_RATIO_16_BITS)
     # Not a number compares false.
@@ -348,6 +349,20 @@ def probe(form: Form, cache: RowCache, given: torch.Tensor) -> torch.Tensor:
     uneven = [form(torch.stack([given[0, 10:13], given[1, 7:10]]), cache, 1)]
     uneven.append(form(torch.stack([given[0, 13:14], given[1, 10:11]]), cache, 1))
     return torch.cat([torch.cat(first, 1).flatten(0, 1), torch.cat([x.flatten(0, 1) for x in uneven])])
+
+
+@contextmanager
+def _experts_in_turn(config: Any) -> Iterator[None]:
+    """transformers multiplies with one expert after the other, as its products with several take no float64."""
+    before = getattr(config, "_experts_implementation", None)
+    if before is None:
+        yield
+        return
+    config._experts_implementation = "eager"
+    try:
+        yield
+    finally:
+        config._experts_implementation = before
 
 
 def _in_wider(parts: ModelParts, given: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -138,8 +138,9 @@ class NativeForm(PartsForm):
         self._has_versions = not any(map(torch.Tensor.is_inference, tensors[False]))
         # Calls at the same time compare in one round. What one of them finds counts for all that run in this form.
         self._comparing, self._is_stale = Lock(), False
-        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Cosines and sines, float32 ``[rotations, positions, rotary_dim]``."""
+        self._query_factors = read.query_factors
+        self._table: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+        """Cosines and sines, float32 ``[rotations, positions, rotary_dim]``, and the factors of queries ``[positions]``."""
 
     @property
     def nbytes(self) -> int:
@@ -167,7 +168,8 @@ class NativeForm(PartsForm):
         if self._steps and (features is None or (isinstance(features, Features) and features.dtype in families.DTYPES)):
             storage, q = cache.open_storage(tokens.shape[1]), tokens.shape[1]
             taps = None if features is None else features.taps(storage[2], q, self.decoder.shape.hidden)
-            outputs = self.decoder.step(tokens, *storage, *self._rope(cache.capacity), keep=keep, taps=taps)
+            rope, states = self._rope(cache.capacity), cache.open_states()
+            outputs = self.decoder.step(tokens, *storage, *rope, keep=keep, taps=taps, states=states)
             cache.close()
         else:
             outputs = super().__call__(tokens, cache, keep)
@@ -187,7 +189,8 @@ class NativeForm(PartsForm):
         found = [index for index in features if 0 < index - first <= self.decoder.num_layers]
         out = torch.empty((rows, q, len(found), size), dtype=torch.float32, device="cpu")
         taps = Taps([index - first for index in found], out.flatten(2), [0] * rows)
-        hidden = self.decoder.run_layers(hidden, *storage, *rope, side=side, taps=taps if found else None)
+        states, tapped = cache.open_states(), taps if found else None
+        hidden = self.decoder.run_layers(hidden, *storage, *rope, side=side, taps=tapped, states=states)
         cache.close()
         return hidden, {index: part.contiguous() for index, part in zip(found, out.unbind(2), strict=True)}
 
@@ -195,7 +198,7 @@ class NativeForm(PartsForm):
         columns = hidden.shape[1]
         return self.decoder.logits(hidden if keep == columns else hidden[:, columns - keep :])
 
-    def _rope(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rope(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The table for at least ``capacity`` positions, from the model's own rotary embedding."""
         table = self._table
         if table is None or table[0].shape[1] < capacity:
@@ -206,7 +209,8 @@ class NativeForm(PartsForm):
             calls = [{} if kind is None else {"layer_type": kind} for kind in self._rotations]
             found = [self._rotary(like, position_ids=positions, **more) for more in calls]
             cos, sin = (torch.stack([self._in_halves(each[i][0]) for each in found]).contiguous() for i in range(2))
-            self._table = table = cos, sin
+            factors = None if self._query_factors is None else self._query_factors(positions[0]).float().contiguous()
+            self._table = table = cos, sin, factors
         return table
 
     def _in_halves(self, angles: torch.Tensor) -> torch.Tensor:

@@ -243,6 +243,15 @@ class StateRing:
         """The states of layer ``layer`` of the model, in the forward that has begun."""
         return LayerStates(self, self.layout.layers.index(layer))
 
+    def table(self, q: int) -> list[list[int]]:
+        """Per row, the slot of the states before the forward of ``q`` columns that has begun, and those that its columns are stored in; -1: none."""
+        slots = np.full((self._held.shape[1], q + 1), -1, dtype=np.int64)
+        slots[:, 0] = self.begins[0].numpy()
+        for column, (to, rows) in self.places.items():
+            slots[rows.numpy(), column] = to.numpy()
+        found: list[list[int]] = slots.tolist()
+        return found
+
     def end(self) -> None:
         """End the forward: what it has stored counts."""
         for slot, rows, length in self._new:

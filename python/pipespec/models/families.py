@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from pipespec.models import experts
+from pipespec.models import experts, recurrent
 from pipespec.models.devices import not_whole_reason
 from pipespec.models.layout import CacheLayout, UnsupportedLayers, configuration_read
 from pipespec.models.parts import ModelParts
@@ -39,8 +39,8 @@ _NUMBERS = (
 """Attributes of modules that the decoder takes over."""
 
 _CLASSES = (
-    "ForCausalLM", "Model", "TextModel", "DecoderLayer", "Attention", "MLP", "RMSNorm", "LayerNorm", "LayerNormPerHead", "RotaryEmbedding",
-    "TextScaledWordEmbedding", *experts.CLASSES,
+    "ForCausalLM", "Model", "TextModel", "DecoderLayer", "Attention", "MLP", "RMSNorm", "LayerNorm", "LayerNormPerHead", "LayerNorm1P", "RotaryEmbedding",
+    "TextRotaryEmbedding", "TextScaledWordEmbedding", *experts.CLASSES, *recurrent.CLASSES,
 )  # fmt: skip
 """Ends of the names of the classes of a family. It may lack some."""
 
@@ -73,9 +73,12 @@ class Family:
         is_parallel: a layer without a norm in front of its feed-forward adds attention and feed-forward of the same hidden states.
         rotates: whether an attention rotates queries and keys; None: all do.
         rotates_pairs: neighbours are rotated, not the halves of a head.
+        norms_rotated: the norms of queries and keys come after the rotation.
+        query_factors: what queries are multiplied by, from the configuration and their positions.
         scales_embedding: the module of the token embedding multiplies by a factor.
         numbers: constants of :class:`DecoderShape` from the configuration.
         routing: how experts are chosen, by their router; None: there are none.
+        gates_attention: half of the rows of the queries are gates of what the attention gives. The other layers have a gated delta net.
     """
 
     model_type: str
@@ -88,9 +91,12 @@ class Family:
     is_parallel: bool = False
     rotates: Callable[[Any], bool] | None = None
     rotates_pairs: bool = False
+    norms_rotated: bool = False
+    query_factors: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
     scales_embedding: bool = False
     numbers: Mapping[str, Callable[[Any], float | None]] = field(default_factory=dict)
     routing: Callable[[Any], Routing] | None = None
+    gates_attention: bool = False
 
     @property
     def module(self) -> str:
@@ -105,7 +111,7 @@ class Family:
         source = sys.modules[self.module]
         own = frozenset(vars(source)[name] for part in _CLASSES if (name := f"{self.prefix}{part}") in vars(source))
         # Dropout that does something is excluded.
-        common = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList, nn.Dropout)
+        common = (nn.Linear, nn.Conv1d, nn.Embedding, nn.LayerNorm, nn.ModuleList, nn.Dropout)
         return own, own.union(common, (Int8Linear, QuantizedLinear, QuantizedEmbedding), _activations())
 
     def numbers_of(self, config: Any) -> dict[str, float]:
@@ -116,6 +122,14 @@ class Family:
         """The linear modules of an attention or a feed-forward, by their names in :class:`LayerWeights`. It may lack some."""
         found = {name: getattr(part, self.matrices.get(name, f"{name}_proj"), None) for name in names}
         return {name: linear for name, linear in found.items() if linear is not None}
+
+
+def _llama_4_factors(config: Any, positions: torch.Tensor) -> torch.Tensor:
+    """Of queries at positions int64 ``[n]``: they grow with the logarithm of the position, as in LLaMA 4."""
+    rope = config.rope_parameters
+    passed = torch.floor(positions / rope["original_max_position_embeddings"])
+    factors: torch.Tensor = 1 + rope["llama_4_scaling_beta"] * torch.log(1 + passed)
+    return factors
 
 
 FAMILIES = {
@@ -136,6 +150,12 @@ FAMILIES = {
             numbers={"logit_softcap": lambda c: c.final_logit_softcapping},
         ),
         Family("ministral", "Ministral"),
+        Family("ministral3", "Ministral3", query_factors=_llama_4_factors),
+        Family("arcee", "Arcee"),
+        Family("seed_oss", "SeedOss"),
+        Family("ernie4_5", "Ernie4_5", rotates_pairs=True),
+        Family("hunyuan_v1_dense", "HunYuanDenseV1", norms_rotated=True),
+        Family("nemotron", "Nemotron", norm_offset=1.0),
         Family("smollm3", "SmolLM3", rotates=lambda attn: bool(attn.use_rope)),
         Family("olmo2", "Olmo2", norms=BEHIND),
         Family("olmo3", "Olmo3", norms=BEHIND),
@@ -146,6 +166,9 @@ FAMILIES = {
         ),
         Family("starcoder2", "Starcoder2", matrices={"up": "c_fc", "down": "c_proj"}),
         Family("stablelm", "StableLm", is_parallel=True),
+        Family(
+            "cohere", "Cohere", in_stages=False, is_parallel=True, rotates_pairs=True, numbers={"logit_scale": lambda c: c.logit_scale},
+        ),
         Family(
             "cohere2", "Cohere2", in_stages=False, is_parallel=True, rotates_pairs=True, rotates=lambda attn: attn.sliding_window is not None,
             numbers={"logit_scale": lambda c: c.logit_scale},
@@ -165,9 +188,12 @@ FAMILIES = {
         ),
         Family("deepseek_v3"),
         Family("dots1", "Dots1", routing=experts.by_sigmoids),
-        Family("qwen3_next"),
-        Family("qwen3_5_text"),
-        Family("qwen3_5_moe_text"),
+        Family("qwen3_next", "Qwen3Next", norm_offset=1.0, routing=experts.softmax, gates_attention=True),
+        Family("qwen3_5_text", "Qwen3_5", source="qwen3_5", norm_offset=1.0, gates_attention=True),
+        Family(
+            "qwen3_5_moe_text", "Qwen3_5Moe", source="qwen3_5_moe", norm_offset=1.0, routing=experts.softmax,
+            gates_attention=True,
+        ),
         Family("deepseek_v2", in_stages=False),
         Family("minicpm3", in_stages=False),
     )
@@ -317,11 +343,11 @@ def products_of(model: PreTrainedModel | ModelParts) -> Iterator[tuple[Any, ...]
     parts, family = model if isinstance(model, ModelParts) else ModelParts.of(model), family_of(model)
     for layer in parts.layers:
         for part, names in (
-            (layer.self_attn, ("qkv", "q", "k", "v", "o")),
+            (_attention(layer), ("qkv", "q", "k", "v", "o")),
             (_feed_forward(layer), ("gate_up", "gate", "up", "down")),
         ):
             linears = [*family.matrices_of(part, names).values()]
-            # Experts have none.
+            # Neither experts nor recurrent parts have any.
             yield tuple(linears[:-1])
             yield tuple(linears[-1:])
     yield (parts.head,)
@@ -359,6 +385,7 @@ class ReadModel:
         head_scale: ``[vocabulary]`` of a head in int8, or None.
         rotary: the model's rotary embedding; None without layers.
         rotations: what each of the rotations of :attr:`LayerWeights.rope` is called in calls of ``rotary``; None: it is the only one.
+        query_factors: what queries are multiplied by, from their positions int64 ``[n]``; None: nothing.
         beyond_llama: what the model has that LLaMA has not, as a list in words; None: nothing.
     """
 
@@ -373,6 +400,7 @@ class ReadModel:
     head_scale: torch.Tensor | None
     rotary: Any
     rotations: tuple[str | None, ...]
+    query_factors: Callable[[torch.Tensor], torch.Tensor] | None
     beyond_llama: str | None
 
 
@@ -406,6 +434,7 @@ def _read(parts: ModelParts, family: Family, matrices: bool) -> ReadModel:
         norm=kind,
         norm_offset=family.norm_offset,
         rotates_pairs=family.rotates_pairs,
+        norms_rotated=family.norms_rotated,
         **numbers,
         **_layer_sizes(parts, family, rotations),
     )
@@ -425,13 +454,15 @@ def _read(parts: ModelParts, family: Family, matrices: bool) -> ReadModel:
         of_head.get("head_scale"),
         parts.rotary,
         rotations,
-        _beyond_llama(shape, family, rotations),
+        None if family.query_factors is None else functools.partial(family.query_factors, config),
+        _beyond_llama(parts, shape, family),
     )
 
 
 _BEYOND = {
     "norm": "layer norms",
     "rotates_pairs": "RoPE of neighbouring elements",
+    "norms_rotated": "norms of heads after RoPE",
     "is_parallel": "attention and feed-forward in parallel",
     "softcap": "capped scores of attention",
     "residual_scale": "a factor of what they add",
@@ -441,22 +472,31 @@ _BEYOND = {
 """Constants of :class:`DecoderShape` that a model without its parts has at their defaults."""
 
 
-def _beyond_llama(shape: DecoderShape, family: Family, rotations: Sequence[str | None]) -> str | None:
+def _beyond_llama(parts: ModelParts, shape: DecoderShape, family: Family) -> str | None:
     found = [what for name, what in _BEYOND.items() if getattr(shape, name) != getattr(DecoderShape, name)]
     found += ["norms behind attention and feed-forward"] if family.norms.keys() != BEFORE.keys() else []
     found += ["layers without RoPE"] if family.rotates is not None else []
-    found += ["several kinds of RoPE"] if len(rotations) > 1 else []
-    found += ["a feed-forward without a gate"] if family.matrices else []
-    found += ["experts"] if family.routing is not None else []
+    found += ["several kinds of RoPE"] if len(_rotations(parts)) > 1 else []
+    found += ["factors of queries"] if family.query_factors is not None else []
+    is_gated = all(family.matrices_of(_feed_forward(layer), ("gate", "gate_up")) for layer in parts.layers)
+    found += ["experts"] if family.routing is not None else [] if is_gated else ["a feed-forward without a gate"]
+    found += ["gates of the attention"] if family.gates_attention else []
     return ", ".join(found) or None
+
+
+_HEAD_NORMS = {
+    "q_norm": ("q_norm", "q_layernorm", "query_layernorm"),
+    "k_norm": ("k_norm", "k_layernorm", "key_layernorm"),
+}
+"""Attributes of attentions with norms of queries and keys."""
 
 
 def _norms_of(layer: Any, family: Family) -> dict[str, Any]:
     """The norms of a layer that are there, by their names in :class:`LayerWeights`."""
     places = {name: (layer, at) for name, at in family.norms.items()}
-    for name in ("q_norm", "k_norm"):
-        # In StableLM they are called q_layernorm and k_layernorm.
-        places[name] = layer.self_attn, name if hasattr(layer.self_attn, name) else name.replace("norm", "layernorm")
+    for name, names in _HEAD_NORMS.items():
+        attn = _attention(layer)
+        places[name] = attn, next((at for at in names if hasattr(attn, at)), name)
     found = {name: getattr(of, at, None) for name, (of, at) in places.items()}
     return {name: norm for name, norm in found.items() if norm is not None}
 
@@ -538,25 +578,25 @@ def _layer_sizes(parts: ModelParts, family: Family, rotations: Sequence[str | No
     for kind in types:
         if kind not in ("default", "linear", "llama3", "yarn", "proportional"):
             raise NotReadable(f"its RoPE of type {kind} depends on the length of the text")
-    if not all(layer.self_attn.is_causal for layer in parts.layers):
+    attentions = [attn for attn in map(_attention, parts.layers) if attn is not None]
+    if not all(attn.is_causal for attn in attentions):
         raise NotReadable("its attention is not causal")
+    # A part may have recurrent layers alone.
+    heads = {(attn.head_dim, attn.scaling) for attn in attentions} or {(config.head_dim, 1.0)}
     kinds = {
         (
-            at.head_dim,
-            at.scaling,
             _activation(_feed_forward(layer)),
             float(getattr(layer, "residual_multiplier", 1.0)),
             family.is_parallel and "post_norm" not in _norms_of(layer, family),
         )
         for layer in parts.layers
-        for at in [layer.self_attn]
     }
     sizes = {getattr(rotary, "inv_freq" if kind is None else f"{kind}_inv_freq").numel() for kind in rotations}
-    if len(kinds) > 1 or len(sizes) > 1:
+    if len(kinds) > 1 or len(heads) > 1 or len(sizes) > 1:
         raise NotReadable("its layers differ in more than their weights")
-    head_dim, scale, activation, residual_scale, is_parallel = kinds.pop()
+    (head_dim, scale), (activation, residual_scale, is_parallel) = heads.pop(), kinds.pop()
     return {
-        "intermediate": config.intermediate_size,
+        "intermediate": getattr(config, "intermediate_size", None) or 1,
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
         "head_dim": head_dim,
@@ -566,6 +606,10 @@ def _layer_sizes(parts: ModelParts, family: Family, rotations: Sequence[str | No
         "residual_scale": residual_scale,
         "is_parallel": is_parallel,
     }
+
+
+def _attention(layer: Any) -> Any:
+    return getattr(layer, "self_attn", None)
 
 
 def _feed_forward(layer: Any) -> Any:
@@ -585,12 +629,12 @@ def _activation(mlp: Any) -> str:
 
 def _layer(layer: Any, rope: int | None, shape: DecoderShape, family: Family) -> LayerWeights:
     heads = [n * shape.head_dim for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
-    absent = ("input_norm", "post_norm", "gate", "up", "down")
+    attn, absent = _attention(layer), ("input_norm", "post_norm", "q", "k", "v", "o", "gate", "up", "down")
     weights: dict[str, Any] = dict.fromkeys(absent) | {"rope": rope}
     if family.routing is not None:
         weights["experts"] = experts.experts_of(_feed_forward(layer), family.routing, matrix_of)
     for part, whole, names, sizes in (
-        (layer.self_attn, "qkv", ("q", "k", "v", "o"), heads),
+        (attn, "qkv", ("q", "k", "v", "o"), heads),
         (_feed_forward(layer), "gate_up", ("gate", "up", "down"), [shape.intermediate] * 2),
     ):
         for name, linear in family.matrices_of(part, (whole, *names)).items():
@@ -600,8 +644,15 @@ def _layer(layer: Any, rope: int | None, shape: DecoderShape, family: Family) ->
         weights[name] = norm.weight.detach() if own is None else torch.stack([each.weight.detach() for each in own])
         if (bias := _bias_of(norm)) is not None:
             weights[f"{name}_bias"] = bias
-    if (sinks := getattr(layer.self_attn, "sinks", None)) is not None:
+    if (sinks := getattr(attn, "sinks", None)) is not None:
         weights["sinks"] = sinks.detach()
+    if attn is None:
+        weights["recurrent"] = recurrent.recurrent_of(layer, matrix_of)
+    elif family.gates_attention:
+        for name in ("q", "q_bias") if weights["q_bias"] is not None else ("q",):
+            weights[name], weights[name.replace("q", "q_gate")] = recurrent.halves_of_heads(
+                weights[name], shape.head_dim
+            )
     if (norm := getattr(layer, "hidden_norm", None)) is not None:
         # A draft head's first layer reads embeddings beside the hidden states, which have the second norm.
         weights |= {"side_norm": weights["input_norm"], "adds_to_norm": layer.norm_before_residual}
