@@ -346,8 +346,8 @@ def with_wrong_rope(monkeypatch):
     right = native.NativeForm._rope
 
     def wrong(self, capacity):
-        cos, sin = right(self, capacity)
-        return cos, -sin
+        cos, sin, factors = right(self, capacity)
+        return cos, -sin, factors
 
     monkeypatch.setattr(native.NativeForm, "_rope", wrong)
 

@@ -29,7 +29,13 @@ SIZES = {
 SLIDES = {"sliding_window": WINDOW}
 MIXED = SLIDES | {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
 HEADS = {"head_dim": 8}
-FACTORS = {
+FACTORS_OF_GRANITE = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
+FACTORS_OF_QUERIES = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
     "factor": 4.0,
@@ -71,7 +77,7 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral, window": ("mistral", SLIDES | HEADS),
     "ministral, mixed": ("ministral", MIXED | HEADS),
-    "ministral3": ("ministral3", HEADS | {"rope_parameters": FACTORS}),
+    "ministral3": ("ministral3", HEADS | {"rope_parameters": FACTORS_OF_QUERIES}),
     "arcee": ("arcee", {}),
     "seed_oss": ("seed_oss", HEADS),
     "ernie4_5": ("ernie4_5", {}),
@@ -99,13 +105,11 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2, latents": ("deepseek_v2", DEEPSEEK),
     "deepseek_v3, latents": ("deepseek_v3", DEEPSEEK),
     "minicpm3, latents": ("minicpm3", LATENT),
-    "granite": ("granite", {}),
-    "granitemoe": (
-        "granitemoe",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 2.0, "residual_multiplier": 0.7},
-    ),
+    "granite": ("granite", FACTORS_OF_GRANITE),
+    "granitemoe": ("granitemoe", FACTORS_OF_GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "glm4": ("glm4", HEADS),
     "stablelm": ("stablelm", {}),
+    "stablelm, parallel": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
     "dots1, mixed": ("dots1", MIXED | HEADS | {k: v for k, v in DEEPSEEK.items() if k not in LATENT}),
     "qwen3_next, recurrent": ("qwen3_next", RECURRENT | EXPERTS | SHARED_EXPERT),
     "qwen3_5, recurrent": ("qwen3_5_text", RECURRENT),

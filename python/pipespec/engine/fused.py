@@ -134,8 +134,8 @@ class FusedForm(Form):
         self.number = self.token = next(_numbers)
         self._read = read = families.read(model, matrices=False)
         if read.beyond_llama is not None:
-            raise NotReadable(f"the fused operations have no {read.beyond_llama}")
-        self._embed = ModelParts.of(model).embed
+            raise NotReadable(f"the fused operations lack {read.beyond_llama}")
+        self._ends = ModelParts.of(model)._replace(layers=())
         *products, self._head = map(_Product.of, families.products_of(model))
         layers, each = ModelParts.of(model).layers, iter(products)
         first, *behind = [*(_weight(layer.input_layernorm) for layer in layers), read.norm]
@@ -189,7 +189,7 @@ class FusedForm(Form):
         shape, (rows, q) = read.shape, tokens.shape
         n = rows * q
         fed = self._in_blocks(tokens.reshape(-1))
-        hidden: torch.Tensor = self._embed(fed)
+        hidden = families.embedded(self._ends, fed)
         _, stored = cache.open(q)
         # Padding stays zero.
         mixed = (hidden.new_empty if len(fed) == n else hidden.new_zeros)((len(fed), shape.heads * shape.head_dim))

@@ -65,7 +65,7 @@ class Family:
     Attributes:
         model_type: transformers' name, also of the module in ``transformers.models`` where the family has a native form.
         prefix: of the names of the classes, for models whose weights the native decoder takes; None for others.
-        in_stages: whether the forward is embedding, layers with a rotary embedding, norm, head, and nothing in between, so that it can be cut.
+        in_stages: whether the forward is embedding, layers with a rotary embedding, norm, head, and nothing in between but ``numbers``, so that it can be cut.
         source: name of the module of the classes where it is not ``model_type``.
         norms: attributes of a layer by the names of the norms in :class:`LayerWeights`. A norm that is None is not there.
         norm_offset: added to the weights of the norms.
@@ -142,7 +142,7 @@ FAMILIES = {
         Family("phi3", "Phi3"),
         Family("gemma", "Gemma", norm_offset=1.0, scales_embedding=True),
         Family(
-            "gemma2", "Gemma2", in_stages=False, norms=AROUND, norm_offset=1.0, scales_embedding=True,
+            "gemma2", "Gemma2", norms=AROUND, norm_offset=1.0, scales_embedding=True,
             numbers={"softcap": lambda c: c.attn_logit_softcapping, "logit_softcap": lambda c: c.final_logit_softcapping},
         ),
         Family(
@@ -167,14 +167,14 @@ FAMILIES = {
         Family("starcoder2", "Starcoder2", matrices={"up": "c_fc", "down": "c_proj"}),
         Family("stablelm", "StableLm", is_parallel=True),
         Family(
-            "cohere", "Cohere", in_stages=False, is_parallel=True, rotates_pairs=True, numbers={"logit_scale": lambda c: c.logit_scale},
+            "cohere", "Cohere", is_parallel=True, rotates_pairs=True, numbers={"logit_scale": lambda c: c.logit_scale},
         ),
         Family(
-            "cohere2", "Cohere2", in_stages=False, is_parallel=True, rotates_pairs=True, rotates=lambda attn: attn.sliding_window is not None,
+            "cohere2", "Cohere2", is_parallel=True, rotates_pairs=True, rotates=lambda attn: attn.sliding_window is not None,
             numbers={"logit_scale": lambda c: c.logit_scale},
         ),
         Family(
-            "granite", "Granite", in_stages=False,
+            "granite", "Granite",
             numbers={"embedding_scale": lambda c: c.embedding_multiplier, "logit_scale": lambda c: 1 / c.logits_scaling},
         ),
         Family("mixtral", "Mixtral", routing=experts.softmax),
@@ -183,7 +183,7 @@ FAMILIES = {
         Family("qwen3_moe", "Qwen3Moe", routing=experts.softmax),
         Family("gpt_oss", "GptOss", routing=experts.softmax),
         Family(
-            "granitemoe", "GraniteMoe", in_stages=False, routing=experts.softmax,
+            "granitemoe", "GraniteMoe", routing=experts.softmax,
             numbers={"embedding_scale": lambda c: c.embedding_multiplier, "logit_scale": lambda c: 1 / c.logits_scaling},
         ),
         Family("deepseek_v3"),
