@@ -33,6 +33,9 @@ SIZES: dict[str, Any] = {
 NAMES = {
     "gemma3_text": "gemma3",
     "cohere": "command-r",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
     "hunyuan_v1_dense": "hunyuan-dense",
     "ministral3": "mistral3",
     "mistral": "mistral3",
@@ -40,7 +43,7 @@ NAMES = {
 }
 """Architectures that are called otherwise in files."""
 
-_IN_PAIRS = ("llama", "arcee", "granite", "mistral3", "smollm3")
+_IN_PAIRS = ("llama", "arcee", "granite", "granitemoe", "mistral3", "smollm3")
 """Architectures for which the conversion changes the order of the rows of queries and keys."""
 
 LARGE = SIZES | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -121,7 +124,15 @@ def write(
             weights = weights.view(heads, 2, -1, *weights.shape[1:]).transpose(1, 2).reshape(weights.shape)
         offset = 1 if name.startswith(("gemma", "nemotron")) and "norm" in module and leaf == "weight" else 0
         weights += offset
-        target = f"{names.get_name(module)}.{leaf}"
+        if module.endswith(".experts"):
+            stored[full] = _add_experts(writer, full, weights, types)
+            continue
+        if module.endswith("shared_expert_gate"):
+            weights = weights[0]
+        # The package knows an older name of Granite's.
+        is_router = module.endswith("block_sparse_moe.router")
+        found = f"blk.{module.split('.')[2]}.ffn_gate_inp" if is_router else names.get_name(module)
+        target = f"{found}.{leaf}"
         stored[full] = _add(writer, target, weights, types)
         if name in _IN_PAIRS and heads:
             stored[full] = stored[full].view(heads, -1, 2, *weights.shape[1:]).transpose(1, 2).reshape(weights.shape)
@@ -195,13 +206,23 @@ def _write_tokenizer(writer: Any, texts: list[str], merges: Sequence[str], pre: 
     writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
 
 
+def _add_experts(writer: Any, full: str, weights: torch.Tensor, types: str | dict[str, str]) -> torch.Tensor:
+    """Gate and up are two tensors in a file."""
+    layer, is_down = full.split(".")[2], full.endswith("down_proj")
+    parts = {"down": weights} if is_down else dict(zip(("gate", "up"), weights.chunk(2, 1), strict=True))
+    stored = [
+        _add(writer, f"blk.{layer}.ffn_{name}_exps.weight", part.contiguous(), types) for name, part in parts.items()
+    ]
+    return torch.cat(stored, 1)
+
+
 def _add(writer: Any, name: str, weights: torch.Tensor, types: str | dict[str, str]) -> torch.Tensor:
     kind = types if isinstance(types, str) else next(v for part, v in types.items() if part in name)
-    if weights.dim() == 1 or "norm" in name:
+    if weights.dim() == 1 or "norm" in name or "ffn_gate_inp" in name:
         kind = "f32"
     if kind in FORMATS:
         form = gguf.GGMLQuantizationType(FORMATS[kind].ggml_type)
-        data = quantize(weights, kind).data.numpy()
+        data = quantize(weights.flatten(0, -2), kind).data.view(*weights.shape[:-1], -1).numpy()
         writer.add_tensor(name, data, raw_dtype=form)
         return torch.from_numpy(gguf.dequantize(data, form))
     if kind == "bf16":

@@ -23,7 +23,7 @@ from pipespec.models.devices import not_whole_reason
 from pipespec.models.layout import CacheLayout, UnsupportedLayers, configuration_read
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import has_dropout, has_hooks, has_own_forward
-from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear
+from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedExperts, QuantizedLinear
 from pipespec_kernels.decoder import DecoderShape, LayerWeights
 from pipespec_kernels.experts import Routing
 from pipespec_kernels.formats import QuantizedMatrix
@@ -112,7 +112,9 @@ class Family:
         own = frozenset(vars(source)[name] for part in _CLASSES if (name := f"{self.prefix}{part}") in vars(source))
         # Dropout that does something is excluded.
         common = (nn.Linear, nn.Conv1d, nn.Embedding, nn.LayerNorm, nn.ModuleList, nn.Dropout)
-        return own, own.union(common, (Int8Linear, QuantizedLinear, QuantizedEmbedding), _activations())
+        return own, own.union(
+            common, (Int8Linear, QuantizedLinear, QuantizedEmbedding, QuantizedExperts), _activations()
+        )
 
     def numbers_of(self, config: Any) -> dict[str, float]:
         """The constants of :attr:`numbers` for a configuration; None there stands for 0."""

@@ -23,9 +23,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from pipespec.errors import user_stacklevel
 from pipespec.models.gguf import DEQUANTIZED, FLOATS, GgufFile, GgufTensor
-from pipespec.models.gguf_architectures import ARCHITECTURES, LAYER_NORM_EPS, NORM_EPS, TENSORS, Architecture
+from pipespec.models.gguf_architectures import ARCHITECTURES, EXPERTS, LAYER_NORM_EPS, NORM_EPS, TENSORS, Architecture
 from pipespec.models.gguf_tokenizer import end_ids, token_id
-from pipespec.models.quantized import filled, has_blocks, in_blocks
+from pipespec.models.quantized import QuantizedExperts, QuantizedLinear, filled, has_blocks, in_blocks
 from pipespec_kernels.formats import QuantizedMatrix, from_codes, from_q3_k, quantize
 
 _ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -127,6 +127,7 @@ def gguf_config(file: GgufFile) -> Any:
         "rope_parameters": _rope(file, row, head_dim),
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[row.model_type]],
     }
+    config |= row.constants
     config |= {flag: f"blk.0.{tensor}" in file.tensors for tensor, flag in row.flags.items()}
     if row.published is not None:
         # Published sizes tell the scale of the queries, which the metadata lack.
@@ -341,6 +342,8 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
     source = replace(file, metadata={})  # the modules need no vocabulary
 
     def fill(name: str, module: nn.Module) -> nn.Module:
+        if "gate_up_proj" in module._parameters:
+            return _experts(file, f"blk.{name.split('.')[2]}", module, stored, used, source)
         # Files of LLaMA have the two rows of a rotation next to each other.
         part = name.rpartition(".")[2]
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(part, 0)
@@ -353,14 +356,10 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
             if name == "lm_head" and at not in file.tensors:
                 at = f"token_embd.{leaf}"
             used.add(at)
-            tensor = _tensor(file, at)
-            if tensor.shape != parameter.shape:
-                raise ValueError(
-                    f"{file.path}: tensor {at} is {list(tensor.shape)}, and {name}.{leaf} of this model {list(parameter.shape)}"
-                )
+            tensor = _fitting(file, at, parameter.shape, f"{name}.{leaf}")
             if tensor.type in FLOATS:
                 offset = row.norm_offset if "norm" in part and leaf == "weight" else 0.0
-                floats = _in_order(_floats(file, tensor), heads).sub_(offset).to(stored)
+                floats = _in_order(_floats(file, tensor), heads).sub_(offset).to(stored).view(parameter.shape)
                 module._parameters[leaf] = nn.Parameter(floats, requires_grad=False)
             elif len(tensor.shape) == 2:
                 blocks = _matrix(file, tensor) if tensor.type not in DEQUANTIZED else _as_blocks(file, tensor)
@@ -385,6 +384,33 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
     ends = end_ids(file)
     model.generation_config.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
     return model
+
+
+def _experts(file: GgufFile, layer: str, own: Any, dtype: torch.dtype, used: set[str], source: GgufFile) -> nn.Module:
+    """The experts of a layer: those in blocks as slices of the file's tensors, others as floats."""
+    found = {}
+    for part, name in EXPERTS.items():
+        used.add(at := f"{layer}.{name}.weight")
+        count, inner, hidden = own.num_experts, own.intermediate_dim, own.hidden_dim
+        expected = (count, hidden, inner) if part == "down" else (count, inner, hidden)
+        tensor = _fitting(file, at, expected, f"the {part} of all experts")
+        found[part] = replace(tensor, shape=(expected[0] * expected[1], expected[2]))
+    if all(tensor.type in FLOATS for tensor in found.values()):
+        gate, up, down = (_floats(file, tensor).view(own.num_experts, -1, tensor.shape[1]) for tensor in found.values())
+        for leaf, floats in (("gate_up_proj", torch.cat([gate, up], 1)), ("down_proj", down)):
+            own._parameters[leaf] = nn.Parameter(floats.to(dtype), requires_grad=False)
+        return own
+    parts = []
+    for tensor in found.values():
+        if tensor.type in FLOATS:
+            raise ValueError(
+                f"{file.path}: tensor {tensor.name} is no blocks, as others of its experts are, which is not supported"
+            )
+        parts.append(
+            QuantizedLinear(_matrix(file, tensor) if tensor.type not in DEQUANTIZED else _as_blocks(file, tensor))
+        )
+        parts[-1].source = source
+    return QuantizedExperts(own, *parts)
 
 
 def _floats(file: GgufFile, tensor: GgufTensor) -> torch.Tensor:
@@ -457,6 +483,14 @@ def _tensor(file: GgufFile, name: str) -> GgufTensor:
     if name not in file.tensors:
         raise ValueError(f"{file.path} has no tensor {name}")
     return file.tensors[name]
+
+
+def _fitting(file: GgufFile, at: str, shape: tuple[int, ...], what: str) -> GgufTensor:
+    """A tensor of a shape; a row may be a vector. Raises ``ValueError`` with both shapes."""
+    tensor = _tensor(file, at)
+    if shape not in (tensor.shape, (1, *tensor.shape)):
+        raise ValueError(f"{file.path}: tensor {at} is {list(tensor.shape)}, and {what} of this model {list(shape)}")
+    return tensor
 
 
 def _stored_name(module: str, row: Architecture) -> str:

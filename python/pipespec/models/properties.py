@@ -76,10 +76,9 @@ def step_bytes(model: nn.Module, columns: int = 1) -> float:
     config = getattr(model, "config", None)
     chosen = None if config is None else getattr(text_config(config), "num_experts_per_tok", None)
     for module in model.modules() if chosen else ():
-        count = getattr(module, "num_experts", 0)
-        stacked = [p for p in module.parameters(recurse=False) if p.dim() == 3 and p.shape[0] == count]
-        unread = (1 - chosen / count) ** columns if stacked else 0.0
-        total -= unread * sum(p.numel() * p.element_size() for p in stacked)
+        # Routers have the number, too.
+        if type(module).__name__.endswith("Experts"):
+            total -= (1 - chosen / module.num_experts) ** columns * weight_bytes(module)
     return total
 
 

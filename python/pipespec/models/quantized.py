@@ -115,6 +115,37 @@ class QuantizedLinear(_Blocks):
         return {**self.__dict__, "_packed": None}  # copies of the module make their own
 
 
+class QuantizedExperts(nn.Module):
+    """The experts of a feed-forward, whose weights are in blocks, in the place of a module of transformers with those of all experts.
+
+    Args:
+        own: that module: what it does between its products stays.
+        gate: ``[experts * intermediate, hidden]``.
+        up: as ``gate``.
+        down: ``[experts * hidden, intermediate]``.
+    """
+
+    def __init__(self, own: Any, gate: QuantizedLinear, up: QuantizedLinear, down: QuantizedLinear) -> None:
+        super().__init__()
+        self.num_experts, self.act_fn = own.num_experts, getattr(own, "act_fn", None)
+        self.gate, self.up, self.down = gate, up, down
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The weighted sums ``[columns, hidden]`` of the experts ``chosen [columns, each]`` of ``x [columns, hidden]``."""
+        out = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            column, place = torch.where(chosen == expert)
+            gate, up = (self._part(part, expert)(x[column]) for part in (self.gate, self.up))
+            one = self._part(self.down, expert)(self.act_fn(gate) * up) * weights[column, place, None]
+            out.index_add_(0, column, one.to(out.dtype))
+        return out
+
+    def _part(self, stacked: QuantizedLinear, expert: int) -> QuantizedLinear:
+        """The matrix of one expert. Its packed copy goes with it: those of all would take the file's size again."""
+        size = stacked.out_features // self.num_experts
+        return QuantizedLinear(stacked.matrix.rows(slice(expert * size, (expert + 1) * size)))
+
+
 class Int8Linear(nn.Module):
     """A linear module with one int8 per weight and one float32 scale per row: ``y = (x W^T) * scale + bias``.
 
