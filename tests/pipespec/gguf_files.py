@@ -34,6 +34,7 @@ NAMES = {
     "gemma3_text": "gemma3",
     "cohere": "command-r",
     "mixtral": "llama",
+    "gpt_oss": "gpt-oss",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "hunyuan_v1_dense": "hunyuan-dense",
@@ -125,14 +126,14 @@ def write(
         offset = 1 if name.startswith(("gemma", "nemotron")) and "norm" in module and leaf == "weight" else 0
         weights += offset
         if module.endswith(".experts"):
-            stored[full] = _add_experts(writer, full, weights, types)
+            stored[full] = _add_experts(writer, full, weights, types, name == "gpt-oss")
             continue
         if module.endswith("shared_expert_gate"):
             weights = weights[0]
         # The package knows an older name of Granite's.
         is_router = module.endswith("block_sparse_moe.router")
         found = f"blk.{module.split('.')[2]}.ffn_gate_inp" if is_router else names.get_name(module)
-        target = f"{found}.{leaf}"
+        target = f"blk.{module.split('.')[2]}.attn_sinks.weight" if leaf == "sinks" else f"{found}.{leaf}"
         stored[full] = _add(writer, target, weights, types)
         if name in _IN_PAIRS and heads:
             stored[full] = stored[full].view(heads, -1, 2, *weights.shape[1:]).transpose(1, 2).reshape(weights.shape)
@@ -206,14 +207,22 @@ def _write_tokenizer(writer: Any, texts: list[str], merges: Sequence[str], pre: 
     writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
 
 
-def _add_experts(writer: Any, full: str, weights: torch.Tensor, types: str | dict[str, str]) -> torch.Tensor:
-    """Gate and up are two tensors in a file."""
-    layer, is_down = full.split(".")[2], full.endswith("down_proj")
+def _add_experts(
+    writer: Any, full: str, weights: torch.Tensor, types: str | dict[str, str], is_interleaved: bool
+) -> torch.Tensor:
+    """Gate and up are two tensors in a file. In gpt-oss they take turns, and all are transposed."""
+    layer, is_down = full.split(".")[2], "down_proj" in full
+    leaf = "bias" if full.endswith("bias") else "weight"
     parts = {"down": weights} if is_down else dict(zip(("gate", "up"), weights.chunk(2, 1), strict=True))
+    if is_interleaved:
+        weights = weights if leaf == "bias" else weights.mT
+        parts = {"down": weights} if is_down else {"gate": weights[:, ::2], "up": weights[:, 1::2]}
     stored = [
-        _add(writer, f"blk.{layer}.ffn_{name}_exps.weight", part.contiguous(), types) for name, part in parts.items()
+        _add(writer, f"blk.{layer}.ffn_{name}_exps.{leaf}", part.contiguous(), "f32" if leaf == "bias" else types)
+        for name, part in parts.items()
     ]
-    return torch.cat(stored, 1)
+    whole = torch.stack(stored, 2).flatten(1, 2) if is_interleaved else torch.cat(stored, 1)
+    return whole.mT if is_interleaved and leaf == "weight" else whole
 
 
 def _add(writer: Any, name: str, weights: torch.Tensor, types: str | dict[str, str]) -> torch.Tensor:

@@ -39,6 +39,13 @@ OLMO_YARN = {
     "original_max_position_embeddings": 32,
     "attention_factor": 1.2079441541679836,
 }
+GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "truncate": False,
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 COUNTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
 CASES = {
@@ -107,6 +114,18 @@ CASES = {
             "logit_scale": 2.0,
             "expert_count": 4,
             "expert_used_count": 2,
+        },
+    ),
+    "gpt_oss": (
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32, "rope_parameters": GPT_OSS_YARN},
+        {
+            "expert_count": 4,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 96,
+            "attention.sliding_window": 32,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 8.0,
+            "rope.scaling.original_context_length": 32,
         },
     ),
     "hunyuan_v1_dense": ({}, {}),

@@ -86,7 +86,10 @@ def experts_of(mlp: Any, routing: Callable[[Any], Routing], linear: Callable[[An
 def _stacked(experts: Any) -> Mapping[str, Any]:
     """The matrices of all experts, ``[rows of all, inputs]``. In gpt-oss they are transposed, and gates and ups take turns: these are copied."""
     if isinstance(experts, QuantizedExperts):
-        return {name: getattr(experts, name).matrix for name in ("gate", "up", "down")}
+        parts = {name: getattr(experts, name) for name in ("gate", "up", "down")}
+        return {name: part.matrix for name, part in parts.items()} | {
+            f"{name}_bias": _detached(part, "bias") for name, part in parts.items()
+        }
     gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
     if not hasattr(experts, "gate_up_proj_bias"):
         return {"gate": gate_up.flatten(0, 1), "up": None, "down": down.flatten(0, 1)}

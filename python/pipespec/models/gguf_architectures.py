@@ -28,6 +28,8 @@ TENSORS = {
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "block_sparse_moe.router": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "self_attn": "attn_sinks",
 }
 """The modules of a layer in transformers, and their names in files after ``blk.N.``."""
 
@@ -74,7 +76,7 @@ class Architecture:
         local_base: of layers with a window, which have a rotation of their own: where the metadata name none; 0: that of the others. None: one rotation for all.
         every: period of the layers without a window, used if the metadata have no pattern; None: all layers are alike.
         window: of the layers that have one, where the metadata name none; 0: there is none. None: the model has no windows, and the key is of no effect, as in llama.cpp.
-        constants: of the configuration, which llama.cpp's code has and files have not.
+        constants: of the configuration, which llama.cpp's code has and files have not. ``rope.NAME`` is one of ``rope_parameters``.
         published: layers of the model whose queries are scaled by its hidden size per head, as its publisher's code does, not by the size of a head.
     """
 
@@ -149,6 +151,10 @@ ARCHITECTURES = (
             "residual_scale": "residual_multiplier",
             "logit_scale": "logits_scaling",
         },
+    ),
+    Architecture(
+        "gpt-oss", "gpt_oss", numbers=_LOCAL | {"expert_feed_forward_length": "intermediate_size"}, flags={}, every=2, window=0,
+        tensors={"post_attention_layernorm": "post_attention_norm"}, constants={"rope.truncate": False},
     ),
     Architecture(
         "hunyuan-dense", "hunyuan_v1_dense",

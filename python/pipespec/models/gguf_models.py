@@ -127,7 +127,8 @@ def gguf_config(file: GgufFile) -> Any:
         "rope_parameters": _rope(file, row, head_dim),
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[row.model_type]],
     }
-    config |= row.constants
+    for to, value in row.constants.items():
+        (config["rope_parameters"] if to.startswith("rope.") else config)[to.removeprefix("rope.")] = value
     config |= {flag: f"blk.0.{tensor}" in file.tensors for tensor, flag in row.flags.items()}
     if row.published is not None:
         # Published sizes tell the scale of the queries, which the metadata lack.
@@ -352,7 +353,7 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
         for leaf, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            at = f"{_stored_name(name, row)}.{leaf}"
+            at = f"{_stored_name(name, row)}.{leaf.replace('sinks', 'weight')}"
             if name == "lm_head" and at not in file.tensors:
                 at = f"token_embd.{leaf}"
             used.add(at)
@@ -388,29 +389,39 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
 
 def _experts(file: GgufFile, layer: str, own: Any, dtype: torch.dtype, used: set[str], source: GgufFile) -> nn.Module:
     """The experts of a layer: those in blocks as slices of the file's tensors, others as floats."""
-    found = {}
+    is_transposed = "gate_up_proj_bias" in own._parameters  # gpt-oss
+    count = own.num_experts
+    inner, hidden = (
+        (own.intermediate_size, own.hidden_size) if is_transposed else (own.intermediate_dim, own.hidden_dim)
+    )
+    tensors, biases = {}, {}
     for part, name in EXPERTS.items():
-        used.add(at := f"{layer}.{name}.weight")
-        count, inner, hidden = own.num_experts, own.intermediate_dim, own.hidden_dim
-        expected = (count, hidden, inner) if part == "down" else (count, inner, hidden)
-        tensor = _fitting(file, at, expected, f"the {part} of all experts")
-        found[part] = replace(tensor, shape=(expected[0] * expected[1], expected[2]))
-    if all(tensor.type in FLOATS for tensor in found.values()):
-        gate, up, down = (_floats(file, tensor).view(own.num_experts, -1, tensor.shape[1]) for tensor in found.values())
-        for leaf, floats in (("gate_up_proj", torch.cat([gate, up], 1)), ("down_proj", down)):
-            own._parameters[leaf] = nn.Parameter(floats.to(dtype), requires_grad=False)
-        return own
-    parts = []
-    for tensor in found.values():
-        if tensor.type in FLOATS:
-            raise ValueError(
-                f"{file.path}: tensor {tensor.name} is no blocks, as others of its experts are, which is not supported"
-            )
-        parts.append(
-            QuantizedLinear(_matrix(file, tensor) if tensor.type not in DEQUANTIZED else _as_blocks(file, tensor))
-        )
-        parts[-1].source = source
-    return QuantizedExperts(own, *parts)
+        shape = (count, hidden, inner) if part == "down" else (count, inner, hidden)
+        tensor = _fitting(file, f"{layer}.{name}.weight", shape, f"the {part} of all experts")
+        tensors[part] = replace(tensor, shape=(shape[0] * shape[1], shape[2]))
+        used.add(tensor.name)
+        if is_transposed:
+            bias = _fitting(file, f"{layer}.{name}.bias", shape[:2], f"the biases of the {part} of all experts")
+            biases[part] = nn.Parameter(_floats(file, bias).to(dtype), requires_grad=False)
+            used.add(bias.name)
+    if not any(tensor.type in FLOATS for tensor in tensors.values()):
+        parts = []
+        for part, tensor in tensors.items():
+            blocks = _matrix(file, tensor) if tensor.type not in DEQUANTIZED else _as_blocks(file, tensor)
+            parts.append(QuantizedLinear(blocks, biases[part].flatten() if is_transposed else None))
+            parts[-1].source = source
+        return QuantizedExperts(own, *parts)
+    if any(tensor.type not in FLOATS for tensor in tensors.values()):
+        raise ValueError(f"{file.path}: the experts of {layer} are in blocks and in floats, which is not supported")
+    gate, up, down = (_floats(file, tensor).view(count, -1, tensor.shape[1]) for tensor in tensors.values())
+    floats = {"gate_up_proj": torch.cat([gate, up], 1), "down_proj": down}
+    if is_transposed:
+        floats = {"gate_up_proj": torch.stack([gate, up], 2).flatten(1, 2).mT, "down_proj": down.mT}
+        floats["gate_up_proj_bias"] = torch.stack([biases["gate"], biases["up"]], 2).flatten(1)
+        floats["down_proj_bias"] = biases["down"]
+    for leaf, values in floats.items():
+        own._parameters[leaf] = nn.Parameter(values.to(dtype).contiguous(), requires_grad=False)
+    return own
 
 
 def _floats(file: GgufFile, tensor: GgufTensor) -> torch.Tensor:
