@@ -196,6 +196,10 @@ FAMILIES = {
             "qwen3_5_moe_text", "Qwen3_5Moe", source="qwen3_5_moe", norm_offset=1.0, routing=experts.softmax,
             gates_attention=True,
         ),
+        Family(
+            "lfm2", "Lfm2", in_stages=False, norms={"input_norm": "operator_norm", "post_norm": "ffn_norm"},
+            matrices={"o": "out_proj", "gate": "w1", "up": "w3", "down": "w2"},
+        ),
         Family("deepseek_v2", in_stages=False),
         Family("minicpm3", in_stages=False),
     )
@@ -615,14 +619,16 @@ def _attention(layer: Any) -> Any:
 
 
 def _feed_forward(layer: Any) -> Any:
-    return layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
+    return next(getattr(layer, name) for name in ("mlp", "block_sparse_moe", "feed_forward") if hasattr(layer, name))
 
 
 def _activation(mlp: Any) -> str:
     mlp = getattr(mlp, "experts", mlp)
     if getattr(mlp, "alpha", None) == experts.ALPHA:
         return "quick_gelu"
-    module = next(getattr(mlp, name) for name in ("activation_fn", "act_fn", "act") if hasattr(mlp, name))
+    module = next((getattr(mlp, name) for name in ("activation_fn", "act_fn", "act") if hasattr(mlp, name)), None)
+    if module is None and type(mlp).__name__ == "Lfm2MLP":
+        return "silu"  # is called as a function
     name = _activations().get(type(module))
     if name is None:
         raise NotReadable(f"its activation is {type(module).__name__}")
