@@ -70,6 +70,11 @@ RECURRENT = HEADS | {
     "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
+SHORT_CONVOLUTION = {
+    "conv_L_cache": 3,
+    "block_auto_adjust_ff_dim": False,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+}
 SHARED_EXPERT = {"shared_expert_intermediate_size": 24}
 
 TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -111,6 +116,7 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("stablelm", {}),
     "stablelm, parallel": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
     "dots1, mixed": ("dots1", MIXED | HEADS | {k: v for k, v in DEEPSEEK.items() if k not in LATENT}),
+    "lfm2, recurrent": ("lfm2", SHORT_CONVOLUTION),
     "qwen3_next, recurrent": ("qwen3_next", RECURRENT | EXPERTS | SHARED_EXPERT),
     "qwen3_5, recurrent": ("qwen3_5_text", RECURRENT),
     "qwen3_5_moe, recurrent": ("qwen3_5_moe_text", RECURRENT | EXPERTS | SHARED_EXPERT),

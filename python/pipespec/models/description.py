@@ -223,7 +223,7 @@ def _layer_sizes(parts: ModelParts, family: Family, rotations: Sequence[str | No
     heads = {(attn.head_dim, attn.scaling) for attn in attentions} or {(config.head_dim, 1.0)}
     kinds = {
         (
-            _activation(feed_forward_of(layer)),
+            family.activation or _activation(feed_forward_of(layer)),
             float(getattr(layer, "residual_multiplier", 1.0)),
             family.is_parallel and "post_norm" not in _norms_of(layer, family),
         )

@@ -68,6 +68,7 @@ class Family:
         norms: attributes of a layer by the names of the norms in :class:`LayerWeights`. A norm that is None is not there.
         norm_offset: added to the weights of the norms.
         matrices: attributes of attention and feed-forward that are not ``NAME_proj``, by the names of the matrices in :class:`LayerWeights`.
+        activation: where the feed-forward calls a function in place of a module.
         is_parallel: a layer without a norm in front of its feed-forward adds attention and feed-forward of the same hidden states.
         rotates: whether an attention rotates queries and keys; None: all do.
         rotates_pairs: neighbours are rotated, not the halves of a head.
@@ -86,6 +87,7 @@ class Family:
     norms: Mapping[str, str] = field(default_factory=BEFORE.copy)
     norm_offset: float = 0.0
     matrices: Mapping[str, str] = field(default_factory=dict)
+    activation: str | None = None
     is_parallel: bool = False
     rotates: Callable[[Any], bool] | None = None
     rotates_pairs: bool = False
@@ -193,6 +195,10 @@ FAMILIES = {
         Family(
             "qwen3_5_moe_text", "Qwen3_5Moe", source="qwen3_5_moe", norm_offset=1.0, routing=experts.softmax,
             gates_attention=True,
+        ),
+        Family(
+            "lfm2", "Lfm2", in_stages=False, norms={"input_norm": "operator_norm", "post_norm": "ffn_norm"},
+            matrices={"o": "out_proj", "gate": "w1", "up": "w3", "down": "w2"}, activation="silu",
         ),
         Family("deepseek_v2", in_stages=False),
         Family("minicpm3", in_stages=False),
@@ -345,7 +351,7 @@ def attention_of(layer: Any) -> Any:
 
 def feed_forward_of(layer: Any) -> Any:
     """The module of a layer's feed-forward."""
-    return layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
+    return next(getattr(layer, name) for name in ("mlp", "block_sparse_moe", "feed_forward") if hasattr(layer, name))
 
 
 def products_of(model: PreTrainedModel | ModelParts) -> Iterator[tuple[Any, ...]]:

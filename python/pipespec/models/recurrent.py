@@ -12,12 +12,14 @@ from pipespec_kernels.recurrent import Recurrent
 
 Matrix = torch.Tensor | QuantizedMatrix
 
-CLASSES = ("GatedDeltaNet", "RMSNormGated")
+CLASSES = ("GatedDeltaNet", "RMSNormGated", "ShortConv")
 """Ends of the names of the classes."""
 
 
 def recurrent_of(layer: Any, matrix: Callable[[Any], Matrix]) -> Recurrent | None:
     """What a layer has in place of its attention; None if it has attention. ``matrix``: of a linear module."""
+    if hasattr(layer, "conv"):
+        return _short_convolution(layer.conv, matrix)
     own = getattr(layer, "linear_attn", None)
     if own is None:
         return None
@@ -50,6 +52,13 @@ def recurrent_of(layer: Any, matrix: Callable[[Any], Matrix]) -> Recurrent | Non
         own.norm.weight.detach(),
         kernel_bias=None if bias is None else bias.detach(),
     )
+
+
+def _short_convolution(own: Any, matrix: Callable[[Any], Matrix]) -> Recurrent:
+    biases = [None if part.bias is None else part.bias.detach() for part in (own.in_proj, own.out_proj, own.conv)]
+    names = ("inputs_bias", "out_bias", "kernel_bias")
+    kernel = own.conv.weight.detach()[:, 0]
+    return Recurrent(matrix(own.in_proj), matrix(own.out_proj), kernel, **dict(zip(names, biases, strict=True)))
 
 
 def halves_of_heads(whole: Matrix, head_dim: int) -> list[Matrix]:
