@@ -17,7 +17,7 @@ from pipespec.checks.tokenizers import tokenizer_digest
 from pipespec.cli.main import main
 from pipespec.demo import family_path
 from pipespec.engine.forward import native_unsupported_reason
-from pipespec.models import families
+from pipespec.models import description
 from pipespec.models.gguf import GgufFile
 from pipespec.models.gguf_tokenizer import gguf_tokenizer
 from pipespec.models.loading import load_config, load_model
@@ -591,7 +591,7 @@ def test_every_family_runs_natively_in_blocks(tmp_path, model_type):
 def test_a_decoder_that_computes_something_else_is_noticed(tmp_path, change, monkeypatch):
     write(tiny("qwen2"), tmp_path / "m.gguf")
     model = load_model(tmp_path / "m.gguf")
-    read = families.read
+    read = description.read
 
     def wrong(given):
         found = read(given)
@@ -610,7 +610,7 @@ def test_a_decoder_that_computes_something_else_is_noticed(tmp_path, change, mon
             first = replace(first, up=first.up.rows(torch.arange(96).roll(1)))
         return replace(found, layers=(first, *rest))
 
-    monkeypatch.setattr(families, "read", wrong)
+    monkeypatch.setattr(description, "read", wrong)
     assert "differs from the model's own" in (native_unsupported_reason(model) or "")
 
 

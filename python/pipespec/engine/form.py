@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
 from pipespec.engine.recurrent import LayerStates, with_states
-from pipespec.models import families
+from pipespec.models import description, families
 from pipespec.models.families import NotReadable
 from pipespec.models.layout import FULL, SLIDING, CacheLayout, takes_mask_per_type
 from pipespec.models.parts import ModelParts
@@ -324,9 +324,9 @@ def probe_inputs(parts: ModelParts) -> torch.Tensor:
         noise = torch.Generator().manual_seed(0)
         hidden = torch.randn((2, 14, parts.config.hidden_size), generator=noise, dtype=torch.float32, device="cpu")
         return hidden.to(parts.device, parts.dtype)
-    return (torch.arange(2 * 14, device=parts.device).view(2, 14) * 7919 + 11) % families.matrix_of(parts.embed).shape[
-        0
-    ]
+    return (torch.arange(2 * 14, device=parts.device).view(2, 14) * 7919 + 11) % description.matrix_of(
+        parts.embed
+    ).shape[0]
 
 
 def probe_cache(parts: ModelParts, rows: int = 2, *, static: bool = False) -> RowCache:

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import Form, WholeModel, check_outputs, probe, probe_cache, probe_inputs, probed
 from pipespec.engine.known import FUSED, moving
-from pipespec.models import families
+from pipespec.models import description, families
 from pipespec.models.families import NotReadable
 from pipespec.models.merging import check_separate, merge, merged
 from pipespec.models.parts import ModelParts
@@ -132,7 +132,7 @@ class FusedForm(Form):
 
     def __init__(self, model: PreTrainedModel, *, exact: bool = False) -> None:
         self.number = self.token = next(_numbers)
-        self._read = read = families.read(model, matrices=False)
+        self._read = read = description.read(model, matrices=False)
         if read.beyond_llama is not None:
             raise NotReadable(f"the fused operations lack {read.beyond_llama}")
         self._ends = ModelParts.of(model)._replace(layers=())

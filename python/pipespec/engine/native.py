@@ -25,7 +25,7 @@ from pipespec.engine.form import (
     probe_inputs,
     probed,
 )
-from pipespec.models import families
+from pipespec.models import description, families
 from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
 from pipespec.models.quantized import (
@@ -103,8 +103,8 @@ class NativeForm(PartsForm):
     def __init__(self, model: PreTrainedModel | ModelParts, reserved: int) -> None:
         parts = model if isinstance(model, ModelParts) else ModelParts.of(model)
         super().__init__(parts, torch.float32)
-        read = families.read(model)
-        need, (total, free) = families.packed_bytes(parts) + reserved, host_memory()
+        read = description.read(model)
+        need, (total, free) = description.packed_bytes(parts) + reserved, host_memory()
         # The other half is for caches that grow, and for the rest of the machine.
         if total and need > free // 2:
             raise NotReadable(
