@@ -1,4 +1,4 @@
-"""The forward of LLaMA-like decoders on the CPU, one native call per step.
+"""The forward of decoders on the CPU, one native call per step, from a description of their layers.
 
 :class:`NativeDecoder` copies a model's matrices into panels that a forward reads front to back: in the blocks of their format where they are
 quantised, as bfloat16 where that changes no weight, as int8 where they are given in int8, else as float32. Arithmetic is float32, whatever the dtypes
@@ -11,8 +11,7 @@ number of threads, so one forward of ``q`` columns gives the same bits as ``q`` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
 from operator import index
 from typing import Any, NamedTuple
 
@@ -20,92 +19,14 @@ import torch
 from torch import Tensor
 
 from pipespec_kernels import _native
+from pipespec_kernels.decoder_layers import CODES, Addresses, DecoderShape, LayerWeights, check_scales
 from pipespec_kernels.formats import QuantizedMatrix
-from pipespec_kernels.packed import format_code, num_threads
+from pipespec_kernels.packed import num_threads
+from pipespec_kernels.recurrent import States
 
 __all__ = ["DecoderShape", "LayerWeights", "NativeDecoder", "Taps"]
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
-_CODES: Mapping[torch.dtype, int] = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16}
-_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 _TOKEN_BYTES = {torch.int32: 4, torch.int64: 8}
-
-
-@dataclass(frozen=True)
-class DecoderShape:
-    """The sizes and constants of a decoder.
-
-    Attributes:
-        hidden: Size of the hidden states, ``H``.
-        intermediate: Size between the matrices of the MLP.
-        heads: Heads of queries.
-        kv_heads: Heads of keys and values; divides ``heads``.
-        head_dim: Size of a head.
-        vocabulary: Token ids, ``V``.
-        eps: Added to the mean square in RMS norms.
-        scale: Factor of the attention scores.
-        activation: ``silu``, ``gelu_tanh`` or ``gelu``.
-        norm_offset: Added to the weights of RMS norms: 1.0 for Gemma.
-        rotary_dim: The first elements of a head that are rotated, an even number; None: all.
-    """
-
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    eps: float
-    scale: float
-    activation: str = "silu"
-    norm_offset: float = 0.0
-    rotary_dim: int | None = None
-
-    @property
-    def rotated(self) -> int:
-        """Elements of a head that are rotated."""
-        return self.head_dim if self.rotary_dim is None else self.rotary_dim
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """The weights of one layer: float32 or bfloat16 on the CPU, matrices ``[out, in]`` as in ``torch.nn.Linear``.
-
-    Matrices may be quantised, each in a format of its own. ``q_norm`` and ``k_norm`` ``[head_dim]`` are RMS norms of each head before its rotation. A
-    matrix with a scale, float32 ``[out]``, is int8; its weights are ``scale[:, None] * matrix``. All matrices of a decoder that are not quantised, its
-    head included, are int8 or none is.
-
-    With a ``side_norm [H]`` the layer has side inputs, as that of an EAGLE-3 head: ``q``, ``k`` and ``v`` are ``[out, 2 * H]`` and read the normalised
-    side inputs, and after them the normalised hidden states; with ``adds_to_norm`` the residual begins with the latter instead of the hidden states.
-    """
-
-    input_norm: Tensor
-    q: Tensor | QuantizedMatrix
-    k: Tensor | QuantizedMatrix
-    v: Tensor | QuantizedMatrix
-    o: Tensor | QuantizedMatrix
-    post_norm: Tensor
-    gate: Tensor | QuantizedMatrix
-    up: Tensor | QuantizedMatrix
-    down: Tensor | QuantizedMatrix
-    q_bias: Tensor | None = None
-    k_bias: Tensor | None = None
-    v_bias: Tensor | None = None
-    o_bias: Tensor | None = None
-    gate_bias: Tensor | None = None
-    up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    side_norm: Tensor | None = None
-    q_scale: Tensor | None = None
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-    o_scale: Tensor | None = None
-    gate_scale: Tensor | None = None
-    up_scale: Tensor | None = None
-    down_scale: Tensor | None = None
-    adds_to_norm: bool = False
 
 
 class Taps(NamedTuple):
@@ -132,6 +53,7 @@ class NativeDecoder:
         embedding: ``[V, H]``; may be the head's tensor. It is read where it lies, and must not change. Of a quantised matrix that is the head, too, only the
             packed copy stays.
         norm: The last norm ``[H]``, in front of ``head``. Only a decoder of a head alone may lack it: a product with one matrix.
+        norm_bias: ``[H]``, of a layer norm.
         head: ``[V, H]``; copied. Either may be quantised.
         head_bias: ``[V]``.
         head_scale: float32 ``[V]``, of a head in int8.
@@ -157,19 +79,23 @@ class NativeDecoder:
         windows: Sequence[int | None] | None = None,
         embedding: Tensor | QuantizedMatrix | None = None,
         norm: Tensor | None = None,
+        norm_bias: Tensor | None = None,
         head: Tensor | QuantizedMatrix | None = None,
         head_bias: Tensor | None = None,
         head_scale: Tensor | None = None,
         threads: int | None = None,
     ) -> None:
-        _check_shape(shape)
+        shape.check()
         if head is None and norm is not None:
             raise ValueError("a norm needs a head")
         if head is not None and norm is None and (layers or embedding is not None):
             raise ValueError("a head after layers or an embedding needs a norm")
         if head is None and (head_bias is not None or head_scale is not None):
             raise ValueError("head_bias needs a head, and so does head_scale")
-        _check_scales(layers, head, head_scale)
+        biases = [norm_bias, *(bias for layer in layers for bias in (layer.input_norm_bias, layer.post_norm_bias))]
+        if shape.norm == "rms" and any(bias is not None for bias in biases):
+            raise ValueError("an RMS norm has no bias")
+        check_scales(layers, head, head_scale)
         seen = [index(window or 0) for window in windows or [0] * len(layers)]
         if len(seen) != len(layers) or any(window < 0 for window in seen):
             raise ValueError(f"windows must be positive, one per layer of {len(layers)}, got {windows}")
@@ -179,49 +105,40 @@ class NativeDecoder:
         self._embedding: Tensor | QuantizedMatrix | None = (
             embedding.detach().contiguous() if isinstance(embedding, Tensor) else embedding
         )
-        held: list[Tensor] = []  # until they are packed
-
-        def at(
-            name: str, weight: Tensor | QuantizedMatrix | None, expected: tuple[int, ...], scale: Tensor | None = None
-        ) -> tuple[int, int, int]:
-            if weight is None:
-                return 0, 0, 0
-            if isinstance(weight, QuantizedMatrix):
-                _check_quantized(name, weight, expected, scale)
-                return weight.data.data_ptr(), _native.FIRST_FORMAT + format_code(weight), 0
-            _check_weight(name, weight, expected, scale)
-            held.append(weight.detach().contiguous())
-            address = held[-1].data_ptr()
-            if scale is None:
-                return address, _CODES[weight.dtype], 0
-            held.append(scale.detach().contiguous())
-            return address, 0, held[-1].data_ptr()
-
-        h, v = shape.hidden, shape.vocabulary
+        at, h, v = Addresses(), shape.hidden, shape.vocabulary
         self._native = _native.Decoder(
-            (h, shape.intermediate, shape.heads, shape.kv_heads, shape.head_dim, v, shape.rotated),
-            shape.eps,
-            shape.scale,
-            _ACTIVATIONS[shape.activation],
-            shape.norm_offset,
+            *shape.native(),
             [
                 [
                     at(f"layers[{i}].{name}", getattr(layer, name), size, getattr(layer, f"{name}_scale", None))
-                    for name, size in _layer_shapes(shape, layer).items()
+                    for name, size in layer.shapes(shape).items()
                 ]
                 for i, layer in enumerate(layers)
             ],
-            [(window, layer.adds_to_norm) for window, layer in zip(seen, layers, strict=True)],
+            [
+                (
+                    window,
+                    layer.adds_to_norm,
+                    -1 if layer.rope is None else layer.rope,
+                    layer.head_norms(shape),
+                    None if layer.experts is None else layer.experts.native(f"layers[{i}].experts", at),
+                    None if layer.recurrent is None else layer.recurrent.native(f"layers[{i}].recurrent", h, at),
+                )
+                for i, (window, layer) in enumerate(zip(seen, layers, strict=True))
+            ],
             [
                 at("embedding", self._embedding, (v, h)),
                 at("norm", norm, (h,)),
                 at("head", head, (v, h), head_scale),
                 at("head_bias", head_bias, (v,)),
+                at("norm_bias", norm_bias, (h,)),
             ],
             num_threads(threads),
         )
+        self._recurrent = sum(layer.recurrent is not None for layer in layers)
         self._has_embedding, self._has_head = embedding is not None, head is not None
         self._reads_side = [layer.side_norm is not None for layer in layers]
+        self._rotations = max((layer.rope + 1 for layer in layers if layer.rope is not None), default=0)
         if _same_blocks(embedding, head):
             self._embedding = None  # it is read from the packed head
         self.nbytes: int = self._native.bytes
@@ -253,11 +170,13 @@ class NativeDecoder:
         lengths: Sequence[int],
         cos: Tensor,
         sin: Tensor,
+        query_factors: Tensor | None = None,
         *,
         begin: int = 0,
         end: int | None = None,
         side: Tensor | None = None,
         taps: Taps | None = None,
+        states: States | None = None,
         threads: int | None = None,
     ) -> Tensor:
         """Run the layers ``begin .. end - 1``, and append keys and values.
@@ -269,12 +188,15 @@ class NativeDecoder:
             values: Like ``keys``.
             lengths: Positions that each row holds. Column ``j`` of row ``r`` stands at position ``lengths[r] + j`` and sees the
                 positions up to its own, or of these the last ones that the layer's window holds.
-            cos: float32 ``[positions, rotary_dim]``, contiguous. Row ``p`` belongs to position ``p``, in the order of transformers' ``rotate_half``.
+            cos: float32 ``[rotations, positions, rotary_dim]``, contiguous, or ``[positions, rotary_dim]`` for one rotation. Row ``p`` belongs to position
+                ``p``. Its halves are equal: element ``i`` of each half belongs to pair ``i``.
             sin: Like ``cos``.
+            query_factors: float32 ``[positions]``, contiguous; queries are multiplied by those of their positions. None: by 1.
             begin: First layer.
             end: After the last layer; None: all.
             side: Like ``hidden``, for layers that have side inputs.
             taps: Hidden states that are copied.
+            states: Of recurrent layers, which have no keys and values.
             threads: Upper bound, the calling thread included; default ``torch.get_num_threads()``.
 
         Returns:
@@ -292,14 +214,17 @@ class NativeDecoder:
             raise ValueError(f"hidden must be [rows, q, {self.shape.hidden}], got shape {tuple(hidden.shape)}")
         if any(self._reads_side[begin:end]) != (side is not None) or (side is not None and side.shape != hidden.shape):
             raise ValueError("layers with side inputs, and no others, need side of the shape of hidden")
-        cache, columns = _cache(self, hidden.shape[0], hidden.shape[1], keys, values, lengths, cos, sin)
+        cache, columns = _cache(
+            self, hidden.shape[0], hidden.shape[1], keys, values, lengths, (cos, sin, query_factors)
+        )
         tapped, count = _taps(self, hidden.shape[0], hidden.shape[1], taps), num_threads(threads)
         out = hidden.detach().clone(memory_format=torch.contiguous_format)
         if side is not None:
             _check_hidden(self.shape, side)
             side = side.detach().contiguous()
+        held = _states(self, hidden.shape[0], hidden.shape[1], states)
         given = 0 if side is None else side.data_ptr()
-        self._native.run_layers(out.data_ptr(), given, cache, columns, begin, end, tapped, count)
+        self._native.run_layers(out.data_ptr(), given, cache, columns, begin, end, tapped, count, held)
         return out
 
     def logits(self, hidden: Tensor, *, threads: int | None = None) -> Tensor:
@@ -322,7 +247,7 @@ class NativeDecoder:
         source = hidden.detach().contiguous()
         out = torch.empty((*hidden.shape[:-1], self.shape.vocabulary), dtype=self.logits_dtype, device="cpu")
         rows = source.numel() // self.shape.hidden
-        self._native.logits(source.data_ptr(), rows, out.data_ptr(), _CODES[self.logits_dtype], count)
+        self._native.logits(source.data_ptr(), rows, out.data_ptr(), CODES[self.logits_dtype], count)
         return out
 
     def step(
@@ -333,9 +258,11 @@ class NativeDecoder:
         lengths: Sequence[int],
         cos: Tensor,
         sin: Tensor,
+        query_factors: Tensor | None = None,
         *,
         keep: int,
         taps: Taps | None = None,
+        states: States | None = None,
         threads: int | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -343,13 +270,15 @@ class NativeDecoder:
 
         Args:
             tokens: As for :meth:`embed`.
-            keys: This and the next four: as for :meth:`run_layers`.
+            keys: This and the next five: as for :meth:`run_layers`.
             values: Likewise.
             lengths: Likewise.
             cos: Likewise.
             sin: Likewise.
+            query_factors: Likewise.
             keep: The number of last columns whose logits are computed, ``0 .. q``.
             taps: As for :meth:`run_layers`.
+            states: As for :meth:`run_layers`.
             threads: As for :meth:`run_layers`.
             out: Contiguous tensor ``[rows, keep, V]`` of the dtype of the logits to write to.
 
@@ -365,8 +294,9 @@ class NativeDecoder:
         rows, width = tokens.shape
         if not 0 <= keep <= width:
             raise ValueError(f"keep must be 0 .. {width}, the number of columns, got {keep}")
-        cache, columns = _cache(self, rows, width, keys, values, lengths, cos, sin)
+        cache, columns = _cache(self, rows, width, keys, values, lengths, (cos, sin, query_factors))
         tapped, count = _taps(self, rows, width, taps), num_threads(threads)
+        held = _states(self, rows, width, states)
         shape, dtype = (rows, keep, self.shape.vocabulary), self.logits_dtype
         if out is None:
             out = torch.empty(shape, dtype=dtype, device="cpu")
@@ -374,7 +304,7 @@ class NativeDecoder:
             raise TypeError(f"out must be {dtype}, got {out.dtype}")
         elif out.shape != shape or not out.is_contiguous() or not out.is_cpu:
             raise ValueError(f"out must be contiguous {shape} on the CPU, got {tuple(out.shape)} on {out.device}")
-        self._native.step(described, cache, columns, keep, out.data_ptr(), _CODES[dtype], tapped, count)
+        self._native.step(described, cache, columns, keep, out.data_ptr(), CODES[dtype], tapped, count, held)
         return out
 
     def _need_head(self) -> None:
@@ -400,12 +330,11 @@ def _cache(
     keys: Tensor,
     values: Tensor,
     lengths: Sequence[int],
-    cos: Tensor,
-    sin: Tensor,
+    tables: tuple[Tensor, Tensor, Tensor | None],
 ) -> tuple[Any, Any]:
     """Keys and values, and the columns fed, as the native code takes them."""
-    sizes, layers = of.shape, of.num_layers
-    code = _CODES.get(keys.dtype)
+    sizes, layers = of.shape, of.num_layers - of._recurrent
+    code = CODES.get(keys.dtype)
     if code is None or values.dtype is not keys.dtype:
         raise TypeError(f"keys and values must both be float32 or both bfloat16, got {keys.dtype} and {values.dtype}")
     shape = keys.shape
@@ -422,26 +351,68 @@ def _cache(
         )
     if not (keys.is_cpu and values.is_cpu):
         raise ValueError(f"keys and values must be on the CPU, not on {keys.device} and {values.device}")
-    for name, table in (("cos", cos), ("sin", sin)):
-        if table.dtype is not torch.float32:
-            raise TypeError(f"{name} must be float32, got {table.dtype}")
-        if table.dim() != 2 or table.shape[1] != sizes.rotated or not table.is_contiguous():
-            raise ValueError(f"{name} must be contiguous [positions, {sizes.rotated}], got shape {tuple(table.shape)}")
-        if not table.is_cpu:
-            raise ValueError(f"{name} must be on the CPU, not on {table.device}")
+    cos, sin, factors = tables
+    _check_rotations(of, cos, sin)
+    _check_factors(factors, cos.shape[-2])
     held = [index(n) for n in lengths]
     if len(held) != rows:
         raise ValueError(f"lengths must have {rows} entries, one per row, got {len(held)}")
-    room = min(shape[3], cos.shape[0], sin.shape[0])
+    room = min(shape[3], cos.shape[-2])
     if held and not 0 <= min(held) <= max(held) <= room - width:
         raise ValueError(
             f"lengths are {held} and each row is fed {width} tokens, but the capacity is {shape[3]} and cos and sin "
-            f"have {cos.shape[0]} and {sin.shape[0]} positions"
+            f"have {cos.shape[-2]} positions"
         )
     return (
         (keys.data_ptr(), values.data_ptr(), code, key_strides[:4] + value_strides[:4]),
-        (held, width, cos.data_ptr(), sin.data_ptr()),
+        (
+            held,
+            width,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.shape[-2],
+            0 if factors is None else factors.data_ptr(),
+        ),
     )
+
+
+def _check_rotations(of: NativeDecoder, cos: Tensor, sin: Tensor) -> None:
+    size = of.shape.rotated
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.dtype is not torch.float32:
+            raise TypeError(f"{name} must be float32, got {table.dtype}")
+        if table.dim() not in (2, 3) or table.shape[-1] != size or not table.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous [rotations, positions, {size}], or of one rotation [positions, {size}], got shape {tuple(table.shape)}"
+            )
+        if table.shape != cos.shape or (table.shape[0] if table.dim() == 3 else 1) < of._rotations:
+            raise ValueError(
+                f"cos and sin must have one shape with {of._rotations} rotations, got {tuple(cos.shape)} and {tuple(sin.shape)}"
+            )
+        if not table.is_cpu:
+            raise ValueError(f"{name} must be on the CPU, not on {table.device}")
+
+
+def _check_factors(factors: Tensor | None, positions: int) -> None:
+    if factors is None:
+        return
+    if factors.dtype is not torch.float32:
+        raise TypeError(f"query_factors must be float32, got {factors.dtype}")
+    if factors.shape != (positions,) or not factors.is_contiguous() or not factors.is_cpu:
+        raise ValueError(
+            f"query_factors must be contiguous [{positions}] on the CPU, as many as cos has positions, got {tuple(factors.shape)} on {factors.device}"
+        )
+
+
+def _states(of: NativeDecoder, rows: int, width: int, states: States | None) -> tuple[Any, ...] | None:
+    """The states of recurrent layers, as the native code takes them."""
+    if (states is None) != (of._recurrent == 0):
+        raise ValueError("a decoder with recurrent layers, and no other, needs their states")
+    if states is None:
+        return None
+    if len(states.inputs) != of._recurrent or len(states.states) != of._recurrent:
+        raise ValueError(f"there are {of._recurrent} recurrent layers, and states of {len(states.inputs)}")
+    return states.native(rows, width)
 
 
 def _check_hidden(shape: DecoderShape, hidden: Tensor) -> None:
@@ -460,7 +431,7 @@ def _taps(of: NativeDecoder, rows: int, width: int, taps: Taps | None) -> tuple[
     layers, out, begin = list(map(index, taps.layers)), taps.out, list(map(index, taps.begin))
     if not all(0 <= layer <= of.num_layers for layer in layers):
         raise ValueError(f"taps are 0 .. {of.num_layers}, the number of layers, got {layers}")
-    if out.dtype not in _CODES or not out.is_cpu:
+    if out.dtype not in CODES or not out.is_cpu:
         raise TypeError(f"what is tapped must be float32 or bfloat16 on the CPU, got {out.dtype} on {out.device}")
     size = len(layers) * of.shape.hidden
     if out.dim() != 3 or (out.shape[0], out.shape[2], len(begin)) != (rows, size, rows) or out.stride(2) != 1:
@@ -470,74 +441,9 @@ def _taps(of: NativeDecoder, rows: int, width: int, taps: Taps | None) -> tuple[
     if begin and not 0 <= min(begin) <= max(begin) <= out.shape[1] - width:
         raise ValueError(f"{width} columns from the positions {begin} on do not fit {out.shape[1]} positions")
     row, stride, _ = out.stride()
-    return layers, out.data_ptr(), _CODES[out.dtype], [r * row + at * stride for r, at in enumerate(begin)], stride
+    return layers, out.data_ptr(), CODES[out.dtype], [r * row + at * stride for r, at in enumerate(begin)], stride
 
 
 def _same_blocks(a: Tensor | QuantizedMatrix | None, b: Tensor | QuantizedMatrix | None) -> bool:
     quantized = isinstance(a, QuantizedMatrix) and isinstance(b, QuantizedMatrix)
     return quantized and a.data.data_ptr() == b.data.data_ptr()  # type: ignore[union-attr]
-
-
-def _check_shape(shape: DecoderShape) -> None:
-    for name in ("hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary"):
-        if not 0 < getattr(shape, name) < 2**31:
-            raise ValueError(f"{name} must be 1 .. 2**31 - 1, got {getattr(shape, name)}")
-    if shape.heads % shape.kv_heads:
-        raise ValueError(f"kv_heads must divide heads, got {shape.kv_heads} and {shape.heads}")
-    if shape.rotated % 2 or not 0 <= shape.rotated <= shape.head_dim:
-        raise ValueError(f"rotary_dim must be even and 0 .. head_dim = {shape.head_dim}, got {shape.rotated}")
-    if shape.activation not in _ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {shape.activation!r}")
-
-
-def _layer_shapes(shape: DecoderShape, layer: LayerWeights) -> dict[str, tuple[int, ...]]:
-    h, i = shape.hidden, shape.intermediate
-    inputs = h if layer.side_norm is None else 2 * h
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    matrices: dict[str, tuple[int, ...]] = {
-        "q": (q, inputs),
-        "k": (kv, inputs),
-        "v": (kv, inputs),
-        "o": (h, q),
-        "gate": (i, h),
-        "up": (i, h),
-        "down": (h, i),
-    }
-    norms: dict[str, tuple[int, ...]] = dict.fromkeys(("input_norm", "post_norm", "side_norm"), (h,))
-    norms |= dict.fromkeys(("q_norm", "k_norm"), (shape.head_dim,))
-    biases = {f"{name}_bias": size[:1] for name, size in matrices.items()}
-    found = matrices | biases | norms
-    return {f.name: found[f.name] for f in fields(LayerWeights) if f.name in found}
-
-
-def _check_scales(
-    layers: Sequence[LayerWeights], head: Tensor | QuantizedMatrix | None, head_scale: Tensor | None
-) -> None:
-    matrices = [(getattr(layer, name), getattr(layer, f"{name}_scale")) for layer in layers for name in _MATRICES]
-    matrices.append((head, head_scale))
-    scaled = {scale is not None for matrix, scale in matrices if isinstance(matrix, Tensor)}
-    if len(scaled) > 1:
-        raise ValueError("all matrices that are not quantised must be int8 with a scale, the head too, or none of them")
-
-
-def _check_quantized(name: str, matrix: QuantizedMatrix, expected: tuple[int, ...], scale: Tensor | None) -> None:
-    if len(expected) != 2 or scale is not None:
-        raise TypeError(f"{name} cannot be quantised" if scale is None else f"{name} is quantised and has a scale")
-    if tuple(matrix.shape) != expected:
-        raise ValueError(f"{name} must be {expected}, got {tuple(matrix.shape)}")
-
-
-def _check_weight(name: str, tensor: Tensor, expected: tuple[int, ...], scale: Tensor | None = None) -> None:
-    if scale is not None:
-        if tensor.dtype is not torch.int8 or scale.dtype is not torch.float32:
-            raise TypeError(
-                f"{name} with a scale must be int8 and the scale float32, got {tensor.dtype} and {scale.dtype}"
-            )
-        if scale.shape != expected[:1] or not scale.is_cpu:
-            raise ValueError(f"the scale of {name} must be {expected[:1]} on the CPU, got {tuple(scale.shape)}")
-    elif tensor.dtype not in _CODES:
-        raise TypeError(f"{name} must be float32 or bfloat16, got {tensor.dtype}")
-    if tensor.shape != expected:
-        raise ValueError(f"{name} must be {expected}, got {tuple(tensor.shape)}")
-    if not tensor.is_cpu:
-        raise ValueError(f"{name} must be on the CPU, not on {tensor.device}")

@@ -6,6 +6,7 @@
 
 #include <array>
 #include <memory>
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -35,32 +36,136 @@ cpu::Weights weights(const WeightsAt& at) {
 }
 
 // In the order of the fields of pipespec_kernels.decoder.LayerWeights, without the scales.
-cpu::LayerWeights layer(const std::array<WeightsAt, 19>& at) {
+using LayerAt = std::array<WeightsAt, 26>;
+
+cpu::LayerWeights layer(const LayerAt& at) {
   cpu::LayerWeights w;
-  cpu::Weights* const fields[] = {&w.input_norm, &w.q,      &w.k,      &w.v,         &w.o,
-                                  &w.post_norm,  &w.gate,   &w.up,     &w.down,      &w.q_bias,
-                                  &w.k_bias,     &w.v_bias, &w.o_bias, &w.gate_bias, &w.up_bias,
-                                  &w.down_bias,  &w.q_norm, &w.k_norm, &w.side_norm};
+  cpu::Weights* const fields[] = {&w.input_norm,
+                                  &w.q,
+                                  &w.k,
+                                  &w.v,
+                                  &w.o,
+                                  &w.post_norm,
+                                  &w.gate,
+                                  &w.up,
+                                  &w.down,
+                                  &w.q_bias,
+                                  &w.k_bias,
+                                  &w.v_bias,
+                                  &w.o_bias,
+                                  &w.gate_bias,
+                                  &w.up_bias,
+                                  &w.down_bias,
+                                  &w.q_norm,
+                                  &w.k_norm,
+                                  &w.side_norm,
+                                  &w.o_norm,
+                                  &w.down_norm,
+                                  &w.input_norm_bias,
+                                  &w.post_norm_bias,
+                                  &w.sinks,
+                                  &w.q_gate,
+                                  &w.q_gate_bias};
   for (std::size_t i = 0; i < at.size(); ++i) *fields[i] = weights(at[i]);
   return w;
 }
 
-std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 7>& sizes, float eps, float scale,
-                                   int activation, float norm_offset,
-                                   const std::vector<std::array<WeightsAt, 19>>& layers,
-                                   const std::vector<std::pair<std::int64_t, bool>>& rest,
-                                   const std::array<WeightsAt, 4>& ends, int threads) {
+// In the order of cpu::DecoderShape.
+cpu::DecoderShape shape(const std::array<std::int64_t, 7>& sizes, const std::array<int, 5>& kinds,
+                        const std::array<float, 8>& numbers) {
   const auto [hidden, intermediate, heads, kv_heads, head_dim, vocabulary, rotary_dim] = sizes;
+  const auto [activation, norm, rotates_pairs, norms_rotated, is_parallel] = kinds;
+  const auto [eps, scale, norm_offset, softcap, residual, embedding, logit, logit_softcap] =
+      numbers;
+  return {hidden,
+          intermediate,
+          heads,
+          kv_heads,
+          head_dim,
+          vocabulary,
+          rotary_dim,
+          eps,
+          scale,
+          cpu::Activation(activation),
+          norm_offset,
+          cpu::NormKind(norm),
+          rotates_pairs != 0,
+          norms_rotated != 0,
+          is_parallel != 0,
+          softcap,
+          residual,
+          embedding,
+          logit,
+          logit_softcap};
+}
+
+// In the order of pipespec_kernels.experts: weights; sizes; the factor of the weights, jitter,
+// limit.
+using ExpertsAt =
+    std::tuple<std::array<WeightsAt, 13>, std::array<std::int64_t, 11>, std::array<float, 3>>;
+
+cpu::ExpertWeights experts(const ExpertsAt& at) {
+  const auto& [tensors, sizes, numbers] = at;
+  cpu::ExpertWeights w;
+  cpu::Weights* const fields[] = {&w.router,       &w.router_bias, &w.choice_bias, &w.gate,
+                                  &w.up,           &w.down,        &w.gate_bias,   &w.up_bias,
+                                  &w.down_bias,    &w.shared_gate, &w.shared_up,   &w.shared_down,
+                                  &w.shared_router};
+  for (std::size_t i = 0; i < tensors.size(); ++i) *fields[i] = weights(tensors[i]);
+  const auto [count, chosen, scores, normalised, groups, chosen_groups, group_best, size, shared,
+              stride, up_first] = sizes;
+  const auto [factor, jitter, limit] = numbers;
+  w.routing = {count,           chosen, cpu::Scores(scores),
+               normalised != 0, groups, chosen_groups,
+               group_best,      factor, jitter};
+  w.intermediate = size, w.shared_intermediate = shared;
+  w.stride = stride, w.up_first = up_first;
+  w.limit = limit;
+  return w;
+}
+
+// In the order of pipespec_kernels.recurrent: weights; heads and sizes, channels, taps.
+using RecurrentAt = std::tuple<std::array<WeightsAt, 12>, std::array<std::int64_t, 6>>;
+
+cpu::RecurrentWeights recurrent(const RecurrentAt& at) {
+  const auto& [tensors, sizes] = at;
+  cpu::RecurrentWeights w;
+  cpu::Weights* const fields[] = {&w.in,          &w.gates,     &w.beta,       &w.decay,
+                                  &w.out,         &w.in_bias,   &w.out_bias,   &w.kernel,
+                                  &w.kernel_bias, &w.decay_log, &w.decay_bias, &w.norm};
+  for (std::size_t i = 0; i < tensors.size(); ++i) *fields[i] = weights(tensors[i]);
+  w.delta = {sizes[0], sizes[1], sizes[2], sizes[3]};
+  w.channels = sizes[4], w.taps = sizes[5];
+  return w;
+}
+
+// Of a layer: window, adds_to_norm, rope, head_norms, experts, what is recurrent.
+using LayerKind = std::tuple<std::int64_t, bool, std::int64_t, int, std::optional<ExpertsAt>,
+                             std::optional<RecurrentAt>>;
+
+std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 7>& sizes,
+                                   const std::array<int, 5>& kinds,
+                                   const std::array<float, 8>& numbers,
+                                   const std::vector<LayerAt>& layers,
+                                   const std::vector<LayerKind>& rest,
+                                   const std::array<WeightsAt, 5>& ends, int threads) {
   std::vector<cpu::LayerWeights> all;
   for (std::size_t i = 0; i < layers.size(); ++i) {
     all.push_back(layer(layers[i]));
-    std::tie(all.back().window, all.back().adds_to_norm) = rest.at(i);
+    cpu::LayerWeights& w = all.back();
+    int head_norms = 0;
+    std::optional<ExpertsAt> of_experts;
+    std::optional<RecurrentAt> of_recurrent;
+    std::tie(w.window, w.adds_to_norm, w.rope, head_norms, of_experts, of_recurrent) = rest.at(i);
+    if (of_experts) w.experts = experts(*of_experts);
+    if (of_recurrent) w.recurrent = recurrent(*of_recurrent);
+    w.head_norms = cpu::HeadNorms(head_norms);
   }
   py::gil_scoped_release without_gil;
   return std::make_unique<cpu::Decoder>(
-      cpu::DecoderShape{hidden, intermediate, heads, kv_heads, head_dim, vocabulary, rotary_dim,
-                        eps, scale, cpu::Activation(activation), norm_offset},
-      all, cpu::EndWeights{weights(ends[0]), weights(ends[1]), weights(ends[2]), weights(ends[3])},
+      shape(sizes, kinds, numbers), all,
+      cpu::EndWeights{weights(ends[0]), weights(ends[1]), weights(ends[2]), weights(ends[3]),
+                      weights(ends[4])},
       threads);
 }
 
@@ -84,14 +189,34 @@ cpu::Tokens tokens(const TokensAt& at) {
   return {reinterpret_cast<const void*>(data), item_bytes, row_stride, column_stride};
 }
 
-// Lengths, columns, cos, sin.
-using ColumnsAt =
-    std::tuple<std::vector<std::int64_t>, std::int64_t, std::uintptr_t, std::uintptr_t>;
+// Lengths, columns, cos, sin, positions of these, and factors of queries.
+using ColumnsAt = std::tuple<std::vector<std::int64_t>, std::int64_t, std::uintptr_t,
+                             std::uintptr_t, std::int64_t, std::uintptr_t>;
 
 cpu::Columns columns(const ColumnsAt& at) {
-  const auto& [lengths, count, cos, sin] = at;
-  return {std::int64_t(lengths.size()), count, lengths.data(), reinterpret_cast<const float*>(cos),
-          reinterpret_cast<const float*>(sin)};
+  const auto& [lengths, count, cos, sin, positions, factors] = at;
+  return {std::int64_t(lengths.size()),
+          count,
+          lengths.data(),
+          reinterpret_cast<const float*>(cos),
+          reinterpret_cast<const float*>(sin),
+          positions,
+          reinterpret_cast<const float*>(factors)};
+}
+
+// Inputs, dtype, states, slots, rows, places.
+using StatesAt = std::optional<std::tuple<std::uintptr_t, int, std::uintptr_t, std::int64_t,
+                                          std::int64_t, std::vector<std::int64_t>>>;
+
+std::optional<cpu::States> states(const StatesAt& at) {
+  if (!at) return {};
+  const auto& [inputs, dtype, found, slots, rows, places] = *at;
+  return cpu::States{reinterpret_cast<void*>(inputs),
+                     cpu::DType(dtype),
+                     reinterpret_cast<float*>(found),
+                     slots,
+                     rows,
+                     places.data()};
 }
 
 // Layers, out, dtype, begin of each row, stride.
@@ -124,9 +249,11 @@ void bind_decoder(py::module_& m) {
           "run_layers",
           [](const Decoder& d, std::uintptr_t hidden, std::uintptr_t side, const CacheAt& at,
              const ColumnsAt& fed, std::int64_t begin, std::int64_t end, const TapsAt& tapped,
-             int threads) {
+             int threads, const StatesAt& held) {
+            const std::optional<cpu::States> of_rows = states(held);
             d.run_layers(reinterpret_cast<float*>(hidden), reinterpret_cast<const float*>(side),
-                         cache(at), columns(fed), begin, end, threads, taps(tapped));
+                         cache(at), columns(fed), begin, end, threads, taps(tapped),
+                         of_rows ? &*of_rows : nullptr);
           },
           WithoutGil())
       .def(
@@ -140,9 +267,11 @@ void bind_decoder(py::module_& m) {
       .def(
           "step",
           [](const Decoder& d, const TokensAt& ids, const CacheAt& at, const ColumnsAt& fed,
-             std::int64_t keep, std::uintptr_t out, int dtype, const TapsAt& tapped, int threads) {
+             std::int64_t keep, std::uintptr_t out, int dtype, const TapsAt& tapped, int threads,
+             const StatesAt& held) {
+            const std::optional<cpu::States> of_rows = states(held);
             d.step(tokens(ids), cache(at), columns(fed), keep, reinterpret_cast<void*>(out),
-                   cpu::DType(dtype), threads, taps(tapped));
+                   cpu::DType(dtype), threads, taps(tapped), of_rows ? &*of_rows : nullptr);
           },
           WithoutGil());
 }

@@ -398,8 +398,15 @@ inline float* partial_at(const AttendTask& task, int64_t query, int64_t span) {
   return task.partials + (query * task.spans + span) * (padded_dim(task.head_dim) + 2);
 }
 
-inline void finish(const AttendTask& task, int64_t query, const PartialSoftmax& sums) {
-  const float factor = 1.0f / sums.sum;
+template <class V>
+void finish(const AttendTask& task, int64_t query, const PartialSoftmax& sums) {
+  float factor = 1.0f / sums.sum;
+  if (task.sinks != nullptr) {
+    const float sink = task.sinks[query % task.group];
+    const float highest = sums.highest > sink ? sums.highest : sink;
+    const float own = exponential_of<V>(sums.highest - highest);
+    factor = own / (sums.sum * own + exponential_of<V>(sink - highest));
+  }
   float* const out =
       task.out + query / task.group * task.out_stride + query % task.group * task.head_dim;
   for (int64_t d = 0; d < task.head_dim; ++d) out[d] = sums.values[d] * factor;
@@ -430,7 +437,7 @@ void attend_block(const AttendTask& task, int64_t first, int64_t count) {
     }
     for (int64_t q = 0; q < count; ++q) {
       is_right[q] = count == 1 || is_finite(sums[q], task.head_dim);
-      finish(task, first + q, sums[q]);
+      finish<V>(task, first + q, sums[q]);
     }
   }
   for (int64_t q = 0; q < count; ++q)
@@ -486,7 +493,7 @@ void merge_spans(const AttendTask& task) {
       float* const from = partial_at(task, q, span);
       merge<V>(sums, {from[0], from[1], from + 2}, padded);
     }
-    finish(task, q, sums);
+    finish<V>(task, q, sums);
   }
 }
 

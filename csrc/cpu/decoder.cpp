@@ -8,26 +8,24 @@
 #include <stdexcept>
 #include <string>
 
+#include "buffer.hpp"
+#include "experts.hpp"
 #include "formats/formats.hpp"
 #include "kernels.hpp"
 #include "number.hpp"
 #include "pool.hpp"
+#include "product.hpp"
 #include "weights.hpp"
 
 namespace pipespec::cpu {
 namespace {
 
 constexpr int64_t kPanel = kPanelOutputs;
-// Maximum panels of one unit of work: what they compute for a tile stays in the second-level cache.
-constexpr int64_t kMaxUnitPanels = 8;
 // Queries of one unit of attention.
 constexpr int64_t kAttendQueries = 64;
 // Maximum rows of a narrow forward. It spends most of its time reading the weights, so the cost of
 // a round shows.
 constexpr int64_t kNarrow = 16;
-// Inputs of a tile of rows: they are read once per group, from the second-level cache.
-constexpr int64_t kTileBytes = 192 << 10;
-constexpr int64_t kMaxTileRows = 48;  // whole blocks of rows
 constexpr int64_t kUnitsPerThread = 4;
 // Inputs that the caller rounds by itself: another round costs more.
 constexpr int64_t kRoundAlone = 1 << 16;
@@ -37,32 +35,6 @@ constexpr int64_t kPieceColumns = 512;
 
 int64_t whole(int64_t n, int64_t of) { return (n + of - 1) / of; }
 int64_t rounded(int64_t n, int64_t to) { return whole(n, to) * to; }
-
-// Memory on cache lines that grows and never shrinks. Its contents are lost when it grows.
-class Buffer {
- public:
-  Buffer() = default;
-  ~Buffer() { std::free(data_); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-
-  float* floats(int64_t count) {
-    if (count > count_) {
-      std::free(data_);
-      data_ = nullptr;
-      count_ = 0;
-      void* const fresh = std::aligned_alloc(64, size_t(rounded(count * 4, 64)));
-      if (fresh == nullptr) throw std::bad_alloc();
-      data_ = static_cast<float*>(fresh);
-      count_ = count;
-    }
-    return data_;
-  }
-
- private:
-  float* data_ = nullptr;
-  int64_t count_ = 0;
-};
 
 // What a thread needs for its units. `rows` are the normalised hidden states of round number
 // `round`, from row `begin` on. The units of one round share them.
@@ -79,7 +51,7 @@ Scratch& scratch() {
 
 // What a caller needs for one forward: hidden states, and what the layers hand on.
 struct Workspace {
-  Buffer hidden, joined, qkv, attended, partials, activated, rounded[2];
+  Buffer hidden, joined, qkv, attended, partials, activated, added, rounded[2];
 };
 
 Workspace& workspace() {
@@ -89,9 +61,16 @@ Workspace& workspace() {
 
 std::atomic<uint64_t> g_round{0};
 
-// x[0 .. dim), rotated by the angles of its position: transformers' rotate_half.
-void rotate(float* x, const float* cos, const float* sin, int64_t dim) {
+// x[0 .. dim), rotated by the angles of its position: transformers' rotate_half, or with `pairs`
+// the elements 2 i and 2 i + 1 by angle i.
+void rotate(float* x, const float* cos, const float* sin, int64_t dim, bool pairs) {
   const int64_t half = dim / 2;
+  for (int64_t i = 0; pairs && i < half; ++i) {
+    const float a = x[2 * i], b = x[2 * i + 1];
+    x[2 * i] = a * cos[i] - b * sin[i];
+    x[2 * i + 1] = b * cos[i] + a * sin[i];
+  }
+  if (pairs) return;
   for (int64_t i = 0; i < half; ++i) {
     const float a = x[i], b = x[i + half];
     x[i] = a * cos[i] - b * sin[i];
@@ -115,6 +94,7 @@ struct Decoder::Job {
     kHead,
     kRound,
     kProject,
+    kNormHeads,
     kFinish,
     kAttend,
     kAttendSpans,
@@ -123,7 +103,10 @@ struct Decoder::Job {
     kOut,
     kGateUp,
     kDown,
-    kLogits
+    kAdd,
+    kGate,
+    kLogits,
+    kCall
   };
 
   // Rows of the hidden states: of each row of the batch `columns` from `first` on, of `stride`.
@@ -134,7 +117,7 @@ struct Decoder::Job {
   };
   // What a product reads: the hidden states of a part, normalised, or rows of `stride` floats.
   struct Source {
-    const std::vector<float>* norm;
+    const Norm* norm;
     const float* rows;
     int64_t stride;
   };
@@ -148,7 +131,6 @@ struct Decoder::Job {
   const PackedWeights& packed;
   const int threads;
   const DecoderKernels& kernels = cpu::kernels().decoder;
-  const PackedKernels& packed_kernels = cpu::packed_kernels();
   Team team{threads - 1, work, this};
 
   Part all{}, kept{};  // of the hidden states: those fed, and those whose results are wanted
@@ -157,23 +139,26 @@ struct Decoder::Job {
   const Taps* taps = nullptr;
   const KeysValues* cache = nullptr;
   const Columns* columns = nullptr;
+  const States* states = nullptr;
   void* out = nullptr;
   DType out_dtype = DType::kFloat32;
   Part out_part{};  // where in `out` the logits of `kept` belong
 
   const Layer* layer = nullptr;
-  int64_t layer_index = 0;
   float *qkv = nullptr, *attended = nullptr, *activated = nullptr, *partials = nullptr;
+  float* added = nullptr;  // [part, H], what a norm behind a product reads
+  const Norm* behind = nullptr;
   int64_t spans = 0;  // of the longest row
 
   // Of the present round.
   Phase phase = Phase::kHead;
+  const std::function<void(int64_t)>* call = nullptr;
   uint64_t round = 0;
   int64_t base = 0;
   Part part{};
   Source source{};
   RoundedInputs rounded_inputs[2];
-  int64_t tile_rows = 0, chunk_panels = 0, chunks = 0;
+  Pieces pieces;
 
   Job(const Decoder& decoder, int threads_)
       : shape(decoder.shape_), packed(*decoder.packed_), threads(threads_) {}
@@ -204,8 +189,14 @@ struct Decoder::Job {
           wide != 0, inputs, count,
           reinterpret_cast<unsigned char*>(workspace().rounded[wide].floats(whole(bytes, 4))));
     }
-    if (count * inputs > kRoundAlone) return run(Phase::kRound, count);
-    for (int64_t m = 0; m < count; ++m) round_row(m);
+    run_rows(Phase::kRound, count, inputs);
+  }
+
+  // A unit per row of `width` floats: for few, another round of the team costs more.
+  void run_rows(Phase next, int64_t count, int64_t width) {
+    if (count * width > kRoundAlone) return run(next, count);
+    phase = next;
+    for (int64_t m = 0; m < count; ++m) unit(m);
   }
 
   void round_row(int64_t m) const {
@@ -213,7 +204,7 @@ struct Decoder::Job {
     if (source.norm != nullptr) {
       const int64_t h = shape.hidden;
       float* const row = scratch().products.floats(h);
-      kernels.rms_norm(hidden + part.at(m) * h, source.norm->data(), h, shape.eps, row);
+      normalize(*source.norm, hidden + part.at(m) * h, row);
       x = row;
     }
     for (const RoundedInputs& to : rounded_inputs)
@@ -225,17 +216,8 @@ struct Decoder::Job {
     round_inputs(of, matrix, from);
     part = of;
     source = from;
-    const int64_t fitting =
-        matrix.reads_rounded()
-            ? RoundedInputs::tile_columns(part.count())
-            : std::clamp<int64_t>(kTileBytes / (matrix.inputs * 4) / 6 * 6, 6, kMaxTileRows);
-    tile_rows = std::min(fitting, part.count());
-    const int64_t tiles = whole(part.count(), tile_rows);
-    const int64_t wanted = threads == 1 ? 1 : kUnitsPerThread * threads;
-    chunk_panels =
-        std::min(rounded(whole(matrix.panels() * tiles, wanted), kGroupPanels), kMaxUnitPanels);
-    chunks = whole(matrix.panels(), chunk_panels);
-    run(next, tiles * chunks);
+    pieces = Pieces(matrix, part.count(), threads == 1 ? 1 : kUnitsPerThread * threads);
+    run(next, pieces.count());
   }
 
   void unit(int64_t i) {
@@ -251,6 +233,8 @@ struct Decoder::Job {
         return round_row(i);
       case Phase::kProject:
         return project(i);
+      case Phase::kNormHeads:
+        return norm_heads(i);
       case Phase::kFinish:
         return finish(i / shape.kv_heads, i % shape.kv_heads);
       case Phase::kAttend: {
@@ -267,24 +251,36 @@ struct Decoder::Job {
         finish(i / shape.kv_heads, i % shape.kv_heads);
         return attend(i / shape.kv_heads, i % shape.kv_heads, 0, kept.columns);
       case Phase::kOut:
-        return add_product(layer->o, i);
+        return add_product(layer->recurrent.is_used() ? layer->recurrent.out : layer->o, i);
       case Phase::kGateUp:
         return gate_up(i);
       case Phase::kDown:
         return add_product(layer->down, i);
+      case Phase::kAdd:
+        return add_normed(i);
+      case Phase::kGate:
+        return gate_attended(i);
       case Phase::kLogits:
         return head_product(i);
+      case Phase::kCall:
+        return (*call)(i);
     }
   }
 
-  int64_t qkv_width() const { return layer->qkv.panels() * kPanel; }
-  int64_t attended_width() const { return shape.heads * shape.head_dim; }
+  const Matrix& projection() const {
+    return layer->recurrent.is_used() ? layer->recurrent.in : layer->qkv;
+  }
+  int64_t qkv_width() const { return projection().panels() * kPanel; }
+  int64_t attended_width() const {
+    return layer->recurrent.is_used() ? layer->recurrent.outputs() : shape.heads * shape.head_dim;
+  }
   int64_t activated_width() const { return rounded(shape.intermediate, kPanel); }
 
   Piece piece(const Matrix& matrix, int64_t i) const {
-    const int64_t begin = i / chunks * tile_rows, panel = i % chunks * chunk_panels;
-    return {begin, std::min(begin + tile_rows, part.count()), panel,
-            std::min(chunk_panels, matrix.panels() - panel)};
+    const int64_t begin = i / pieces.chunks * pieces.tile_rows;
+    const int64_t panel = i % pieces.chunks * pieces.chunk_panels;
+    return {begin, std::min(begin + pieces.tile_rows, part.count()), panel,
+            std::min(pieces.chunk_panels, matrix.panels() - panel)};
   }
 
   // Rows begin .. begin + rows - 1 of the part, times some panels.
@@ -297,33 +293,24 @@ struct Decoder::Job {
       x = is_normed ? normed(begin, begin + rows) : source.rows + begin * x_stride;
       if (is_normed) x_stride = shape.hidden;
     }
-    auto run = std::upper_bound(m.runs.begin(), m.runs.end(), panel,
-                                [](int64_t p, const Run& r) { return p < r.first; });
-    for (--run; run != m.runs.end() && run->first < panel + panels; ++run) {
-      const int64_t first = std::max(panel, run->first);
-      const int64_t count = std::min(panel + panels, run->first + run->panels) - first;
-      const unsigned char* const weights = run->data + (first - run->first) * run->panel_bytes;
-      float* const out_at = to + (first - panel) * kPanel;
-      if (run->format) {
-        packed_kernels.products[int(*run->format)](
-            weights, m.inputs, count, rounded_inputs[traits(*run->format).rounds256].tile(begin),
-            rows, out_at, stride);
-        continue;
-      }
-      const Product multiply = run->bits == 8    ? kernels.product8
-                               : run->bits == 16 ? kernels.product16
-                                                 : kernels.product32;
-      multiply(weights, m.inputs, count, x, x_stride, rows, out_at, stride);
-    }
-    if (!m.scale.empty()) {
-      const float* const scale = m.scale.data() + panel * kPanel;
-      for (int64_t r = 0; r < rows; ++r)
-        for (int64_t i = 0; i < panels * kPanel; ++i) to[r * stride + i] *= scale[i];
-    }
-    if (m.bias.empty()) return;
-    const float* const bias = m.bias.data() + panel * kPanel;
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t i = 0; i < panels * kPanel; ++i) to[r * stride + i] += bias[i];
+    multiply(m, panel, panels, {x, x_stride, rounded_inputs, begin, rows}, to, stride);
+  }
+
+  // to = the norm of x, [H]; x itself where there is none.
+  void normalize(const Norm& norm, const float* x, float* to) const {
+    const int64_t h = shape.hidden;
+    const float* const bias = norm.bias.empty() ? nullptr : norm.bias.data();
+    if (norm.weight.empty())
+      std::memcpy(to, x, size_t(h) * sizeof(float));
+    else
+      normalize(norm.weight.data(), bias, x, h, to);
+  }
+  void normalize(const float* weight, const float* bias, const float* x, int64_t n,
+                 float* to) const {
+    if (shape.norm == NormKind::kRms)
+      kernels.rms_norm(x, weight, n, shape.eps, to);
+    else
+      kernels.layer_norm(x, weight, bias, n, shape.eps, to);
   }
 
   // The normalised hidden states of rows begin .. end - 1 of the part. Each thread computes its own
@@ -334,8 +321,7 @@ struct Decoder::Job {
     float* const rows = s.rows.floats((end - begin) * h);
     if (s.round != round || s.begin != begin) {
       for (int64_t m = begin; m < end; ++m)
-        kernels.rms_norm(hidden + part.at(m) * h, source.norm->data(), h, shape.eps,
-                         rows + (m - begin) * h);
+        normalize(*source.norm, hidden + part.at(m) * h, rows + (m - begin) * h);
       s.round = round;
       s.begin = begin;
     }
@@ -343,8 +329,8 @@ struct Decoder::Job {
   }
 
   void project(int64_t i) const {
-    const Piece p = piece(layer->qkv, i);
-    product(layer->qkv, p.panel, p.panels, p.begin, p.rows(),
+    const Piece p = piece(projection(), i);
+    product(projection(), p.panel, p.panels, p.begin, p.rows(),
             qkv + p.begin * qkv_width() + p.panel * kPanel, qkv_width());
   }
 
@@ -359,27 +345,64 @@ struct Decoder::Job {
            head * layer->qkv.group_panels * kPanel;
   }
   int64_t place(const int64_t (&strides)[4], int64_t row, int64_t head) const {
-    return layer_index * strides[0] + row * strides[1] + head * strides[2];
+    return layer->store * strides[0] + row * strides[1] + head * strides[2];
+  }
+
+  int64_t key_at() const { return rounded(group() * shape.head_dim, kPanel); }
+
+  // The norms over all heads of the queries, and of the keys, of column m of all rows.
+  void norm_heads(int64_t m) const {
+    const auto over_all = [&](const Norm& norm, int64_t at, int64_t size) {
+      if (norm.weight.empty()) return;
+      float* const x = scratch().products.floats(size * shape.kv_heads);
+      const auto part = [&](int64_t head) {
+        return projected(m / all.columns, m % all.columns, head) + at;
+      };
+      for (int64_t head = 0; head < shape.kv_heads; ++head)
+        std::copy_n(part(head), size, x + head * size);
+      normalize(norm.weight.data(), nullptr, x, size * shape.kv_heads, x);
+      for (int64_t head = 0; head < shape.kv_heads; ++head)
+        std::copy_n(x + head * size, size, part(head));
+    };
+    over_all(layer->q_norm, 0, group() * shape.head_dim);
+    over_all(layer->k_norm, key_at(), shape.head_dim);
+  }
+
+  // The norm of one head, number `head` of its kind, and its rotation at a position.
+  void norm_and_rotate(float* x, const Norm& norm, int64_t head, int64_t position) const {
+    const int64_t d = shape.head_dim, r = shape.rotary_dim;
+    const bool has_norm = !norm.weight.empty() && layer->head_norms != HeadNorms::kJoint;
+    const auto normalize_head = [&] {
+      const int64_t at = layer->head_norms == HeadNorms::kOwn ? head * d : 0;
+      normalize(norm.weight.data() + at, nullptr, x, d, x);
+    };
+    if (has_norm && !shape.norms_rotated) normalize_head();
+    if (layer->rope >= 0) {
+      const int64_t at = (layer->rope * columns->positions + position) * r;
+      rotate(x, columns->cos + at, columns->sin + at, r, shape.rotates_pairs);
+    }
+    if (has_norm && shape.norms_rotated) normalize_head();
+  }
+
+  void finish_query(float* x, int64_t head, int64_t position) const {
+    norm_and_rotate(x, layer->q_norm, head, position);
+    if (columns->query_factors == nullptr) return;
+    const float factor = columns->query_factors[position];
+    for (int64_t i = 0; i < shape.head_dim; ++i) x[i] *= factor;
   }
 
   // Norms of queries and keys, rotation, and the keys and values into the cache.
   void finish(int64_t row, int64_t head) const {
-    const int64_t d = shape.head_dim, r = shape.rotary_dim;
-    const int64_t key_at = rounded(group() * d, kPanel), value_at = key_at + rounded(d, kPanel);
+    const int64_t d = shape.head_dim, value_at = key_at() + rounded(d, kPanel);
     for (int64_t j = 0; j < all.columns; ++j) {
       const int64_t position = columns->lengths[row] + all.first + j;
-      const float* const cos = columns->cos + position * r;
-      const float* const sin = columns->sin + position * r;
       float* const queries = projected(row, j, head);
-      float* const key = queries + key_at;
-      const auto turn = [&](float* x, const std::vector<float>& norm) {
-        if (!norm.empty()) kernels.rms_norm(x, norm.data(), d, shape.eps, x);
-        rotate(x, cos, sin, r);
-      };
+      float* const key = queries + key_at();
       // Otherwise no output is wanted for these queries.
       if (all.first + j >= kept.first)
-        for (int64_t g = 0; g < group(); ++g) turn(queries + g * d, layer->q_norm);
-      turn(key, layer->k_norm);
+        for (int64_t g = 0; g < group(); ++g)
+          finish_query(queries + g * d, head * group() + g, position);
+      norm_and_rotate(key, layer->k_norm, head, position);
       store(cache->keys, cache->dtype,
             place(cache->key_strides, row, head) + position * cache->key_strides[3], key, d);
       store(cache->values, cache->dtype,
@@ -410,7 +433,8 @@ struct Decoder::Job {
     task.group = group();
     task.head_dim = shape.head_dim;
     task.scale = shape.scale;
-    task.softcap = 0.0f;
+    task.softcap = shape.softcap;
+    if (!layer->sinks.empty()) task.sinks = layer->sinks.data() + head * group();
     task.out = attended + (row * kept.columns + begin) * width + head * group() * shape.head_dim;
     task.out_stride = width;
     task.scratch = scratch().scores.floats(attend_kernels().scratch_floats(shape.head_dim));
@@ -434,7 +458,7 @@ struct Decoder::Job {
     return kept.columns * group() * spans * attend_kernels().partial_floats(shape.head_dim);
   }
 
-  // hidden += x * matrix
+  // hidden += x * matrix, or the product as it is where a norm stands behind it.
   void add_product(const Matrix& m, int64_t i) const {
     const Piece p = piece(m, i);
     const int64_t width = p.panels * kPanel, h = shape.hidden, first = p.panel * kPanel;
@@ -442,19 +466,41 @@ struct Decoder::Job {
     product(m, p.panel, p.panels, p.begin, p.rows(), products, width);
     const int64_t count = std::min(width, h - first);
     for (int64_t r = 0; r < p.rows(); ++r) {
-      float* const to = hidden + part.at(p.begin + r) * h + first;
-      for (int64_t k = 0; k < count; ++k) to[k] += products[r * width + k];
+      if (!behind->weight.empty())
+        std::copy_n(products + r * width, count, added + (p.begin + r) * h + first);
+      else
+        add(products + r * width, count, hidden + part.at(p.begin + r) * h + first);
     }
+  }
+
+  void add(const float* x, int64_t count, float* to) const {
+    for (int64_t k = 0; k < count; ++k) to[k] += shape.residual_scale * x[k];
+  }
+
+  // hidden += row m of what was added, or its norm
+  void add_normed(int64_t m) const {
+    const int64_t h = shape.hidden;
+    if (!behind->weight.empty()) normalize(*behind, added + m * h, added + m * h);
+    add(added + m * h, h, hidden + part.at(m) * h);
+  }
+
+  // hidden += the norm `behind_` of x * matrix, of the kept columns.
+  void run_added(Phase next, const Matrix& m, const float* x, int64_t stride, const Norm& behind_) {
+    behind = &behind_;
+    added = workspace().added.floats(behind->weight.empty() ? 0 : kept.count() * shape.hidden);
+    run(next, kept, m, {nullptr, x, stride});
+    if (behind->weight.empty()) return;
+    run_rows(Phase::kAdd, kept.count(), shape.hidden);
   }
 
   void gate_up(int64_t i) const {
     const Piece p = piece(layer->gate_up, i);
-    const int64_t width = p.panels * kPanel;
+    const int64_t width = p.panels * kPanel, matrices = layer->is_gated ? 2 : 1;
     float* const products = scratch().products.floats(p.rows() * width);
     product(layer->gate_up, p.panel, p.panels, p.begin, p.rows(), products, width);
     for (int64_t r = 0; r < p.rows(); ++r)
-      kernels.activate(shape.activation, products + r * width, p.panels / 2,
-                       activated + (p.begin + r) * activated_width() + p.panel / 2 * kPanel);
+      kernels.activate(shape.activation, products + r * width, layer->is_gated, p.panels / matrices,
+                       activated + (p.begin + r) * activated_width() + p.panel / matrices * kPanel);
   }
 
   void head_product(int64_t i) const {
@@ -463,6 +509,9 @@ struct Decoder::Job {
     float* const products = scratch().products.floats(p.rows() * width);
     product(packed.head, p.panel, p.panels, p.begin, p.rows(), products, width);
     const int64_t count = std::min(width, shape.vocabulary - first);
+    if (shape.logit_scale != 1.0f)
+      for (int64_t k = 0; k < p.rows() * width; ++k) products[k] *= shape.logit_scale;
+    if (shape.logit_softcap > 0.0f) kernels.cap(products, p.rows() * width, shape.logit_softcap);
     for (int64_t r = 0; r < p.rows(); ++r)
       store(out, out_dtype, out_part.at(p.begin + r) * shape.vocabulary + first,
             products + r * width, count);
@@ -476,20 +525,77 @@ struct Decoder::Job {
     tap(begin);
     for (int64_t l = begin; l < end; ++l) {
       layer = &packed.layers[size_t(l)];
-      layer_index = l;
       // After the last layer only the wanted columns are read.
       kept = l + 1 == end && !taps_end ? wanted : all;
       qkv = w.qkv.floats(rows * qkv_width());
       attended = w.attended.floats(rows * attended_width());
       activated = w.activated.floats(rows * activated_width());
-      attention();
+      if (layer->recurrent.is_used())
+        recurrence();
+      else
+        attention();
       if (kept.count() == 0) continue;
-      run(Phase::kOut, kept, layer->o, {nullptr, attended, attended_width()});
-      run(Phase::kGateUp, kept, layer->gate_up, {&layer->post_norm, nullptr, 0});
-      run(Phase::kDown, kept, layer->down, {nullptr, activated, activated_width()});
+      if (layer->gates_attention) run_rows(Phase::kGate, kept.count(), attended_width());
+      // In a parallel layer, the feed-forward reads what the attention has read.
+      if (shape.is_parallel) run_gate_up();
+      const Matrix& o = layer->recurrent.is_used() ? layer->recurrent.out : layer->o;
+      run_added(Phase::kOut, o, attended, attended_width(), layer->o_norm);
+      if (layer->experts.is_used()) {
+        run_experts();
+      } else {
+        if (!shape.is_parallel) run_gate_up();
+        run_added(Phase::kDown, layer->down, activated, activated_width(), layer->down_norm);
+      }
       tap(l + 1);
     }
     kept = wanted;
+  }
+
+  void run_gate_up() {
+    const bool reads_input = shape.is_parallel && layer->post_norm.weight.empty();
+    const Norm& norm = reads_input ? layer->input_norm : layer->post_norm;
+    run(Phase::kGateUp, kept, layer->gate_up, {&norm, nullptr, 0});
+  }
+
+  // What a recurrent layer has in place of the attention.
+  void recurrence() {
+    const RecurrentLayer& r = layer->recurrent;
+    run(Phase::kProject, all, r.in, {&layer->input_norm, nullptr, 0});
+    const RecurrentColumns fed{
+        columns->columns, all.first, all.columns, kept.first - all.first, qkv,
+        qkv_width(),      attended};
+    const std::function<void(int64_t)> units_work = [&](int64_t i) {
+      cpu::run_recurrent(r, *states, layer->store, fed, i / r.parts(), i % r.parts());
+    };
+    call = &units_work;
+    run(Phase::kCall, all.rows * r.parts());
+  }
+
+  // Factors of row m of what the attention gives.
+  void gate_attended(int64_t m) const {
+    const int64_t size = group() * shape.head_dim;
+    const int64_t at = key_at() + 2 * rounded(shape.head_dim, kPanel);
+    const int64_t column = m % kept.columns + kept.first - all.first;
+    for (int64_t head = 0; head < shape.kv_heads; ++head)
+      cpu::kernels().recurrent.gate(projected(m / kept.columns, column, head) + at, size, false,
+                                    attended + m * attended_width() + head * size);
+  }
+
+  // The feed-forward of experts, of the kept columns.
+  void run_experts() {
+    const int64_t h = shape.hidden, count = kept.count();
+    const Rounds rounds = [this](int64_t units, const std::function<void(int64_t)>& units_work) {
+      call = &units_work;
+      run(Phase::kCall, units);
+    };
+    float* const x = workspace().joined.floats(count * h);
+    added = workspace().added.floats(count * h);
+    behind = &layer->down_norm;
+    part = kept;
+    for (int64_t m = 0; m < count; ++m)
+      normalize(layer->post_norm, hidden + part.at(m) * h, x + m * h);
+    cpu::run_experts(layer->experts, x, count, h, rounds, threads, added);
+    run_rows(Phase::kAdd, count, h);
   }
 
   // Copies the hidden states of all columns to the taps of one layer.
@@ -511,8 +617,8 @@ struct Decoder::Job {
     float* const rows = workspace().joined.floats(all.count() * 2 * h);
     for (int64_t m = 0; m < all.count(); ++m) {
       float *const to = rows + m * 2 * h, *const state = hidden + all.at(m) * h;
-      kernels.rms_norm(side + all.at(m) * h, layer->side_norm.data(), h, shape.eps, to);
-      kernels.rms_norm(state, layer->input_norm.data(), h, shape.eps, to + h);
+      normalize(layer->side_norm, side + all.at(m) * h, to);
+      normalize(layer->input_norm, state, to + h);
       if (layer->adds_to_norm) std::memcpy(state, to + h, size_t(h) * sizeof(float));
     }
     return rows;
@@ -521,17 +627,20 @@ struct Decoder::Job {
   void attention() {
     const int64_t heads = all.rows * shape.kv_heads;
     const Matrix& m = layer->qkv;
-    const Source inputs = layer->side_norm.empty() ? Source{&layer->input_norm, nullptr, 0}
-                                                   : Source{nullptr, joined(), 2 * shape.hidden};
+    const Source inputs = layer->side_norm.weight.empty()
+                              ? Source{&layer->input_norm, nullptr, 0}
+                              : Source{nullptr, joined(), 2 * shape.hidden};
     const bool heads_are_groups =
         !m.reads_floats || m.runs.size() > 1 || m.group_panels % kGroupPanels == 0;
-    if (all.count() <= kNarrow && shape.kv_heads % threads == 0 && heads_are_groups) {
+    const bool is_joint = layer->head_norms == HeadNorms::kJoint;
+    if (all.count() <= kNarrow && shape.kv_heads % threads == 0 && heads_are_groups && !is_joint) {
       round_inputs(all, m, inputs);
       part = all;
       source = inputs;
       return run(Phase::kHead, shape.kv_heads);
     }
     run(Phase::kProject, all, m, inputs);
+    if (is_joint) run_rows(Phase::kNormHeads, all.count(), qkv_width());
     const bool is_narrow = all.count() <= kNarrow;
     const int64_t longest = *std::max_element(columns->lengths, columns->lengths + all.rows);
     spans = whole(longest + all.first + all.columns, kAttendSpan);
@@ -577,7 +686,7 @@ void Decoder::embed(const Tokens& tokens, int64_t rows, int64_t columns, float* 
 void Decoder::embed_one(int64_t id, float* to) const {
   const int64_t h = shape_.hidden;
   if (!embedding_.format) {
-    for (int64_t i = 0; i < h; ++i) to[i] = value(embedding_, id * h + i);
+    for (int64_t i = 0; i < h; ++i) to[i] = shape_.embedding_scale * value(embedding_, id * h + i);
     return;
   }
   const FormatTraits& f = traits(*embedding_.format);
@@ -587,6 +696,7 @@ void Decoder::embed_one(int64_t id, float* to) const {
   } else {
     f.row_values(static_cast<const unsigned char*>(embedding_.data) + id * f.row_bytes(h), h, to);
   }
+  for (int64_t i = 0; i < h; ++i) to[i] *= shape_.embedding_scale;
 }
 
 void Decoder::run_pieces(Job& job, const Columns& columns, int64_t keep, int64_t begin, int64_t end,
@@ -606,7 +716,7 @@ void Decoder::run_pieces(Job& job, const Columns& columns, int64_t keep, int64_t
 
 void Decoder::run_layers(float* hidden, const float* side, const KeysValues& cache,
                          const Columns& columns, int64_t begin, int64_t end, int threads,
-                         const Taps& taps) const {
+                         const Taps& taps, const States* states) const {
   if (columns.rows * columns.columns == 0) return;
   Job job(*this, threads);
   job.hidden = hidden;
@@ -614,6 +724,7 @@ void Decoder::run_layers(float* hidden, const float* side, const KeysValues& cac
   job.taps = &taps;
   job.cache = &cache;
   job.columns = &columns;
+  job.states = states;
   run_pieces(job, columns, columns.columns, begin, end, false);
 }
 
@@ -625,13 +736,15 @@ void Decoder::logits(const float* hidden, int64_t count, void* out, DType dtype,
   job.hidden = const_cast<float*>(hidden);  // is read only
   job.out = out;
   job.out_dtype = dtype;
-  const Job::Source inputs = packed_->norm.empty() ? Job::Source{nullptr, hidden, shape_.hidden}
-                                                   : Job::Source{&packed_->norm, nullptr, 0};
+  const Job::Source inputs = packed_->norm.weight.empty()
+                                 ? Job::Source{nullptr, hidden, shape_.hidden}
+                                 : Job::Source{&packed_->norm, nullptr, 0};
   job.run(Job::Phase::kLogits, job.kept, packed_->head, inputs);
 }
 
 void Decoder::step(const Tokens& tokens, const KeysValues& cache, const Columns& columns,
-                   int64_t keep, void* out, DType dtype, int threads, const Taps& taps) const {
+                   int64_t keep, void* out, DType dtype, int threads, const Taps& taps,
+                   const States* states) const {
   const int64_t count = columns.rows * columns.columns;
   if (count == 0) return;
   float* const hidden = workspace().hidden.floats(count * shape_.hidden);
@@ -641,6 +754,7 @@ void Decoder::step(const Tokens& tokens, const KeysValues& cache, const Columns&
   job.taps = &taps;
   job.cache = &cache;
   job.columns = &columns;
+  job.states = states;
   job.out = out;
   job.out_dtype = dtype;
   run_pieces(job, columns, keep, 0, int64_t(packed_->layers.size()), true);

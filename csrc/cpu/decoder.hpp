@@ -20,15 +20,26 @@
 
 #include "decoder_kernels.hpp"
 #include "formats/packed.hpp"
+#include "routing.hpp"
 #include "select.hpp"
 
 namespace pipespec::cpu {
+
+enum class NormKind : int { kRms = 0, kLayer = 1 };
 
 struct DecoderShape {
   int64_t hidden, intermediate, heads, kv_heads, head_dim, vocabulary, rotary_dim;
   float eps, scale;
   Activation activation;
-  float norm_offset;  // added to the weights of all RMS norms
+  float norm_offset;  // added to the weights of all norms
+  NormKind norm = NormKind::kRms;
+  bool rotates_pairs = false;   // neighbours are rotated; else elements i and i + rotary_dim / 2
+  bool norms_rotated = false;   // queries and keys are normalised after their rotation
+  bool is_parallel = false;     // attention and feed-forward read the same hidden state
+  float softcap = 0.0f;         // of attention scores, as in AttendTask
+  float residual_scale = 1.0f;  // of what attention and feed-forward add
+  float embedding_scale = 1.0f, logit_scale = 1.0f;
+  float logit_softcap = 0.0f;  // after the scale; 0: none
 };
 
 // Contiguous, float32 or bfloat16; null data: there is none. With a format the data of a matrix are
@@ -40,23 +51,68 @@ struct Weights {
   std::optional<Format> format = {};
 };
 
-// Matrices are [outputs, inputs]; those without a format are all int8, or none is. With a
-// `side_norm`, q, k and v read 2 * H inputs: side inputs and hidden state, each normalised.
+// The experts of a feed-forward, in place of its gate, up and down. Those of all experts lie one
+// after the other: the rows of expert e begin at e * stride, of `up` after up_first more. A bias
+// has an entry for each row of its matrix.
+struct ExpertWeights {
+  Routing routing;
+  int64_t intermediate = 0, shared_intermediate = 0;  // 0 of the latter: no shared expert
+  int64_t stride = 0, up_first = 0;                   // in rows
+  float limit = 0.0f;                                 // see ExpertLayer
+  Weights router, router_bias, choice_bias;           // [experts, H], [experts]; float32 [experts]
+  Weights gate, up, down, gate_bias, up_bias, down_bias;
+  Weights shared_gate, shared_up, shared_down, shared_router;  // the last one: [1, H], or none
+};
+
+// Heads of queries and keys, and of values: each of the former serves several of the latter. A
+// short convolution has none.
+struct DeltaShape {
+  int64_t key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0;
+  int64_t group() const { return value_heads / key_heads; }
+};
+
+// A recurrent part in place of the attention. The rows of `in` are the channels of the convolution:
+// queries, keys and values; of a short convolution a factor of its inputs, one of its outputs, and
+// the inputs. The others are those of a gated delta net.
+struct RecurrentWeights {
+  DeltaShape delta;
+  int64_t channels = 0, taps = 0;                  // 0: the layer has attention
+  Weights in, gates, beta, decay, out;             // [.., H] each, and [H, ..]
+  Weights in_bias, out_bias, kernel, kernel_bias;  // kernel: [channels, taps]
+  Weights decay_log, decay_bias, norm;             // [value_heads] twice, [value_dim]
+};
+
+// What the weights of q_norm and k_norm are for: one head each, the same for all; one head each,
+// and each its own; all heads at once.
+enum class HeadNorms : int { kShared = 0, kOwn = 1, kJoint = 2 };
+
+// Matrices are [outputs, inputs]; those without a format are all int8, or none is. A norm that is
+// not there changes nothing; without a gate the activation is that of `up`. Norms stand in front of
+// the attention (input_norm), behind it (o_norm), in front of the feed-forward (post_norm; in a
+// parallel layer without it, input_norm) and behind that (down_norm). With a `side_norm`, q, k and
+// v read 2 * H inputs: side inputs and hidden state, each normalised.
 struct LayerWeights {
   Weights input_norm, q, k, v, o, post_norm, gate, up, down;
   Weights q_bias, k_bias, v_bias, o_bias, gate_bias, up_bias, down_bias;
   Weights q_norm, k_norm, side_norm;
-  int64_t window = 0;         // last positions that a column sees, its own included; 0: all
-  bool adds_to_norm = false;  // the residual of a layer with side inputs is the normalised state
+  Weights o_norm, down_norm, input_norm_bias, post_norm_bias;
+  Weights sinks;                // [heads], see AttendTask
+  Weights q_gate, q_gate_bias;  // like q: sigmoids of their products are factors of the attention
+  int64_t window = 0;           // last positions that a column sees, its own included; 0: all
+  bool adds_to_norm = false;    // the residual of a layer with side inputs is the normalised state
+  int64_t rope = 0;             // which of the rotations of Columns; -1: none
+  HeadNorms head_norms = HeadNorms::kShared;
+  ExpertWeights experts = {};
+  RecurrentWeights recurrent = {};
 };
 
 struct EndWeights {
   Weights embedding;  // is not copied; blocks that are those of the head are read there
-  Weights norm, head, head_bias;
+  Weights norm, head, head_bias, norm_bias;
 };
 
-// Keys and values of all layers; strides in elements of layer, row, head and position. The
-// elements of a head are contiguous.
+// Keys and values of all layers with attention; strides in elements of layer, row, head and
+// position. The elements of a head are contiguous.
 struct KeysValues {
   void* keys;
   void* values;
@@ -64,13 +120,27 @@ struct KeysValues {
   int64_t key_strides[4], value_strides[4];
 };
 
+// The states of all recurrent layers: the last inputs of the convolution [layers, slots, rows,
+// channels, taps], and [layers, slots, rows, value_heads, key_dim, value_dim]. A row that is fed
+// begins with the states of slot places[0]; those after its column j go to slot places[j], if that
+// is not negative. `places`: [rows, columns + 1].
+struct States {
+  void* inputs;
+  DType dtype;  // kFloat32 or kBFloat16
+  float* states;
+  int64_t slots, rows;
+  const int64_t* places;
+};
+
 // Rows of `columns` tokens each. Column j of row r stands at position lengths[r] + j and sees the
 // positions up to its own, of these the last ones that a layer's window holds.
 struct Columns {
   int64_t rows, columns;
   const int64_t* lengths;
-  const float* cos;  // [positions, rotary_dim]
+  const float* cos;  // [rotations, positions, rotary_dim]; the halves of a row are equal
   const float* sin;
+  int64_t positions;
+  const float* query_factors = nullptr;  // [positions]; null: all are 1
 };
 
 // Copies of hidden states, [layers, H] of each column: those that the layers of these numbers read,
@@ -99,12 +169,14 @@ class Decoder {
   // hidden[rows, columns, H] through layers begin .. end - 1, in place. side[rows, columns, H]:
   // what layers with a side_norm read, too.
   void run_layers(float* hidden, const float* side, const KeysValues& cache, const Columns& columns,
-                  int64_t begin, int64_t end, int threads, const Taps& taps = {}) const;
+                  int64_t begin, int64_t end, int threads, const Taps& taps = {},
+                  const States* states = nullptr) const;
   // logits[count, V] of hidden[count, H].
   void logits(const float* hidden, int64_t count, void* out, DType dtype, int threads) const;
   // All of these: logits[rows, keep, V] of the last `keep` columns.
   void step(const Tokens& tokens, const KeysValues& cache, const Columns& columns, int64_t keep,
-            void* out, DType dtype, int threads, const Taps& taps = {}) const;
+            void* out, DType dtype, int threads, const Taps& taps = {},
+            const States* states = nullptr) const;
 
  private:
   struct Job;

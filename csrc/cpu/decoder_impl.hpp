@@ -195,6 +195,27 @@ void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* 
   for (int64_t i = 0; i < n; ++i) out[i] = x[i] * factor * weight[i];
 }
 
+template <class V>
+void layer_norm(const float* x, const float* weight, const float* bias, int64_t n, float eps,
+                float* out) {
+  using F = typename V::F;
+  F sum = V::broadcast(0.0f);
+  int64_t i = 0;
+  for (; i + V::kLanes <= n; i += V::kLanes) sum = V::add(sum, Float32::load(bytes_of(x + i)));
+  if (i < n) sum = V::add(sum, load_part<V, Float32>(bytes_of(x + i), n - i));
+  const float mean = sum_of_lanes<V>(sum) / float(n);
+  for (i = 0; i < n; ++i) out[i] = x[i] - mean;
+  const float factor = inverse_rms<V>(out, n, eps);
+  for (i = 0; i < n; ++i) out[i] = out[i] * factor * weight[i];
+  for (i = 0; bias != nullptr && i < n; ++i) out[i] += bias[i];
+}
+
+template <class V>
+void cap(float* x, int64_t n, float limit) {
+  for (int64_t i = 0; i < n; i += V::kLanes)
+    V::store(x + i, capped<V>(Float32::load(bytes_of(x + i)), limit));
+}
+
 // x / (1 + e^-z)
 template <class V>
 inline typename V::F times_sigmoid(typename V::F x, typename V::F z) {
@@ -203,11 +224,14 @@ inline typename V::F times_sigmoid(typename V::F x, typename V::F z) {
 }
 
 template <class V>
-void activate(Activation kind, const float* products, int64_t panel_pairs, float* out) {
+void activate(Activation kind, const float* products, bool is_gated, int64_t panels, float* out) {
   using F = typename V::F;
-  for (int64_t p = 0; p < panel_pairs; ++p, products += 2 * kPanelOutputs, out += kPanelOutputs) {
+  const int64_t step = (is_gated ? 2 : 1) * kPanelOutputs;
+  float ones[kPanelOutputs];
+  for (float& one : ones) one = 1.0f;
+  for (int64_t p = 0; p < panels; ++p, products += step, out += kPanelOutputs) {
     const float* const gate = products;
-    const float* const up = products + kPanelOutputs;
+    const float* const up = is_gated ? products + kPanelOutputs : ones;
     if (kind == Activation::kGelu) {
       for (int64_t i = 0; i < kPanelOutputs; ++i)
         out[i] = 0.5f * gate[i] * (1.0f + __builtin_erff(gate[i] * 0.707106781f)) * up[i];
@@ -215,8 +239,16 @@ void activate(Activation kind, const float* products, int64_t panel_pairs, float
     }
     for (int64_t i = 0; i < kPanelOutputs; i += V::kLanes) {
       const F g = Float32::load(bytes_of(gate + i));
+      if (kind == Activation::kRelu2) {
+        const F positive = V::max(g, V::broadcast(0.0f));
+        V::store(out + i,
+                 V::multiply(V::multiply(positive, positive), Float32::load(bytes_of(up + i))));
+        continue;
+      }
       F z = g;
-      if (kind == Activation::kGeluTanh) {
+      if (kind == Activation::kQuickGelu) {
+        z = V::multiply(g, V::broadcast(1.702f));
+      } else if (kind == Activation::kGeluTanh) {
         // (1 + tanh(z)) / 2 = 1 / (1 + e^(-2 z)), z = sqrt(2 / pi) (g + 0.044715 g^3)
         const F cube = V::multiply(V::multiply(g, g), g);
         z = V::multiply(V::multiply_add(cube, V::broadcast(0.044715f), g),
@@ -233,7 +265,9 @@ constexpr DecoderKernels decoder_table() {
           product<V, typename V::Weights16>,
           product<V, typename V::Weights32>,
           rms_norm<V>,
+          layer_norm<V>,
           activate<V>,
+          cap<V>,
           attend_kernels<V, SingleSteps<V>>(),
           attend_kernels<V, HalfSteps<V>>()};
 }

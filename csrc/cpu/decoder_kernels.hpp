@@ -23,7 +23,7 @@ inline constexpr int64_t kGroupPanels = 4;
 // does not keep enough lines in flight: it stops at each page of 4096 bytes.
 inline constexpr int64_t kPrefetchBytes = 4096;
 
-enum class Activation : int { kSilu = 0, kGeluTanh = 1, kGelu = 2 };
+enum class Activation : int { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu2 = 3, kQuickGelu = 4 };
 
 inline constexpr int64_t kMaxLanes = 16;
 // Positions whose softmax is computed by itself. The parts are merged in order, so that different
@@ -47,6 +47,9 @@ struct AttendTask {
   float* scratch;   // AttendKernels::scratch_floats
   float* partials;  // [columns * group, spans] of AttendKernels::partial_floats each
   int64_t spans;    // up to the last position of the last column
+  // Of each of the `group` heads: a score that takes part in the softmax and has no value; null:
+  // there are none.
+  const float* sinks = nullptr;
 };
 
 // A product over whole groups of panels of some format of weights.
@@ -69,8 +72,15 @@ struct DecoderKernels {
   Product product8, product16, product32;
   // out = x / sqrt(mean(x^2) + eps) * weight; out may be x.
   void (*rms_norm)(const float* x, const float* weight, int64_t n, float eps, float* out);
-  // out[i] = activation(gate i) * up i, where `products` alternate between 16 gates and 16 ups.
-  void (*activate)(Activation kind, const float* products, int64_t panel_pairs, float* out);
+  // out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias; out may be x, bias may be null.
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, int64_t n, float eps,
+                     float* out);
+  // out[i] = activation(gate i) * up i, where `products` alternate between 16 gates and 16 ups, or
+  // activation(up i) where there are only ups. Writes `panels` panels.
+  void (*activate)(Activation kind, const float* products, bool is_gated, int64_t panels,
+                   float* out);
+  // x = limit * tanh(x / limit), of n numbers: a multiple of kPanelOutputs.
+  void (*cap)(float* x, int64_t n, float limit);
   // Attention over float32 and bfloat16 keys and values. Sums are float32; where products of pairs
   // of bfloat16 are an instruction, queries and weights are rounded to it for the latter.
   AttendKernels attend32, attend16;

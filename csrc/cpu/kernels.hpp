@@ -6,6 +6,7 @@
 
 #include "coupled.hpp"
 #include "decoder_kernels.hpp"
+#include "recurrent_kernels.hpp"
 #include "span.hpp"
 
 namespace pipespec::cpu {
@@ -14,6 +15,7 @@ struct Kernels {
   SpanKernels span;
   CoupledKernels coupled;
   DecoderKernels decoder;
+  RecurrentKernels recurrent;
 };
 
 // Null where the compiler could not build the variant.

@@ -5,6 +5,7 @@
 #include "coupled_impl.hpp"
 #include "decoder_impl.hpp"
 #include "kernels.hpp"
+#include "recurrent_impl.hpp"
 #include "span_impl.hpp"
 
 namespace pipespec::cpu {
@@ -16,7 +17,8 @@ constexpr Kernels table(const char* name) {
   return {{name, span_argmax<V16>, span_argmax<V32>},
           {coupled_select<V, Float32>, coupled_select<V, BFloat16>, coupled_select<V, Float16>,
            noise_span<V>},
-          decoder_table<D>()};
+          decoder_table<D>(),
+          recurrent_table<D>()};
 }
 
 }  // namespace

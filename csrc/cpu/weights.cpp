@@ -1,6 +1,7 @@
 #include "weights.hpp"
 
 #include <algorithm>
+#include <cmath>
 
 #include "decoder_kernels.hpp"
 #include "formats/formats.hpp"
@@ -52,8 +53,8 @@ class Layout {
       }
     };
     if (pairs) {
-      for (int64_t r = 0; r < parts[0].end; r += kPanel)
-        for (const Rows& part : parts) add_panel(part, r);
+      for (int64_t r = 0; r < parts[0].end - parts[0].begin; r += kPanel)
+        for (const Rows& part : parts) add_panel(part, part.begin + r);
     } else {
       for (const Rows& part : parts)
         for (int64_t r = part.begin; r < part.end; r += kPanel) add_panel(part, r);
@@ -72,6 +73,64 @@ class Layout {
     }
     matrices_.push_back(std::move(from));
     to_.push_back(&m);
+  }
+
+  void add(ExpertLayer& l, const ExpertWeights& w, const DecoderShape& s) {
+    const int64_t count = w.routing.experts, h = s.hidden;
+    const Weights none;
+    l.routing = w.routing;
+    l.activation = s.activation, l.limit = w.limit;
+    l.bias = floats(w.choice_bias, count);
+    l.has_shared = w.shared_intermediate > 0;
+    l.gates_shared = w.shared_router.data != nullptr;
+    std::vector<Rows> router{{w.router, w.router_bias, 0, count}};
+    if (l.gates_shared) router.push_back({w.shared_router, none, 0, 1});
+    add(l.router, h, 1, router);
+    l.experts.resize(size_t(count + (l.has_shared ? 1 : 0)));
+    const auto add_expert = [&](Expert& expert, int64_t size, const Rows& gate, const Rows& up,
+                                const Rows& down) {
+      expert.intermediate = size;
+      add(expert.gate_up, h, 1, {gate, up}, true);
+      add(expert.down, size, 1, {down});
+    };
+    for (int64_t e = 0; e < count; ++e) {
+      const int64_t size = w.intermediate, gate = e * w.stride, up = gate + w.up_first;
+      add_expert(l.experts[size_t(e)], size, {w.gate, w.gate_bias, gate, gate + size},
+                 {w.up, w.up_bias, up, up + size}, {w.down, w.down_bias, e * h, (e + 1) * h});
+    }
+    const int64_t shared = w.shared_intermediate;
+    if (l.has_shared)
+      add_expert(l.experts.back(), shared, {w.shared_gate, none, 0, shared},
+                 {w.shared_up, none, 0, shared}, {w.shared_down, none, 0, h});
+  }
+
+  void add(RecurrentLayer& l, const RecurrentWeights& w, const DecoderShape& s) {
+    const int64_t heads = w.delta.value_heads, channels = w.channels;
+    const Weights none;
+    l.delta = w.delta, l.channels = channels, l.taps = w.taps, l.eps = s.eps;
+    std::vector<Rows> parts{{w.in, w.in_bias, 0, channels}};
+    if (l.is_delta()) {
+      parts.push_back({w.gates, none, 0, l.outputs()});
+      parts.push_back({w.beta, none, 0, heads});
+      parts.push_back({w.decay, none, 0, heads});
+    } else {
+      parts.push_back({w.in, w.in_bias, channels, 2 * channels});
+      parts.push_back({w.in, w.in_bias, 2 * channels, 3 * channels});
+    }
+    add(l.in, s.hidden, 1, parts);
+    add(l.out, l.outputs(), 1, {{w.out, w.out_bias, 0, s.hidden}});
+    l.kernel.resize(size_t(channels * w.taps));
+    for (int64_t c = 0; c < channels; ++c)
+      for (int64_t t = 0; t < w.taps; ++t)
+        l.kernel[size_t(t * channels + c)] = value(w.kernel, c * w.taps + t);
+    l.kernel_bias = floats(w.kernel_bias, channels);
+    l.decay = floats(w.decay_log, heads);
+    for (float& x : l.decay) x = -std::exp(x);
+    l.decay_bias = floats(w.decay_bias, heads);
+    l.norm = floats(w.norm, w.delta.value_dim);
+    const float size = float(w.delta.key_dim);
+    l.query_norm.assign(size_t(w.delta.key_dim), 1.0f / size);
+    l.key_norm.assign(size_t(w.delta.key_dim), 1.0f / std::sqrt(size));
   }
 
   void pack_into(unsigned char* memory, int threads) {
@@ -116,36 +175,76 @@ PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeigh
     for (const Weights& w : {l.k, l.v}) spans.push_back({w, kv_size * inputs(l)});
     spans.insert(spans.end(), {{l.q, q_size * inputs(l)}, {l.o, q_size * s.hidden}});
     for (const Weights& w : {l.gate, l.up, l.down}) spans.push_back({w, s.intermediate * s.hidden});
+    const RecurrentWeights& r = l.recurrent;
+    const int64_t outputs = r.delta.value_heads * r.delta.value_dim;
+    const bool is_delta = outputs > 0;
+    spans.insert(spans.end(), {{l.q_gate, q_size * s.hidden},
+                               {r.in, r.channels * s.hidden * (is_delta ? 1 : 3)},
+                               {r.gates, outputs * s.hidden},
+                               {r.beta, r.delta.value_heads * s.hidden},
+                               {r.decay, r.delta.value_heads * s.hidden},
+                               {r.out, (is_delta ? outputs : r.channels) * s.hidden}});
+    const ExpertWeights& e = l.experts;
+    const int64_t rows = e.routing.experts * s.hidden;
+    // Of gates and ups in one matrix, the rows of both lie from its beginning on.
+    spans.insert(spans.end(),
+                 {{e.router, rows}, {e.gate, rows * e.stride}, {e.up, rows * e.stride}});
+    spans.insert(spans.end(), {{e.down, rows * e.intermediate}, {e.shared_router, s.hidden}});
+    for (const Weights& w : {e.shared_gate, e.shared_up, e.shared_down})
+      spans.push_back({w, e.shared_intermediate * s.hidden});
   }
   weight_bits = number_bits(spans, threads);
   layers.resize(from.size());
+  int64_t stores[2] = {0, 0};
   Layout layout(weight_bits);
   for (size_t i = 0; i < from.size(); ++i) {
     const LayerWeights& w = from[i];
     Layer& l = layers[i];
+    l.gates_attention = w.q_gate.data != nullptr;
+    const bool is_recurrent = w.recurrent.taps > 0;
+    l.store = stores[is_recurrent]++;
     std::vector<Rows> parts;
     for (int64_t h = 0; h < s.kv_heads; ++h) {
       parts.push_back({w.q, w.q_bias, h * group * d, (h + 1) * group * d});
       parts.push_back({w.k, w.k_bias, h * d, (h + 1) * d});
       parts.push_back({w.v, w.v_bias, h * d, (h + 1) * d});
+      if (l.gates_attention)
+        parts.push_back({w.q_gate, w.q_gate_bias, h * group * d, (h + 1) * group * d});
     }
-    layout.add(l.qkv, inputs(w), s.kv_heads, parts);
-    layout.add(l.o, q_size, 1, {{w.o, w.o_bias, 0, s.hidden}});
-    layout.add(l.gate_up, s.hidden, 1,
-               {{w.gate, w.gate_bias, 0, s.intermediate}, {w.up, w.up_bias, 0, s.intermediate}},
-               true);
-    layout.add(l.down, s.intermediate, 1, {{w.down, w.down_bias, 0, s.hidden}});
-    l.input_norm = floats(w.input_norm, s.hidden, s.norm_offset);
-    l.post_norm = floats(w.post_norm, s.hidden, s.norm_offset);
-    l.q_norm = floats(w.q_norm, s.head_dim, s.norm_offset);
-    l.k_norm = floats(w.k_norm, s.head_dim, s.norm_offset);
-    l.side_norm = floats(w.side_norm, s.hidden, s.norm_offset);
-    l.window = w.window;
+    if (is_recurrent) {
+      layout.add(l.recurrent, w.recurrent, s);
+    } else {
+      layout.add(l.qkv, inputs(w), s.kv_heads, parts);
+      layout.add(l.o, q_size, 1, {{w.o, w.o_bias, 0, s.hidden}});
+    }
+    const Rows up{w.up, w.up_bias, 0, s.intermediate};
+    l.is_gated = w.gate.data != nullptr;
+    if (w.experts.routing.experts > 0) {
+      layout.add(l.experts, w.experts, s);
+    } else {
+      if (l.is_gated)
+        layout.add(l.gate_up, s.hidden, 1, {{w.gate, w.gate_bias, 0, s.intermediate}, up}, true);
+      else
+        layout.add(l.gate_up, s.hidden, 1, {up});
+      layout.add(l.down, s.intermediate, 1, {{w.down, w.down_bias, 0, s.hidden}});
+    }
+    const auto norm = [&s](const Weights& weight, const Weights& bias = {}) {
+      return Norm{floats(weight, s.hidden, s.norm_offset), floats(bias, s.hidden)};
+    };
+    l.input_norm = norm(w.input_norm, w.input_norm_bias);
+    l.post_norm = norm(w.post_norm, w.post_norm_bias);
+    l.o_norm = norm(w.o_norm), l.down_norm = norm(w.down_norm), l.side_norm = norm(w.side_norm);
+    const bool shared = w.head_norms == HeadNorms::kShared;
+    l.q_norm.weight = floats(w.q_norm, shared ? d : q_size, s.norm_offset);
+    l.k_norm.weight = floats(w.k_norm, shared ? d : kv_size, s.norm_offset);
+    l.sinks = floats(w.sinks, s.heads);
+    l.window = w.window, l.rope = w.rope;
     l.adds_to_norm = w.adds_to_norm;
+    l.head_norms = w.head_norms;
   }
   if (ends.head.data != nullptr)
     layout.add(head, s.hidden, 1, {{ends.head, ends.head_bias, 0, s.vocabulary}});
-  norm = floats(ends.norm, s.hidden, s.norm_offset);
+  norm = {floats(ends.norm, s.hidden, s.norm_offset), floats(ends.norm_bias, s.hidden)};
   bytes = layout.bytes;
   arena.allocate(bytes);
   layout.pack_into(arena.begin(), threads);

@@ -116,10 +116,6 @@ def check_target(model: PreTrainedModel) -> None:
         raise TypeError(
             f"target is a {type(model).__name__} (model_type {model.config.model_type!r}); only {', '.join(IN_STAGES)} can be cut into stages"
         )
-    if getattr(model.config, "final_logit_softcapping", None) is not None:
-        raise TypeError(
-            f"target is a {type(model).__name__} that caps its logits (final_logit_softcapping), which no stage does"
-        )
     if (found := len(model.model.layers)) != model.config.num_hidden_layers:
         raise TypeError(
             f"target has {found} layers, and its config.num_hidden_layers is {model.config.num_hidden_layers}: set that"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,7 +17,9 @@ from pipespec.checks.devices import device_name
 from pipespec.checks.models import check_chain
 from pipespec.checks.support import check_whole
 from pipespec.errors import NotKnown
+from pipespec.models.families import embedded
 from pipespec.models.loading import load_model
+from pipespec.models.parts import ModelParts
 from pipespec.schedules.base import GenerationRequest
 from pipespec_spd.decoding import SpeculativeDriver
 from pipespec_spd.draft_module import CONFIG_FILE, DraftModule, DraftModuleConfig
@@ -152,4 +155,4 @@ def resolve_drafter(
         return NgramDrafter(), []
     whole = given_target if isinstance(given_target, (str, Path)) else target
     module = DraftModule.load(drafter, target=whole, stages=partition.ranges, dtype=target.dtype, device=target.device)
-    return ModuleDrafter(module, target.get_input_embeddings()), []
+    return ModuleDrafter(module, partial(embedded, ModelParts.of(target))), []

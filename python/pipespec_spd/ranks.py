@@ -36,6 +36,8 @@ from pipespec.api.prepare import CallOptions, PreparedCall
 from pipespec.checks.devices import rank_device
 from pipespec.engine.cache import RowCache
 from pipespec.engine.known import NATIVE
+from pipespec.models.families import embedded
+from pipespec.models.parts import ModelParts
 from pipespec.process.ranks import START_S, RankError, rank_and_world
 from pipespec.process.signals import delayed, handlers_watched
 from pipespec.registry import RANKS
@@ -67,7 +69,7 @@ class RanksDriver(SpeculativeDriver):
         super().__init__(partition, Verifier.of(model), drafter, native)
         open_sections([self.verifier.section], native=native)
         self._link, self._ring, self._local = link, ring, local
-        self._embed = model.get_input_embeddings()
+        self._ends = ModelParts.of(model)
         self._dtype, self._hidden_size = stream_dtype(model.dtype, model.device), model.config.hidden_size
         self._rank_of = ranks_of(partition.stages, link.world)
         self.starts_ahead = local is None  # else a start includes the time of the first stage
@@ -204,7 +206,7 @@ class RanksDriver(SpeculativeDriver):
             with torch.inference_mode():
                 tokens = torch.tensor(payload, device="cpu")[:, None] if columns is None else columns
                 if 0 in self.features:
-                    streams[0] = self._embed(tokens.to(self._embed.weight.device))
+                    streams[0] = embedded(self._ends, tokens.to(self._ends.embed.weight.device))
                 if self._local is not None:
                     is_chunk = head.kind == CHUNK
                     self._own, more = self._local.run(head, positions, tokens, payload if is_chunk else None)

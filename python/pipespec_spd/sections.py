@@ -12,7 +12,7 @@ from pipespec.engine.forward import choose, forget_changed, forget_stale
 from pipespec.engine.known import NATIVE, NATIVE_DISABLED, OWN, identify
 from pipespec.engine.native import native_form
 from pipespec.engine.runtime import Forms
-from pipespec.models.families import packed_bytes
+from pipespec.models.description import packed_bytes
 from pipespec.models.parts import ModelParts
 
 

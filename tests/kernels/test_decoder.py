@@ -47,7 +47,11 @@ class Model:
         layers: int = 3,
         *,
         biases: bool = False,
-        head_norms: bool = False,
+        head_norms: str = "",
+        norms: Sequence[str] = ("input_norm", "post_norm"),
+        gated: bool = True,
+        sinks: bool = False,
+        ropes: Sequence[int | None] = (0, 0, 0),
         tied: bool = False,
         side: bool = False,
         bits: int = 32,
@@ -71,16 +75,26 @@ class Model:
             "up": (s.intermediate, s.hidden),
             "down": (s.hidden, s.intermediate),
         }
+        if not gated:
+            del sizes["gate"]
         weight = 1.0 - s.norm_offset
+        has_bias = biases and s.norm == "layer"
+
+        def head_norm(heads: int) -> Tensor:
+            size = {"shared": (s.head_dim,), "own": (heads, s.head_dim), "joint": (heads * s.head_dim,)}[head_norms]
+            return random(*size, around=weight)
+
         self.layers = [
             LayerWeights(
-                input_norm=random(s.hidden, around=weight),
-                post_norm=random(s.hidden, around=weight),
-                **{name: random(*size) for name, size in sizes.items()},
+                **({"input_norm": None, "post_norm": None} | {name: random(s.hidden, around=weight) for name in norms}),
+                **({f"{name}_bias": random(s.hidden) for name in norms} if has_bias else {}),
+                **({"gate": None} | {name: random(*size) for name, size in sizes.items()}),
                 **({f"{name}_bias": random(size[0]) for name, size in sizes.items()} if biases else {}),
-                **({f"{name}_norm": random(s.head_dim, around=weight) for name in "qk"} if head_norms else {}),
+                **({"q_norm": head_norm(s.heads), "k_norm": head_norm(s.kv_heads)} if head_norms else {}),
+                **({"sinks": random(s.heads)} if sinks else {}),
+                rope=ropes[i % len(ropes)],
             )
-            for _ in range(layers)
+            for i in range(layers)
         ]
         if side:
             double = {name: random(sizes[name][0], 2 * s.hidden) for name in "qkv"}
@@ -101,6 +115,7 @@ class Model:
         self.embedding = self.head if tied else random(s.vocabulary, s.hidden) * 4
         self.norm = random(s.hidden, around=weight)
         self.head_bias = random(s.vocabulary) if biases else None
+        self.norm_bias = random(s.hidden) if has_bias else None
 
     def native(self) -> NativeDecoder:
         return NativeDecoder(
@@ -108,35 +123,60 @@ class Model:
             self.given if self.int8 else self.layers,
             embedding=self.embedding,
             norm=self.norm,
+            norm_bias=self.norm_bias,
             head=self.given_head if self.int8 else self.head,
             head_bias=self.head_bias,
             head_scale=self.head_scale if self.int8 else None,
         )
 
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _normed(self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
+        if weight is None:
+            return x
+        if self.shape.norm == "layer":
+            x = x - x.mean(-1, keepdim=True)
         root = (x.pow(2).mean(-1, keepdim=True) + self.shape.eps).sqrt()
-        return x / root * (weight.double() + self.shape.norm_offset)
+        return x / root * (weight.double() + self.shape.norm_offset) + (0 if bias is None else bias.double())
 
-    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _heads(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Heads ``[n, heads, D]``, normalised."""
+        if weight is not None and weight.dim() == 1 and len(weight) > x.shape[-1]:
+            return self._normed(x.flatten(1), weight).view(x.shape)
+        return self._normed(x, weight)
+
+    def _rotated(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        cos, sin = tables
         r = self.shape.rotated
         x, rest = x[..., :r], x[..., r:]
-        half = torch.cat((-x[..., r // 2 :], x[..., : r // 2]), -1)
-        return torch.cat((x * cos + half * sin, rest), -1)
+        if self.shape.rotates_pairs:
+            cos, sin = (table[..., : r // 2].repeat_interleave(2, -1) for table in (cos, sin))
+            other = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+        else:
+            other = torch.cat((-x[..., r // 2 :], x[..., : r // 2]), -1)
+        return torch.cat((x * cos + other * sin, rest), -1)
+
+    @staticmethod
+    def _capped(x: Tensor, limit: float) -> Tensor:
+        return limit * torch.tanh(x / limit) if limit else x
 
     def row(
-        self, tokens: Tensor, cos: Tensor, sin: Tensor, given: Tensor | None = None
+        self, tokens: Tensor, cos: Tensor, sin: Tensor, factors: Tensor | None = None, *, given: Tensor | None = None
     ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
         """Logits and hidden states of one sequence from position 0 on, and each layer's keys and values ``[Hkv, n, D]``. ``given``: hidden states, the
         embeddings being side inputs."""
         s, n = self.shape, len(tokens)
         side, cache = self.embedding.double()[tokens], []
-        h = side if given is None else given.double()
-        cos, sin = cos.double()[:n], sin.double()[:n]
+        factors = None if factors is None else factors.double()[:n, None]
+        h = side * s.embedding_scale if given is None else given.double()
+        tables = [
+            (c.double()[:n], t.double()[:n])
+            for c, t in zip(cos.view(-1, *cos.shape[-2:]), sin.view(-1, *sin.shape[-2:]), strict=True)
+        ]
         mask = torch.full((n, n), -math.inf, dtype=torch.float64).triu(1)
         activation: Callable[[Tensor], Tensor] = {
             "silu": F.silu,
             "gelu": F.gelu,
             "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+            "relu2": lambda x: F.relu(x).square(),
         }[s.activation]
 
         def linear(x: Tensor, layer: LayerWeights, name: str) -> Tensor:
@@ -144,30 +184,42 @@ class Model:
             return F.linear(x, getattr(layer, name).double(), None if bias is None else bias.double())
 
         for layer in self.layers:
-            x = self._normed(h, layer.input_norm)
+            x = read = self._normed(h, layer.input_norm, layer.input_norm_bias)
             h = x if layer.adds_to_norm else h
             if layer.side_norm is not None:
                 x = torch.cat((self._normed(side, layer.side_norm), x), -1)
-            q, k, v = (linear(x, layer, name).view(n, -1, s.head_dim).transpose(0, 1) for name in "qkv")
-            if layer.q_norm is not None and layer.k_norm is not None:
+            q, k, v = (linear(x, layer, name).view(n, -1, s.head_dim) for name in "qkv")
+            if not s.norms_rotated:
+                q, k = self._heads(q, layer.q_norm), self._heads(k, layer.k_norm)
+            q, k, v = (heads.transpose(0, 1) for heads in (q, k, v))
+            if layer.rope is not None:
+                q, k = self._rotated(q, tables[layer.rope]), self._rotated(k, tables[layer.rope])
+            if s.norms_rotated:
                 q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
-            q, k = self._rotated(q, cos, sin), self._rotated(k, cos, sin)
+            q = q if factors is None else q * factors
             cache.append((k, v))
             group = s.heads // s.kv_heads
-            scores = q @ k.repeat_interleave(group, 0).transpose(1, 2) * s.scale + mask
-            mixed = scores.softmax(-1) @ v.repeat_interleave(group, 0)
-            h = h + linear(mixed.transpose(0, 1).reshape(n, -1), layer, "o")
-            x = self._normed(h, layer.post_norm)
-            h = h + linear(activation(linear(x, layer, "gate")) * linear(x, layer, "up"), layer, "down")
+            scores = self._capped(q @ k.repeat_interleave(group, 0).transpose(1, 2) * s.scale, s.softcap) + mask
+            if layer.sinks is not None:
+                scores = torch.cat((scores, layer.sinks.double()[:, None, None].expand(-1, n, 1)), -1)
+            mixed = scores.softmax(-1)[..., :n] @ v.repeat_interleave(group, 0)
+            added = self._normed(linear(mixed.transpose(0, 1).reshape(n, -1), layer, "o"), layer.o_norm)
+            h = h + s.residual_scale * added
+            x = read if s.is_parallel else self._normed(h, layer.post_norm, layer.post_norm_bias)
+            up = linear(x, layer, "up")
+            x = activation(up) if layer.gate is None else activation(linear(x, layer, "gate")) * up
+            h = h + s.residual_scale * self._normed(linear(x, layer, "down"), layer.down_norm)
         bias = None if self.head_bias is None else self.head_bias.double()
-        return F.linear(self._normed(h, self.norm), self.head.double(), bias), h, cache
+        logits = F.linear(self._normed(h, self.norm, self.norm_bias), self.head.double(), bias)
+        return self._capped(logits * s.logit_scale, s.logit_softcap), h, cache
 
 
-def angles(shape: DecoderShape, positions: int = 64) -> tuple[Tensor, Tensor]:
+def angles(shape: DecoderShape, positions: int = 64, bases: Sequence[float] = (100.0,)) -> tuple[Tensor, Tensor]:
+    """Of one rotation, or of one per base."""
     r = shape.rotated
-    inverse = 100.0 ** (-torch.arange(0, r, 2).double() / max(r, 1))
-    x = torch.outer(torch.arange(positions).double(), inverse).repeat(1, 2)
-    return x.cos().float(), x.sin().float()
+    inverse = torch.tensor(bases).double()[:, None] ** (-torch.arange(0, r, 2).double() / max(r, 1))
+    x = (torch.arange(positions).double()[:, None] * inverse[:, None]).repeat(1, 1, 2)
+    return (x.cos().float(), x.sin().float()) if len(bases) > 1 else (x[0].cos().float(), x[0].sin().float())
 
 
 def storage(
@@ -188,7 +240,7 @@ def feed(
     decoder: NativeDecoder,
     tokens: Tensor,
     cache: tuple[Tensor, Tensor],
-    tables: tuple[Tensor, Tensor],
+    tables: tuple[Tensor, ...],
     widths: Sequence[int],
     threads: int = 1,
 ) -> Tensor:
@@ -216,9 +268,40 @@ MODELS = {
     "grouped": {"shape": FEW},
     "tied": {"shape": FEW, "tied": True},
     "biases": {"shape": FEW, "biases": True},
-    "head norms": {"shape": dataclasses.replace(FEW, head_dim=24), "head_norms": True},
+    "head norms": {"shape": dataclasses.replace(FEW, head_dim=24), "head_norms": "shared"},
     "odd": {"shape": ODD},
-    "odd, everything": {"shape": ODD, "biases": True, "head_norms": True, "tied": True},
+    "odd, everything": {"shape": ODD, "biases": True, "head_norms": "shared", "tied": True},
+    "norms around, caps, factors": {
+        "shape": dataclasses.replace(
+            FEW,
+            softcap=2.0,
+            residual_scale=0.3,
+            embedding_scale=1.7,
+            logit_scale=0.6,
+            logit_softcap=1.5,
+            norm_offset=1.0,
+        ),
+        "norms": ("input_norm", "o_norm", "post_norm", "down_norm"),
+        "tied": True,
+    },
+    "norms of rotated heads, factors of queries": {
+        "shape": dataclasses.replace(FEW, norms_rotated=True),
+        "head_norms": "shared",
+    },
+    "norms behind, over all heads": {"shape": ODD, "norms": ("o_norm", "down_norm"), "head_norms": "joint"},
+    "layer norms, parallel, pairs": {
+        "shape": dataclasses.replace(ODD, norm="layer", is_parallel=True, rotates_pairs=True),
+        "norms": ("input_norm",),
+        "head_norms": "own",
+        "biases": True,
+    },
+    "sinks, two rotations and none": {
+        "shape": dataclasses.replace(FEW, norm="layer", activation="relu2"),
+        "gated": False,
+        "sinks": True,
+        "biases": True,
+        "ropes": (1, None, 0),
+    },
     "gelu_tanh": {"shape": dataclasses.replace(FEW, activation="gelu_tanh", norm_offset=1.0)},
     "gelu": {"shape": dataclasses.replace(FEW, activation="gelu")},
     "one head": {"shape": dataclasses.replace(FEW, heads=1, kv_heads=1, head_dim=80)},
@@ -230,6 +313,17 @@ MODELS = {
 }
 
 
+DESCRIBED = [name for name in MODELS if "norms " in name or "sinks" in name]
+"""Models with parts that LLaMA has not."""
+
+BASES = (100.0, 7.0)
+
+
+def tables_of(name: str, model: Model) -> tuple[Tensor, ...]:
+    tables = angles(model.shape, bases=BASES if "two" in name else BASES[:1])
+    return (*tables, 1 + torch.arange(64) / 9) if "factors of queries" in name else tables
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_the_definition(name: str, variant: str) -> None:
@@ -237,7 +331,7 @@ def test_equals_the_definition(name: str, variant: str) -> None:
     with simd(variant):
         decoder = model.native()
         assert decoder.weight_bits == (16 if "16" in name else 8 if "8 bits" in name else 32)
-        tables = angles(model.shape)
+        tables = tables_of(name, model)
         tokens = random_tokens(model.shape, 2, 50)
         cache = storage(model, 2)
         logits = feed(decoder, tokens, cache, tables, [1, 33, 2, 1, 5, 8])
@@ -257,15 +351,15 @@ def test_equals_the_definition(name: str, variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", ["grouped", "odd, everything", "16 bits", "8 bits", "one head"])
+@pytest.mark.parametrize("name", ["grouped", "odd, everything", "16 bits", "8 bits", "one head", *DESCRIBED])
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
 def test_bits_do_not_depend_on_the_call(name: str, variant: str, cache_dtype: torch.dtype) -> None:
     # Column by column, in blocks, all at once; alone and in a batch; with one thread and with several.
     model = Model(**MODELS[name])
     with simd(variant):
         decoder = model.native()
-        tables, tokens = angles(model.shape), random_tokens(model.shape, 5, 40)
-        caches = []
+        tables = tables_of(name, model)
+        tokens, caches = random_tokens(model.shape, 5, 40), []
 
         def run(rows: Tensor, widths: Sequence[int], threads: int, layout: str = "plain") -> Tensor:
             caches.append(storage(model, len(rows), dtype=cache_dtype, layout=layout))
@@ -410,7 +504,7 @@ def test_taps_are_the_hidden_states_of_the_layers(variant: str, dtype: torch.dty
 
 SIDED = {
     "32 bits": {"shape": ODD, "biases": True},
-    "head norms": {"shape": FEW, "head_norms": True},
+    "head norms": {"shape": FEW, "head_norms": "shared"},
     "16 bits": {"shape": FEW, "bits": 16},
     "8 bits": {"shape": ODD, "bits": 8},
 }

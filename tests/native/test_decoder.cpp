@@ -91,7 +91,7 @@ std::vector<float> feed(const Decoder& decoder, int64_t columns, int64_t width, 
     const std::vector<int64_t> lengths(kRows, at);
     std::vector<float> out(size_t(kRows * fed * s.vocabulary));
     decoder.step({tokens.data() + at, 4, columns, 1}, cache,
-                 {kRows, fed, lengths.data(), cos.data(), sin.data()}, fed, out.data(),
+                 {kRows, fed, lengths.data(), cos.data(), sin.data(), capacity}, fed, out.data(),
                  DType::kFloat32, threads);
     for (int64_t r = 0; r < kRows; ++r)
       std::copy(out.begin() + r * fed * s.vocabulary, out.begin() + (r + 1) * fed * s.vocabulary,

@@ -33,6 +33,10 @@ SIZES: dict[str, Any] = {
 NAMES = {
     "gemma3_text": "gemma3",
     "cohere": "command-r",
+    "mixtral": "llama",
+    "gpt_oss": "gpt-oss",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
     "hunyuan_v1_dense": "hunyuan-dense",
     "ministral3": "mistral3",
     "mistral": "mistral3",
@@ -40,7 +44,7 @@ NAMES = {
 }
 """Architectures that are called otherwise in files."""
 
-_IN_PAIRS = ("llama", "arcee", "granite", "mistral3", "smollm3")
+_IN_PAIRS = ("llama", "arcee", "granite", "granitemoe", "mistral3", "smollm3")
 """Architectures for which the conversion changes the order of the rows of queries and keys."""
 
 LARGE = SIZES | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -121,7 +125,15 @@ def write(
             weights = weights.view(heads, 2, -1, *weights.shape[1:]).transpose(1, 2).reshape(weights.shape)
         offset = 1 if name.startswith(("gemma", "nemotron")) and "norm" in module and leaf == "weight" else 0
         weights += offset
-        target = f"{names.get_name(module)}.{leaf}"
+        if module.endswith(".experts"):
+            stored[full] = _add_experts(writer, full, weights, types, name == "gpt-oss")
+            continue
+        if module.endswith("shared_expert_gate"):
+            weights = weights[0]
+        # The package knows an older name of Granite's.
+        is_router = module.endswith("block_sparse_moe.router")
+        found = f"blk.{module.split('.')[2]}.ffn_gate_inp" if is_router else names.get_name(module)
+        target = f"blk.{module.split('.')[2]}.attn_sinks.weight" if leaf == "sinks" else f"{found}.{leaf}"
         stored[full] = _add(writer, target, weights, types)
         if name in _IN_PAIRS and heads:
             stored[full] = stored[full].view(heads, -1, 2, *weights.shape[1:]).transpose(1, 2).reshape(weights.shape)
@@ -195,13 +207,31 @@ def _write_tokenizer(writer: Any, texts: list[str], merges: Sequence[str], pre: 
     writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
 
 
+def _add_experts(
+    writer: Any, full: str, weights: torch.Tensor, types: str | dict[str, str], is_interleaved: bool
+) -> torch.Tensor:
+    """Gate and up are two tensors in a file. In gpt-oss they take turns, and all are transposed."""
+    layer, is_down = full.split(".")[2], "down_proj" in full
+    leaf = "bias" if full.endswith("bias") else "weight"
+    parts = {"down": weights} if is_down else dict(zip(("gate", "up"), weights.chunk(2, 1), strict=True))
+    if is_interleaved:
+        weights = weights if leaf == "bias" else weights.mT
+        parts = {"down": weights} if is_down else {"gate": weights[:, ::2], "up": weights[:, 1::2]}
+    stored = [
+        _add(writer, f"blk.{layer}.ffn_{name}_exps.{leaf}", part.contiguous(), "f32" if leaf == "bias" else types)
+        for name, part in parts.items()
+    ]
+    whole = torch.stack(stored, 2).flatten(1, 2) if is_interleaved else torch.cat(stored, 1)
+    return whole.mT if is_interleaved and leaf == "weight" else whole
+
+
 def _add(writer: Any, name: str, weights: torch.Tensor, types: str | dict[str, str]) -> torch.Tensor:
     kind = types if isinstance(types, str) else next(v for part, v in types.items() if part in name)
-    if weights.dim() == 1 or "norm" in name:
+    if weights.dim() == 1 or "norm" in name or "ffn_gate_inp" in name:
         kind = "f32"
     if kind in FORMATS:
         form = gguf.GGMLQuantizationType(FORMATS[kind].ggml_type)
-        data = quantize(weights, kind).data.numpy()
+        data = quantize(weights.flatten(0, -2), kind).data.view(*weights.shape[:-1], -1).numpy()
         writer.add_tensor(name, data, raw_dtype=form)
         return torch.from_numpy(gguf.dequantize(data, form))
     if kind == "bf16":

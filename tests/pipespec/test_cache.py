@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, Lfm2Config, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, Lfm2MoeConfig, LlamaConfig, LlamaForCausalLM
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward
@@ -325,7 +325,7 @@ def test_sizes_are_checked(rows, capacity):
 
 
 def test_other_recurrent_layers_are_refused():
-    config = Lfm2Config(
+    config = Lfm2MoeConfig(
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,

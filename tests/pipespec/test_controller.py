@@ -8,11 +8,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from pipespec import Pipeline, attach
 from pipespec.engine.cache import RowCache
 from pipespec.engine.controller import MAX_DRAFT_TOKENS, AcceptanceRates, Choice, Controller, Machine, StepTimes
 from pipespec.engine.forward import described
+from pipespec.models.properties import step_bytes, weight_bytes
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.support.texts import one_prompt, same_text
 from tests.trials import trials
@@ -29,18 +31,31 @@ class World:
         ngram: How often an n-gram matches, and the acceptance rate of its tokens.
         busy: How often a step takes 2.5 times as long.
         prompt: Tokens that the draft reads first.
+        experts: Part of all experts that a column chooses, each by itself. They are all of the target's weights, so a step takes as long as reading
+            those that its columns choose; None: it has none.
     """
 
-    def __init__(self, *, cost=None, rate=0.0, ngram=(0.0, 0.0), marginal=0.1, busy=0.0, prompt=32, seed=0):
+    def __init__(
+        self, *, cost=None, rate=0.0, ngram=(0.0, 0.0), marginal=0.1, busy=0.0, prompt=32, experts=None, seed=0
+    ):
         self.cost, self.rate, self.ngram = cost, rate, ngram
-        self.marginal, self.busy, self.prompt = marginal, busy, prompt
+        self.marginal, self.busy, self.prompt, self.experts = marginal, busy, prompt, experts
         self.slowness = 1.0
         self.random = random.Random(seed)
         self.draft_steps = 0
 
     def step(self, columns: int) -> float:
         slow = 2.5 if self.random.random() < self.busy else 1.0
-        return self.slowness * slow * (1 + self.marginal * (columns - 1)) * self.random.uniform(0.97, 1.03)
+        return (
+            self.slowness
+            * slow
+            * (self.read(columns) + self.marginal * (columns - 1))
+            * self.random.uniform(0.97, 1.03)
+        )
+
+    def read(self, columns: int) -> float:
+        """Weights that a step reads, as a part of those of one column."""
+        return 1.0 if self.experts is None else (1 - (1 - self.experts) ** columns) / self.experts
 
     def accepted(self, rate: float, tokens: int) -> int:
         return next((j for j in range(tokens) if self.random.random() >= rate), tokens)
@@ -79,7 +94,7 @@ class World:
 
     def controlled(self, calls: int, tokens: int = 96) -> list[float]:
         """Seconds per token of each call of one pipeline."""
-        controller = Controller(self.cost)
+        controller = Controller(self.cost, lambda columns: self.read(columns) - 1)
         return [self.call(tokens, controller.choose, controller) / tokens for _ in range(calls)]
 
     def fixed(self, choice: Choice, calls: int = 20, tokens: int = 96) -> float:
@@ -101,6 +116,7 @@ GOOD = {
     "draft head": {"cost": 0.07, "rate": 0.45},
     "draft head and n-gram": {"cost": 0.07, "rate": 0.45, "ngram": (0.2, 0.7)},
     "busy": {"cost": 0.15, "rate": 0.85, "busy": 0.2},
+    "half of the experts": {"cost": 0.05, "rate": 0.85, "experts": 0.5, "marginal": 0.02},
 }
 BAD = {
     "useless model": {"cost": 0.25, "rate": 0.02},
@@ -108,6 +124,8 @@ BAD = {
     "the target as its own draft": {"cost": 1.0, "rate": 1.0},
     "useless n-gram": {"ngram": (0.3, 0.05)},
     "n-gram without a match": {"ngram": (0.0, 0.0)},
+    "good n-gram, but few of the experts": {"ngram": (0.5, 0.6), "experts": 0.06, "marginal": 0.05},
+    "good model, but few of the experts": {"cost": 0.1, "rate": 0.7, "experts": 0.06, "marginal": 0.05},
     "two that are useless": {"cost": 0.2, "rate": 0.02, "ngram": (0.1, 0.05)},
 }
 
@@ -171,6 +189,28 @@ def test_a_change_of_speed_is_common_to_all_widths():
         times.note(5, 2.8)
     assert 1.5 < times.seconds(1) <= 2.1
     assert times.seconds(5) == pytest.approx(2.8, rel=0.1)
+
+
+def test_a_column_that_reads_other_experts_is_dear_before_it_is_measured():
+    """With a price of nearly a whole step per column, not even tokens that are all accepted pay for a draft."""
+    assert Controller(0.1).may_draft
+    further = [0.0, 0.9, 1.7].__getitem__
+    assert not Controller(0.1, lambda columns: further(columns - 1)).may_draft
+    times = StepTimes(Machine(), lambda columns: further(columns - 1))
+    times.note(1, 1.0)
+    assert times.seconds(3) == pytest.approx(1.0 + 2 * 0.1 + 1.7)
+    times.note(3, 1.4)  # the columns of the text chose nearly the same ones
+    assert times.seconds(2) == pytest.approx(1.0 + 0.4 * 1.0 / 1.9)
+
+
+def test_the_bytes_of_a_step_are_those_of_the_experts_that_it_reads():
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 32}
+    config = MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, num_local_experts=4)
+    model = MixtralForCausalLM(config)
+    experts = 2 * 4 * (3 * 8 * 16) * 4
+    assert step_bytes(model) == weight_bytes(model) - experts / 2
+    assert step_bytes(model, 2) == weight_bytes(model) - experts / 4
+    assert step_bytes(random_llama(0), 2) == weight_bytes(random_llama(0))
 
 
 def test_a_step_that_was_interrupted_changes_little():

@@ -132,6 +132,7 @@ ROLLED = [
     for native in (True, False)
 ]
 ROLLED += [(name, True) for name in ("qwen3_next, recurrent", "qwen3_5, recurrent") if name in TINY_MODELS]
+ROLLED += [("lfm2, recurrent", native) for native in (True, False) if "lfm2, recurrent" in TINY_MODELS]
 
 
 @pytest.mark.parametrize(("name", "native"), ROLLED)
@@ -246,7 +247,6 @@ def other(kind: str, **given: Any) -> PreTrainedModel:
 
 
 REFUSED = {
-    "LFM2": lambda: other("lfm2", layer_types=["conv", "full_attention"] * 2),
     "Gemma 3n": lambda: other(
         "gemma3n_text", head_dim=8, num_kv_shared_layers=2, vocab_size_per_layer_input=VOCABULARY
     ),

@@ -17,7 +17,7 @@ from pipespec.engine.head import DraftHead, HeadConfig, is_head
 from pipespec.engine.head_stage import HeadDraft, HeadStage
 from pipespec.engine.native import Checksums
 from pipespec.models.families import NotReadable
-from pipespec.models.properties import weight_bytes
+from pipespec.models.properties import step_bytes
 from pipespec.schedules.graphs.head import GraphedHead
 from pipespec.schedules.graphs.rounds import round_steps
 from tests.conftest import DEVICE, VOCABULARY, always_right, left_pad, noisy, random_prompts
@@ -106,7 +106,7 @@ def test_a_head_takes_no_more_bytes_than_its_steps_need(folder, target, tmp_path
         size = sum(p.numel() for p in read) * expected.itemsize
         assert size <= head.step_bytes <= size + 8 * heads.DRAFTED + 64  # and the buffers
         with Pipeline(model, tmp_path, graphs=False) as pipe:
-            assert pipe._driver.controller._relative_cost == head.step_bytes / weight_bytes(model)
+            assert pipe._driver.controller._relative_cost == head.step_bytes / step_bytes(model)
     head.half().save(tmp_path / "half", target)
     assert DraftHead.load(tmp_path / "half", target).dtype == torch.float16
 

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import (
     GemmaConfig,
     GemmaForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
+    HeliumConfig,
+    HeliumForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -36,7 +36,7 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.form import TOLERANCE
 from pipespec.engine.forward import described, forward
 from pipespec.engine.runtime import runtime_of
-from pipespec.models import families
+from pipespec.models import description
 from pipespec.models.parts import ModelParts
 from pipespec_spd.sections import ModelSection, open_sections
 from tests.conftest import noisy, random_llama
@@ -192,7 +192,7 @@ def test_float32_weights_that_are_all_bfloat16s_take_half_the_memory():
     assert [form.decoder.weight_bits for form in forms] == [16, 32]
     assert forms[0].decoder.nbytes < 0.6 * forms[1].decoder.nbytes
     # What is counted before the packing, but for padding to whole panels.
-    assert forms[1].decoder.nbytes == pytest.approx(families.packed_bytes(full), rel=0.3)
+    assert forms[1].decoder.nbytes == pytest.approx(description.packed_bytes(full), rel=0.3)
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------
@@ -267,8 +267,8 @@ def apply(change, model):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (lambda: GraniteForCausalLM(GraniteConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=2, intermediate_size=32, vocab_size=101)).eval(), "GraniteForCausalLM has no native form"),
+        (lambda: HeliumForCausalLM(HeliumConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, head_dim=16, intermediate_size=32, vocab_size=101)).eval(), "HeliumForCausalLM has no native form"),
         (lambda: make(hidden_act="relu"), "is of class"),
         (lambda: make(**rope("dynamic", factor=2.0)), "RoPE of type dynamic depends on the length"),
         (lambda: make(dtype=torch.float16), "its weights are float16"),
@@ -346,20 +346,20 @@ def with_wrong_rope(monkeypatch):
     right = native.NativeForm._rope
 
     def wrong(self, capacity):
-        cos, sin = right(self, capacity)
-        return cos, -sin
+        cos, sin, factors = right(self, capacity)
+        return cos, -sin, factors
 
     monkeypatch.setattr(native.NativeForm, "_rope", wrong)
 
 
 def with_wrong_shape(monkeypatch, **wrong):
-    right = families._read
+    right = description._read
 
     def read(*given):
         found = right(*given)
         return dataclasses.replace(found, shape=dataclasses.replace(found.shape, **wrong))
 
-    monkeypatch.setattr(families, "_read", read)
+    monkeypatch.setattr(description, "_read", read)
 
 
 FAULTS = {
@@ -578,7 +578,7 @@ def test_a_form_that_computes_something_else_is_not_used(monkeypatch, fault, dty
 
 def test_sections_are_packed_only_where_there_is_room_for_all(monkeypatch):
     model = make()
-    size = families.packed_bytes(model)
+    size = description.packed_bytes(model)
     for free, form in ((2 * size, "native"), (2 * size - 2, "transformers: there is no room for a packed copy")):
         monkeypatch.setattr(native, "host_memory", lambda free=free: (1 << 30, free))
         parts = sections(model)

@@ -29,6 +29,19 @@ SIZES = {
 SLIDES = {"sliding_window": WINDOW}
 MIXED = SLIDES | {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
 HEADS = {"head_dim": 8}
+FACTORS_OF_GRANITE = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
+FACTORS_OF_QUERIES = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 5,
+    "llama_4_scaling_beta": 0.5,
+}
 SWITCHED = SLIDES | {"use_sliding_window": True, "max_window_layers": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LATENT = {
@@ -57,6 +70,11 @@ RECURRENT = HEADS | {
     "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
+SHORT_CONVOLUTION = {
+    "conv_L_cache": 3,
+    "block_auto_adjust_ff_dim": False,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+}
 SHARED_EXPERT = {"shared_expert_intermediate_size": 24}
 
 TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -64,6 +82,13 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral, window": ("mistral", SLIDES | HEADS),
     "ministral, mixed": ("ministral", MIXED | HEADS),
+    "ministral3": ("ministral3", HEADS | {"rope_parameters": FACTORS_OF_QUERIES}),
+    "arcee": ("arcee", {}),
+    "seed_oss": ("seed_oss", HEADS),
+    "ernie4_5": ("ernie4_5", {}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", HEADS),
+    "nemotron": ("nemotron", {}),
+    "cohere, norms": ("cohere", {"use_qk_norm": True}),
     "mixtral, window": ("mixtral", SLIDES | {"num_local_experts": 4}),
     "phi3, window": ("phi3", SLIDES),
     "phimoe, window": ("phimoe", SLIDES | {"num_local_experts": 4}),
@@ -85,10 +110,13 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2, latents": ("deepseek_v2", DEEPSEEK),
     "deepseek_v3, latents": ("deepseek_v3", DEEPSEEK),
     "minicpm3, latents": ("minicpm3", LATENT),
-    "granite": ("granite", {}),
+    "granite": ("granite", FACTORS_OF_GRANITE),
+    "granitemoe": ("granitemoe", FACTORS_OF_GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "glm4": ("glm4", HEADS),
     "stablelm": ("stablelm", {}),
+    "stablelm, parallel": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
     "dots1, mixed": ("dots1", MIXED | HEADS | {k: v for k, v in DEEPSEEK.items() if k not in LATENT}),
+    "lfm2, recurrent": ("lfm2", SHORT_CONVOLUTION),
     "qwen3_next, recurrent": ("qwen3_next", RECURRENT | EXPERTS | SHARED_EXPERT),
     "qwen3_5, recurrent": ("qwen3_5_text", RECURRENT),
     "qwen3_5_moe, recurrent": ("qwen3_5_moe_text", RECURRENT | EXPERTS | SHARED_EXPERT),

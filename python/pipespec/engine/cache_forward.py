@@ -11,6 +11,7 @@ import torch
 from pipespec.engine.attention import ATTENTION, MaskKind, attach_lengths, lengths_only, mask_kind
 from pipespec.engine.cache_storage import RowStorage
 from pipespec_kernels import ops
+from pipespec_kernels.recurrent import States
 
 if TYPE_CHECKING:
     from pipespec.engine.recurrent import LayerStates
@@ -204,9 +205,22 @@ class ForwardCache(RowStorage):
             ValueError: beyond the capacity.
         """
         self._need(q)
-        self._open_q = q
+        if self._ring is not None:
+            self._ring.begin(self._lengths, q, self._aim)
+        self._open_q, self._aim = q, None
+        if not self._stores:
+            # All layers are recurrent.
+            layout = self._layout
+            sizes = ((0, self.rows, layout.heads, self.capacity, size) for size in (layout.key_dim, layout.value_dim))
+            return *(torch.empty(size, dtype=self.dtype, device=self.device) for size in sizes), self._lengths
         keys, values = self._stores
         return keys, values, self._lengths
+
+    def open_states(self) -> States | None:
+        """The states of the recurrent layers in the forward that :meth:`open_storage` has begun; None: there are no such layers."""
+        return (
+            None if self._ring is None else States(self._ring.inputs, self._ring.states, self._ring.table(self._open_q))
+        )
 
     def close(self) -> None:
         """End a forward: every length grows by its columns.

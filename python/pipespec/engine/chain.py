@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from pipespec.models.properties import weight_bytes
+from pipespec.models.properties import step_bytes
 from pipespec.registry import DRAFTS
 from pipespec_kernels import _native
 from pipespec_kernels.state import StateBlock
@@ -83,9 +83,9 @@ class DraftSpec:
         """This draft with what it takes from the target's files. ``given``: the target as the user passed it."""
         return self
 
-    def step_bytes(self, model: Any) -> int:
+    def step_bytes(self, model: Any) -> float:
         """Bytes of the weights that a step of the model reads."""
-        return weight_bytes(model)
+        return step_bytes(model)
 
     def make_stage(self, model: Any, *place: Any, **options: Any) -> Any:
         """Make the stage, by default one of ``stage_class``, which takes ``place`` (block, index, trace) and ``options``, too. ``model``: what it runs; None for

@@ -12,7 +12,7 @@ they gained, and than trials may cost. It changes the speed of a call, never its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 MAX_DRAFT_TOKENS = 16
@@ -25,7 +25,7 @@ _PRIORS = {"model": 0.75, "ngram 0": 0.4, "ngram 1": 0.6, "ngram 2": 0.8}
 """Acceptance rate before the first measurement."""
 _PRIOR_WEIGHT = 6.0
 _MARGINAL = 0.1
-"""Price of a further column before the first measurement, as a part of a step."""
+"""Price of a further column before the first measurement, as a part of a step, without that of weights that it alone reads."""
 _GAIN = 1.02
 """Drafting must be predicted to be this much faster than plain decoding."""
 _REVIEW = 8
@@ -54,14 +54,16 @@ class StepTimes:
     """Seconds of a step by its number of columns, learned from the steps of a call.
 
     A change of the machine's speed is common to all steps, and a step of one width tells it for all: each measurement corrects ``speed`` and the number of its
-    own width. The price of widths that were not measured comes from a line through the others.
+    own width. The price of widths that were not measured comes from a line through the others, over what their further columns cost by ``further``.
 
     Args:
         machine: The speed that the times of several models share.
+        further: Of a number of columns, the weights that they read together and one alone does not, as a part of those of one: the other experts, if
+            each column chooses by itself. None: the same weights are read for all.
     """
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+    def __init__(self, machine: Machine, further: Callable[[int], float] | None = None) -> None:
+        self._machine, self._further = machine, further
         self._known: dict[int, list[float]] = {}  # by columns: seconds at speed 1, and the number of measurements
         self._line: tuple[float, float] | None = None
 
@@ -86,19 +88,23 @@ class StepTimes:
         if entry is not None and entry[1] >= 3:
             return entry[0] / self._machine.speed
         first, slope = self._line = self._line or self._fit()
-        return (first + slope * (columns - 1)) / self._machine.speed
+        return (first + slope * self.price(columns)) / self._machine.speed
+
+    def price(self, columns: int) -> float:
+        """What the columns after the first cost before the first measurement, as a part of a step."""
+        return _MARGINAL * (columns - 1) + (0.0 if self._further is None else self._further(columns))
 
     def _fit(self) -> tuple[float, float]:
-        """Time of one column and price of each further one, at speed 1."""
-        weights = [min(n, 8.0) for _, n in self._known.values()]
-        mean_x = sum(w * (x - 1) for w, x in zip(weights, self._known, strict=True)) / sum(weights)
+        """Time of one column at speed 1, and by how much the price of further ones makes it longer."""
+        weights, prices = [min(n, 8.0) for _, n in self._known.values()], [self.price(n) for n in self._known]
+        mean_x = sum(w * x for w, x in zip(weights, prices, strict=True)) / sum(weights)
         mean_y = sum(w * y for w, (y, _) in zip(weights, self._known.values(), strict=True)) / sum(weights)
-        spread = sum(w * (x - 1 - mean_x) ** 2 for w, x in zip(weights, self._known, strict=True))
+        spread = sum(w * (x - mean_x) ** 2 for w, x in zip(weights, prices, strict=True))
         if spread == 0:
-            first = mean_y / (1 + _MARGINAL * mean_x)
-            return first, _MARGINAL * first
+            first = mean_y / (1 + mean_x)
+            return first, first
         slope = sum(
-            w * (x - 1 - mean_x) * (y - mean_y) for w, (x, (y, _)) in zip(weights, self._known.items(), strict=True)
+            w * (x - mean_x) * (y - mean_y) for w, x, (y, _) in zip(weights, prices, self._known.values(), strict=True)
         )
         slope = max(slope / spread, 0.0)
         return max(mean_y - slope * mean_x, 0.1 * mean_y), slope
@@ -217,11 +223,12 @@ class Controller:
     Args:
         relative_cost: Time of a step of the draft model as a part of the target's, before the first measurement: the ratio of their bytes. None: there is
             no draft model.
+        further: Of the target, see :class:`StepTimes`. As a text goes on, the measured times of its own steps count.
     """
 
-    def __init__(self, relative_cost: float | None) -> None:
+    def __init__(self, relative_cost: float | None, further: Callable[[int], float] | None = None) -> None:
         machine = Machine()
-        self.target, self.draft = StepTimes(machine), StepTimes(machine)
+        self.target, self.draft = StepTimes(machine, further), StepTimes(machine)
         self._relative_cost = relative_cost
         self.rates = {kind: AcceptanceRates(prior) for kind, prior in _PRIORS.items()}
         self._rounds = self._aged = 0
@@ -238,7 +245,7 @@ class Controller:
     @property
     def may_draft(self) -> bool:
         """Whether the draft model pays if each of its tokens is accepted, by what is known before the first measurement."""
-        return self._relative_cost is not None and _GAIN * (1 + _MARGINAL + self._relative_cost) < 2
+        return self._relative_cost is not None and _GAIN * (1 + self.target.price(2) + self._relative_cost) < 2
 
     def begin(self) -> None:
         """Begin a call."""
@@ -315,7 +322,7 @@ class Controller:
         known = self.draft.seconds(columns)
         if known is None:
             assert self._relative_cost is not None
-            return self._relative_cost * plain * (1 + _MARGINAL * (columns - 1))
+            return self._relative_cost * plain * (1 + self.draft.price(columns))
         return known
 
     def _review(self, lag: int, remaining: int) -> None:

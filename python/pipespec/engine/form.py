@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Collection
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
-from pipespec.models import families
+from pipespec.models import description, families
 from pipespec.models.families import NotReadable
 from pipespec.models.layout import FULL, SLIDING, CacheLayout, takes_mask_per_type
 from pipespec.models.parts import ModelParts
@@ -156,6 +156,30 @@ class _OffsetCache:
         return self._cache.recurrent(layer - self._first, q)
 
 
+def ropes_of(parts: ModelParts, hidden: torch.Tensor, positions: torch.Tensor) -> list[Any]:
+    """Cosines and sines of each layer, which has the rotation of its type where the model has several."""
+    rotary, count = parts.rotary, len(parts.layers)
+    if not hasattr(rotary, "layer_types"):
+        return [rotary(hidden, position_ids=positions)] * count
+    types = parts.config.layer_types[parts.first : parts.first + count]
+    by_type = {kind: rotary(hidden, positions, kind) for kind in dict.fromkeys(types)}
+    return [by_type[kind] for kind in types]
+
+
+def _masks(parts: ModelParts, columns: int, dtype: torch.dtype) -> list[torch.Tensor | None]:
+    """Per layer, the mask ``[1, 1, columns, columns]`` of a text from its begin on: minus infinity where a column does not see. Recurrent layers have none."""
+    at = torch.arange(columns, device=parts.device)
+    back = at[:, None] - at
+    masks = {}
+    layout, numbers = CacheLayout.of(parts.config), range(parts.first, parts.first + len(parts.layers))
+    for window in {layout.windows[i] for i in numbers}:
+        hidden = (back < 0) | (back >= (columns if window is None else window))
+        masks[window] = torch.zeros((1, 1, columns, columns), dtype=dtype, device=parts.device).masked_fill_(
+            hidden, -torch.inf
+        )
+    return [masks[layout.windows[i]] if i in layout.attention else None for i in numbers]
+
+
 class LayerLoop(PartsForm):
     """The layer modules, called one after the other: for parts of a model, and for recurrent layers, which keep their states per column."""
 
@@ -168,8 +192,7 @@ class LayerLoop(PartsForm):
             self._layers = list(map(with_states, parts.layers))
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.parts.embed(tokens)
-        return hidden
+        return families.embedded(self.parts, tokens)
 
     def run_layers(
         self, hidden: torch.Tensor, cache: RowCache, features: Collection[int] = ()
@@ -177,13 +200,7 @@ class LayerLoop(PartsForm):
         q, first = hidden.shape[1], self.parts.first
         streams: dict[int, torch.Tensor] = {}
         masks, positions = cache.masks(q), cache.positions(q)
-        own, rotary = _OffsetCache(cache, first) if first else cache, self.parts.rotary
-        if hasattr(rotary, "layer_types"):
-            types = self.parts.config.layer_types[first : first + len(self._layers)]
-            by_type = {kind: rotary(hidden, positions, kind) for kind in dict.fromkeys(types)}
-            ropes = [by_type[kind] for kind in types]
-        else:
-            ropes = [rotary(hidden, position_ids=positions)] * len(self._layers)
+        own, ropes = _OffsetCache(cache, first) if first else cache, ropes_of(self.parts, hidden, positions)
         for i, (layer, mask, rope) in enumerate(zip(self._layers, masks, ropes, strict=True), first + 1):
             hidden = layer(
                 hidden,
@@ -198,8 +215,7 @@ class LayerLoop(PartsForm):
         return hidden, streams
 
     def logits(self, hidden: torch.Tensor, keep: int) -> torch.Tensor:
-        logits: torch.Tensor = self.parts.head(self.parts.norm(hidden)[:, hidden.shape[1] - keep :])
-        return logits
+        return families.scaled(self.parts, self.parts.head(self.parts.norm(hidden)[:, hidden.shape[1] - keep :]))
 
 
 TOLERANCE = 1e-5
@@ -246,7 +262,8 @@ def check_outputs(parts: ModelParts, given: torch.Tensor, own: torch.Tensor, our
     if own.dtype == torch.float32 and bool((ours - own).abs().amax() <= TOLERANCE * own.abs().amax()):
         return
     wider = torch.float64 if own.dtype == torch.float32 else torch.float32
-    exact = probed(_in_wider(parts, given, wider))
+    with _experts_in_turn(parts.config):
+        exact = probed(_in_wider(parts, given, wider))
     error, allowed = ((outputs.to(wider) - exact).square().mean().sqrt() for outputs in (ours, own))
     allowed = allowed * (ERROR_RATIO_FLOAT32 if own.dtype == torch.float32 else ERROR_RATIO_16_BITS)
     # Not a number compares false.
@@ -275,25 +292,24 @@ def check_parts(form: PartsForm, given: torch.Tensor) -> None:
     hidden = given.float()
     if parts.embed is not None:
         hidden = form.embed(given)
-        _check_part("embedding", hidden, parts.embed(given).float())
+        _check_part("embedding", hidden, families.embedded(parts, given).float())
     # Embeddings in blocks lie on steps, and times a norm's weights between two of them, where the last bit decides the rounding: off the steps that is rare.
     noise = torch.rand(hidden.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     hidden = hidden * (1 + 1e-3 * noise)
     if parts.layers:
         positions = torch.arange(columns, device=given.device)[None]
-        mask = torch.full((columns, columns), -torch.inf, dtype=hidden.dtype, device=given.device).triu(1)[None, None]
-        rope = parts.rotary(hidden, position_ids=positions)
+        masks, ropes = _masks(parts, columns, hidden.dtype), ropes_of(parts, hidden, positions)
         first, count = parts.first, len(parts.layers)
         last, streams = form.run_layers(hidden, probe_cache(parts), range(first + 1, first + count + 1))
         formats = [formats_of(layer) for layer in parts.layers]
         for i in {formats.index(found) for found in formats} | {count - 1}:
             before = hidden if i == 0 else streams[first + i]
-            own = parts.layers[i](before, attention_mask=mask, position_ids=positions, position_embeddings=rope)
+            own = parts.layers[i](before, attention_mask=masks[i], position_ids=positions, position_embeddings=ropes[i])
             _check_part(f"layer {first + i}", streams[first + i + 1] - before, own - before)
         hidden = last
     if parts.head is not None:
         logits = form.logits(hidden, columns)
-        _check_part("head", logits.float(), parts.head(parts.norm(hidden)).float())
+        _check_part("head", logits.float(), families.scaled(parts, parts.head(parts.norm(hidden))).float())
     # The parts, which agree with the model's, against the one call that runs.
     by_parts = PartsForm.__call__(form, given, probe_cache(parts), columns)
     if not torch.equal(probe(form, probe_cache(parts), given), probed(by_parts)):
@@ -314,9 +330,9 @@ def probe_inputs(parts: ModelParts) -> torch.Tensor:
         noise = torch.Generator().manual_seed(0)
         hidden = torch.randn((2, 14, parts.config.hidden_size), generator=noise, dtype=torch.float32, device="cpu")
         return hidden.to(parts.device, parts.dtype)
-    return (torch.arange(2 * 14, device=parts.device).view(2, 14) * 7919 + 11) % families.matrix_of(parts.embed).shape[
-        0
-    ]
+    return (torch.arange(2 * 14, device=parts.device).view(2, 14) * 7919 + 11) % description.matrix_of(
+        parts.embed
+    ).shape[0]
 
 
 def probe_cache(parts: ModelParts, rows: int = 2, *, static: bool = False) -> RowCache:
@@ -341,11 +357,24 @@ def probe(form: Form, cache: RowCache, given: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.cat(first, 1).flatten(0, 1), torch.cat([x.flatten(0, 1) for x in uneven])])
 
 
+@contextmanager
+def _experts_in_turn(config: Any) -> Iterator[None]:
+    """transformers multiplies with one expert after the other, as its products with several take no float64."""
+    before = getattr(config, "_experts_implementation", None)
+    if before is None:
+        yield
+        return
+    config._experts_implementation = "eager"
+    try:
+        yield
+    finally:
+        config._experts_implementation = before
+
+
 def _in_wider(parts: ModelParts, given: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Outputs ``[rows, q, ...]`` of parts, by their own modules on their weights in a wider dtype, one layer at a time."""
-    hidden, columns = (given if parts.embed is None else parts.embed(given)).to(dtype), given.shape[1]
+    hidden, columns = (given if parts.embed is None else families.embedded(parts, given)).to(dtype), given.shape[1]
     positions = torch.arange(columns, device=given.device)[None]
-    mask = torch.full((columns, columns), -torch.inf, dtype=dtype, device=given.device).triu(1)[None, None]
     room: dict[tuple[str, torch.Size], torch.Tensor] = {}
     """Wide weights, by name and shape. The layers take turns in them: fresh memory for each would take longer than their products."""
 
@@ -363,13 +392,13 @@ def _in_wider(parts: ModelParts, given: torch.Tensor, dtype: torch.dtype) -> tor
         return out
 
     if parts.layers:
-        rope = parts.rotary(hidden, position_ids=positions)
-    for layer in parts.layers:
-        hidden = run(layer, hidden, attention_mask=mask, position_ids=positions, position_embeddings=rope)
+        masks, ropes = _masks(parts, columns, dtype), ropes_of(parts, hidden, positions)
+        for layer, mask, rope in zip(parts.layers, masks, ropes, strict=True):
+            hidden = run(layer, hidden, attention_mask=mask, position_ids=positions, position_embeddings=rope)
     if parts.head is None:
         return hidden
     hidden, head = run(parts.norm, hidden), parts.head
     if type(head) is not nn.Linear:
-        return run(head, hidden)
+        return families.scaled(parts, run(head, hidden))
     logits = torch.cat([F.linear(hidden, wide("head", rows)) for rows in head.weight.split(_ROWS)], -1)
-    return logits if head.bias is None else logits + head.bias.to(dtype)
+    return families.scaled(parts, logits if head.bias is None else logits + head.bias.to(dtype))

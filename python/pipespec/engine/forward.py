@@ -141,6 +141,7 @@ def wide_columns(model: PreTrainedModel, cache: RowCache, most: int, form: Calla
         wide is None
         or most < wide
         or not isinstance(form(), NativeForm)
+        or cache.is_recurrent
         or any(type(module) is Int8Linear for module in model.modules())
         or has_blocks(model)
     ):

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import Form, WholeModel, check_outputs, probe, probe_cache, probe_inputs, probed
 from pipespec.engine.known import FUSED, moving
-from pipespec.models import families
+from pipespec.models import description, families
 from pipespec.models.families import NotReadable
 from pipespec.models.merging import check_separate, merge, merged
 from pipespec.models.parts import ModelParts
@@ -132,7 +132,10 @@ class FusedForm(Form):
 
     def __init__(self, model: PreTrainedModel, *, exact: bool = False) -> None:
         self.number = self.token = next(_numbers)
-        self._read = read = families.read(model, matrices=False)
+        self._read = read = description.read(model, matrices=False)
+        if read.beyond_llama is not None:
+            raise NotReadable(f"the fused operations lack {read.beyond_llama}")
+        self._ends = ModelParts.of(model)._replace(layers=())
         *products, self._head = map(_Product.of, families.products_of(model))
         layers, each = ModelParts.of(model).layers, iter(products)
         first, *behind = [*(_weight(layer.input_layernorm) for layer in layers), read.norm]
@@ -186,7 +189,7 @@ class FusedForm(Form):
         shape, (rows, q) = read.shape, tokens.shape
         n = rows * q
         fed = self._in_blocks(tokens.reshape(-1))
-        hidden: torch.Tensor = F.embedding(fed, read.embedding) if read.scaled is None else read.scaled(fed)
+        hidden = families.embedded(self._ends, fed)
         _, stored = cache.open(q)
         # Padding stays zero.
         mixed = (hidden.new_empty if len(fed) == n else hidden.new_zeros)((len(fed), shape.heads * shape.head_dim))

@@ -23,7 +23,7 @@ from transformers.utils import cached_file
 
 from pipespec.config import WIDTH
 from pipespec.engine.sampling import float32_copy
-from pipespec.models import families
+from pipespec.models import description
 from pipespec.models.devices import input_device
 from pipespec.models.families import NotReadable
 from pipespec.models.loading import DAMAGE, fill, read_stored
@@ -363,11 +363,11 @@ class DraftHead(nn.Module):
 
     def native_product(self) -> NativeDecoder:
         """The product with ``fc``, on packed copies of its weights. Raises :class:`NotReadable` as :meth:`parts` does."""
-        shape, inputs = families.read(self.parts()).shape, self.config.count * self.config.target_hidden
+        shape, inputs = description.read(self.parts()).shape, self.config.count * self.config.target_hidden
         outputs = self.config.block.hidden_size
         try:
             return NativeDecoder(
-                replace(shape, hidden=inputs, vocabulary=outputs), (), head=families.matrix_of(self.fc)
+                replace(shape, hidden=inputs, vocabulary=outputs), (), head=description.matrix_of(self.fc)
             )
         except (ValueError, TypeError) as error:
             raise NotReadable(f"the decoder does not take its fc: {error}") from error

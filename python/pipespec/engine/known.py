@@ -374,7 +374,7 @@ def _layers_reason(model: PreTrainedModel) -> str | None:
         return f"it has {len(layers)} layers, and its configuration says {what}"
     for i, layer in enumerate(list(layers)[:count]):
         for part in each_module(layer):
-            if vars(part).get("layer_idx", i) != i:
+            if vars(part).get("layer_idx") not in (None, i):
                 return f"its layers are not in the order of their caches (layer {vars(part)['layer_idx']} at {i})"
     return layout_unsupported_reason(model) or _heads_reason(model, layers)
 

@@ -25,7 +25,7 @@ from pipespec.engine.form import (
     probe_inputs,
     probed,
 )
-from pipespec.models import families
+from pipespec.models import description, families
 from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
 from pipespec.models.quantized import (
@@ -103,8 +103,8 @@ class NativeForm(PartsForm):
     def __init__(self, model: PreTrainedModel | ModelParts, reserved: int) -> None:
         parts = model if isinstance(model, ModelParts) else ModelParts.of(model)
         super().__init__(parts, torch.float32)
-        read = families.read(model)
-        need, (total, free) = families.packed_bytes(parts) + reserved, host_memory()
+        read = description.read(model)
+        need, (total, free) = description.packed_bytes(parts) + reserved, host_memory()
         # The other half is for caches that grow, and for the rest of the machine.
         if total and need > free // 2:
             raise NotReadable(
@@ -118,15 +118,16 @@ class NativeForm(PartsForm):
                     windows=read.windows,
                     embedding=read.embedding,
                     norm=read.norm,
+                    norm_bias=read.norm_bias,
                     head=read.head,
                     head_bias=read.head_bias,
                     head_scale=read.head_scale,
                 )
         except (ValueError, TypeError) as error:
             raise NotReadable(f"the decoder does not take it: {error}") from error
-        self.token, self._scaled, self._rotary = object(), read.scaled, read.rotary
+        self.token, self._rotary, self._rotations = object(), read.rotary, read.rotations
         # One call runs all parts.
-        self._steps = parts.embed is not None and parts.head is not None and read.scaled is None
+        self._steps = parts.embed is not None and parts.head is not None
         tensors: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         for _, module in parts.named_modules():
             held = (*module._parameters.values(), *module._buffers.values())
@@ -137,8 +138,9 @@ class NativeForm(PartsForm):
         self._has_versions = not any(map(torch.Tensor.is_inference, tensors[False]))
         # Calls at the same time compare in one round. What one of them finds counts for all that run in this form.
         self._comparing, self._is_stale = Lock(), False
-        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Cosines and sines, float32 ``[positions, rotary_dim]``."""
+        self._query_factors = read.query_factors
+        self._table: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+        """Cosines and sines, float32 ``[rotations, positions, rotary_dim]``, and the factors of queries ``[positions]``."""
 
     @property
     def nbytes(self) -> int:
@@ -166,7 +168,8 @@ class NativeForm(PartsForm):
         if self._steps and (features is None or (isinstance(features, Features) and features.dtype in families.DTYPES)):
             storage, q = cache.open_storage(tokens.shape[1]), tokens.shape[1]
             taps = None if features is None else features.taps(storage[2], q, self.decoder.shape.hidden)
-            outputs = self.decoder.step(tokens, *storage, *self._rope(cache.capacity), keep=keep, taps=taps)
+            rope, states = self._rope(cache.capacity), cache.open_states()
+            outputs = self.decoder.step(tokens, *storage, *rope, keep=keep, taps=taps, states=states)
             cache.close()
         else:
             outputs = super().__call__(tokens, cache, keep)
@@ -175,10 +178,7 @@ class NativeForm(PartsForm):
         return outputs
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        if self._scaled is None:
-            return self.decoder.embed(tokens)
-        hidden: torch.Tensor = self._scaled(tokens).float()
-        return hidden
+        return self.decoder.embed(tokens)
 
     def run_layers(
         self, hidden: torch.Tensor, cache: RowCache, features: Collection[int] = (), side: torch.Tensor | None = None
@@ -189,7 +189,8 @@ class NativeForm(PartsForm):
         found = [index for index in features if 0 < index - first <= self.decoder.num_layers]
         out = torch.empty((rows, q, len(found), size), dtype=torch.float32, device="cpu")
         taps = Taps([index - first for index in found], out.flatten(2), [0] * rows)
-        hidden = self.decoder.run_layers(hidden, *storage, *rope, side=side, taps=taps if found else None)
+        states, tapped = cache.open_states(), taps if found else None
+        hidden = self.decoder.run_layers(hidden, *storage, *rope, side=side, taps=tapped, states=states)
         cache.close()
         return hidden, {index: part.contiguous() for index, part in zip(found, out.unbind(2), strict=True)}
 
@@ -197,14 +198,28 @@ class NativeForm(PartsForm):
         columns = hidden.shape[1]
         return self.decoder.logits(hidden if keep == columns else hidden[:, columns - keep :])
 
-    def _rope(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rope(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The table for at least ``capacity`` positions, from the model's own rotary embedding."""
         table = self._table
-        if table is None or table[0].shape[0] < capacity:
-            like, positions = torch.empty(0, dtype=torch.float32, device="cpu"), torch.arange(capacity, device="cpu")
-            cos, sin = self._rotary(like, position_ids=positions[None])
-            self._table = table = cos[0].contiguous(), sin[0].contiguous()
+        if table is None or table[0].shape[1] < capacity:
+            like, positions = (
+                torch.empty(0, dtype=torch.float32, device="cpu"),
+                torch.arange(capacity, device="cpu")[None],
+            )
+            calls = [{} if kind is None else {"layer_type": kind} for kind in self._rotations]
+            found = [self._rotary(like, position_ids=positions, **more) for more in calls]
+            cos, sin = (torch.stack([self._in_halves(each[i][0]) for each in found]).contiguous() for i in range(2))
+            factors = None if self._query_factors is None else self._query_factors(positions[0]).float().contiguous()
+            self._table = table = cos, sin, factors
         return table
+
+    def _in_halves(self, angles: torch.Tensor) -> torch.Tensor:
+        """Cosines or sines of a model ``[positions, n]`` in the decoder's order. Some models repeat each element, some have one of each pair."""
+        half = self.decoder.shape.rotated // 2
+        if angles.shape[1] == 2 * half and torch.equal(angles[:, :half], angles[:, half:]):
+            return angles
+        angles = angles if angles.shape[1] == half else angles[:, ::2]
+        return torch.cat([angles, angles], 1)
 
 
 def native_form(model: PreTrainedModel | ModelParts, reserved: int = 0) -> NativeForm:

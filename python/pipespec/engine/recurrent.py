@@ -26,10 +26,10 @@ from pipespec.models.layout import STATES, StateLayout
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import has_hooks, has_own_forward
 
-_MODULE = "linear_attn"
-"""Attribute of a decoder layer that holds the recurrent module."""
+_MODULES = ("linear_attn", "conv")
+"""Attributes of a decoder layer that hold the recurrent module."""
 
-_CLASSES = frozenset(("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"))
+_CLASSES = frozenset(("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Lfm2ShortConv"))
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 4e-2}
 """Largest deviation from the outputs of the model's own module on the probe, relative to the largest output."""
@@ -243,6 +243,15 @@ class StateRing:
         """The states of layer ``layer`` of the model, in the forward that has begun."""
         return LayerStates(self, self.layout.layers.index(layer))
 
+    def table(self, q: int) -> list[list[int]]:
+        """Per row, the slot of the states before the forward of ``q`` columns that has begun, and those that its columns are stored in; -1: none."""
+        slots = np.full((self._held.shape[1], q + 1), -1, dtype=np.int64)
+        slots[:, 0] = self.begins[0].numpy()
+        for column, (to, rows) in self.places.items():
+            slots[rows.numpy(), column] = to.numpy()
+        found: list[list[int]] = slots.tolist()
+        return found
+
     def end(self) -> None:
         """End the forward: what it has stored counts."""
         for slot, rows, length in self._new:
@@ -301,7 +310,7 @@ class GatedDeltaNet(nn.Module):
         before, state = states.load()
         taps = before.shape[2]
         inputs = torch.cat([before, mixed.transpose(1, 2)], -1)
-        x = self._convolved(inputs, q).transpose(1, 2)
+        x = self._act(_convolved(own.conv1d, inputs, q)).transpose(1, 2)
         query, key, value = x.split((own.key_dim, own.key_dim, own.value_dim), -1)
         query, key = (y.reshape(rows, q, own.num_k_heads, own.head_k_dim) for y in (query, key))
         value = value.reshape(rows, q, own.num_v_heads, own.head_v_dim)
@@ -347,21 +356,6 @@ class GatedDeltaNet(nn.Module):
             return torch.cat([x.flatten(2) for x in (query, key, value)], -1), z, b, a
         return own.in_proj_qkv(hidden), own.in_proj_z(hidden), own.in_proj_b(hidden), own.in_proj_a(hidden)
 
-    def _convolved(self, inputs: torch.Tensor, q: int) -> torch.Tensor:
-        """The causal convolution of ``inputs [rows, channels, taps + q]``, whose first one it does not read, and its activation: ``[rows, channels, q]``.
-
-        As a sum of products in float32, so that the bits of a column do not depend on the number of columns.
-        """
-        conv = self.own.conv1d
-        weight, wide = conv.weight.float(), inputs[:, :, 1:].float()
-        out = wide[:, :, :q] * weight[:, 0, :1]
-        for tap in range(1, weight.shape[2]):
-            out = out + wide[:, :, tap : tap + q] * weight[:, 0, tap : tap + 1]
-        if conv.bias is not None:
-            out = out + conv.bias.float()[:, None]
-        activated: torch.Tensor = self._act(out.to(inputs.dtype))
-        return activated
-
     def _probe(self) -> None:
         own = self.own
         weight = own.out_proj.weight
@@ -382,6 +376,40 @@ class GatedDeltaNet(nn.Module):
                         f"the recurrent layers of this model ({type(own).__name__}) compute something else than a gated delta net as of "
                         f"transformers 5.0 to 5.23: outputs differ by {float(error):.2g} on a probe; use one of these versions"
                     )
+
+
+class ShortConvolution(nn.Module):
+    """A short convolution of LFM2 with the weights and sub-modules of its own, and a state per column. ``own``: the model's module."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, hidden_states: torch.Tensor, past_key_values: Any, **kwargs: Any) -> torch.Tensor:
+        """As :meth:`GatedDeltaNet.forward`."""
+        own, q = self.own, hidden_states.shape[1]
+        with past_key_values.recurrent(own.layer_idx, q) as states:
+            factor, gate, x = own.in_proj(hidden_states).transpose(1, 2).chunk(3, 1)
+            before, none = states.load()
+            inputs = torch.cat([before, factor * x], -1)
+            for column in states.columns:
+                states.store(column, inputs[:, :, column : column + before.shape[2]], none)
+            result: torch.Tensor = own.out_proj((gate * _convolved(own.conv, inputs, q)).transpose(1, 2))
+        return result
+
+
+def _convolved(conv: Any, inputs: torch.Tensor, q: int) -> torch.Tensor:
+    """The causal convolution of ``inputs [rows, channels, taps + q]``, whose first one it does not read: ``[rows, channels, q]``.
+
+    As a sum of products in float32, so that the bits of a column do not depend on the number of columns.
+    """
+    weight, wide = conv.weight.float(), inputs[:, :, 1:].float()
+    out = wide[:, :, :q] * weight[:, 0, :1]
+    for tap in range(1, weight.shape[2]):
+        out = out + wide[:, :, tap : tap + q] * weight[:, 0, tap : tap + 1]
+    if conv.bias is not None:
+        out = out + conv.bias.float()[:, None]
+    return out.to(inputs.dtype)
 
 
 class _Steps:
@@ -421,18 +449,24 @@ def with_states(layer: Any) -> Any:
 
     All other modules, and all weights, are the layer's own.
     """
-    own = layer._modules.get(_MODULE)
-    if own is None:
+    name = _name_in(layer)
+    if name is None:
         return layer
+    own = layer._modules[name]
     twin = copy.copy(layer)
     twin._modules = dict(layer._modules)
-    twin._modules[_MODULE] = GatedDeltaNet(own)
+    twin._modules[name] = ShortConvolution(own) if name == "conv" else GatedDeltaNet(own)
     return twin
+
+
+def _name_in(layer: Any) -> str | None:
+    """The attribute of a layer that holds its recurrent module; None: it has none."""
+    return next((name for name in _MODULES if layer._modules.get(name) is not None), None)
 
 
 def recurrent_signature(parts: ModelParts) -> tuple[Any, ...] | None:
     """What the layers of :func:`with_states` depend on, so that a change is noticed; None for parts without recurrent layers."""
-    if all(layer._modules.get(_MODULE) is None for layer in parts.layers):
+    if all(_name_in(layer) is None for layer in parts.layers):
         return None
     modules = (module for layer in parts.layers for module in (layer, *layer._modules.values()))
     return (*map(id, (parts.embed, parts.norm, parts.head)), *map(id, modules))
@@ -455,11 +489,12 @@ def recurrent_unsupported_reason(model: PreTrainedModel) -> str | None:
     if any(has_own_forward(module) or has_hooks(module) for module in (model, model.base_model)):
         return "it has recurrent layers, so its layers are called one by one, and its own hooks or forward would not run; remove them"
     for i, layer in enumerate(ModelParts.of(model).layers):
-        own = layer._modules.get(_MODULE)
-        if own is None:
+        name = _name_in(layer)
+        if name is None:
             continue
+        own = layer._modules[name]
         if type(own).__name__ not in _CLASSES or not type(own).__module__.startswith("transformers.models."):
-            return f"model.layers.{i}.{_MODULE} is a {type(own).__name__}, and not a gated delta net of transformers"
+            return f"model.layers.{i}.{name} is a {type(own).__name__}, and no recurrent module of transformers that is known here"
         for module in (layer, own):
             if has_own_forward(module) or has_hooks(module):
                 return f"a recurrent layer (model.layers.{i}) has hooks or a forward of its own, which a state per column would pass by; remove them"

@@ -1,7 +1,7 @@
 """Families of models, and where the weights are that the native decoder takes.
 
-A family is added by a row in :data:`FAMILIES`. It may have a native form where its layers have LLaMA's parts. Whether the decoder computes what the model computes is not
-assumed from the classes: :mod:`pipespec.engine.form` compares the outputs.
+A family is added by a row in :data:`FAMILIES`, which says where the parts of its layers are and how they differ from LLaMA's. Whether the decoder computes what
+the model computes is not assumed from the row: :mod:`pipespec.engine.form` compares the outputs.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,19 +18,38 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
+from pipespec.models import experts, recurrent
 from pipespec.models.devices import not_whole_reason
 from pipespec.models.layout import CacheLayout, UnsupportedLayers, configuration_read
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import has_dropout, has_hooks, has_own_forward
-from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear
-from pipespec_kernels.decoder import DecoderShape, LayerWeights
-from pipespec_kernels.formats import QuantizedMatrix
+from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedExperts, QuantizedLinear
+from pipespec_kernels.experts import Routing
 
 DTYPES = frozenset((torch.float32, torch.bfloat16))
 """Dtypes of models that the native decoder packs."""
 
-_NUMBERS = ("scaling", "variance_epsilon", "eps", "attention_scaling")
+_NUMBERS = (
+    "scaling", "variance_epsilon", "eps", "attention_scaling", "full_attention_attention_scaling", "sliding_attention_attention_scaling",
+    "use_rope", "sliding_window", "is_sliding", "attn_logit_softcapping", "use_parallel_residual", "residual_multiplier", "embedding_multiplier", "logit_scale",
+    *experts.NUMBERS,
+)  # fmt: skip
 """Attributes of modules that the decoder takes over."""
+
+_CLASSES = (
+    "ForCausalLM", "Model", "TextModel", "DecoderLayer", "Attention", "MLP", "RMSNorm", "LayerNorm", "LayerNormPerHead", "LayerNorm1P", "RotaryEmbedding",
+    "TextRotaryEmbedding", "TextScaledWordEmbedding", *experts.CLASSES, *recurrent.CLASSES,
+)  # fmt: skip
+"""Ends of the names of the classes of a family. It may lack some."""
+
+BEFORE = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
+"""Where the norms of a layer are, by their names in :class:`LayerWeights`: in front of attention and feed-forward."""
+
+BEHIND = {"o_norm": "post_attention_layernorm", "down_norm": "post_feedforward_layernorm"}
+"""Likewise, behind them."""
+
+AROUND = BEHIND | {"input_norm": "input_layernorm", "post_norm": "pre_feedforward_layernorm"}
+"""Likewise, in front of them and behind them."""
 
 
 class NotReadable(Exception):
@@ -43,35 +62,76 @@ class Family:
 
     Attributes:
         model_type: transformers' name, also of the module in ``transformers.models`` where the family has a native form.
-        prefix: of the names of the classes, for models with LLaMA's parts, whose weights the native decoder takes; None for others.
-        in_stages: whether the forward is embedding, layers with a rotary embedding, norm, head, and nothing in between, so that it can be cut.
-        merged: whether queries, keys and values are one matrix, and gate and up another, as in Phi-3.
+        prefix: of the names of the classes, for models whose weights the native decoder takes; None for others.
+        in_stages: whether the forward is embedding, layers with a rotary embedding, norm, head, and nothing in between but ``numbers``, so that it can be cut.
+        source: name of the module of the classes where it is not ``model_type``.
+        norms: attributes of a layer by the names of the norms in :class:`LayerWeights`. A norm that is None is not there.
         norm_offset: added to the weights of the norms.
-        embedding: the class of the token embedding where it is not ``nn.Embedding``.
+        matrices: attributes of attention and feed-forward that are not ``NAME_proj``, by the names of the matrices in :class:`LayerWeights`.
+        activation: where the feed-forward calls a function in place of a module.
+        is_parallel: a layer without a norm in front of its feed-forward adds attention and feed-forward of the same hidden states.
+        rotates: whether an attention rotates queries and keys; None: all do.
+        rotates_pairs: neighbours are rotated, not the halves of a head.
+        norms_rotated: the norms of queries and keys come after the rotation.
+        query_factors: what queries are multiplied by, from the configuration and their positions.
+        scales_embedding: the module of the token embedding multiplies by a factor.
+        numbers: constants of :class:`DecoderShape` from the configuration.
+        routing: how experts are chosen, by their router; None: there are none.
+        gates_attention: half of the rows of the queries are gates of what the attention gives. The other layers have a gated delta net.
     """
 
     model_type: str
     prefix: str | None = None
     in_stages: bool = True
-    merged: bool = False
+    source: str | None = None
+    norms: Mapping[str, str] = field(default_factory=BEFORE.copy)
     norm_offset: float = 0.0
-    embedding: str | None = None
+    matrices: Mapping[str, str] = field(default_factory=dict)
+    activation: str | None = None
+    is_parallel: bool = False
+    rotates: Callable[[Any], bool] | None = None
+    rotates_pairs: bool = False
+    norms_rotated: bool = False
+    query_factors: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+    scales_embedding: bool = False
+    numbers: Mapping[str, Callable[[Any], float | None]] = field(default_factory=dict)
+    routing: Callable[[Any], Routing] | None = None
+    gates_attention: bool = False
 
     @property
     def module(self) -> str:
         """The module of the classes."""
-        return f"transformers.models.{self.model_type}.modeling_{self.model_type}"
+        name = self.source or self.model_type
+        return f"transformers.models.{name}.modeling_{name}"
 
     @functools.cached_property
     def classes(self) -> tuple[frozenset[type], frozenset[type]]:
         """The family's own classes, and those of all modules of such a model."""
         assert self.prefix is not None
         source = sys.modules[self.module]
-        parts = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
-        own = frozenset(getattr(source, f"{self.prefix}{part}") for part in parts)
+        own = frozenset(vars(source)[name] for part in _CLASSES if (name := f"{self.prefix}{part}") in vars(source))
         # Dropout that does something is excluded.
-        common = (nn.Linear, nn.Embedding, nn.ModuleList, nn.Dropout, Int8Linear, QuantizedLinear, QuantizedEmbedding)
-        return own, own.union(common, _activations(), [getattr(source, self.embedding or "", nn.Embedding)])
+        common = (nn.Linear, nn.Conv1d, nn.Embedding, nn.LayerNorm, nn.ModuleList, nn.Dropout)
+        return own, own.union(
+            common, (Int8Linear, QuantizedLinear, QuantizedEmbedding, QuantizedExperts), activations()
+        )
+
+    def numbers_of(self, config: Any) -> dict[str, float]:
+        """The constants of :attr:`numbers` for a configuration; None there stands for 0."""
+        return {name: float(number(config) or 0.0) for name, number in self.numbers.items()}
+
+    def matrices_of(self, part: Any, names: Sequence[str]) -> dict[str, Any]:
+        """The linear modules of an attention or a feed-forward, by their names in :class:`LayerWeights`. It may lack some."""
+        found = {name: getattr(part, self.matrices.get(name, f"{name}_proj"), None) for name in names}
+        return {name: linear for name, linear in found.items() if linear is not None}
+
+
+def _llama_4_factors(config: Any, positions: torch.Tensor) -> torch.Tensor:
+    """Of queries at positions int64 ``[n]``: they grow with the logarithm of the position, as in LLaMA 4."""
+    rope = config.rope_parameters
+    passed = torch.floor(positions / rope["original_max_position_embeddings"])
+    factors: torch.Tensor = 1 + rope["llama_4_scaling_beta"] * torch.log(1 + passed)
+    return factors
 
 
 FAMILIES = {
@@ -81,34 +141,69 @@ FAMILIES = {
         Family("mistral", "Mistral"),
         Family("qwen2", "Qwen2"),
         Family("qwen3", "Qwen3"),
-        Family("phi3", "Phi3", merged=True),
-        Family("gemma", "Gemma", norm_offset=1.0, embedding="GemmaTextScaledWordEmbedding"),
-        Family("gemma3_text", norm_offset=1.0),
-        Family("ministral"),
-        Family("mixtral"),
-        Family("phimoe"),
-        Family("qwen2_moe"),
-        Family("qwen3_moe"),
-        Family("olmo2"),
-        Family("olmo3"),
-        Family("smollm3"),
-        Family("starcoder2"),
-        Family("stablelm"),
-        Family("exaone4"),
-        Family("glm4"),
-        Family("gpt_oss"),
+        Family("phi3", "Phi3"),
+        Family("gemma", "Gemma", norm_offset=1.0, scales_embedding=True),
+        Family(
+            "gemma2", "Gemma2", norms=AROUND, norm_offset=1.0, scales_embedding=True,
+            numbers={"softcap": lambda c: c.attn_logit_softcapping, "logit_softcap": lambda c: c.final_logit_softcapping},
+        ),
+        Family(
+            "gemma3_text", "Gemma3", source="gemma3", norms=AROUND, norm_offset=1.0, scales_embedding=True,
+            numbers={"logit_softcap": lambda c: c.final_logit_softcapping},
+        ),
+        Family("ministral", "Ministral"),
+        Family("ministral3", "Ministral3", query_factors=_llama_4_factors),
+        Family("arcee", "Arcee"),
+        Family("seed_oss", "SeedOss"),
+        Family("ernie4_5", "Ernie4_5", rotates_pairs=True),
+        Family("hunyuan_v1_dense", "HunYuanDenseV1", norms_rotated=True),
+        Family("nemotron", "Nemotron", norm_offset=1.0),
+        Family("smollm3", "SmolLM3", rotates=lambda attn: bool(attn.use_rope)),
+        Family("olmo2", "Olmo2", norms=BEHIND),
+        Family("olmo3", "Olmo3", norms=BEHIND),
+        Family("exaone4", "Exaone4", norms=BEHIND, rotates=lambda attn: attn.sliding_window is None or attn.is_sliding),
+        Family(
+            "glm4", "Glm4", rotates_pairs=True,
+            norms=BEFORE | {"o_norm": "post_self_attn_layernorm", "down_norm": "post_mlp_layernorm"},
+        ),
+        Family("starcoder2", "Starcoder2", matrices={"up": "c_fc", "down": "c_proj"}),
+        Family("stablelm", "StableLm", is_parallel=True),
+        Family(
+            "cohere", "Cohere", is_parallel=True, rotates_pairs=True, numbers={"logit_scale": lambda c: c.logit_scale},
+        ),
+        Family(
+            "cohere2", "Cohere2", is_parallel=True, rotates_pairs=True, rotates=lambda attn: attn.sliding_window is not None,
+            numbers={"logit_scale": lambda c: c.logit_scale},
+        ),
+        Family(
+            "granite", "Granite",
+            numbers={"embedding_scale": lambda c: c.embedding_multiplier, "logit_scale": lambda c: 1 / c.logits_scaling},
+        ),
+        Family("mixtral", "Mixtral", routing=experts.softmax),
+        Family("phimoe", "Phimoe", routing=experts.sparse_mixer),
+        Family("qwen2_moe", "Qwen2Moe", routing=experts.softmax),
+        Family("qwen3_moe", "Qwen3Moe", routing=experts.softmax),
+        Family("gpt_oss", "GptOss", routing=experts.softmax),
+        Family(
+            "granitemoe", "GraniteMoe", routing=experts.softmax,
+            numbers={"embedding_scale": lambda c: c.embedding_multiplier, "logit_scale": lambda c: 1 / c.logits_scaling},
+        ),
         Family("deepseek_v3"),
-        Family("dots1"),
-        Family("qwen3_next"),
-        Family("qwen3_5_text"),
-        Family("qwen3_5_moe_text"),
-        Family("cohere2", in_stages=False),
+        Family("dots1", "Dots1", routing=experts.by_sigmoids),
+        Family("qwen3_next", "Qwen3Next", norm_offset=1.0, routing=experts.softmax, gates_attention=True),
+        Family("qwen3_5_text", "Qwen3_5", source="qwen3_5", norm_offset=1.0, gates_attention=True),
+        Family(
+            "qwen3_5_moe_text", "Qwen3_5Moe", source="qwen3_5_moe", norm_offset=1.0, routing=experts.softmax,
+            gates_attention=True,
+        ),
+        Family(
+            "lfm2", "Lfm2", in_stages=False, norms={"input_norm": "operator_norm", "post_norm": "ffn_norm"},
+            matrices={"o": "out_proj", "gate": "w1", "up": "w3", "down": "w2"}, activation="silu",
+        ),
         Family("deepseek_v2", in_stages=False),
-        Family("gemma2", in_stages=False, norm_offset=1.0),
-        Family("granite", in_stages=False),
         Family("minicpm3", in_stages=False),
     )
-}
+}  # fmt: skip
 """The families, by their ``model_type``: the one list of them. A model of another type is checked on a copy on the meta device."""
 
 NATIVE_CLASSES = {f"{family.prefix}ForCausalLM": family for family in FAMILIES.values() if family.prefix is not None}
@@ -118,10 +213,30 @@ IN_STAGES = tuple(family.model_type for family in FAMILIES.values() if family.in
 """Model types that can be cut into layer stages."""
 
 
+def embedded(parts: ModelParts, tokens: torch.Tensor) -> torch.Tensor:
+    """What the first layer reads of ``tokens [rows, q]``: ``[rows, q, H]``. Some models multiply outside of the embedding's module."""
+    hidden: torch.Tensor = parts.embed(tokens)
+    scale = _numbers(parts).get("embedding_scale")
+    return hidden if scale is None else hidden * scale
+
+
+def scaled(parts: ModelParts, logits: torch.Tensor) -> torch.Tensor:
+    """The model's logits of what its head gives."""
+    numbers = _numbers(parts)
+    logits = logits * numbers.get("logit_scale", 1.0)
+    cap = numbers.get("logit_softcap")
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+def _numbers(parts: ModelParts) -> dict[str, float]:
+    family = FAMILIES.get(parts.config.model_type)
+    return {} if family is None else family.numbers_of(parts.config)
+
+
 @functools.cache
-def _activations() -> dict[type, str]:
+def activations() -> dict[type, str]:
     """The native decoder's activations by the classes of transformers."""
-    names = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+    names = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
     return {type(ACT2FN[theirs]): ours for theirs, ours in names.items()}
 
 
@@ -188,12 +303,12 @@ def _identity(model: PreTrainedModel | ModelParts, packed: bool) -> tuple[Any, .
             has_version = packed and not parameter.is_inference()
             seen.append((*_place(parameter), parameter._version if has_version else 0))
         seen += [_place(buffer) for buffer in module._buffers.values() if buffer is not None]
-        if kind in own:
+        if kind in own or kind is nn.LayerNorm:
             seen += map(vars(module).get, _NUMBERS)
     taken = DTYPES if packed else DTYPES | {torch.float16}
     if len(dtypes) != 1 or not dtypes <= taken:
         raise NotReadable(f"its weights are {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}")
-    windows = _windows_of(model if isinstance(model, ModelParts) else ModelParts.of(model))
+    windows = windows_of(model if isinstance(model, ModelParts) else ModelParts.of(model))
     return (*dtypes, *seen, *windows, *configuration_read(model.config, own))
 
 
@@ -229,15 +344,28 @@ def state_of(module: nn.Module) -> Iterator[Any]:
             yield value if isinstance(value, (int, float, str)) else id(value)
 
 
+def attention_of(layer: Any) -> Any:
+    """The module of a layer's attention."""
+    return getattr(layer, "self_attn", None)
+
+
+def feed_forward_of(layer: Any) -> Any:
+    """The module of a layer's feed-forward."""
+    return next(getattr(layer, name) for name in ("mlp", "block_sparse_moe", "feed_forward") if hasattr(layer, name))
+
+
 def products_of(model: PreTrainedModel | ModelParts) -> Iterator[tuple[Any, ...]]:
     """The linear modules of a model, layer by layer and then the head. Those of one input come together."""
-    parts, fused = model if isinstance(model, ModelParts) else ModelParts.of(model), family_of(model).merged
+    parts, family = model if isinstance(model, ModelParts) else ModelParts.of(model), family_of(model)
     for layer in parts.layers:
-        attn, mlp = layer.self_attn, layer.mlp
-        yield (attn.qkv_proj,) if fused else (attn.q_proj, attn.k_proj, attn.v_proj)
-        yield (attn.o_proj,)
-        yield (mlp.gate_up_proj,) if fused else (mlp.gate_proj, mlp.up_proj)
-        yield (mlp.down_proj,)
+        for part, names in (
+            (attention_of(layer), ("qkv", "q", "k", "v", "o")),
+            (feed_forward_of(layer), ("gate_up", "gate", "up", "down")),
+        ):
+            linears = [*family.matrices_of(part, names).values()]
+            # Neither experts nor recurrent parts have any.
+            yield tuple(linears[:-1])
+            yield tuple(linears[-1:])
     yield (parts.head,)
 
 
@@ -257,84 +385,8 @@ def opaque(model: PreTrainedModel | ModelParts) -> list[Any]:
     return [linear for linears in products_of(model) for linear in linears if is_opaque(linear)]
 
 
-@dataclass(frozen=True)
-class ReadModel:
-    """The parts of a model as the native decoder takes them. The tensors are the model's own.
-
-    Attributes:
-        shape: of the decoder. Without layers, the sizes in layers are 1.
-        layers: weights per layer.
-        windows: per layer, the number of last positions that a column sees, its own included; None: all.
-        embedding: ``[vocabulary, hidden]``, or None.
-        norm: weight of the last norm, or None.
-        head: ``[vocabulary, hidden]``, or None.
-        head_bias: ``[vocabulary]``, or None.
-        head_scale: ``[vocabulary]`` of a head in int8, or None.
-        rotary: the model's rotary embedding; None without layers.
-        scaled: the embedding's module where it does more than look up rows; else None.
-    """
-
-    shape: DecoderShape
-    layers: tuple[LayerWeights, ...]
-    windows: tuple[int | None, ...]
-    embedding: Any
-    norm: Any
-    head: Any
-    head_bias: torch.Tensor | None
-    head_scale: torch.Tensor | None
-    rotary: Any
-    scaled: nn.Module | None
-
-
-def read(model: PreTrainedModel | ModelParts, *, matrices: bool = True) -> ReadModel:
-    """Read the parts of a model that :func:`identity` accepts. ``matrices``: False: without layers and head, whose modules may be opaque.
-
-    Raises:
-        NotReadable: RoPE that depends on the length of the text, layers that differ in more than their weights, or attributes that are not
-            where they are expected (another version of transformers).
-    """
-    try:
-        return _read(model if isinstance(model, ModelParts) else ModelParts.of(model), family_of(model), matrices)
-    except AttributeError as error:
-        raise NotReadable(f"its modules have other attributes than expected ({error})") from error
-
-
-def _read(parts: ModelParts, family: Family, matrices: bool) -> ReadModel:
-    config, head, embed = parts.config, parts.head if matrices else None, parts.embed
-    is_scaled = type(embed) is not nn.Embedding and getattr(getattr(embed, "form", None), "scale", 1.0) is not None
-    if embed is not None and family.embedding is not None and not is_scaled:
-        # In transformers 5.0.
-        raise NotReadable("its embedding is scaled outside of the embedding's module")
-    norms = [norm for layer in parts.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-    eps = {
-        float(getattr(norm, "variance_epsilon", None) or norm.eps) for norm in (*norms, parts.norm) if norm is not None
-    }
-    if len(eps) > 1:
-        raise NotReadable("its norms differ in more than their weights")
-    of_head = {} if head is None else _of_linear(head, "head")
-    ends = [matrix_of(end) for end in (head, embed) if end is not None]
-    shape = DecoderShape(
-        hidden=config.hidden_size,
-        vocabulary=ends[0].shape[0] if ends else 1,
-        eps=eps.pop() if eps else 0.0,
-        norm_offset=family.norm_offset,
-        **_layer_sizes(parts),
-    )
-    return ReadModel(
-        shape,
-        tuple(_layer(layer, shape, family.merged) for layer in parts.layers if matrices),
-        _windows_of(parts),
-        None if embed is None else matrix_of(embed),
-        None if parts.norm is None else parts.norm.weight.detach(),
-        of_head.get("head"),
-        of_head.get("head_bias"),
-        of_head.get("head_scale"),
-        parts.rotary,
-        embed if is_scaled else None,  # a lookup outside of the decoder
-    )
-
-
-def _windows_of(parts: ModelParts) -> tuple[int | None, ...]:
+def windows_of(parts: ModelParts) -> tuple[int | None, ...]:
+    """The windows of the layers of parts, see :class:`CacheLayout`."""
     try:
         return CacheLayout.of(parts.config).windows[parts.first : parts.first + len(parts.layers)]
     except UnsupportedLayers as error:
@@ -354,95 +406,3 @@ def of_one_input(model: PreTrainedModel) -> list[tuple[nn.Parameter, ...]]:
             if linears[0].bias is not None:
                 groups.append(tuple(linear.bias for linear in linears))
     return groups
-
-
-def _layer_sizes(parts: ModelParts) -> dict[str, Any]:
-    """What a :class:`DecoderShape` says of the layers."""
-    if not parts.layers:
-        return {"intermediate": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "rotary_dim": 0, "scale": 1.0}
-    config, rotary = parts.config, parts.rotary
-    if rotary.rope_type not in ("default", "linear", "llama3", "yarn"):
-        raise NotReadable(f"its RoPE of type {rotary.rope_type} depends on the length of the text")
-    if not all(layer.self_attn.is_causal for layer in parts.layers):
-        raise NotReadable("its attention is not causal")
-    kinds = {(at.head_dim, at.scaling, _activation(layer.mlp)) for layer in parts.layers for at in [layer.self_attn]}
-    if len(kinds) > 1:
-        raise NotReadable("its layers differ in more than their weights")
-    head_dim, scale, activation = kinds.pop()
-    return {
-        "intermediate": config.intermediate_size,
-        "heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
-        "head_dim": head_dim,
-        "rotary_dim": 2 * rotary.inv_freq.numel(),
-        "scale": scale,
-        "activation": activation,
-    }
-
-
-def _activation(mlp: Any) -> str:
-    module = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
-    name = _activations().get(type(module))
-    if name is None:
-        raise NotReadable(f"its activation is {type(module).__name__}")
-    return name
-
-
-def _layer(layer: Any, shape: DecoderShape, is_merged: bool) -> LayerWeights:
-    attn, mlp = layer.self_attn, layer.mlp
-    weights: dict[str, Any] = {}
-    if is_merged:
-        heads = [n * shape.head_dim for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
-        weights |= _of_rows(attn.qkv_proj, ("q", "k", "v"), heads)
-        weights |= _of_rows(mlp.gate_up_proj, ("gate", "up"), [shape.intermediate] * 2)
-    for part, names in ((attn, ("q", "k", "v", "o")), (mlp, ("gate", "up", "down"))):
-        for name in names:
-            if name not in weights:
-                weights |= _of_linear(getattr(part, f"{name}_proj"), name)
-    weights |= {name: getattr(attn, name).weight.detach() for name in ("q_norm", "k_norm") if hasattr(attn, name)}
-    inputs, norm = layer.input_layernorm.weight.detach(), getattr(layer, "hidden_norm", None)
-    if norm is not None:
-        # A draft head's first layer reads embeddings beside the hidden states, which have the second norm.
-        weights |= {"side_norm": inputs, "adds_to_norm": layer.norm_before_residual}
-        inputs = norm.weight.detach()
-    return LayerWeights(input_norm=inputs, post_norm=layer.post_attention_layernorm.weight.detach(), **weights)
-
-
-def _of_linear(linear: Any, name: str) -> dict[str, Any]:
-    """A linear module's matrix, bias and scale of int8, as the decoder calls them."""
-    bias = None if linear.bias is None else linear.bias.detach()
-    scale = linear.scale if isinstance(linear, Int8Linear) else None
-    return {name: matrix_of(linear), f"{name}_bias": bias, f"{name}_scale": scale}
-
-
-def _of_rows(linear: Any, names: Sequence[str], sizes: Sequence[int]) -> dict[str, Any]:
-    """:func:`_of_linear` of several in one, ``sizes`` rows after another. Such modules have no bias."""
-    whole, ends = _of_linear(linear, ""), list(itertools.accumulate(sizes))
-    found: dict[str, Any] = {}
-    for name, size, end in zip(names, sizes, ends, strict=True):
-        rows = slice(end - size, end)
-        matrix, scale = whole[""], whole["_scale"]
-        found[name] = matrix[rows] if isinstance(matrix, torch.Tensor) else matrix.rows(rows)
-        found[f"{name}_scale"] = None if scale is None else scale[rows]
-    return found
-
-
-def matrix_of(module: Any) -> torch.Tensor | QuantizedMatrix:
-    """The matrix of a linear module or an embedding."""
-    if isinstance(module, (QuantizedLinear, QuantizedEmbedding)):
-        return module.matrix
-    found: torch.Tensor = module.weight.detach()
-    return found
-
-
-def packed_bytes(model: PreTrainedModel | ModelParts) -> int:
-    """Bytes that a packed copy takes, at most. A float32 model whose weights are all bfloat16's takes half of it."""
-    parts = model if isinstance(model, ModelParts) else ModelParts.of(model)
-    # The embedding is not copied, only a head that is tied to it.
-    parts = parts._replace(embed=None)
-    buffers = (
-        m.blocks if isinstance(m, QuantizedLinear) else m.weight
-        for _, m in parts.named_modules()
-        if isinstance(m, (Int8Linear, QuantizedLinear))
-    )
-    return sum(buffer.nbytes for buffer in buffers) + sum(parameter.nbytes for parameter in parts.parameters())

@@ -22,6 +22,14 @@ TENSORS = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "self_attn": "attn_sinks",
 }
 """The modules of a layer in transformers, and their names in files after ``blk.N.``."""
 
@@ -34,6 +42,16 @@ _AROUND = {
 
 _BIASES = {"attn_q.bias": "attention_bias", "ffn_down.bias": "mlp_bias"}
 
+EXPERTS = {name: f"ffn_{name}_exps" for name in ("gate", "up", "down")}
+"""The matrices of all experts of a layer, after ``blk.N.``."""
+
+_COUNTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_LOCAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 
 
@@ -44,7 +62,7 @@ class Architecture:
     Attributes:
         name: in the files.
         model_type: in transformers.
-        with_key: only files with this key, under the name of the architecture, are of this row.
+        with_key: only files with this key, under the name of the architecture, and not 0, are of this row.
         tensors: names of modules that are not as in :data:`TENSORS`.
         pairs: the rows of queries and keys lie pair by pair of a rotation.
         norm_offset: what files add to the weights of norms.
@@ -58,6 +76,7 @@ class Architecture:
         local_base: of layers with a window, which have a rotation of their own: where the metadata name none; 0: that of the others. None: one rotation for all.
         every: period of the layers without a window, used if the metadata have no pattern; None: all layers are alike.
         window: of the layers that have one, where the metadata name none; 0: there is none. None: the model has no windows, and the key is of no effect, as in llama.cpp.
+        constants: of the configuration, which llama.cpp's code has and files have not. ``rope.NAME`` is one of ``rope_parameters``.
         published: layers of the model whose queries are scaled by its hidden size per head, as its publisher's code does, not by the size of a head.
     """
 
@@ -77,17 +96,24 @@ class Architecture:
     local_base: float | None = None
     every: int | None = None
     window: int | None = None
+    constants: Mapping[str, Any] = field(default_factory=dict)
     published: int | None = None
 
     def matches(self, name: str, keys: Mapping[str, Any]) -> bool:
         """Whether files of the architecture ``name`` with the metadata ``keys`` are of this row."""
-        return self.name == name and (self.with_key is None or f"{name}.{self.with_key}" in keys)
+        return self.name == name and (self.with_key is None or bool(keys.get(f"{name}.{self.with_key}")))
 
 
 ARCHITECTURES = (
     Architecture("llama", "llama", pairs=True),
+    Architecture("llama", "mixtral", with_key="expert_count", pairs=True, numbers=_LOCAL, flags={}),
     Architecture("qwen2", "qwen2"),
+    Architecture(
+        "qwen2moe", "qwen2_moe", numbers=_COUNTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}, flags={},
+        constants={"norm_topk_prob": False},
+    ),
     Architecture("qwen3", "qwen3"),
+    Architecture("qwen3moe", "qwen3_moe", numbers=_COUNTS, constants={"norm_topk_prob": True}),
     Architecture("phi3", "phi3", partial=True, window=0),
     Architecture("gemma", "gemma", norm_offset=1.0),
     Architecture("gemma2", "gemma2", tensors=_AROUND, norm_offset=1.0, options=_CAPS, every=2, window=4096, published=46),
@@ -116,6 +142,19 @@ ARCHITECTURES = (
             "residual_scale": "residual_multiplier",
             "logit_scale": "logits_scaling",
         },
+    ),
+    Architecture(
+        "granitemoe", "granitemoe", pairs=True, flags={},
+        numbers=_LOCAL | {
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+    ),
+    Architecture(
+        "gpt-oss", "gpt_oss", numbers=_LOCAL | {"expert_feed_forward_length": "intermediate_size"}, flags={}, every=2, window=0,
+        tensors={"post_attention_layernorm": "post_attention_norm"}, constants={"rope.truncate": False},
     ),
     Architecture(
         "hunyuan-dense", "hunyuan_v1_dense",

@@ -23,9 +23,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from pipespec.errors import user_stacklevel
 from pipespec.models.gguf import DEQUANTIZED, FLOATS, GgufFile, GgufTensor
-from pipespec.models.gguf_architectures import ARCHITECTURES, LAYER_NORM_EPS, NORM_EPS, TENSORS, Architecture
+from pipespec.models.gguf_architectures import ARCHITECTURES, EXPERTS, LAYER_NORM_EPS, NORM_EPS, TENSORS, Architecture
 from pipespec.models.gguf_tokenizer import end_ids, token_id
-from pipespec.models.quantized import filled, has_blocks, in_blocks
+from pipespec.models.quantized import QuantizedExperts, QuantizedLinear, filled, has_blocks, in_blocks
 from pipespec_kernels.formats import QuantizedMatrix, from_codes, from_q3_k, quantize
 
 _ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -127,6 +127,8 @@ def gguf_config(file: GgufFile) -> Any:
         "rope_parameters": _rope(file, row, head_dim),
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[row.model_type]],
     }
+    for to, value in row.constants.items():
+        (config["rope_parameters"] if to.startswith("rope.") else config)[to.removeprefix("rope.")] = value
     config |= {flag: f"blk.0.{tensor}" in file.tensors for tensor, flag in row.flags.items()}
     if row.published is not None:
         # Published sizes tell the scale of the queries, which the metadata lack.
@@ -341,6 +343,8 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
     source = replace(file, metadata={})  # the modules need no vocabulary
 
     def fill(name: str, module: nn.Module) -> nn.Module:
+        if "gate_up_proj" in module._parameters:
+            return _experts(file, f"blk.{name.split('.')[2]}", module, stored, used, source)
         # Files of LLaMA have the two rows of a rotation next to each other.
         part = name.rpartition(".")[2]
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(part, 0)
@@ -349,18 +353,14 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
         for leaf, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            at = f"{_stored_name(name, row)}.{leaf}"
+            at = f"{_stored_name(name, row)}.{leaf.replace('sinks', 'weight')}"
             if name == "lm_head" and at not in file.tensors:
                 at = f"token_embd.{leaf}"
             used.add(at)
-            tensor = _tensor(file, at)
-            if tensor.shape != parameter.shape:
-                raise ValueError(
-                    f"{file.path}: tensor {at} is {list(tensor.shape)}, and {name}.{leaf} of this model {list(parameter.shape)}"
-                )
+            tensor = _fitting(file, at, parameter.shape, f"{name}.{leaf}")
             if tensor.type in FLOATS:
                 offset = row.norm_offset if "norm" in part and leaf == "weight" else 0.0
-                floats = _in_order(_floats(file, tensor), heads).sub_(offset).to(stored)
+                floats = _in_order(_floats(file, tensor), heads).sub_(offset).to(stored).view(parameter.shape)
                 module._parameters[leaf] = nn.Parameter(floats, requires_grad=False)
             elif len(tensor.shape) == 2:
                 blocks = _matrix(file, tensor) if tensor.type not in DEQUANTIZED else _as_blocks(file, tensor)
@@ -385,6 +385,43 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
     ends = end_ids(file)
     model.generation_config.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
     return model
+
+
+def _experts(file: GgufFile, layer: str, own: Any, dtype: torch.dtype, used: set[str], source: GgufFile) -> nn.Module:
+    """The experts of a layer: those in blocks as slices of the file's tensors, others as floats."""
+    is_transposed = "gate_up_proj_bias" in own._parameters  # gpt-oss
+    count = own.num_experts
+    inner, hidden = (
+        (own.intermediate_size, own.hidden_size) if is_transposed else (own.intermediate_dim, own.hidden_dim)
+    )
+    tensors, biases = {}, {}
+    for part, name in EXPERTS.items():
+        shape = (count, hidden, inner) if part == "down" else (count, inner, hidden)
+        tensor = _fitting(file, f"{layer}.{name}.weight", shape, f"the {part} of all experts")
+        tensors[part] = replace(tensor, shape=(shape[0] * shape[1], shape[2]))
+        used.add(tensor.name)
+        if is_transposed:
+            bias = _fitting(file, f"{layer}.{name}.bias", shape[:2], f"the biases of the {part} of all experts")
+            biases[part] = nn.Parameter(_floats(file, bias).to(dtype), requires_grad=False)
+            used.add(bias.name)
+    if not any(tensor.type in FLOATS for tensor in tensors.values()):
+        parts = []
+        for part, tensor in tensors.items():
+            blocks = _matrix(file, tensor) if tensor.type not in DEQUANTIZED else _as_blocks(file, tensor)
+            parts.append(QuantizedLinear(blocks, biases[part].flatten() if is_transposed else None))
+            parts[-1].source = source
+        return QuantizedExperts(own, *parts)
+    if any(tensor.type not in FLOATS for tensor in tensors.values()):
+        raise ValueError(f"{file.path}: the experts of {layer} are in blocks and in floats, which is not supported")
+    gate, up, down = (_floats(file, tensor).view(count, -1, tensor.shape[1]) for tensor in tensors.values())
+    floats = {"gate_up_proj": torch.cat([gate, up], 1), "down_proj": down}
+    if is_transposed:
+        floats = {"gate_up_proj": torch.stack([gate, up], 2).flatten(1, 2).mT, "down_proj": down.mT}
+        floats["gate_up_proj_bias"] = torch.stack([biases["gate"], biases["up"]], 2).flatten(1)
+        floats["down_proj_bias"] = biases["down"]
+    for leaf, values in floats.items():
+        own._parameters[leaf] = nn.Parameter(values.to(dtype).contiguous(), requires_grad=False)
+    return own
 
 
 def _floats(file: GgufFile, tensor: GgufTensor) -> torch.Tensor:
@@ -457,6 +494,14 @@ def _tensor(file: GgufFile, name: str) -> GgufTensor:
     if name not in file.tensors:
         raise ValueError(f"{file.path} has no tensor {name}")
     return file.tensors[name]
+
+
+def _fitting(file: GgufFile, at: str, shape: tuple[int, ...], what: str) -> GgufTensor:
+    """A tensor of a shape; a row may be a vector. Raises ``ValueError`` with both shapes."""
+    tensor = _tensor(file, at)
+    if shape not in (tensor.shape, (1, *tensor.shape)):
+        raise ValueError(f"{file.path}: tensor {at} is {list(tensor.shape)}, and {what} of this model {list(shape)}")
+    return tensor
 
 
 def _stored_name(module: str, row: Architecture) -> str:

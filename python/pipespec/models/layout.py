@@ -21,6 +21,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 RECURRENT = "linear_attention"
 """Type of recurrent layers, as transformers names it. Models of one type differ in what such a layer computes."""
 
+CONVOLUTION = "conv"
+"""Type of the layers of LFM2 that have a short convolution, as transformers names it. Its last inputs are its state."""
+
 GATED_DELTA = frozenset(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"))
 """``model_type`` of models whose recurrent layers are gated delta nets: :mod:`pipespec.engine.recurrent` keeps their states."""
 
@@ -35,7 +38,8 @@ class UnsupportedLayers(ValueError):
 class StateLayout(NamedTuple):
     """Sizes of the states of the recurrent layers of a model, equal in all of them.
 
-    A layer keeps the last inputs of its convolution, ``[channels, taps]``, and a recurrent state in float32, ``[heads, key_dim, value_dim]``.
+    A layer keeps the last inputs of its convolution, ``[channels, taps]``, and a recurrent state in float32, ``[heads, key_dim, value_dim]``, of which a
+    short convolution has none.
 
     Attributes:
         layers: Indices of the recurrent layers.
@@ -135,7 +139,10 @@ def _windows(config: Any) -> tuple[int | None, ...]:
         types = [SLIDING if is_sliding else FULL] * config.num_hidden_layers
         if getattr(config, "attention_chunk_size", None) is not None:
             types = ["chunked_attention"] * config.num_hidden_layers
-    known = {FULL, SLIDING, RECURRENT} if config.model_type in GATED_DELTA else {FULL, SLIDING}
+    known = {FULL, SLIDING}
+    known |= (
+        {RECURRENT} if config.model_type in GATED_DELTA else {CONVOLUTION} if config.model_type == "lfm2" else set()
+    )
     others = sorted(set(types) - known)
     if others:
         raise UnsupportedLayers(
@@ -148,9 +155,11 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 def _states(config: Any) -> StateLayout | None:
     types: Sequence[str] = getattr(config, "layer_types", None) or ()
-    layers = tuple(i for i, kind in enumerate(types) if kind == RECURRENT)
+    layers = tuple(i for i, kind in enumerate(types) if kind in (RECURRENT, CONVOLUTION))
     if not layers:
         return None
+    if types[layers[0]] == CONVOLUTION:
+        return StateLayout(layers, config.hidden_size, config.conv_L_cache, 0, 0, 0)
     heads, key_dim, value_dim = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
     channels = 2 * config.linear_num_key_heads * key_dim + heads * value_dim
     return StateLayout(layers, channels, config.linear_conv_kernel_dim, heads, key_dim, value_dim)

@@ -37,7 +37,9 @@ class ModelParts(NamedTuple):
         """All of a model with LLaMA's parts."""
         base: Any = model.model
         layers = list(base.layers[: model.config.num_hidden_layers])
-        return cls(model.config, layers, 0, base.rotary_emb, base.embed_tokens, base.norm, model.lm_head)
+        # In LFM2 the last norm has the embedding's name.
+        norm = base.norm if hasattr(base, "norm") else base.embedding_norm
+        return cls(model.config, layers, 0, base.rotary_emb, base.embed_tokens, norm, model.lm_head)
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Every module under its name in the whole model."""

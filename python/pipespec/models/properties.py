@@ -69,6 +69,19 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
+def step_bytes(model: nn.Module, columns: int = 1) -> float:
+    """Bytes of the weights that a step over ``columns`` columns reads: all of them, but of routed experts those that columns which choose independently are
+    expected to choose together."""
+    total = float(weight_bytes(model))
+    config = getattr(model, "config", None)
+    chosen = None if config is None else getattr(text_config(config), "num_experts_per_tok", None)
+    for module in model.modules() if chosen else ():
+        # Routers have the number, too.
+        if type(module).__name__.endswith("Experts"):
+            total -= (1 - chosen / module.num_experts) ** columns * weight_bytes(module)
+    return total
+
+
 def quantisation(model: Any) -> str | None:
     """How a model is quantised.
 

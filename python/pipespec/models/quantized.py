@@ -97,7 +97,7 @@ class QuantizedLinear(_Blocks):
         heads: see :class:`Blocks`.
     """
 
-    def __init__(self, matrix: QuantizedMatrix, bias: nn.Parameter | None = None, heads: int = 0) -> None:
+    def __init__(self, matrix: QuantizedMatrix, bias: torch.Tensor | None = None, heads: int = 0) -> None:
         super().__init__(matrix, heads)
         self.out_features, self.in_features = matrix.shape
         self.bias = bias
@@ -116,6 +116,45 @@ class QuantizedLinear(_Blocks):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_packed": None}  # copies of the module make their own
+
+
+class QuantizedExperts(nn.Module):
+    """The experts of a feed-forward, whose weights are in blocks, in the place of a module of transformers with those of all experts.
+
+    Args:
+        own: that module. With a ``limit`` it is gpt-oss's.
+        gate: ``[experts * intermediate, hidden]``, with the biases of all experts, or without.
+        up: as ``gate``.
+        down: ``[experts * hidden, intermediate]``.
+    """
+
+    def __init__(self, own: Any, gate: QuantizedLinear, up: QuantizedLinear, down: QuantizedLinear) -> None:
+        super().__init__()
+        self.num_experts, self.act_fn = own.num_experts, getattr(own, "act_fn", None)
+        self.limit, self.alpha = getattr(own, "limit", 0.0), getattr(own, "alpha", 0.0)
+        self.gate, self.up, self.down = gate, up, down
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The weighted sums ``[columns, hidden]`` of the experts ``chosen [columns, each]`` of ``x [columns, hidden]``."""
+        out = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            column, place = torch.where(chosen == expert)
+            gate, up = (self._part(part, expert)(x[column]) for part in (self.gate, self.up))
+            one = self._part(self.down, expert)(self._activated(gate, up)) * weights[column, place, None]
+            out.index_add_(0, column, one.to(out.dtype))
+        return out
+
+    def _activated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        if not self.limit:
+            return self.act_fn(gate) * up
+        gate = gate.clamp(max=self.limit)
+        return gate * torch.sigmoid(gate * self.alpha) * (up.clamp(-self.limit, self.limit) + 1)
+
+    def _part(self, stacked: QuantizedLinear, expert: int) -> QuantizedLinear:
+        """The matrix of one expert. Its packed copy goes with it: those of all would take the file's size again."""
+        size = stacked.out_features // self.num_experts
+        rows = slice(expert * size, (expert + 1) * size)
+        return QuantizedLinear(stacked.matrix.rows(rows), None if stacked.bias is None else stacked.bias[rows])
 
 
 class Int8Linear(nn.Module):

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
 from pipespec.engine.controller import MAX_DRAFT_TOKENS, Choice, Controller
-from pipespec.models.properties import weight_bytes
+from pipespec.models.properties import step_bytes
 from pipespec.process.signals import draft_errors
 from pipespec.schedules.base import GenerationRequest
 from pipespec.schedules.lockstep import LockstepDriver, advance
@@ -33,7 +33,9 @@ class ControlledDriver(LockstepDriver):
         self._inline, self.target.upstream = self.target.upstream, None
         drafts = [draft for draft in config.drafts if not draft.inline]
         sizes = sum(draft.step_bytes(model) for draft, model in zip(drafts, models, strict=False))
-        self.controller = Controller(sizes / weight_bytes(models[-1]) if drafts else None)
+        read = [step_bytes(models[-1], columns) for columns in range(1, MAX_DRAFT_TOKENS + 2)]
+        relative_cost = sizes / read[0] if drafts else None
+        self.controller = Controller(relative_cost, lambda n: read[min(n, len(read)) - 1] / read[0] - 1)
 
     def begin(self, request: GenerationRequest) -> None:
         super().begin(request)

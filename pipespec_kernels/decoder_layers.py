@@ -1,0 +1,262 @@
+"""The description of a decoder's layers: sizes, constants and weights, with what must hold of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from pipespec_kernels import _native
+from pipespec_kernels.experts import Experts
+from pipespec_kernels.formats import QuantizedMatrix
+from pipespec_kernels.packed import format_code
+from pipespec_kernels.recurrent import Recurrent
+
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3, "quick_gelu": 4}
+_NORMS = {"rms": 0, "layer": 1}
+_SHARED, _OWN, _JOINT = range(3)
+"""What a norm of queries or keys is for, see :class:`LayerWeights`."""
+CODES: Mapping[torch.dtype, int] = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16}
+_NUMBERS = (
+    "eps", "scale", "norm_offset", "softcap", "residual_scale", "embedding_scale", "logit_scale", "logit_softcap"
+)  # fmt: skip
+"""Of a :class:`DecoderShape`, in the order of the native code."""
+_LAYER_NORMS = (
+    "input_norm", "post_norm", "side_norm", "o_norm", "down_norm", "input_norm_bias", "post_norm_bias"
+)  # fmt: skip
+_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """The sizes and constants of a decoder.
+
+    Attributes:
+        hidden: Size of the hidden states, ``H``.
+        intermediate: Size between the matrices of the MLP.
+        heads: Heads of queries.
+        kv_heads: Heads of keys and values; divides ``heads``.
+        head_dim: Size of a head.
+        vocabulary: Token ids, ``V``.
+        eps: Added to the mean square, or to the variance, in norms.
+        scale: Factor of the attention scores.
+        activation: ``silu``, ``gelu_tanh``, ``gelu``, ``relu2``, the square of what is positive, or ``quick_gelu``, ``x`` times the sigmoid of ``1.702 x``.
+        norm_offset: Added to the weights of norms: 1.0 for Gemma.
+        rotary_dim: The first elements of a head that are rotated, an even number; None: all.
+        norm: ``rms``, or ``layer`` for layer norms, which subtract the mean.
+        rotates_pairs: Elements ``2 i`` and ``2 i + 1`` of a head are rotated; else ``i`` and ``i + rotary_dim / 2``.
+        norms_rotated: ``q_norm`` and ``k_norm`` come after the rotation.
+        is_parallel: Attention and feed-forward of a layer read the same hidden states.
+        softcap: Scores are ``softcap * tanh(score / softcap)`` after their factor; 0: they are not capped.
+        residual_scale: Factor of what attention and feed-forward add to the hidden states.
+        embedding_scale: Factor of the embeddings.
+        logit_scale: Factor of the logits.
+        logit_softcap: As ``softcap``, of the logits after their factor.
+    """
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    eps: float
+    scale: float
+    activation: str = "silu"
+    norm_offset: float = 0.0
+    rotary_dim: int | None = None
+    norm: str = "rms"
+    rotates_pairs: bool = False
+    norms_rotated: bool = False
+    is_parallel: bool = False
+    softcap: float = 0.0
+    residual_scale: float = 1.0
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
+
+    @property
+    def rotated(self) -> int:
+        """Elements of a head that are rotated."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for a size or constant that does not fit."""
+        for name in ("hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary"):
+            if not 0 < getattr(self, name) < 2**31:
+                raise ValueError(f"{name} must be 1 .. 2**31 - 1, got {getattr(self, name)}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads must divide heads, got {self.kv_heads} and {self.heads}")
+        if self.rotated % 2 or not 0 <= self.rotated <= self.head_dim:
+            raise ValueError(f"rotary_dim must be even and 0 .. head_dim = {self.head_dim}, got {self.rotated}")
+        if self.activation not in _ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {self.activation!r}")
+        if self.norm not in _NORMS:
+            raise ValueError(f"norm must be one of {', '.join(_NORMS)}, got {self.norm!r}")
+        if min(self.softcap, self.logit_softcap) < 0:
+            raise ValueError(
+                f"softcap and logit_softcap must be positive, or 0 for none, got {self.softcap} and {self.logit_softcap}"
+            )
+
+    def native(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
+        """Sizes, kinds and constants as the native code takes them."""
+        sizes = self.hidden, self.intermediate, self.heads, self.kv_heads, self.head_dim, self.vocabulary, self.rotated
+        kinds = (
+            _ACTIVATIONS[self.activation],
+            _NORMS[self.norm],
+            self.rotates_pairs,
+            self.norms_rotated,
+            self.is_parallel,
+        )
+        return sizes, kinds, tuple(getattr(self, name) for name in _NUMBERS)
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """The weights of one layer: float32 or bfloat16 on the CPU, matrices ``[out, in]`` as in ``torch.nn.Linear``.
+
+    Matrices may be quantised, each in a format of its own. A matrix with a scale, float32 ``[out]``, is int8; its weights are ``scale[:, None] * matrix``.
+    All matrices of a decoder that are not quantised, its head included, are int8 or none is. Without a ``gate``, the activation is that of ``up``.
+    With ``experts`` there is none of ``gate``, ``up`` and ``down``, and with what is ``recurrent`` none of ``q``, ``k``, ``v`` and ``o``. What a head gives is
+    multiplied by the sigmoids of ``q_gate``'s product, which has the shape of ``q``.
+
+    The norms of a layer, ``[H]``, each of which may lack: ``input_norm`` in front of the attention, ``o_norm`` of what the attention adds, ``post_norm`` in front
+    of the feed-forward, ``down_norm`` of what that adds. In a parallel layer without ``post_norm``, the feed-forward reads what the attention reads. Before their
+    rotation, queries and keys have norms of their heads: ``q_norm [head_dim]`` the same for each head, ``[heads, head_dim]`` each its own, or
+    ``[heads * head_dim]`` one over all heads; ``k_norm`` likewise.
+
+    ``rope`` is the number of the layer's rotation among those that a forward gets; None: queries and keys are not rotated. ``sinks [heads]`` are scores that
+    take part in the softmax of each head, and have no value.
+
+    With a ``side_norm [H]`` the layer has side inputs, as that of an EAGLE-3 head: ``q``, ``k`` and ``v`` are ``[out, 2 * H]`` and read the normalised
+    side inputs, and after them the normalised hidden states; with ``adds_to_norm`` the residual begins with the latter instead of the hidden states.
+    """
+
+    input_norm: Tensor | None
+    q: Tensor | QuantizedMatrix | None
+    k: Tensor | QuantizedMatrix | None
+    v: Tensor | QuantizedMatrix | None
+    o: Tensor | QuantizedMatrix | None
+    post_norm: Tensor | None
+    gate: Tensor | QuantizedMatrix | None
+    up: Tensor | QuantizedMatrix | None
+    down: Tensor | QuantizedMatrix | None
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    side_norm: Tensor | None = None
+    o_norm: Tensor | None = None
+    down_norm: Tensor | None = None
+    input_norm_bias: Tensor | None = None
+    post_norm_bias: Tensor | None = None
+    sinks: Tensor | None = None
+    q_gate: Tensor | QuantizedMatrix | None = None
+    q_gate_bias: Tensor | None = None
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    o_scale: Tensor | None = None
+    gate_scale: Tensor | None = None
+    up_scale: Tensor | None = None
+    down_scale: Tensor | None = None
+    adds_to_norm: bool = False
+    rope: int | None = 0
+    experts: Experts | None = None
+    recurrent: Recurrent | None = None
+
+    def head_norms(self, shape: DecoderShape) -> int:
+        """What the norms of queries and keys are for."""
+        norm, heads = (self.k_norm, shape.kv_heads) if self.q_norm is None else (self.q_norm, shape.heads)
+        if norm is None or tuple(norm.shape) == (shape.head_dim,):
+            return _SHARED
+        return _OWN if tuple(norm.shape) == (heads, shape.head_dim) else _JOINT
+
+    def shapes(self, shape: DecoderShape) -> dict[str, tuple[int, ...]]:
+        """The shapes of the weights by their names, in the order of the fields; without experts and recurrent parts."""
+        h, i = shape.hidden, shape.intermediate
+        inputs = h if self.side_norm is None else 2 * h
+        q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        matrices: dict[str, tuple[int, ...]] = {
+            "q": (q, inputs),
+            "q_gate": (q, inputs),
+            "k": (kv, inputs),
+            "v": (kv, inputs),
+            "o": (h, q),
+            "gate": (i, h),
+            "up": (i, h),
+            "down": (h, i),
+        }
+        norms: dict[str, tuple[int, ...]] = dict.fromkeys(_LAYER_NORMS, (h,))
+        d, kind = shape.head_dim, self.head_norms(shape)
+        for name, heads in (("q_norm", shape.heads), ("k_norm", shape.kv_heads)):
+            norms[name] = {_SHARED: (d,), _OWN: (heads, d), _JOINT: (heads * d,)}[kind]
+        norms["sinks"] = (shape.heads,)
+        biases = {f"{name}_bias": size[:1] for name, size in matrices.items()}
+        found = matrices | biases | norms
+        return {f.name: found[f.name] for f in fields(LayerWeights) if f.name in found}
+
+
+class Addresses:
+    """Addresses of weights as the native code takes them, and the copies that must lie there until it has packed them."""
+
+    def __init__(self) -> None:
+        self._held: list[Tensor] = []
+
+    def __call__(
+        self, name: str, weight: Tensor | QuantizedMatrix | None, expected: tuple[int, ...], scale: Tensor | None = None
+    ) -> tuple[int, int, int]:
+        """Address, type, and address of the scales of a weight that must have the shape ``expected``; zeros for None."""
+        if weight is None:
+            return 0, 0, 0
+        if isinstance(weight, QuantizedMatrix):
+            _check_quantized(name, weight, expected, scale)
+            return weight.data.data_ptr(), _native.FIRST_FORMAT + format_code(weight), 0
+        _check_weight(name, weight, expected, scale)
+        if scale is None:
+            return self._hold(weight), CODES[weight.dtype], 0
+        return self._hold(weight), 0, self._hold(scale)
+
+    def _hold(self, tensor: Tensor) -> int:
+        self._held.append(tensor.detach().contiguous())
+        return self._held[-1].data_ptr()
+
+
+def check_scales(
+    layers: Sequence[LayerWeights], head: Tensor | QuantizedMatrix | None, head_scale: Tensor | None
+) -> None:
+    matrices = [(getattr(layer, name), getattr(layer, f"{name}_scale")) for layer in layers for name in _MATRICES]
+    matrices.append((head, head_scale))
+    scaled = {scale is not None for matrix, scale in matrices if isinstance(matrix, Tensor)}
+    if len(scaled) > 1:
+        raise ValueError("all matrices that are not quantised must be int8 with a scale, the head too, or none of them")
+
+
+def _check_quantized(name: str, matrix: QuantizedMatrix, expected: tuple[int, ...], scale: Tensor | None) -> None:
+    if len(expected) != 2 or scale is not None:
+        raise TypeError(f"{name} cannot be quantised" if scale is None else f"{name} is quantised and has a scale")
+    if tuple(matrix.shape) != expected:
+        raise ValueError(f"{name} must be {expected}, got {tuple(matrix.shape)}")
+
+
+def _check_weight(name: str, tensor: Tensor, expected: tuple[int, ...], scale: Tensor | None = None) -> None:
+    if scale is not None:
+        if tensor.dtype is not torch.int8 or scale.dtype is not torch.float32:
+            raise TypeError(
+                f"{name} with a scale must be int8 and the scale float32, got {tensor.dtype} and {scale.dtype}"
+            )
+        if scale.shape != expected[:1] or not scale.is_cpu:
+            raise ValueError(f"the scale of {name} must be {expected[:1]} on the CPU, got {tuple(scale.shape)}")
+    elif tensor.dtype not in CODES:
+        raise TypeError(f"{name} must be float32 or bfloat16, got {tensor.dtype}")
+    if tensor.shape != expected:
+        raise ValueError(f"{name} must be {expected}, got {tuple(tensor.shape)}")
+    if not tensor.is_cpu:
+        raise ValueError(f"{name} must be on the CPU, not on {tensor.device}")

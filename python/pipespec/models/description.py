@@ -1,0 +1,330 @@
+"""A model as the native decoder takes it: constants and weights of its layers, read from transformers' modules by the row of its family."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from pipespec.models import experts, recurrent
+from pipespec.models.families import (
+    BEFORE,
+    Family,
+    NotReadable,
+    activations,
+    attention_of,
+    family_of,
+    feed_forward_of,
+    windows_of,
+)
+from pipespec.models.parts import ModelParts
+from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear
+from pipespec_kernels.decoder import DecoderShape, LayerWeights
+from pipespec_kernels.formats import QuantizedMatrix
+
+
+@dataclass(frozen=True)
+class ReadModel:
+    """The parts of a model as the native decoder takes them. The tensors are the model's own.
+
+    Attributes:
+        shape: of the decoder. Without layers, the sizes in layers are 1.
+        layers: weights per layer.
+        windows: per layer, the number of last positions that a column sees, its own included; None: all.
+        embedding: ``[vocabulary, hidden]``, or None.
+        norm: weight of the last norm, or None.
+        norm_bias: its bias, or None.
+        head: ``[vocabulary, hidden]``, or None.
+        head_bias: ``[vocabulary]``, or None.
+        head_scale: ``[vocabulary]`` of a head in int8, or None.
+        rotary: the model's rotary embedding; None without layers.
+        rotations: what each of the rotations of :attr:`LayerWeights.rope` is called in calls of ``rotary``; None: it is the only one.
+        query_factors: what queries are multiplied by, from their positions int64 ``[n]``; None: nothing.
+        beyond_llama: what the model has that LLaMA has not, as a list in words; None: nothing.
+    """
+
+    shape: DecoderShape
+    layers: tuple[LayerWeights, ...]
+    windows: tuple[int | None, ...]
+    embedding: Any
+    norm: Any
+    norm_bias: torch.Tensor | None
+    head: Any
+    head_bias: torch.Tensor | None
+    head_scale: torch.Tensor | None
+    rotary: Any
+    rotations: tuple[str | None, ...]
+    query_factors: Callable[[torch.Tensor], torch.Tensor] | None
+    beyond_llama: str | None
+
+
+def read(model: PreTrainedModel | ModelParts, *, matrices: bool = True) -> ReadModel:
+    """Read the parts of a model that :func:`identity` accepts. ``matrices``: False: without layers and head, whose modules may be opaque.
+
+    Raises:
+        NotReadable: RoPE that depends on the length of the text, layers that differ in more than their weights, or attributes that are not
+            where they are expected (another version of transformers).
+    """
+    try:
+        return _read(model if isinstance(model, ModelParts) else ModelParts.of(model), family_of(model), matrices)
+    except AttributeError as error:
+        raise NotReadable(f"its modules have other attributes than expected ({error})") from error
+
+
+def _read(parts: ModelParts, family: Family, matrices: bool) -> ReadModel:
+    config, head, embed = parts.config, parts.head if matrices else None, parts.embed
+    if family.scales_embedding and type(embed) is nn.Embedding:
+        # In transformers 5.0.
+        raise NotReadable("its embedding is scaled outside of the embedding's module")
+    of_head = {} if head is None else _of_linear(head, "head")
+    ends = [matrix_of(end) for end in (head, embed) if end is not None]
+    kind, eps = _kind_of_norms(parts, family)
+    numbers = {"embedding_scale": _embedding_scale(embed)} | family.numbers_of(config)
+    rotations = _rotations(parts)
+    shape = DecoderShape(
+        hidden=config.hidden_size,
+        vocabulary=ends[0].shape[0] if ends else 1,
+        eps=eps,
+        norm=kind,
+        norm_offset=family.norm_offset,
+        rotates_pairs=family.rotates_pairs,
+        norms_rotated=family.norms_rotated,
+        **numbers,
+        **_layer_sizes(parts, family, rotations),
+    )
+    return ReadModel(
+        shape,
+        tuple(
+            _layer(layer, rope, shape, family)
+            for layer, rope in zip(parts.layers, _ropes(parts, family, rotations), strict=True)
+            if matrices
+        ),
+        windows_of(parts),
+        None if embed is None else matrix_of(embed),
+        None if parts.norm is None else parts.norm.weight.detach(),
+        _bias_of(parts.norm),
+        of_head.get("head"),
+        of_head.get("head_bias"),
+        of_head.get("head_scale"),
+        parts.rotary,
+        rotations,
+        None if family.query_factors is None else functools.partial(family.query_factors, config),
+        _beyond_llama(parts, shape, family),
+    )
+
+
+_BEYOND = {
+    "norm": "layer norms",
+    "rotates_pairs": "RoPE of neighbouring elements",
+    "norms_rotated": "norms of heads after RoPE",
+    "is_parallel": "attention and feed-forward in parallel",
+    "softcap": "capped scores of attention",
+    "residual_scale": "a factor of what they add",
+    "logit_scale": "a factor of the logits",
+    "logit_softcap": "capped logits",
+}
+"""Constants of :class:`DecoderShape` that a model without its parts has at their defaults."""
+
+
+def _beyond_llama(parts: ModelParts, shape: DecoderShape, family: Family) -> str | None:
+    found = [what for name, what in _BEYOND.items() if getattr(shape, name) != getattr(DecoderShape, name)]
+    found += ["norms behind attention and feed-forward"] if family.norms.keys() != BEFORE.keys() else []
+    found += ["layers without RoPE"] if family.rotates is not None else []
+    found += ["several kinds of RoPE"] if len(_rotations(parts)) > 1 else []
+    found += ["factors of queries"] if family.query_factors is not None else []
+    is_gated = all(family.matrices_of(feed_forward_of(layer), ("gate", "gate_up")) for layer in parts.layers)
+    found += ["experts"] if family.routing is not None else [] if is_gated else ["a feed-forward without a gate"]
+    found += ["gates of the attention"] if family.gates_attention else []
+    return ", ".join(found) or None
+
+
+_HEAD_NORMS = {
+    "q_norm": ("q_norm", "q_layernorm", "query_layernorm"),
+    "k_norm": ("k_norm", "k_layernorm", "key_layernorm"),
+}
+"""Attributes of attentions with norms of queries and keys."""
+
+
+def _norms_of(layer: Any, family: Family) -> dict[str, Any]:
+    """The norms of a layer that are there, by their names in :class:`LayerWeights`."""
+    places = {name: (layer, at) for name, at in family.norms.items()}
+    for name, names in _HEAD_NORMS.items():
+        attn = attention_of(layer)
+        places[name] = attn, next((at for at in names if hasattr(attn, at)), name)
+    found = {name: getattr(of, at, None) for name, (of, at) in places.items()}
+    return {name: norm for name, norm in found.items() if norm is not None}
+
+
+def _kind_of_norms(parts: ModelParts, family: Family) -> tuple[str, float]:
+    """``norm`` and ``eps`` of a :class:`DecoderShape`."""
+    norms = [norm for layer in parts.layers for norm in _norms_of(layer, family).values()]
+    norms = [each for norm in norms for each in getattr(norm, "norms", (norm,))]
+    kinds = {
+        (
+            "layer" if "LayerNorm" in type(norm).__name__ else "rms",
+            float(getattr(norm, "variance_epsilon", None) or norm.eps),
+        )
+        for norm in (*norms, parts.norm)
+        if norm is not None
+    }
+    if len(kinds) > 1:
+        raise NotReadable("its norms differ in more than their weights")
+    return kinds.pop() if kinds else ("rms", 0.0)
+
+
+def _embedding_scale(embed: Any) -> float:
+    """What the module of a token embedding multiplies by, in its dtype."""
+    if isinstance(embed, QuantizedEmbedding):
+        return 1.0 if embed.form.scale is None else embed.form.scale
+    scale = getattr(embed, "embed_scale", None)
+    return 1.0 if scale is None else float(scale.to(embed.weight.dtype))
+
+
+def _rotations(parts: ModelParts) -> tuple[str | None, ...]:
+    types = getattr(parts.rotary, "layer_types", None)
+    return (None,) if types is None else tuple(types)
+
+
+def _ropes(parts: ModelParts, family: Family, rotations: Sequence[str | None]) -> list[int | None]:
+    """The rotation of each layer, see :class:`LayerWeights`."""
+    types = [None] * len(parts.layers)
+    if rotations != (None,):
+        types = parts.config.layer_types[parts.first : parts.first + len(parts.layers)]
+    return [
+        rotations.index(kind) if family.rotates is None or family.rotates(layer.self_attn) else None
+        for layer, kind in zip(parts.layers, types, strict=True)
+    ]
+
+
+def _bias_of(module: Any) -> torch.Tensor | None:
+    bias = getattr(module, "bias", None)
+    return None if bias is None else bias.detach()
+
+
+def _layer_sizes(parts: ModelParts, family: Family, rotations: Sequence[str | None]) -> dict[str, Any]:
+    """What a :class:`DecoderShape` says of the layers."""
+    if not parts.layers:
+        return {"intermediate": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "rotary_dim": 0, "scale": 1.0}
+    config, rotary = parts.config, parts.rotary
+    types = rotary.rope_type.values() if isinstance(rotary.rope_type, dict) else [rotary.rope_type]
+    for kind in types:
+        if kind not in ("default", "linear", "llama3", "yarn", "proportional"):
+            raise NotReadable(f"its RoPE of type {kind} depends on the length of the text")
+    attentions = [attn for attn in map(attention_of, parts.layers) if attn is not None]
+    if not all(attn.is_causal for attn in attentions):
+        raise NotReadable("its attention is not causal")
+    # A part may have recurrent layers alone.
+    heads = {(attn.head_dim, attn.scaling) for attn in attentions} or {(config.head_dim, 1.0)}
+    kinds = {
+        (
+            family.activation or _activation(feed_forward_of(layer)),
+            float(getattr(layer, "residual_multiplier", 1.0)),
+            family.is_parallel and "post_norm" not in _norms_of(layer, family),
+        )
+        for layer in parts.layers
+    }
+    sizes = {getattr(rotary, "inv_freq" if kind is None else f"{kind}_inv_freq").numel() for kind in rotations}
+    if len(kinds) > 1 or len(heads) > 1 or len(sizes) > 1:
+        raise NotReadable("its layers differ in more than their weights")
+    (head_dim, scale), (activation, residual_scale, is_parallel) = heads.pop(), kinds.pop()
+    return {
+        "intermediate": getattr(config, "intermediate_size", None) or 1,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": head_dim,
+        "rotary_dim": 2 * sizes.pop(),
+        "scale": scale,
+        "activation": activation,
+        "residual_scale": residual_scale,
+        "is_parallel": is_parallel,
+    }
+
+
+def _activation(mlp: Any) -> str:
+    mlp = getattr(mlp, "experts", mlp)
+    if getattr(mlp, "alpha", None) == experts.ALPHA:
+        return "quick_gelu"
+    module = next(getattr(mlp, name) for name in ("activation_fn", "act_fn", "act") if hasattr(mlp, name))
+    name = activations().get(type(module))
+    if name is None:
+        raise NotReadable(f"its activation is {type(module).__name__}")
+    return name
+
+
+def _layer(layer: Any, rope: int | None, shape: DecoderShape, family: Family) -> LayerWeights:
+    heads = [n * shape.head_dim for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    attn, absent = attention_of(layer), ("input_norm", "post_norm", "q", "k", "v", "o", "gate", "up", "down")
+    weights: dict[str, Any] = dict.fromkeys(absent) | {"rope": rope}
+    if family.routing is not None:
+        weights["experts"] = experts.experts_of(feed_forward_of(layer), family.routing, matrix_of)
+    for part, whole, names, sizes in (
+        (attn, "qkv", ("q", "k", "v", "o"), heads),
+        (feed_forward_of(layer), "gate_up", ("gate", "up", "down"), [shape.intermediate] * 2),
+    ):
+        for name, linear in family.matrices_of(part, (whole, *names)).items():
+            weights |= _of_rows(linear, names[:-1], sizes) if name == whole else _of_linear(linear, name)
+    for name, norm in _norms_of(layer, family).items():
+        own = getattr(norm, "norms", None)
+        weights[name] = norm.weight.detach() if own is None else torch.stack([each.weight.detach() for each in own])
+        if (bias := _bias_of(norm)) is not None:
+            weights[f"{name}_bias"] = bias
+    if (sinks := getattr(attn, "sinks", None)) is not None:
+        weights["sinks"] = sinks.detach()
+    if attn is None:
+        weights["recurrent"] = recurrent.recurrent_of(layer, matrix_of)
+    elif family.gates_attention:
+        for name in ("q", "q_bias") if weights["q_bias"] is not None else ("q",):
+            weights[name], weights[name.replace("q", "q_gate")] = recurrent.halves_of_heads(
+                weights[name], shape.head_dim
+            )
+    if (norm := getattr(layer, "hidden_norm", None)) is not None:
+        # A draft head's first layer reads embeddings beside the hidden states, which have the second norm.
+        weights |= {"side_norm": weights["input_norm"], "adds_to_norm": layer.norm_before_residual}
+        weights["input_norm"] = norm.weight.detach()
+    return LayerWeights(**weights)
+
+
+def _of_linear(linear: Any, name: str) -> dict[str, Any]:
+    """A linear module's matrix, bias and scale of int8, as the decoder calls them."""
+    bias = None if linear.bias is None else linear.bias.detach()
+    scale = linear.scale if isinstance(linear, Int8Linear) else None
+    return {name: matrix_of(linear), f"{name}_bias": bias, f"{name}_scale": scale}
+
+
+def _of_rows(linear: Any, names: Sequence[str], sizes: Sequence[int]) -> dict[str, Any]:
+    """:func:`_of_linear` of several in one, ``sizes`` rows after another. Such modules have no bias."""
+    whole, ends = _of_linear(linear, ""), list(itertools.accumulate(sizes))
+    found: dict[str, Any] = {}
+    for name, size, end in zip(names, sizes, ends, strict=True):
+        rows = slice(end - size, end)
+        matrix, scale = whole[""], whole["_scale"]
+        found[name] = matrix[rows] if isinstance(matrix, torch.Tensor) else matrix.rows(rows)
+        found[f"{name}_scale"] = None if scale is None else scale[rows]
+    return found
+
+
+def matrix_of(module: Any) -> torch.Tensor | QuantizedMatrix:
+    """The matrix of a linear module or an embedding."""
+    if isinstance(module, (QuantizedLinear, QuantizedEmbedding)):
+        return module.matrix
+    found: torch.Tensor = module.weight.detach()
+    return found
+
+
+def packed_bytes(model: PreTrainedModel | ModelParts) -> int:
+    """Bytes that a packed copy takes, at most. A float32 model whose weights are all bfloat16's takes half of it."""
+    parts = model if isinstance(model, ModelParts) else ModelParts.of(model)
+    # The embedding is not copied, only a head that is tied to it.
+    parts = parts._replace(embed=None)
+    buffers = (
+        m.blocks if isinstance(m, QuantizedLinear) else m.weight
+        for _, m in parts.named_modules()
+        if isinstance(m, (Int8Linear, QuantizedLinear))
+    )
+    return sum(buffer.nbytes for buffer in buffers) + sum(parameter.nbytes for parameter in parts.parameters())

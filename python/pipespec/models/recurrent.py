@@ -1,0 +1,75 @@
+"""Where the weights of recurrent layers are in transformers' modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pipespec_kernels.formats import QuantizedMatrix
+from pipespec_kernels.recurrent import Recurrent
+
+Matrix = torch.Tensor | QuantizedMatrix
+
+CLASSES = ("GatedDeltaNet", "RMSNormGated", "ShortConv")
+"""Ends of the names of the classes."""
+
+
+def recurrent_of(layer: Any, matrix: Callable[[Any], Matrix]) -> Recurrent | None:
+    """What a layer has in place of its attention; None if it has attention. ``matrix``: of a linear module."""
+    if hasattr(layer, "conv"):
+        return _short_convolution(layer.conv, matrix)
+    own = getattr(layer, "linear_attn", None)
+    if own is None:
+        return None
+    key_heads, heads, key_dim, value_dim = own.num_k_heads, own.num_v_heads, own.head_k_dim, own.head_v_dim
+    group = heads // key_heads
+    if hasattr(own, "in_proj_qkvz"):
+        # Head by head: query, key, the values and gates of its group; the betas and decays of that.
+        query, key, value, gates = _by_head(
+            matrix(own.in_proj_qkvz), (key_dim, key_dim, group * value_dim, group * value_dim)
+        )
+        beta, decay = _by_head(matrix(own.in_proj_ba), (group, group))
+        inputs = _rows(matrix(own.in_proj_qkvz), torch.cat([query, key, value]))
+        gates, beta, decay = (
+            _rows(matrix(own.in_proj_qkvz), gates),
+            *(_rows(matrix(own.in_proj_ba), x) for x in (beta, decay)),
+        )
+    else:
+        inputs, gates, beta, decay = (matrix(getattr(own, f"in_proj_{name}")) for name in ("qkv", "z", "b", "a"))
+    bias = own.conv1d.bias
+    return Recurrent(
+        inputs,
+        matrix(own.out_proj),
+        own.conv1d.weight.detach()[:, 0],
+        (key_heads, heads, key_dim, value_dim),
+        gates,
+        beta,
+        decay,
+        own.A_log.detach(),
+        own.dt_bias.detach(),
+        own.norm.weight.detach(),
+        kernel_bias=None if bias is None else bias.detach(),
+    )
+
+
+def _short_convolution(own: Any, matrix: Callable[[Any], Matrix]) -> Recurrent:
+    biases = [None if part.bias is None else part.bias.detach() for part in (own.in_proj, own.out_proj, own.conv)]
+    names = ("inputs_bias", "out_bias", "kernel_bias")
+    kernel = own.conv.weight.detach()[:, 0]
+    return Recurrent(matrix(own.in_proj), matrix(own.out_proj), kernel, **dict(zip(names, biases, strict=True)))
+
+
+def halves_of_heads(whole: Matrix, head_dim: int) -> list[Matrix]:
+    """Of the rows of queries and their gates, ``2 * head_dim`` in each head, the ones and the others."""
+    return [_rows(whole, order) for order in _by_head(whole, (head_dim, head_dim))]
+
+
+def _by_head(whole: Matrix, sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    """The numbers of the rows of each part of a matrix, where ``sizes`` rows of the parts follow one another in each head."""
+    return [part.flatten() for part in torch.arange(whole.shape[0], device="cpu").view(-1, sum(sizes)).split(sizes, 1)]
+
+
+def _rows(whole: Matrix, order: torch.Tensor) -> Matrix:
+    return whole[order] if isinstance(whole, torch.Tensor) else whole.rows(order)
