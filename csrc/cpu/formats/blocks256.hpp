@@ -247,7 +247,12 @@ inline void panel_product(Blocks256<Codes, Subs>, const unsigned char* panel, in
     for (int part = 0; part < kParts; ++part) {
       const SubScales<V, Subs> scales(panel + 64 + part * 4 * V::kLanes);
       const unsigned char* const codes = panel + B::scale_bytes(1) + part * 4 * V::kLanes;
-      for (int64_t c = 0; c < columns; ++c) products[c] = V::broadcast(int32_t{0});
+      for (int64_t c = 0; c < columns; ++c) {
+        products[c] = V::broadcast(int32_t{0});
+        if constexpr (kHasOffset)
+          products[c] = V::subtract(products[c], V::template shift_left<__builtin_ctz(kOffset)>(
+                                                     pair_products(scales, x[c])));
+      }
       sub_block<V, B, 0>(scales, codes, x, columns, products);
       sub_block<V, B, 1>(scales, codes + kStep, x, columns, products);
       sub_block<V, B, 2>(scales, codes + 2 * kStep, x, columns, products);
@@ -260,12 +265,8 @@ inline void panel_product(Blocks256<Codes, Subs>, const unsigned char* panel, in
       [[maybe_unused]] const auto minimum = V::half(panel + 32 + part * 2 * V::kLanes);
       for (int64_t c = 0; c < columns; ++c) {
         const auto input_scale = V::broadcast(x[c].scale);
-        auto dots = products[c];
-        if constexpr (kHasOffset)
-          dots = V::subtract(
-              dots, V::template shift_left<__builtin_ctz(kOffset)>(pair_products(scales, x[c])));
-        auto sum =
-            V::add(sums[c][part], V::multiply(V::multiply(scale, input_scale), V::to_float(dots)));
+        auto sum = V::add(sums[c][part],
+                          V::multiply(V::multiply(scale, input_scale), V::to_float(products[c])));
         if constexpr (B::kMinimum)
           sum = V::subtract(sum, V::multiply(V::multiply(minimum, input_scale),
                                              V::to_float(pair_products(scales, x[c]))));
