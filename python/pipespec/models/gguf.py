@@ -1,7 +1,7 @@
 """GGUF files: what they hold.
 
 A file is checked as a whole, every tensor by name, before memory is taken. It is mapped, not read: blocks lie in the file's pages. The reader of the
-package gguf takes seconds for a vocabulary, and transformers' own dequantises all weights. The first part of a split file stands for all of them.
+package gguf takes seconds for a vocabulary, and transformers' own dequantises all weights. Any part of a split file stands for all of them.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ _STRING, _ARRAY = 8, 9
 FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 """Types of tensors without blocks, by their numbers."""
 
-_FORMATS = {form.ggml_type: form for form in FORMATS.values()}
+_FORMATS = {form.ggml_type: form for form in FORMATS.values() if form.ggml_type is not None}
 
-DEQUANTIZED = {
-    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
-    19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
-    29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
+CONVERTED = {
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82), 29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 40: ("NVFP4", 64, 36),
 }  # fmt: skip
-"""Types that the package gguf dequantises: their names, weights and bytes of a block."""
+"""Types whose matrices become other blocks, which hold the same weights (:mod:`pipespec.models.gguf_blocks`): their names, weights and bytes of a block."""
 
-_OTHERS = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
+_OTHERS = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0", 42: "Q2_0"}
 _OLD_LAYOUTS = {
     4: "Q4_2",
     5: "Q4_3",
@@ -83,7 +82,7 @@ class GgufTensor:
         """As llama.cpp calls it."""
         if self.type in FLOATS:
             return {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[FLOATS[self.type]]
-        return DEQUANTIZED[self.type][0] if self.type in DEQUANTIZED else _FORMATS[self.type].name.upper()
+        return CONVERTED[self.type][0] if self.type in CONVERTED else _FORMATS[self.type].name.upper()
 
 
 @dataclass(frozen=True)
@@ -107,23 +106,27 @@ class GgufFile:
         """Map a file, and read its header.
 
         Args:
-            path: of the file, or of the first part of a split one.
+            path: of the file, or of any part of a split one.
 
         Raises:
             FileNotFoundError: there is none, or a part is missing.
-            ValueError: no GGUF file, a later part of a split one, a big-endian or truncated one, or one with a tensor that does not fit: the message names it.
+            ValueError: no GGUF file, a part of a split one whose name does not say which, a big-endian or truncated one, or one with a tensor that does
+                not fit: the message names it.
         """
         path = Path(path)
+        name = _PART.search(path.name)
+        if name is not None and int(name[1]) > 1 and path.is_file():
+            path = path.with_name(f"{path.name[: name.start()]}-00001-of-{name[2]}{path.name[name.end() :]}")
         first = _Part.open(path)
         metadata, tensors = first.header()
         made = cls(path, metadata, tensors, (first,))
         count, number = made.integer("split.count", 1) or 1, made.integer("split.no", 0) or 0
         if count <= 1:
             return made
-        if number or (name := _PART.search(path.name)) is None or int(name[2]) != count:
+        if number or name is None or int(name[2]) != count:
             raise ValueError(
-                f"{path} is part {number + 1} of {count} of a split GGUF file: name the first part (...-00001-of-{count:05}.gguf), with the others next "
-                "to it, or merge them (llama.cpp: llama-gguf-split --merge)"
+                f"{path} is part {number + 1} of {count} of a split GGUF file, and its name does not say so: call the parts ...-00001-of-{count:05}.gguf and "
+                "so on, next to each other, or merge them (llama.cpp: llama-gguf-split --merge)"
             )
         parts, found = [first], dict(tensors)
         for i in range(1, count):
@@ -203,7 +206,7 @@ class GgufFile:
         return QuantizedMatrix(form, self._bytes(tensor).view(rows, form.row_bytes(columns)), (rows, columns))
 
     def floats(self, tensor: GgufTensor) -> torch.Tensor:
-        """A copy of a tensor without blocks, in float32; of a type in :data:`DEQUANTIZED`, its weights.
+        """A copy of a tensor without blocks, in float32; of a type in :data:`CONVERTED`, its weights by the package gguf.
 
         Raises:
             ValueError: the package gguf is not there, or too old.
@@ -219,7 +222,7 @@ class GgufFile:
                 GGMLQuantizationType(tensor.type),
             )
         except (ImportError, ValueError, NotImplementedError) as error:
-            name = DEQUANTIZED[tensor.type][0]
+            name = CONVERTED[tensor.type][0]
             raise ValueError(
                 f"{self.path}: tensor {tensor.name} is of the type {name}, which the package gguf reads: install a current one (pip install -U gguf)"
             ) from error
@@ -357,8 +360,8 @@ def _checked(path: Path, size: int, name: str, shape: tuple[int, ...], kind: int
         block, block_bytes = 1, FLOATS[kind].itemsize
     elif kind in _FORMATS:
         block, block_bytes = _FORMATS[kind].block, _FORMATS[kind].block_bytes
-    elif kind in DEQUANTIZED:
-        _, block, block_bytes = DEQUANTIZED[kind]
+    elif kind in CONVERTED:
+        _, block, block_bytes = CONVERTED[kind]
     else:
         known = {**_OTHERS, **_OLD_LAYOUTS}.get(kind)
         what = f"of an unknown type ({kind})" if known is None else f"of the type {known}"
@@ -367,7 +370,9 @@ def _checked(path: Path, size: int, name: str, shape: tuple[int, ...], kind: int
             if known and kind in _OLD_LAYOUTS
             else ""
         )
-        names = ", ".join([*(name for name, _, _ in DEQUANTIZED.values()), *(form.upper() for form in FORMATS)])
+        names = ", ".join(
+            [*(form.name.upper() for form in _FORMATS.values()), *(name for name, _, _ in CONVERTED.values())]
+        )
         raise ValueError(
             f"{path}: tensor {name} is {what}, which is not supported{instead or f'; the types are F32, F16, BF16, {names}'}"
         )

@@ -22,7 +22,7 @@ from pipespec_kernels.formats import FORMATS, QuantizedMatrix, format_of, quanti
 
 _SMALLEST = min(form.block for form in FORMATS.values())
 
-_INSTEAD = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+_INSTEAD = {"q2_k": "iq4_nl", "q3_k": "iq4_nl", "iq4_xs": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 """Where blocks of 256 do not fill a row."""
 
 
