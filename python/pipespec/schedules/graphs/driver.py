@@ -180,6 +180,7 @@ class GraphedDriver(Driver):
             self._attention = BorrowedAttention(self._whole)
         if self._devices != [model.device for model in self.models]:
             raise ValueError("a model was moved to another device: close this pipeline and make a new one")
+        self.scheduled.settle()
         self.failed_drafts.clear()
         self._ran_captured = False
         reason = self._make_ready(request)

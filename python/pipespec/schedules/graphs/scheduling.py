@@ -81,6 +81,11 @@ class ScheduledChain:
         self.scheduler = Scheduler(make_launcher(), lookahead=lookahead, ahead=ahead, trace=self._trace)
         self._key = key
 
+    def settle(self) -> None:
+        """Wait for a step that the last call has left behind. Before anything that its graph refers to changes."""
+        if self.scheduler is not None:
+            self.scheduler.settle()
+
     def drop(self) -> None:
         """End the scheduler's threads and let go of what its launcher keeps alive."""
         self.scheduler = None
