@@ -199,3 +199,24 @@ def test_replay(device: torch.device) -> None:
             q.normal_()
             graph.replay()
             check(out, reference.verify_attention(q, k_cache, v_cache, n, fed), torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_tickets_beside_other_work(device: torch.device) -> None:
+    """One launch has the bits of two at random lengths up to 131,072 keys, while copies keep the memory busy."""
+    random, capacity = np.random.default_rng(0), 1 << 17
+    k_cache, v_cache = make_storage(1, 8, capacity, 128, torch.bfloat16, device)
+    source = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+    workspace = torch.zeros(attention_tickets(1, 16, 32, 8, capacity), dtype=torch.int32, device=device)
+    side, differ = torch.cuda.Stream(), torch.zeros((), dtype=torch.bool, device=device)
+    for trial in range(500):
+        if trial % 10 == 0:
+            with torch.cuda.stream(side):
+                source.clone()
+        width = int(random.integers(1, 17))
+        length = int(random.integers(0, capacity - width) if trial % 2 else random.integers(0, 9000))
+        q, n = make_queries(1, 32, width, 128, torch.bfloat16, device), on_device([length], device)
+        two = kernels.verify_attention(q, k_cache, v_cache, n, invariant=True)
+        differ |= (two != kernels.verify_attention(q, k_cache, v_cache, n, invariant=True, workspace=workspace)).any()
+        differ |= workspace.any()
+    assert not differ
