@@ -80,8 +80,8 @@ class Scheduler:
     Args:
         launcher: runs the steps: a :class:`HostLauncher`, or a launcher of captured graphs.
         lookahead: per draft, how many tokens it may be ahead of the next stage; 0: it rests.
-        ahead: largest number of steps of a draft in flight. It also holds for the target if it has one width and no draft is launched: in plain
-        decoding and in rounds. After an end-of-sequence token, up to ``ahead - 1`` of these steps find nothing to do: :meth:`run` leaves them.
+        ahead: largest number of steps of a draft in flight. It also holds for the target if no draft is launched: in plain decoding and in
+        rounds, whose width is that of the last draft's lookahead. After an end-of-sequence token, up to ``ahead - 1`` of these steps find nothing to do: :meth:`run` leaves them.
         trace: entries per stage that :meth:`trace` keeps; 0: none.
 
     Raises:

@@ -41,7 +41,7 @@ Scheduler::Scheduler(std::shared_ptr<Launcher> launcher, const Options& options,
     lanes_.push_back(std::make_unique<Lane>());
     if (options.trace > 0) lanes_[s]->trace = std::make_unique<TraceBuffer>(options.trace);
     if (!rides(s)) lanes_[s]->scratch.resize(widest(s));
-    target_alone_ &= rides(s) || (s == target_ && launcher_->widths(s).size() == 1);
+    target_alone_ &= rides(s) || s == target_;
   }
   steer(lookahead);
 }
@@ -155,11 +155,14 @@ u32 Scheduler::bucket(u32 stage, u32 columns) const {
   return fits == widths.end() ? widths.back() : *fits;
 }
 
-// The present policy with the widest step. No stage waits for draft tokens: they may never come.
+// The present policy with the widest step, or that of the draft tokens that ride in the target's.
+// No stage waits for draft tokens: they may never come.
 StepPolicy Scheduler::policy(u32 stage) const {
   const u32 lookahead = stage < target_ ? lanes_[stage]->lookahead.load() : 0;
   const u32 draft_tokens = stage > 0 ? lanes_[stage - 1]->lookahead.load() : 0;
-  return {lookahead, std::min(draft_tokens, widest(stage) - 1), 0, widest(stage)};
+  const bool rounds = stage == target_ && target_alone_;
+  const u32 width = rounds ? bucket(stage, 1 + std::min(draft_tokens, widest(stage) - 1)) : widest(stage);
+  return {lookahead, std::min(draft_tokens, width - 1), 0, width};
 }
 
 // While the stage has nothing in flight: foresee() reads its private state.
@@ -189,7 +192,7 @@ Scheduler::Decision Scheduler::decide(u32 stage) {
   const Outlook outlook = look(stage, now);
   if (!outlook.works)
     return {is_target && outlook.finished ? Decision::kFinished : Decision::kSleep};
-  now.width = bucket(stage, outlook.columns);
+  if (!is_target || !target_alone_) now.width = bucket(stage, outlook.columns);
   return {Decision::kLaunch, now};
 }
 

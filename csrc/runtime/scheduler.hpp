@@ -29,9 +29,9 @@
 namespace pipespec {
 
 struct Options {
-  // The largest number of steps of a draft in flight. It also holds for the target if the target
-  // has one width and no draft is launched: then its next step is known before the last one has
-  // ended.
+  // The largest number of steps of a draft in flight. It also holds for the target if no draft is
+  // launched: then its next step is known before the last one has ended. Its width is that of
+  // the draft tokens that the last draft may be ahead, see steer().
   std::uint32_t ahead = 1;
   std::uint32_t trace = 0;  // entries per stage that are kept; 0: none are written
 };

@@ -35,9 +35,8 @@ def test_launches_of_wider_steps(width, narrow):
     """From 17 rows on the products are the library's, with the other operations between them."""
     counts = step_ops.count(step_ops.MODELS["1B"], width)
     assert counts.refused == []
-    assert (
-        counts.layer.pop("combine_kernel") == 1
-    )  # of so many pairs of columns and heads, attention takes a second launch
+    # The sums of a wide step's attention are combined in a second launch.
+    assert counts.layer.pop("combine_kernel", 0) == (not narrow)
     assert (counts.layer.total(), counts.outside.total()) == ((5, 7) if narrow else (9, 8))
     assert counts.layer["mm"] == (0 if narrow else 4)
 

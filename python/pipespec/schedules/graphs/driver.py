@@ -44,6 +44,10 @@ _AHEAD = 2
 rounds."""
 
 
+_SEEN = 64
+"""Steps that the controller sees after those of which it has been told."""
+
+
 def host_reason(request: GenerationRequest, device: str) -> str | None:
     """Return why the steps of a call need the host, and what avoids it; None if they do not. ``device``: type of the target's device."""
     if torch.is_autocast_enabled(device):
@@ -131,7 +135,8 @@ class GraphedDriver(Driver):
             self.block.set_alive(i, True)
         for stage in self._stages:
             stage.read_from(self.target)
-        self.scheduled = ScheduledChain(self.block, config.trace)
+        # The controller sees the last steps.
+        self.scheduled = ScheduledChain(self.block, config.trace or _SEEN * config.controlled)
         try:
             if config.exact:
                 check_exact(self.models[-1], captured=True)
