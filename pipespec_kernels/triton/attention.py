@@ -68,26 +68,9 @@ def span_of(total, splits, SPAN: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def take_block(
-    q,
-    top,
-    weight,
-    acc,
-    start,
-    end,
-    sees,
-    key_base,
-    keys_stride_s,
-    value_base,
-    values_stride_s,
-    whole,
-    window,
-    scale_log2,
-    cap_log2,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    q, top, weight, acc, start, end, sees, key_base, keys_stride_s, value_base, values_stride_s, whole, window,
+    scale_log2, cap_log2, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """The keys ``start .. start + BLOCK_N - 1``: the running maximum, the sum of weights, and that of weighted values."""
     d = tl.arange(0, BLOCK_D)
     at = start + tl.arange(0, BLOCK_N)
@@ -129,21 +112,9 @@ def take_block(
 
 @triton.jit
 def write(
-    output,
-    output_stride_b,
-    output_stride_h,
-    output_stride_q,
-    row,
-    head,
-    m,
-    real,
-    weight,
-    acc,
-    good,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    output, output_stride_b, output_stride_h, output_stride_q, row, head, m, real, weight, acc, good,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Write the results of pairs ``m`` of a head of keys: zeros where no key is seen, NaN in a row that leads out of the tensors."""
     d = tl.arange(0, BLOCK_D)
     result = acc / tl.where(weight == 0, 1.0, weight)[:, None]
@@ -161,19 +132,9 @@ def write(
 
 @triton.jit
 def add_spans(
-    top,
-    weight,
-    acc,
-    start,
-    written,
-    place,
-    sums,
-    maxima,
-    weights,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    top, weight, acc, start, written, place, sums, maxima, weights, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     SPANS: tl.constexpr,
-):
+):  # fmt: skip
     """The spans ``start .. start + SPANS - 1`` of those before ``written``, one after the other: the running maximum and sums of pairs."""
     d = tl.arange(0, BLOCK_D)
     # Unrolled, so that the loads do not wait for one another. In a loop that is not over a range, Triton would put a barrier between them.
@@ -201,18 +162,9 @@ def add_spans(
 
 @triton.jit
 def add_all(
-    start,
-    end,
-    written,
-    place,
-    sums,
-    maxima,
-    weights,
-    DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPANS: tl.constexpr,
-):
+    start, end, written, place, sums, maxima, weights, DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
     """The sums of pairs over the spans ``start .. end - 1``, of each pair those before ``written``."""
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
@@ -234,21 +186,9 @@ def add_all(
 
 @triton.jit
 def add_group(
-    total_top,
-    total_weight,
-    total,
-    start,
-    most,
-    written,
-    place,
-    sums,
-    maxima,
-    weights,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    GROUPED: tl.constexpr,
-    SPANS: tl.constexpr,
-):
+    total_top, total_weight, total, start, most, written, place, sums, maxima, weights, DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, GROUPED: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
     """One more group of spans of one pair, as if its sums had been written: :func:`add_spans` adds them so."""
     end = tl.minimum(start + GROUPED, most)
     top, weight, acc = add_all(start, end, written, place, sums, maxima, weights, DIM, 1, BLOCK_D, SPANS)
@@ -566,11 +506,9 @@ def verify_attention(
     maxima = out if direct else torch.empty(shape, dtype=torch.float32, device=q.device)
     weights = out if direct else torch.empty(shape, dtype=torch.float32, device=q.device)
     constants = {"HAS_QUERY_LENS": query_lens is not None, "GROUP": group, "HEADS": heads, "DIM": dim, "SPAN": cut.span}
-    constants |= {"BLOCK_N": cut.block_n, "BLOCK_D": block_d} | dependent(q.device)
+    constants |= {"BLOCK_N": cut.block_n, "BLOCK_D": block_d, "GROUPED": GROUPED} | dependent(q.device)
     counts = lengths if query_lens is None else query_lens  # not read without query_lens
-    scale_log2 = (dim**-0.5 if scale is None else scale) * _LOG2E
-    if softcap is not None:
-        scale_log2 *= 2.0 / softcap
+    scale_log2 = (dim**-0.5 if scale is None else scale) * _LOG2E * (1.0 if softcap is None else 2.0 / softcap)
     modes = {"WINDOWED": window is not None, "CAPPED": softcap is not None}
     with on(q.device):
         for first in range(0, width, step):
@@ -603,7 +541,6 @@ def verify_attention(
                 **modes,
                 DIRECT=direct,
                 COMBINES=combines,
-                GROUPED=GROUPED,
                 SPANS=cut.combined,
                 BLOCK_M=cut.block_m,
                 num_warps=cut.warps,
@@ -625,7 +562,6 @@ def verify_attention(
                     capacity,
                     splits,
                     **constants,
-                    GROUPED=GROUPED,
                     SPANS=COMBINED,
                     num_warps=4,
                     enable_fp_fusion=not invariant,

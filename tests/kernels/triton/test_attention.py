@@ -119,7 +119,7 @@ def test_groups_of_spans_to_the_last_bit(device: torch.device, monkeypatch: pyte
     assert torch.equal(wholes[0], wholes[1])
 
 
-@pytest.mark.parametrize(("dtype", "dim", "width"), some([(torch.float32, 64, 8), (torch.bfloat16, 96, 5)], 1))
+@pytest.mark.parametrize(("dtype", "dim", "width"), some([(torch.float32, 64, 8), (torch.bfloat16, 96, 5)], 1, 2))
 def test_one_launch_has_the_bits_of_two(dtype, dim, width, device, monkeypatch) -> None:
     """Tiles whose rows see different numbers of spans, a row that idles, one that leads out, and one that a single block takes."""
     k_cache, v_cache = make_storage(4, 2, 610, dim, dtype, device)

@@ -82,7 +82,7 @@ class ScheduledChain:
         self._key = key
 
     def settle(self) -> None:
-        """Wait for a step that the last call has left behind. Before anything that its graph refers to changes."""
+        """Wait for a step that the last call has left behind."""
         if self.scheduler is not None:
             self.scheduler.settle()
 
