@@ -161,7 +161,8 @@ StepPolicy Scheduler::policy(u32 stage) const {
   const u32 lookahead = stage < target_ ? lanes_[stage]->lookahead.load() : 0;
   const u32 draft_tokens = stage > 0 ? lanes_[stage - 1]->lookahead.load() : 0;
   const bool rounds = stage == target_ && target_alone_;
-  const u32 width = rounds ? bucket(stage, 1 + std::min(draft_tokens, widest(stage) - 1)) : widest(stage);
+  const u32 width =
+      rounds ? bucket(stage, 1 + std::min(draft_tokens, widest(stage) - 1)) : widest(stage);
   return {lookahead, std::min(draft_tokens, width - 1), 0, width};
 }
 

@@ -68,7 +68,8 @@ class Scheduler {
   void start();
   // Whether a generation was started and neither stop() nor finish() has returned.
   bool started() const { return started_; }
-  // Waits for a step that an ended generation has left: it found nothing to do. start() does so, too.
+  // Waits for a step that an ended generation has left: it found nothing to do. start() does so,
+  // too.
   // While no generation runs.
   void settle() { launcher_->settle(); }
   // Sleeps until the target has ended more than `steps` steps, until nothing runs, or until the
