@@ -68,9 +68,8 @@ class Scheduler {
   void start();
   // Whether a generation was started and neither stop() nor finish() has returned.
   bool started() const { return started_; }
-  // Waits for a step that an ended generation has left: it found nothing to do. start() does so,
-  // too.
-  // While no generation runs.
+  // While no generation runs: waits for a step that the last one has left, which found nothing to
+  // do. start() does so, too.
   void settle() { launcher_->settle(); }
   // Sleeps until the target has ended more than `steps` steps, until nothing runs, or until the
   // timeout. By one thread at a time.
