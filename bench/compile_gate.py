@@ -44,7 +44,7 @@ from pipespec_kernels.triton.activation import BLOCK as ACTIVATION_BLOCK
 from pipespec_kernels.triton.activation import silu_mul_kernel
 from pipespec_kernels.triton.attention import (
     COMBINED,
-    ONE_LAUNCH,
+    GROUPED,
     attention_kernel,
     combine_kernel,
     tiling,
@@ -205,28 +205,27 @@ def cases() -> Iterator[CompileCase]:
 def kv_cases() -> Iterator[CompileCase]:
     """Attention: the tilings of invariant, narrow and wide steps, and one more of each other type; 4 query heads to each of 8 of keys, as in
     Llama-3-8B. ``whole``: one block takes all keys. ``parts``: a second launch combines, as without a work space. ``window, capped``: with a window and a soft cap."""
-    heads = {"GROUP": 4, "HEADS": 8, "HAS_QUERY_LENS": True}
+    heads = {"GROUP": 4, "HEADS": 8, "HAS_QUERY_LENS": True, "GROUPED": GROUPED}
 
     def attention(dtype: str, dim: int, invariant: bool, width: int, how: str = "") -> CompileCase:
         cut = tiling(width * 4, dim, BYTES[dtype], invariant)
         constants = {"DIM": dim, "SPAN": cut.span, "SPANS": cut.combined} | heads
         constants |= {"BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "BLOCK_D": triton.next_power_of_2(dim)}
-        constants |= {"DIRECT": how == "whole", "COMBINES": how in ("", "window, capped") and width * 4 <= ONE_LAUNCH}
+        constants |= {"DIRECT": how == "whole", "COMBINES": invariant and how != "parts"}
         constants |= {"WINDOWED": "window" in how, "CAPPED": "capped" in how}
         name = ", ".join(filter(None, (f"attention, D={dim}, M={cut.block_m}", "invariant" if invariant else "", how)))
         return CompileCase(
             name, attention_kernel, dtype, None, constants, None, cut.warps, cut.stages, fused=not cut.span
         )
 
-    for dim in (128, 256):
-        yield attention("bf16", dim, True, 5)
     for dim in (64, 80, 96, 128, 256):
-        yield attention("bf16", dim, False, 5)
-    yield attention("bf16", 128, False, 1)
-    yield attention("bf16", 128, False, 5, "parts")
+        yield attention("bf16", dim, True, 5)
+    yield attention("bf16", 128, True, 5, "parts")
+    for dim in (128, 256):
+        yield attention("bf16", dim, False, 8)
     yield attention("bf16", 128, False, 32, "parts")
     yield attention("fp16", 96, False, 5, "whole")
-    yield attention("bf16", 128, False, 5, "window, capped")
+    yield attention("bf16", 128, True, 5, "window, capped")
     yield attention("fp32", 256, True, 5)
     blocks = {"DIM": 128, "BLOCK_D": 128}
     combined = heads | blocks | {"SPAN": 0, "BLOCK_N": 64, "SPANS": COMBINED}

@@ -1,9 +1,11 @@
 """Tests and benchmarks of one GPU within a time limit: ``python -m bench.gpu_check --out DIR``
 
-The parts run one after the other, in two calls that may be made apart. ``--call tests``: the first minute (:data:`FIRST`), the tests marked ``gpu``,
-and those under compute-sanitizer. ``--call figures``: the first minute again, whole generations by planted models of LLaMA's sizes
-(``bench.run``), transformers' compiled ``generate()``, the kernels' benchmarks (``bench.kernels``), and ``bench.gpu_more``. Each part is a process with a time limit
-that writes its results as it goes. ``DIR/gpu_check.json`` has them and is written after each part; ``DIR/gpu_check.log`` has the output of all parts.
+The parts run one after the other, in calls that may be made apart and take a quarter of an hour together. ``--call figures``: the first minute (:data:`FIRST`), one step
+node by node (``bench.step_profile``), the kernels' benchmarks with the products (``bench.kernels``), whole generations by planted models of LLaMA's sizes (``bench.run``), also with
+dependent launches, and ``bench.gpu_more``. ``--call tests``: the first minute again, the tests marked ``gpu``, and those under compute-sanitizer. ``--call known``, which
+runs on demand only: tests of any device, transformers' compiled ``generate()``, and the tests with dependent launches. Each part is a process with a time limit
+that writes its results as it goes. ``DIR/gpu_check.json`` has them and is written after each part; ``DIR/gpu_check.log`` has the output of all parts. ``--resume`` leaves out what
+has passed in the same folder at the same commit.
 
 The check runs the source tree that contains it, with or without git. It builds the native modules, for the GPU's architecture alone, where they do not
 import, and stops where the CUDA module cannot be had. pytest runs in several processes and with a limit per test where pytest-xdist and pytest-timeout are
@@ -24,14 +26,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-CALL_SECONDS = 540
-"""For the parts of one call."""
+CALL_SECONDS = {"figures": 560, "tests": 340, "known": 540}
+"""By call, for its parts."""
 LAST_LINES = 12
 """Lines of the output of a failed part that the results keep."""
 
@@ -74,7 +76,7 @@ class Part:
         command: Arguments of Python; ``{file}`` stands for the results file.
         seconds: Time limit.
         required: Whether the check fails without it.
-        call: ``"tests"`` or ``"figures"``; empty: both begin with it.
+        call: one of :data:`CALL_SECONDS`; empty: those of tests and of figures begin with it.
         variables: Environment variables of the process.
     """
 
@@ -114,6 +116,11 @@ def _kernels(seconds: int, *options: str) -> Part:
     return Part("kernels", command, seconds, required=False, call="figures")
 
 
+def _profile(seconds: int, *options: str) -> Part:
+    command = ("-m", "bench.step_profile", "--json", "{file}", *options)
+    return Part("step profile", command, seconds, required=False, call="figures")
+
+
 def parts_of(dry: bool) -> tuple[Part, ...]:
     """The parts, on the GPU or for a dry run."""
     if dry:
@@ -125,6 +132,7 @@ def parts_of(dry: bool) -> tuple[Part, ...]:
             _generations("1B -> 8B", ("tiny-small", "tiny-target"), ROWS, 120, *sizes, "--no-calibrated"),
             _generations("compiled", ("tiny-small",), ("static",), 120, *sizes, "--no-calibrated", "--seconds", "inf"),
             _kernels(120, "--threads", "1", "--only", "kv_append"),
+            _profile(300, "--dry-run"),
         )
     sizes = ("--new-tokens", "256", "--repeats", "2", "--device", "cuda")
     tuning = ("--agreement", "0.8", "--tuning", "3", "--tuning-tokens", "48")
@@ -133,16 +141,22 @@ def parts_of(dry: bool) -> tuple[Part, ...]:
     processes = max(1, min(12, len(os.sched_getaffinity(0)) - 2))
     return (
         _tests("smoke", "gpu", (FIRST,), 45, processes=1, call=""),
-        _tests("tests", marked, (*BY_RISK, *GPU_TESTS), 180, processes=processes),
-        _tests("device", "not gpu", DEVICE_TESTS, 200, processes=processes, variables=ON_DEVICE),
-        _tests("memcheck", "gpu and sanitizer", GPU_TESTS[:1], 80, processes=1, required=False),
-        _generations("1B -> 8B", ("1B", "8B"), ROWS, 240, *sizes, *tuning),
-        # Compilation takes longer than bench.run allows of a time limit.
-        _generations("compiled", ("8B",), ("static",), 150, *sizes, "--no-calibrated", "--seconds", "inf"),
-        _kernels(60, "--device", "cuda"),
-        Part("more", ("-m", "bench.gpu_more", "--json", "{file}"), 200, required=False, call="figures"),
-        _tests("dependent", marked, GPU_TESTS, 150, processes=processes, required=False, variables=DEPENDENT),
+        _profile(60),
+        _kernels(90, "--device", "cuda"),
+        _generations("1B -> 8B", ("1B", "8B"), ROWS, 160, *sizes, *tuning),
         _generations("dependent, 8B", ("1B", "8B"), ROWS[:2], 80, *sizes, *tuning, required=False, variables=DEPENDENT),
+        Part("more", ("-m", "bench.gpu_more", "--json", "{file}"), 150, required=False, call="figures"),
+        _tests("tests", marked, (*BY_RISK, *GPU_TESTS), 180, processes=processes),
+        _tests("memcheck", "gpu and sanitizer", GPU_TESTS[:1], 80, processes=1, required=False),
+        _tests("device", "not gpu", DEVICE_TESTS, 200, processes=processes, variables=ON_DEVICE, call="known"),
+        # Compilation takes longer than bench.run allows of a time limit.
+        replace(
+            _generations("compiled", ("8B",), ("static",), 150, *sizes, "--no-calibrated", "--seconds", "inf"),
+            call="known",
+        ),
+        _tests(
+            "dependent", marked, GPU_TESTS, 150, processes=processes, required=False, variables=DEPENDENT, call="known"
+        ),
     )
 
 
@@ -262,10 +276,12 @@ def prepare(log: Path, dry: bool, seconds: float) -> dict[str, Any]:
     return {"machine": json.loads(facts["last_lines"][-1]), **built}
 
 
-def check(out: Path, parts: Sequence[Part], seconds: float = CALL_SECONDS, dry: bool = False) -> bool:
-    """Run ``parts`` and write ``out/gpu_check.json`` after each; returns whether all required ones passed."""
+def check(out: Path, parts: Sequence[Part], seconds: float, *, dry: bool = False, resume: bool = False) -> bool:
+    """Run ``parts`` and write ``out/gpu_check.json`` after each; returns whether all required ones passed. ``resume``: without those that have passed there."""
     log, end, passed = out / "gpu_check.log", time.monotonic() + seconds, True
-    log.write_bytes(b"")
+    before = _record_of(out) if resume else {}
+    if not before:
+        log.write_bytes(b"")
     record: dict[str, Any] = {"dry_run": dry, "parts": {}}
 
     def write() -> None:
@@ -281,7 +297,12 @@ def check(out: Path, parts: Sequence[Part], seconds: float = CALL_SECONDS, dry: 
         return False
     finally:
         write()
+    if (before.get("dry_run"), _commit_of(before)) == (dry, _commit_of(record)):
+        record["parts"] = before["parts"]
     for i, part in enumerate(parts):
+        if record["parts"].get(part.name, {}).get("passed"):
+            print(f"{part.name:12}has passed before", flush=True)
+            continue
         limit = min(part.seconds, end - time.monotonic())
         if limit < 10:
             found: dict[str, Any] = {"status": None, "seconds": 0.0, "last_lines": ["no time was left"]}
@@ -301,11 +322,25 @@ def check(out: Path, parts: Sequence[Part], seconds: float = CALL_SECONDS, dry: 
     return passed
 
 
+def _record_of(out: Path) -> dict[str, Any]:
+    """What an earlier call has written; empty where there is none."""
+    with suppress(OSError, ValueError):
+        return dict(json.loads((out / "gpu_check.json").read_text(encoding="utf-8")))
+    return {}
+
+
+def _commit_of(record: dict[str, Any]) -> Any:
+    return record.get("machine", {}).get("commit")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the results; made if it is not there")
-    parser.add_argument("--call", choices=["tests", "figures"], help="only the parts of one call")
-    parser.add_argument("--seconds", type=float, help=f"for all parts together ({CALL_SECONDS} for one call)")
+    parser.add_argument(
+        "--call", choices=list(CALL_SECONDS), help="only the parts of one call; default: figures and tests"
+    )
+    parser.add_argument("--seconds", type=float, help=f"for all parts together; default, by call: {CALL_SECONDS}")
+    parser.add_argument("--resume", action="store_true", help="leave out what has passed in --out at this commit")
     parser.add_argument("--parts", nargs="+", metavar="PART", help="only parts of these names")
     parser.add_argument("--dry-run", action="store_true", help="the same parts on a CPU with small sizes")
     options = parser.parse_args()
@@ -321,11 +356,12 @@ def main() -> int:
             return 2
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    chosen = [
-        part for part in parts if part.name in (options.parts or names) and part.call in (options.call or part.call, "")
-    ]
-    seconds = options.seconds or CALL_SECONDS * (1 if options.call else 2)
-    passed = check(out, chosen, seconds, options.dry_run)
+    calls = [options.call] if options.call else ["figures", "tests"]
+    chosen = [part for part in parts if part.call in (*calls, "" if calls != ["known"] else "known")]
+    if options.parts:
+        chosen = [part for part in parts if part.name in options.parts]
+    seconds = options.seconds or sum(CALL_SECONDS[call] for call in calls)
+    passed = check(out, chosen, seconds, dry=options.dry_run, resume=options.resume)
     print(f"{'all passed' if passed else 'NOT all passed'}; written to {out}/gpu_check.json")
     return 0 if passed else 1
 

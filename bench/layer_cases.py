@@ -5,7 +5,7 @@ storage. On a GPU in bfloat16; on the CPU in float32 with small shapes.
 
 Rivals of attention, whose last ``Q`` keys are the columns' own: ``sdpa``, torch's with the mask that rows of their own lengths need, and keys and values
 repeated for each query head, as in transformers; ``gqa``, the same without the repetition; ``unmasked``, one column, which needs rows of equal length;
-``invariant``, ours with sums in an order that depends on the visible keys alone. Bytes: keys, values, queries and results once.
+``other sums``, ours as steps of more than 16 columns take it, or, where the case has so many, as those of fewer do: in an order that depends on the visible keys alone. Bytes: keys, values, queries and results once.
 
 Products are those of the models' layers and heads, ``M`` rows with ``[N, K]`` weights: ours as a step launches them, without what lies around them; ``eager`` is torch's,
 which is cuBLAS on a GPU. Bytes: weights, rows and results once.
@@ -25,6 +25,8 @@ from torch import Tensor
 
 from bench.kernel_timing import BATCHES, WIDTHS, Benchmark, Call, KernelCase, Shape, normal
 from pipespec_kernels import ops, reference
+from pipespec_kernels.kv import attention_tickets
+from pipespec_kernels.products import MAX_ROWS
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 HIDDEN, INTERMEDIATE, EPS = 4096, 14336, 1e-5
@@ -80,15 +82,17 @@ def make_attention(device: str, shape: Shape, dtype: torch.dtype, copies: int) -
     lengths = torch.full((batch,), keys - width, dtype=torch.int32, device=device)
     mask = visible(lengths, width, keys)
     out = torch.empty_like(q[0])
-    workspace = torch.zeros(2 * batch * KV_HEADS, dtype=torch.int32, device=device)  # as a captured step has it
+    tickets = attention_tickets(batch, width, HEADS, KV_HEADS, keys)
+    workspace = torch.zeros(tickets, dtype=torch.int32, device=device)  # as a captured step has it
+    narrow = batch * width <= MAX_ROWS
 
-    def ours(i: int, invariant: bool = False) -> Tensor:
+    def ours(i: int, invariant: bool = narrow) -> Tensor:
         return ops.verify_attention(q[i], k[i], v[i], lengths, invariant=invariant, out=out, workspace=workspace)
 
     others: dict[str, Call] = {
         "sdpa": lambda i: masked(q[i], k[i], v[i], mask),
         "gqa": lambda i: grouped(q[i], k[i], v[i], mask),
-        "invariant": lambda i: ours(i, invariant=True),
+        "other sums": lambda i: ours(i, invariant=not narrow),
     }
     if width == 1:
         others["unmasked"] = lambda i: grouped(q[i], k[i], v[i], None)

@@ -140,6 +140,22 @@ def bars(title: str, rows: Sequence[Bar], note: str = "", reference: float | Non
     return svg(figure, note)
 
 
+def timeline(title: str, nodes: Sequence[tuple[str, float, float]]) -> str:
+    """Draw launches one below the other over their time: of each the name, the time, and the gap behind the one before it, in microseconds."""
+    figure, (ax,) = _figure(title, 8.0, 0.9 + 0.25 * len(nodes))
+    at = 0.0
+    for row, (_, us, gap) in enumerate(nodes):
+        at += gap if row else 0.0
+        ax.barh(row, us, left=at, color=OURS)
+        ax.annotate(f"{us:.1f}", (at + us, row), (3, 0), textcoords="offset points", va="center")
+        at += us
+    ax.set_yticks(range(len(nodes)), [name[:48] for name, *_ in nodes])
+    ax.invert_yaxis()
+    ax.set(xlabel="microseconds", xlim=(0, 1.1 * at))
+    ax.spines[["top", "right"]].set_visible(False)
+    return svg(figure)
+
+
 # ---- a run
 
 

@@ -26,6 +26,7 @@ from pipespec_kernels.specs import check, check_last, check_out, check_storage, 
 # Dtypes that the native code computes with, with its names.
 NATIVE_DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16"}
 MAX_DIM = 256  # of the kernels
+_PAIRS, _FEWEST_KEYS, _GROUPED = 16, 16, 16  # of a tile and of a block, at least; spans that are combined first
 
 
 def kv_append(
@@ -131,9 +132,9 @@ def verify_attention(
             float32 and bfloat16, where the native code always adds so.
         out: ``[B, Hq, Q, D]`` to write to, strides as for ``q``; must overlap no other argument.
         check_counts: check the values of lengths and counts first, which waits for the device. On the CPU always done.
-        workspace: contiguous int32 ``[N]`` of zeros on the device of ``q``, ``N >= 2 * B * Hkv``; zero again after the call. Saves a GPU the second
-            launch that combines the parts of the keys, where ``Q * Hq / Hkv`` is at most 32; the bits are the same. Calls that may run at the same time
-            need different ones. Not used in a traced call and where torch computes.
+        workspace: contiguous int32 ``[N]`` of zeros on the device of ``q``; zero again after the call. Saves a GPU the second launch that combines the parts of
+            the keys with ``invariant``, if ``N`` is at least :func:`attention_tickets`; the bits are the same. Calls that may run at the same time need different
+            ones. Not used in a traced call and where torch computes.
         window: the number of last keys that a column sees, its own included; at least 1. Keys before the window of every column are not read.
             None: all.
         softcap: a number ``c``, 1e-30 .. 1e30: the score ``s`` becomes ``c * tanh(s / c)``. None: it stays.
@@ -162,7 +163,7 @@ def verify_attention(
         check_out(out, q)
     if workspace is not None:
         check_storage(k_cache, v_cache, written=False)
-        _check_workspace(workspace, q, k_cache)
+        _check_workspace(workspace, q)
     result = call(
         "verify_attention", q, k_cache, v_cache, lengths, query_lens, scale, invariant, check_counts, window, softcap
     )
@@ -210,7 +211,7 @@ def _verify_attention(
         check_out(out, q)
     arguments.check_flag("check_counts", check_counts)
     arguments.check_flag("invariant", invariant)
-    _check_workspace(workspace, q, k_cache)
+    _check_workspace(workspace, q)
     batch, heads, width, dim = q.shape
     kernels = kernels_for(q)
     native = None
@@ -305,12 +306,20 @@ def _check_attention(
         raise ValueError(f"softcap must be 1e-30 .. 1e30, is {softcap}; leave it out for scores without a cap")
 
 
-def _check_workspace(workspace: Any, q: Tensor, k_cache: Tensor) -> None:
+def attention_tickets(rows: int, columns: int, heads_q: int, heads: int, capacity: int) -> int:
+    """The size of a ``workspace`` with which :func:`verify_attention` takes one launch where it can, however the keys are divided.
+
+    The arguments are ``B``, ``Q``, ``Hq``, ``Hkv`` and ``S`` of the call; it also serves calls of fewer columns.
+    """
+    tiles = -(-columns * heads_q // heads // _PAIRS)
+    return rows * heads * tiles * (1 + -(-capacity // (_FEWEST_KEYS * _GROUPED)))
+
+
+def _check_workspace(workspace: Any, q: Tensor) -> None:
     if workspace is None:
         return
-    tickets = 2 * q.shape[0] * k_cache.shape[1]
     size = workspace.shape[0] if isinstance(workspace, Tensor) and workspace.dim() == 1 else 0
-    check_tensor(workspace, "workspace", (torch.int32,), (max(size, tickets),), q.device, "q")
+    check_tensor(workspace, "workspace", (torch.int32,), (size,), q.device, "q")
     check_last(workspace, "workspace")
 
 

@@ -499,13 +499,16 @@ def linear_small(
     out = x.new_empty((len(x), columns)) if out is None else out
     if query_lens is not None and not bool((query_lens > 0).any()):
         return out
-    if norm is not None:
-        x = add_rms_norm(x, None, norm, eps, one_plus_weight)[0]
-    rows = [F.linear(x[i : i + 1], weight, bias) for i in range(len(x))]
-    y = torch.cat(rows) if rows else x.new_empty((0, len(weight)))
-    if activation is not None:
-        y = silu_mul(y, activation)
-    return out.copy_(y if residual is None else residual + y)
+    for i in range(len(x)):
+        row = x[i : i + 1]
+        if norm is not None:
+            row = add_rms_norm(row, None, norm, eps, one_plus_weight)[0]
+        y = F.linear(row, weight, bias)
+        if activation is not None:
+            # A vector of numbers may round otherwise than its remainder, so a row begins one.
+            y = silu_mul(y, activation)
+        out[i : i + 1] = y if residual is None else residual[i : i + 1] + y
+    return out
 
 
 def qkv_append(

@@ -80,8 +80,8 @@ class Scheduler:
     Args:
         launcher: runs the steps: a :class:`HostLauncher`, or a launcher of captured graphs.
         lookahead: per draft, how many tokens it may be ahead of the next stage; 0: it rests.
-        ahead: largest number of steps of a draft in flight. It also holds for the target if it has one width and no draft is launched: in plain
-        decoding and in rounds. After an end-of-sequence token, up to ``ahead - 1`` of these steps find nothing to do.
+        ahead: largest number of steps of a draft in flight. It also holds for the target if no draft is launched: in plain decoding and in
+        rounds, whose width is that of the last draft's lookahead. After an end-of-sequence token, up to ``ahead - 1`` of these steps find nothing to do: :meth:`run` leaves them.
         trace: entries per stage that :meth:`trace` keeps; 0: none.
 
     Raises:
@@ -94,7 +94,7 @@ class Scheduler:
         self._native = _native.Scheduler(launcher.native, options, list(lookahead))
 
     def run(self, on_commit: Callable[[], None] | None = None) -> None:
-        """Run the generation that the block was reset for, until the target's rows are complete.
+        """Run the generation that the block was reset for, until the target's rows are complete. See :meth:`settle` for a step that may still run then.
 
         An exception of ``on_commit``, and Ctrl-C, stops the stages first: no step runs and no thread is left when this returns or
         raises. Failures of drafts are in :attr:`failures`.
@@ -121,6 +121,10 @@ class Scheduler:
             native.stop()
             raise
         native.finish()
+
+    def settle(self) -> None:
+        """Wait until no step runs: the last generation may have left one of the target's that found nothing to do. While none runs."""
+        self._native.settle()
 
     def request_stop(self) -> None:
         """Launch no further step; ``run`` returns soon. Any thread may call it."""

@@ -95,6 +95,7 @@ void bind_schedule(py::module_& m) {
       .def("request_stop", &Scheduler::request_stop)
       .def("stop", &Scheduler::stop, unlocked)
       .def("finish", &Scheduler::finish, unlocked)
+      .def("settle", &Scheduler::settle, unlocked)
       .def("steer", &Scheduler::steer, py::arg("lookahead"))
       .def("end_row", &Scheduler::end_row, py::arg("row"))
       .def("failures",

@@ -146,6 +146,11 @@ struct CudaLauncher::Lane {
       if (reported == recorded) break;
       idle.sleep(heard, kNap);
     }
+    silence();
+  }
+
+  // No notice is under way when it returns.
+  void silence() {
     const std::lock_guard lock(mutex);
     notice = nullptr;
   }
@@ -218,7 +223,6 @@ const std::vector<std::uint32_t>& CudaLauncher::widths(std::uint32_t stage) cons
 void CudaLauncher::begin(Notice notice) {
   bool copied = block_ == reinterpret_cast<std::uintptr_t>(&shadow_.header());
   for (Lane* lane : launched()) {
-    lane->base = load_acquire(&lane->log().ended);
     lane->launched = 0;
     lane->broken.clear();
     {
@@ -227,6 +231,8 @@ void CudaLauncher::begin(Notice notice) {
     }
     try {
       on_device(lane->graphs.device, [&] {
+        check(await(lane->stream), "the steps that were left");
+        lane->base = load_acquire(&lane->log().ended);
         if (!copied)
           check(cudaMemcpyAsync(reinterpret_cast<void*>(block_), &shadow_.header(),
                                 shadow_.header().bytes, cudaMemcpyHostToDevice, lane->stream),
@@ -266,6 +272,15 @@ void CudaLauncher::end() {
     await(lane->stream);  // ended() has reported its error
     lane->settle();
   }
+}
+
+void CudaLauncher::leave() {
+  for (Lane* lane : launched()) lane->silence();
+}
+
+void CudaLauncher::settle() {
+  for (const Lane* lane : launched())
+    if (lane->owned()) await(lane->stream);  // begin() reports an error
 }
 
 void CudaLauncher::launch(std::uint32_t stage, const StepPolicy& policy) {

@@ -57,6 +57,8 @@ class CudaLauncher final : public Launcher {
   std::int64_t patrol_ns() const override { return 20'000'000; }
   void begin(Notice notice) override;
   void end() override;
+  void leave() override;
+  void settle() override;
   // Leaves the thread, which is one of the scheduler's, on the stage's device.
   void launch(std::uint32_t stage, const StepPolicy& policy) override;
   std::uint64_t ended(std::uint32_t stage) override;
@@ -65,7 +67,8 @@ class CudaLauncher final : public Launcher {
   void set_limit(std::uint32_t row, std::uint32_t limit) override;
 
   // Since construction: steps launched, and the number of times that the host has waited for a
-  // device. Only begin() and end() wait, the same number of times whatever the number of steps.
+  // device. Only begin(), end() and settle() wait, the same number of times whatever the number of
+  // steps.
   std::uint64_t launches() const { return launches_; }
   std::uint64_t host_syncs() const { return host_syncs_; }
 

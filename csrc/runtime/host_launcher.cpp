@@ -72,6 +72,7 @@ void HostLauncher::close() {
 }
 
 void HostLauncher::begin(Notice notice) {
+  settle();
   if (shadow_memory_) std::memcpy(shadow_memory_.get(), &block_.header(), block_.header().bytes);
   for (const auto& lane : lanes_) {
     const std::lock_guard lock(lane->mutex);
@@ -85,6 +86,14 @@ void HostLauncher::end() {
   for (const auto& lane : lanes_) {
     const std::lock_guard lock(lane->mutex);  // held during the call of `notice`
     lane->notice = nullptr;
+  }
+}
+
+void HostLauncher::settle() {
+  if (process_ != getpid()) return;  // the threads are the parent's
+  for (const auto& lane : lanes_) {
+    std::unique_lock lock(lane->mutex);
+    lane->idle.wait(lock, [&] { return lane->queue.empty(); });
   }
 }
 
@@ -127,7 +136,6 @@ void HostLauncher::serve(std::uint32_t stage) {
     lane.queued.wait(lock, [&] { return lane.closed || !lane.queue.empty(); });
     if (lane.closed) return;
     const StepPolicy policy = lane.queue.front();
-    lane.queue.pop_front();
     lock.unlock();
     Outcome outcome{};
     std::string cause;
@@ -146,9 +154,11 @@ void HostLauncher::serve(std::uint32_t stage) {
       lane.cause = std::move(cause);
       lane.queue.clear();
     } else {
+      lane.queue.pop_front();
       lane.outcomes[lane.ended++ % kDepth] = outcome;
     }
     if (lane.notice) lane.notice(stage);
+    if (lane.queue.empty()) lane.idle.notify_all();
   }
 }
 

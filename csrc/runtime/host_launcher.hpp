@@ -53,6 +53,8 @@ class HostLauncher final : public Launcher {
   std::int64_t patrol_ns() const override { return 1'000'000'000; }
   void begin(Notice notice) override;
   void end() override;
+  void leave() override { end(); }
+  void settle() override;
   void launch(std::uint32_t stage, const StepPolicy& policy) override;
   std::uint64_t ended(std::uint32_t stage) override;
   Outcome outcome(std::uint32_t stage, std::uint64_t n) const override;
@@ -65,8 +67,8 @@ class HostLauncher final : public Launcher {
   struct Lane {
     Model model;
     std::mutex mutex;  // of what follows, but for the thread
-    std::condition_variable queued;
-    std::deque<StepPolicy> queue;
+    std::condition_variable queued, idle;
+    std::deque<StepPolicy> queue;  // the first one is under way
     Notice notice;
     std::uint64_t ended = 0;
     Outcome outcomes[kDepth] = {};

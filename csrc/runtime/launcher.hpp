@@ -49,6 +49,10 @@ class Launcher {
   virtual void begin(Notice notice) = 0;
   // After the last step has ended. `notice` is not called any more.
   virtual void end() = 0;
+  // As end(), without a wait for the steps in flight, which find nothing to do.
+  virtual void leave() = 0;
+  // Waits for the steps that leave() has left; begin() does so, too. Does not throw.
+  virtual void settle() = 0;
 
   // Queues a step; policy.width is one of widths(). Throws if the launch fails.
   virtual void launch(std::uint32_t stage, const StepPolicy& policy) = 0;

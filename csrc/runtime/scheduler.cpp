@@ -41,7 +41,7 @@ Scheduler::Scheduler(std::shared_ptr<Launcher> launcher, const Options& options,
     lanes_.push_back(std::make_unique<Lane>());
     if (options.trace > 0) lanes_[s]->trace = std::make_unique<TraceBuffer>(options.trace);
     if (!rides(s)) lanes_[s]->scratch.resize(widest(s));
-    target_alone_ &= rides(s) || (s == target_ && launcher_->widths(s).size() == 1);
+    target_alone_ &= rides(s) || s == target_;
   }
   steer(lookahead);
 }
@@ -57,6 +57,7 @@ void Scheduler::start() {
     if (lane->trace != nullptr) lane->trace->clear();
   }
   target_steps_ = 0;
+  leaves_ = ends_rows_ = false;
   launcher_->begin([this](u32 stage) { noticed(stage); });
   for (u32 s = 0; s <= target_; ++s) launcher_->set_alive(s, true);
   over_ = false;
@@ -115,7 +116,7 @@ void Scheduler::join() {
   }
   for (const auto& lane : lanes_)
     if (lane->thread.joinable()) lane->thread.join();
-  launcher_->end();
+  leaves_ ? launcher_->leave() : launcher_->end();
 }
 
 void Scheduler::steer(const std::vector<u32>& lookahead) {
@@ -130,6 +131,7 @@ void Scheduler::steer(const std::vector<u32>& lookahead) {
 void Scheduler::end_row(u32 row) {
   const Block block = launcher_->shadow();
   if (row >= block.header().active_rows) throw std::invalid_argument("there is no such row");
+  ends_rows_ = true;
   launcher_->set_limit(row, Sequence(block, target_, row).word().length);
   ring_all();
 }
@@ -153,11 +155,15 @@ u32 Scheduler::bucket(u32 stage, u32 columns) const {
   return fits == widths.end() ? widths.back() : *fits;
 }
 
-// The present policy with the widest step. No stage waits for draft tokens: they may never come.
+// The present policy with the widest step, or that of the draft tokens that ride in the target's.
+// No stage waits for draft tokens: they may never come.
 StepPolicy Scheduler::policy(u32 stage) const {
   const u32 lookahead = stage < target_ ? lanes_[stage]->lookahead.load() : 0;
   const u32 draft_tokens = stage > 0 ? lanes_[stage - 1]->lookahead.load() : 0;
-  return {lookahead, std::min(draft_tokens, widest(stage) - 1), 0, widest(stage)};
+  const bool rounds = stage == target_ && target_alone_;
+  const u32 width =
+      rounds ? bucket(stage, 1 + std::min(draft_tokens, widest(stage) - 1)) : widest(stage);
+  return {lookahead, std::min(draft_tokens, width - 1), 0, width};
 }
 
 // While the stage has nothing in flight: foresee() reads its private state.
@@ -187,22 +193,25 @@ Scheduler::Decision Scheduler::decide(u32 stage) {
   const Outlook outlook = look(stage, now);
   if (!outlook.works)
     return {is_target && outlook.finished ? Decision::kFinished : Decision::kSleep};
-  now.width = bucket(stage, outlook.columns);
+  if (!is_target || !target_alone_) now.width = bucket(stage, outlook.columns);
   return {Decision::kLaunch, now};
 }
 
-// One more step after those in flight, unless these complete every row with one token each. If an
-// end-of-sequence token completes the rows earlier, the step finds nothing to do.
+// One more step after those in flight, unless these complete every row with one token each. If the
+// rows are complete already, those find nothing to do, unless the caller has ended a row: they may
+// not know that yet.
 Scheduler::Decision Scheduler::decide_target_ahead(const StepPolicy& now) const {
   const Block block = launcher_->shadow();
+  bool finished = true;
   for (u32 row = 0; row < block.header().active_rows; ++row) {
     const Sequence own(block, target_, row);
     const u32 length = own.word().length;
     if (has_ended(block, own, row, length)) continue;
+    finished = false;
     if (load_acquire(&block.span(row).limit) - length > lanes_[target_]->in_flight.size())
       return {Decision::kLaunch, now};
   }
-  return {Decision::kSleep};
+  return {finished && !ends_rows_ ? Decision::kFinished : Decision::kSleep};
 }
 
 // One more step after those in flight, from published words only, if there is room for it even when
@@ -246,6 +255,8 @@ void Scheduler::run_stage(u32 stage) {
         continue;
       }
       if (decision.what == Decision::kFinished) {
+        leaves_ = !lane.in_flight.empty();
+        lane.in_flight.clear();
         request_stop();
         continue;
       }

@@ -29,9 +29,9 @@
 namespace pipespec {
 
 struct Options {
-  // The largest number of steps of a draft in flight. It also holds for the target if the target
-  // has one width and no draft is launched: then its next step is known before the last one has
-  // ended.
+  // The largest number of steps of a draft in flight. It also holds for the target if no draft is
+  // launched: then its next step is known before the last one has ended. Its width is that of
+  // the draft tokens that the last draft may be ahead, see steer().
   std::uint32_t ahead = 1;
   std::uint32_t trace = 0;  // entries per stage that are kept; 0: none are written
 };
@@ -68,6 +68,9 @@ class Scheduler {
   void start();
   // Whether a generation was started and neither stop() nor finish() has returned.
   bool started() const { return started_; }
+  // While no generation runs: waits for a step that the last one has left, which found nothing to
+  // do. start() does so, too.
+  void settle() { launcher_->settle(); }
   // Sleeps until the target has ended more than `steps` steps, until nothing runs, or until the
   // timeout. By one thread at a time.
   Progress wait(std::uint64_t steps, std::int64_t timeout_ns);
@@ -75,7 +78,8 @@ class Scheduler {
   void request_stop();
   // request_stop(), then waits until the steps under way have ended and no thread is left.
   void stop();
-  // Waits for the end of the text, then as stop(). Throws TargetFailed.
+  // Waits for the end of the text, then as stop(), but for steps of the target that were launched
+  // before the end was known and find nothing to do: see settle(). Throws TargetFailed.
   void finish();
 
   // Holds from the next decision on. Any thread.
@@ -141,6 +145,8 @@ class Scheduler {
   bool target_alone_ = true;  // its next step never depends on the last one
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::atomic<bool> over_{true};
+  bool leaves_ = false;  // steps in flight that find nothing to do; the target's thread writes it
+  std::atomic<bool> ends_rows_{false};  // the caller has ended one before its time
   std::atomic<std::uint64_t> target_steps_{0};
   Doorbell caller_;
   std::atomic<bool> started_{false};

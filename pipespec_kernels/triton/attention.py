@@ -8,9 +8,10 @@ of the keys: the heads of a group lie next to the columns in the rows of one mat
 read once for all of them. Softmax runs along the keys with a running maximum (Milakov, Gimelshein, "Online normalizer
 calculation for softmax", 2018; Dao, Fu, Ermon, Rudra, Re, "FlashAttention", 2022, algorithm 1), in float32. Where the
 keys are shared among several blocks, which a long context and few rows need to fill a device (Dao, Haziza, Massa, Sizov,
-"Flash-Decoding for long-context inference", 2023), each writes its sums, and they are combined in the order of the keys. Where there are few pairs and
-a work space, the block that takes the last ticket of a tile combines them, in the same launch; otherwise a second launch does, with a block for each
-pair. Both add the same numbers in the same order.
+"Flash-Decoding for long-context inference", 2023), each writes its sums of its span of the keys, and they are combined: those of each 16 spans in the order of
+the keys, then those of the groups. In the invariant form with a work space, the block that takes the last ticket of a group combines the group, and the one
+that takes the last ticket of the tile the groups, in the same launch; otherwise a second launch does, with a block for each pair. Both add the same numbers
+in the same order.
 
 ``invariant``: the tile of the pairs, the block of keys and the span of keys that is summed before it meets the others are
 constants, and keys that a column does not see add exact zeros. The result of a column then depends only on its own query and on the keys and values
@@ -36,8 +37,8 @@ from pipespec_kernels.triton.philox import IS_INTERPRETED
 
 INVARIANT_SPAN = 256  # keys: partial sums cost an eighth of the bytes that the keys and values do (4 heads, 8 bit more)
 INVARIANT_WIDTH = 32  # columns of one launch: bounds the memory for partial sums, of which each span has its own
+GROUPED = 16  # spans that are combined first: one block would take as long for those of a long text as all others for the keys
 COMBINED = 16  # spans that the second launch loads at a time
-ONE_LAUNCH = 32  # pairs up to which one block combines: alone, at the rate of one multiprocessor
 
 # Where it says IS_INTERPRETED: the interpreter multiplies bfloat16 as if its bits were integers, and ``range`` takes no numbers of its kind.
 # Compiled, only a loop over a range overlaps its loads with its products.
@@ -67,26 +68,9 @@ def span_of(total, splits, SPAN: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def take_block(
-    q,
-    top,
-    weight,
-    acc,
-    start,
-    end,
-    sees,
-    key_base,
-    keys_stride_s,
-    value_base,
-    values_stride_s,
-    whole,
-    window,
-    scale_log2,
-    cap_log2,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    q, top, weight, acc, start, end, sees, key_base, keys_stride_s, value_base, values_stride_s, whole, window,
+    scale_log2, cap_log2, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """The keys ``start .. start + BLOCK_N - 1``: the running maximum, the sum of weights, and that of weighted values."""
     d = tl.arange(0, BLOCK_D)
     at = start + tl.arange(0, BLOCK_N)
@@ -128,21 +112,9 @@ def take_block(
 
 @triton.jit
 def write(
-    output,
-    output_stride_b,
-    output_stride_h,
-    output_stride_q,
-    row,
-    head,
-    m,
-    real,
-    weight,
-    acc,
-    good,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    output, output_stride_b, output_stride_h, output_stride_q, row, head, m, real, weight, acc, good,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Write the results of pairs ``m`` of a head of keys: zeros where no key is seen, NaN in a row that leads out of the tensors."""
     d = tl.arange(0, BLOCK_D)
     result = acc / tl.where(weight == 0, 1.0, weight)[:, None]
@@ -160,20 +132,10 @@ def write(
 
 @triton.jit
 def add_spans(
-    top,
-    weight,
-    acc,
-    start,
-    written,
-    place,
-    sums,
-    maxima,
-    weights,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    top, weight, acc, start, written, place, sums, maxima, weights, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     SPANS: tl.constexpr,
-):
-    """The spans ``start .. start + SPANS - 1``, one after the other: the running maximum and sums of pairs."""
+):  # fmt: skip
+    """The spans ``start .. start + SPANS - 1`` of those before ``written``, one after the other: the running maximum and sums of pairs."""
     d = tl.arange(0, BLOCK_D)
     # Unrolled, so that the loads do not wait for one another. In a loop that is not over a range, Triton would put a barrier between them.
     for i in tl.static_range(SPANS):
@@ -199,62 +161,44 @@ def add_spans(
 
 
 @triton.jit
-def combine(
-    lengths,
-    query_lens,
-    output,
-    output_stride_b,
-    output_stride_h,
-    output_stride_q,
-    sums,
-    maxima,
-    weights,
-    first,
-    columns,
-    width,
-    capacity,
-    splits,
-    row,
-    head,
-    m,
-    HAS_QUERY_LENS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    SPAN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPANS: tl.constexpr,
-):
-    """Add the spans of pairs ``m [BLOCK_M]`` of a head of keys, one after the other, and write the results."""
-    before, fed, good = extent(lengths, query_lens, row, width, capacity, HAS_QUERY_LENS)
-    column = first + m // GROUP
-    real = m < columns * GROUP
-    sees = tl.where(real & (column < fed), before + column + 1, 0)
-    written = tl.cdiv(sees, span_of(before + fed, splits, SPAN, BLOCK_N))  # spans of which a pair sees some keys
-    most = tl.max(written, 0)
-
-    place = ((row * HEADS + head) * (columns * GROUP) + m) * splits
+def add_all(
+    start, end, written, place, sums, maxima, weights, DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
+    """The sums of pairs over the spans ``start .. end - 1``, of each pair those before ``written``."""
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    written = tl.minimum(written, end)
     if IS_INTERPRETED:
-        start = 0
-        while start < most:
+        while start < end:
             top, weight, acc = add_spans(
                 top, weight, acc, start, written, place, sums, maxima, weights, DIM, BLOCK_D, SPANS
             )
             start += SPANS
     else:
-        for start in range(0, most, SPANS):
+        for at in range(start, end, SPANS):
             top, weight, acc = add_spans(
-                top, weight, acc, start, written, place, sums, maxima, weights, DIM, BLOCK_D, SPANS
+                top, weight, acc, at, written, place, sums, maxima, weights, DIM, BLOCK_D, SPANS
             )
-    write(
-        output, output_stride_b, output_stride_h, output_stride_q, row, head, m, real, weight, acc, good,
-        GROUP, DIM, BLOCK_D,
-    )  # fmt: skip
+    return top, weight, acc
+
+
+@triton.jit
+def add_group(
+    total_top, total_weight, total, start, most, written, place, sums, maxima, weights, DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, GROUPED: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
+    """One more group of spans of one pair, as if its sums had been written: :func:`add_spans` adds them so."""
+    end = tl.minimum(start + GROUPED, most)
+    top, weight, acc = add_all(start, end, written, place, sums, maxima, weights, DIM, 1, BLOCK_D, SPANS)
+    anchor = tl.maximum(total_top, top)
+    anchor = tl.where(anchor == float("-inf"), 0.0, anchor)
+    shrink = tl.exp2(total_top - anchor)
+    factor = tl.exp2(top - anchor)
+    total_weight = total_weight * shrink + factor * weight
+    total = total * shrink[:, None] + factor[:, None] * acc
+    return tl.maximum(total_top, top), total_weight, total
 
 
 # Not specialised: each value of 1 or multiple of 16 would compile a further kernel without a gain.
@@ -302,14 +246,18 @@ def attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    GROUPED: tl.constexpr,
     SPANS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``DIRECT``: no other block has a part of the keys. ``COMBINES``: the last block of a tile combines the sums of all."""
+    """``DIRECT``: no other block has a part of the keys. ``COMBINES``: the last blocks of a tile combine the sums of all. Of each pair there is room for the sums
+    of all spans, then for those of all groups."""
     begin_dependent(PDL)
     split = tl.program_id(0)
-    head = tl.program_id(1) % HEADS  # of the keys
-    tile = tl.program_id(1) // HEADS
+    # Tiles of one head follow one another, while its keys and values are in the L2 cache.
+    tiles = tl.num_programs(1) // HEADS
+    head = tl.program_id(1) // tiles  # of the keys
+    tile = tl.program_id(1) % tiles
     row = tl.program_id(2).to(tl.int64)
     before, fed, good = extent(lengths, query_lens, row, width, capacity, HAS_QUERY_LENS)
     total = before + fed
@@ -369,27 +317,48 @@ def attention_kernel(
                 )  # fmt: skip
 
         real = m < columns * GROUP
-        place = ((row * HEADS + head) * (columns * GROUP) + m) * splits
+        all_groups = tl.cdiv(splits, GROUPED)
+        place = ((row * HEADS + head) * (columns * GROUP) + m) * (splits + all_groups)
+        complete = sharing <= (1 if COMBINES else 0)
         if DIRECT:
-            write(
-                output, output_stride_b, output_stride_h, output_stride_q, row, head, m, real, weight, acc, good,
-                GROUP, DIM, BLOCK_D,
-            )  # fmt: skip
-        else:
+            complete = sharing > 0
+        if not complete:
             tl.store(sums + (place + split)[:, None] * DIM + d[None, :], acc, mask=real[:, None] & whole)
             tl.store(maxima + place + split, top, mask=real)
             tl.store(weights + place + split, weight, mask=real)
             if COMBINES:
                 tl.debug_barrier()  # the sums of all threads come before the ticket of one
-                ticket = tickets + row * tl.num_programs(1) + tl.program_id(1)
+                ticket = tickets + (row * tl.num_programs(1) + tl.program_id(1)) * (1 + all_groups)
+                group = split // GROUPED
+                begin = group * GROUPED
+                stop = tl.minimum(begin + GROUPED, sharing)
                 # Release: our sums before our ticket. Acquire: the sums of all blocks, if ours is the last.
-                if tl.atomic_add(ticket, 1, sem="acq_rel") == sharing - 1:
-                    combine(
-                        lengths, query_lens, output, output_stride_b, output_stride_h, output_stride_q, sums, maxima, weights,
-                        first, columns, width, capacity, splits, row, head, m,
-                        HAS_QUERY_LENS, GROUP, HEADS, DIM, SPAN, BLOCK_M, BLOCK_N, BLOCK_D, SPANS,
-                    )  # fmt: skip
-                    tl.store(ticket, 0)
+                if tl.atomic_add(ticket + 1 + group, 1, sem="acq_rel") == stop - begin - 1:
+                    tl.store(ticket + 1 + group, 0)
+                    # Of each pair, the spans of which it sees some keys.
+                    written = tl.cdiv(tl.where(real & (column < fed), before + column + 1, 0), span)
+                    top, weight, acc = add_all(
+                        begin, stop, written, place, sums, maxima, weights, DIM, BLOCK_M, BLOCK_D, SPANS
+                    )
+                    groups = tl.cdiv(sharing, GROUPED)
+                    complete = groups == 1
+                    if groups > 1:
+                        place += splits
+                        tl.store(sums + (place + group)[:, None] * DIM + d[None, :], acc, mask=real[:, None] & whole)
+                        tl.store(maxima + place + group, top, mask=real)
+                        tl.store(weights + place + group, weight, mask=real)
+                        tl.debug_barrier()
+                        if tl.atomic_add(ticket, 1, sem="acq_rel") == groups - 1:
+                            tl.store(ticket, 0)
+                            top, weight, acc = add_all(
+                                0, groups, groups, place, sums, maxima, weights, DIM, BLOCK_M, BLOCK_D, SPANS
+                            )
+                            complete = groups > 0
+        if complete:
+            write(
+                output, output_stride_b, output_stride_h, output_stride_q, row, head, m, real, weight, acc, good,
+                GROUP, DIM, BLOCK_D,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first", "columns", "width", "capacity", "splits"])
@@ -415,15 +384,33 @@ def combine_kernel(
     SPAN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    GROUPED: tl.constexpr,
     SPANS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Combine the sums of one pair, if several blocks have taken its tile, and write its result."""
     begin_dependent(PDL)
-    combine(
-        lengths, query_lens, output, output_stride_b, output_stride_h, output_stride_q, sums, maxima, weights,
-        first, columns, width, capacity, splits,
-        tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0) + tl.zeros([1], tl.int32),
-        HAS_QUERY_LENS, GROUP, HEADS, DIM, SPAN, 1, BLOCK_N, BLOCK_D, SPANS,
+    row, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    m = tl.program_id(0) + tl.zeros([1], tl.int32)
+    before, fed, good = extent(lengths, query_lens, row, width, capacity, HAS_QUERY_LENS)
+    span = span_of(before + fed, splits, SPAN, BLOCK_N)
+    column = first + m // GROUP
+    written = tl.cdiv(tl.where(column < fed, before + column + 1, 0), span)
+    most = tl.max(written, 0)
+    place = ((row * HEADS + head) * (columns * GROUP) + m) * (splits + tl.cdiv(splits, GROUPED))
+    top = tl.full([1], float("-inf"), tl.float32)
+    weight = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, BLOCK_D], tl.float32)
+    start = 0
+    while start < most:
+        top, weight, acc = add_group(
+            top, weight, acc, start, most, written, place, sums, maxima, weights, DIM, BLOCK_D, GROUPED, SPANS
+        )
+        start += GROUPED
+    real = m < columns * GROUP
+    write(
+        output, output_stride_b, output_stride_h, output_stride_q, row, head, m, real, weight, acc, good,
+        GROUP, DIM, BLOCK_D,
     )  # fmt: skip
 
 
@@ -510,18 +497,18 @@ def verify_attention(
     splits = max(1, min(splits, triton.cdiv(capacity, cut.block_n)))
     block_d = max(16, triton.next_power_of_2(dim))
     direct = splits == 1
-    combines = not direct and workspace is not None and step * group <= ONE_LAUNCH
-    shape = (batch, heads, step * group, splits)
+    groups = triton.cdiv(splits, GROUPED)
+    room = 0 if workspace is None else workspace.numel()
+    combines = invariant and not direct and batch * heads * tiles * (1 + groups) <= room
+    shape = (batch, heads, step * group, splits + groups)
     # Only written parts are read, so these are not cleared.
     sums = out if direct else torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
     maxima = out if direct else torch.empty(shape, dtype=torch.float32, device=q.device)
     weights = out if direct else torch.empty(shape, dtype=torch.float32, device=q.device)
     constants = {"HAS_QUERY_LENS": query_lens is not None, "GROUP": group, "HEADS": heads, "DIM": dim, "SPAN": cut.span}
-    constants |= {"BLOCK_N": cut.block_n, "BLOCK_D": block_d} | dependent(q.device)
+    constants |= {"BLOCK_N": cut.block_n, "BLOCK_D": block_d, "GROUPED": GROUPED} | dependent(q.device)
     counts = lengths if query_lens is None else query_lens  # not read without query_lens
-    scale_log2 = (dim**-0.5 if scale is None else scale) * _LOG2E
-    if softcap is not None:
-        scale_log2 *= 2.0 / softcap
+    scale_log2 = (dim**-0.5 if scale is None else scale) * _LOG2E * (1.0 if softcap is None else 2.0 / softcap)
     modes = {"WINDOWED": window is not None, "CAPPED": softcap is not None}
     with on(q.device):
         for first in range(0, width, step):

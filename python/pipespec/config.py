@@ -128,8 +128,8 @@ class SpeculationConfig:
 
         Args:
             drafts: The spec of each draft. With none, every schedule is plain decoding.
-            lookahead: One integer for all drafts, or one per draft, each at least 1. Default: ``controlled`` in lockstep where that is possible, with
-                4 for drafts of drafts; otherwise 4 in lockstep, 8 in other schedules, or the default of the kind of draft. Under the controller the
+            lookahead: One integer for all drafts, or one per draft, each at least 1. Default: ``controlled`` in lockstep where that is possible, also in
+                captured rounds of one draft, with 4 for drafts of drafts; otherwise 4 in lockstep, 8 in other schedules, or the default of the kind of draft. Under the controller the
                 inline drafts are the last ones.
             graphs: Default: only in schedules whose steps are all captured.
             **options: Other fields of the class. Those of drafts have no effect without drafts.
@@ -149,6 +149,8 @@ class SpeculationConfig:
         if lookahead is None:
             if config.is_controllable:
                 config = replace(config, controlled=True, drafts=tuple(sorted(drafts, key=lambda draft: draft.inline)))
+            elif config.has_round_lengths:
+                config = replace(config, controlled=True)
             lookahead = [row.lookahead if draft.lookahead is None else draft.lookahead for draft in config.drafts]
         per_draft = tuple(lookahead) if isinstance(lookahead, Sequence) else (lookahead,) * len(drafts)
         if any(_is_integer(n) and n < 1 for n in per_draft):
@@ -164,6 +166,12 @@ class SpeculationConfig:
         """Whether the controller can choose the number of draft tokens."""
         is_plain_step = not self.graphs and self.acceptance == "coupled"
         return bool(self.schedule_row.controlled) and is_plain_step and can_be_controlled(self.drafts)
+
+    @property
+    def has_round_lengths(self) -> bool:
+        """Whether the controller can choose the length of captured rounds: those of one draft."""
+        is_coupled = self.acceptance == "coupled" and len(self.drafts) == 1
+        return bool(self.schedule_row.controlled) and self.graphs and is_coupled and not self.drafts[0].inline
 
     # ---- the stages
 

@@ -135,6 +135,8 @@ TEST(a_stage_without_widths_rides_in_anothers_steps) {
     std::int64_t patrol_ns() const override { return kSecond; }
     void begin(Notice) override {}
     void end() override {}
+    void leave() override {}
+    void settle() override {}
     void launch(u32, const StepPolicy&) override {}
     u64 ended(u32) override { return 0; }
     Outcome outcome(u32, u64) const override { return {}; }
@@ -229,6 +231,8 @@ class Wrapped : public Launcher {
   std::int64_t patrol_ns() const override { return inner_->patrol_ns(); }
   void begin(Notice notice) override { inner_->begin(std::move(notice)); }
   void end() override { inner_->end(); }
+  void leave() override { inner_->leave(); }
+  void settle() override { inner_->settle(); }
   void launch(u32 stage, const StepPolicy& policy) override { inner_->launch(stage, policy); }
   u64 ended(u32 stage) override { return inner_->ended(stage); }
   Outcome outcome(u32 stage, u64 n) const override { return inner_->outcome(stage, n); }
@@ -279,7 +283,51 @@ class Counting final : public Wrapped {
   std::atomic<u32> launches_{0};
 };
 
+// Hides the end of the newest step of the one stage until settle() or the next generation.
+class Hiding final : public Wrapped {
+ public:
+  using Wrapped::Wrapped;
+
+  void begin(Notice notice) override {
+    launches_ = 0;
+    inner_->begin(std::move(notice));
+  }
+  void launch(u32 stage, const StepPolicy& policy) override {
+    inner_->launch(stage, policy);
+    ++launches_;
+  }
+  u64 ended(u32 stage) override { return std::min(inner_->ended(stage), launches_ - 1); }
+  std::int64_t patrol_ns() const override { return 500'000; }
+
+ private:
+  std::atomic<u64> launches_{0};
+};
+
 }  // namespace
+
+// The step launched ahead of an end-of-sequence token finds nothing to do, and nobody waits for it.
+// The next generation does.
+TEST(an_ended_text_does_not_wait_for_the_step_ahead) {
+  for (u32 seed = 0; seed < trials(few(20), 100); ++seed) {
+    Task task(1, 1, 1, seed);
+    task.truth.script = task.prompts[0];
+    for (u32 i = 0; i < 2 + seed % 7; ++i) task.truth.script.push_back(100);
+    task.truth.script.push_back(task.truth.eos[0]);
+    task.limits = {100};
+    Chain chain(task, {1}, seed % 2 == 0);
+    Scheduler scheduler(std::make_shared<Hiding>(chain.launcher()), {.ahead = 2}, {});
+    for (u32 generation = 0; generation < 3; ++generation) {
+      chain.reset();
+      scheduler.start();
+      if (!CHECK(!scheduler.wait(100, 20 * kSecond).running)) return;
+      scheduler.finish();
+      if (!chain.check_text()) return;
+      if (generation == 1) scheduler.settle();
+    }
+    scheduler.settle();
+    if (!chain.check_caches() || !chain.check_shadow(chain.launcher()->shadow())) return;
+  }
+}
 
 // Steps may be in flight when a launch is refused, and no thread may depend on a notice alone.
 TEST(launches_are_refused_and_notices_lost) {

@@ -44,6 +44,7 @@ def gpu(monkeypatch, tmp_path):
 HOW = {
     "plain": {"schedule": "plain", "graphs": True},
     "rounds": {"schedule": "lockstep", "graphs": True, "lookahead": 3},
+    "lengths": {"schedule": "lockstep", "graphs": True},
     "streams": {"schedule": "streams", "lookahead": 3},
     "head": {"schedule": "lockstep", "graphs": True, "lookahead": 3},
 }

@@ -536,12 +536,13 @@ def sanitizer() -> str | None:
 @pytest.mark.sanitizer
 @GPU[1]
 @pytest.mark.skipif(sanitizer() is None, reason="needs compute-sanitizer")
-def test_captured_under_memcheck() -> None:
+@pytest.mark.parametrize("what", ["memcheck", "initcheck", "racecheck"])
+def test_captured_under_a_sanitizer(what: str) -> None:
     tool = sanitizer()
     assert tool is not None
     ran = same_text(
         "streams and captured-two-sampled and not rows and not without",
-        (tool, "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "9"),
+        (tool, "--tool", what, "--target-processes", "all", "--error-exitcode", "9"),
     )
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
 
@@ -565,7 +566,8 @@ def synchronisations(events) -> int:
 @GPU[1]
 @pytest.mark.parametrize("how", ["plain", "lockstep", "streams"])
 def test_no_step_waits_for_the_device(model, how) -> None:
-    """A text that is four times as long has as many synchronisations: those of the prefill, and of the call's begin and end."""
+    """A text that is four times as long has as many synchronisations: those of the prefill, and of the call's begin and end. Only the end of a call
+    that leaves a step behind has one less, and the next call one more."""
     from torch.profiler import ProfilerActivity, profile
 
     ids, _ = batch(1)
@@ -581,7 +583,7 @@ def test_no_step_waits_for_the_device(model, how) -> None:
             counts.append(synchronisations(events))
             launches.append(sum(event.name == "cudaGraphLaunch" for event in events))
     assert launches[1] > launches[0] > 0
-    assert counts[2] == counts[3], f"synchronisations for 40 and 160 tokens: {counts[2:]}"
+    assert abs(counts[2] - counts[3]) <= 2, f"synchronisations for 40 and 160 tokens: {counts[2:]}"
 
 
 @pytest.mark.gpu

@@ -62,7 +62,7 @@ class Pipeline(BasePipeline):
             started, on any machine: rank 0 has the target and ``generate()``, rank 1 the first draft, and so on; they call :meth:`serve`. Each
             rank loads its own model only.
         lookahead: Tokens that a draft may be ahead of the next stage: an integer, or one per draft. Default: in lockstep, the controller chooses before each
-            round which draft proposes tokens and how many (see :mod:`pipespec.engine.controller`); 4 where it cannot: in captured rounds and with
+            round which draft proposes tokens and how many (see :mod:`pipespec.engine.controller`); 4 where it cannot: in captured rounds of several drafts and with
             ``acceptance`` other than coupled. In other schedules 8.
         graphs: Run ``"plain"`` and ``"lockstep"`` as captured CUDA graphs, one per round; for GPUs. Default:
             only where the default rule chooses it. An open pipeline with graphs sets ``attn_implementation="pipespec"`` in its models;

@@ -84,15 +84,18 @@ def _check_weights(name: str, model: PreTrainedModel, is_target: bool) -> None:
             raise ValueError(
                 f"{name} has {heads} key/value heads, which {processes} processes cannot share: use a number of processes that divides it"
             )
-    moved = (
-        at or "all of it" for at, m in model.named_modules() for h in hooks_of(m) if type(h).__name__ == "CpuOffload"
-    )
-    if (at := next(moved, None)) is not None:
+    moved, away = None, set[int]()
+    for module in each_module(model):
+        if "_hf_hook" in module.__dict__ and any(type(hook).__name__ == "CpuOffload" for hook in hooks_of(module)):
+            moved = moved or module
+        if any(p is not None and p.is_meta for p in module._parameters.values()):
+            away.add(id(module))
+    if moved is not None:
+        at = next(at for at, module in model.named_modules() if module is moved) or "all of it"
         raise ValueError(
             f"{name}: accelerate moves {at} to the GPU when it is called (cpu_offload_with_hook), and its cache cannot follow; use device_map= or "
             "accelerate.cpu_offload, which bring the weights of one module at a time"
         )
-    away = {id(m) for m in each_module(model) if any(p is not None and p.is_meta for p in m._parameters.values())}
     if away:
         away -= {id(part) for found in offloaded_modules(model).values() for part in found.modules()}
     if away:

@@ -229,7 +229,7 @@ def choose_fused(model: PreTrainedModel, *, exact: bool = False) -> FusedForm | 
 
 
 def described(model: PreTrainedModel, cache: RowCache, *, native: bool = True) -> str:
-    """The form that :func:`forward` uses now: ``"native"``, ``"fused"`` (in the exact form with the rows of its products), or ``"transformers: "``
+    """The form that :func:`forward` uses now: ``"native"``, ``"fused"`` (``"fused, exact"`` in that form), or ``"transformers: "``
     and the reason. Empty before the first."""
     fused = _fused(model, cache)
     if fused is not None:

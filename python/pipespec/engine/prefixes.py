@@ -15,6 +15,7 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.cache_storage import Features
 from pipespec.engine.native import Checksums
 from pipespec.engine.sampling import common_length
+from pipespec.models.devices import each_module
 from pipespec_kernels.env import host_memory
 
 SHARE = 8
@@ -258,7 +259,7 @@ class WeightWatch:
 
 def _memory_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """The strided tensors that hold a model's weights and buffers. Of a quantised tensor, those that it consists of."""
-    held = (t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()))
+    held = (t for m in each_module(model) for t in (*m._parameters.values(), *m._buffers.values()))
     left: list[Any] = [tensor for tensor in held if tensor is not None]
     while left:
         tensor = left.pop()

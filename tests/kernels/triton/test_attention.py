@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pipespec_kernels import ops, reference
 from pipespec_kernels import triton as kernels
+from pipespec_kernels.kv import attention_tickets
 from pipespec_kernels.triton import attention
 
 from ..implementations import matmul_in_order
@@ -56,16 +57,17 @@ BLOCKS = [
 
 @pytest.mark.parametrize(("dtype", "dim", "heads", "width", "lengths", "fed", "options"), some(BLOCKS, 0, 3))
 def test_any_division_of_the_keys(dtype, dim, heads, width, lengths, fed, options, device) -> None:
-    """One block of threads for all pairs of a tile takes two launches, without tickets."""
+    """Only the invariant form takes tickets."""
     k_cache, v_cache = make_storage(2, 1, 150, dim, dtype, device)
     q, n = make_queries(2, heads, width, dim, dtype, device), on_device(lengths, device)
     counts = None if fed is None else on_device(fed, device)
     expected = reference.verify_attention(q, k_cache, v_cache, n, counts, **options)
     for more in ({}, {"splits": 4}, {"invariant": True}):
-        tickets = torch.full((4,), 77 if width > 10 else 0, dtype=torch.int32, device=device)
+        taken = "invariant" in more
+        tickets = torch.full((64,), 0 if taken else 77, dtype=torch.int32, device=device)
         got = kernels.verify_attention(q, k_cache, v_cache, n, counts, **options, **more, workspace=tickets)
         check(got, expected, dtype)
-        assert tickets.tolist() == [77 if width > 10 else 0] * 4
+        assert tickets.tolist() == [0 if taken else 77] * 64
 
 
 def steps(q: Tensor, k_cache: Tensor, v_cache: Tensor, n: Tensor, **options: object) -> Tensor:
@@ -96,23 +98,36 @@ def test_invariant_to_the_last_bit(dtype: torch.dtype, device: torch.device, mon
     assert torch.equal(block, kernels.verify_attention(q.flip(0), *roomy, n.flip(0), invariant=True).flip(0))
 
 
-KINDS = [
-    (torch.float32, 64, 8, False),
-    (torch.bfloat16, 96, 5, False),
-    (torch.float32, 64, 8, True),
-    (torch.bfloat16, 96, 5, True),
-]
+def test_groups_of_spans_to_the_last_bit(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of one span, of one group and of several ones; columns on both sides of the end of a group; tiles of 16 columns, in one launch and in two."""
+    monkeypatch.setattr(np, "matmul", matmul_in_order)
+    monkeypatch.setattr(attention, "INVARIANT_SPAN", 64)
+    monkeypatch.setattr(attention, "GROUPED", 2)
+    q = make_queries(4, 4, 16, 32, torch.bfloat16, device)
+    k_cache, v_cache = make_storage(4, 2, 330, 32, torch.bfloat16, device)
+    n, wholes = on_device([310, 120, 40, 250], device), []
+    for room in (0, attention_tickets(4, 16, 4, 2, 330)):
+        workspace = torch.zeros(room, dtype=torch.int32, device=device)
+        wholes.append(kernels.verify_attention(q, k_cache, v_cache, n, invariant=True, workspace=workspace))
+        assert not workspace.any()
+    check(wholes[0], reference.verify_attention(q, k_cache, v_cache, n), torch.bfloat16)
+    for row in range(4):
+        one = slice(row, row + 1)
+        own = q[one], k_cache[one], v_cache[one], n[one]
+        wholes.append(steps(*own, invariant=True, workspace=workspace))
+        assert torch.equal(wholes[-1], wholes[0][one])
+    assert torch.equal(wholes[0], wholes[1])
 
 
-@pytest.mark.parametrize(("dtype", "dim", "width", "invariant"), some(KINDS, 0, 3))
-def test_one_launch_has_the_bits_of_two(dtype, dim, width, invariant, device, monkeypatch) -> None:
+@pytest.mark.parametrize(("dtype", "dim", "width"), some([(torch.float32, 64, 8), (torch.bfloat16, 96, 5)], 1, 2))
+def test_one_launch_has_the_bits_of_two(dtype, dim, width, device, monkeypatch) -> None:
     """Tiles whose rows see different numbers of spans, a row that idles, one that leads out, and one that a single block takes."""
     k_cache, v_cache = make_storage(4, 2, 610, dim, dtype, device)
     q = make_queries(4, 8, width, dim, dtype, device)
     n, fed = on_device([600 - width, 254, 2**30, 3], device), on_device([width, width, 1, 0], device)
-    options = {"invariant": invariant, "splits": 4}
+    options = {"invariant": True}
     two = kernels.verify_attention(q, k_cache, v_cache, n, fed, **options)
-    workspace = torch.zeros(16, dtype=torch.int32, device=device)
+    workspace = torch.zeros(attention_tickets(4, width, 8, 2, 610), dtype=torch.int32, device=device)
     with monkeypatch.context() as patch:
         patch.setattr(attention, "combine_kernel", None)
         for _ in range(2):
@@ -139,7 +154,7 @@ def test_one_launch_has_the_bits_of_two(dtype, dim, width, invariant, device, mo
 def test_long_context(dtype: torch.dtype, dim: int, group: int, device: torch.device) -> None:
     """8k keys in the sizes that models have, all tiles of columns, over the ends of spans."""
     n = on_device([8000, 0, 4096, 511], device)
-    workspace = torch.zeros(16, dtype=torch.int32, device=device)
+    workspace = torch.zeros(attention_tickets(4, 40, 2 * group, 2, 8192), dtype=torch.int32, device=device)
     k_cache, v_cache = make_storage(4, 2, 8192, dim, dtype, device)
     for width in (1, 5, 40):
         q = make_queries(4, 2 * group, width, dim, dtype, device)
@@ -172,8 +187,8 @@ def test_replay(device: torch.device) -> None:
     q = torch.randn(4, 8, 5, 128, dtype=torch.bfloat16, device=device)
     n, fed = on_device([0] * 4, device), on_device([0] * 4, device)
     out = torch.empty_like(q)
-    workspace = torch.zeros(64, dtype=torch.int32, device=device)
-    for options in ({}, {"invariant": True}, {"workspace": workspace}):
+    workspace = torch.zeros(attention_tickets(4, 5, 8, 8, 1 << 19), dtype=torch.int32, device=device)
+    for options in ({}, {"invariant": True}, {"workspace": workspace}, {"invariant": True, "workspace": workspace}):
         kernels.verify_attention(q, k_cache, v_cache, n, fed, **options, out=out)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -184,3 +199,24 @@ def test_replay(device: torch.device) -> None:
             q.normal_()
             graph.replay()
             check(out, reference.verify_attention(q, k_cache, v_cache, n, fed), torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_tickets_beside_other_work(device: torch.device) -> None:
+    """One launch has the bits of two at random lengths up to 131,072 keys, while copies keep the memory busy."""
+    random, capacity = np.random.default_rng(0), 1 << 17
+    k_cache, v_cache = make_storage(1, 8, capacity, 128, torch.bfloat16, device)
+    source = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+    workspace = torch.zeros(attention_tickets(1, 16, 32, 8, capacity), dtype=torch.int32, device=device)
+    side, differ = torch.cuda.Stream(), torch.zeros((), dtype=torch.bool, device=device)
+    for trial in range(500):
+        if trial % 10 == 0:
+            with torch.cuda.stream(side):
+                source.clone()
+        width = int(random.integers(1, 17))
+        length = int(random.integers(0, capacity - width) if trial % 2 else random.integers(0, 9000))
+        q, n = make_queries(1, 32, width, 128, torch.bfloat16, device), on_device([length], device)
+        two = kernels.verify_attention(q, k_cache, v_cache, n, invariant=True)
+        differ |= (two != kernels.verify_attention(q, k_cache, v_cache, n, invariant=True, workspace=workspace)).any()
+        differ |= workspace.any()
+    assert not differ

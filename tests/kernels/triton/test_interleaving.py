@@ -9,10 +9,12 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from pipespec_kernels.kv import attention_tickets
 from pipespec_kernels.noise import Noise
 from pipespec_kernels.triton.launch import INTERPRETED, Config, Workspace
 from tests.support.interleaving import interleaved
@@ -66,7 +68,7 @@ class Rejection(Coupled):
 
 
 class Attention:
-    """Three blocks share the keys of a row."""
+    """Three blocks share the keys of a row, of which two form a group."""
 
     module = import_module("pipespec_kernels.triton.attention")
 
@@ -75,11 +77,13 @@ class Attention:
         self.q, self.keys, self.values = (
             torch.randn(shape, generator=random) for shape in ((2, 2, 2, 16), *[(2, 1, 48, 16)] * 2)
         )
-        self.workspace = torch.zeros(4, dtype=torch.int32)
+        self.workspace = torch.zeros(attention_tickets(2, 2, 2, 1, 48), dtype=torch.int32)
 
     def __call__(self, module: ModuleType) -> tuple[torch.Tensor, ...]:
         lengths = torch.tensor([46, 20])
-        found = module.verify_attention(self.q, self.keys, self.values, lengths, splits=3, workspace=self.workspace)
+        given = self.q, self.keys, self.values, lengths
+        with mock.patch.multiple(module, GROUPED=2, INVARIANT_SPAN=16):
+            found = module.verify_attention(*given, invariant=True, workspace=self.workspace)
         return found, self.workspace.clone()
 
 
@@ -135,8 +139,10 @@ FAULTS = [
     (Attention, ORDER, 'sem="relaxed"', 0),
     (Attention, ORDER, 'sem="release"', 0),
     (Attention, ORDER, 'sem="acquire"', 0),  # our sums may come after our ticket
-    (Attention, "== sharing - 1", "== sharing - 2", 0),
+    (Attention, "== stop - begin - 1", "== 0", 0),
+    (Attention, "== groups - 1", "== groups - 2", 0),
     (Attention, "tl.store(ticket, 0)", "pass", 0),
+    (Attention, "tl.store(ticket + 1 + group, 0)", "pass", 0),
 ]
 """The last one: an order from which on one shows it soon."""
 

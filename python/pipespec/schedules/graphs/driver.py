@@ -44,6 +44,10 @@ _AHEAD = 2
 rounds."""
 
 
+_SEEN = 64
+"""Steps that the controller sees after those of which it has been told."""
+
+
 def host_reason(request: GenerationRequest, device: str) -> str | None:
     """Return why the steps of a call need the host, and what avoids it; None if they do not. ``device``: type of the target's device."""
     if torch.is_autocast_enabled(device):
@@ -115,7 +119,7 @@ class GraphedDriver(Driver):
         self._resources: list[CaptureResources] = []
         self._by_host = not self.on_gpu
         self.refused: dict[int, NotCapturable] = {}
-        self._ran_captured = False
+        self._ran_captured = self._is_ahead = False
         self.failed_drafts: set[int] = set()
         super().__init__(models, config)
         self._stages: list[GraphedStage] = []
@@ -131,7 +135,8 @@ class GraphedDriver(Driver):
             self.block.set_alive(i, True)
         for stage in self._stages:
             stage.read_from(self.target)
-        self.scheduled = ScheduledChain(self.block, config.trace)
+        # The controller sees the last steps.
+        self.scheduled = ScheduledChain(self.block, config.trace or _SEEN * config.controlled)
         try:
             if config.exact:
                 check_exact(self.models[-1], captured=True)
@@ -180,6 +185,7 @@ class GraphedDriver(Driver):
             self._attention = BorrowedAttention(self._whole)
         if self._devices != [model.device for model in self.models]:
             raise ValueError("a model was moved to another device: close this pipeline and make a new one")
+        self._settle()
         self.failed_drafts.clear()
         self._ran_captured = False
         reason = self._make_ready(request)
@@ -207,12 +213,25 @@ class GraphedDriver(Driver):
                 self._run_scheduled(request)
             self._read_record(request)
         finally:
-            if self.context is not None:
-                # The error of a GPU has been raised before.
-                with suppress(RuntimeError):
-                    self.context.read_back()
-            for stage in self._stages:
-                stage.sync_lengths()
+            # A step that was launched ahead may be about to follow the end of the text: in the block alone, and in no row of the target.
+            self._is_ahead = self.context is not None
+            self._read_back([self.target] if self._is_ahead else self._stages)
+
+    def _read_back(self, stages: Sequence[GraphedStage]) -> None:
+        """Take over from the block what the steps of the last call have done, of some stages what their caches hold."""
+        if self.context is not None:
+            # The error of a GPU has been raised before.
+            with suppress(RuntimeError):
+                self.context.read_back()
+        for stage in stages:
+            stage.sync_lengths()
+
+    def _settle(self) -> None:
+        """Wait for a step that the last call has left behind. Before anything that its graph refers to changes."""
+        if self._is_ahead:
+            self._is_ahead = False
+            self.scheduled.settle()
+            self._read_back(self._stages)
 
     def _make_ready(self, request: GenerationRequest) -> str | None:
         """Prepare static buffers, block and graphs for a call. Returns why it cannot run in captured steps."""
@@ -376,10 +395,12 @@ class GraphedDriver(Driver):
         self.release()
 
     def release(self) -> None:
+        self._is_ahead = False
         self.scheduled.drop()
         super().release()
 
     def close(self) -> None:
+        self._is_ahead = False
         self._drop_graphs()
         super().close()
         if self._attention is not None:

@@ -7,8 +7,10 @@ same.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 from transformers import PreTrainedModel
 
@@ -17,11 +19,13 @@ from pipespec.process.signals import draft_errors
 from pipespec.schedules.base import GenerationRequest
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep
 from pipespec.schedules.graphs.driver import GraphedDriver
+from pipespec.schedules.graphs.lengths import LENGTHS, RoundLengths
+from pipespec_kernels._native import StagePort
 from pipespec_kernels.state import Action
 
 
-def round_steps(config: SpeculationConfig) -> list[StageStep]:
-    """Return the steps of a round, the target's last.
+def round_steps(config: SpeculationConfig, before: int = 0) -> list[StageStep]:
+    """Return the steps of a round, the target's last. ``before``: tokens that the rounds before it may have committed; 0: this one is like all others.
 
     A draft takes as many steps as fill its lookahead if all draft tokens are accepted: with ``h`` draft tokens a step makes ``h + 1`` tokens. Before
     each of its steps, the stage upstream fills its own lookahead.
@@ -43,7 +47,8 @@ def round_steps(config: SpeculationConfig) -> list[StageStep]:
         if draft_tokens > 0:
             fill(stage - 1)
         if stage not in begun:
-            own = 1 + (config.max_draft_tokens(target) if stage in reads_target else target - stage)
+            committed = before or 1 + config.max_draft_tokens(target)
+            own = committed if stage in reads_target else 1 + target - stage
             begun.add(stage)
         steps.append(StageStep(stage, own + draft_tokens))
 
@@ -59,6 +64,8 @@ def round_steps(config: SpeculationConfig) -> list[StageStep]:
 class RoundsDriver(GraphedDriver):
     """Runs lockstep, or with one model plain decoding, in rounds. On a GPU a round is one graph, or where the host takes part, each step is one.
 
+    Under the controller there is a round of each of :data:`LENGTHS`, and the next one is chosen after each round.
+
     All stages are on one device, else the constructor raises ``ValueError``.
     """
 
@@ -69,27 +76,77 @@ class RoundsDriver(GraphedDriver):
             places = ", ".join(str(model.device) for model in models)
             what = "graphs=True runs a round of all models as one graph, so they must be on one device"
             raise ValueError(f"{what}; they are on {places}")
+        self.lengths = RoundLengths() if config.controlled else None
+        self._noted = 0
         super().__init__(models, config)
 
+    def rounds(self) -> list[tuple[SpeculationConfig, list[StageStep]]]:
+        """The configuration and the steps of each round that there is, the narrowest step of the target first."""
+        if self.lengths is None:
+            return [(self.config, round_steps(self.config))]
+        configs = [replace(self.config, lookahead=(length,)) for length in LENGTHS]
+        # A round of another length may have come before, and a plain one.
+        return [(config, round_steps(config, before=2 + LENGTHS[-1])) for config in configs]
+
     def graph_keys(self) -> list[GraphKey]:
-        return [self._graph_key(round_steps(self.config), self.config.lookahead)]
+        return [self._graph_key(steps, config.lookahead) for config, steps in self.rounds()]
+
+    def _lookahead(self) -> tuple[int, ...]:
+        if self.lengths is None or self.failed_drafts:
+            return super()._lookahead()
+        return (self.lengths.length,)
+
+    def _run_scheduled(self, request: GenerationRequest) -> None:
+        self._noted = 0
+        super()._run_scheduled(request)
+
+    def _generate(self, request: GenerationRequest) -> None:
+        if self.lengths is not None:
+            self.lengths.begin()
+        super()._generate(request)
+
+    def _committed(self, request: GenerationRequest) -> None:
+        super()._committed(request)
+        if self.lengths is None or self._by_host:
+            return
+        for step in self.scheduled.steps_since(self.block.target, self._noted):
+            self._noted = int(step["step"]) + 1
+            fed, drafted = int(step["fed"]), int(step["draft_tokens"])
+            if fed:
+                seconds = 1e-9 * float(step["end_ns"] - step["start_ns"])
+                self.lengths.note(int(step["width"]) - 1, drafted, int(step["accepted"]), fed - drafted, seconds)
+        self.scheduled.steer(self._lookahead())
 
     def _run_on_host(self, request: GenerationRequest) -> None:
-        config, steps = self.config, round_steps(self.config)
-        ports = {step: self.block.port(step.stage, step.width) for step in steps}
+        rounds = {config.max_draft_tokens(self.block.target): (config, steps) for config, steps in self.rounds()}
+        ports = {step: self.block.port(*step) for _, steps in rounds.values() for step in steps}
         for step, port in ports.items():
             port.trace(self._trace_of(step.stage))
         action = Action.IDLE
         while action != Action.FINISHED:
+            length = next(iter(rounds)) if self.lengths is None else self.lengths.length
+            config, steps = rounds[length]
+            began = time.perf_counter()
             for step in steps:
-                i, port = step.stage, ports[step]
-                if i in self.failed_drafts:
-                    continue
-                is_target = i == self.block.target
-                with nullcontext() if is_target else draft_errors(functools.partial(self.draft_failed, i)):
-                    action = port.plan(config.lookahead_of(i), config.max_draft_tokens(i), 0)
-                    if action == Action.STEP:
-                        selected = self._stages[i].body_on_host(port)
-                        port.commit(selected.data_ptr(), selected.stride(0))
+                if step.stage not in self.failed_drafts:
+                    action = self._step_on_host(step, ports[step], config, began)
             if action != Action.FINISHED:
                 self._committed(request)
+
+    def _step_on_host(self, step: StageStep, port: StagePort, config: SpeculationConfig, began: float) -> Action:
+        i, target = step.stage, self.block.target
+        with nullcontext() if i == target else draft_errors(functools.partial(self.draft_failed, i)):
+            action = Action(port.plan(config.lookahead_of(i), config.max_draft_tokens(i), 0))
+            if action != Action.STEP:
+                return action
+            rows = range(self.target.buffers.cache.rows)
+            before = sum(self.block.length(target, row) for row in rows)
+            selected = self._stages[i].body_on_host(port)
+            port.commit(selected.data_ptr(), selected.stride(0))
+            if i == target and self.lengths is not None:
+                fed, drafted = (int(counts[: len(rows)].sum()) for counts in (port.query_lens, port.num_draft_tokens))
+                new = sum(self.block.length(target, row) for row in rows) - before
+                seconds = time.perf_counter() - began
+                self.lengths.note(step.width - 1, drafted, max(0, new - fed + drafted), fed - drafted, seconds)
+            return action
+        return Action.IDLE

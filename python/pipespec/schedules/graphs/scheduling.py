@@ -81,6 +81,22 @@ class ScheduledChain:
         self.scheduler = Scheduler(make_launcher(), lookahead=lookahead, ahead=ahead, trace=self._trace)
         self._key = key
 
+    def settle(self) -> None:
+        """Wait for a step that the last call has left behind."""
+        if self.scheduler is not None:
+            self.scheduler.settle()
+
+    def steer(self, lookahead: Sequence[int]) -> None:
+        """Use these numbers from the next step on, while :meth:`run` runs."""
+        if self.scheduler is not None:
+            self.scheduler.steer(lookahead)
+
+    def steps_since(self, stage: int, number: int) -> np.ndarray:
+        """The steps of ``stage`` from ``number`` on that have ended in the present call, of those that are kept."""
+        assert self.scheduler is not None
+        steps = self.scheduler.trace(stage)
+        return steps[steps["step"] >= number]
+
     def drop(self) -> None:
         """End the scheduler's threads and let go of what its launcher keeps alive."""
         self.scheduler = None

@@ -1,0 +1,77 @@
+"""The lengths of captured rounds: those that pay are chosen, and no choice changes a text."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from pipespec import Pipeline
+from pipespec.schedules.graphs.lengths import LENGTHS, RoundLengths
+from tests.conftest import noisy, random_llama, random_prompts
+
+
+def play(lengths: RoundLengths, rate: float, each: float, rounds: int = 160) -> list[int]:
+    """The lengths of the rounds of a call whose draft tokens are accepted at a rate, and take a part of a plain step each. Rounds of one row."""
+    numbers, played = random.Random(0), []
+    lengths.begin()
+    for _ in range(rounds):
+        length = lengths.length
+        accepted = next((i for i in range(length) if numbers.random() > rate), length)
+        lengths.note(length, length, accepted, 1, 0.005 * (1 + each * length))
+        played.append(length)
+    return played
+
+
+@pytest.mark.parametrize(("rate", "each", "wanted"), [(0.97, 0.1, 6), (0.6, 0.2, 2), (0.3, 0.25, 0)])
+def test_the_length_that_pays_is_taken(rate: float, each: float, wanted: int) -> None:
+    lengths = RoundLengths()
+    first = play(lengths, rate, each)
+    assert set(LENGTHS) <= set(first[:8])
+    assert first[-1] == wanted
+    assert lengths.is_resting == (wanted == 0)
+    # Later calls begin with it. A rest is tried less and less often.
+    for _ in range(8):
+        later = play(lengths, rate, each)
+    assert later[:4] == [wanted] * 4
+
+
+def test_a_call_that_rests_rests_to_its_end() -> None:
+    """The draft has not read what was decoded without it."""
+    played = play(RoundLengths(), 0.2, 0.3)
+    rests = max(i for i, length in enumerate(played) if length) + 1
+    assert rests < 40
+    assert played[rests:] == [0] * (len(played) - rests)
+
+
+def test_a_draft_that_has_become_better_is_tried_again() -> None:
+    lengths = RoundLengths()
+    play(lengths, 0.2, 0.3)
+    assert any(play(lengths, 0.97, 0.1)[-1] for _ in range(40))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_no_length_changes_a_text(rows: int) -> None:
+    """Rounds of all lengths follow one another, also with a draft that is behind."""
+    target = random_llama(3)
+    prompts = random_prompts(rows, seed=4, shortest=9, longest=9)
+    ids = torch.stack(prompts)
+    options = {"max_new_tokens": 48, "do_sample": False, "eos_token_id": None}
+    with Pipeline(target, schedule="plain", graphs=True) as plain:
+        wanted = plain.generate(ids, **options).tolist()
+    with Pipeline(target, [noisy(target, 0.05)], schedule="lockstep", graphs=True) as pipe:
+        seen, accepted = set(), 0
+        note = pipe._driver.lengths.note
+
+        def noted(length: int, *given: object) -> None:
+            seen.add(length)
+            note(length, *given)
+
+        pipe._driver.lengths.note = noted
+        for _ in range(2):
+            assert pipe.generate(ids, **options).tolist() == wanted
+            accepted += pipe.report.stages[-1].accepted
+        # The first rounds try each of them, whatever takes how long.
+        assert seen == set(LENGTHS)
+        assert accepted > 0
