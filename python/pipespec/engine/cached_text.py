@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -123,7 +124,7 @@ class CachedText(ResumableText):
             missing = max(e - b for b, e in zip(begin, end, strict=True))
             self._grow(cache, max(self._in_cache(end)) + min(WIDTH, missing))
         first, total = sum(begin), sum(end) - sum(begin)
-        note = note_reading if selects else lambda done, total: None
+        note = functools.partial(note_reading, is_target=selects)
         note(0, total)
         logits: dict[int, torch.Tensor] = {}
         if self.reads_wide and self._group is None:
