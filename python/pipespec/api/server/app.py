@@ -35,7 +35,7 @@ from pipespec_kernels import __version__
 
 Handler = Callable[[Request], Awaitable[Response]]
 
-_EXCHANGES = {
+_EXCHANGES: dict[str, Callable[[Model, Fields], Exchange]] = {
     "/v1/chat/completions": ChatExchange,
     "/v1/completions": CompletionExchange,
     "/v1/responses": ResponseExchange,
@@ -180,8 +180,8 @@ class Service:
         elif (text := body.text("prompt", None)) is not None:
             adds = body.flag("add_special_tokens", True) if special is None else special
         else:
-            text, adds = body.required("content", "a string, or prompt, or messages"), bool(special)
-            text = body.text("content", text)
+            body.required("content", "a string, or prompt, or messages")
+            text, adds = body.text("content", ""), bool(special)
         ids = prompts.encoded(text, adds_special=adds)
         return {"tokens": ids, "count": len(ids), "max_model_len": prompts.limit}
 
@@ -359,7 +359,8 @@ async def _answer_error(request: Request, error: RequestError) -> Response:
 async def _answer_http_error(request: Request, error: HTTPException) -> Response:
     where = f"{request.method} {request.url.path}"
     message = f"there is no route {where}" if error.status_code == 404 else f"{where}: {error.detail}"
-    answer = await _answer_error(request, RequestError(message, status=error.status_code, code="not_found"))
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    answer = await _answer_error(request, RequestError(message, status=error.status_code, code=code))
     answer.headers.update(error.headers or {})
     return answer
 

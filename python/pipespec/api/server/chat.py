@@ -21,7 +21,7 @@ from pipespec.api.server.errors import RequestError
 from pipespec.api.server.fields import Fields
 from pipespec.api.server.generation import Answer, Delta, Done
 from pipespec.api.server.prompts import messages_of, tools_of
-from pipespec.api.server.sampling import logprobs_of, need_tokens, sampling_of
+from pipespec.api.server.sampling import logprobs_of, sampling_of
 from pipespec.api.server.scoring import Likelihoods
 
 DONE = "data: [DONE]\n\n"
@@ -42,7 +42,7 @@ class ChatExchange:
         self._model, self._id, self._created = model, new_id("chatcmpl-"), int(time.time())
         self.streams = body.flag("stream", False)
         self._has_usage = body.object("stream_options").flag("include_usage", False)
-        sampling = need_tokens(sampling_of(body, model.ends, model.prompts.vocabulary))
+        sampling = sampling_of(body, model.ends, model.prompts.vocabulary)
         several = body.flag("parallel_tool_calls", True)
         tools = Tools(tools_of(body), tool_choice_of(body), several=several)
         self.ask = ask_of_chat(model, body, messages_of(body), tools, sampling, logprobs_of(body, is_chat=True))

@@ -11,7 +11,7 @@ from pipespec.api.server.conversations import Model, new_id, usage_of
 from pipespec.api.server.fields import Fields
 from pipespec.api.server.generation import Answer, Ask, Delta, Done
 from pipespec.api.server.grammars import wanted_format
-from pipespec.api.server.sampling import logprobs_of, need_tokens, sampling_of
+from pipespec.api.server.sampling import logprobs_of, sampling_of
 from pipespec.api.server.scoring import Likelihood
 
 
@@ -23,10 +23,8 @@ class CompletionExchange:
         self._model, self._id, self._created = model, new_id("cmpl-"), int(time.time())
         self.streams = body.flag("stream", False)
         self._has_usage = body.object("stream_options").flag("include_usage", False)
-        sampling = sampling_of(body, model.ends, model.prompts.vocabulary)
         echoes = body.flag("echo", False)
-        if not echoes:
-            need_tokens(sampling)
+        sampling = sampling_of(body, model.ends, model.prompts.vocabulary, 0 if echoes else 1)
         prompts = model.prompts.of_prompt(body.required("prompt", "a string or token ids"))
         wanted = wanted_format(body)
         grammar = None if wanted is None else model.grammars.compile(*wanted)

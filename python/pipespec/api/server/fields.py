@@ -35,7 +35,9 @@ class Fields:
 
     def __init__(self, values: object, where: str = "") -> None:
         if not isinstance(values, Mapping):
-            raise wrong(where or "the request's body", "a JSON object", values)
+            error = wrong(where or "the request's body", "a JSON object", values)
+            error.param = where or None
+            raise error
         self._values, self._where = {name: value for name, value in values.items() if value is not None}, where
         self._read: set[str] = set()
 

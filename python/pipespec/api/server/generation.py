@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -49,14 +49,16 @@ class Ask:
     echoes: bool = False
 
 
-class Delta(NamedTuple):
+@dataclass(frozen=True)
+class Delta:
     """Further pieces of the text of this number."""
 
     index: int
     piece: Piece
 
 
-class Done(NamedTuple):
+@dataclass(frozen=True)
+class Done:
     """The end of a text.
 
     Attributes:

@@ -12,7 +12,7 @@ from pipespec.api.server.errors import RequestError
 from pipespec.api.server.fields import Fields, wrong
 from pipespec.api.server.generation import Answer, Ask, Delta, Done
 from pipespec.api.server.prompts import function_tool, messages_of, part_text
-from pipespec.api.server.sampling import Sampling, need_tokens, sampling_of
+from pipespec.api.server.sampling import Sampling, sampling_of
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _PASSED_ON = ("temperature", "top_p", "top_k", "seed", "max_tokens")
@@ -156,7 +156,7 @@ def _ask(model: Model, body: Fields) -> Ask:
     given["stop"] = body.strings("stop_sequences")
     thinking = body.object("thinking").text("type", None)
     options = {} if thinking is None else {"enable_thinking": thinking != "disabled"}
-    sampling: Sampling = need_tokens(sampling_of(Fields(given), model.ends, model.prompts.vocabulary))
+    sampling: Sampling = sampling_of(Fields(given), model.ends, model.prompts.vocabulary)
     several = not choice.flag("disable_parallel_tool_use", False)
     return ask_of_chat(model, Fields(options), messages, Tools(tools, chosen, several=several), sampling, None)
 

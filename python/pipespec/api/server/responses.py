@@ -13,7 +13,7 @@ from pipespec.api.server.errors import RequestError
 from pipespec.api.server.fields import Fields, wrong
 from pipespec.api.server.generation import Answer, Delta, Done
 from pipespec.api.server.prompts import arguments_of, messages_of, tools_of
-from pipespec.api.server.sampling import need_tokens, sampling_of
+from pipespec.api.server.sampling import Sampling, sampling_of
 
 _STORED = ("previous_response_id", "conversation", "prompt")
 
@@ -45,11 +45,10 @@ class ResponseExchange:
             "text": body.mapping("text") or {"format": {"type": "text"}},
         }
 
-    def _sampling(self, body: Fields) -> Any:
-        if (most := body.integer("max_output_tokens", 1)) is None:
-            return need_tokens(sampling_of(body, self._model.ends, self._model.prompts.vocabulary))
-        given = Fields(body.as_dict() | {"max_tokens": most})
-        return sampling_of(given, self._model.ends, self._model.prompts.vocabulary)
+    def _sampling(self, body: Fields) -> Sampling:
+        most = body.integer("max_output_tokens", 1)
+        given = body.as_dict() | ({} if most is None else {"max_tokens": most})
+        return sampling_of(Fields(given), self._model.ends, self._model.prompts.vocabulary)
 
     def _response(self, status: str, output: list[dict[str, Any]], done: Done | None = None) -> dict[str, Any]:
         usage = None

@@ -33,7 +33,7 @@ _UNSUPPORTED = {
     "audio": "this model writes text only",
     "input_image": "this model reads text only",
 }
-_NOT_FOR_REQUESTS = {"custom_generate", "trust_remote_code", "max_new_tokens", "max_length", "num_return_sequences", "stop_strings"}  # fmt: skip
+_NOT_FOR_REQUESTS = {"custom_generate", "trust_remote_code", "max_length", "num_return_sequences", "stop_strings"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,13 @@ class Sampling:
         return self.options | {"seed": (self.seed + choice) % 2**64}
 
 
-def sampling_of(body: Fields, ends: list[int], vocabulary: int) -> Sampling:
+def sampling_of(body: Fields, ends: list[int], vocabulary: int, fewest: int = 1) -> Sampling:
     """Read the fields.
 
     Args:
         ends: Tokens that end the model's texts.
         vocabulary: Tokens that it knows.
+        fewest: Tokens that a text must be allowed to have.
 
     Raises:
         RequestError: A value is out of its range, has another type, or asks for what there is not.
@@ -81,7 +82,8 @@ def sampling_of(body: Fields, ends: list[int], vocabulary: int) -> Sampling:
         raise RequestError(
             f"best_of={best} is not supported: texts are not ranked; leave best_of out, or use n", "best_of"
         )
-    options = _further(body) | _choosing(body)
+    further = _further(body)
+    options = {name: value for name, value in further.items() if name != "max_new_tokens"} | _choosing(body)
     biases = _biases(body, vocabulary)
     if body.flag("ignore_eos", False):
         biases |= dict.fromkeys(ends, -math.inf)
@@ -93,16 +95,10 @@ def sampling_of(body: Fields, ends: list[int], vocabulary: int) -> Sampling:
     if stop_tokens:
         options["eos_token_id"] = sorted({*ends, *stop_tokens})
     seed = body.integer("seed", -(2**63), 2**64 - 1)
-    limits = [body.integer("max_tokens", 0), body.integer("max_completion_tokens", 0), body.integer("n_predict", 0)]
+    limits = [body.integer(name, fewest) for name in ("max_tokens", "max_completion_tokens", "n_predict")]
+    limits.append(Fields(further, "generation_config").integer("max_new_tokens", fewest))
     most = min([limit for limit in limits if limit is not None], default=DEFAULT_TOKENS)
     return Sampling(options, most, tuple(body.strings("stop")), tuple(stop_tokens), choices, seed)
-
-
-def need_tokens(sampling: Sampling, name: str = "max_tokens") -> Sampling:
-    """Refuse a text without any token."""
-    if sampling.most < 1:
-        raise RequestError(f"{name}={sampling.most} must be at least 1", name)
-    return sampling
 
 
 def _choosing(body: Fields) -> dict[str, Any]:
