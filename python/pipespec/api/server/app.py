@@ -174,14 +174,13 @@ class Service:
     def tokenize(self, body: Fields) -> dict[str, Any]:
         """Token ids of a text (``content``: without special tokens, as in llama.cpp; ``prompt``: with them, as in vLLM) or of ``messages``."""
         prompts = self.model.prompts
-        special = body.flag("add_special", None)
         if "messages" in body:
             text, adds = prompts.of_chat(messages_of(body), tools_of(body), {}), False
-        elif (text := body.text("prompt", None)) is not None:
-            adds = body.flag("add_special_tokens", True) if special is None else special
+        elif "prompt" in body:
+            text, adds = body.text("prompt", ""), body.flag("add_special_tokens", True)
         else:
             body.required("content", "a string, or prompt, or messages")
-            text, adds = body.text("content", ""), bool(special)
+            text, adds = body.text("content", ""), body.flag("add_special", False)
         ids = prompts.encoded(text, adds_special=adds)
         return {"tokens": ids, "count": len(ids), "max_model_len": prompts.limit}
 

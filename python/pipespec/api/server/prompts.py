@@ -102,14 +102,18 @@ class Prompts:
         """The token ids of any text. Raises ``RequestError`` before all of it is read, where it is much too long."""
         if self.limit is not None and len(text) > max(_SLICE, 8 * self.limit):
             self._refuse_longer(text, name)
-        return list(self.tokenizer(text, add_special_tokens=adds_special).input_ids)
+        return self._ids(text, adds_special)
+
+    def _ids(self, text: str, adds_special: bool) -> list[int]:
+        # Not verbose: it would warn of lengths, which are checked here.
+        return list(self.tokenizer(text, add_special_tokens=adds_special, verbose=False).input_ids)
 
     def _refuse_longer(self, text: str, name: str) -> None:
         """Refuse a text that is much too long before all of it is read."""
         assert self.limit is not None
         count = 0
         for at in range(0, len(text), _SLICE):
-            count += len(self.tokenizer(text[at : at + _SLICE], add_special_tokens=False).input_ids)
+            count += len(self._ids(text[at : at + _SLICE], False))
             if count > 2 * self.limit and at + _SLICE < len(text):  # twice: tokens at the borders of parts are others
                 raise self._too_long(f"more than {count // 2}", name)
 
@@ -135,9 +139,8 @@ class Prompts:
             if not isinstance(token, int) or isinstance(token, bool):
                 raise wrong(f"{name}[{place}]", "a token id", token)
             if not 0 <= token < self.vocabulary:
-                raise RequestError(
-                    f"{name}[{place}]: the vocabulary of {self.vocabulary} tokens has no token {token}", name
-                )
+                message = f"the vocabulary of {self.vocabulary} tokens has no token {token}"
+                raise RequestError(f"{name}[{place}]: {message}", f"{name}[{place}]")
         return ids
 
     def of_prompt(self, value: Any) -> list[list[int]]:
