@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from typing import Any
@@ -20,7 +19,7 @@ from starlette.routing import Route
 from pipespec.api.server import messages
 from pipespec.api.server.chat import ChatExchange, line
 from pipespec.api.server.completions import CompletionExchange
-from pipespec.api.server.conversations import Exchange, Model
+from pipespec.api.server.conversations import Exchange, Model, now
 from pipespec.api.server.errors import Gone, RequestError, anthropic_form, openai_form
 from pipespec.api.server.fields import Fields, parsed_body
 from pipespec.api.server.generation import Generation, collected
@@ -66,7 +65,7 @@ class Service:
         limit = getattr(pipe.target.config.get_text_config(), "max_position_embeddings", None)
         prompts = Prompts(tokenizer, limit, embedding_size(pipe.target))
         grammars = Grammars(pipe.target, tokenizer)
-        self.model = Model(names[0], names, int(time.time()), end_tokens(pipe.target), prompts, grammars)
+        self.model = Model(names[0], names, now(), end_tokens(pipe.target), prompts, grammars)
         self.metrics = ServerMetrics(names[0])
         self.jobs = Jobs(self.metrics, parallel, queue)
         self._generation = Generation(pipe, prompts, self.metrics, self.jobs.turns)

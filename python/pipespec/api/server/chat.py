@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from pipespec.api.server.conversations import (
     ask_of_chat,
     finish_reason,
     new_id,
+    now,
     tool_choice_of,
     usage_of,
 )
@@ -39,7 +39,7 @@ class ChatExchange:
     def __init__(self, model: Model, body: Fields) -> None:
         model.check_name(body)
         _check_modalities(body)
-        self._model, self._id, self._created = model, new_id("chatcmpl-"), int(time.time())
+        self._model, self._id, self._created = model, new_id("chatcmpl-"), now()
         self.streams = body.flag("stream", False)
         self._has_usage = body.object("stream_options").flag("include_usage", False)
         sampling = sampling_of(body, model.ends, model.prompts.vocabulary)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from pipespec.api.server.chat import DONE, line
-from pipespec.api.server.conversations import Model, new_id, usage_of
+from pipespec.api.server.conversations import Model, new_id, now, usage_of
 from pipespec.api.server.fields import Fields
 from pipespec.api.server.generation import Answer, Ask, Delta, Done
 from pipespec.api.server.grammars import wanted_format
@@ -20,7 +19,7 @@ class CompletionExchange:
 
     def __init__(self, model: Model, body: Fields) -> None:
         model.check_name(body)
-        self._model, self._id, self._created = model, new_id("cmpl-"), int(time.time())
+        self._model, self._id, self._created = model, new_id("cmpl-"), now()
         self.streams = body.flag("stream", False)
         self._has_usage = body.object("stream_options").flag("include_usage", False)
         echoes = body.flag("echo", False)

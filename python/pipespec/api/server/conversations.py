@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import secrets
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -150,6 +151,11 @@ def _template_options(tokenizer: Any, body: Fields) -> dict[str, Any]:
 def new_id(prefix: str) -> str:
     """A new identifier of something."""
     return prefix + secrets.token_hex(12)
+
+
+def now() -> int:
+    """Seconds since 1970, for answers to show."""
+    return int(time.time())
 
 
 def finish_reason(done: Done, has_calls: bool) -> str:

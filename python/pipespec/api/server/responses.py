@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from pipespec.api.server.chat import line
-from pipespec.api.server.conversations import Model, Tools, ask_of_chat, new_id, tool_choice_of, usage_of
+from pipespec.api.server.conversations import Model, Tools, ask_of_chat, new_id, now, tool_choice_of, usage_of
 from pipespec.api.server.dialects import Piece, ToolCall
 from pipespec.api.server.errors import RequestError
 from pipespec.api.server.fields import Fields, wrong
@@ -28,7 +27,7 @@ class ResponseExchange:
                 raise RequestError(f"{name} is not supported: nothing is stored, so send the whole conversation", name)
         if body.flag("background", False):
             raise RequestError("background is not supported: the answer comes with the request", "background")
-        self._model, self._id, self._created = model, new_id("resp_"), int(time.time())
+        self._model, self._id, self._created = model, new_id("resp_"), now()
         self.streams = body.flag("stream", False)
         tools = Tools(tools_of(body), tool_choice_of(body), several=body.flag("parallel_tool_calls", True))
         messages = messages_of(Fields({"messages": list(_messages(body))}))
