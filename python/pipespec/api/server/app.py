@@ -47,6 +47,9 @@ _ABSENT = {
 _HEALTH = ("/health", "/v1/health", "/ping")
 _CLIENT_GONE = 499
 
+_BODY_S = 60
+"""Seconds in which a request's body must come: it holds a place in the queue."""
+
 
 class Service:
     """A server's state.
@@ -95,6 +98,7 @@ class Service:
             job = self.jobs.enter()
             try:
                 raw = await self._read(request)
+                job.check()
                 exchange = await asyncio.to_thread(self._exchange, kind, raw)
                 job.check()
             except BaseException:
@@ -107,7 +111,7 @@ class Service:
             try:
                 count = len(exchange.ask.prompts) * exchange.ask.sampling.choices
                 answers = await collected(job.events(), count)
-                if request_is_gone(job):
+                if _is_gone(job):
                     return Response(status_code=_CLIENT_GONE)
                 return JSONResponse(await asyncio.to_thread(exchange.whole, answers))
             finally:
@@ -130,7 +134,15 @@ class Service:
             say(f"requests have the field {name[:80]!r}, which has no effect")
 
     async def _read(self, request: Request) -> bytes:
-        """The body of a request. Raises ``RequestError`` as soon as it is too large."""
+        """The body of a request. Raises ``RequestError`` as soon as it is too large, and where it does not come."""
+        try:
+            async with asyncio.timeout(_BODY_S):
+                return await self._read_all(request)
+        except TimeoutError as error:
+            message = f"the request's body has not come within {_BODY_S} s"
+            raise RequestError(message, status=408, code="request_timeout") from error
+
+    async def _read_all(self, request: Request) -> bytes:
         most = self.model.prompts.largest_body
         too_large = RequestError(f"the request's body has more than {most} bytes, more than the model can read", status=413, code="request_too_large")  # fmt: skip
         given = request.headers.get("content-length", "")
@@ -205,7 +217,7 @@ _HARMLESS = {
 _MOST_TOLD = 64
 
 
-def request_is_gone(job: Job) -> bool:
+def _is_gone(job: Job) -> bool:
     """Whether a job has ended since its client has gone."""
     try:
         job.check()

@@ -151,8 +151,8 @@ DIALECTS = {
     "<function=": Dialect("qwen3-coder", _THINK, ("<tool_call>", "</tool_call>"), _tagged_calls, ("\n<function=NAME>\n", "\n</function>\n"), "qwen_xml"),
     "<tool_call>": Dialect("hermes", _THINK, ("<tool_call>", "</tool_call>"), _json_calls, (f"\n{_NAMED[0]}", "}\n")),
     "[TOOL_CALLS]": Dialect("mistral", ("[THINK]", "[/THINK]"), ("[TOOL_CALLS]", ""), _mistral_calls, (f"[{_NAMED[0]}", "}]")),
-    "<|python_tag|>": Dialect("llama3", _THINK, ("<|python_tag|>", ""), _llama_calls, ('{"name": "NAME", "parameters": ', "}")),
     '"parameters":': Dialect("llama3", _THINK, ("{", ""), lambda text: _llama_calls("{" + text), ('"name": "NAME", "parameters": ', "}")),
+    "<|python_tag|>": Dialect("llama3", _THINK, ("<|python_tag|>", ""), _llama_calls, ('{"name": "NAME", "parameters": ', "}")),
     "</think>": Dialect("thoughts", _THINK),
 }  # fmt: skip
 """By what a chat template holds; the first one counts."""

@@ -85,7 +85,8 @@ def forced_calls(dialect: Dialect, tools: Sequence[dict[str, Any]], *, several: 
         raise RequestError(f"tool_choice: a call cannot be forced in this model's dialect ({dialect.name}): use auto or none", "tool_choice")  # fmt: skip
     tags = []
     for tool in tools:
-        before, after = (part.replace("NAME", tool["function"]["name"]) for part in dialect.render)
+        name = json.dumps(tool["function"]["name"])[1:-1]
+        before, after = (part.replace("NAME", name) for part in dialect.render)
         schema = _schema(tool["function"]["parameters"], dialect.style)
         tags.append(
             {"type": "tag", "begin": dialect.call[0] + before, "content": schema, "end": after + dialect.call[1]}

@@ -33,7 +33,18 @@ _UNSUPPORTED = {
     "audio": "this model writes text only",
     "input_image": "this model reads text only",
 }
-_NOT_FOR_REQUESTS = {"custom_generate", "trust_remote_code", "max_length", "num_return_sequences", "stop_strings"}  # fmt: skip
+_NOT_FOR_REQUESTS = {
+    *(
+        "custom_generate",
+        "trust_remote_code",
+        "max_length",
+        "num_return_sequences",
+        "stop_strings",
+        "prefill_chunk_size",
+    ),
+    # They would keep memory, and no answer shows them.
+    *("output_scores", "output_logits", "output_attentions", "output_hidden_states", "return_dict_in_generate"),
+}
 
 
 @dataclass(frozen=True)
