@@ -218,7 +218,7 @@ def test_a_long_prompt_shows_on_a_terminal_how_much_is_read(family, capsys, monk
     """One line, drawn in place, which is gone before the text begins."""
     arguments = ["generate", "--target", str(family / "target"), "--prompt", "x" * 300, "--max-new-tokens", "6"]
     monkeypatch.setattr("pipespec.engine.inputs.PREFILL_CHUNK", 100)
-    monkeypatch.setattr("pipespec.cli.generate._LONG_PROMPT", 200)
+    monkeypatch.setattr("pipespec.process.progress._LONG_PROMPT", 200)
     assert main(arguments) == 0
     assert "reading" not in capsys.readouterr().err
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)

@@ -1,11 +1,13 @@
-"""``pipespec serve``: transformers' server with a pipeline, called over HTTP by the package openai and by hand."""
+"""``pipespec serve``: a pipeline behind OpenAI's API, called by the package openai."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
+import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,23 +18,20 @@ from typing import Any
 
 import pytest
 
-for package in ("fastapi", "uvicorn", "prometheus_client"):
+for package in ("starlette", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason="the extra `serve` is not installed")
-openai = pytest.importorskip("openai", reason="the extra `serve` is not installed")
-pytest.importorskip("transformers.cli.serving.completion", reason="transformers has no such server yet")
+openai = pytest.importorskip("openai", reason="the package openai is not installed")
 
 import uvicorn  # noqa: E402
 
 from pipespec import Pipeline  # noqa: E402
-from pipespec.api.server import (  # noqa: E402
-    ResponseFormats,
-    _before_stop,
-    make_app,
-)
+from pipespec.api.server.dialects import StopStrings  # noqa: E402
+from pipespec.api.server.grammars import Grammars  # noqa: E402
 from pipespec.cli import main as command_line  # noqa: E402
 from pipespec.cli import serve  # noqa: E402
 from pipespec.demo import family_path  # noqa: E402
 from pipespec.models.tokenizers import load_tokenizer  # noqa: E402
+from tests.support.servers import Served, serving  # noqa: E402
 from tests.waiting import SECONDS, until  # noqa: E402
 
 PROMPT = "def mean(values):"
@@ -40,22 +39,9 @@ TEMPLATE = "{% for message in messages %}# {{ message.role }}: {{ message.conten
 
 
 @contextmanager
-def serving(pipe: Any, tokenizer: Any, **options: Any) -> Iterator[Any]:
-    """A server in a thread, and a client of it; its ``base_url`` has the port."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        server = uvicorn.Server(uvicorn.Config(make_app(pipe, tokenizer, "demo", **options), log_level="critical"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            until(lambda: server.started, "the server has started")
-            with openai.OpenAI(
-                base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=SECONDS
-            ) as client:
-                yield client
-        finally:
-            server.should_exit = True
-            thread.join()
+def client_of(served: Served) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=SECONDS) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +58,14 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def client(pipe: Pipeline, tokenizer: Any) -> Iterator[Any]:
-    with serving(pipe, tokenizer) as client:
+def served(pipe: Pipeline, tokenizer: Any) -> Iterator[Served]:
+    with serving(pipe, tokenizer, parallel=4) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[Any]:
+    with client_of(served) as client:
         yield client
 
 
@@ -83,17 +75,12 @@ def text_of(pipe: Pipeline, tokenizer: Any, prompt: str, has_template: bool = Fa
     return tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
 
 
-def streamed(client: Any, **options: Any) -> tuple[str, Any]:
-    """The text of a streamed completion, and its last chunk."""
-    chunks = list(client.completions.create(model="demo", stream=True, **options))
-    return "".join(chunk.choices[0].text for chunk in chunks), chunks[-1]
-
-
-def metrics(client: Any) -> dict[str, float]:
-    """The figures without the label that all have in common."""
-    text = client._client.get(str(client.base_url).replace("/v1/", "/metrics")).text
-    found = re.findall(r"^(vllm:\w+)\{(?:(\w+=\"\w+\"),)?model_name=\"demo\"(?:,(\w+=\"\w+\"))?\} (\S+)$", text, re.M)
-    return {" ".join(filter(None, found[:3])): float(found[3]) for found in found}
+def streamed(client: Any, **options: Any) -> tuple[str, Any, Any]:
+    """The text of a streamed completion, its last choice, and the usage."""
+    asked = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = list(client.completions.create(model="demo", **asked, **options))
+    assert not last.choices
+    return "".join(chunk.choices[0].text for chunk in chunks), chunks[-1].choices[0], last.usage
 
 
 def test_completions_are_the_targets_text(client: Any, pipe: Pipeline, tokenizer: Any) -> None:
@@ -101,8 +88,8 @@ def test_completions_are_the_targets_text(client: Any, pipe: Pipeline, tokenizer
     answer = client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, temperature=0)
     assert answer.choices[0].text == text
     assert (answer.choices[0].finish_reason, answer.usage.completion_tokens, answer.model) == ("length", 24, "demo")
-    pieces, last = streamed(client, prompt=PROMPT, max_tokens=24, temperature=0)
-    assert (pieces, last.choices[0].finish_reason, last.usage.completion_tokens) == (text, "length", 24)
+    pieces, last, usage = streamed(client, prompt=PROMPT, max_tokens=24, temperature=0)
+    assert (pieces, last.finish_reason, usage.completion_tokens) == (text, "length", 24)
 
 
 def test_chat_applies_the_template(client: Any, pipe: Pipeline, tokenizer: Any) -> None:
@@ -121,14 +108,16 @@ def test_stop_strings_are_not_part_of_the_text(client: Any, pipe: Pipeline, toke
     options = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "stop": ["not in the text", stop]}
     answer = client.completions.create(model="demo", **options).choices[0]
     assert (answer.text, answer.finish_reason) == (text[: text.index(stop)], "stop")
-    pieces, last = streamed(client, **options)
-    assert (pieces, last.choices[0].finish_reason) == (answer.text, "stop")
+    pieces, last, _ = streamed(client, **options)
+    assert (pieces, last.finish_reason) == (answer.text, "stop")
     options |= {"max_tokens": 8, "stop": PROMPT[-1] + text[0]}  # begins in the prompt
     short = client.completions.create(model="demo", **options).choices[0]
     assert (text.startswith(short.text), short.text != "", short.finish_reason) == (True, True, "length")
     options["stop"] = short.text[-3:]  # ends with the last token
-    for last in (client.completions.create(model="demo", **options), streamed(client, **options)[1]):
-        assert (last.choices[0].finish_reason, last.usage.completion_tokens) == ("stop", 8)
+    whole = client.completions.create(model="demo", **options)
+    assert (whole.choices[0].finish_reason, whole.usage.completion_tokens) == ("stop", 8)
+    _, last, usage = streamed(client, **options)
+    assert (last.finish_reason, usage.completion_tokens) == ("stop", 8)
 
 
 def test_a_text_that_ends_inside_of_a_character(client: Any, tokenizer: Any) -> None:
@@ -140,59 +129,35 @@ def test_a_text_that_ends_inside_of_a_character(client: Any, tokenizer: Any) -> 
     assert streamed(client, **options, stop=["no such text"])[0] == "\ufffd"
 
 
-def test_an_end_of_text_as_the_last_permitted_token(client: Any, pipe: Pipeline) -> None:
+def test_an_end_of_text_as_the_last_permitted_token(client: Any, served: Served, pipe: Pipeline) -> None:
     """It ends the text, and not the limit."""
     end = pipe.target.generation_config.eos_token_id
-    before = metrics(client)
+    before = served.metrics()
     options = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "logit_bias": {str(end): 100}}
-    for answer in (client.completions.create(model="demo", **options), streamed(client, **options)[1]):
-        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("stop", 1)
+    whole = client.completions.create(model="demo", **options)
+    assert (whole.choices[0].finish_reason, whole.usage.completion_tokens) == ("stop", 1)
+    _, last, usage = streamed(client, **options)
+    assert (last.finish_reason, usage.completion_tokens) == ("stop", 1)
     name = 'vllm:request_success_total finished_reason="stop"'
-    assert metrics(client)[name] == before.get(name, 0) + 2
+    until(lambda: served.metrics()[name] == before.get(name, 0) + 2, "both are counted")
 
 
-@pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_streams_end_with_done(client: Any, path: str) -> None:
-    asks = {"prompt": PROMPT} if path == "completions" else {"messages": [{"role": "user", "content": "mean"}]}
-    answer = client._client.post(
-        f"{client.base_url}{path}", json={"model": "demo", "max_tokens": 2, "stream": True} | asks
-    )
-    *events, done, rest = answer.text.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    assert all(json.loads(event.removeprefix("data: ")) for event in events)
-
-
-def test_a_request_that_wants_no_tool(client: Any) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-    plain = client.chat.completions.create(**asked())
-    answer = client.chat.completions.create(**asked(), tools=[tool], tool_choice="none")
-    assert answer.choices[0].message.content == plain.choices[0].message.content
-
-
-def test_stop_strings_where_an_answer_is_parsed(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = client.chat.completions.create(**asked()).choices[0].message.content
-    parse = "transformers.cli.serving.chat_completion.parse_assistant_message"
-    monkeypatch.setattr(parse, lambda tokenizer, model, ids, **_: (tokenizer.decode(ids), None, None))
-    answer = client.chat.completions.create(**asked(stop=text[11:17])).choices[0].message.content
-    assert answer == text[: text.index(text[11:17])]
-
-
-def test_before_stop_in_any_pieces() -> None:
+def test_stop_strings_in_any_pieces() -> None:
     draw = random.Random(0)
     for _ in range(2000):
         text = "".join(draw.choices("ab", k=draw.randint(0, 12)))
         stops = tuple("".join(draw.choices("ab", k=draw.randint(1, 4))) for _ in range(draw.randint(1, 3)))
-        sent, held, stopped, at = "", "", False, 0
+        cut, sent, at = StopStrings(stops), "", 0
         while at < len(text):
             n = draw.randint(1, 3)
-            piece, held, stopped = _before_stop(held + text[at : at + n], stops, stopped)
-            sent, at = sent + piece, at + n
+            sent, at = sent + cut.feed(text[at : at + n]), at + n
+        sent += cut.end()
         first = min((text.find(stop) for stop in stops if stop in text), default=len(text))
         # Of two stop strings that end in different pieces, the one that ends first counts.
         ends = min((text.find(stop) + len(stop) for stop in stops if stop in text), default=len(text))
-        assert text.startswith(sent + held), (text, stops)
-        assert stopped == any(stop in text for stop in stops)
-        assert first <= len(sent + held) <= ends, (text, stops)
+        assert text.startswith(sent), (text, stops)
+        assert cut.has_stopped == any(stop in text for stop in stops)
+        assert first <= len(sent) <= ends, (text, stops)
 
 
 def test_each_request_has_its_own_seed(client: Any, pipe: Pipeline, tokenizer: Any) -> None:
@@ -209,6 +174,9 @@ def test_each_request_has_its_own_seed(client: Any, pipe: Pipeline, tokenizer: A
     seeds = [0, 1, 2, 3] * 3
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(ask, seeds)) == [expected[seed] for seed in seeds]
+    # Further texts of one request have the following seeds.
+    found = client.completions.create(model="demo", prompt=PROMPT, max_tokens=12, seed=0, n=3, **options)
+    assert [choice.text for choice in found.choices] == [expected[seed] for seed in range(3)]
 
 
 def test_penalties_are_openais(client: Any, pipe: Pipeline, tokenizer: Any) -> None:
@@ -217,38 +185,6 @@ def test_penalties_are_openais(client: Any, pipe: Pipeline, tokenizer: Any) -> N
     assert text != text_of(pipe, tokenizer, PROMPT, max_new_tokens=24, do_sample=False)
     found = client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, temperature=0, **own)
     assert found.choices[0].text == text
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"n": 2}, "n=2 is not supported"),
-        ({"logprobs": 3}, "logprobs=3 is not supported"),
-        ({"model": "another"}, "another"),
-        ({"prompt": [1, 2]}, "prompt must be a string"),
-        ({"prompt": "value " * 3000}, "the model's limit is"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"max_tokens": 0}, "max_tokens=0 must be at least 1"),
-        ({"logit_bias": 3}, "not iterable"),
-        ({"logit_bias": {"100000": 1}}, "has no token 100000"),
-        ({"top_p": 7}, "top_p=7 must be from 0 to 1"),
-        ({"presence_penalty": -3.0}, "presence_penalty=-3.0 must be from -2 to 2"),
-    ],
-)
-def test_what_cannot_be_honoured_is_refused(client: Any, options: dict[str, Any], message: str) -> None:
-    given = {"model": "demo", "prompt": PROMPT, "max_tokens": 4} | options
-    for stream in (False, True):
-        with pytest.raises(openai.BadRequestError, match=re.escape(message)):
-            client.completions.create(**given, stream=stream)
-
-
-def test_other_bodies_are_errors_too(client: Any) -> None:
-    url = str(client.base_url)
-    assert client._client.post(f"{url}completions", content=b"{").json()["error"]["code"] == 400
-    assert "messages" in client._client.post(f"{url}chat/completions", json={}).json()["error"]["message"]
-    for path in ("reset", "load_model", "v1/responses"):  # transformers' routes that load or drop models, and others
-        assert client._client.post(url.replace("v1/", path), json={}).json()["error"]["code"] == 404
-    assert [model.id for model in client.models.list()] == ["demo"]
 
 
 def asked(**options: Any) -> dict[str, Any]:
@@ -284,7 +220,7 @@ def test_a_response_format_is_obeyed(client: Any, pipe: Pipeline, tokenizer: Any
 
 def test_a_response_format_that_cannot_be_had_is_refused(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xgrammar", None)
-    with pytest.raises(openai.BadRequestError, match="pip install xgrammar"):
+    with pytest.raises(openai.BadRequestError, match=re.escape("pip install 'pipespec[serve]'")):
         client.chat.completions.create(**asked(response_format={"type": "json_object"}))
     with pytest.raises(openai.BadRequestError, match="'xml' is not supported"):
         client.chat.completions.create(**asked(response_format={"type": "xml"}))
@@ -296,14 +232,14 @@ def test_a_grammar_is_compiled_beside_other_requests(client: Any, monkeypatch: p
     def compile_it(*_: Any) -> None:
         client.with_options(timeout=SECONDS / 10).models.list()
 
-    monkeypatch.setattr(ResponseFormats, "matcher", compile_it)
+    monkeypatch.setattr(Grammars, "compile", compile_it)
     assert client.chat.completions.create(**asked(response_format={"type": "json_object"})).choices
 
 
 def test_metrics_have_the_reports_figures(pipe: Pipeline, tokenizer: Any) -> None:
-    with serving(pipe, tokenizer) as client:
-        client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, temperature=0)
-        found, report = metrics(client), pipe.report
+    with serving(pipe, tokenizer) as served:
+        served.complete(max_tokens=24)
+        found, report = served.metrics(), pipe.report
     assert report is not None
     assert found["vllm:generation_tokens_total"] == 24
     assert found["vllm:spec_decode_num_drafts_total"] == report.stages[-1].steps
@@ -313,6 +249,8 @@ def test_metrics_have_the_reports_figures(pipe: Pipeline, tokenizer: Any) -> Non
     ]
     assert sum(by_position) == found["vllm:spec_decode_num_accepted_tokens_total"] == report.stages[-1].accepted
     assert found["vllm:avg_generation_throughput_toks_per_s"] == pytest.approx(report.tokens_per_second)
+    each = (report.seconds - report.seconds_to_first_token) / 23
+    assert found["vllm:time_per_output_token_seconds_sum"] == pytest.approx(each)
     assert found['vllm:request_success_total finished_reason="length"'] == 1
     assert found["vllm:num_requests_running"] == found["vllm:num_requests_waiting"] == 0
 
@@ -322,18 +260,18 @@ def test_metrics_have_the_reports_figures(pipe: Pipeline, tokenizer: Any) -> Non
 def test_a_conversation_is_not_read_again(pipe: Pipeline, tokenizer: Any, route: str, stream: bool) -> None:
     text, cached, prompts = "def mean(values):\n    return sum(values) / len(values)\n" * 3, [], 0
     pipe.close()  # no other request has asked for this
-    with serving(pipe, tokenizer) as client:
+    with serving(pipe, tokenizer) as served:
         for turn in range(3):
-            given: dict[str, Any] = {"model": "demo", "max_tokens": 8, "temperature": 0, "stream": stream}
+            given = {"max_tokens": 8, "stream": stream, "stream_options": {"include_usage": True}}
             if route == "chat":
-                answer = client.chat.completions.create(messages=[{"role": "user", "content": text}], **given)
+                answer = served.chat(messages=[{"role": "user", "content": text}], **given)
             else:
-                answer = client.completions.create(prompt=text, **given)
-            usage = list(answer)[-1].usage if stream else answer.usage
-            cached.append(usage.prompt_tokens_details.cached_tokens)
-            prompts += usage.prompt_tokens
+                answer = served.complete(prompt=text, **given)
+            usage = answer.events[-1]["usage"] if stream else answer.json["usage"]
+            cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+            prompts += usage["prompt_tokens"]
             text += f"\n\ndef median_{turn}(values):\n"
-        found = metrics(client)
+        found = served.metrics()
     assert cached[0] == 0
     assert 32 < cached[1] < cached[2]
     assert (found["vllm:prefix_cache_queries_total"], found["vllm:prefix_cache_hits_total"]) == (prompts, sum(cached))
@@ -345,27 +283,26 @@ class Held:
     def __init__(self, pipe: Pipeline, may_begin: Any) -> None:
         self._pipe, self._may_begin, self.target = pipe, may_begin, pipe.target
 
-    def generate(self, **options: Any) -> Any:
+    def generate(self, *args: Any, **options: Any) -> Any:
         until(lambda: self._may_begin(options["streamer"]), "the call may begin")
-        return self._pipe.generate(**options)
+        return self._pipe.generate(*args, **options)
 
 
 def test_a_full_queue_refuses(pipe: Pipeline, tokenizer: Any) -> None:
     release = threading.Event()
-    with serving(Held(pipe, lambda _: release.is_set()), tokenizer, queue=1) as client, ThreadPoolExecutor(2) as pool:
+    with serving(Held(pipe, lambda _: release.is_set()), tokenizer, queue=1) as served, ThreadPoolExecutor(2) as pool:
 
         def ask() -> str:
-            return client.completions.create(model="demo", prompt=PROMPT, max_tokens=4).choices[0].text
+            return served.complete(max_tokens=4).json["choices"][0]["text"]
 
         try:
             sent = [pool.submit(ask) for _ in range(2)]
-            until(lambda: metrics(client)["vllm:num_requests_running"] == 1, "the first request runs")
-            until(lambda: metrics(client)["vllm:num_requests_waiting"] == 1, "the second request waits")
-            with pytest.raises(openai.RateLimitError, match="queue is full") as refused:
-                ask()
-            assert refused.value.response.headers["retry-after"] == "1"
-            with pytest.raises(openai.RateLimitError):  # before any work for a grammar
-                client.chat.completions.create(**asked(response_format={"type": "xml"}))
+            until(lambda: served.metrics()["vllm:num_requests_running"] == 1, "the first request runs")
+            until(lambda: served.metrics()["vllm:num_requests_waiting"] == 1, "the second request waits")
+            refused = served.complete()
+            assert (refused.status, refused.error["code"]) == (429, "queue_full")
+            assert refused.headers["retry-after"] == "1"
+            assert served.chat(response_format={"type": "xml"}).status == 429  # before any work for a grammar
         finally:
             release.set()
         assert len({found.result() for found in sent}) == 1
@@ -373,29 +310,54 @@ def test_a_full_queue_refuses(pipe: Pipeline, tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_ends_its_request(pipe: Pipeline, tokenizer: Any, stream: bool) -> None:
+@pytest.mark.parametrize("is_reading", [False, True])
+def test_a_client_that_goes_ends_its_request(pipe: Pipeline, tokenizer: Any, stream: bool, is_reading: bool) -> None:
+    """While its prompt is read, too: the call ends between two chunks."""
+    chunks = []
+
     def has_gone(streamer: Any) -> bool:
-        return bool(streamer._cancelled.is_set() if stream else streamer.is_gone)
+        return streamer._job._stopped_by is not None
 
-    with serving(Held(pipe, has_gone), tokenizer) as client:
-        body = json.dumps({"model": "demo", "prompt": PROMPT, "max_tokens": 400, "stream": stream}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
-            connection.sendall(head.encode() + body)
-            until(lambda: metrics(client)["vllm:num_requests_running"] == 1, "the request runs")
+    class Reading(Held):
+        def generate(self, *args: Any, **options: Any) -> Any:
+            begun = options["streamer"].put
+
+            def put(value: Any) -> None:
+                begun(value)
+                chunks.append(value.numel())
+                connection.close()
+                until(lambda: has_gone(options["streamer"]), "the client has gone")
+
+            options["streamer"].put = put
+            return self._pipe.generate(*args, **options)
+
+    held = Reading(pipe, None) if is_reading else Held(pipe, has_gone)
+    with serving(held, tokenizer) as served:
+        prompt = "value " * (300 if is_reading else 3)
+        connection = served.begin({"prompt": prompt, "max_tokens": 400, "stream": stream})
+        if not is_reading:
+            until(lambda: served.metrics()["vllm:num_requests_running"] == 1, "the request runs")
+            connection.close()
         aborted = 'vllm:request_success_total finished_reason="abort"'
-        until(lambda: metrics(client).get(aborted) == 1, "the request has ended")
-        assert metrics(client)["vllm:generation_tokens_total"] == 0
+        until(lambda: served.metrics().get(aborted) == 1, "the request has ended")
+        assert served.metrics()["vllm:generation_tokens_total"] == 0
+        assert len(chunks) == is_reading  # it got the prompt, and no token
 
 
-def test_a_failure_while_streaming_is_an_error_with_its_message(pipe: Pipeline, tokenizer: Any) -> None:
-    def fail(streamer: Any) -> bool:
-        raise RuntimeError('the "device"\nis lost')
+def test_a_failure_is_an_error_with_its_message(pipe: Pipeline, tokenizer: Any) -> None:
+    """Of the server, not of the request; in a stream an event."""
 
-    with serving(Held(pipe, fail), tokenizer) as client:
+    class Failing(Held):
+        def generate(self, ids: Any, *, streamer: Any, **options: Any) -> Any:
+            streamer.put(ids)
+            for token in tokenizer("some words", return_tensors="pt").input_ids[0]:
+                streamer.put(token[None])
+            raise ValueError('the "device"\nis lost')
+
+    with serving(Failing(pipe, None), tokenizer) as served, client_of(served) as client:
         with pytest.raises(openai.APIError) as failed:
             streamed(client, prompt=PROMPT, max_tokens=4)
-        assert failed.value.body == 'the "device"\nis lost'
+        assert failed.value.body["message"] == 'ValueError: the "device"\nis lost'
         with pytest.raises(openai.InternalServerError, match="is lost"):
             client.completions.create(model="demo", prompt=PROMPT, max_tokens=4)
 
@@ -407,19 +369,32 @@ def test_command_line_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_command_line_serves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    asked: list[str] = []
+    served: list[Any] = []
 
     def run(server: Any, sockets: list[socket.socket]) -> None:
-        asked.append(str(sockets[0].getsockname()[0]))
-        assert server.config.app.title == "FastAPI"
+        served.append((str(sockets[0].getsockname()[0]), server.config.app.state.service.model.names))
 
     monkeypatch.setattr(uvicorn.Server, "run", run)
     assert command_line.main(["serve", "--port", "0"]) == 0
-    assert asked == ["127.0.0.1"]
-    assert re.search(r"serving \S+target on http://127.0.0.1:\d+/v1", capsys.readouterr().err)
+    assert served == [("127.0.0.1", ("target",))]
+    assert re.search(r"serving target on http://127.0.0.1:\d+/v1", capsys.readouterr().err)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert command_line.main(["serve", "--port", str(taken.getsockname()[1])]) == 2
     assert "in use" in capsys.readouterr().err
+
+
+def test_other_machines_need_a_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.delenv("PIPESPEC_API_KEY", raising=False)
+    assert command_line.main(["serve", "--host", "0.0.0.0", "--port", "0"]) == 2
+    assert "--no-api-key" in capsys.readouterr().err
+    args = SimpleNamespace(api_key=None, no_api_key=False, host="192.0.2.1")
+    monkeypatch.setenv("PIPESPEC_API_KEY", "a secret")
+    assert serve._keys(args) == ("a secret",)
+    args.api_key = ["another one"]
+    assert serve._keys(args) == ("another one",)
+    args.api_key = [""]
+    with pytest.raises(ValueError, match="is empty"):
+        serve._keys(args)
 
 
 def test_a_failed_call_before_the_first_request_is_a_warning(capsys):
@@ -431,3 +406,20 @@ def test_a_failed_call_before_the_first_request_is_a_warning(capsys):
 
     serve._pack(Failing())
     assert "a call before the first request failed (ValueError: it does)" in capsys.readouterr().err
+
+
+@pytest.mark.process
+def test_a_server_that_is_told_to_end() -> None:
+    """A stream ends with an error, and the status is 0."""
+    command = [sys.executable, "-m", "pipespec.cli.main", "serve", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        port = next(int(m[1]) for line in server.stderr if (m := re.search(r":(\d+)/v1", line)))
+        served = Served(port, None)
+        body = {"prompt": PROMPT, "max_tokens": 2000, "stream": True, "temperature": 0, "ignore_eos": True}
+        with served.begin(body) as connection, connection.makefile() as lines:
+            next(line for line in lines if line.startswith("data: "))
+            server.send_signal(signal.SIGTERM)
+            *_, last = [line for line in lines if line.startswith("data: ")]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert server.wait(SECONDS) == 0

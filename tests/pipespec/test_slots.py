@@ -380,3 +380,18 @@ def test_calls_that_only_a_pipeline_can_run_wait(model, what) -> None:
         nested = Recorder(1, lambda: pipe.generate(prompt, max_new_tokens=NEW, **given()))
         with pytest.raises(RuntimeError, match="inside a call of the same pipeline"):
             pipe.generate(prompt, max_new_tokens=NEW, streamer=nested)
+
+
+def test_a_conversation_goes_to_the_slot_that_has_read_it(model) -> None:
+    """Not to the first free one, which would read it again."""
+    first, second = (prompt[None] for prompt in random_prompts(2, seed=81, shortest=40, longest=48))
+    with Pipeline(model, schedule="plain") as pipe, ThreadPoolExecutor(1) as threads:
+        held, given = held_in("streamer")
+        running = threads.submit(pipe.generate, first, max_new_tokens=NEW, **given)
+        assert held.inside.wait(SECONDS)
+        pipe.generate(second, max_new_tokens=NEW)
+        held.go_on.set()
+        running.result(SECONDS)
+        for prompt in (second, first, second):
+            pipe.generate(prompt, max_new_tokens=NEW)
+            assert pipe.report.prompt_tokens_reused == prompt.shape[1] - 1

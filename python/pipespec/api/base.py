@@ -211,8 +211,9 @@ class BasePipeline(Slots):
         self, model: PreTrainedModel, input_ids: torch.Tensor, *, call_options: CallOptions, **prepared: Any
     ) -> Any:
         """Run a call whose arguments transformers has prepared; in transformers' loop where unknown code takes part, or all slots are taken."""
+        prompt = input_ids[0].to("cpu", torch.int32).numpy() if len(input_ids) == 1 else None
         try:
-            with self._slot(waits=self._must_run(call_options)) as slot:
+            with self._slot(waits=self._must_run(call_options), prompt=prompt) as slot:
                 return slot._decode_here(input_ids, call_options, prepared)
         except NotKnown as error:
             if call_options.only_known:

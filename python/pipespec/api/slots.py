@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
+import numpy as np
+
 from pipespec.errors import Busy, DoesNotFit
 from pipespec.process.threads import Lock, keep_to_one
 from pipespec.schedules.base import Decoder, warn_of_speed
@@ -53,9 +55,17 @@ class Slots:
         _all.add(slot)
         return slot
 
-    def _each(self) -> Iterator[Self]:
-        yield self
-        yield from list(self._others)
+    @property
+    def most_slots(self) -> int:
+        """How many calls of several threads run at the same time."""
+        return MAX_SLOTS if self._others or self._driver.another() is not None else 1
+
+    def _each(self, prompt: np.ndarray | None) -> Iterator[Self]:
+        """The slots, that first which has read most of ``prompt`` already, and then further ones."""
+        slots = [self, *self._others]
+        if prompt is not None and self._others:
+            slots.sort(key=lambda slot: slot._driver.tokens_kept(prompt), reverse=True)
+        yield from slots
         while len(self._others) < MAX_SLOTS - 1:
             with _growing:
                 slot = self._another()
@@ -76,14 +86,18 @@ class Slots:
                     slot._driver.release()
 
     @contextmanager
-    def _slot(self, *, waits: bool) -> Iterator[Self]:
-        """A free slot, for one call. ``waits``: if there is none, wait for the first one.
+    def _slot(self, *, waits: bool, prompt: np.ndarray | None = None) -> Iterator[Self]:
+        """A free slot, for one call.
+
+        Args:
+            waits: If there is none, wait for the first one.
+            prompt: int32 ``[P]``, of a call with one row.
 
         Raises:
             Busy: There is none, or no memory for the caches of a further one.
             RuntimeError: The call would wait for a call of its own thread.
         """
-        for slot in self._each():
+        for slot in self._each(prompt):
             with slot._lock.attempt() as is_free:
                 if not is_free:
                     continue

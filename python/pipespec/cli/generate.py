@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipespec.cli.lines import write_lines
 from pipespec.cli.options import (
     Subparsers,
     add_models,
@@ -27,14 +26,11 @@ from pipespec.cli.options import (
     utf8,
 )
 from pipespec.config import ACCEPTANCES
-from pipespec.process.progress import quiet_transformers, say, working
+from pipespec.process.progress import quiet_transformers, reading_shown, say, working
 from pipespec.registry import LOCKSTEP, SCHEDULES
 
 if TYPE_CHECKING:
     from pipespec.api.report import Report
-
-_LONG_PROMPT = 512
-"""Tokens to read from which on a terminal shows how many are read."""
 
 
 def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
@@ -67,6 +63,18 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
     option(prompt, "prompt", "TEXT", utf8, "default: standard input")
     option(prompt, "prompt-file", "FILE", Path, "final line breaks are dropped")
     option(parser, "max-new-tokens", "N", positive, "default: %(default)s", default=128)
+    sample = add_sampling(parser)
+    option(sample, "acceptance", None, str, "how the target accepts draft tokens; rejection: at least as many in expectation, in lockstep with one draft; the text "
+           "depends on the draft, too", choices=ACCEPTANCES, default="coupled")
+    option(parser, "stop", "TEXT", utf8, "stop after this text; may be repeated", action="append")
+    flag(parser, "beyond-context", "read a prompt that is longer than what the target was made for")
+    flag(parser, "chat", "apply the target's chat template to the prompt")
+    flag(parser, "no-stream", "print the text when it is complete")
+    flag(parser, "json-lines", "each line of the input is a prompt: a JSON object with prompt, a JSON string, or a text; a line of JSON with the text answers each")
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> Any:
+    """Add the options that say how tokens are chosen. Returns their group."""
     sample = parser.add_argument_group(
         "sampling", "--temperature, --top-k, --top-p, --min-p or --seed turns sampling on; without them decoding is greedy"
     )
@@ -78,12 +86,7 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
     option(sample, "repetition-penalty", "R", float, "above 1: fewer repetitions; greedy, too")
     option(sample, "presence-penalty", "P", float, "subtracted from the scores of tokens that the new text has")
     option(sample, "frequency-penalty", "P", float, "subtracted from the scores of tokens, per occurrence in the new text")
-    option(sample, "acceptance", None, str, "how the target accepts draft tokens; rejection: at least as many in expectation, in lockstep with one draft; the text "
-           "depends on the draft, too", choices=ACCEPTANCES, default="coupled")
-    option(parser, "stop", "TEXT", utf8, "stop after this text; may be repeated", action="append")
-    flag(parser, "beyond-context", "read a prompt that is longer than what the target was made for")
-    flag(parser, "chat", "apply the target's chat template to the prompt")
-    flag(parser, "no-stream", "print the text when it is complete")
+    return sample
 # fmt: on
 
 
@@ -146,16 +149,11 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
                 pipe.serve()
                 return None
             tokenizer = load_tokenizer(args.tokenizer or target, trust_remote_code=args.trust_remote_code)
-            inputs = _encode(tokenizer, prompt, args.chat)
-            length, limit = inputs.input_ids.shape[1], getattr(pipe.target.config, "max_position_embeddings", None)
-            if limit is not None and limit <= length and not args.beyond_context:
-                raise ValueError(
-                    f"the prompt has {length} tokens, and the target was made for texts of {limit}: shorten it, or pass --beyond-context, "
-                    "which reads it all the same; the text may make no sense"
-                )
-            if limit is not None and limit < length + args.max_new_tokens:
-                what = f"beyond {max(0, limit - length)} new tokens the text"
-                say(f"warning: {what} passes the {limit} tokens that the target was made for, and may make no sense")
+            if args.json_lines:
+                write_lines(args, pipe, tokenizer, prompt.splitlines())
+                return pipe.report
+            inputs = encode(tokenizer, prompt, args.chat)
+            _check_room(args, inputs.input_ids.shape[1], getattr(pipe.target.config, "max_position_embeddings", None))
             pieces: list[str] = []
 
             def write(text: str, drafted: bool) -> None:
@@ -166,12 +164,12 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
 
             stream = TextStream(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True), write)
             try:
-                with _reading_shown():
+                with reading_shown():
                     pipe.generate(
                         **inputs.to(pipe.target.device),
                         max_new_tokens=args.max_new_tokens,
                         streamer=stream,
-                        **_sampling_options(args, tokenizer),
+                        **sampling_options(args, tokenizer),
                     )
             except BaseException as error:
                 stream.end()
@@ -183,23 +181,16 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
             return pipe.report
 
 
-@contextmanager
-def _reading_shown() -> Iterator[None]:
-    """Show on a terminal how much of a long prompt is read, in a line that goes with its last token."""
-    from pipespec.engine import cached_text
-
-    def show(done: int, total: int) -> None:
-        if total >= _LONG_PROMPT and sys.stderr.isatty():
-            line = "" if done >= total else f"pipespec: reading the prompt: {done:,} of {total:,} tokens"
-            sys.stderr.write(f"\r\x1b[K{line}")
-            sys.stderr.flush()
-
-    cached_text.show_reading = show
-    try:
-        yield
-    finally:
-        cached_text.show_reading = None
-        show(_LONG_PROMPT, _LONG_PROMPT)
+def _check_room(args: argparse.Namespace, length: int, limit: int | None) -> None:
+    """Refuse a prompt of ``length`` tokens that is longer than what the target was made for, and warn of a text that may become so."""
+    if limit is not None and limit <= length and not args.beyond_context:
+        raise ValueError(
+            f"the prompt has {length} tokens, and the target was made for texts of {limit}: shorten it, or pass --beyond-context, "
+            "which reads it all the same; the text may make no sense"
+        )
+    if limit is not None and limit < length + args.max_new_tokens:
+        what = f"beyond {max(0, limit - length)} new tokens the text"
+        say(f"warning: {what} passes the {limit} tokens that the target was made for, and may make no sense")
 
 
 def _chain(args: argparse.Namespace, target: str | Path, drafts: list[str | Path], dtype: str, trace: int) -> Any:
@@ -220,7 +211,7 @@ def _chain(args: argparse.Namespace, target: str | Path, drafts: list[str | Path
     return pipe
 
 
-def _sampling_options(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
+def sampling_options(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
     """The options of sampling and stopping as arguments of ``generate()``."""
     warpers = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     given = {name: value for name, value in warpers.items() if value is not None}
@@ -234,12 +225,12 @@ def _sampling_options(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any
         options |= {"top_k": 0, "seed": args.seed} | given
     penalties = {name: getattr(args, name) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")}
     options |= {name: value for name, value in penalties.items() if value is not None}
-    if args.stop:
+    if getattr(args, "stop", None):
         options |= {"stop_strings": args.stop, "tokenizer": tokenizer}
     return options
 
 
-def _encode(tokenizer: Any, prompt: str, chat: bool) -> Any:
+def encode(tokenizer: Any, prompt: str, chat: bool) -> Any:
     if not chat:
         return tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     if not tokenizer.chat_template:

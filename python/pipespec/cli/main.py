@@ -1,4 +1,4 @@
-"""The command line: ``pipespec generate``, ``serve``, ``trace``, ``demo``, ``recommend``, ``spd``, ``train-draft`` and ``doctor``.
+"""The command line: ``pipespec generate``, ``chat``, ``serve``, ``trace``, ``demo``, ``recommend``, ``spd``, ``train-draft`` and ``doctor``.
 
 Text goes to stdout, everything else to stderr. Exit codes: 0 for success; 1 if the answer is "no" (texts differ, the installation cannot work); 2 for
 an error; 130 after Ctrl-C; 141 if the reader of stdout has closed it. Only commands that need torch import it.
@@ -15,7 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 
-from pipespec.cli import demo, doctor, generate, recommend, serve
+from pipespec.cli import chat, demo, doctor, generate, recommend, serve
 from pipespec.cli.options import command_of
 from pipespec.process.progress import say
 from pipespec_kernels import __version__
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
             command = commands.add_parser(name, help="not installed", add_help=False)
             command.add_argument("words", nargs="*")
             command.set_defaults(command=fail, options=(), debug=False)
-    for subcommand in filter(None, (generate, serve, demo, recommend, training, doctor)):
+    for subcommand in filter(None, (generate, chat, serve, demo, recommend, training, doctor)):
         for command in subcommand.add_parser(commands):
             command.add_argument("--debug", action="store_true", help="show the traceback of an error")
             command.set_defaults(options=tuple(command._option_string_actions))

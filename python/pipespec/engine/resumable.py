@@ -125,6 +125,12 @@ class ResumableText:
         """``budget``: of :class:`pipespec.engine.prefixes.PrefixStore`. A process of a tensor-parallel group keeps none: all would have to keep the same."""
         self._store.budget = budget if self._group is None else 0
 
+    def tokens_kept(self, prompt: np.ndarray) -> int:
+        """About how many tokens of ``prompt`` (int32 ``[P]``) the next call need not read. Another thread may run a call meanwhile."""
+        texts = [(row, n) for kept in self._store.texts for row, n in zip(kept.text, kept.held, strict=True)]
+        texts += zip(self._text, self._held, strict=False)
+        return max((common_length(row[:n], prompt[:-1]) for row, n in texts), default=0)
+
     # ---- the beginning of a call
 
     def _resume(self, inputs: StageInputs) -> tuple[RowCache, list[int]]:

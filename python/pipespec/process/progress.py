@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Self
 
 _ANNOUNCE_AFTER_S = 2.0
@@ -87,6 +88,51 @@ class RemainingWork:
         elif time.monotonic() - self._shown > _SAY_EVERY_S:
             say(line)
             self._shown = time.monotonic()
+
+
+_LONG_PROMPT = 512
+"""Tokens to read from which on a terminal shows how many are read."""
+
+Reading = Callable[[int, int, bool], None]
+
+_reading: ContextVar[Reading | None] = ContextVar("_reading", default=None)
+
+
+def note_reading(done: int, total: int, is_target: bool = True) -> None:
+    """So many tokens of the prompts of a call are read, of those that a model reads: the target, or a draft. Within :func:`reading_noted` it is called."""
+    if (note := _reading.get()) is not None:
+        note(done, total, is_target)
+
+
+@contextmanager
+def reading_noted(note: Reading) -> Iterator[None]:
+    """Around a call: ``note`` is called with the arguments of :func:`note_reading` before the first chunk of a prompt and after each one. What it raises while
+    the target reads ends the call."""
+    token = _reading.set(note)
+    try:
+        yield
+    finally:
+        _reading.reset(token)
+
+
+@contextmanager
+def reading_shown() -> Iterator[None]:
+    """Show on a terminal how much of a long prompt is read, in a line that goes with its last token."""
+    if not sys.stderr.isatty():
+        yield
+        return
+
+    def show(done: int, total: int, is_target: bool) -> None:
+        if is_target and total >= _LONG_PROMPT:
+            line = "" if done >= total else f"pipespec: reading the prompt: {done:,} of {total:,} tokens"
+            sys.stderr.write(f"\r\x1b[K{line}")
+            sys.stderr.flush()
+
+    try:
+        with reading_noted(show):
+            yield
+    finally:
+        show(_LONG_PROMPT, _LONG_PROMPT, True)
 
 
 def readable_time(seconds: float) -> str:

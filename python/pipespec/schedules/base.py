@@ -189,6 +189,10 @@ class Decoder(ABC):
     def share_prefixes(self, count: int) -> None:
         """Keep one of ``count`` equal parts of ``prefix_cache``: so many decoders keep texts of the same models."""
 
+    def tokens_kept(self, prompt: np.ndarray) -> int:
+        """About how many tokens of ``prompt`` (int32 ``[P]``) the target has read in earlier calls. While another call runs, too."""
+        return 0
+
     def traces(self) -> dict[str, np.ndarray]:
         """Steps of the last call per stage, smallest draft first, see :meth:`TraceMemory.read`; empty without a trace."""
         return {}
@@ -360,6 +364,9 @@ class Driver(Decoder):
         if (budget := self.config.prefix_cache) is not None:
             for stage in self.stages:
                 stage.keep_prefixes(-(-budget // count))
+
+    def tokens_kept(self, prompt: np.ndarray) -> int:
+        return self.target.tokens_kept(prompt)
 
     def traces(self) -> dict[str, np.ndarray]:
         if self._trace_memory is None:

@@ -1,0 +1,14 @@
+"""The server: OpenAI's and Anthropic's APIs over a pipeline.
+
+It is an application of its own on Starlette. ``transformers serve`` tokenizes on the event loop, has no queue that a pipeline's calls could share, and turns
+answers that its parsers do not understand into errors: replacing that took more lines than this does. Downwards, each file does one thing:
+
+* ``app`` has the routes, keys and limits; ``chat``, ``completions``, ``responses`` and ``messages`` each write the answers of one API.
+* ``generation`` runs the texts of a request; ``jobs`` queues them and lets them take turns.
+* ``prompts`` makes token ids of messages, ``sampling`` options of fields, ``grammars`` matchers of schemas.
+* ``dialects`` finds thoughts and tool calls in a text; ``fields``, ``errors`` and ``metrics`` serve all of them.
+"""
+
+from pipespec.api.server.app import make_app
+
+__all__ = ["make_app"]

@@ -1,0 +1,127 @@
+"""``/v1/chat/completions``: OpenAI's API of chats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from pipespec.api.server.conversations import (
+    Model,
+    Tools,
+    ask_of_chat,
+    finish_reason,
+    new_id,
+    now,
+    tool_choice_of,
+    usage_of,
+)
+from pipespec.api.server.dialects import Piece, ToolCall
+from pipespec.api.server.errors import RequestError
+from pipespec.api.server.fields import Fields
+from pipespec.api.server.generation import Answer, Delta, Done
+from pipespec.api.server.prompts import messages_of, tools_of
+from pipespec.api.server.sampling import logprobs_of, sampling_of
+from pipespec.api.server.scoring import Likelihoods
+
+DONE = "data: [DONE]\n\n"
+"""The end of a stream in OpenAI's API."""
+
+
+def line(event: dict[str, Any]) -> str:
+    """An event of a stream."""
+    return f"data: {json.dumps(event, ensure_ascii=False)}\n\n"
+
+
+class ChatExchange:
+    """A request to ``/v1/chat/completions``, see :class:`pipespec.api.server.conversations.Exchange`."""
+
+    def __init__(self, model: Model, body: Fields) -> None:
+        model.check_name(body)
+        _check_modalities(body)
+        self._model, self._id, self._created = model, new_id("chatcmpl-"), now()
+        self.streams = body.flag("stream", False)
+        self._has_usage = body.object("stream_options").flag("include_usage", False)
+        sampling = sampling_of(body, model.ends, model.prompts.vocabulary)
+        several = body.flag("parallel_tool_calls", True)
+        tools = Tools(tools_of(body), tool_choice_of(body), several=several)
+        self.ask = ask_of_chat(model, body, messages_of(body), tools, sampling, logprobs_of(body, is_chat=True))
+
+    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model.name, "choices": choices}
+
+    def whole(self, answers: list[Answer]) -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                "message": _message(answer),
+                "logprobs": self._logprobs(answer.done.likelihoods),
+                "finish_reason": finish_reason(answer.done, bool(answer.calls)),
+            }
+            for index, answer in enumerate(answers)
+        ]
+        usage = usage_of([answer.done for answer in answers], self.ask.sampling.choices)
+        return self._body("chat.completion", choices) | {"usage": usage}
+
+    async def events(self, found: AsyncIterator[Any]) -> AsyncIterator[str]:
+        begun: dict[int, int] = {}  # by text, how many calls it has had
+        dones: list[Done] = []
+        async for event in found:
+            if event.index not in begun:
+                begun[event.index] = 0
+                yield self._chunk(event.index, {"role": "assistant", "content": ""})
+            if isinstance(event, Delta):
+                yield self._chunk(event.index, _delta(event.piece, begun[event.index]))
+                begun[event.index] += len(event.piece.calls)
+                continue
+            dones.append(event)
+            if event.likelihoods is not None:
+                yield self._chunk(event.index, {"content": ""}, logprobs=self._logprobs(event.likelihoods))
+            yield self._chunk(event.index, {}, finish_reason(event, begun[event.index] > 0))
+        if self._has_usage:
+            yield line(self._body("chat.completion.chunk", []) | {"usage": usage_of(dones, self.ask.sampling.choices)})
+        yield DONE
+
+    def _chunk(self, index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> str:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        usage = {"usage": None} if self._has_usage else {}
+        return line(self._body("chat.completion.chunk", [choice]) | usage)
+
+    def _logprobs(self, found: Likelihoods | None) -> dict[str, Any] | None:
+        if found is None:
+            return None
+        text_of, bytes_of = self._model.prompts.token_text, self._model.prompts.token_bytes
+
+        def entry(token: int, logprob: float | None) -> dict[str, Any]:
+            return {"token": text_of(token), "logprob": logprob, "bytes": list(bytes_of(token))}
+
+        content = [
+            entry(one.token, one.logprob) | {"top_logprobs": [entry(*pair) for pair in one.top]} for one in found
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _check_modalities(body: Fields) -> None:
+    if set(body.strings("modalities")) - {"text"}:
+        raise RequestError("modalities: this model writes text only", "modalities")
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": new_id("call_"), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    content = answer.content if answer.content or not answer.calls else None
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if answer.thoughts:
+        message["reasoning_content"] = answer.thoughts
+    if answer.calls:
+        message["tool_calls"] = [_call(call) for call in answer.calls]
+    return message
+
+
+def _delta(piece: Piece, calls: int) -> dict[str, Any]:
+    """``calls``: how many the text has had before."""
+    if piece.kind == "call":
+        return {"tool_calls": [{"index": calls + n} | _call(call) for n, call in enumerate(piece.calls)]}
+    return {"reasoning_content" if piece.kind == "thought" else "content": piece.text}
