@@ -141,6 +141,9 @@ def _beyond_llama(parts: ModelParts, shape: DecoderShape, family: Family) -> str
     is_gated = all(family.matrices_of(feed_forward_of(layer), ("gate", "gate_up")) for layer in parts.layers)
     found += ["experts"] if family.routing is not None else [] if is_gated else ["a feed-forward without a gate"]
     found += ["gates of the attention"] if family.gates_attention else []
+    attentions = [attention_of(layer) for layer in parts.layers]
+    found += ["sinks"] if any(hasattr(attention, "sinks") for attention in attentions) else []
+    found += ["recurrent layers"] if None in attentions else []
     return ", ".join(found) or None
 
 
