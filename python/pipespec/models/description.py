@@ -85,7 +85,9 @@ def _read(parts: ModelParts, family: Family, matrices: bool) -> ReadModel:
     of_head = {} if head is None else _of_linear(head, "head")
     ends = [matrix_of(end) for end in (head, embed) if end is not None]
     kind, eps = _kind_of_norms(parts, family)
-    numbers = {"embedding_scale": _embedding_scale(embed)} | family.numbers_of(config)
+    numbers: dict[str, Any] = {"embedding_scale": _embedding_scale(embed)} | family.numbers_of(config)
+    if (divisor := numbers.pop("logit_divisor", None)) is not None:
+        numbers["logit_scale"] = 1 / divisor
     rotations = _rotations(parts)
     shape = DecoderShape(
         hidden=config.hidden_size,
