@@ -23,6 +23,7 @@ from tests.support.texts import own_text, same_text
 from tests.trials import PROFILE
 
 NAMES = [name for name in TINY_MODELS if name in ("qwen3_next, recurrent", "qwen3_5, recurrent")]
+EVERY = [*NAMES, *(["lfm2, recurrent"] if "lfm2, recurrent" in TINY_MODELS else [])]
 ONE = "qwen3_next, recurrent"
 
 
@@ -30,27 +31,28 @@ def text(rows: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(2, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def fed(name: str, tokens: torch.Tensor, cache: RowCache) -> torch.Tensor:
-    return forward(model_of(name), tokens, cache, keep=tokens.shape[1])
+def fed(name: str, tokens: torch.Tensor, cache: RowCache, native: bool = True) -> torch.Tensor:
+    return forward(model_of(name), tokens, cache, keep=tokens.shape[1], native=native)
 
 
 # ---- a forward
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_logits_are_the_models(name):
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("name", EVERY)
+def test_logits_are_the_models(name, native):
     """Prefill, blocks and single tokens, rows of different lengths: as each row in one piece by the model itself."""
     tokens = text(2, 40)
     with torch.inference_mode():
         whole = model_of(name)(tokens).logits
     cache = RowCache.for_model(model_of(name), 2, 64)
     cache.aim([30, 9])
-    fed(name, tokens[:, :30], cache)
+    fed(name, tokens[:, :30], cache, native)
     cache.truncate([30, 9])
     assert cache.nbytes == CacheLayout.of(model_of(name).config).bytes_for(2, 64, torch.float32)
     for columns in (1, 5, 3):
         at = cache.lengths
-        got = fed(name, torch.stack([tokens[row, n : n + columns] for row, n in enumerate(at)]), cache)
+        got = fed(name, torch.stack([tokens[row, n : n + columns] for row, n in enumerate(at)]), cache, native)
         wanted = torch.stack([whole[row, n : n + columns] for row, n in enumerate(at)])
         torch.testing.assert_close(got, wanted, rtol=1e-3, atol=2e-3)
 
@@ -131,8 +133,8 @@ def test_an_interrupted_forward_leaves_the_states(monkeypatch):
     """Its slots count for nothing, and what was there before is still right."""
     name = ONE
     cache = RowCache.for_model(model_of(name), 1, 64)
-    fed(name, text(1, 6), cache)
-    wanted = fed(name, text(1, 2, seed=1), copied(cache))
+    fed(name, text(1, 6), cache, native=False)
+    wanted = fed(name, text(1, 2, seed=1), copied(cache), native=False)
 
     def fail(*args: Any) -> None:
         raise KeyboardInterrupt
@@ -141,9 +143,9 @@ def test_an_interrupted_forward_leaves_the_states(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(head, "forward", fail)
         with pytest.raises(KeyboardInterrupt):
-            fed(name, text(1, 2, seed=2), cache)
+            fed(name, text(1, 2, seed=2), cache, native=False)
     cache.truncate([6])
-    assert torch.equal(fed(name, text(1, 2, seed=1), cache), wanted)
+    assert torch.equal(fed(name, text(1, 2, seed=1), cache, native=False), wanted)
 
 
 # ---- pipelines
@@ -226,10 +228,10 @@ def test_modules_that_compute_something_else(monkeypatch):
         check_runnable([target])
     handle.remove()
     check_runnable([target])
-    own = recurrent.GatedDeltaNet._convolved
-    monkeypatch.setattr(recurrent.GatedDeltaNet, "_convolved", lambda self, *given: 1.1 * own(self, *given))
+    own = recurrent._convolved
+    monkeypatch.setattr(recurrent, "_convolved", lambda *given: 1.1 * own(*given))
     with pytest.raises(ValueError, match="compute something else than a gated delta net"):
-        Pipeline(target, schedule="plain").generate(text(1, 4), max_new_tokens=2)
+        forward(target, text(1, 4), RowCache.for_model(target, 1, 8), keep=1, native=False)
 
 
 @pytest.mark.parametrize("where", ["the model", "the base", "a layer", "the module"])

@@ -206,6 +206,11 @@ class ForwardCache(RowStorage):
         if self._ring is not None:
             self._ring.begin(self._lengths, q, self._aim)
         self._open_q, self._aim = q, None
+        if not self._stores:
+            # All layers are recurrent.
+            layout = self._layout
+            sizes = ((0, self.rows, layout.heads, self.capacity, size) for size in (layout.key_dim, layout.value_dim))
+            return *(torch.empty(size, dtype=self.dtype, device=self.device) for size in sizes), self._lengths
         keys, values = self._stores
         return keys, values, self._lengths
 
