@@ -85,7 +85,9 @@ def _read(parts: ModelParts, family: Family, matrices: bool) -> ReadModel:
     of_head = {} if head is None else _of_linear(head, "head")
     ends = [matrix_of(end) for end in (head, embed) if end is not None]
     kind, eps = _kind_of_norms(parts, family)
-    numbers = {"embedding_scale": _embedding_scale(embed)} | family.numbers_of(config)
+    numbers: dict[str, Any] = {"embedding_scale": _embedding_scale(embed)} | family.numbers_of(config)
+    if (divisor := numbers.pop("logit_divisor", None)) is not None:
+        numbers["logit_scale"] = 1 / divisor
     rotations = _rotations(parts)
     shape = DecoderShape(
         hidden=config.hidden_size,
@@ -141,6 +143,9 @@ def _beyond_llama(parts: ModelParts, shape: DecoderShape, family: Family) -> str
     is_gated = all(family.matrices_of(feed_forward_of(layer), ("gate", "gate_up")) for layer in parts.layers)
     found += ["experts"] if family.routing is not None else [] if is_gated else ["a feed-forward without a gate"]
     found += ["gates of the attention"] if family.gates_attention else []
+    attentions = [attention_of(layer) for layer in parts.layers]
+    found += ["sinks"] if any(hasattr(attention, "sinks") for attention in attentions) else []
+    found += ["recurrent layers"] if None in attentions else []
     return ", ".join(found) or None
 
 

@@ -75,7 +75,7 @@ class Family:
         norms_rotated: the norms of queries and keys come after the rotation.
         query_factors: what queries are multiplied by, from the configuration and their positions.
         scales_embedding: the module of the token embedding multiplies by a factor.
-        numbers: constants of :class:`DecoderShape` from the configuration.
+        numbers: constants of :class:`DecoderShape` from the configuration; ``logit_divisor`` is the inverse of a ``logit_scale``.
         routing: how experts are chosen, by their router; None: there are none.
         gates_attention: half of the rows of the queries are gates of what the attention gives. The other layers have a gated delta net.
     """
@@ -177,7 +177,7 @@ FAMILIES = {
         ),
         Family(
             "granite", "Granite",
-            numbers={"embedding_scale": lambda c: c.embedding_multiplier, "logit_scale": lambda c: 1 / c.logits_scaling},
+            numbers={"embedding_scale": lambda c: c.embedding_multiplier, "logit_divisor": lambda c: c.logits_scaling},
         ),
         Family("mixtral", "Mixtral", routing=experts.softmax),
         Family("phimoe", "Phimoe", routing=experts.sparse_mixer),
@@ -186,7 +186,7 @@ FAMILIES = {
         Family("gpt_oss", "GptOss", routing=experts.softmax),
         Family(
             "granitemoe", "GraniteMoe", routing=experts.softmax,
-            numbers={"embedding_scale": lambda c: c.embedding_multiplier, "logit_scale": lambda c: 1 / c.logits_scaling},
+            numbers={"embedding_scale": lambda c: c.embedding_multiplier, "logit_divisor": lambda c: c.logits_scaling},
         ),
         Family("deepseek_v3"),
         Family("dots1", "Dots1", routing=experts.by_sigmoids),
@@ -223,7 +223,10 @@ def embedded(parts: ModelParts, tokens: torch.Tensor) -> torch.Tensor:
 def scaled(parts: ModelParts, logits: torch.Tensor) -> torch.Tensor:
     """The model's logits of what its head gives."""
     numbers = _numbers(parts)
-    logits = logits * numbers.get("logit_scale", 1.0)
+    if (scale := numbers.get("logit_scale")) is not None:
+        logits = logits * scale
+    if (divisor := numbers.get("logit_divisor")) is not None:
+        logits = logits / divisor
     cap = numbers.get("logit_softcap")
     return cap * torch.tanh(logits / cap) if cap else logits
 
