@@ -40,6 +40,7 @@ from triton.compiler import ASTSource
 
 from bench.harness import save
 from pipespec_kernels.products import MAX_ROWS
+from pipespec_kernels.tiles import BAND, LAYOUTS, WIDTH
 from pipespec_kernels.triton.activation import BLOCK as ACTIVATION_BLOCK
 from pipespec_kernels.triton.activation import silu_mul_kernel
 from pipespec_kernels.triton.attention import (
@@ -72,6 +73,7 @@ from pipespec_kernels.triton.penalize import penalize_kernel
 from pipespec_kernels.triton.rejection_sample import rejection_choose_kernel, rejection_test_kernel
 from pipespec_kernels.triton.rope import rope_append_kernel
 from pipespec_kernels.triton.rope import tile_of as rope_tile
+from pipespec_kernels.triton.tiles import TILES, decode_kernel
 from pipespec_kernels.triton.verify import verify_kernel
 
 ARCHS = (80, 90, 100)
@@ -99,10 +101,14 @@ IN_QUICK += (
     "linear_small, O",
     "linear_small, gate_up",
     "qkv_append, D=128",
+    "linear_small, O, q4_k",
+    "linear_small, O, q6_k",
+    "linear_small, O, q8_0",
 )
 LAYER_KERNELS = (add_rms_norm_kernel, silu_mul_kernel, rope_append_kernel)
 PRODUCT_KERNELS = (linear_kernel, qkv_append_kernel)
 PRODUCT_REGISTERS = {8: 128, 16: 200}  # by columns: four blocks of four warps on a multiprocessor, and two
+TILES_REGISTERS = {8: 184, 16: 255}  # with quantised weights: nearly three, and two
 SPILLED_BYTES = 24 if triton.__version__.startswith("3.5.") else 0
 """Triton 3.5 spills so much in three forms of attention, 3.6 nothing."""
 LAYER_REGISTERS = 128  # with 16 warps a block of threads: as many as a multiprocessor has for them
@@ -283,8 +289,11 @@ def product_cases() -> Iterator[CompileCase]:
     def product(
         name: str, kernel: Any, dtype: str, n: int, k: int, most: int, columns: int = 8, **own: Any
     ) -> CompileCase:
-        tile = product_tile(n, BYTES[dtype])
+        layout = own.get("LAYOUT")
+        tile = product_tile(n, BYTES[dtype], layout is not None)
+        types = {} if layout is None else {"weight": "*u8"}
         constants = {
+            "LAYOUT": None,
             "K": k,
             "NORM": False,
             "HAS_BIAS": False,
@@ -296,7 +305,7 @@ def product_cases() -> Iterator[CompileCase]:
         constants |= {"HAS_COUNTS": True, "ROWS_OF_X": MAX_ROWS}
         constants |= {"EVEN": k % (PARTS * tile.block) == 0, "BLOCK": tile.block, "BLOCK_NORM": tile.norm} | own
         name = f"{name}, M={columns}" if columns > 8 else name
-        return CompileCase(name, kernel, dtype, None, constants, None, PARTS, tile.stages, most, False)
+        return CompileCase(name, kernel, dtype, None, constants, None, PARTS, tile.stages, most, False, types)
 
     def linear(name: str, dtype: str, n: int, k: int, most: int, columns: int = 8, **own: Any) -> CompileCase:
         own = {"KIND": -1, "HAS_RESIDUAL": False, "N": n} | own
@@ -320,6 +329,21 @@ def product_cases() -> Iterator[CompileCase]:
     yield qkv("fp16", 96, 48, 3072, 2400, HAS_BIAS=True)
     with_float32 = qkv("bf16", 128, 128, 4096, 2300)
     yield replace(with_float32, name=f"{with_float32.name}, fp32 tables", types={"cos": "*fp32", "sin": "*fp32"})
+    for name, layout in LAYOUTS.items():
+        yield linear(f"O, {name}", "bf16", 4096, 4096, 1900, HAS_RESIDUAL=True, LAYOUT=layout)
+    for name in ("q4_k", "q6_k"):
+        for columns, more in ((8, 1.0), (16, 1.6)):
+            own = {"NORM": True, "LAYOUT": LAYOUTS[name]}
+            yield linear(f"gate_up, {name}", "bf16", 28672, 4096, int(4600 * more), columns, KIND=0, **own)
+            case = qkv("bf16", 128, 128, 4096, int(3600 * more), columns, LAYOUT=LAYOUTS[name])
+            yield replace(case, name=f"{case.name}, {name}")
+    yield linear("down, q8_0", "fp16", 2048, 5632, 2200, LAYOUT=LAYOUTS["q8_0"])
+    rows = {"LAYOUT": LAYOUTS["q4_k"], "HAS_INDEX": False, "N": 4096, "K": 4096, "TILES": TILES}
+    for name, index in (("all", False), ("of tokens", True)):
+        yield CompileCase(
+            f"decode_rows, {name}", decode_kernel, "bf16", None, rows | {"HAS_INDEX": index}, None, TILES, 3, 900, False,
+            {"weight": "*u8", "index": "*i64"},
+        )  # fmt: skip
 
 
 def dependent_cases() -> Iterator[CompileCase]:
@@ -359,7 +383,7 @@ def compile_case(case: CompileCase, arch: int, tighten: float = 1.0) -> dict[str
         "name": case.name,
         "arch": arch,
         "dtype": case.dtype,
-        "block": next(constants[key] for key in ("BLOCK", "BLOCK_N", "BLOCK_D") if key in constants),
+        "block": next(constants[key] for key in ("BLOCK", "BLOCK_N", "BLOCK_D", "TILES") if key in constants),
         "warps": warps,
         "registers": usage["REG"],
         "spilled": usage["LOCAL"] + usage["STACK"],
@@ -367,6 +391,7 @@ def compile_case(case: CompileCase, arch: int, tighten: float = 1.0) -> dict[str
         "instructions": len(sass),
         "loop_per_logit": loop_per_logit,
         "all_per_logit": all_per_logit,
+        "bytes_per_weight": bytes_per_weight(constants, case.dtype) if case.kernel in PRODUCT_KERNELS else None,
         "tickets": compiled.asm["ptx"].count(".acq_rel."),
         "before_wait": before_wait(sass) if constants["PDL"] else None,
     }
@@ -462,16 +487,26 @@ def before_wait(sass: list[tuple[int, str]]) -> int:
     return sum(bool(re.search(r"\bLDG\S*\.128\b", text)) for text in code[:wait])
 
 
+def bytes_per_weight(constants: dict[str, Any], dtype: str) -> float:
+    """What a product reads for each of its weights."""
+    layout = constants["LAYOUT"]
+    return BYTES[dtype] if layout is None else layout.nbytes / (BAND * WIDTH)
+
+
 def product_faults(
     report: dict[str, Any], sass: list[tuple[int, str]], ttgir: str, constants: dict[str, Any]
 ) -> list[str]:
     """What is wrong with a product of few rows."""
     half, found = report["dtype"] != "fp32", []
-    most = PRODUCT_REGISTERS[constants["COLUMNS"]]
+    in_tiles = constants["LAYOUT"] is not None
+    most = (TILES_REGISTERS if in_tiles else PRODUCT_REGISTERS)[constants["COLUMNS"]]
     if report["registers"] > most:
         found.append(f"{report['registers']} registers, budget {most}")
-    if constants["PDL"] and report["before_wait"] < 4:
-        found.append(f"{report['before_wait']} loads of weights before the wait, 4 needed")
+    needed = 2 if in_tiles else 4
+    if constants["PDL"] and report["before_wait"] < needed:
+        found.append(f"{report['before_wait']} loads of weights before the wait, {needed} needed")
+    if in_tiles and half and re.search(r"(local_load|convert_layout)\b.*-> .*dot_op<\{opIdx = 0", ttgir):
+        found.append("decoded weights go from thread to thread")
     steps = constants["K"] // (PARTS * constants["BLOCK"])
     if steps > 2 and not any(re.search(r"\bLDGSTS\S*\.128\b", text) for _, text in sass):
         found.append("weights do not come 16 bytes at a time while others are multiplied")

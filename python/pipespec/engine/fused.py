@@ -28,12 +28,13 @@ from transformers import PreTrainedModel
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import Form, WholeModel, check_outputs, probe, probe_cache, probe_inputs, probed
 from pipespec.engine.known import FUSED, moving
-from pipespec.models import families
+from pipespec.models import families, tiled
 from pipespec.models.families import NotReadable
 from pipespec.models.merging import check_separate, merge, merged
 from pipespec.models.parts import ModelParts
 from pipespec_kernels import ops
-from pipespec_kernels.products import MAX_ROWS
+from pipespec_kernels.products import MAX_ROWS, can_append, can_halve
+from pipespec_kernels.tiles import TiledMatrix
 
 BLOCKS = (64, 16, 1)
 """Rows of a product in the exact form: the first number for which no product of the model depends on a row's place. A product of one row has one
@@ -42,32 +43,59 @@ place."""
 _numbers = itertools.count(1)
 
 
-class _Product(NamedTuple):
-    """Products of one input. Their matrices and biases, each in one part, or in several that :meth:`whole` copies into one: before the merge, for the
-    check alone. Where one is opaque: the modules."""
+class _Run(NamedTuple):
+    """A product of one or several matrices of one input. Each in one part, or in several that :meth:`whole` copies into one: before the merge, for the check
+    alone. ``format``: of the tiles of the matrices, whose shape is ``shape`` in all; None: they are numbers."""
 
-    weight: tuple[torch.Tensor, ...] = ()
-    bias: tuple[torch.Tensor, ...] = ()
+    weight: tuple[torch.Tensor, ...]
+    bias: tuple[torch.Tensor, ...]
+    format: str | None
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, linears: list[Any]) -> _Run:
+        matrices = [families.matrix_of(linear) for linear in linears]
+        weights = [matrix.data if isinstance(matrix, TiledMatrix) else matrix for matrix in matrices]
+        given = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        if given and len(given) < len(linears):
+            raise NotReadable("of the matrices of one input some have biases and some have none")
+        whole, whole_bias = merged(weights), merged(given) if given else None
+        return cls(
+            tuple(weights) if whole is None else (whole,),
+            tuple(given) if whole_bias is None else (whole_bias,),
+            next((matrix.format for matrix in matrices if isinstance(matrix, TiledMatrix)), None),
+            (sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]),
+        )
+
+    def whole(self) -> tuple[torch.Tensor | TiledMatrix, torch.Tensor | None]:
+        """Weight and bias, each in one part."""
+        weight, bias = (
+            parts[0] if len(parts) == 1 else torch.cat(parts) if parts else None for parts in (self.weight, self.bias)
+        )
+        assert weight is not None
+        return weight if self.format is None else TiledMatrix(self.format, weight, self.shape), bias
+
+
+class _Product(NamedTuple):
+    """Products of one input: one for each run of matrices in one format. Where one is opaque: the modules."""
+
+    runs: tuple[_Run, ...] = ()
     modules: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, linears: tuple[Any, ...]) -> _Product:
         if any(map(families.is_opaque, linears)):
             return cls(modules=linears)
-        weights = [linear.weight.detach() for linear in linears]
-        given = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        if given and len(given) < len(linears):
-            raise NotReadable("of the matrices of one input some have biases and some have none")
-        whole, whole_bias = merged(weights), merged(given) if given else None
-        return cls(tuple(weights) if whole is None else (whole,), tuple(given) if whole_bias is None else (whole_bias,))
+        return cls(tuple(map(_Run.of, families.runs(linears))))
 
-    def whole(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias, each in one part."""
-        weight, bias = (
-            parts[0] if len(parts) == 1 else torch.cat(parts) if parts else None for parts in (self.weight, self.bias)
-        )
-        assert weight is not None
-        return weight, bias
+    @property
+    def is_tiled(self) -> bool:
+        """Whether a matrix is quantised."""
+        return any(run.format is not None for run in self.runs)
+
+    def whole(self) -> tuple[Any, torch.Tensor | None] | None:
+        """Weight and bias of all in one part; None where they have several formats."""
+        return self.runs[0].whole() if len(self.runs) == 1 else None
 
 
 class _Layer(NamedTuple):
@@ -163,7 +191,9 @@ class FusedForm(Form):
         """The first of :data:`BLOCKS` that fits all products of the model. Of each shape, one matrix is tested."""
         if self.has_opaque:
             raise NotReadable("its quantised modules, or those with an adapter, may depend on the number of rows")
-        wholes = [product.whole() for product in products]
+        if any(product.is_tiled for product in products):
+            raise NotReadable("its quantised matrices have other kernels for more than 16 rows")
+        wholes = [run.whole() for product in products for run in product.runs]
         shapes = {(weight.shape, weight.stride(), bias is None): (weight, bias) for weight, bias in wholes}
         with torch.inference_mode(), _without_autocast(wholes[0][0].device.type):
             return next(rows for rows in BLOCKS if all(is_row_independent(rows, *pair) for pair in shapes.values()))
@@ -186,7 +216,7 @@ class FusedForm(Form):
         shape, (rows, q) = read.shape, tokens.shape
         n = rows * q
         fed = self._in_blocks(tokens.reshape(-1))
-        hidden: torch.Tensor = F.embedding(fed, read.embedding) if read.scaled is None else read.scaled(fed)
+        hidden = self._embed(fed)
         _, stored = cache.open(q)
         # Padding stays zero.
         mixed = (hidden.new_empty if len(fed) == n else hidden.new_zeros)((len(fed), shape.heads * shape.head_dim))
@@ -213,25 +243,33 @@ class FusedForm(Form):
             x = self._in_blocks(kept.flatten(0, 1))
         if narrow:
             norm: dict[str, Any] = {"norm": self._last_norm, **self._norm}
-            logits = ops.linear_small(x, *self._head.whole(), query_lens=new, **norm)
+            logits = ops.linear_small(x, *self._head.runs[0].whole(), query_lens=new, **norm)
         else:
             logits = self._joined(x, self._head)
         return logits[: rows * keep].view(rows, keep, logits.shape[1])
 
     def _run_narrow(self, hidden: torch.Tensor, step: _Step) -> torch.Tensor:
         """The layers in products of few rows. Returns the last hidden states."""
+        shape = self._read.shape
         for i, layer in enumerate(self._layers):
             norm: dict[str, Any] = {"norm": layer.norms[0], "query_lens": step.new, **self._norm}
-            if layer.head_norms:
-                queries = self._rotated([ops.linear_small(hidden, *layer.qkv.whole(), **norm)], i, step)
+            qkv = layer.qkv.whole()
+            if layer.head_norms or qkv is None or not can_append(qkv[0], shape.head_dim, shape.rotary_dim):
+                queries = self._rotated(
+                    [ops.linear_small(hidden, *run.whole(), **norm) for run in layer.qkv.runs], i, step
+                )
             else:
                 columns, storage = hidden.view(*step.shape, -1), self._storage(i, step)
-                queries = ops.qkv_append(columns, *layer.qkv.whole(), *step.tables, *storage, step.lengths, **norm)
+                queries = ops.qkv_append(columns, *qkv, *step.tables, *storage, step.lengths, **norm)
             mixed = self._attend(queries, i, step)
-            hidden = ops.linear_small(mixed, *layer.o.whole(), residual=hidden, query_lens=step.new)
-            norm["norm"], kind = layer.norms[1], self._read.shape.activation
-            x = ops.linear_small(hidden, *layer.gate_up.whole(), activation=kind, **norm)
-            hidden = ops.linear_small(x, *layer.down.whole(), residual=hidden, query_lens=step.new)
+            hidden = ops.linear_small(mixed, *layer.o.runs[0].whole(), residual=hidden, query_lens=step.new)
+            norm["norm"], gate_up = layer.norms[1], layer.gate_up.whole()
+            if gate_up is None or not can_halve(gate_up[0]):
+                both = [ops.linear_small(hidden, *run.whole(), **norm) for run in layer.gate_up.runs]
+                x = ops.silu_mul(both[0] if len(both) == 1 else torch.cat(both, -1), activation=shape.activation)
+            else:
+                x = ops.linear_small(hidden, *gate_up, activation=shape.activation, **norm)
+            hidden = ops.linear_small(x, *layer.down.runs[0].whole(), residual=hidden, query_lens=step.new)
             step.note(i + 1, hidden)
         return hidden
 
@@ -250,11 +288,17 @@ class FusedForm(Form):
         return step.stored[i], step.stored[len(self._layers) + i]
 
     def _rotated(self, products: list[torch.Tensor], i: int, step: _Step) -> torch.Tensor:
-        """The rotated queries of layer ``i``; its keys and values go to the cache. ``products``: one of all heads, or three."""
+        """The rotated queries of layer ``i``; its keys and values go to the cache. ``products``: of all heads, each with heads of one kind or
+        of several."""
         shape, (rows, q) = self._read.shape, step.shape
         parts = [part[: rows * q].view(rows, q, -1, shape.head_dim).transpose(1, 2) for part in products]
-        kinds = shape.heads, shape.kv_heads, shape.kv_heads
-        queries, keys, values = parts if len(parts) == 3 else parts[0].split(kinds, 1)
+        kinds, heads = iter((shape.heads, shape.kv_heads, shape.kv_heads)), list[torch.Tensor]()
+        for part in parts:
+            while part.shape[1]:
+                n = next(kinds)
+                heads.append(part[:, :n])
+                part = part[:, n:]
+        queries, keys, values = heads
         norms: dict[str, Any] = {**self._layers[i].head_norms, **self._norm}
         storage = self._storage(i, step)
         return ops.rope_append(queries, keys, values, *step.tables, *storage, step.lengths, step.new, **norms)
@@ -270,12 +314,28 @@ class FusedForm(Form):
         missing = -len(x) % self.block if self.block else 0
         return F.pad(x, (0,) * (2 * x.dim() - 1) + (missing,)) if missing else x
 
+    def _embed(self, fed: torch.Tensor) -> torch.Tensor:
+        """The first hidden states ``[n, H]`` of tokens ``[n]``."""
+        read = self._read
+        hidden: torch.Tensor
+        if read.scaled is not None:
+            hidden = read.scaled(fed)
+        elif isinstance(read.embedding, TiledMatrix):
+            hidden = ops.decode_rows(read.embedding, fed, dtype=read.norm.dtype)
+        else:
+            hidden = F.embedding(fed, read.embedding)
+        return hidden
+
     def _multiply(self, x: torch.Tensor, product: _Product) -> list[torch.Tensor]:
         """Products of rows ``x [n, K]``, in the exact form one per block; of opaque modules one each."""
         if product.modules:
             return [module(x) for module in product.modules]
-        outputs = [F.linear(part, *product.whole()) for part in (x.split(self.block) if self.block else (x,))]
-        return [outputs[0] if len(outputs) == 1 else torch.cat(outputs)]
+        found = []
+        for run in product.runs:
+            weight, bias = run.whole()
+            outputs = [tiled.product(part, weight, bias) for part in (x.split(self.block) if self.block else (x,))]
+            found.append(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+        return found
 
     def _joined(self, x: torch.Tensor, product: _Product) -> torch.Tensor:
         outputs = self._multiply(x, product)
