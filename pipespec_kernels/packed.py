@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from pipespec_kernels import _native
-from pipespec_kernels import formats as f
 from pipespec_kernels.formats import QuantizedMatrix
 
 __all__ = ["PackedMatrix", "matmul_reference", "num_threads", "round_inputs"]
@@ -109,58 +108,31 @@ def round_inputs(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 def matmul_reference(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
     """The bits of :meth:`PackedMatrix.matmul` for ``x[n, columns]``, in plain torch."""
-    rows, columns = matrix.shape
-    form = matrix.format
-    blocks = matrix.data.view(-1, form.block_bytes)
+    rows, form = matrix.shape[0], matrix.format
+    of = form.read(matrix.data.view(-1, form.block_bytes))
+
+    def by_block(numbers: Tensor) -> Tensor:
+        """``[columns // block, rows, ...]``."""
+        return numbers.view(rows, -1, numbers.shape[-1]).transpose(0, 1)
+
     codes, scale = round_inputs(x, form.block)
     out = torch.zeros(len(x), rows)
-    if form.block == 32:
-        weights, scales, minima = _of_32(form.name, blocks)
-        for b in range(columns // 32):
-            dots = torch.einsum("nk,rk->nr", codes[:, b].double(), weights.view(rows, -1, 32)[:, b].double()).float()
-            out = out + scales.view(rows, -1)[:, b] * scale[:, b, None] * dots
-            if minima is not None:
-                sums = scale[:, b, None] * codes[:, b].sum(1, keepdim=True).float()
-                out = out + minima.view(rows, -1)[:, b] * sums
-        return out
-    weights, scales, subs, minima, sub_minima = _of_256(form.name, blocks)
-    groups = subs.shape[1]
-    scaled = (weights.view(-1, groups, 256 // groups) * subs[:, :, None]).view(rows, -1, 256).double()
-    sub_minima = sub_minima.view(rows, -1, 8).double()
-    for b in range(columns // 256):
-        dots = torch.einsum("nk,rk->nr", codes[:, b].double(), scaled[:, b]).float()
-        out = out + scales.view(rows, -1)[:, b] * scale[:, b, None] * dots
-        if minima is not None:
-            sums = codes[:, b].view(-1, 8, 32).sum(2).double()
-            dots = torch.einsum("nk,rk->nr", sums, sub_minima[:, b]).float()
-            out = out - minima.view(rows, -1)[:, b] * scale[:, b, None] * dots
+    for b, (numbers, scales) in enumerate(zip(by_block(of.codes.double()), by_block(of.scale), strict=True)):
+        inputs, input_scale = codes[:, b].double(), scale[:, b, None]
+        if of.group_scales is not None:
+            numbers = numbers * by_block(of.group_scales)[b].repeat_interleave(256 // of.group_scales.shape[1], 1)
+        # Each scale is of a run of codes.
+        for run in range(scales.shape[1]):
+            size = form.block // scales.shape[1]
+            part = slice(run * size, (run + 1) * size)
+            out = out + scales[:, run] * input_scale * (inputs[:, part] @ numbers[:, part].T).float()
+        if of.minimum is None:
+            continue
+        minimum = by_block(of.minimum)[b, :, 0]
+        if of.group_minima is None:
+            out = out + minimum * (input_scale * inputs.sum(1, keepdim=True).float())
+        else:
+            minima = by_block(of.group_minima)[b].double()
+            sums = inputs.view(len(x), minima.shape[1], -1).sum(2)
+            out = out - minimum * input_scale * (sums @ minima.T).float()
     return out
-
-
-def _of_32(name: str, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes less their offset ``[n, 32]``, scales ``[n]`` and minima ``[n]`` of blocks."""
-    scales = f._half(blocks, 0)[:, 0]
-    if name == "q8_0":
-        return blocks[:, 2:].contiguous().view(torch.int8).int(), scales, None
-    at = 4 if name.endswith("_1") else 2
-    minima = f._half(blocks, 2)[:, 0] if at == 4 else None
-    five = name.startswith("q5")
-    codes = f._nibbles(blocks[:, at + 4 * five :], 16)
-    if five:
-        codes = codes | f._fifth_bits(blocks[:, at : at + 4])
-    return codes.int() - (0 if at == 4 else 16 if five else 8), scales, minima
-
-
-def _of_256(name: str, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """Codes ``[n, 256]``, scales ``[n]``, sub-scales ``[n, groups]``, minima ``[n]`` and sub-minima ``[n, 8]`` of blocks."""
-    if name == "q6_k":
-        low = f._nibbles(blocks[:, :128], 64).view(-1, 2, 4, 32)
-        high = f._fields(blocks[:, 128:192], 2).view(-1, 2, 32, 4).transpose(2, 3)
-        codes = (low | (high << 4)).reshape(-1, 256).int() - 32
-        subs = blocks[:, 192:208].contiguous().view(torch.int8).int()
-        return codes, f._half(blocks, 208)[:, 0], subs, None, subs[:, :8]
-    subs, sub_minima = f._scales(blocks[:, 4:16])
-    codes = f._nibbles(blocks[:, 16 if name == "q4_k" else 48 :], 32)
-    if name == "q5_k":
-        codes = codes | f._fields(blocks[:, 16:48], 1).transpose(1, 2).reshape(-1, 256) << 4
-    return codes.int(), f._half(blocks, 0)[:, 0], subs.int(), f._half(blocks, 2)[:, 0], sub_minima.int()

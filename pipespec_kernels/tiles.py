@@ -10,7 +10,7 @@ A weight is ``scale * number + minimum`` in float32, rounded once to the dtype o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipespec_kernels import formats as f
+from pipespec_kernels.block_layouts import E2M1, IQ2, IQ3_S, IQ3_XXS, IQ4, Parts, looked_up, power
 from pipespec_kernels.formats import QuantizedMatrix
 
 __all__ = ["LAYOUTS", "TileLayout", "TiledMatrix", "in_tiles"]
@@ -29,8 +29,12 @@ BAND = 8
 WIDTH = 128
 """Columns of a tile."""
 
-HALF, STEPS = 0, 1
-"""Kinds of scales. One float16 for 32 columns; or a float16 for the tile, times an integer of 8 bits for 32 or 16 columns."""
+HALF, STEPS, PAIRS, POWERS = range(4)
+"""Kinds of scales. One float16 for 32 columns; or a float16 for the tile, times an integer of 8 bits for 32 or 16 columns, or one of 4 bits, beside which are those of the
+minimum; or a power of two for 32 columns."""
+
+LINEAR, FLOATS, TABLE = range(3)
+"""Kinds of codes: numbers less an offset, floats of 4 bits, places in a table."""
 
 _CHUNK = 1 << 22  # weights that are brought into tiles at a time
 
@@ -42,91 +46,72 @@ class TileLayout(NamedTuple):
         low: bits of a code in the first plane of codes: 2 or 4.
         high: bits above them, in the second plane: 0, 1, 2 or 4. 0: there is none.
         zero: the code of the number 0.
-        scales: :data:`HALF` or :data:`STEPS`.
-        group: columns of one scale: 32, or 16 with :data:`STEPS`.
+        scales: :data:`HALF`, :data:`STEPS`, :data:`PAIRS` or :data:`POWERS`.
+        group: columns of one scale: 32, or 16 with :data:`STEPS` and :data:`PAIRS`.
         minima: whether a minimum is added, of which there are as many as scales.
         signed: whether the integers of :data:`STEPS` have a sign.
+        codes: :data:`LINEAR`, :data:`FLOATS` or :data:`TABLE`.
+        words: a table's 16 numbers plus 128, four in each word of 32 bits.
+        factor: what all scales are multiplied by, a power of two.
     """
 
     low: int
-    high: int
-    zero: int
-    scales: int
+    high: int = 0
+    zero: int = 0
+    scales: int = HALF
     group: int = 32
     minima: bool = False
     signed: bool = False
+    codes: int = LINEAR
+    words: tuple[int, ...] = ()
+    factor: float = 1.0
 
     @property
-    def codes(self) -> int:
-        """Bytes of a tile's codes."""
-        return WIDTH * (self.low + self.high)
+    def values(self) -> tuple[int, ...]:
+        """The numbers of 16 codes; none where they are linear."""
+        bytes_of = (word >> shift & 255 for word in self.words for shift in (0, 8, 16, 24))
+        return E2M1 if self.codes == FLOATS else tuple(byte - 128 for byte in bytes_of)
 
     @property
     def pieces(self) -> tuple[int, ...]:
         """Bytes per row of a tile of each kind of number behind the codes: low and high bytes of scales, likewise of minima; or the float16 heads of scale and
         minimum, scales, minima."""
+        if self.scales == POWERS:
+            return (4,)
         if self.scales == HALF:
             return (4, 4) * (1 + self.minima)
-        return (4, *(WIDTH // self.group,) * (1 + self.minima))
+        return (4, *(WIDTH // self.group,) * (2 if self.scales == STEPS and self.minima else 1))
 
     @property
     def nbytes(self) -> int:
         """Bytes of a tile."""
-        return self.codes + BAND * sum(self.pieces)
+        return WIDTH * (self.low + self.high) + BAND * sum(self.pieces)
 
 
-Parts = tuple[Tensor, ...]
-"""Of blocks ``[n, bytes]``: codes, uint8 ``[n, block]``; and bytes ``[n, b]`` of the numbers that :attr:`TileLayout.pieces` lists."""
+def _table(values: tuple[int, ...], scales: int, group: int, factor: float = 1.0) -> TileLayout:
+    codes = torch.tensor(values, dtype=torch.int16) + 128
+    words = tuple(codes.to(torch.uint8).view(torch.int32).tolist())
+    return TileLayout(4, 0, 0, scales, group, signed=True, codes=TABLE, words=words, factor=factor)
 
 
-def _of_simple(bits: int, has_minimum: bool) -> Callable[[Tensor], Parts]:
-    """Blocks of 32 with codes of 4 or 5 bits."""
-
-    def split(block: Tensor) -> Parts:
-        at = 4 if has_minimum else 2
-        codes = f._nibbles(block[:, at + 4 * (bits == 5) :], 16)
-        if bits == 5:
-            codes = codes | f._fifth_bits(block[:, at : at + 4])
-        return codes, *block[:, : 4 if has_minimum else 2].split(1, 1)
-
-    return split
-
-
-def _of_q8_0(block: Tensor) -> Parts:
-    return block[:, 2:] ^ 128, *block[:, :2].split(1, 1)
-
-
-def _of_affine(bits: int) -> Callable[[Tensor], Parts]:
-    """Blocks of 256 with scales and minima in 6 bits, of which the minimum is subtracted."""
-
-    def split(block: Tensor) -> Parts:
-        codes = f._nibbles(block[:, 16 if bits == 4 else 48 :], 32)
-        if bits == 5:
-            codes = codes | f._fields(block[:, 16:48], 1).transpose(1, 2).reshape(-1, 256) << 4
-        sign = torch.tensor([0, 0, 0, 128], dtype=torch.uint8, device=block.device)
-        return codes, block[:, :4] ^ sign, *f._scales(block[:, 4:16])
-
-    return split
-
-
-def _of_q6_k(block: Tensor) -> Parts:
-    low = f._nibbles(block[:, :128], 64).view(-1, 2, 4, 32)
-    high = f._fields(block[:, 128:192], 2).view(-1, 2, 32, 4).transpose(2, 3)
-    return (low | high << 4).reshape(-1, 256), F.pad(block[:, 208:210], (0, 2)), block[:, 192:208]
-
-
-_FORMATS: Mapping[str, tuple[TileLayout, Callable[[Tensor], Parts]]] = {
-    "q8_0": (TileLayout(4, 4, 128, HALF), _of_q8_0),
-    "q6_k": (TileLayout(4, 2, 32, STEPS, group=16, signed=True), _of_q6_k),
-    "q5_1": (TileLayout(4, 1, 0, HALF, minima=True), _of_simple(5, True)),
-    "q5_k": (TileLayout(4, 1, 0, STEPS, minima=True), _of_affine(5)),
-    "q5_0": (TileLayout(4, 1, 16, HALF), _of_simple(5, False)),
-    "q4_1": (TileLayout(4, 0, 0, HALF, minima=True), _of_simple(4, True)),
-    "q4_k": (TileLayout(4, 0, 0, STEPS, minima=True), _of_affine(4)),
-    "q4_0": (TileLayout(4, 0, 8, HALF), _of_simple(4, False)),
+LAYOUTS: Mapping[str, TileLayout] = {
+    "q8_0": TileLayout(4, 4, 128),
+    "q6_k": TileLayout(4, 2, 32, STEPS, group=16, signed=True),
+    "q5_1": TileLayout(4, 1, minima=True),
+    "q5_k": TileLayout(4, 1, 0, STEPS, minima=True),
+    "q5_0": TileLayout(4, 1, 16),
+    "q4_1": TileLayout(4, minima=True),
+    "table_iq3_s": _table(IQ3_S, STEPS, 16),
+    "table_iq3_xxs": _table(IQ3_XXS, STEPS, 16, 0.5),
+    "table_iq2": _table(IQ2, STEPS, 16, 0.125),
+    "q4_k": TileLayout(4, 0, 0, STEPS, minima=True),
+    "q4_0": TileLayout(4, 0, 8),
+    "iq4_nl": _table(IQ4, HALF, 32),
+    "iq4_xs": _table(IQ4, STEPS, 32),
+    "mxfp4": TileLayout(4, 0, 0, POWERS, codes=FLOATS),
+    "q3_k": TileLayout(2, 1, 4, STEPS, group=16, signed=True),
+    "q2_k": TileLayout(2, 0, 0, PAIRS, group=16, minima=True),
 }
-
-LAYOUTS: Mapping[str, TileLayout] = {name: layout for name, (layout, _) in _FORMATS.items()}
 """The formats that GPUs multiply with, by name."""
 
 
@@ -182,10 +167,11 @@ class TiledMatrix:
         for bits in filter(None, (layout.low, layout.high)):
             # [bands, tiles, row, t, c, bytes]: of a row all
             plane = tiles[:, :, at : at + WIDTH * bits].unflatten(2, (BAND, 4, 4, bits))[band, :, within]
-            planes.append(f._fields(plane.reshape(-1, bits), bits).reshape(len(index), count, 4, 4, 8))
+            planes.append(_unpacked(plane, bits))
             at += WIDTH * bits
         codes = planes[0] | planes[1] << layout.low if layout.high else planes[0]
-        numbers = codes.transpose(2, 3).reshape(len(index), -1).float() - layout.zero
+        codes = codes.transpose(2, 3).reshape(len(index), -1)
+        numbers = (looked_up(layout.values, codes) if layout.values else codes.short() - layout.zero).float()
         pieces = []
         for size in layout.pieces:
             piece = tiles[:, :, at : at + BAND * size].unflatten(2, (BAND, size))[band, :, within]
@@ -199,13 +185,17 @@ class TiledMatrix:
 
 def _scales_of(layout: TileLayout, pieces: list[Tensor]) -> tuple[Tensor, ...]:
     """Scales and minima ``[n, columns / group]`` of bytes ``[n, tiles, b]``."""
+    if layout.scales == POWERS:
+        return (power(pieces[0]).flatten(1),)
     if layout.scales == HALF:
         halves = [torch.stack(pair, -1).view(torch.float16) for pair in zip(pieces[::2], pieces[1::2], strict=True)]
         return tuple(half.float().flatten(1) for half in halves)
     heads, *steps = pieces
+    if layout.scales == PAIRS:
+        steps = [steps[0] & 15, steps[0] >> 4]
     found = []
     for head, step in zip(heads.view(torch.float16).float().split(1, 2), steps, strict=False):
-        whole = (step.view(torch.int8) if layout.signed else step).float() * head
+        whole = (step.view(torch.int8) if layout.signed else step).float() * (head * layout.factor)
         # Tiles have the first halves of all groups of 32 before the second ones.
         found.append(whole.unflatten(2, (-1, 4)).transpose(2, 3).flatten(1))
     return tuple(found)
@@ -222,42 +212,82 @@ def in_tiles(matrix: QuantizedMatrix, device: torch.device | str | None = None) 
         ValueError: its format has no tiles.
     """
     name, (rows, columns) = matrix.format.name, matrix.shape
-    if name not in _FORMATS:
+    if name not in LAYOUTS:
         raise ValueError(f"{name!r} has no tiles; the formats that have some are {', '.join(LAYOUTS)}")
-    layout, split = _FORMATS[name]
-    count = -(-columns // WIDTH)
+    layout, count = LAYOUTS[name], -(-columns // WIDTH)
     device = matrix.data.device if device is None else torch.device(device)
     data = torch.empty((-(-rows // BAND), count * layout.nbytes), dtype=torch.uint8, device=device)
     step = max(1, _CHUNK // columns // BAND)
     for first in range(0, len(data), step):
         blocks = matrix.data[first * BAND : (first + step) * BAND].to(device)
-        n, block = len(blocks), matrix.format
-        codes, *pieces = split(blocks.reshape(-1, block.block_bytes))
-        bands = -(-n // BAND)
+        n, bands = len(blocks), -(-len(blocks) // BAND)
+        parts = matrix.format.read(blocks.reshape(-1, matrix.format.block_bytes))
         pad = (0, count * WIDTH - columns, 0, bands * BAND - n)
-        order = F.pad(codes.reshape(n, columns), pad).view(bands, BAND, count, 4, 4, 8).permute(0, 2, 1, 4, 3, 5)
+        codes = F.pad(_codes(layout, parts.codes).reshape(n, columns), pad)
+        order = codes.view(bands, BAND, count, 4, 4, 8).permute(0, 2, 1, 4, 3, 5)
         planes = [_packed(order & (1 << layout.low) - 1, layout.low)]
         if layout.high:
             planes.append(_packed(order >> layout.low, layout.high))
-        for size, piece in zip(layout.pieces, pieces, strict=True):
+        for size, piece in zip(layout.pieces, _pieces(layout, parts), strict=True):
             planes.append(_of_tiles(layout, piece.reshape(n, -1), size, count, bands))
         data[first : first + step] = torch.cat([plane.reshape(bands, count, -1) for plane in planes], 2).flatten(1)
     return TiledMatrix(name, data, (rows, columns))
 
 
+def _codes(layout: TileLayout, numbers: Tensor) -> Tensor:
+    """Codes of numbers: uint8."""
+    if not layout.values:
+        return (numbers + layout.zero).to(torch.uint8)
+    places = torch.zeros(256, dtype=torch.uint8)
+    for place in range(15, -1, -1):
+        places[layout.values[place] + 128] = place
+    return places.to(numbers.device)[numbers.int() + 128]
+
+
+def _pieces(layout: TileLayout, parts: Parts) -> list[Tensor]:
+    """Bytes ``[n, b]`` of the numbers that :attr:`TileLayout.pieces` lists."""
+    if layout.scales == POWERS:
+        bits = parts.scale.view(torch.int32)
+        return [torch.where(bits < 1 << 23, (bits >> 21) - 1, (bits >> 23) + 1).to(torch.uint8)]
+    minimum = None if parts.minimum is None else parts.minimum.half().view(torch.uint8)
+    scale = (parts.scale / layout.factor).half().view(torch.uint8)
+    if layout.scales == HALF:
+        return [*scale.split(1, 1), *(() if minimum is None else minimum.split(1, 1))]
+    assert parts.group_scales is not None
+    # Minima of groups are subtracted.
+    below = (
+        torch.zeros_like(scale)
+        if minimum is None
+        else minimum ^ torch.tensor([0, 128], dtype=torch.uint8, device=minimum.device)
+    )
+    steps = [parts.group_scales, *(() if parts.group_minima is None else (parts.group_minima,))]
+    if layout.scales == PAIRS:
+        steps = [steps[0] | steps[1] << 4]
+    return [
+        torch.cat((scale, below), 1),
+        *(step.to(torch.int8 if layout.signed else torch.uint8).view(torch.uint8) for step in steps),
+    ]
+
+
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Codes ``[..., 8]`` of some bits in as many bytes."""
-    return f._pack_fields(codes.reshape(*codes.shape[:-1], bits, 8 // bits), bits)
+    """Codes ``[..., 8]`` of some bits in as many bytes, the first one lowest."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
+    return (codes.unflatten(-1, (bits, -1)) << shifts).sum(-1, dtype=torch.uint8)
+
+
+def _unpacked(plane: Tensor, bits: int) -> Tensor:
+    """The inverse of :func:`_packed`."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=plane.device)
+    return (plane[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
 
 
 def _of_tiles(layout: TileLayout, piece: Tensor, size: int, count: int, bands: int) -> Tensor:
     """Bytes ``[rows, b]``, ``size`` for each tile of a row: ``[bands, tiles, 8, size]``."""
-    if layout.scales == STEPS and size == 4 and 2 * piece.shape[1] == 4 * count:
+    has_steps = layout.scales in (STEPS, PAIRS)
+    if has_steps and size == 4 and 2 * piece.shape[1] == 4 * count:
         piece = piece.view(len(piece), -1, 1, 4).expand(-1, -1, 2, -1).flatten(1)  # the heads of 256 columns
     piece = F.pad(piece, (0, count * size - piece.shape[1], 0, bands * BAND - len(piece)))
     tiles = piece.view(bands, BAND, count, size)
-    if (
-        layout.scales == STEPS and size == 8
-    ):  # of groups of 16: the first halves of all groups of 32 before the second ones
+    if has_steps and size == 8:  # of groups of 16: the first halves of all groups of 32 before the second ones
         tiles = tiles.unflatten(3, (4, 2)).transpose(3, 4).flatten(3)
     return tiles.transpose(1, 2)

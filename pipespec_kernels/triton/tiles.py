@@ -10,14 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipespec_kernels.tiles import BAND, HALF, WIDTH, TiledMatrix
+from pipespec_kernels.tiles import BAND, FLOATS, HALF, LINEAR, PAIRS, POWERS, WIDTH, TiledMatrix
 from pipespec_kernels.triton import launch
 from pipespec_kernels.triton.launch import begin_dependent, dependent, on
 from pipespec_kernels.triton.norm import rounded
 
 # Places in a TileLayout, which kernels have as a constant.
-LOW, HIGH, ZERO, SCALES, GROUP, MINIMA, SIGNED = (tl.constexpr(i) for i in range(7))
-OF_32 = tl.constexpr(HALF)
+LOW, HIGH, ZERO, SCALES, GROUP, MINIMA, SIGNED, CODES, WORDS, FACTOR = (tl.constexpr(i) for i in range(10))
+OF_32, IN_PAIRS, IN_POWERS = tl.constexpr(HALF), tl.constexpr(PAIRS), tl.constexpr(POWERS)
+ARE_LINEAR, ARE_FLOATS = tl.constexpr(LINEAR), tl.constexpr(FLOATS)
 COLUMNS = tl.constexpr(WIDTH)
 ROWS = tl.constexpr(BAND)
 
@@ -28,9 +29,11 @@ TILES = 4
 @triton.jit
 def tile_bytes(LAYOUT: tl.constexpr):
     """Bytes of a tile."""
-    SCALE_BYTES: tl.constexpr = COLUMNS // LAYOUT[GROUP] * (2 if LAYOUT[SCALES] == OF_32 else 1)
-    HEAD_BYTES: tl.constexpr = 0 if LAYOUT[SCALES] == OF_32 else 4
-    return COLUMNS * (LAYOUT[LOW] + LAYOUT[HIGH]) + ROWS * (HEAD_BYTES + SCALE_BYTES * (2 if LAYOUT[MINIMA] else 1))
+    KIND: tl.constexpr = LAYOUT[SCALES]
+    ONE: tl.constexpr = COLUMNS // LAYOUT[GROUP] * (2 if KIND == OF_32 else 1)
+    HEAD: tl.constexpr = 4 if KIND != OF_32 and KIND != IN_POWERS else 0
+    COUNT: tl.constexpr = 2 if LAYOUT[MINIMA] and KIND != IN_PAIRS else 1
+    return COLUMNS * (LAYOUT[LOW] + LAYOUT[HIGH]) + ROWS * (HEAD + ONE * COUNT)
 
 
 @triton.jit
@@ -99,6 +102,12 @@ def load_scales(at, there, LAYOUT: tl.constexpr, EVEN: tl.constexpr):
         minimum = scale
         if LAYOUT[MINIMA]:
             minimum = load_halves(halves + ROWS * 8, there, EVEN)
+    elif LAYOUT[SCALES] == IN_POWERS:
+        power = load_numbers(at + row * 4 + group, there, EVEN).to(tl.int32)
+        # Half of it: below the smallest normal number the bits are shifted.
+        bits = tl.where(power < 2, (power + 1) << 21, (power - 1) << 23)
+        scale = bits.to(tl.float32, bitcast=True)
+        minimum = scale
     else:
         NUMBERS: tl.constexpr = COLUMNS // LAYOUT[GROUP]
         heads = load_numbers(at.to(tl.pointer_type(tl.int32)) + row, there, EVEN)
@@ -106,13 +115,18 @@ def load_scales(at, there, LAYOUT: tl.constexpr, EVEN: tl.constexpr):
         if LAYOUT[GROUP] == 16:
             steps += e // 8 % 2 * 4
         step = load_numbers(steps, there, EVEN)
+        above = step
+        if LAYOUT[SCALES] == IN_PAIRS:
+            step, above = step & 15, step >> 4
+        elif LAYOUT[MINIMA]:
+            above = load_numbers(steps + ROWS * NUMBERS, there, EVEN)
         if LAYOUT[SIGNED]:
             step = step.to(tl.int8, bitcast=True)
-        scale = heads.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * step.to(tl.float32)
+        head = heads.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * LAYOUT[FACTOR]
+        scale = head * step.to(tl.float32)
         minimum = scale
         if LAYOUT[MINIMA]:
-            step = load_numbers(steps + ROWS * NUMBERS, there, EVEN)
-            minimum = (heads >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * step.to(tl.float32)
+            minimum = (heads >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * above.to(tl.float32)
     return scale, minimum
 
 
@@ -122,8 +136,18 @@ def weight_of(low, high, scale, minimum, n: tl.constexpr, dtype: tl.constexpr, L
     code = (low.to(tl.int32) >> (n * LAYOUT[LOW])) & ((1 << LAYOUT[LOW]) - 1)
     if LAYOUT[HIGH] > 0:
         code |= ((high.to(tl.int32) >> (n * LAYOUT[HIGH])) & ((1 << LAYOUT[HIGH]) - 1)) << LAYOUT[LOW]
-    # 2 ** 23 + code, exactly: a conversion takes as long as four sums.
-    number = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + LAYOUT[ZERO])
+    if LAYOUT[CODES] == ARE_FLOATS:
+        # One bit of sign, two of exponent, one of mantissa: doubled, those of a smaller float32.
+        number = ((code & 7) << 22 | (code & 8) << 28).to(tl.float32, bitcast=True) * 1.7014118346046923e38
+    else:
+        ZERO_CODE: tl.constexpr = LAYOUT[ZERO] if LAYOUT[CODES] == ARE_LINEAR else 128
+        if LAYOUT[CODES] != ARE_LINEAR:
+            WORD: tl.constexpr = LAYOUT[WORDS]
+            low_half = tl.where(code < 4, WORD[0], WORD[1])
+            word = tl.where(code < 8, low_half, tl.where(code < 12, WORD[2], WORD[3]))
+            code = (word >> ((code & 3) * 8)) & 255
+        # 2 ** 23 + code, exactly: a conversion takes as long as four sums.
+        number = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO_CODE)
     if LAYOUT[MINIMA]:
         weight = tl.fma(scale, number, minimum)  # the product is exact
     else:

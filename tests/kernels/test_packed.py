@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from pipespec_kernels.decoder import DecoderShape, LayerWeights, NativeDecoder
-from pipespec_kernels.formats import FORMATS, QuantizedMatrix, dequantize, quantize
+from pipespec_kernels.formats import FORMATS, QuantizedMatrix, dequantize
 from pipespec_kernels.packed import PackedMatrix, matmul_reference
 
+from .blocks import matrix_of, random_blocks
 from .implementations import simd, simd_variants
 
 VARIANTS = simd_variants()
@@ -36,7 +37,7 @@ def inputs(columns: int, count: int = 100) -> Tensor:
 
 def matrix(name: str, rows: int, blocks: int) -> QuantizedMatrix:
     generator = torch.Generator().manual_seed(2)
-    return quantize(torch.randn(rows, blocks * FORMATS[name].block, generator=generator) * 0.05, name)
+    return matrix_of(torch.randn(rows, blocks * FORMATS[name].block, generator=generator) * 0.05, name)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -55,17 +56,42 @@ def test_products_have_the_bits_of_the_reference(name: str, rows: int, blocks: i
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_products_in_each_width(name: str) -> None:
+    weights = matrix(name, 17, 3 if FORMATS[name].block == 32 else 1)
+    x = inputs(weights.shape[1], 512)
+    expected = matmul_reference(x, weights)
+    for variant in VARIANTS:
+        with simd(variant):
+            packed = PackedMatrix(weights)
+            for width in (*range(1, 65), 512):
+                assert torch.equal(packed.matmul(x[:width]), expected[:width]), (variant, width)
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_products_with_all_codes(name: str) -> None:
-    # Random bytes: every code, sub-scale and sign occurs, -128 of Q8_0 and Q6_K among them.
-    form = FORMATS[name]
-    data = torch.randint(0, 256, (32, 4 * form.block_bytes), generator=torch.Generator().manual_seed(3)).to(torch.uint8)
-    blocks = data.view(-1, form.block_bytes)
-    halves = [208] if name == "q6_k" else [0, 2] if form.block == 256 or name.endswith("_1") else [0]
-    for at in halves:
-        blocks[:, at + 1] &= 0xBF  # finite scales
-    weights = QuantizedMatrix(form, data, (32, 4 * form.block))
+    weights = random_blocks(name, 32, 4, seed=3)
     x = inputs(weights.shape[1], 20)
     x[5] = 3.0  # all codes 127
+    expected = matmul_reference(x, weights)
+    assert expected.isfinite().all()
+    for variant in VARIANTS:
+        with simd(variant):
+            assert torch.equal(PackedMatrix(weights).matmul(x), expected), variant
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_with_extreme_scales(name: str) -> None:
+    # The largest numbers of float16, the least (subnormal) ones and zero; powers of two from the least to 2^72.
+    weights = random_blocks(name, 16, 6)
+    blocks = weights.data.view(-1, weights.format.block_bytes)
+    for i, number in enumerate((0x7BFF, 0xFBFF, 0x0001, 0x8001, 0x03FF, 0x0000)):
+        for at in weights.format.halves:
+            blocks[i::6, at : at + 2] = torch.tensor([number], dtype=torch.uint16).view(torch.uint8)
+        if name == "mxfp4":
+            blocks[i::6, 0] = (0, 1, 2, 3, 127, 200)[i]
+        if name == "nvfp4":
+            blocks[i::6, :8] = torch.tensor([(1e-45, 3e-39, 0.0, 1e9, -1e9, 448.0)[i]]).view(torch.uint8).repeat(2)
+    x = inputs(weights.shape[1], 35)
     expected = matmul_reference(x, weights)
     assert expected.isfinite().all()
     for variant in VARIANTS:
@@ -86,7 +112,8 @@ def test_rows_are_the_weights(name: str) -> None:
     weights = matrix(name, 20, 3)
     packed = PackedMatrix(weights)
     assert torch.equal(torch.stack([packed.row(i) for i in range(20)]), dequantize(weights))
-    assert packed.nbytes <= 1.08 * weights.nbytes * 32 / 20
+    # Panels have 16 rows; sub-scales of 6 bits that stand alone are bytes there.
+    assert packed.nbytes <= (1.15 if name in ("q2_k", "q3_k") else 1.08) * weights.nbytes * 32 / 20
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -134,7 +161,7 @@ def model(
 
     def weight(name: str, layer: int, *size: int) -> Tensor | QuantizedMatrix:
         form = choose(name, layer)
-        return quantize(random(*size), form) if isinstance(form, str) else random(*size).to(form)
+        return matrix_of(random(*size), form) if isinstance(form, str) else random(*size).to(form)
 
     h, i, q, kv = shape.hidden, shape.intermediate, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sizes = {"q": (q, h), "k": (kv, h), "v": (kv, h), "o": (h, q), "gate": (i, h), "up": (i, h), "down": (h, i)}
@@ -169,7 +196,10 @@ def feed(decoder: NativeDecoder, tokens: Tensor, widths: Sequence[int], threads:
 
 
 CHOICES: dict[str, tuple[DecoderShape, Callable[[str, int], str | torch.dtype]]] = {
-    **{name: (SHAPE, lambda _name, _layer, form=name: form) for name in FORMATS},
+    **{
+        name: (SHAPE, lambda _name, _layer, form=name: form)
+        for name in ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k")
+    },
     # As Q4_K_M files choose: the values and the second matrix of the MLP with more bits, not in each layer.
     "q4_k_m": (SHAPE, lambda name, layer: "q6_k" if name in ("v", "down", "head") and layer == 0 else "q4_k"),
     "q4_0, odd": (NARROW, lambda _name, _layer: "q4_0"),
@@ -186,6 +216,18 @@ CHOICES: dict[str, tuple[DecoderShape, Callable[[str, int], str | torch.dtype]]]
             "head": "q5_0",
             "embedding": "q4_k",
         }[name],
+    ),
+    # As "UD" files mix types.
+    "dynamic": (
+        SHAPE,
+        lambda name, layer: {
+            "q": "iq4_xs",
+            "k": "q6_k",
+            "v": "q8_0",
+            "o": "q3_k",
+            "gate": "table_iq2",
+            "up": "mxfp4" if layer else "table_iq3_s",
+        }.get(name, "iq4_nl" if layer else "q2_k"),
     ),
     "bfloat16 head": (SHAPE, lambda name, _: torch.bfloat16 if name in ("head", "embedding") else "q4_k"),
 }

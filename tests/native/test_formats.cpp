@@ -28,19 +28,43 @@ Bytes lines(int64_t bytes) {
   return Bytes(static_cast<unsigned char*>(std::aligned_alloc(64, size_t(bytes + 63) / 64 * 64)));
 }
 
+// Where the numbers in float16 of a block begin.
+std::vector<int64_t> halves(Format format) {
+  switch (format) {
+    case Format::kQ4_1:
+    case Format::kQ5_1:
+    case Format::kQ4_K:
+    case Format::kQ5_K:
+      return {0, 2};
+    case Format::kQ6_K:
+      return {208};
+    case Format::kQ3_K:
+      return {108};
+    case Format::kQ2_K:
+      return {80, 82};
+    case Format::kMXFP4:
+    case Format::kNVFP4:
+      return {};
+    default:
+      return {0};
+  }
+}
+
 // Random blocks, all codes among them, with scales of about 1.
 std::vector<unsigned char> random_blocks(Format format, int64_t count, std::mt19937& rng) {
   const int64_t bytes = traits(format).block_bytes;
   std::vector<unsigned char> blocks(size_t(count * bytes));
   for (unsigned char& byte : blocks) byte = static_cast<unsigned char>(rng());
-  const bool is_k = traits(format).block == 256;
-  const bool has_minimum =
-      format == Format::kQ4_1 || format == Format::kQ5_1 || (is_k && format != Format::kQ6_K);
   for (int64_t b = 0; b < count; ++b) {
     unsigned char* const block = blocks.data() + b * bytes;
-    const int64_t at = format == Format::kQ6_K ? 208 : 0;
-    for (int64_t i = at; i < at + (has_minimum ? 4 : 2); i += 2)
-      block[i + 1] = static_cast<unsigned char>((block[i + 1] & 0x83) | 0x38);
+    for (int64_t at : halves(format))
+      block[at + 1] = static_cast<unsigned char>((block[at + 1] & 0x83) | 0x38);
+    if (format == Format::kMXFP4) block[0] = static_cast<unsigned char>(120 + block[0] % 8);
+    if (format == Format::kNVFP4)
+      for (int i : {0, 4}) {
+        const float scale = float(block[i]) / 128.0f - 1.0f;
+        std::memcpy(block + i, &scale, 4);
+      }
   }
   return blocks;
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <new>
 
 #include "../number.hpp"
@@ -80,12 +81,10 @@ constexpr FormatTraits make(const char* name) {
           Panel<B>::lane_values};
 }
 
-constexpr FormatTraits kTraits[kFormats] = {
-    make<Q8_0>("q8_0"), make<Q4_0>("q4_0"), make<Q4_1>("q4_1"), make<Q5_0>("q5_0"),
-    make<Q5_1>("q5_1"), make<Q4_K>("q4_k"), make<Q5_K>("q5_k"), make<Q6_K>("q6_k")};
-static_assert(Q8_0::kBlockBytes == 34 && Q4_0::kBlockBytes == 18 && Q4_1::kBlockBytes == 20);
-static_assert(Q5_0::kBlockBytes == 22 && Q5_1::kBlockBytes == 24 && Q4_K::kBlockBytes == 144);
-static_assert(Q5_K::kBlockBytes == 176 && Q6_K::kBlockBytes == 210);
+#define PIPESPEC_FORMAT(Blocks, name) make<Blocks>(name),
+constexpr FormatTraits kTraits[] = {PIPESPEC_FORMATS(PIPESPEC_FORMAT)};
+#undef PIPESPEC_FORMAT
+static_assert(std::size(kTraits) == kFormats);
 
 // Panels of one unit of work.
 constexpr int64_t kUnitPanels = 8;

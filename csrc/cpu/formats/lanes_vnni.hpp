@@ -36,6 +36,18 @@ struct Vnni : Avx512 {
     if constexpr (kBy < 0) x = _mm512_slli_epi16(x, -kBy);
     return _mm512_ternarylogic_epi32(y, x, _mm512_set1_epi8(kMask), 0xF8);
   }
+  // A table of 16 bytes, and its entries at `places`.
+  static Bytes load_table(const uint8_t* table) {
+    return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
+  }
+  static Bytes lookup(Bytes table, Bytes places) { return _mm512_shuffle_epi8(table, places); }
+  static I bytes_as_words(const unsigned char* p) {
+    return _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  // Bytes with signs at even, or odd places, in 16 bits.
+  static I even_bytes(I x) { return _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8); }
+  static I odd_bytes(I x) { return _mm512_srai_epi16(x, 8); }
+  static I larger(I a, I b) { return _mm512_max_epi32(a, b); }
   static I bit_or(I a, I b) { return _mm512_or_si512(a, b); }
   static I add(I a, I b) { return _mm512_add_epi32(a, b); }
   static I multiply(I a, I b) { return _mm512_mullo_epi32(a, b); }

@@ -2,15 +2,17 @@
 // read. Seen by files compiled for wider instructions, hence nothing with inline functions here
 // (see kernels.hpp).
 //
-// A packed matrix has the blocks of a GGUF format: integer codes of 4 to 8 bits with a scale, and
-// perhaps a minimum, per block. Its inputs are rounded to 8 bits first, with a scale per block. The
-// sums of products within a block are then exact in int32, and the sum over the blocks is one
-// sequence of float32 operations without fused multiply-add:
+// A packed matrix has the blocks of a GGUF format: integer codes of 2 to 8 bits, or 4 bits that
+// name an integer of a table, with a scale, and perhaps a minimum, per block. Its inputs are
+// rounded to 8 bits first, with a scale per block. The sums of products within a block are then
+// exact in int32, and the sum over the blocks is one sequence of float32 operations without fused
+// multiply-add:
 //
 //   sum = 0; for each block: sum = sum + (scale * input scale) * float(codes . inputs)
 //                            sum = sum + minimum * (input scale * float(sum of inputs))
 //
-// for blocks of 32 (codes are less their offset; the second line where there are minima), and
+// for blocks of 32, or for their halves where each has a scale (codes are integers with a sign; the
+// second line where there are minima), and
 //
 //   sum = 0; for each block: sum = sum + (scale * input scale) * float(sub-scales . sums)
 //                            sum = sum - (minimum * input scale) * float(sub-minima . sums)
@@ -23,8 +25,32 @@
 
 namespace pipespec::cpu {
 
-enum class Format : int { kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ4_K, kQ5_K, kQ6_K };
-inline constexpr int kFormats = 8;
+// All formats: their descriptions (blocks32.hpp, blocks256.hpp), and names.
+// clang-format off
+#define PIPESPEC_FORMATS(row)     \
+  row(Q8_0, "q8_0")               \
+  row(Q4_0, "q4_0")               \
+  row(Q4_1, "q4_1")               \
+  row(Q5_0, "q5_0")               \
+  row(Q5_1, "q5_1")               \
+  row(IQ4_NL, "iq4_nl")           \
+  row(MXFP4, "mxfp4")             \
+  row(NVFP4, "nvfp4")             \
+  row(Q2_K, "q2_k")               \
+  row(Q3_K, "q3_k")               \
+  row(Q4_K, "q4_k")               \
+  row(Q5_K, "q5_k")               \
+  row(Q6_K, "q6_k")               \
+  row(IQ4_XS, "iq4_xs")           \
+  row(Table3s, "table_iq3_s")     \
+  row(Table3xxs, "table_iq3_xxs") \
+  row(Table2, "table_iq2")
+// clang-format on
+
+#define PIPESPEC_FORMAT(Blocks, name) k##Blocks,
+enum class Format : int { PIPESPEC_FORMATS(PIPESPEC_FORMAT) kCount };
+#undef PIPESPEC_FORMAT
+inline constexpr int kFormats = int(Format::kCount);
 
 // Maximum columns of one tile of rounded inputs: of every table, and of those without AMX.
 inline constexpr int64_t kMaxTileColumns = 256, kTileColumns = 48;
@@ -37,18 +63,20 @@ inline constexpr int64_t kSpareColumns = 15;
 struct alignas(64) Inputs32 {
   int8_t codes[32];
   float scale;
-  float scaled_sum;    // scale * float(sum of codes)
-  int32_t offsets[3];  // sum of codes times -8, -16, -128: what unsigned weights start from
-  int32_t unused[3];
+  float scaled_sum;  // scale * float(sum of codes)
+  // Sums of codes times -8, -16, -128, and of each half times -16: what unsigned weights start
+  // from.
+  int32_t offsets[3], half_offsets[2];
+  int32_t unused[1];
 };
 
 // 256 of them.
-struct alignas(32) Inputs256 {
+struct alignas(64) Inputs256 {
   int8_t codes[256];
-  int16_t sums[8];  // of 32 codes each: 0, 2, 1, 3, 4, 6, 5, 7
+  // Of so many codes each, of every four in the order 0, 2, 1, 3.
+  int16_t sums32[8], sums16[16];
   float scale;
   int32_t unused[3];
-  int32_t offsets[16];  // sums of 16 codes times -32
 };
 
 // Rounds a row of inputs; its blocks are written `columns` apart. The tile holds for each block the

@@ -71,23 +71,25 @@ struct alignas(64) Weights {
   unsigned char low[4][16][64], high[4][16][64];
 };
 
-template <int kBits, int kSub>
-inline void scale_codes(const SubScales<Vnni, kBits>& scales, const unsigned char* panel,
+template <class B, int kSub>
+inline void scale_codes(const SubScales<Vnni, typename B::Subs>& scales, const unsigned char* panel,
                         Weights& to) {
+  constexpr bool kHalves = B::Subs::kGroup == 16;
   __m512i codes[8];
-  Slice<kBits>::template unpack<Vnni>(
-      panel + Blocks256<kBits>::scale_bytes(1) + kSub * Slice<kBits>::kBytes, codes);
+  B::Codes::template unpack<Vnni>(panel + B::scale_bytes(1) + kSub * Slice<B::kBits>::kBytes,
+                                  codes);
   const auto words = [](__m512i x) {
     return _mm512_mask_blend_epi16(0xAAAAAAAA, x, _mm512_slli_epi32(x, 16));
   };
-  const __m512i first = words(scales.template get<kBits == 6 ? 2 * kSub : kSub>());
-  const __m512i second = words(scales.template get<kBits == 6 ? 2 * kSub + 1 : kSub>());
-  const __m512i even_bytes = _mm512_set1_epi16(0xFF), offset = _mm512_set1_epi16(32);
+  const __m512i first = words(scales.template get<kHalves ? 2 * kSub : kSub>());
+  const __m512i second = words(scales.template get<kHalves ? 2 * kSub + 1 : kSub>());
+  const __m512i even_bytes = _mm512_set1_epi16(0xFF);
+  const __m512i offset = _mm512_set1_epi16(B::Codes::kOffset);
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
     const __m512i scale = i < 4 ? first : second;
     __m512i even = _mm512_and_si512(codes[i], even_bytes), odd = _mm512_srli_epi16(codes[i], 8);
-    if constexpr (kBits == 6)
+    if constexpr (B::Codes::kOffset != 0)
       even = _mm512_sub_epi16(even, offset), odd = _mm512_sub_epi16(odd, offset);
     even = _mm512_mullo_epi16(even, scale), odd = _mm512_mullo_epi16(odd, scale);
     // even_bytes ? a : b
@@ -102,26 +104,26 @@ inline void scale_codes(const SubScales<Vnni, kBits>& scales, const unsigned cha
 }
 
 // What the sums of a block are multiplied with.
-template <int kBits>
+template <class B>
 struct Scales {
   __m512 scale, minimum;
-  SubScales<Vnni, kBits> sub;
+  SubScales<Vnni, typename B::Subs> sub;
 
   explicit Scales(const unsigned char* panel)
-      : scale(Vnni::half(panel)), minimum(Vnni::half(panel + 32)), sub(panel + 64) {}
+      : scale(B::template scale<Vnni>(panel)), minimum(Vnni::half(panel + 32)), sub(panel + 64) {}
 };
 
-template <int kBits>
-inline void ready(const unsigned char* panel, const Scales<kBits>& scales, Weights& to) {
-  scale_codes<kBits, 0>(scales.sub, panel, to), scale_codes<kBits, 1>(scales.sub, panel, to);
-  scale_codes<kBits, 2>(scales.sub, panel, to), scale_codes<kBits, 3>(scales.sub, panel, to);
-  scale_codes<kBits, 4>(scales.sub, panel, to), scale_codes<kBits, 5>(scales.sub, panel, to);
-  scale_codes<kBits, 6>(scales.sub, panel, to), scale_codes<kBits, 7>(scales.sub, panel, to);
+template <class B>
+inline void ready(const unsigned char* panel, const Scales<B>& scales, Weights& to) {
+  scale_codes<B, 0>(scales.sub, panel, to), scale_codes<B, 1>(scales.sub, panel, to);
+  scale_codes<B, 2>(scales.sub, panel, to), scale_codes<B, 3>(scales.sub, panel, to);
+  scale_codes<B, 4>(scales.sub, panel, to), scale_codes<B, 5>(scales.sub, panel, to);
+  scale_codes<B, 6>(scales.sub, panel, to), scale_codes<B, 7>(scales.sub, panel, to);
 }
 
 // Adds a block of up to 16 columns to sums of floats, in the order of packed.hpp.
-template <int kBits>
-inline void add_block(const Scales<kBits>& scales, const int32_t* low, const int32_t* high,
+template <class B>
+inline void add_block(const Scales<B>& scales, const int32_t* low, const int32_t* high,
                       const Inputs256* x, int64_t columns, bool is_first, float* out,
                       int64_t out_stride) {
   for (int64_t c = 0; c < columns; ++c, out += out_stride) {
@@ -131,14 +133,9 @@ inline void add_block(const Scales<kBits>& scales, const int32_t* low, const int
     __m512 sum = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(out);
     sum = _mm512_add_ps(
         sum, _mm512_mul_ps(_mm512_mul_ps(scales.scale, input_scale), _mm512_cvtepi32_ps(products)));
-    if constexpr (Blocks256<kBits>::kMinimum) {
-      __m512i offset = _mm512_setzero_si512();
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i)
-        offset = Vnni::dot16(offset, scales.sub.minima[i], x[c].sums + 2 * i);
+    if constexpr (B::kMinimum)
       sum = _mm512_sub_ps(sum, _mm512_mul_ps(_mm512_mul_ps(scales.minimum, input_scale),
-                                             _mm512_cvtepi32_ps(offset)));
-    }
+                                             _mm512_cvtepi32_ps(pair_products(scales.sub, x[c]))));
     _mm512_storeu_ps(out, sum);
   }
 }
@@ -172,11 +169,11 @@ inline void store_group(GroupSums& to) {
 
 // One block of a panel, all columns. The products of a group are computed while the sums of the
 // group before it are converted.
-template <int kBits>
+template <class B>
 inline void add_panel(const unsigned char* panel, const Inputs256* x, int64_t columns,
                       bool is_first, float* out, int64_t out_stride) {
   Weights weights;
-  const Scales<kBits> scales(panel);
+  const Scales<B> scales(panel);
   ready(panel, scales, weights);
   GroupSums sums[2];
   multiply_group(weights, x, columns > kRows);
@@ -191,17 +188,17 @@ inline void add_panel(const unsigned char* panel, const Inputs256* x, int64_t co
   }
 }
 
-template <int kBits>
-inline void all_products(Blocks256<kBits>, const unsigned char* panels, int64_t inputs,
+template <class Codes, class Subs>
+inline void all_products(Blocks256<Codes, Subs>, const unsigned char* panels, int64_t inputs,
                          int64_t panel_count, const void* tile, int64_t columns, float* out,
                          int64_t out_stride) {
-  using B = Blocks256<kBits>;
+  using B = Blocks256<Codes, Subs>;
   const int64_t blocks = inputs / 256, panel_bytes = blocks * B::chunk_bytes(1);
   const Inputs256* x = static_cast<const Inputs256*>(tile);
   const TileConfig before = use_tiles(kInputs, kWeights, 64);
   for (int64_t b = 0; b < blocks; ++b, x += columns, panels += B::chunk_bytes(1))
     for (int64_t p = 0; p < panel_count; ++p)
-      add_panel<kBits>(panels + p * panel_bytes, x, columns, b == 0, out + 16 * p, out_stride);
+      add_panel<B>(panels + p * panel_bytes, x, columns, b == 0, out + 16 * p, out_stride);
   restore_tiles(before);
 }
 
@@ -219,14 +216,15 @@ struct SomeBlocks {
       const unsigned char* const chunk =
           panel + begin / B::kChunkBlocks * B::chunk_bytes(B::kChunkBlocks);
       const unsigned char* const scales = chunk + place * B::kScaleBytes;
-      scale[i] = Vnni::half(scales);
+      scale[i] = B::Scale::template load<Vnni>(scales);
       if constexpr (B::kMinimum) minimum[i] = Vnni::half(scales + 32);
       __m512i unpacked[8];
-      Slice<B::kBits>::template unpack<Vnni>(
+      B::Codes::template unpack<Vnni>(
           chunk + B::scale_bytes(count) + place * Slice<B::kBits>::kBytes, unpacked);
       for (int row = 0; row < 8; ++row)
-        _mm512_store_si512(codes[i][row],
-                           _mm512_sub_epi8(unpacked[row], _mm512_set1_epi8(char(B::kOffset))));
+        _mm512_store_si512(
+            codes[i][row],
+            _mm512_sub_epi8(unpacked[row], _mm512_set1_epi8(char(B::Codes::kOffset))));
     }
   }
 };
@@ -278,11 +276,11 @@ inline void add_blocks(const unsigned char* panel, int64_t first, int64_t blocks
   }
 }
 
-template <int kBits, int kOffset, bool kMinimum>
-inline void all_products(Blocks32<kBits, kOffset, kMinimum>, const unsigned char* panels,
-                         int64_t inputs, int64_t panel_count, const void* tile, int64_t columns,
-                         float* out, int64_t out_stride) {
-  using B = Blocks32<kBits, kOffset, kMinimum>;
+template <class Codes, Head kHead, class Scale>
+inline void all_products(Blocks32<Codes, kHead, Scale>, const unsigned char* panels, int64_t inputs,
+                         int64_t panel_count, const void* tile, int64_t columns, float* out,
+                         int64_t out_stride) {
+  using B = Blocks32<Codes, kHead, Scale>;
   const int64_t blocks = inputs / 32, rest = blocks % B::kChunkBlocks;
   const int64_t panel_bytes = blocks / B::kChunkBlocks * B::chunk_bytes(B::kChunkBlocks) +
                               (rest ? B::chunk_bytes(rest) : 0);
@@ -298,11 +296,21 @@ inline void all_products(Blocks32<kBits, kOffset, kMinimum>, const unsigned char
   restore_tiles(before);
 }
 
+// A tile adds up 32 products and more, so halves of blocks have those of VNNI.
+template <class B>
+constexpr bool has_tiles() {
+  if constexpr (B::kBlock == 32)
+    return !B::kHalves;
+  else
+    return true;
+}
+
 template <class B, Format kFormat>
 void tile_product(const unsigned char* panels, int64_t inputs, int64_t panel_count,
                   const void* tile, int64_t columns, float* out, int64_t out_stride) {
-  if (columns >= kMinColumns)
-    return all_products(B{}, panels, inputs, panel_count, tile, columns, out, out_stride);
+  if constexpr (has_tiles<B>())
+    if (columns >= kMinColumns)
+      return all_products(B{}, panels, inputs, panel_count, tile, columns, out, out_stride);
   vnni_packed_kernels()->products[int(kFormat)](panels, inputs, panel_count, tile, columns, out,
                                                 out_stride);
 }
@@ -315,15 +323,10 @@ void round256(const float* x, int64_t inputs, int64_t columns, void* out) {
   vnni_packed_kernels()->round256(x, inputs, columns, out);
 }
 
+#define PIPESPEC_FORMAT(Blocks, name) tile_product<Blocks, Format::k##Blocks>,
 constexpr PackedKernels kKernels = {
-    "amx",
-    kMaxTileColumns,
-    round32,
-    round256,
-    {tile_product<Q8_0, Format::kQ8_0>, tile_product<Q4_0, Format::kQ4_0>,
-     tile_product<Q4_1, Format::kQ4_1>, tile_product<Q5_0, Format::kQ5_0>,
-     tile_product<Q5_1, Format::kQ5_1>, tile_product<Q4_K, Format::kQ4_K>,
-     tile_product<Q5_K, Format::kQ5_K>, tile_product<Q6_K, Format::kQ6_K>}};
+    "amx", kMaxTileColumns, round32, round256, {PIPESPEC_FORMATS(PIPESPEC_FORMAT)}};
+#undef PIPESPEC_FORMAT
 
 }  // namespace
 

@@ -36,6 +36,16 @@ struct PackedAvx2 : Avx2 {
     if constexpr (kBy < 0) x = _mm256_slli_epi16(x, -kBy);
     return _mm256_or_si256(y, _mm256_and_si256(x, _mm256_set1_epi8(kMask)));
   }
+  static Bytes load_table(const uint8_t* table) {
+    return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
+  }
+  static Bytes lookup(Bytes table, Bytes places) { return _mm256_shuffle_epi8(table, places); }
+  static I bytes_as_words(const unsigned char* p) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  }
+  static I even_bytes(I x) { return _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8); }
+  static I odd_bytes(I x) { return _mm256_srai_epi16(x, 8); }
+  static I larger(I a, I b) { return _mm256_max_epi32(a, b); }
   static I bit_or(I a, I b) { return _mm256_or_si256(a, b); }
   static I add(I a, I b) { return _mm256_add_epi32(a, b); }
   static I multiply(I a, I b) { return _mm256_mullo_epi32(a, b); }
@@ -44,7 +54,8 @@ struct PackedAvx2 : Avx2 {
   // than 2^kBits; those of 8 bits are taken with their sign.
   template <int kBits, int kCount>
   static I dots(I sum, const Bytes* codes, const int8_t* x) {
-    constexpr int kGroup = kBits == 4 ? 8 : kBits == 5 ? 4 : kBits == 6 ? 2 : 1;
+    constexpr int kFit = kBits <= 4 ? 8 : kBits == 5 ? 4 : kBits == 6 ? 2 : 1;
+    constexpr int kGroup = kFit < kCount ? kFit : kCount;
     static_assert(kGroup * 2 * 127 * ((1 << kBits) - 1) <= 32767 || kBits == 8);
 #pragma GCC unroll 8
     for (int i = 0; i < kCount; i += kGroup) {

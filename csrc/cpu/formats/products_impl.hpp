@@ -70,9 +70,11 @@ void round32(const float* x, int64_t inputs, int64_t columns, void* out) {
   Inputs32* to = static_cast<Inputs32*>(out);
   for (int64_t i = 0; i < inputs; i += 32, to += columns) {
     to->scale = round_block(x + i, 32, to->codes);
-    const int32_t sum = sum_of(to->codes, 32);
+    const int32_t first = sum_of(to->codes, 16), second = sum_of(to->codes + 16, 16);
+    const int32_t sum = first + second;
     to->scaled_sum = to->scale * float(sum);
     to->offsets[0] = -8 * sum, to->offsets[1] = -16 * sum, to->offsets[2] = -128 * sum;
+    to->half_offsets[0] = -16 * first, to->half_offsets[1] = -16 * second;
   }
 }
 
@@ -81,23 +83,19 @@ void round256(const float* x, int64_t inputs, int64_t columns, void* out) {
   Inputs256* to = static_cast<Inputs256*>(out);
   for (int64_t i = 0; i < inputs; i += 256, to += columns) {
     to->scale = round_block(x + i, 256, to->codes);
-    for (int j = 0; j < 16; ++j) to->offsets[j] = -32 * sum_of(to->codes + 16 * j, 16);
-    for (int j = 0; j < 8; ++j) {
-      const int place = j % 4 == 1 ? j + 1 : j % 4 == 2 ? j - 1 : j;
-      to->sums[place] = int16_t((to->offsets[2 * j] + to->offsets[2 * j + 1]) / -32);
-    }
+    const auto place = [](int j) { return j % 4 == 1 ? j + 1 : j % 4 == 2 ? j - 1 : j; };
+    for (int j = 0; j < 16; ++j) to->sums16[place(j)] = int16_t(sum_of(to->codes + 16 * j, 16));
+    for (int j = 0; j < 8; ++j)
+      to->sums32[place(j)] = int16_t(to->sums16[place(2 * j)] + to->sums16[place(2 * j + 1)]);
   }
 }
 
+#define PIPESPEC_FORMAT(Blocks, name) product<V, Blocks>,
 template <class V>
 constexpr PackedKernels packed_table(const char* name) {
-  return {name,
-          kTileColumns,
-          round32<V>,
-          round256<V>,
-          {product<V, Q8_0>, product<V, Q4_0>, product<V, Q4_1>, product<V, Q5_0>, product<V, Q5_1>,
-           product<V, Q4_K>, product<V, Q5_K>, product<V, Q6_K>}};
+  return {name, kTileColumns, round32<V>, round256<V>, {PIPESPEC_FORMATS(PIPESPEC_FORMAT)}};
 }
+#undef PIPESPEC_FORMAT
 
 }  // namespace
 }  // namespace pipespec::cpu

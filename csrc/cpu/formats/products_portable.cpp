@@ -13,6 +13,7 @@ namespace {
 struct PackedPortable : Portable {
   typedef uint8_t Bytes __attribute__((vector_size(16)));
   typedef uint16_t Pairs __attribute__((vector_size(16)));
+  typedef int16_t Words __attribute__((vector_size(16)));
   using Portable::add;
   using Portable::multiply;
   static constexpr bool kSignedBytes = false;
@@ -37,6 +38,16 @@ struct PackedPortable : Portable {
     else
       return y | (x << -kBy & uint8_t(kMask));
   }
+  static Bytes load_table(const uint8_t* table) { return load_bytes(table); }
+  static Bytes lookup(Bytes table, Bytes places) {
+    Bytes found;
+    for (int i = 0; i < 16; ++i) found[i] = table[places[i]];
+    return found;
+  }
+  static I bytes_as_words(const unsigned char* p) { return I{p[0], p[1], p[2], p[3]}; }
+  static I even_bytes(I x) { return I(Words(x) << 8 >> 8); }
+  static I odd_bytes(I x) { return I(Words(x) >> 8); }
+  static I larger(I a, I b) { return a > b ? a : b; }
   static I bit_or(I a, I b) { return a | b; }
   static I add(I a, I b) { return a + b; }
   static I multiply(I a, I b) { return a * b; }

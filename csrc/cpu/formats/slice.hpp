@@ -1,7 +1,7 @@
 // The codes of 16 outputs and 32 inputs, which all formats store alike: 4 bits of each code in
-// bytes that hold two, further bits in bytes after them, 8 bits as they are. Rows of 64 bytes have
-// 4 inputs of each output, as dot products of bytes take them. In an unnamed namespace, see
-// span_impl.hpp.
+// bytes that hold two (2 bits in bytes that hold four), further bits in bytes after them, 8 bits as
+// they are. Rows of 64 bytes have 4 inputs of each output, as dot products of bytes take them. In
+// an unnamed namespace, see span_impl.hpp.
 #pragma once
 
 #include <stdint.h>
@@ -16,30 +16,23 @@ struct Slice {
 
   // The codes of one output; four of them are a word.
   static void put(const uint8_t* codes, int lane, unsigned char* to) {
-    uint32_t words[8], high[4] = {};
+    uint32_t words[8], rows[kBits] = {};
     memcpy(words, codes, 32);
-    if constexpr (kBits == 8) {
-      for (int i = 0; i < 8; ++i) memcpy(to + 64 * i + 4 * lane, words + i, 4);
-      return;
+    for (int i = 0; i < 8; ++i) {
+      rows[low_row(i)] |= (words[i] & kLowMask * kEach) << low_bit(i);
+      if constexpr (kHighBits > 0)
+        rows[high_row(i)] |= (words[i] >> kLowBits & kHighMask * kEach) << high_bit(i);
     }
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t both = (words[i] & kLow) | (words[i + 4] & kLow) << 4;
-      memcpy(to + 64 * i + 4 * lane, &both, 4);
-    }
-    for (int i = 0; i < 8; ++i) high[high_row(i) - 4] |= (words[i] >> 4 & kLow) << high_bit(i);
-    for (int row = 4; row < kBits; ++row) memcpy(to + 64 * row + 4 * lane, high + row - 4, 4);
+    for (int row = 0; row < kBits; ++row) memcpy(to + 64 * row + 4 * lane, rows + row, 4);
   }
 
   static void get(const unsigned char* from, int lane, uint8_t* codes) {
-    uint32_t words[8];
+    uint32_t words[8], rows[kBits];
+    for (int row = 0; row < kBits; ++row) memcpy(rows + row, from + 64 * row + 4 * lane, 4);
     for (int i = 0; i < 8; ++i) {
-      memcpy(words + i, from + 64 * (kBits == 8 ? i : i % 4) + 4 * lane, 4);
-      if constexpr (kBits == 8) continue;
-      words[i] = words[i] >> i / 4 * 4 & kLow;
-      if constexpr (kBits == 4) continue;
-      uint32_t high;
-      memcpy(&high, from + 64 * high_row(i) + 4 * lane, 4);
-      words[i] |= (high >> high_bit(i) & kHigh * 0x01010101u) << 4;
+      words[i] = rows[low_row(i)] >> low_bit(i) & kLowMask * kEach;
+      if constexpr (kHighBits > 0)
+        words[i] |= (rows[high_row(i)] >> high_bit(i) & kHighMask * kEach) << kLowBits;
     }
     memcpy(codes, words, 32);
   }
@@ -47,35 +40,33 @@ struct Slice {
   // The codes of V::kLanes outputs: vector i has inputs 4 i .. 4 i + 3.
   template <class V>
   static void unpack(const unsigned char* from, typename V::Bytes (&codes)[8]) {
-    if constexpr (kBits == 8) {
+    typename V::Bytes rows[kBits];
 #pragma GCC unroll 8
-      for (int i = 0; i < 8; ++i) codes[i] = V::load_bytes(from + 64 * i);
-    } else {
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        const auto both = V::load_bytes(from + 64 * i);
-        codes[i] = V::template bits<0, 15>(both);
-        codes[i + 4] = V::template bits<4, 15>(both);
-      }
-      if constexpr (kBits > 4) {
-        typename V::Bytes high[kBits - 4];
-        for (int i = 0; i < kBits - 4; ++i) high[i] = V::load_bytes(from + 64 * (4 + i));
-        add_high<V, 0>(codes, high), add_high<V, 1>(codes, high), add_high<V, 2>(codes, high);
-        add_high<V, 3>(codes, high), add_high<V, 4>(codes, high), add_high<V, 5>(codes, high);
-        add_high<V, 6>(codes, high), add_high<V, 7>(codes, high);
-      }
-    }
+    for (int row = 0; row < kBits; ++row) rows[row] = V::load_bytes(from + 64 * row);
+    codes[0] = vector<V, 0>(rows), codes[1] = vector<V, 1>(rows), codes[2] = vector<V, 2>(rows);
+    codes[3] = vector<V, 3>(rows), codes[4] = vector<V, 4>(rows), codes[5] = vector<V, 5>(rows);
+    codes[6] = vector<V, 6>(rows), codes[7] = vector<V, 7>(rows);
   }
 
  private:
-  static constexpr uint32_t kLow = 0x0F0F0F0F;
-  static constexpr int kHigh = kBits == 6 ? 3 : 1;  // mask of the bits above the lowest 4
-  static constexpr int high_row(int i) { return kBits == 6 ? 4 + i / 4 : 4; }
-  static constexpr int high_bit(int i) { return kBits == 6 ? i % 4 * 2 : i; }
+  static constexpr int kLowBits = kBits == 8 ? 8 : kBits >= 4 ? 4 : 2;
+  static constexpr int kHighBits = kBits - kLowBits;
+  static constexpr int kLowMask = (1 << kLowBits) - 1, kHighMask = (1 << kHighBits) - 1;
+  static constexpr uint32_t kEach = 0x01010101;
+  static constexpr int low_row(int i) { return i % kLowBits; }
+  static constexpr int low_bit(int i) { return i / kLowBits * kLowBits; }
+  static constexpr int high_row(int i) { return kLowBits + (kHighBits == 2 ? i / 4 : 0); }
+  static constexpr int high_bit(int i) { return kHighBits == 2 ? i % 4 * 2 : i; }
 
   template <class V, int i>
-  static void add_high(typename V::Bytes (&codes)[8], const typename V::Bytes (&high)[kBits - 4]) {
-    codes[i] = V::template or_bits<high_bit(i) - 4, kHigh << 4>(codes[i], high[high_row(i) - 4]);
+  static typename V::Bytes vector(const typename V::Bytes (&rows)[kBits]) {
+    if constexpr (kBits == 8) return rows[i];
+    const auto low = V::template bits<low_bit(i), kLowMask>(rows[low_row(i)]);
+    if constexpr (kHighBits == 0)
+      return low;
+    else
+      return V::template or_bits<high_bit(i) - kLowBits, kHighMask << kLowBits>(low,
+                                                                                rows[high_row(i)]);
   }
 };
 

@@ -30,14 +30,13 @@ _STRING, _ARRAY = 8, 9
 FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 """Types of tensors without blocks, by their numbers."""
 
-_FORMATS = {form.ggml_type: form for form in FORMATS.values()}
+_FORMATS = {form.ggml_type: form for form in FORMATS.values() if form.ggml_type is not None}
 
-DEQUANTIZED = {
-    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
-    19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
-    29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
+CONVERTED = {
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82), 29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 40: ("NVFP4", 64, 36),
 }  # fmt: skip
-"""Types that the package gguf dequantises: their names, weights and bytes of a block."""
+"""Types whose matrices become other blocks, which hold the same weights (:mod:`pipespec.models.gguf_blocks`): their names, weights and bytes of a block."""
 
 _OTHERS = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
 _OLD_LAYOUTS = {
@@ -83,7 +82,7 @@ class GgufTensor:
         """As llama.cpp calls it."""
         if self.type in FLOATS:
             return {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[FLOATS[self.type]]
-        return DEQUANTIZED[self.type][0] if self.type in DEQUANTIZED else _FORMATS[self.type].name.upper()
+        return CONVERTED[self.type][0] if self.type in CONVERTED else _FORMATS[self.type].name.upper()
 
 
 @dataclass(frozen=True)
@@ -203,7 +202,7 @@ class GgufFile:
         return QuantizedMatrix(form, self._bytes(tensor).view(rows, form.row_bytes(columns)), (rows, columns))
 
     def floats(self, tensor: GgufTensor) -> torch.Tensor:
-        """A copy of a tensor without blocks, in float32; of a type in :data:`DEQUANTIZED`, its weights.
+        """A copy of a tensor without blocks, in float32; of a type in :data:`CONVERTED`, its weights by the package gguf.
 
         Raises:
             ValueError: the package gguf is not there, or too old.
@@ -219,7 +218,7 @@ class GgufFile:
                 GGMLQuantizationType(tensor.type),
             )
         except (ImportError, ValueError, NotImplementedError) as error:
-            name = DEQUANTIZED[tensor.type][0]
+            name = CONVERTED[tensor.type][0]
             raise ValueError(
                 f"{self.path}: tensor {tensor.name} is of the type {name}, which the package gguf reads: install a current one (pip install -U gguf)"
             ) from error
@@ -357,8 +356,8 @@ def _checked(path: Path, size: int, name: str, shape: tuple[int, ...], kind: int
         block, block_bytes = 1, FLOATS[kind].itemsize
     elif kind in _FORMATS:
         block, block_bytes = _FORMATS[kind].block, _FORMATS[kind].block_bytes
-    elif kind in DEQUANTIZED:
-        _, block, block_bytes = DEQUANTIZED[kind]
+    elif kind in CONVERTED:
+        _, block, block_bytes = CONVERTED[kind]
     else:
         known = {**_OTHERS, **_OLD_LAYOUTS}.get(kind)
         what = f"of an unknown type ({kind})" if known is None else f"of the type {known}"
@@ -367,7 +366,9 @@ def _checked(path: Path, size: int, name: str, shape: tuple[int, ...], kind: int
             if known and kind in _OLD_LAYOUTS
             else ""
         )
-        names = ", ".join([*(name for name, _, _ in DEQUANTIZED.values()), *(form.upper() for form in FORMATS)])
+        names = ", ".join(
+            [*(form.name.upper() for form in _FORMATS.values()), *(name for name, _, _ in CONVERTED.values())]
+        )
         raise ValueError(
             f"{path}: tensor {name} is {what}, which is not supported{instead or f'; the types are F32, F16, BF16, {names}'}"
         )

@@ -6,7 +6,6 @@ block becomes float32, or bfloat16 where all matrices of the file are bfloat16.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import warnings
@@ -22,11 +21,12 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pipespec.errors import user_stacklevel
-from pipespec.models.gguf import DEQUANTIZED, FLOATS, GgufFile, GgufTensor
+from pipespec.models.gguf import CONVERTED, FLOATS, GgufFile, GgufTensor
 from pipespec.models.gguf_architectures import ARCHITECTURES, LAYER_NORM_EPS, NORM_EPS, TENSORS, Architecture
+from pipespec.models.gguf_blocks import as_blocks
 from pipespec.models.gguf_tokenizer import end_ids, token_id
 from pipespec.models.quantized import filled, has_blocks, in_blocks
-from pipespec_kernels.formats import QuantizedMatrix, from_codes, from_q3_k, quantize
+from pipespec_kernels.formats import QuantizedMatrix
 
 _ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 """The names of modules in transformers and in GGUF files."""
@@ -337,7 +337,6 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
     config, row, stored = gguf_config(file), architecture_of(file), _dtype(file, dtype)
     assert row is not None
     used = {_ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight"}
-    converted: set[str] = set()
     source = replace(file, metadata={})  # the modules need no vocabulary
 
     def fill(name: str, module: nn.Module) -> nn.Module:
@@ -363,9 +362,7 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
                 floats = _in_order(_floats(file, tensor), heads).sub_(offset).to(stored)
                 module._parameters[leaf] = nn.Parameter(floats, requires_grad=False)
             elif len(tensor.shape) == 2:
-                blocks = _matrix(file, tensor) if tensor.type not in DEQUANTIZED else _as_blocks(file, tensor)
-                if tensor.type in DEQUANTIZED:
-                    converted.add(DEQUANTIZED[tensor.type][0])
+                blocks = _matrix(file, tensor, used)
             else:
                 raise ValueError(f"{file.path}: tensor {at} is quantised, and {name}.{leaf} is no matrix")
         return module if blocks is None else in_blocks(module, blocks, heads, source)
@@ -374,9 +371,9 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
     file.release_pages()  # of the scales
     if has_blocks(model):
         model._pipespec_file = source  # for check_files()
-    if converted:
+    if converted := sorted({tensor.type_name for tensor in file.tensors.values() if tensor.type in CONVERTED}):
         warnings.warn(
-            f"{file.path}: its matrices of the types {', '.join(sorted(converted))} are held in larger blocks, for which there are kernels",
+            f"{file.path}: matrices of the types {', '.join(converted)} are held in blocks of 4.5 to 6 bits per weight, for which there are kernels, with the same weights",
             stacklevel=user_stacklevel(),
         )
     other = next((name for name in file.tensors if name not in used), None)
@@ -398,18 +395,20 @@ def _floats(file: GgufFile, tensor: GgufTensor) -> torch.Tensor:
     return floats
 
 
-def _matrix(file: GgufFile, tensor: GgufTensor) -> QuantizedMatrix:
+def _matrix(file: GgufFile, tensor: GgufTensor, used: set[str]) -> QuantizedMatrix:
     """A matrix in blocks. Raises ``ValueError`` for scales that are not finite."""
+    if tensor.type in CONVERTED:
+        # Files of NVFP4 have a factor of the matrix, and one of inputs that are rounded to 4 bits, which they are not here.
+        names = [f"{tensor.name.removesuffix('.weight')}.{end}" for end in ("scale", "input_scale")]
+        used.update(names)
+        factor = file.tensors.get(names[0])
+        return as_blocks(file, tensor, 1.0 if factor is None else float(file.floats(factor)))
     matrix = file.matrix(tensor)
     blocks = matrix.data.view(-1, matrix.format.block_bytes)
-    for at in _SCALES.get(matrix.format.name, (0, 2)):
+    for at in matrix.format.halves:
         if not blocks[:, at : at + 2].contiguous().view(torch.float16).isfinite().all():
             raise ValueError(f"{file.path} is damaged: tensor {tensor.name} has scales that are not finite")
     return matrix
-
-
-_SCALES = {"q8_0": (0,), "q5_0": (0,), "q4_0": (0,), "q6_k": (208,)}
-"""Where the float16 numbers of a block lie; in others the scale and the least weight come first."""
 
 
 def warn_of_memory(path: str | Path) -> None:
@@ -421,29 +420,6 @@ def warn_of_memory(path: str | Path) -> None:
         "more while they are read",
         stacklevel=user_stacklevel(),
     )
-
-
-def _as_blocks(file: GgufFile, tensor: GgufTensor) -> QuantizedMatrix:
-    """A matrix of a type without kernels, in larger blocks.
-
-    Those of Q3_K, IQ4_NL and MXFP4 hold the same weights, but for scales of MXFP4 beyond float16. Of other types each weight is within 1/220 of the
-    largest of its 32.
-    """
-    name, _, block_bytes = DEQUANTIZED[tensor.type]
-    weights, stored = file.floats(tensor), file.stored(tensor).view(tensor.shape[0], -1)
-    if name == "Q3_K":
-        return from_q3_k(stored, weights)
-    groups = stored.view(-1, block_bytes)
-    scales = None
-    if name == "IQ4_NL":
-        scales = groups[:, :2].contiguous().view(torch.float16).float()
-    elif name == "MXFP4":  # a power of two, and halves
-        scales = torch.ldexp(torch.ones(len(groups), 1), groups[:, :1].int() - 128)
-    if scales is not None:
-        codes = (weights.view(-1, 32) / torch.where(scales == 0, 1.0, scales)).round().to(torch.int8)
-        with contextlib.suppress(ValueError):
-            return from_codes(codes.view(weights.shape), scales.view(len(weights), -1))
-    return quantize(weights, "q8_0")
 
 
 def _dtype(file: GgufFile, dtype: torch.dtype | str) -> torch.dtype:

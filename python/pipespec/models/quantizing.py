@@ -19,17 +19,17 @@ from pipespec.models.devices import not_whole_reason
 from pipespec.models.properties import quantisation
 from pipespec.models.quantized import INT8, Blocks, Int8Linear, QuantizedEmbedding, QuantizedLinear, has_blocks, untie
 from pipespec.models.tiled import TiledEmbedding, TiledLinear, empty_of, on_gpu
-from pipespec_kernels.formats import FORMATS, QuantizedMatrix, format_of, quantize
+from pipespec_kernels.formats import FORMATS, QUANTIZERS, QuantizedMatrix, format_of, quantize
 
 Weights = str | None | Sequence[str | None] | Mapping[str, str | None]
 """The weight formats of a chain, as users give them: one for all stages, one per stage, or by the names of stages."""
 
-NAMES = (*FORMATS, INT8)
+NAMES = (*QUANTIZERS, INT8)
 """Values of ``weights=``."""
 
 _SMALLEST = min(form.block for form in FORMATS.values())
 
-_INSTEAD = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+_INSTEAD = {"q2_k": "iq4_nl", "q3_k": "iq4_nl", "iq4_xs": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 """Where blocks of 256 do not fill a row."""
 
 
