@@ -86,7 +86,7 @@ def product_cases() -> Iterator[CompileCase]:
     with_float32 = qkv("bf16", 128, 128, 4096, 2300)
     yield replace(with_float32, name=f"{with_float32.name}, fp32 tables", types={"cos": "*fp32", "sin": "*fp32"})
     for name, layout in LAYOUTS.items():
-        yield linear(f"O, {name}", "bf16", 4096, 4096, 1900, HAS_RESIDUAL=True, LAYOUT=layout)
+        yield linear(f"O, {name}", "bf16", 4096, 4096, 2600 if layout.words else 1900, HAS_RESIDUAL=True, LAYOUT=layout)
     for name in ("q4_k", "q6_k"):
         for columns, more in ((8, 1.0), (16, 1.6)):
             own = {"NORM": True, "LAYOUT": LAYOUTS[name]}

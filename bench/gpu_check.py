@@ -125,6 +125,13 @@ def parts_of(dry: bool) -> tuple[Part, ...]:
             _generations("1B -> 8B", ("tiny-small", "tiny-target"), ROWS, 120, *sizes, "--no-calibrated"),
             _generations("compiled", ("tiny-small",), ("static",), 120, *sizes, "--no-calibrated", "--seconds", "inf"),
             _kernels(120, "--threads", "1", "--only", "kv_append"),
+            Part(
+                "more",
+                ("-m", "bench.gpu_more", "--json", "{file}", "--dry-run", "--only", "formats"),
+                120,
+                required=False,
+                call="figures",
+            ),
         )
     sizes = ("--new-tokens", "256", "--repeats", "2", "--device", "cuda")
     tuning = ("--agreement", "0.8", "--tuning", "3", "--tuning-tokens", "48")
@@ -140,7 +147,7 @@ def parts_of(dry: bool) -> tuple[Part, ...]:
         # Compilation takes longer than bench.run allows of a time limit.
         _generations("compiled", ("8B",), ("static",), 150, *sizes, "--no-calibrated", "--seconds", "inf"),
         _kernels(60, "--device", "cuda"),
-        Part("more", ("-m", "bench.gpu_more", "--json", "{file}"), 200, required=False, call="figures"),
+        Part("more", ("-m", "bench.gpu_more", "--json", "{file}"), 260, required=False, call="figures"),
         _tests("dependent", marked, GPU_TESTS, 150, processes=processes, required=False, variables=DEPENDENT),
         _generations("dependent, 8B", ("1B", "8B"), ROWS[:2], 80, *sizes, *tuning, required=False, variables=DEPENDENT),
     )

@@ -21,6 +21,7 @@ from pipespec_kernels.formats import dequantize, quantize
 from pipespec_kernels.tiles import in_tiles
 from tests.conftest import VOCABULARY, left_pad, random_prompts
 from tests.pipespec import gguf_files
+from tests.pipespec import test_group_checkpoints as group_checkpoints
 from tests.pipespec.test_fused import check_static_logits
 from tests.pipespec.test_graph_emulator import HOW
 from tests.pipespec.test_native import make
@@ -108,6 +109,27 @@ def test_a_file_is_loaded_in_the_dtype_of_gpus(files, on_the_cpu):
     assert made.lm_head.tiles.data_ptr() == made.model.embed_tokens.tiles.data_ptr()
 
 
+def test_a_checkpoint_of_integers_is_in_tiles(tmp_path, on_the_cpu):
+    """In the dtype of its scales. One that no block holds is left to transformers, which a line says."""
+    values = group_checkpoints.write(tmp_path, group_checkpoints.Matrix.gptq, group_checkpoints.GPTQ)
+    model = load_model(tmp_path, device="cuda")
+    assert on_the_cpu == [("cuda", torch.bfloat16)]
+    for name, wanted in values.items():
+        assert model.get_submodule(name).form.format == "q4_0"
+        assert torch.equal(model.get_submodule(name).matrix.decoded(), wanted)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"bits": 4', '"bits": 3'))
+    with (
+        pytest.warns(
+            UserWarning, match="weights of 3 bits is not supported.* So on cuda transformers' own modules multiply"
+        ),
+        pytest.raises(ImportError, match=r"optimum|gptqmodel"),
+    ):
+        load_model(tmp_path, device="cuda")  # which needs a package
+
+
 def test_int8_is_dequantised_once(on_the_cpu):
     """A format without tiles: the products are the library's, and a line says what the weights take."""
     model = make("qwen2", vocab_size=VOCABULARY)
@@ -145,8 +167,9 @@ def test_a_worker_builds_the_same_modules():
     assert built.model.embed_tokens.form == model.model.embed_tokens.form
 
 
-@pytest.mark.parametrize("how", ["plain", "rounds", "streams"])
-@pytest.mark.parametrize("kind", ["greedy", "sampled", "prompt"])
+@pytest.mark.parametrize(
+    ("how", "kind"), [("plain", "prompt"), ("rounds", "greedy"), ("rounds", "sampled"), ("streams", "greedy")]
+)
 def test_captured_texts_of_a_file(gpu, files, on_the_cpu, how, kind):
     """With a draft in 4 bits: the text of plain decoding without graphs."""
     target, draft = (load_model(path, dtype="float32", device="cuda") for path in files)

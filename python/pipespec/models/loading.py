@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import cached_file
 
-from pipespec.errors import DoesNotFit
+from pipespec.errors import DoesNotFit, user_stacklevel
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.quantized import with_kv_of
 from pipespec.process.threads import renew_pool
@@ -181,10 +182,8 @@ def load_model(
     with readable(model), _logged() as logged:
         try:
             if not is_split and not trust_remote_code:
-                from pipespec.models.group_checkpoints import repacked, settings_of
-
-                if (settings := settings_of(config)) is not None:
-                    made = repacked(model, weight_files(model), config, settings)
+                made = _repacked(model, config, None if on_cpu else device)
+                if made is not None:
                     return with_kv_of(dtype, made) if on_cpu else _on_gpu(made, device, dtype, config.dtype)
             loaded, found = AutoModelForCausalLM.from_pretrained(
                 source,
@@ -211,6 +210,25 @@ def load_model(
             f"({len(missing)} in all); get the complete weights"
         )
     return loaded.eval() if in_place or device is None else loaded.to(device).eval()
+
+
+def _repacked(model: str | Path, config: Any, gpu: Any) -> PreTrainedModel | None:
+    """A checkpoint of integers with its matrices in blocks, on the CPU; None: of a kind that only transformers reads. Where no block holds it, transformers' own
+    kernels may serve for a GPU, and a warning says so."""
+    from pipespec.models.group_checkpoints import repacked, settings_of
+
+    try:
+        settings = settings_of(config)
+        return None if settings is None else repacked(model, weight_files(model), config, settings)
+    except ValueError as error:
+        if gpu is None:
+            raise
+        warnings.warn(
+            f"{error}. So on {gpu} transformers' own modules multiply with the weights of {model}: each takes launches of its own, and a step may take longer than with "
+            "weights in 16 bits",
+            stacklevel=user_stacklevel(),
+        )
+        return None
 
 
 def _on_gpu(

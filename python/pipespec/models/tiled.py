@@ -182,10 +182,13 @@ def put_in_tiles(
             if module.source is not None:
                 module.source.release_pages()
         parts.set_submodule(name, new.eval())
+    moved: dict[int, nn.Parameter] = {}  # a head that is the embedding stays it
     for module in parts.modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None and (parameter.dtype != dtype or parameter.device != torch.device(device)):
-                module._parameters[leaf] = nn.Parameter(parameter.detach().to(device, dtype), requires_grad=False)
+                if id(parameter) not in moved:
+                    moved[id(parameter)] = nn.Parameter(parameter.detach().to(device, dtype), requires_grad=False)
+                module._parameters[leaf] = moved[id(parameter)]
     parts.to(device)  # buffers keep their dtype: RoPE is float32 in every model
     return before, after
 
