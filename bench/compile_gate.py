@@ -86,6 +86,7 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10} | dict.fromkeys(SM
 # What is compiled for the architectures with less shared memory; the rest has at most 81 KiB.
 LARGEST = (("verify, greedy", "fp32"), ("rejection_sample, test", "fp32"), ("attention, D=128, M=128, parts", "bf16"))
 LARGEST += (("attention, D=256, M=32", "bf16"), ("qkv_append, D=128, M=16", "bf16"))
+LARGEST += tuple((f"linear_small, gate_up, {name}, M=16", "bf16") for name in ("q4_k", "q6_k", "q8_0"))
 # What a quick run compiles for the architectures other than sm_90, in bf16: one or two variants of each kind of kernel.
 IN_QUICK = ("verify, greedy", "verify, coupled, cutoff", "rejection_sample, test", "rejection_sample, choose")
 IN_QUICK += (
@@ -107,6 +108,8 @@ IN_QUICK += (
     "linear_small, O, q4_k",
     "linear_small, O, q6_k",
     "linear_small, O, q8_0",
+    "decode_rows, all",
+    "decode_rows, of tokens",
 )
 LAYER_KERNELS = (add_rms_norm_kernel, silu_mul_kernel, rope_append_kernel)
 SPILLED_BYTES = 24 if triton.__version__.startswith("3.5.") else 0

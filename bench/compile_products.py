@@ -94,6 +94,7 @@ def product_cases() -> Iterator[CompileCase]:
             case = qkv("bf16", 128, 128, 4096, int(3600 * more), columns, LAYOUT=LAYOUTS[name])
             yield replace(case, name=f"{case.name}, {name}")
     yield linear("down, q8_0", "fp16", 2048, 5632, 2200, LAYOUT=LAYOUTS["q8_0"])
+    yield linear("gate_up, q8_0", "bf16", 28672, 4096, 7600, 16, KIND=0, NORM=True, LAYOUT=LAYOUTS["q8_0"])
     rows = {"LAYOUT": LAYOUTS["q4_k"], "HAS_INDEX": False, "N": 4096, "K": 4096, "TILES": TILES}
     for name, index in (("all", False), ("of tokens", True)):
         yield CompileCase(

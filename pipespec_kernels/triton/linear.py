@@ -399,7 +399,7 @@ def tile_of(weights: int, itemsize: int, in_tiles: bool = False) -> Tile:
     the latency of memory needs. Those of quantised weights are as wide as the tiles in which they lie. Not tuned on a device."""
     rows = 32 if weights >= MANY else 16
     if in_tiles:
-        return Tile(rows, WIDTH, 512 if itemsize == 4 else 1024, 3 if rows == 32 else 4)
+        return Tile(rows, WIDTH, 512 if itemsize == 4 else 1024, 3)
     if itemsize == 4:  # no tensor cores
         return Tile(16, 32, 512, 2)
     return Tile(rows, 2048 // rows, 1024, 3)
