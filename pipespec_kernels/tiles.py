@@ -166,7 +166,7 @@ class TiledMatrix:
         at, planes = 0, []
         for bits in filter(None, (layout.low, layout.high)):
             # [bands, tiles, row, t, c, bytes]: of a row all
-            plane = tiles[:, :, at : at + WIDTH * bits].unflatten(2, (BAND, 4, 4, bits))[band, :, within]
+            plane = torch.unflatten(tiles[:, :, at : at + WIDTH * bits], 2, (BAND, 4, 4, bits))[band, :, within]
             planes.append(_unpacked(plane, bits))
             at += WIDTH * bits
         codes = planes[0] | planes[1] << layout.low if layout.high else planes[0]
@@ -174,7 +174,7 @@ class TiledMatrix:
         numbers = (looked_up(layout.values, codes) if layout.values else codes.short() - layout.zero).float()
         pieces = []
         for size in layout.pieces:
-            piece = tiles[:, :, at : at + BAND * size].unflatten(2, (BAND, size))[band, :, within]
+            piece = torch.unflatten(tiles[:, :, at : at + BAND * size], 2, (BAND, size))[band, :, within]
             pieces.append(piece.contiguous())
             at += BAND * size
         scale, *minimum = _scales_of(layout, pieces)
@@ -194,10 +194,10 @@ def _scales_of(layout: TileLayout, pieces: list[Tensor]) -> tuple[Tensor, ...]:
     if layout.scales == PAIRS:
         steps = [steps[0] & 15, steps[0] >> 4]
     found = []
-    for head, step in zip(heads.view(torch.float16).float().split(1, 2), steps, strict=False):
+    for head, step in zip(heads.view(torch.float16).float().chunk(2, 2), steps, strict=False):
         whole = (step.view(torch.int8) if layout.signed else step).float() * (head * layout.factor)
         # Tiles have the first halves of all groups of 32 before the second ones.
-        found.append(whole.unflatten(2, (-1, 4)).transpose(2, 3).flatten(1))
+        found.append(torch.unflatten(whole, 2, (-1, 4)).transpose(2, 3).flatten(1))
     return tuple(found)
 
 
@@ -252,7 +252,7 @@ def _pieces(layout: TileLayout, parts: Parts) -> list[Tensor]:
     minimum = None if parts.minimum is None else parts.minimum.half().view(torch.uint8)
     scale = (parts.scale / layout.factor).half().view(torch.uint8)
     if layout.scales == HALF:
-        return [*scale.split(1, 1), *(() if minimum is None else minimum.split(1, 1))]
+        return [*scale.chunk(2, 1), *(() if minimum is None else minimum.chunk(2, 1))]
     assert parts.group_scales is not None
     # Minima of groups are subtracted.
     below = (
@@ -272,7 +272,7 @@ def _pieces(layout: TileLayout, parts: Parts) -> list[Tensor]:
 def _packed(codes: Tensor, bits: int) -> Tensor:
     """Codes ``[..., 8]`` of some bits in as many bytes, the first one lowest."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
-    return (codes.unflatten(-1, (bits, -1)) << shifts).sum(-1, dtype=torch.uint8)
+    return (torch.unflatten(codes, -1, (bits, -1)) << shifts).sum(-1, dtype=torch.uint8)
 
 
 def _unpacked(plane: Tensor, bits: int) -> Tensor:
@@ -289,5 +289,5 @@ def _of_tiles(layout: TileLayout, piece: Tensor, size: int, count: int, bands: i
     piece = F.pad(piece, (0, count * size - piece.shape[1], 0, bands * BAND - len(piece)))
     tiles = piece.view(bands, BAND, count, size)
     if has_steps and size == 8:  # of groups of 16: the first halves of all groups of 32 before the second ones
-        tiles = tiles.unflatten(3, (4, 2)).transpose(3, 4).flatten(3)
+        tiles = torch.unflatten(tiles, 3, (4, 2)).transpose(3, 4).flatten(3)
     return tiles.transpose(1, 2)

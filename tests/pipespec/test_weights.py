@@ -12,7 +12,7 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import described, forward, native_unsupported_reason
 from pipespec.models import quantizing
 from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear, has_blocks, with_kv_of
-from pipespec.models.quantizing import NAMES, quantized
+from pipespec.models.quantizing import quantized
 from pipespec_kernels.decoder import NativeDecoder
 from pipespec_kernels.formats import FORMATS, dequantize
 from tests.conftest import random_llama, random_prompts

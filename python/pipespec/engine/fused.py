@@ -54,7 +54,7 @@ class _Run(NamedTuple):
 
     @classmethod
     def of(cls, linears: list[Any]) -> _Run:
-        matrices = [families.matrix_of(linear) for linear in linears]
+        matrices: list[Any] = [families.matrix_of(linear) for linear in linears]
         weights = [matrix.data if isinstance(matrix, TiledMatrix) else matrix for matrix in matrices]
         given = [linear.bias.detach() for linear in linears if linear.bias is not None]
         if given and len(given) < len(linears):
@@ -67,8 +67,8 @@ class _Run(NamedTuple):
             (sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]),
         )
 
-    def whole(self) -> tuple[torch.Tensor | TiledMatrix, torch.Tensor | None]:
-        """Weight and bias, each in one part."""
+    def whole(self) -> tuple[Any, torch.Tensor | None]:
+        """Weight, a tensor or a :class:`TiledMatrix`, and bias, each in one part."""
         weight, bias = (
             parts[0] if len(parts) == 1 else torch.cat(parts) if parts else None for parts in (self.weight, self.bias)
         )
@@ -254,7 +254,7 @@ class FusedForm(Form):
         for i, layer in enumerate(self._layers):
             norm: dict[str, Any] = {"norm": layer.norms[0], "query_lens": step.new, **self._norm}
             qkv = layer.qkv.whole()
-            if layer.head_norms or qkv is None or not can_append(qkv[0], shape.head_dim, shape.rotary_dim):
+            if layer.head_norms or qkv is None or not can_append(qkv[0], shape.head_dim, step.tables[0].shape[1]):
                 queries = self._rotated(
                     [ops.linear_small(hidden, *run.whole(), **norm) for run in layer.qkv.runs], i, step
                 )

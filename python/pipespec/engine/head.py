@@ -369,10 +369,9 @@ class DraftHead(nn.Module):
         """The product with ``fc``, on packed copies of its weights. Raises :class:`NotReadable` as :meth:`parts` does."""
         shape, inputs = families.read(self.parts()).shape, self.config.count * self.config.target_hidden
         outputs = self.config.block.hidden_size
+        matrix: Any = families.matrix_of(self.fc)
         try:
-            return NativeDecoder(
-                replace(shape, hidden=inputs, vocabulary=outputs), (), head=families.matrix_of(self.fc)
-            )
+            return NativeDecoder(replace(shape, hidden=inputs, vocabulary=outputs), (), head=matrix)
         except (ValueError, TypeError) as error:
             raise NotReadable(f"the decoder does not take its fc: {error}") from error
 

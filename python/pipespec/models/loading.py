@@ -237,8 +237,8 @@ def _on_gpu(
     """A model of blocks, moved to a GPU. ``own``: the dtype of its file, which ``"auto"`` stands for where it has 16 bits."""
     from pipespec.models.tiled import on_gpu
 
-    given = own if dtype == "auto" else dtype
-    wanted = getattr(torch, given) if isinstance(given, str) else given
+    given: Any = own if dtype == "auto" else dtype
+    wanted: Any = getattr(torch, given) if isinstance(given, str) else given
     is_wide = dtype == "auto" and wanted not in (torch.bfloat16, torch.float16)
     return on_gpu(model, device, torch.bfloat16 if is_wide else wanted)
 
