@@ -28,6 +28,7 @@ __all__ = [
     "dequantize",
     "format_of",
     "from_codes",
+    "from_e2m1",
     "quantize",
 ]
 
@@ -176,6 +177,25 @@ def from_codes(codes: Tensor, scales: Tensor) -> QuantizedMatrix:
     numbers = (codes.to(torch.int16) + (0 if bits == 8 else 1 << bits - 1)).to(torch.uint8).view(-1, 32)
     packed = numbers if bits == 8 else layouts.pack_five(numbers) if bits == 5 else layouts.pack_nibbles(numbers, 16)
     return QuantizedMatrix(form, torch.cat((half, packed), 1).view(rows, -1), (rows, columns))
+
+
+def from_e2m1(numbers: Tensor, scales: Tensor) -> QuantizedMatrix:
+    """A matrix of floats of 4 bits (E2M1) with scales, exactly: of MXFP4 or NVFP4.
+
+    Args:
+        numbers: uint8 ``[rows, columns]``: a sign, two bits of exponent and one of fraction.
+        scales: for 32 weights each, uint8 ``[rows, columns // 32]``, powers of two (E8M0); or for 16 each, float32 ``[rows, columns // 16]``.
+
+    Raises:
+        ValueError: Shapes that do not fit, or rows that are no whole blocks of 32.
+    """
+    (rows, columns), size = numbers.shape, 32 if scales.dtype is torch.uint8 else 16
+    if columns % 32 or tuple(scales.shape) != (rows, columns // size):
+        raise ValueError(f"{list(numbers.shape)} numbers in blocks of 32 have {list(scales.shape)} scales")
+    # Codes are twice the numbers, and so E8M0 is read as half of its power.
+    head = scales.reshape(-1, 1) if size == 32 else (scales.float() * 0.5).view(-1, 2).view(torch.uint8)
+    blocks = torch.cat((head, layouts.pack_nibbles(numbers.reshape(-1, 32), 16)), 1)
+    return QuantizedMatrix(FORMATS["mxfp4" if size == 32 else "nvfp4"], blocks.view(rows, -1), (rows, columns))
 
 
 def dequantize(matrix: QuantizedMatrix) -> Tensor:

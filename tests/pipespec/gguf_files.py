@@ -154,10 +154,11 @@ def write_again(file: Any, path: Path, names: Sequence[str], changed: dict[str, 
     for key, value in more.items():
         writer.add_uint16(key.replace("_", "."), value)
     for name in names:
-        tensor = file.tensors[name]
         if name in changed:
             writer.add_tensor(name, changed[name][0], raw_dtype=changed[name][1])
-        elif tensor.type == 0:
+            continue
+        tensor = file.tensors[name]
+        if tensor.type == 0:
             writer.add_tensor(name, file.floats(tensor).numpy())
         else:
             data = file.stored(tensor).numpy().reshape(tensor.shape[0], -1)

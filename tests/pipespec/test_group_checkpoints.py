@@ -68,6 +68,24 @@ class Matrix:
             found["weight_zero_point"] = words(self.zeros.T, self.bits).T.contiguous()
         return found
 
+    def floats(self, kind):
+        """The numbers as floats of 4 bits, with other scales than the integers have."""
+        e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])[self.numbers]
+        packed = (self.numbers[:, ::2] | self.numbers[:, 1::2] << 4).to(torch.uint8)
+        if kind == "mxfp4":
+            scales = (120 + self.numbers[:, ::32] // 4).to(torch.uint8)
+            self.values = e2m1 * (2.0 ** (scales.float() - 127)).repeat_interleave(32, 1)
+            return {"weight_packed": packed, "weight_scale": scales}
+        scales = (self.numbers[:, ::16] * 20.0 + 0.25).to(torch.float8_e4m3fn)
+        if kind == "modelopt":
+            factor, names = torch.tensor(0.0007), ("weight", "weight_scale_2", "input_scale")
+            of_group = scales.float() * factor
+        else:
+            factor, names = torch.tensor([1300.0]), ("weight_packed", "weight_global_scale", "input_global_scale")
+            of_group = scales.float() / factor
+        self.values = e2m1 * of_group.repeat_interleave(16, 1)
+        return {names[0]: packed, "weight_scale": scales, names[1]: factor, names[2]: torch.ones(1)}
+
     def int8(self):
         return {"weight": (self.numbers - 128).to(torch.int8), "weight_scale": self.scales}
 
@@ -80,9 +98,9 @@ def write(folder, pack, settings, *, model_type="qwen2", tied=True, **matrix):
     for seed, (name, module) in enumerate(model.named_modules()):
         if isinstance(module, nn.Linear) and name != "lm_head":
             made = Matrix(*module.weight.shape, seed=seed, **matrix)
-            values[name] = made.values
             del tensors[f"{name}.weight"]
             tensors |= {f"{name}.{leaf}": tensor.contiguous() for leaf, tensor in pack(made).items()}
+            values[name] = made.values
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return values
 
@@ -115,6 +133,9 @@ KINDS = {
         BF16 | {"bits": 8, "group": 256},
         "q8_0",
     ),
+    "compressed-tensors, nvfp4": (compressed("nvfp4-pack-quantized"), lambda m: m.floats("nvfp4"), {}, "nvfp4"),
+    "compressed-tensors, mxfp4": (compressed("mxfp4-pack-quantized"), lambda m: m.floats("mxfp4"), {}, "mxfp4"),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, lambda m: m.floats("modelopt"), {}, "nvfp4"),
 }
 
 

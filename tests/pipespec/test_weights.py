@@ -14,7 +14,7 @@ from pipespec.models import quantizing
 from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear, has_blocks, with_kv_of
 from pipespec.models.quantizing import quantized
 from pipespec_kernels.decoder import NativeDecoder
-from pipespec_kernels.formats import FORMATS, dequantize
+from pipespec_kernels.formats import FORMATS, QUANTIZERS, dequantize
 from tests.conftest import random_llama, random_prompts
 from tests.pipespec.gguf_files import LARGE, SIZES, tiny, write
 from tests.pipespec.test_native import logits_of
@@ -41,7 +41,7 @@ def texts(pipe, *, rows=3):
     ]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", QUANTIZERS)
 def test_a_model_is_quantised_as_a_whole(model, name):
     made = quantized(model, name)
     assert type(model.lm_head) is torch.nn.Linear
@@ -55,7 +55,9 @@ def test_a_model_is_quantised_as_a_whole(model, name):
     up = made.model.layers[0].mlp.up_proj
     assert up.form.format == name
     original = model.model.layers[0].mlp.up_proj.weight
-    assert (dequantize(up.matrix) - original).norm() < 0.1 * original.norm()
+    assert (dequantize(up.matrix) - original).norm() < {"q2_k": 0.35, "q3_k": 0.2, "mxfp4": 0.15}.get(
+        name, 0.1
+    ) * original.norm()
     assert {p.dtype for p in made.parameters()} == {torch.float32}
     assert native_unsupported_reason(made) is None
     with pytest.raises(ValueError, match="quantised already"):

@@ -180,6 +180,13 @@ using Table3s = Table256<Iq3sValues>;
 using Table3xxs = Table256<Iq3xxsValues>;
 using Table2 = Table256<Iq2Values>;
 
+// Whether the inputs bring what the offset of the codes takes from each sum of 16. That of other
+// offsets is subtracted once for all groups.
+template <class B>
+constexpr bool starts_from_offset() {
+  return B::Codes::kOffset == 32 && B::Subs::kGroup == 16;
+}
+
 // Groups of 32 inputs: products of codes and inputs, times the sub-scales, into `sums`.
 template <class V, class B, int kSub>
 inline void sub_block(const SubScales<V, typename B::Subs>& scales, const unsigned char* codes,
@@ -197,8 +204,11 @@ inline void sub_block(const SubScales<V, typename B::Subs>& scales, const unsign
   for (int64_t c = 0; c < columns; ++c) {
     const int8_t* const inputs = x[c].codes + 32 * kSub;
     if constexpr (kHalves) {
-      const auto dots = V::template dots<kByteBits, 4>(zero, w, inputs);
-      const auto others = V::template dots<kByteBits, 4>(zero, w + 4, inputs + 16);
+      const int32_t* const offsets = x[c].offsets + 2 * kSub;
+      const auto dots = V::template dots<kByteBits, 4>(
+          starts_from_offset<B>() ? V::broadcast(offsets[0]) : zero, w, inputs);
+      const auto others = V::template dots<kByteBits, 4>(
+          starts_from_offset<B>() ? V::broadcast(offsets[1]) : zero, w + 4, inputs + 16);
       sums[c] = V::add(sums[c], V::add(V::multiply(dots, scale), V::multiply(others, second)));
     } else {
       const auto dots = V::template dots<kByteBits, 8>(zero, w, inputs);
@@ -224,7 +234,8 @@ inline void panel_product(Blocks256<Codes, Subs>, const unsigned char* panel, in
                           typename V::F (*sums)[16 / V::kLanes]) {
   using B = Blocks256<Codes, Subs>;
   constexpr int kParts = 16 / V::kLanes, kOffset = Codes::kOffset;
-  constexpr bool kHasOffset = kOffset != 0 && !(kOffset == 128 && V::kSignedBytes);
+  constexpr bool kHasOffset =
+      kOffset != 0 && !(kOffset == 128 && V::kSignedBytes) && !starts_from_offset<B>();
   constexpr int64_t kStep = Slice<B::kBits>::kBytes;
   const int64_t columns = kColumns != 0 ? kColumns : any_columns;
   const Inputs256* x = static_cast<const Inputs256*>(tile);
@@ -252,7 +263,7 @@ inline void panel_product(Blocks256<Codes, Subs>, const unsigned char* panel, in
         auto dots = products[c];
         if constexpr (kHasOffset)
           dots = V::subtract(
-              dots, V::multiply(pair_products(scales, x[c]), V::broadcast(int32_t{kOffset})));
+              dots, V::template shift_left<__builtin_ctz(kOffset)>(pair_products(scales, x[c])));
         auto sum =
             V::add(sums[c][part], V::multiply(V::multiply(scale, input_scale), V::to_float(dots)));
         if constexpr (B::kMinimum)

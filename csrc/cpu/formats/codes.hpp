@@ -64,7 +64,7 @@ struct E2m1Values {
 
 // The entries of the grids of GGUF's smaller types.
 struct Iq3sValues {
-  static constexpr int kOffset = 16, kByteBits = 5;
+  static constexpr int kOffset = 32, kByteBits = 6;
   static constexpr float kFactor = 1.0f;
   static constexpr int8_t kValues[16] = {1,  3,  5,  7,  9,  11,  13,  15,
                                          -1, -3, -5, -7, -9, -11, -13, -15};

@@ -77,6 +77,7 @@ struct alignas(64) Inputs256 {
   int16_t sums32[8], sums16[16];
   float scale;
   int32_t unused[3];
+  int32_t offsets[16];  // sums of 16 codes times -32: what weights of 6 bits start from
 };
 
 // Rounds a row of inputs; its blocks are written `columns` apart. The tile holds for each block the

@@ -84,7 +84,10 @@ void round256(const float* x, int64_t inputs, int64_t columns, void* out) {
   for (int64_t i = 0; i < inputs; i += 256, to += columns) {
     to->scale = round_block(x + i, 256, to->codes);
     const auto place = [](int j) { return j % 4 == 1 ? j + 1 : j % 4 == 2 ? j - 1 : j; };
-    for (int j = 0; j < 16; ++j) to->sums16[place(j)] = int16_t(sum_of(to->codes + 16 * j, 16));
+    for (int j = 0; j < 16; ++j) {
+      const int32_t sum = sum_of(to->codes + 16 * j, 16);
+      to->sums16[place(j)] = int16_t(sum), to->offsets[j] = -32 * sum;
+    }
     for (int j = 0; j < 8; ++j)
       to->sums32[place(j)] = int16_t(to->sums16[place(2 * j)] + to->sums16[place(2 * j + 1)]);
   }

@@ -1,7 +1,7 @@
 """GGUF files: what they hold.
 
 A file is checked as a whole, every tensor by name, before memory is taken. It is mapped, not read: blocks lie in the file's pages. The reader of the
-package gguf takes seconds for a vocabulary, and transformers' own dequantises all weights. The first part of a split file stands for all of them.
+package gguf takes seconds for a vocabulary, and transformers' own dequantises all weights. Any part of a split file stands for all of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CONVERTED = {
 }  # fmt: skip
 """Types whose matrices become other blocks, which hold the same weights (:mod:`pipespec.models.gguf_blocks`): their names, weights and bytes of a block."""
 
-_OTHERS = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
+_OTHERS = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0", 42: "Q2_0"}
 _OLD_LAYOUTS = {
     4: "Q4_2",
     5: "Q4_3",
@@ -106,23 +106,27 @@ class GgufFile:
         """Map a file, and read its header.
 
         Args:
-            path: of the file, or of the first part of a split one.
+            path: of the file, or of any part of a split one.
 
         Raises:
             FileNotFoundError: there is none, or a part is missing.
-            ValueError: no GGUF file, a later part of a split one, a big-endian or truncated one, or one with a tensor that does not fit: the message names it.
+            ValueError: no GGUF file, a part of a split one whose name does not say which, a big-endian or truncated one, or one with a tensor that does
+                not fit: the message names it.
         """
         path = Path(path)
+        name = _PART.search(path.name)
+        if name is not None and int(name[1]) > 1 and path.is_file():
+            path = path.with_name(f"{path.name[: name.start()]}-00001-of-{name[2]}{path.name[name.end() :]}")
         first = _Part.open(path)
         metadata, tensors = first.header()
         made = cls(path, metadata, tensors, (first,))
         count, number = made.integer("split.count", 1) or 1, made.integer("split.no", 0) or 0
         if count <= 1:
             return made
-        if number or (name := _PART.search(path.name)) is None or int(name[2]) != count:
+        if number or name is None or int(name[2]) != count:
             raise ValueError(
-                f"{path} is part {number + 1} of {count} of a split GGUF file: name the first part (...-00001-of-{count:05}.gguf), with the others next "
-                "to it, or merge them (llama.cpp: llama-gguf-split --merge)"
+                f"{path} is part {number + 1} of {count} of a split GGUF file, and its name does not say so: call the parts ...-00001-of-{count:05}.gguf and "
+                "so on, next to each other, or merge them (llama.cpp: llama-gguf-split --merge)"
             )
         parts, found = [first], dict(tensors)
         for i in range(1, count):

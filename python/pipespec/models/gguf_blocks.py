@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipespec.models.gguf import CONVERTED, GgufFile, GgufTensor
 from pipespec_kernels import block_layouts as layouts
-from pipespec_kernels.formats import FORMATS, QuantizedMatrix, from_codes
+from pipespec_kernels.formats import FORMATS, QuantizedMatrix, from_codes, from_e2m1
 
 
 def as_blocks(file: GgufFile, tensor: GgufTensor, factor: float = 1.0) -> QuantizedMatrix:
@@ -30,7 +30,10 @@ def as_blocks(file: GgufFile, tensor: GgufTensor, factor: float = 1.0) -> Quanti
     name, _, block_bytes = CONVERTED[tensor.type]
     stored = file.stored(tensor).view(-1, block_bytes)
     if name == "NVFP4":
-        return from_nvfp4(stored[:, :4], layouts.nibbles(stored[:, 4:].reshape(-1, 8), 8), factor, tensor.shape[0])
+        # A byte that is no number stands for zero, and a sign for nothing.
+        steps = (stored[:, :4] & 127).contiguous().view(torch.float8_e4m3fn).float().nan_to_num(0.0) * factor
+        numbers = layouts.nibbles(stored[:, 4:].reshape(-1, 8), 8)
+        return from_e2m1(numbers.view(tensor.shape), steps.view(tensor.shape[0], -1))
     head, scales = _SCALES[name](stored)
     scale = head.contiguous().view(torch.float16).float()
     if not bool(scale.isfinite().all()):
@@ -45,21 +48,6 @@ def as_blocks(file: GgufFile, tensor: GgufTensor, factor: float = 1.0) -> Quanti
     codes = (weights / torch.where(of_group == 0, 1.0, of_group)).round().view(-1, 256)
     blocks = layouts.write_table(codes, values, scales, head)
     return QuantizedMatrix(FORMATS[held], blocks.view(tensor.shape[0], -1), (tensor.shape[0], tensor.shape[1]))
-
-
-def from_nvfp4(scales: Tensor, numbers: Tensor, factor: float | Tensor, rows: int) -> QuantizedMatrix:
-    """A matrix of NVFP4 in blocks.
-
-    Args:
-        scales: bytes of E4M3, uint8, each of 16 weights.
-        numbers: of 4 bits (E2M1), uint8, in the order of the weights.
-        factor: multiplies the scales.
-        rows: of the matrix; each is a multiple of 32 weights.
-    """
-    # A byte that is no number stands for zero in files, and a sign for nothing.
-    steps = (scales.reshape(-1, 2) & 127).view(torch.float8_e4m3fn).float().nan_to_num(0.0) * 0.5 * factor
-    blocks = torch.cat((steps.view(torch.uint8), layouts.pack_nibbles(numbers.reshape(-1, 32), 16)), 1)
-    return QuantizedMatrix(FORMATS["nvfp4"], blocks.view(rows, -1), (rows, numbers.numel() // rows))
 
 
 Scales = tuple[Tensor, Tensor | None]

@@ -1,6 +1,6 @@
-"""Checkpoints with integer weights in groups, as GPTQ, AWQ and compressed-tensors store them, as models whose matrices are in blocks.
+"""Checkpoints with weights in groups, as GPTQ, AWQ, compressed-tensors and ModelOpt store them, as models whose matrices are in blocks.
 
-A weight there is ``scale * (number - zero point)``, with a scale per group of a row. Blocks of 32 hold the same values: 4 bits around the middle as
+Floats of 4 bits (MXFP4, NVFP4) have blocks of their own. An integer weight is ``scale * (number - zero point)``, with a scale per group of a row. Blocks of 32 hold the same values: 4 bits around the middle as
 ``q4_0``, 4 bits around another zero point as ``q5_0``, and 8 bits as ``q8_0``. A matrix that no block holds, and what is no such matrix, becomes float32.
 """
 
@@ -22,7 +22,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from pipespec.errors import user_stacklevel
 from pipespec.models.families import FAMILIES
 from pipespec.models.quantized import filled, in_blocks, untie
-from pipespec_kernels.formats import from_codes
+from pipespec_kernels import block_layouts as layouts
+from pipespec_kernels.formats import QuantizedMatrix, from_codes, from_e2m1
 
 Get = Callable[[str], torch.Tensor]
 """A tensor of a module by its last name; ``KeyError`` where the module has none of that name."""
@@ -30,8 +31,11 @@ Get = Callable[[str], torch.Tensor]
 Settings = Mapping[str, Any]
 """``quantization_config`` of a configuration."""
 
-Unpacked = tuple[torch.Tensor, torch.Tensor]
-"""Codes ``[outputs, inputs]`` and scales ``[outputs, groups]``."""
+Unpacked = tuple[torch.Tensor, torch.Tensor] | QuantizedMatrix
+"""Codes ``[outputs, inputs]`` and scales ``[outputs, groups]``, or the matrix."""
+
+_OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
+"""Ends of the names of scales for inputs and for keys and values, which have others here."""
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where AWQ keeps each of eight columns, counted in fours of bits from the lowest."""
@@ -121,13 +125,17 @@ def repacked(source: str | Path, files: Sequence[Path], config: Any, settings: S
 def _with_matrix(name: str, module: nn.Linear, unpack: Callable[[], Unpacked]) -> nn.Module:
     """The module with its matrix: in blocks, or as floats where no block holds the weights."""
     try:
-        codes, scales = unpack()
+        unpacked = unpack()
     except KeyError as error:
         raise ValueError(f"{name}: there is no {error.args[0]}") from error
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{name}: {error}") from error
-    if codes.shape != (module.out_features, module.in_features):
-        raise ValueError(f"{name}: it is {list(codes.shape)}, and this model's {list(module.weight.shape)}")
+    shape = unpacked.shape if isinstance(unpacked, QuantizedMatrix) else unpacked[0].shape
+    if tuple(shape) != (module.out_features, module.in_features):
+        raise ValueError(f"{name}: it is {list(shape)}, and this model's {list(module.weight.shape)}")
+    if isinstance(unpacked, QuantizedMatrix):
+        return in_blocks(module, unpacked)
+    codes, scales = unpacked
     if not bool(scales.isfinite().all()):
         raise ValueError(f"{name} is damaged: it has scales that are not finite")
     try:
@@ -139,8 +147,10 @@ def _with_matrix(name: str, module: nn.Linear, unpack: Callable[[], Unpacked]) -
 
 
 def _is_spare(name: str, file: Any, config: Any) -> bool:
-    """Whether a tensor that no module takes changes nothing: a bias of zeros, a head that is the embedding, what is computed from the configuration."""
+    """Whether a tensor that no module takes changes nothing: a bias of zeros, a head that is the embedding, what is computed from the configuration, scales of activations that are not rounded here."""
     if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings):
+        return True
+    if name.endswith(_OF_ACTIVATIONS):
         return True
     return name.endswith(".bias") and not bool(file.get_tensor(name).any())
 
@@ -183,6 +193,14 @@ def _check_neighbours(get: Get, name: str, inputs: int, groups: int) -> bool:
     return True
 
 
+def _e2m1(get: Get, name: str, scales: torch.Tensor) -> QuantizedMatrix:
+    """Floats of 4 bits, two neighbours in a byte."""
+    packed = get(name)
+    if packed.dtype is not torch.uint8:
+        raise ValueError(f"{name} is {packed.dtype}, not uint8")
+    return from_e2m1(layouts.fields(packed, 4), scales)
+
+
 def _unpack_gptq(get: Get, settings: Settings) -> Unpacked:
     bits = int(settings["bits"])
     scales, numbers = get("scales").T.contiguous(), _numbers(get("qweight"), bits, 0).T.contiguous()
@@ -210,8 +228,16 @@ def _unpack_awq(get: Get, settings: Settings) -> Unpacked:
     return _around(numbers("qweight"), zeros), scales
 
 
+def _unpack_modelopt(get: Get, settings: Settings) -> Unpacked:
+    return _e2m1(get, "weight", get("weight_scale").float() * get("weight_scale_2").float())
+
+
 def _unpack_compressed(get: Get, settings: Settings) -> Unpacked:
     scales = get("weight_scale")
+    if scales.dtype is torch.uint8:
+        return _e2m1(get, "weight_packed", scales)
+    if scales.dtype is torch.float8_e4m3fn:
+        return _e2m1(get, "weight_packed", scales.float() / get("weight_global_scale").float())
     try:
         (rows, columns), packed = get("weight_shape").tolist(), get("weight_packed")
     except KeyError:
@@ -236,6 +262,8 @@ def _packings(settings: Settings) -> Iterator[tuple[Any, Any]]:
     if settings["quant_method"] in ("gptq", "awq"):
         bits = str(settings.get("bits", settings.get("w_bit", 4)))
         yield int(bits) if bits.isdecimal() else bits, _format_of(settings)
+    elif settings["quant_method"] == "modelopt":
+        yield 4 if "4" in str(settings.get("quant_algo")) else 8, str(settings.get("quant_algo")).lower()
     else:
         for group in (settings.get("config_groups") or {}).values():
             yield (group.get("weights") or {}).get("num_bits"), group.get("format") or settings.get("format")
@@ -268,5 +296,11 @@ class _Method(NamedTuple):
 _METHODS = {
     "gptq": _Method("qweight", _unpack_gptq, (4, 8), ("gptq", "gptq_v2")),
     "awq": _Method("qweight", _unpack_awq, (4,), ("gemm",)),
-    "compressed-tensors": _Method("weight_scale", _unpack_compressed, (4, 8), ("pack-quantized", "int-quantized")),
+    "compressed-tensors": _Method(
+        "weight_scale",
+        _unpack_compressed,
+        (4, 8),
+        ("pack-quantized", "int-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"),
+    ),
+    "modelopt": _Method("weight_scale_2", _unpack_modelopt, (4,), ("nvfp4",)),
 }
