@@ -157,6 +157,21 @@ def test_products_of_many_rows_have_the_same_weights(monkeypatch):
     torch.testing.assert_close(tiled.product(x[:3], in_tiles(matrix), bias), wanted[:3])
 
 
+def test_weights_in_tiles_count():
+    """For the columns of a graph over a prompt. A head that is the embedding counts once."""
+    model = make("gemma", vocab_size=VOCABULARY)
+    made = on_gpu(quantized(model, "q4_0"), "cpu", torch.float32)
+    assert tiled.weights_in(made) == tiled.weights_in(model) == sum(p.numel() for p in model.parameters())
+
+
+def test_blocks_that_were_moved_are_refused():
+    linear = QuantizedLinear(quantize(torch.randn(8, 32), "q8_0"))
+    with pytest.raises(
+        ValueError, match=r"a matrix in blocks on meta, inputs on cpu: .* load the model for its device"
+    ):
+        linear.to("meta")(torch.randn(1, 32))
+
+
 def test_a_worker_builds_the_same_modules():
     model = on_gpu(quantized(make("gemma", vocab_size=VOCABULARY), "q4_0"), "cpu", torch.bfloat16)
     built = skeleton(type(model), model.config, pickle.loads(pickle.dumps(described(model))))

@@ -103,7 +103,12 @@ class QuantizedLinear(_Blocks):
         self._packed: PackedMatrix | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., outputs]`` of ``x [..., inputs]`` on the CPU, in the dtype of ``x``."""
+        """``[..., outputs]`` of ``x [..., inputs]``, in the dtype of ``x``. Raises ``ValueError`` where they are not on the CPU."""
+        if not self.blocks.is_cpu or not x.is_cpu:
+            raise ValueError(
+                f"a matrix in blocks on {self.blocks.device}, inputs on {x.device}: blocks are multiplied on the CPU; load the model for its device "
+                "(device=, or --device), which brings them into tiles"
+            )
         packed = self._packed or PackedMatrix(self.matrix)
         self._packed = None if _drops.get() else packed
         out = packed.matmul(x.detach().float()).to(x.dtype)

@@ -94,6 +94,12 @@ class TiledEmbedding(_Tiled):
         return out if self.factor is None else out * self.factor
 
 
+def weights_in(model: nn.Module) -> int:
+    """The number of a model's weights, those in tiles included."""
+    matrices = {m.tiles.data_ptr(): m.form.rows * m.form.columns for m in model.modules() if isinstance(m, _Tiled)}
+    return sum(matrices.values()) + sum(parameter.numel() for parameter in model.parameters())
+
+
 def empty_of(form: Blocks, module: nn.Module, bias: nn.Parameter | None) -> nn.Module:
     """A module that holds its matrix as ``form`` says, in the place of ``module``, with memory that is not filled."""
     count, tile = -(-form.columns // WIDTH), LAYOUTS[form.format].nbytes

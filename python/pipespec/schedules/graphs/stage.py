@@ -25,6 +25,7 @@ from pipespec.engine.sampling import ScoreRecord, Step
 from pipespec.engine.stage import Stage
 from pipespec.errors import NotCapturable
 from pipespec.models.properties import quantisation, text_config
+from pipespec.models.tiled import weights_in
 from pipespec.schedules.base import warn_of_speed
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep, StaticBuffers, StaticSampler
 from pipespec_kernels import _native
@@ -49,7 +50,7 @@ _versions = itertools.count()
 
 def graphed_columns(model: Any) -> int:
     """The maximum number of columns for a model: as many as take as much work as those of a model of 8B parameters, up to eight times as many."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = weights_in(model)
     return int(MAX_GRAPHED_COLUMNS * min(max(8e9 / max(parameters, 1), 1.0), 8.0))
 
 
