@@ -29,9 +29,9 @@ BAND = 8
 WIDTH = 128
 """Columns of a tile."""
 
-HALF, STEPS, PAIRS, POWERS = range(4)
+HALF, STEPS, PAIRS, POWERS, WORDS = range(5)
 """Kinds of scales. One float16 for 32 columns; or a float16 for the tile, times an integer of 8 bits for 32 or 16 columns, or one of 4 bits, beside which are those of the
-minimum; or a power of two for 32 columns."""
+minimum; or a power of two for 32 columns; or a float32 for 16."""
 
 LINEAR, FLOATS, TABLE = range(3)
 """Kinds of codes: numbers less an offset, floats of 4 bits, places in a table."""
@@ -46,8 +46,8 @@ class TileLayout(NamedTuple):
         low: bits of a code in the first plane of codes: 2 or 4.
         high: bits above them, in the second plane: 0, 1, 2 or 4. 0: there is none.
         zero: the code of the number 0.
-        scales: :data:`HALF`, :data:`STEPS`, :data:`PAIRS` or :data:`POWERS`.
-        group: columns of one scale: 32, or 16 with :data:`STEPS` and :data:`PAIRS`.
+        scales: :data:`HALF`, :data:`STEPS`, :data:`PAIRS`, :data:`POWERS` or :data:`WORDS`.
+        group: columns of one scale: 32 or 16.
         minima: whether a minimum is added, of which there are as many as scales.
         signed: whether the integers of :data:`STEPS` have a sign.
         codes: :data:`LINEAR`, :data:`FLOATS` or :data:`TABLE`.
@@ -74,10 +74,12 @@ class TileLayout(NamedTuple):
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """Bytes per row of a tile of each kind of number behind the codes: low and high bytes of scales, likewise of minima; or the float16 heads of scale and
-        minimum, scales, minima."""
+        """Bytes per row of a tile of each kind of number behind the codes: low and high bytes of scales, likewise of minima; or the four bytes of
+        scales; or the float16 heads of scale and minimum, scales, minima."""
         if self.scales == POWERS:
             return (4,)
+        if self.scales == WORDS:
+            return (8,) * 4
         if self.scales == HALF:
             return (4, 4) * (1 + self.minima)
         return (4, *(WIDTH // self.group,) * (2 if self.scales == STEPS and self.minima else 1))
@@ -108,6 +110,7 @@ LAYOUTS: Mapping[str, TileLayout] = {
     "q4_0": TileLayout(4, 0, 8),
     "iq4_nl": _table(IQ4, HALF, 32),
     "iq4_xs": _table(IQ4, STEPS, 32),
+    "nvfp4": TileLayout(4, 0, 0, WORDS, group=16, codes=FLOATS),
     "mxfp4": TileLayout(4, 0, 0, POWERS, codes=FLOATS),
     "q3_k": TileLayout(2, 1, 4, STEPS, group=16, signed=True),
     "q2_k": TileLayout(2, 0, 0, PAIRS, group=16, minima=True),
@@ -190,15 +193,21 @@ def _scales_of(layout: TileLayout, pieces: list[Tensor]) -> tuple[Tensor, ...]:
     if layout.scales == HALF:
         halves = [torch.stack(pair, -1).view(torch.float16) for pair in zip(pieces[::2], pieces[1::2], strict=True)]
         return tuple(half.float().flatten(1) for half in halves)
+    if layout.scales == WORDS:
+        return (_by_column(torch.stack(pieces, -1).view(torch.float32)[..., 0]),)
     heads, *steps = pieces
     if layout.scales == PAIRS:
         steps = [steps[0] & 15, steps[0] >> 4]
     found = []
     for head, step in zip(heads.view(torch.float16).float().chunk(2, 2), steps, strict=False):
         whole = (step.view(torch.int8) if layout.signed else step).float() * (head * layout.factor)
-        # Tiles have the first halves of all groups of 32 before the second ones.
-        found.append(torch.unflatten(whole, 2, (-1, 4)).transpose(2, 3).flatten(1))
+        found.append(_by_column(whole))
     return tuple(found)
+
+
+def _by_column(numbers: Tensor) -> Tensor:
+    """Numbers ``[n, tiles, groups]`` in the order of the columns: tiles have the first halves of all groups of 32 before the second ones."""
+    return torch.unflatten(numbers, 2, (-1, 4)).transpose(2, 3).flatten(1)
 
 
 def in_tiles(matrix: QuantizedMatrix, device: torch.device | str | None = None) -> TiledMatrix:
@@ -249,6 +258,8 @@ def _pieces(layout: TileLayout, parts: Parts) -> list[Tensor]:
     if layout.scales == POWERS:
         bits = parts.scale.view(torch.int32)
         return [torch.where(bits < 1 << 23, (bits >> 21) - 1, (bits >> 23) + 1).to(torch.uint8)]
+    if layout.scales == WORDS:
+        return [*torch.unflatten(parts.scale.contiguous().view(torch.uint8), 1, (-1, 4)).unbind(2)]
     minimum = None if parts.minimum is None else parts.minimum.half().view(torch.uint8)
     scale = (parts.scale / layout.factor).half().view(torch.uint8)
     if layout.scales == HALF:
@@ -283,7 +294,7 @@ def _unpacked(plane: Tensor, bits: int) -> Tensor:
 
 def _of_tiles(layout: TileLayout, piece: Tensor, size: int, count: int, bands: int) -> Tensor:
     """Bytes ``[rows, b]``, ``size`` for each tile of a row: ``[bands, tiles, 8, size]``."""
-    has_steps = layout.scales in (STEPS, PAIRS)
+    has_steps = layout.scales in (STEPS, PAIRS, WORDS)
     if has_steps and size == 4 and 2 * piece.shape[1] == 4 * count:
         piece = piece.view(len(piece), -1, 1, 4).expand(-1, -1, 2, -1).flatten(1)  # the heads of 256 columns
     piece = F.pad(piece, (0, count * size - piece.shape[1], 0, bands * BAND - len(piece)))

@@ -11,13 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from pipespec_kernels.tiles import BAND, FLOATS, HALF, LINEAR, PAIRS, POWERS, WIDTH, TiledMatrix
+from pipespec_kernels.tiles import WORDS as FLOAT32
 from pipespec_kernels.triton import launch
 from pipespec_kernels.triton.launch import begin_dependent, dependent, on
 from pipespec_kernels.triton.norm import rounded
 
 # Places in a TileLayout, which kernels have as a constant.
 LOW, HIGH, ZERO, SCALES, GROUP, MINIMA, SIGNED, CODES, WORDS, FACTOR = (tl.constexpr(i) for i in range(10))
-OF_32, IN_PAIRS, IN_POWERS = tl.constexpr(HALF), tl.constexpr(PAIRS), tl.constexpr(POWERS)
+OF_32, IN_PAIRS, IN_POWERS, IN_WORDS = (tl.constexpr(kind) for kind in (HALF, PAIRS, POWERS, FLOAT32))
 ARE_LINEAR, ARE_FLOATS = tl.constexpr(LINEAR), tl.constexpr(FLOATS)
 COLUMNS = tl.constexpr(WIDTH)
 ROWS = tl.constexpr(BAND)
@@ -30,8 +31,9 @@ TILES = 4
 def tile_bytes(LAYOUT: tl.constexpr):
     """Bytes of a tile."""
     KIND: tl.constexpr = LAYOUT[SCALES]
-    ONE: tl.constexpr = COLUMNS // LAYOUT[GROUP] * (2 if KIND == OF_32 else 1)
-    HEAD: tl.constexpr = 4 if KIND != OF_32 and KIND != IN_POWERS else 0
+    WIDE: tl.constexpr = 4 if KIND == IN_WORDS else 2 if KIND == OF_32 else 1
+    ONE: tl.constexpr = COLUMNS // LAYOUT[GROUP] * WIDE
+    HEAD: tl.constexpr = 0 if WIDE > 1 or KIND == IN_POWERS else 4
     COUNT: tl.constexpr = 2 if LAYOUT[MINIMA] and KIND != IN_PAIRS else 1
     return COLUMNS * (LAYOUT[LOW] + LAYOUT[HIGH]) + ROWS * (HEAD + ONE * COUNT)
 
@@ -106,6 +108,14 @@ def load_scales(at, there, LAYOUT: tl.constexpr, EVEN: tl.constexpr):
         power = load_numbers(at + row * 4 + group, there, EVEN).to(tl.int32)
         # Half of it: below the smallest normal number the bits are shifted.
         bits = tl.where(power < 2, (power + 1) << 21, (power - 1) << 23)
+        scale = bits.to(tl.float32, bitcast=True)
+        minimum = scale
+    elif LAYOUT[SCALES] == IN_WORDS:
+        bytes_of = at + row * 8 + e // 8 % 2 * 4 + group
+        bits = load_numbers(bytes_of, there, EVEN).to(tl.int32)
+        bits |= load_numbers(bytes_of + ROWS * 8, there, EVEN).to(tl.int32) << 8
+        bits |= load_numbers(bytes_of + ROWS * 16, there, EVEN).to(tl.int32) << 16
+        bits |= load_numbers(bytes_of + ROWS * 24, there, EVEN).to(tl.int32) << 24
         scale = bits.to(tl.float32, bitcast=True)
         minimum = scale
     else:
