@@ -22,7 +22,8 @@ from bench.machine import provenance
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import described, forward
 from pipespec.models.loading import load_model
-from pipespec.models.quantizing import NAMES, quantized
+from pipespec.models.quantized import NAMES
+from pipespec.models.quantizing import quantized
 from pipespec.models.tokenizers import load_tokenizer
 
 _CHUNK = 64  # columns of a forward: the logits of more would take much memory

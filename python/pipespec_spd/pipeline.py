@@ -17,7 +17,7 @@ from pipespec.checks.models import check_chain
 from pipespec.checks.support import check_whole
 from pipespec.errors import NotKnown
 from pipespec.models.loading import load_model
-from pipespec.schedules.request import GenerationRequest
+from pipespec.schedules.base import GenerationRequest
 from pipespec_spd.decoding import SpeculativeDriver
 from pipespec_spd.draft_module import CONFIG_FILE, DraftModule, DraftModuleConfig
 from pipespec_spd.drafting import Drafter, NgramDrafter

@@ -39,8 +39,7 @@ from pipespec.engine.known import NATIVE
 from pipespec.process.ranks import START_S, RankError, rank_and_world
 from pipespec.process.signals import delayed, handlers_watched
 from pipespec.registry import RANKS
-from pipespec.schedules.base import Decoder
-from pipespec.schedules.request import GenerationRequest
+from pipespec.schedules.base import Decoder, GenerationRequest
 from pipespec_spd.decoding import PromptChunk, SpeculativeDriver, Streams
 from pipespec_spd.drafting import Drafter
 from pipespec_spd.link import TIMEOUT_S, Link, Receiver, Sender

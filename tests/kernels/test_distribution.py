@@ -1,4 +1,4 @@
-"""What is drawn has the target's distribution: coupled draws, and tokens and texts of rejection sampling, whatever the draft."""
+"""What is drawn has the target's distribution: coupled draws, and tokens of rejection sampling, whatever the draft. Texts: ``tests/pipespec/test_acceptance.py``."""
 
 from __future__ import annotations
 
@@ -96,15 +96,6 @@ def test_a_close_draft_is_accepted_as_often_as_theory_says() -> None:
     assert coupled_agreement(torch.softmax(target, -1), torch.softmax(draft, -1)) > 0.75
 
 
-def test_sampling_with_a_cutoff_draws_nothing_else() -> None:
-    generator = torch.Generator().manual_seed(5)
-    logits = (torch.randn(1, 1, 2000, generator=generator) * 3).bfloat16().expand(3000, 1, 2000)
-    cutoff = ops.cutoff(logits[:1], top_k=40, top_p=0.8)
-    noise = Noise(torch.arange(3000), torch.zeros(3000, dtype=torch.int64), torch.ones(3000), cutoff.repeat(3000, 1))
-    kept = torch.nonzero(logits[0, 0].float() >= cutoff.item()).flatten()
-    assert set(ops.sample(logits, noise).flatten().tolist()) <= set(kept.tolist())
-
-
 # ---- rejection sampling
 
 
@@ -154,55 +145,3 @@ def test_fast_noise_keeps_the_targets_distribution() -> None:
             kernels.verify(target.cuda().expand(rows, 1, BINS), tokens, one, one * 0, noise=noise)[0][:, 0].cpu()
         )
     check_distribution(torch.cat(ids).long(), target)
-
-
-# ---- whole texts
-
-IDS, LENGTH, DRAFTED = 4, 3, 3
-TEXTS = trials(ci=15_000, nightly=1_000_000)
-GENERATOR = torch.Generator().manual_seed(2)
-TARGET = torch.randn(IDS, IDS, generator=GENERATOR)  # logits after each token
-DRAFT_TABLE = 0.6 * TARGET + 0.9 * torch.randn(IDS, IDS, generator=GENERATOR)
-
-
-def texts(rows: int, *, drawn_with: int = DRAFT, scale: float = 1.0) -> torch.Tensor:
-    """The texts of many rows, int64 ``[rows, LENGTH]``. ``scale``: of the draft's logits, as the rule sees them."""
-    seeds, ones = torch.arange(rows) * 0x9E3779B97F4A7C15 + 1, torch.ones(rows)
-    text = torch.zeros(rows, LENGTH + DRAFTED + 2, dtype=torch.int64)
-    length = torch.ones(rows, dtype=torch.int64)
-    every = torch.arange(rows)
-    for _ in range(LENGTH):
-        going = (length <= LENGTH).int()
-        if not going.any():
-            break
-        fed = [text[every, length - 1]]
-        for i in range(DRAFTED):
-            noise = Noise(seeds, length + i, ones, stream=drawn_with)
-            fed.append(ops.sample(DRAFT_TABLE[fed[-1]][:, None], noise)[:, 0].long())
-        tokens = torch.stack(fed, 1)
-        query_lens = going * (DRAFTED + 1)
-        selected, accepted = ops.rejection_sample(
-            TARGET[tokens], tokens, query_lens, going * DRAFTED, DRAFT_TABLE[tokens] * scale, Noise(seeds, length, ones)
-        )
-        for j in range(DRAFTED + 1):
-            places = (length + j).clamp(max=text.shape[1] - 1)
-            takes = selected[:, j] >= 0
-            text[every[takes], places[takes]] = selected[takes, j].long()
-        length += (accepted + 1) * going
-    return text[:, 1 : LENGTH + 1]
-
-
-def chi_square(found: torch.Tensor) -> float:
-    """Of whole texts."""
-    p = TARGET.double().softmax(-1)
-    expected = (p[0][:, None, None] * p[:, :, None] * p[None]).flatten() * len(found)
-    code = (found[:, 0] * IDS + found[:, 1]) * IDS + found[:, 2]
-    counts = torch.bincount(code, minlength=IDS**LENGTH).double()
-    return float(((counts - expected) ** 2 / expected).sum())
-
-
-BIGGEST = IDS**LENGTH - 1 + 10 * math.sqrt(2 * (IDS**LENGTH - 1))  # ten standard deviations
-
-
-def test_texts_have_the_targets_distribution() -> None:
-    assert chi_square(texts(TEXTS)) < BIGGEST

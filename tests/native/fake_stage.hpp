@@ -37,16 +37,14 @@ struct Random {
   }
 };
 
-// The target's choices. With a script: that text, as long as the cache holds exactly its beginning.
+// The target's choices.
 struct Truth {
   std::uint64_t seed = 1;
   std::int32_t vocabulary = 40;
   Tokens eos = {-5};      // ids that end a text; at least one, so that drafts can propose it
   double eos_rate = 0.0;  // how often the hash gives one of them
-  Tokens script = {};     // from position 0, i.e. with the prompt
 
-  std::int32_t next(std::uint64_t hash, std::uint32_t n) const {
-    if (n < script.size() && hash == hash_of(script.data(), n)) return script[n];
+  std::int32_t next(std::uint64_t hash) const {
     const std::uint64_t bits = mix(hash ^ seed);
     if (static_cast<double>(bits >> 11) * 0x1p-53 < eos_rate) {
       return eos[bits % eos.size()];
@@ -65,18 +63,13 @@ struct Model {
   const Truth* truth;
   double accuracy = 1.0;
   std::uint64_t seed = 0;
-  std::uint32_t right_until = ~0u;  // from this position on always wrong
-  std::uint32_t wrong_at = ~0u;     // wrong at this one position
-  bool says_eos = false;            // always chooses EOS
 
-  std::int32_t next(std::uint64_t hash, std::uint32_t n) const {
-    if (says_eos) return truth->eos.front();
-    const std::int32_t right = truth->next(hash, n);
+  std::int32_t next(std::uint64_t hash) const {
+    const std::int32_t right = truth->next(hash);
     Random random{hash ^ mix(seed + 17)};
-    const bool wrong = n == wrong_at || n >= right_until || !random.chance(accuracy);
-    if (!wrong) return right;
+    if (random.chance(accuracy)) return right;
     // Few wrong answers, so that two drafts are often wrong in the same way; one of them is EOS.
-    if (n != wrong_at && right != truth->eos.front() && random.below(5) == 0) {
+    if (right != truth->eos.front() && random.below(5) == 0) {
       return truth->eos.front();
     }
     const auto other = 100 + static_cast<std::int32_t>(random.below(3));
@@ -112,7 +105,7 @@ class Cache {
     const std::uint32_t own = query_len - num_draft_tokens;
     std::uint64_t hash = Truth::hash_of(entries_.data(), kv + own);
     for (std::uint32_t j = 0;; ++j) {
-      selected[j] = model_.next(hash, kv + own + j);
+      selected[j] = model_.next(hash);
       if (j == num_draft_tokens || selected[j] != tokens[own + j]) return;
       hash = extend(hash, entries_[kv + own + j]);
     }
@@ -132,7 +125,7 @@ inline Tokens plain(const Model& model, const Tokens& prompt, std::uint32_t limi
   Tokens text = prompt;
   std::uint64_t hash = Truth::hash_of(text.data(), static_cast<std::uint32_t>(text.size()));
   while (text.size() < limit) {
-    text.push_back(model.next(hash, static_cast<std::uint32_t>(text.size())));
+    text.push_back(model.next(hash));
     hash = extend(hash, text.back());
     const Tokens& eos = model.truth->eos;
     if (std::find(eos.begin(), eos.end(), text.back()) != eos.end()) break;
@@ -167,11 +160,6 @@ inline std::uint32_t power_of_two(std::uint32_t n) {
   std::uint32_t p = 1;
   while (p < n) p *= 2;
   return p;
-}
-
-inline void set_eos(const pipespec::Block& block, const Tokens& eos) {
-  block.header().n_eos = static_cast<std::uint32_t>(eos.size());
-  std::copy(eos.begin(), eos.end(), block.header().eos);
 }
 
 // Positions [begin, end) of a stage's sequence.

@@ -211,7 +211,7 @@ class Simulation final : public simulated::Watch {
     u64 hash = Truth::hash_of(text_[row].data(), start);
     u32 n = start;
     while (n < limit) {
-      text_[row][n] = truth_.next(hash, n);
+      text_[row][n] = truth_.next(hash);
       hash = fake::extend(hash, text_[row][n++]);
       if (is_eos(text_[row][n - 1])) break;
     }
@@ -542,7 +542,7 @@ class Simulation final : public simulated::Watch {
       const u32 drafts = step.num_draft_tokens, known = step.query_len - drafts;
       u64 hash = Truth::hash_of(entries.data(), step.kv + known);
       for (u32 j = 0;; ++j) {
-        selected[j] = models_[s].next(hash, step.kv + known + j);
+        selected[j] = models_[s].next(hash);
         if (j == drafts || selected[j] != tokens[known + j]) break;
         hash = fake::extend(hash, selected[j]);
       }

@@ -23,7 +23,6 @@ from pipespec.cli import doctor
 from pipespec.cli.main import main
 from pipespec.demo import load_family
 from pipespec.demo import run as demo_run
-from pipespec.process import progress
 from pipespec.registry import SCHEDULES
 from tests.conftest import noisy, random_llama
 from tests.support.texts import own_text
@@ -219,7 +218,7 @@ def test_a_long_prompt_shows_on_a_terminal_how_much_is_read(family, capsys, monk
     """One line, drawn in place, which is gone before the text begins."""
     arguments = ["generate", "--target", str(family / "target"), "--prompt", "x" * 300, "--max-new-tokens", "6"]
     monkeypatch.setattr("pipespec.engine.inputs.PREFILL_CHUNK", 100)
-    monkeypatch.setattr(progress, "_LONG_PROMPT", 200)
+    monkeypatch.setattr("pipespec.cli.generate._LONG_PROMPT", 200)
     assert main(arguments) == 0
     assert "reading" not in capsys.readouterr().err
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)

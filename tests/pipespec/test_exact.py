@@ -28,7 +28,7 @@ SAMPLING = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 1.2, "top_p": 0.9, "top_k": 0},
 }
-SETTINGS = [("plain", 0, 5), ("lockstep", 1, 1), ("lockstep", 2, 4), ("workers", 1, 1), ("workers", 2, 3)]
+SETTINGS = [("plain", 0, 5), ("lockstep", 1, 1), ("lockstep", 2, 4), ("workers", 2, 3)]
 """Schedule, drafts, rows of a batch."""
 CAPTURED = [("plain", 0, None, 5), ("lockstep", 1, 1, 1), ("lockstep", 2, 4, 3)]
 CAPTURED += [("streams", 1, 2, 1), ("streams", 2, [3, 9], 5)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
+from contextlib import ExitStack
 from unittest.mock import Mock
 
 import numpy as np
@@ -23,15 +24,21 @@ from tests.support.caches import content
 from tests.support.streamers import failing
 from tests.support.texts import one_prompt as prompt
 from tests.support.texts import own_text, same_text
+from tests.trials import trials
 
 NEW = 12
+SCHEDULES = ("lockstep", *trials(ci=(), nightly=("workers",)))
+"""Outputs and caches with processes, too: ``tests/same_text``."""
 
 
 @pytest.fixture(scope="module")
 def pipes(model):
     draft = noisy(model, 0.02)
-    with Pipeline(model, draft, schedule="workers", trace=64) as workers:
-        yield {"lockstep": Pipeline(model, draft, lookahead=3, schedule="lockstep", trace=64), "workers": workers}
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(Pipeline(model, draft, lookahead=3, schedule=name, trace=64))
+            for name in SCHEDULES
+        }
 
 
 @pytest.fixture
@@ -122,7 +129,7 @@ def test_positions_that_follow_from_the_mask(pipe, model):
 
 
 @pytest.mark.parametrize("length", [505, 511, 512, 513, 600])
-@pytest.mark.parametrize("name", ["lockstep", "workers"])
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_texts_beyond_the_models_length(pipes, model, caplog, name, length):
     """transformers warns and continues."""
     logger = logging.getLogger("transformers.generation.stopping_criteria")
@@ -234,18 +241,6 @@ def test_the_returned_cache_is_the_callers(pipe, model):
 
 
 # ---- model.generate(..., custom_generate=pipe)
-
-
-def test_custom_generate(pipe, model):
-    """Its other arguments: ``tests/same_text``."""
-    for kwargs in (
-        {"inputs": prompt(36), "streamer": None, "assistant_model": None},
-        {},
-    ):
-        kwargs |= {"max_new_tokens": NEW, "do_sample": False}
-        pipe.report = None
-        assert torch.equal(model.generate(custom_generate=pipe, **kwargs), model.generate(**kwargs))
-        assert pipe.report is not None
 
 
 @pytest.mark.skipif(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.conftest import left_pad, noisy, random_prompts
 from tests.pipespec.faulty import Faulty
 from tests.support.texts import chunk, own_text, same_text
 from tests.support.texts import one_prompt as prompt
+from tests.trials import trials
 
 NEW = 12
 
@@ -34,14 +36,18 @@ MASKS = {
 }
 
 
+SCHEDULES = ("plain", "lockstep", *trials(ci=(), nightly=("workers",)))
+"""Batches and turns with processes, too: ``tests/same_text``."""
+
+
 @pytest.fixture(scope="module")
 def pipes(model):
-    draft = noisy(model, 0.02)
-    with Pipeline(model, draft, schedule="workers", trace=64) as workers:
-        plain, lockstep = (
-            Pipeline(model, draft, schedule=name, lookahead=3, trace=64) for name in ("plain", "lockstep")
-        )
-        yield {"plain": plain, "lockstep": lockstep, "workers": workers}
+    draft, found = noisy(model, 0.02), {}
+    with ExitStack() as stack:
+        for name in SCHEDULES:
+            pipe = Pipeline(model, draft, schedule=name, lookahead=None if name == "plain" else 3, trace=64)
+            found[name] = stack.enter_context(pipe)
+        yield found
 
 
 @pytest.fixture
@@ -68,7 +74,7 @@ def prompts(first: int, length: int, rows: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("schedule", ["plain", "lockstep", "workers"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_masks_of_all_kinds(pipes, model, schedule, name):
     ids, mask = masked(name)
     pipe, kwargs = pipes[schedule], {"attention_mask": mask, "max_new_tokens": NEW}
@@ -130,11 +136,11 @@ def test_rows_that_end_with_padding(pipes, model):
 # ---- chats
 
 
-CHATS = [(name, kind, "whole", "left of three") for name in ("lockstep", "workers") for kind in ("dynamic", "theirs")]
+CHATS = [(name, kind, "whole", "left of three") for name in SCHEDULES[1:] for kind in ("dynamic", "theirs")]
 CHATS += [("lockstep", kind, "whole", "holes on the left") for kind in ("ours", "dynamic")]
 CHATS += [
     (name, kind, "new", mask)
-    for name in ("plain", "lockstep", "workers")
+    for name in SCHEDULES
     for kind in ("ours", "dynamic", "theirs")
     for mask in ("one row", "left of three")
 ]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 import torch
 
 from pipespec import Pipeline
 from tests.conftest import left_pad, noisy, random_prompts
-from tests.waiting import SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -127,20 +124,3 @@ def test_invalid_seeds(chain, seed, error, words):
     with pytest.raises(error, match=words):
         sample(chain, ids, seed=seed)
     assert sample(chain, ids, seed=1) == sample(chain, ids, seed=1)
-
-
-def test_two_threads_do_not_share_noise(model):
-    """Noise has no state: two pipelines that sample at once give the same texts as alone."""
-    pipelines = [Pipeline(model, noisy(model, 0.03), schedule="lockstep") for _ in range(2)]
-    wanted = [sample(p, PROMPTS[i][None], new=30, seed=i) for i, p in enumerate(pipelines)]
-    got = [None, None]
-
-    def work(i):
-        got[i] = [sample(pipelines[i], PROMPTS[i][None], new=30, seed=i) for _ in range(3)]
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
-    assert got == [[wanted[0]] * 3, [wanted[1]] * 3]

@@ -22,7 +22,8 @@ from tests.support.texts import one_prompt, own_text, same_text
 from tests.trials import trials
 
 NEW = 40
-SCHEDULES = ["lockstep", "workers"]
+SCHEDULES = trials(ci=["lockstep"], nightly=["lockstep", "workers"])
+"""With processes, too: the calls of ``tests/same_text`` with criteria and stop strings."""
 PROMPT = one_prompt(5, 6, 24)
 START = PROMPT.shape[1]
 

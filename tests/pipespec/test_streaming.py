@@ -15,6 +15,7 @@ from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import CALLS, Faulty
 from tests.support.streamers import Recorder, failing
 from tests.support.texts import one_prompt, own_text
+from tests.trials import trials
 from tests.waiting import SECONDS
 
 NEW = 24
@@ -37,7 +38,11 @@ def healthy(model):
     model.set()
 
 
-@pytest.fixture(scope="module", params=["plain", "lockstep", "workers"])
+SCHEDULES = trials(ci=["plain", "lockstep"], nightly=["plain", "lockstep", "workers"])
+"""With processes, too: the calls of ``tests/same_text`` with a streamer, and the interrupted ones."""
+
+
+@pytest.fixture(scope="module", params=SCHEDULES)
 def chain(request, model):
     drafts = [] if request.param == "plain" else [noisy(model, 0.05), noisy(model, 0.01)]
     with Pipeline(model, drafts, schedule=request.param, lookahead=[4, 6][: len(drafts)] or None) as pipeline:

@@ -109,7 +109,6 @@ SCHEDULES = {
     "lockstep, captured": (1, {"graphs": True}),
     "lockstep, three": (2, {"lookahead": [3, 5]}),
     "streams": (1, {}),
-    "workers": (1, {}),
     "workers, three": (2, {"lookahead": 4}),
 }
 """By name, which begins with the schedule: drafts and options."""

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from pipespec import Pipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.support.texts import own_text, same_text
+from tests.trials import trials
 from tests.waiting import drafts_keep_up
 
 REAL = 200  # tokens of the tokenizer. The random target also generates ids of the padding.
@@ -114,7 +115,7 @@ def test_a_target_that_is_padded_less_than_its_draft_never_says_the_drafts_paddi
 
 
 @pytest.mark.parametrize("rows", [150, 384])
-@pytest.mark.parametrize("schedule", ["plain", "lockstep", "workers"])
+@pytest.mark.parametrize("schedule", ["plain", "lockstep", *trials(ci=[], nightly=["workers"])])
 def test_a_head_with_other_rows_than_the_embedding(model, rows, schedule):
     """Of the target, and of a draft. The target chooses no token that its embedding lacks: a processor forbids them."""
     target, draft = padded(model, 320), padded(noisy(model, 0.02), 320)

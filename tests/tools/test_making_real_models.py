@@ -203,45 +203,8 @@ def test_without_a_network_the_message_says_so(pip, tmp_path):
 def test_a_converted_model_has_the_rounded_weights_and_all_files(tmp_path, monkeypatch):
     for name in ("HF_HUB_OFFLINE", "TQDM_DISABLE"):  # set by the conversion, restored for later tests
         monkeypatch.setenv(name, "1")
-    gguf = pytest.importorskip("gguf")
-    hidden, vocabulary, generator = 32, 12, np.random.default_rng(0)
-    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
-    writer.add_context_length(64)
-    writer.add_embedding_length(hidden)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(1e4)
-    writer.add_vocab_size(vocabulary)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["<begin>", "<end>", *"abcdefgh", "ab", "cd"])
-    writer.add_token_types([3, 3] + [1] * 10)
-    writer.add_token_merges(["a b", "c d"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
-    weights = {"token_embd": (vocabulary, hidden), "output_norm": (hidden,)}
-    weights |= {f"blk.0.attn_{name}": (hidden, hidden) for name in ("q", "k", "v", "output")}
-    weights |= {
-        f"blk.0.ffn_{name}": shape
-        for name, shape in (("gate", (64, hidden)), ("up", (64, hidden)), ("down", (hidden, 64)))
-    }
-    weights |= {"blk.0.attn_norm": (hidden,), "blk.0.ffn_norm": (hidden,)}
-    values = {}
-    for name, shape in weights.items():
-        values[name] = generator.standard_normal(shape, np.float32)
-        if name == "blk.0.ffn_up":  # one that is quantised
-            packed = gguf.quantize(values[name], gguf.GGMLQuantizationType.Q4_1)
-            values[name] = gguf.dequantize(packed, gguf.GGMLQuantizationType.Q4_1)
-            writer.add_tensor(f"{name}.weight", packed, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
-        else:
-            writer.add_tensor(f"{name}.weight", values[name])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    files = pytest.importorskip("tests.pipespec.gguf_files")
+    stored = files.write(files.tiny("llama"), tmp_path / "tiny.gguf", {"ffn_up": "q4_1", "": "f32"})
     left = tmp_path / ".tiny-hf.half"  # of a run that was stopped
     left.mkdir()
     (left / "model-00001-of-00002.safetensors").write_text("half")
@@ -261,13 +224,9 @@ def test_a_converted_model_has_the_rounded_weights_and_all_files(tmp_path, monke
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-hf")
     assert not hasattr(model.config, "quantization_config")
     assert model.generation_config.eos_token_id == 1
-    layer = model.model.layers[0]
-    for name, weight in (
-        ("token_embd", model.model.embed_tokens.weight),
-        ("blk.0.ffn_up", layer.mlp.up_proj.weight),
-        ("blk.0.attn_v", layer.self_attn.v_proj.weight),
-    ):
-        assert torch.equal(weight, torch.from_numpy(values[name]).to(torch.bfloat16)), name
+    assert model.state_dict().keys() >= stored.keys()
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, stored[name].to(torch.bfloat16)), name
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tiny-hf")
     assert tokenizer.decode(tokenizer("abcd", add_special_tokens=False).input_ids) == "abcd"
     assert tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False) == "ab"

@@ -40,8 +40,7 @@ from pipespec.models.quantized import check_files
 from pipespec.process import shutdown
 from pipespec.process.signals import handlers_watched, is_handlers_error
 from pipespec.process.threads import renew_pool
-from pipespec.schedules.base import warn_of_speed, warn_of_stale_text
-from pipespec.schedules.request import GenerationRequest
+from pipespec.schedules.base import GenerationRequest, warn_of_speed, warn_of_stale_text
 
 if TYPE_CHECKING:
     from pipespec.api.text import Progress

@@ -23,8 +23,7 @@ from pipespec.errors import user_stacklevel
 from pipespec.models.compat import new_cache
 from pipespec.models.devices import input_device
 from pipespec.models.layout import CacheLayout
-from pipespec.schedules.base import Decoder, SpeedWarning
-from pipespec.schedules.request import CacheOwner
+from pipespec.schedules.base import CacheOwner, Decoder, SpeedWarning
 
 
 class Logprobs(NamedTuple):

@@ -13,10 +13,9 @@ from transformers import PreTrainedModel
 from pipespec.api.base import BasePipeline
 from pipespec.api.prepare import CallOptions, PreparedCall
 from pipespec.api.report import Report
-from pipespec.checks.devices import Devices, arrange, weights_of_each
-from pipespec.checks.models import check_chain, check_exact
+from pipespec.checks.devices import Devices, Weights, arrange, weights_of_each
+from pipespec.checks.models import check_chain, check_exact, vocabulary_of
 from pipespec.checks.support import cost_of_width
-from pipespec.checks.tokenizers import tokenizer_digest, with_translations
 from pipespec.config import SpeculationConfig, can_be_captured, can_be_controlled
 from pipespec.engine.chain import DraftSpec, as_draft
 from pipespec.engine.inputs import stage_names
@@ -26,11 +25,9 @@ from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import input_device, not_whole_reason, tensor_parallel_size
 from pipespec.models.loading import gguf_path, load_config, load_model
 from pipespec.models.quantized import with_kv_of
-from pipespec.models.quantizing import Weights, quantized
 from pipespec.process.signals import handlers_watched, raise_handlers_error
 from pipespec.registry import DRAFTS, LOCKSTEP, SCHEDULES, WORKERS, default_schedule, imported
-from pipespec.schedules.base import Driver, make_driver, warn_of_speed
-from pipespec.schedules.request import GenerationRequest
+from pipespec.schedules.base import Driver, GenerationRequest, make_driver, warn_of_speed
 
 if TYPE_CHECKING:
     from pipespec.schedules.follower import FollowerDriver
@@ -336,7 +333,7 @@ class Pipeline(BasePipeline):
         if given and last.drafted >= _MIN_DRAFTED and last.acceptance_rate <= _MAX_MISMATCH_RATE:
             # A note is made once, if nothing says that the tokenizers are the same.
             self._unchecked = []
-            if any(tokenizer_digest(source, model) is None for source, model in zip(given, self.models, strict=True)):
+            if None in (vocabulary_of("", *stage).digest for stage in zip(self.models, given, strict=True)):
                 self._notes += (
                     "hardly any draft token was accepted, and no tokenizer.json tells whether the models have one tokenizer: if they have not, "
                     "pass tokenizer= and draft_tokenizers=",
@@ -445,10 +442,15 @@ def load_chain(
         load_model(m, dtype=loading.dtype, device=d, trust_remote_code=remote)
         for m, d in zip(given, devices, strict=True)
     ]
-    own = with_translations(own, loaded, given, loading.tokenizer, loading.draft_tokenizers, trust_remote_code=remote)
+    is_known = loading.tokenizer is not None or loading.draft_tokenizers is not None
+    if own or is_known:
+        from pipespec.checks.tokenizers import with_translations
+
+        tokenizers = loading.tokenizer, loading.draft_tokenizers
+        own = with_translations(own, loaded, given, *tokenizers, trust_remote_code=remote)
     translated = [i for i, draft in enumerate(own) if draft.translates]
     check_chain(loaded, given, translated=translated)
-    is_known = bool(translated) or loading.tokenizer is not None or loading.draft_tokenizers is not None
+    is_known |= bool(translated)
     own_drafts = iter(zip(own, loaded, strict=False))
     specs, models = [], []
     for draft in drafts:
@@ -461,6 +463,8 @@ def load_chain(
         models += [model] * (not draft.inline)
     models.append(loaded[-1])
     if formats[-1] is not None:
+        from pipespec.models.quantizing import quantized
+
         models[-1] = quantized(models[-1], formats[-1])
     for i, draft in enumerate(draft for draft in specs if not draft.inline):
         models[i], formats[i] = draft.fit(models[i], models[-1], formats[i])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from pipespec.schedules.request import TextSource
+    from pipespec.schedules.base import TextSource
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pipespec.engine.callers import call_with_ids
 from pipespec.engine.sampling import ScoreRecord
 from pipespec.errors import run_user_code
 from pipespec.process import shutdown
-from pipespec.schedules.request import TextSource
+from pipespec.schedules.base import TextSource
 
 
 class CommittedText:

@@ -16,7 +16,7 @@ from pipespec.errors import DoesNotFit
 from pipespec.models.devices import LayerDevices
 from pipespec.models.loading import file_in_blocks, load_config, readable, stored_bytes
 from pipespec.models.properties import quantisation, text_config
-from pipespec.models.quantizing import NAMES, Weights
+from pipespec.models.quantized import NAMES
 from pipespec_kernels.env import host_memory
 
 Device = torch.device | str
@@ -24,6 +24,9 @@ Place = Device | Sequence[Device] | None
 Devices = Device | Mapping[str, Place] | Sequence[Place] | None
 """Values of ``device=``: one device or ``"auto"`` for all stages, one per stage (drafts first, target last), or a mapping by stage name ("drafts": the others). A stage that
 has a list of devices is split over them."""
+
+Weights = str | None | Sequence[str | None] | Mapping[str, str | None]
+"""Values of ``weights=``: one weight format for all stages, one per stage, or by the names of stages."""
 
 AUTO = "auto"
 

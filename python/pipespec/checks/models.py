@@ -12,7 +12,6 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from pipespec.checks.support import check_runnable
-from pipespec.checks.tokenizers import tokenizer_digest
 from pipespec.config import WIDTH
 from pipespec.engine.forward import exact_unsupported_reason, native_unsupported_reason
 from pipespec.engine.inputs import stage_names
@@ -45,8 +44,9 @@ def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any], *, tran
             )
     for name, model in zip(names, models, strict=True):
         check_architecture(name, model)
-    stages = [vocabulary_of(*stage) for stage in zip(names, models, given, strict=True)]
-    check_vocabularies([stage for i, stage in enumerate(stages) if i not in translated])
+    compared = [stage for i, stage in enumerate(zip(names, models, given, strict=True)) if i not in translated]
+    if len(compared) > 1:
+        check_vocabularies([vocabulary_of(*stage) for stage in compared])
     check_runnable(models)
 
 
@@ -60,6 +60,8 @@ class Vocabulary(NamedTuple):
 
 def vocabulary_of(name: str, model: PreTrainedModel, given: Any) -> Vocabulary:
     """The vocabulary of a stage, for which the user passed ``given``. Raises ``ValueError`` for a damaged tokenizer."""
+    from pipespec.checks.tokenizers import tokenizer_digest
+
     return Vocabulary(name, embedding_size(model), tokenizer_digest(given, model))
 
 

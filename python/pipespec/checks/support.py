@@ -10,7 +10,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.engine.inputs import stage_names
-from pipespec.engine.recurrent import recurrent_unsupported_reason
 from pipespec.errors import NotCapturable, Unsupported
 from pipespec.models.adapters import named_tensors
 from pipespec.models.devices import (
@@ -26,7 +25,6 @@ from pipespec.models.devices import (
 )
 from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import compute_dtype, is_dynamic, quantisation, text_config
-from pipespec.models.quantizing import described, skeleton
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
@@ -55,9 +53,11 @@ def check_runnable(models: Sequence[PreTrainedModel]) -> None:
             raise ValueError(
                 f"{name} is float16 on the CPU, where many operations are slow or missing; use float32 or bfloat16"
             )
-        reason = None if CacheLayout.of(model.config).states is None else recurrent_unsupported_reason(model)
-        if reason is not None:
-            raise TypeError(f"{name} is a {type(model).__name__}: {reason}")
+        if CacheLayout.of(model.config).states is not None:
+            from pipespec.engine.recurrent import recurrent_unsupported_reason
+
+            if (reason := recurrent_unsupported_reason(model)) is not None:
+                raise TypeError(f"{name} is a {type(model).__name__}: {reason}")
 
 
 def check_checkpointing(models: Sequence[PreTrainedModel]) -> None:
@@ -130,6 +130,8 @@ def check_shareable(models: Sequence[PreTrainedModel]) -> None:
         ):
             task = f"share {odd}: make it plain"
         else:
+            from pipespec.models.quantizing import described, skeleton
+
             rebuilt = skeleton(kind, model.config, described(model))
             own, created = ({at for at, _ in named_tensors(m, merged=False)} for m in (model, rebuilt))
             if added := sorted(own - created):

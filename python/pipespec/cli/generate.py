@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +27,14 @@ from pipespec.cli.options import (
     utf8,
 )
 from pipespec.config import ACCEPTANCES
-from pipespec.process.progress import quiet_transformers, reading_shown, say, working
+from pipespec.process.progress import quiet_transformers, say, working
 from pipespec.registry import LOCKSTEP, SCHEDULES
 
 if TYPE_CHECKING:
     from pipespec.api.report import Report
+
+_LONG_PROMPT = 512
+"""Tokens to read from which on a terminal shows how many are read."""
 
 
 def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
@@ -161,7 +166,7 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
 
             stream = TextStream(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True), write)
             try:
-                with reading_shown():
+                with _reading_shown():
                     pipe.generate(
                         **inputs.to(pipe.target.device),
                         max_new_tokens=args.max_new_tokens,
@@ -176,6 +181,25 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
             print("".join(pieces), flush=True)
             assert pipe.report is not None
             return pipe.report
+
+
+@contextmanager
+def _reading_shown() -> Iterator[None]:
+    """Show on a terminal how much of a long prompt is read, in a line that goes with its last token."""
+    from pipespec.engine import cached_text
+
+    def show(done: int, total: int) -> None:
+        if total >= _LONG_PROMPT and sys.stderr.isatty():
+            line = "" if done >= total else f"pipespec: reading the prompt: {done:,} of {total:,} tokens"
+            sys.stderr.write(f"\r\x1b[K{line}")
+            sys.stderr.flush()
+
+    cached_text.show_reading = show
+    try:
+        yield
+    finally:
+        cached_text.show_reading = None
+        show(_LONG_PROMPT, _LONG_PROMPT)
 
 
 def _chain(args: argparse.Namespace, target: str | Path, drafts: list[str | Path], dtype: str, trace: int) -> Any:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pipespec.engine.attention import ATTENTION, MaskKind, attach_lengths, lengths_only, mask_kind
 from pipespec.engine.cache_storage import RowStorage
-from pipespec.engine.recurrent import LayerStates
 from pipespec_kernels import ops
+
+if TYPE_CHECKING:
+    from pipespec.engine.recurrent import LayerStates
 
 _ALIGNED_KEYS = 16
 """So many keys of a mask are a multiple of 16 bytes."""

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from pipespec.config import WIDTH
-from pipespec.engine.recurrent import StateRing
 from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import kv_dtype
 from pipespec_kernels.decoder import Taps
@@ -142,7 +141,11 @@ class RowStorage:
         self.is_static, self._on_gpus = static, all(at.type == "cuda" for at in (device, *layer_devices))
         # Per layer with keys and values, its index among those.
         self._attention = {layer: i for i, layer in enumerate(layout.attention)}
-        self._ring = None if layout.states is None else StateRing(layout.states, rows, dtype, device)
+        self._ring = None
+        if layout.states is not None:
+            from pipespec.engine.recurrent import StateRing
+
+            self._ring = StateRing(layout.states, rows, dtype, device)
         self._use(rows, capacity, self._allocated(rows, capacity))
         self._set([0] * rows)
 

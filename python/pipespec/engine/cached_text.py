@@ -17,10 +17,12 @@ from pipespec.engine.native import NativeForm
 from pipespec.engine.resumable import ResumableText
 from pipespec.models.devices import input_device
 from pipespec.models.properties import embedding_size
-from pipespec.process.progress import note_reading
 
 PROMPT_TAIL = 64
 """Tokens of a prompt that a draft reads if it begins late. The rest hardly helps it, and would delay the text."""
+
+show_reading: Callable[[int, int], None] | None = None
+"""Told how many tokens of the prompts of a call are read, of those that it reads: a command's display sets it."""
 
 
 class CachedText(ResumableText):
@@ -123,7 +125,7 @@ class CachedText(ResumableText):
             missing = max(e - b for b, e in zip(begin, end, strict=True))
             self._grow(cache, max(self._in_cache(end)) + min(WIDTH, missing))
         first, total = sum(begin), sum(end) - sum(begin)
-        note = note_reading if selects else lambda done, total: None
+        note = show_reading if selects and show_reading else lambda done, total: None
         note(0, total)
         logits: dict[int, torch.Tensor] = {}
         if self.reads_wide and self._group is None:

@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Collection
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +16,15 @@ from transformers import PreTrainedModel
 
 from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
-from pipespec.engine.recurrent import LayerStates, with_states
 from pipespec.models import families
 from pipespec.models.families import NotReadable
-from pipespec.models.layout import FULL, SLIDING, takes_mask_per_type
+from pipespec.models.layout import FULL, SLIDING, CacheLayout, takes_mask_per_type
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import text_config
 from pipespec.models.quantized import formats_of
+
+if TYPE_CHECKING:
+    from pipespec.engine.recurrent import LayerStates
 
 
 class Form:
@@ -159,7 +161,11 @@ class LayerLoop(PartsForm):
 
     def __init__(self, parts: ModelParts) -> None:
         super().__init__(parts, parts.dtype)
-        self._layers = [with_states(layer) for layer in parts.layers]
+        self._layers = list(parts.layers)
+        if CacheLayout.of(parts.config).states is not None:
+            from pipespec.engine.recurrent import with_states
+
+            self._layers = list(map(with_states, parts.layers))
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.parts.embed(tokens)

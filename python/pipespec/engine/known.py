@@ -30,7 +30,6 @@ from pipespec.engine.originals import (
     is_trusted,
     package_of,
 )
-from pipespec.engine.recurrent import recurrent_signature
 from pipespec.engine.runtime import Identity, forget_records, runtime_of
 from pipespec.models import families
 from pipespec.models.adapters import without_wrapper
@@ -68,10 +67,12 @@ def _identify(model: PreTrainedModel | ModelParts, form: str) -> Identity:
         read = configuration_read(model.config, set(map(type, modules)))
         return Identity(None, (*read, *itertools.chain.from_iterable(map(families.state_of, modules))))
     if form == OWN:
-        if isinstance(model, ModelParts):
-            return Identity(None, (model.dtype, recurrent_signature(model)))
-        is_recurrent = CacheLayout.of(model.config).states is not None
-        return Identity(None, recurrent_signature(ModelParts.of(model)) if is_recurrent else None)
+        seen = None
+        if CacheLayout.of(model.config).states is not None:
+            from pipespec.engine.recurrent import recurrent_signature
+
+            seen = recurrent_signature(model if isinstance(model, ModelParts) else ModelParts.of(model))
+        return Identity(None, (model.dtype, seen) if isinstance(model, ModelParts) else seen)
     attention = model.config._attn_implementation
     try:
         if (mask_kind(model.config) is MaskKind.NONE) if form == NATIVE else (attention != ATTENTION):

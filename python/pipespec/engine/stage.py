@@ -20,7 +20,6 @@ from pipespec.engine.forward import native_form_of
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampler import HostSampler
 from pipespec.engine.sampling import ScoreRecord, Step
-from pipespec.models.quantizing import quantized
 from pipespec.process.signals import draft_errors
 from pipespec_kernels import _native
 from pipespec_kernels.state import Action, StateBlock
@@ -304,7 +303,11 @@ class ModelDraft(DraftSpec):
         return cls(given)
 
     def fit(self, model: Any, target: PreTrainedModel, weights: str | None) -> tuple[Any, str | None]:
-        return (model if weights is None else quantized(model, weights)), weights
+        if weights is not None:
+            from pipespec.models.quantizing import quantized
+
+            model = quantized(model, weights)
+        return model, weights
 
     def for_target(self, given: Any, target: PreTrainedModel) -> DraftSpec:
         return replace(self, given=None)  # it is loaded, and a worker process gets its weights in shared memory

@@ -7,7 +7,7 @@ both models, and no weight exists twice.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,13 +19,7 @@ from pipespec.models.devices import not_whole_reason
 from pipespec.models.properties import quantisation
 from pipespec.models.quantized import INT8, Blocks, Int8Linear, QuantizedEmbedding, QuantizedLinear, has_blocks, untie
 from pipespec.models.tiled import TiledEmbedding, TiledLinear, empty_of, on_gpu
-from pipespec_kernels.formats import FORMATS, QUANTIZERS, QuantizedMatrix, format_of, quantize
-
-Weights = str | None | Sequence[str | None] | Mapping[str, str | None]
-"""The weight formats of a chain, as users give them: one for all stages, one per stage, or by the names of stages."""
-
-NAMES = (*QUANTIZERS, INT8)
-"""Values of ``weights=``."""
+from pipespec_kernels.formats import FORMATS, QuantizedMatrix, format_of, quantize
 
 _SMALLEST = min(form.block for form in FORMATS.values())
 
@@ -58,7 +52,7 @@ def quantized(model: PreTrainedModel, name: str) -> PreTrainedModel:
 
     Args:
         model: whole; is not changed.
-        name: one of :data:`NAMES`.
+        name: one of :data:`pipespec.models.quantized.NAMES`.
 
     Raises:
         ValueError: it is quantised already or split, blocks fill the rows of none of its matrices, or one has weights that no block holds.

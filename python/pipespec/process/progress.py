@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -87,40 +87,6 @@ class RemainingWork:
         elif time.monotonic() - self._shown > _SAY_EVERY_S:
             say(line)
             self._shown = time.monotonic()
-
-
-_LONG_PROMPT = 512
-"""Tokens to read from which on a terminal shows how many are read."""
-
-_reading: Callable[[int, int], None] | None = None
-
-
-def note_reading(done: int, total: int) -> None:
-    """So many tokens of the prompts of a call are read, of those that it reads. It shows where :func:`reading_shown` surrounds the call."""
-    if _reading is not None:
-        _reading(done, total)
-
-
-@contextmanager
-def reading_shown() -> Iterator[None]:
-    """Show on a terminal how much of a long prompt is read, in a line that goes with its last token."""
-    global _reading
-    if not sys.stderr.isatty():
-        yield
-        return
-
-    def show(done: int, total: int) -> None:
-        if total >= _LONG_PROMPT:
-            line = "" if done >= total else f"pipespec: reading the prompt: {done:,} of {total:,} tokens"
-            sys.stderr.write(f"\r\x1b[K{line}")
-            sys.stderr.flush()
-
-    _reading = show
-    try:
-        yield
-    finally:
-        _reading = None
-        show(_LONG_PROMPT, _LONG_PROMPT)
 
 
 def readable_time(seconds: float) -> str:

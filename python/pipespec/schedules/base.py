@@ -1,4 +1,4 @@
-"""What runs a call: the interface of all decoders, and what the drivers of a chain share.
+"""A call and what runs it: the interface of all decoders, and what the drivers of a chain share.
 
 :class:`Decoder` is what a pipeline hands a call to. :class:`Driver` is a decoder that runs one chain of stages over a state block.
 """
@@ -8,23 +8,26 @@ from __future__ import annotations
 import functools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Protocol
 
 import numpy as np
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
 from pipespec.engine.acceptance import RejectionAcceptance
+from pipespec.engine.cache import RowCache
 from pipespec.engine.chain import make_upstream
 from pipespec.engine.forward import forget_stale
-from pipespec.engine.inputs import stage_names
+from pipespec.engine.inputs import StageInputs, stage_names
 from pipespec.engine.runtime import runtime_of
+from pipespec.engine.sampling import ScoreRecord
 from pipespec.engine.stage import Stage
 from pipespec.errors import user_stacklevel
 from pipespec.models.devices import input_device
 from pipespec.registry import PLAIN, SCHEDULES, imported, names
-from pipespec.schedules.request import CacheOwner, GenerationRequest, TextSource
 from pipespec_kernels import _native
 from pipespec_kernels.state import StateBlock
 from pipespec_kernels.trace import TraceMemory
@@ -55,6 +58,62 @@ def warn_of_stale_text() -> None:
         StaleText,
         stacklevel=user_stacklevel(),
     )
+
+
+class TextSource(Protocol):
+    """Where the committed tokens of a call are read: a :class:`StateBlock`, or an object with the same methods."""
+
+    @property
+    def target(self) -> int: ...
+    def length(self, stage: int, row: int) -> int: ...
+    def tokens(self, stage: int, row: int, begin: int, end: int) -> list[int]: ...
+    def end_row(self, row: int) -> None: ...
+    def counters(self, stage: int, row: int) -> dict: ...
+
+
+class CacheOwner(Protocol):
+    """Holder of the target's keys and values, see :class:`Stage`. ``complete`` gives None where they are on other machines."""
+
+    def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None: ...
+    def complete(self, texts: Sequence[np.ndarray], lengths: Sequence[int]) -> RowCache | None: ...
+    def forget(self) -> None: ...
+
+
+@dataclass(eq=False)
+class GenerationRequest:
+    """One call of ``generate()``.
+
+    Args:
+        inputs: What the target begins with. Drafts begin with the same, but for ``draft_sampling_params``.
+        eos: Token ids that end a row.
+        on_commit: Called after each step of the target with the text so far; what it raises ends the call.
+        record: Where the target stores scores and logits.
+        cache: A copy of the caller's keys and values, which the target continues.
+        returns_cache: Whether the caller gets the target's keys and values after the call.
+    """
+
+    inputs: StageInputs
+    eos: Sequence[int]
+    on_commit: Callable[[TextSource], None] | None = None
+    record: ScoreRecord | None = None
+    cache: RowCache | None = None
+    returns_cache: bool = False
+
+    @cached_property
+    def draft_sampling_params(self) -> bytes:
+        """The part of the sampling parameters that drafts apply, pickled."""
+        return self.inputs.sampling_params.for_drafts()
+
+    def committed(self, text: TextSource) -> None:
+        """Report that the target took a step."""
+        if self.on_commit is not None:
+            self.on_commit(text)
+
+    def hand_cache_to(self, owner: CacheOwner) -> None:
+        """Let ``owner`` adopt :attr:`cache`, if there is one."""
+        if self.cache is not None:
+            held = zip(self.inputs.prompts, self.cache.lengths, strict=True)
+            owner.adopt(self.cache, [prompt[:n] for prompt, n in held])
 
 
 class Decoder(ABC):

@@ -12,8 +12,8 @@ from pipespec.config import SpeculationConfig
 from pipespec.engine.controller import MAX_DRAFT_TOKENS, Choice, Controller
 from pipespec.models.properties import weight_bytes
 from pipespec.process.signals import draft_errors
+from pipespec.schedules.base import GenerationRequest
 from pipespec.schedules.lockstep import LockstepDriver, advance
-from pipespec.schedules.request import GenerationRequest
 from pipespec_kernels.state import Action
 
 

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
 from pipespec.engine.stage import Stage
-from pipespec.schedules.base import Driver
-from pipespec.schedules.request import GenerationRequest
+from pipespec.schedules.base import Driver, GenerationRequest
 
 
 @dataclass(frozen=True)

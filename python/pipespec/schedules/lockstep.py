@@ -13,8 +13,7 @@ from pipespec.config import SpeculationConfig
 from pipespec.engine.acceptance import RejectionAcceptance
 from pipespec.engine.stage import Stage
 from pipespec.process.signals import draft_errors
-from pipespec.schedules.base import Driver
-from pipespec.schedules.request import GenerationRequest
+from pipespec.schedules.base import Driver, GenerationRequest
 from pipespec_kernels.state import Action
 
 

@@ -19,8 +19,7 @@ from pipespec.config import SpeculationConfig
 from pipespec.engine.stage import Stage
 from pipespec.process.threads import lowered_threads
 from pipespec.schedules.asynchronous.messages import Call, Status
-from pipespec.schedules.base import Driver
-from pipespec.schedules.request import GenerationRequest
+from pipespec.schedules.base import Driver, GenerationRequest
 from pipespec_kernels.state import Action
 
 _MAX_GENERATION = 2**31 - 1

@@ -29,8 +29,7 @@ from pipespec.registry import RANKS
 from pipespec.schedules.asynchronous.driver import AsynchronousDriver, Peer
 from pipespec.schedules.asynchronous.messages import Call, Status
 from pipespec.schedules.asynchronous.worker import Caller, make_draft, serve
-from pipespec.schedules.base import Decoder
-from pipespec.schedules.request import CacheOwner, GenerationRequest
+from pipespec.schedules.base import CacheOwner, Decoder, GenerationRequest
 from pipespec_kernels import _native
 from pipespec_kernels.state import StateBlock
 
