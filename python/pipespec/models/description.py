@@ -25,8 +25,10 @@ from pipespec.models.families import (
 )
 from pipespec.models.parts import ModelParts
 from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear
+from pipespec.models.tiled import TiledEmbedding, TiledLinear
 from pipespec_kernels.decoder import DecoderShape, LayerWeights
 from pipespec_kernels.formats import QuantizedMatrix
+from pipespec_kernels.tiles import TiledMatrix
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ def _kind_of_norms(parts: ModelParts, family: Family) -> tuple[str, float]:
 
 def _embedding_scale(embed: Any) -> float:
     """What the module of a token embedding multiplies by, in its dtype."""
-    if isinstance(embed, QuantizedEmbedding):
+    if isinstance(embed, (QuantizedEmbedding, TiledEmbedding)):
         return 1.0 if embed.form.scale is None else embed.form.scale
     scale = getattr(embed, "embed_scale", None)
     return 1.0 if scale is None else float(scale.to(embed.weight.dtype))
@@ -314,9 +316,9 @@ def _of_rows(linear: Any, names: Sequence[str], sizes: Sequence[int]) -> dict[st
     return found
 
 
-def matrix_of(module: Any) -> torch.Tensor | QuantizedMatrix:
+def matrix_of(module: Any) -> torch.Tensor | QuantizedMatrix | TiledMatrix:
     """The matrix of a linear module or an embedding."""
-    if isinstance(module, (QuantizedLinear, QuantizedEmbedding)):
+    if isinstance(module, (QuantizedLinear, QuantizedEmbedding, TiledLinear, TiledEmbedding)):
         return module.matrix
     found: torch.Tensor = module.weight.detach()
     return found

@@ -24,10 +24,16 @@ from pipespec.models.layout import CacheLayout, UnsupportedLayers, configuration
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import has_dropout, has_hooks, has_own_forward
 from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedExperts, QuantizedLinear
+from pipespec.models.tiled import TiledEmbedding, TiledLinear
 from pipespec_kernels.experts import Routing
+from pipespec_kernels.tiles import BAND
 
 DTYPES = frozenset((torch.float32, torch.bfloat16))
 """Dtypes of models that the native decoder packs."""
+
+_FOR_CPU = frozenset((Int8Linear, QuantizedLinear, QuantizedEmbedding, QuantizedExperts))
+_FOR_GPU = frozenset((TiledLinear, TiledEmbedding))
+"""Modules of pipespec's own, which a copy for the CPU takes, and those that the operations for a GPU take."""
 
 _NUMBERS = (
     "scaling", "variance_epsilon", "eps", "attention_scaling", "full_attention_attention_scaling", "sliding_attention_attention_scaling",
@@ -112,9 +118,7 @@ class Family:
         own = frozenset(vars(source)[name] for part in _CLASSES if (name := f"{self.prefix}{part}") in vars(source))
         # Dropout that does something is excluded.
         common = (nn.Linear, nn.Conv1d, nn.Embedding, nn.LayerNorm, nn.ModuleList, nn.Dropout)
-        return own, own.union(
-            common, (Int8Linear, QuantizedLinear, QuantizedEmbedding, QuantizedExperts), activations()
-        )
+        return own, own.union(common, _FOR_CPU, activations())
 
     def numbers_of(self, config: Any) -> dict[str, float]:
         """The constants of :attr:`numbers` for a configuration; None there stands for 0."""
@@ -291,7 +295,7 @@ def _identity(model: PreTrainedModel | ModelParts, packed: bool) -> tuple[Any, .
         seen.append((name, kind))
         if id(module) in inside:
             seen += state_of(module)
-        elif kind not in classes or (not packed and kind in (Int8Linear, QuantizedLinear, QuantizedEmbedding)):
+        elif kind not in (classes - _FOR_CPU | _FOR_GPU if not packed else classes):
             raise NotReadable(f"{where} is of class {kind.__name__}")
         if (why := _changed(module)) is not None:
             raise NotReadable(f"{where} {why}")
@@ -374,7 +378,7 @@ def products_of(model: PreTrainedModel | ModelParts) -> Iterator[tuple[Any, ...]
 
 def is_opaque(linear: Any) -> bool:
     """Whether a module in the place of a linear one multiplies in a way of its own: quantised, or with an adapter."""
-    own = type(linear) in (nn.Linear, Int8Linear, QuantizedLinear)
+    own = type(linear) in (nn.Linear, Int8Linear, QuantizedLinear, TiledLinear)
     return not own or any(type(p) is not nn.Parameter for p in linear._parameters.values() if p is not None)
 
 
@@ -396,16 +400,34 @@ def windows_of(parts: ModelParts) -> tuple[int | None, ...]:
         raise NotReadable(str(error)) from error
 
 
-def of_one_input(model: PreTrainedModel) -> list[tuple[nn.Parameter, ...]]:
-    """Parameters whose rows may be those of one matrix, or of one bias: of queries, keys and values, and of gate and up.
+def runs(linears: tuple[Any, ...]) -> list[list[Any]]:
+    """Linear modules of one input, cut into runs whose matrices one product can take as one: all in numbers, or all in tiles of one format, of which none has a
+    part of a band at its end."""
+    found: list[list[Any]] = []
+    for linear in linears:
+        before = found[-1][-1] if found else None
+        if before is None or _kind(before) != _kind(linear) or (_kind(linear) and before.out_features % BAND):
+            found.append([])
+        found[-1].append(linear)
+    return found
+
+
+def _kind(linear: Any) -> str | None:
+    """The format of tiles; None: it has numbers."""
+    return linear.form.format if isinstance(linear, TiledLinear) else None
+
+
+def of_one_input(model: PreTrainedModel) -> list[tuple[torch.Tensor, ...]]:
+    """Tensors whose rows may be those of one matrix, or of one bias: of queries, keys and values, and of gate and up.
 
     Args:
         model: one that :func:`read` accepts. Phi-3 has such matrices by itself, so it has no groups. Nor have opaque modules.
     """
-    groups = []
+    groups: list[tuple[torch.Tensor, ...]] = []
     for linears in products_of(model):
-        if len(linears) > 1 and not any(map(is_opaque, linears)):
-            groups.append(tuple(linear.weight for linear in linears))
-            if linears[0].bias is not None:
-                groups.append(tuple(linear.bias for linear in linears))
+        for run in () if any(map(is_opaque, linears)) else runs(linears):
+            if len(run) > 1:
+                groups.append(tuple(linear.weight if _kind(linear) is None else linear.tiles for linear in run))
+                if run[0].bias is not None:
+                    groups.append(tuple(linear.bias for linear in run))
     return groups
