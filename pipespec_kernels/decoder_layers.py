@@ -233,6 +233,10 @@ def check_scales(
     layers: Sequence[LayerWeights], head: Tensor | QuantizedMatrix | None, head_scale: Tensor | None
 ) -> None:
     matrices = [(getattr(layer, name), getattr(layer, f"{name}_scale")) for layer in layers for name in _MATRICES]
+    # Those of experts and recurrent parts have no scales.
+    others = [part for layer in layers for part in (layer.experts, layer.recurrent) if part is not None]
+    matrices += [(part.down if isinstance(part, Experts) else part.out, None) for part in others]
+    matrices += [(layer.q_gate, None) for layer in layers]
     matrices.append((head, head_scale))
     scaled = {scale is not None for matrix, scale in matrices if isinstance(matrix, Tensor)}
     if len(scaled) > 1:

@@ -133,7 +133,8 @@ class QuantizedExperts(nn.Module):
 
     def __init__(self, own: Any, gate: QuantizedLinear, up: QuantizedLinear, down: QuantizedLinear) -> None:
         super().__init__()
-        self.num_experts, self.act_fn = own.num_experts, getattr(own, "act_fn", None)
+        self.num_experts: int = own.num_experts
+        self.act_fn: Any = getattr(own, "act_fn", None)
         self.limit, self.alpha = getattr(own, "limit", 0.0), getattr(own, "alpha", 0.0)
         self.gate, self.up, self.down = gate, up, down
 
