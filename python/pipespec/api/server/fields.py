@@ -147,7 +147,7 @@ def parsed_body(raw: bytes) -> Fields:
     except UnicodeDecodeError as error:
         raise RequestError(f"the request's body is not UTF-8: {error.reason} at byte {error.start}") from error
     try:
-        values = json.loads(text, parse_constant=_refuse_constant)
+        values = json.loads(text, parse_constant=refuse_constant)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -161,5 +161,6 @@ def parsed_body(raw: bytes) -> Fields:
     return Fields(values)
 
 
-def _refuse_constant(text: str) -> Any:
+def refuse_constant(text: str) -> Any:
+    """For ``json.loads``: NaN and infinity are an error."""
     raise ValueError(f"{text} is no number in JSON")
