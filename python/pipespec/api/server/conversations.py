@@ -104,8 +104,6 @@ def tool_choice_of(body: Fields) -> str:
         name = function.get("name") if isinstance(function, dict) else None
         if isinstance(name, str) and name:
             return name
-        if given.get("type") == "allowed_tools":
-            return str(given.get("mode", "auto"))
     raise wrong("tool_choice", "none, auto, required, or an object that names a function", given)
 
 

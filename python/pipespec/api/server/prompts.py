@@ -182,7 +182,7 @@ class Prompts:
             options["add_generation_prompt"] = False
         try:
             made = self.tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, **options)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:  # fmt: skip
             raise RequestError(
                 f"messages: the chat template of this model refuses them: {error}", "messages"
             ) from error
@@ -257,7 +257,7 @@ def arguments_of(given: Any) -> Any:
         return {} if given is None else given
     try:
         return json.loads(given) if given else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return given
 
 
