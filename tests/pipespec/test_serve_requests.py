@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -197,12 +198,13 @@ def test_arguments_that_are_nested_too_deeply_stay_text(with_tools: Served) -> N
         ({"prompt": [1, True]}, "prompt[1]"),
         ({"prompt": [1, 10**9]}, "prompt[1]"),
         ({"prompt": [[1], []]}, "prompt[1]"),
+        ({"prompt": ["a"] * 2049}, "prompt"),
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 2}, "best_of"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
 def test_completions_that_are_refused(served: Served, fields: dict[str, Any], param: str) -> None:
     answer = served.complete(**fields)
@@ -548,6 +550,20 @@ def test_turns_go_to_who_has_computed_least() -> None:
         may_end.set()
         turn.step()
     assert order == ["long", *["short"] * 5, "long", "long"]
+
+
+def test_half_requests_keep_nobody_out(pipe: Pipeline) -> None:
+    """A body that does not come has no place in the queue."""
+    half = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
+    with serving(pipe, tokenizer_with(TEMPLATE), parallel=1, queue=1) as served:
+        connections = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(8)]
+        for connection in connections:
+            connection.sendall(half)
+        until(lambda: served.service._unread == 8, "all bodies have begun")
+        assert served.complete().status == 200
+        for connection in connections:
+            connection.close()
+        until(lambda: served.service._unread == 0, "they have ended")
 
 
 def test_health_while_large_bodies_are_read(served: Served) -> None:

@@ -16,6 +16,9 @@ from pipespec.process.threads import Lock
 _CACHE = 64 << 20
 """Bytes of compiled grammars that xgrammar keeps."""
 
+_LARGEST = 1 << 18
+"""Characters of a format. Some take minutes to compile."""
+
 _ANY_JSON = {"type": "object"}
 
 Format = dict[str, Any]
@@ -123,6 +126,12 @@ class Grammars:
             thoughts = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": thoughts_end}
             space = {"type": "regex", "pattern": "\\s{0,2}"}
             wanted = {"type": "sequence", "elements": [thoughts, space, wanted]}
+        try:
+            text = json.dumps(wanted)
+        except RecursionError as error:
+            raise RequestError(f"{name} is nested too deeply", name) from error
+        if len(text) > _LARGEST:
+            raise RequestError(f"{name} has {len(text)} characters: give {_LARGEST} at most", name)
         with self._lock:
             if self._compiler is None:
                 ends, size = end_tokens(self._model) or None, head_size(self._model)

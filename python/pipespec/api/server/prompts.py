@@ -15,15 +15,19 @@ from pipespec.api.server.fields import Fields, wrong
 from pipespec.models.tokenizers import ByteTokenizer, backend_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+MOST_PROMPTS = 2048
+"""Of one request."""
+
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 _SLICE = 1 << 16
 """Characters of the parts in which a text is counted that may be too long."""
 
-_ESCAPED = 6
-"""Bytes of JSON for one byte of text, at most."""
+_TOKEN_BYTES = 48
+"""Bytes of JSON for one token of a long text, at most: white space, or characters with escapes."""
 
-_LARGEST_BODY = 64 << 20
+_LARGEST_BODY = 8 << 20
+"""Bytes that are parsed as JSON in less than 0.2 s, in which nothing else runs."""
 
 
 class Prompts:
@@ -42,7 +46,6 @@ class Prompts:
         self.tokenizer, self.limit, self.vocabulary = tokenizer, limit, vocabulary
         self._template = _template_of(tokenizer)
         self.dialect: Dialect = dialect_of(self._template)
-        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
         marks = {tokenizer.convert_tokens_to_ids(mark) for mark in self.dialect.marks}
         tagged = {i for i in tokenizer.all_special_ids if any(str(tokenizer.convert_ids_to_tokens(i)) in mark for mark in self.dialect.marks)}  # fmt: skip
         self._unshown = set(tokenizer.all_special_ids) - marks - tagged
@@ -57,7 +60,7 @@ class Prompts:
         """Bytes of the largest request that could fit the model."""
         if self.limit is None:
             return _LARGEST_BODY
-        return min(_LARGEST_BODY, (1 << 20) + _ESCAPED * self.limit * self._longest_token)
+        return min(_LARGEST_BODY, (1 << 20) + _TOKEN_BYTES * self.limit)
 
     def shown(self, tokens: Sequence[int]) -> str:
         """The text of generated tokens: without special ones, but with the marks of the dialect."""
@@ -148,6 +151,8 @@ class Prompts:
         if isinstance(value, str):
             return [self.of_text(value)]
         if isinstance(value, list) and value:
+            if isinstance(value[0], (str, list)) and len(value) > MOST_PROMPTS:
+                raise RequestError(f"prompt has {len(value)} texts: give {MOST_PROMPTS} at most", "prompt")
             if all(isinstance(item, str) for item in value):
                 return [self.of_text(item, f"prompt[{place}]") for place, item in enumerate(value)]
             if all(isinstance(item, list) for item in value):
