@@ -30,6 +30,7 @@ from pipespec.api.server.prompts import Prompts, messages_of, tools_of
 from pipespec.api.server.responses import ResponseExchange
 from pipespec.models.properties import embedding_size, end_tokens
 from pipespec.process.progress import say
+from pipespec.process.threads import Lock
 from pipespec_kernels import __version__
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -78,6 +79,8 @@ class Service:
         self._keys = [key.encode() for key in keys]
         self._unread = 0  # bytes of bodies that are incomplete
         self._told: set[str] = set()
+        # Several large bodies that are parsed at the same time would keep the event loop from running.
+        self._parsing = Lock()
 
     def close(self) -> None:
         """End all requests with an error, and take no further ones. From any thread, also in a signal handler."""
@@ -122,11 +125,15 @@ class Service:
         return handle
 
     def _exchange(self, kind: Callable[[Model, Fields], Exchange], raw: bytes) -> Exchange:
-        body = parsed_body(raw)
+        body = self._parsed(raw)
         made = kind(self.model, body)
         for name in body.unread:
             self._tell(name)
         return made
+
+    def _parsed(self, raw: bytes) -> Fields:
+        with self._parsing:
+            return parsed_body(raw)
 
     def _tell(self, name: str) -> None:
         """Say once of a field that it has no effect."""
@@ -170,7 +177,7 @@ class Service:
             raw = await self._read(request)
             job = self.jobs.enter()
             try:
-                return JSONResponse(await asyncio.to_thread(lambda: make(parsed_body(raw))))
+                return JSONResponse(await asyncio.to_thread(lambda: make(self._parsed(raw))))
             finally:
                 self.jobs.leave(job)
 

@@ -13,6 +13,7 @@ from pipespec.api.server.dialects import Dialect, dialect_of
 from pipespec.api.server.errors import RequestError
 from pipespec.api.server.fields import Fields, wrong
 from pipespec.models.tokenizers import ByteTokenizer, backend_of
+from pipespec.process.threads import Lock
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MOST_PROMPTS = 2048
@@ -45,6 +46,7 @@ class Prompts:
     def __init__(self, tokenizer: Any, limit: int | None, vocabulary: int) -> None:
         self.tokenizer, self.limit, self.vocabulary = tokenizer, limit, vocabulary
         self._template = _template_of(tokenizer)
+        self._one_at_a_time = Lock()
         self.dialect: Dialect = dialect_of(self._template)
         marks = {tokenizer.convert_tokens_to_ids(mark) for mark in self.dialect.marks}
         tagged = {i for i in tokenizer.all_special_ids if any(str(tokenizer.convert_ids_to_tokens(i)) in mark for mark in self.dialect.marks)}  # fmt: skip
@@ -108,8 +110,9 @@ class Prompts:
         return self._ids(text, adds_special)
 
     def _ids(self, text: str, adds_special: bool) -> list[int]:
-        # Not verbose: it would warn of lengths, which are checked here.
-        return list(self.tokenizer(text, add_special_tokens=adds_special, verbose=False).input_ids)
+        with self._one_at_a_time:  # several long ones would keep the event loop from running
+            # Not verbose: it would warn of lengths, which are checked here.
+            return list(self.tokenizer(text, add_special_tokens=adds_special, verbose=False).input_ids)
 
     def _refuse_longer(self, text: str, name: str) -> None:
         """Refuse a text that is much too long before all of it is read."""
