@@ -153,6 +153,8 @@ def test_fields_that_leave_a_greedy_text_as_it_is(served: Served, fields: dict[s
         ({"logit_bias": {"5": 10**400}}, "logit_bias", "must be numbers of float32"),
         ({"logit_bias": {"5": math.inf}}, None, "no JSON"),
         ({"logit_bias": {"5": 1e39}}, "logit_bias", "must be numbers of float32"),
+        ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "ignore_eos", "contradict each other"),
+        ({"min_tokens": 9, "structured_outputs": {"choice": ["a"]}}, "min_tokens", "contradict each other"),
         ({"stop": ["x"] * 129}, "stop", "give 128 at most"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto"}},

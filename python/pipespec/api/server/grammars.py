@@ -47,7 +47,19 @@ def wanted_format(body: Fields) -> tuple[str, Format] | None:
         found.append(("json_schema", _schema(schema)))
     if len(found) > 1:
         raise RequestError(f"{found[0][0]} and {found[1][0]} both constrain the text: give one of them", found[1][0])
+    if found:
+        check_free_end(body, found[0][0])
     return found[0] if found else None
+
+
+def check_free_end(body: Fields, name: str) -> None:
+    """Refuse what would keep a text from ending where the format that field ``name`` asks for does."""
+    for field, is_set in (
+        ("ignore_eos", body.flag("ignore_eos", False)),
+        ("min_tokens", body.integer("min_tokens", 0)),
+    ):
+        if is_set:
+            raise RequestError(f"{field} and {name} contradict each other: the text ends where its format does", field)
 
 
 def _of_response_format(given: Fields, name: str) -> list[tuple[str, Format]]:
