@@ -405,11 +405,11 @@ def _experts(file: GgufFile, layer: str, own: Any, dtype: torch.dtype, used: set
     if not all(tensor.type in FLOATS for tensor in tensors.values()):
         parts: list[Any] = []
         for part, tensor in tensors.items():
-            bias = biases[part].flatten() if is_transposed else None
+            own_bias = biases[part].flatten() if is_transposed else None
             if tensor.type in FLOATS:
-                parts.append(StackedLinear(_floats(file, tensor).to(dtype), bias))
+                parts.append(StackedLinear(_floats(file, tensor).to(dtype), own_bias))
             else:
-                parts.append(QuantizedLinear(_matrix(file, tensor, used), bias))
+                parts.append(QuantizedLinear(_matrix(file, tensor, used), own_bias))
                 parts[-1].source = source
         return QuantizedExperts(own, *parts)
     gate, up, down = (_floats(file, tensor).view(count, -1, tensor.shape[1]) for tensor in tensors.values())
