@@ -255,3 +255,18 @@ def test_its_matrices_stay_in_blocks(tmp_path, case):
             texts.append(pipe.generate(TEXT, max_new_tokens=24, do_sample=False))
             assert pipe.report.stages[-1].forward == "native"
     assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss"])
+def test_experts_may_be_in_blocks_and_in_floats(tmp_path, case):
+    types = {"ffn_gate_exps": "f32", "ffn_down_exps": "bf16", "": "q8_0"}
+    model = written(case, tmp_path / "m.gguf", types)
+    found = load_model(tmp_path / "m.gguf")
+    own, like = found.model.layers[1].mlp.experts, model.model.layers[1].mlp.experts
+    gate = like.gate_up_proj.mT[:, ::2] if case == "gpt_oss" else like.gate_up_proj.chunk(2, 1)[0]
+    assert torch.equal(own.gate.weight, gate.flatten(0, 1))
+    assert isinstance(own.up, QuantizedLinear)
+    assert (logits(found) - logits(model)).norm() < 0.4 * logits(model).norm()
+    with Pipeline(tmp_path / "m.gguf") as pipe:
+        pipe.generate(TEXT, max_new_tokens=4, do_sample=False)
+        assert pipe.report.stages[-1].forward == "native"

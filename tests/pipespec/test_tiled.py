@@ -172,6 +172,15 @@ def test_blocks_that_were_moved_are_refused():
         linear.to("meta")(torch.randn(1, 32))
 
 
+def test_experts_in_blocks_are_refused(tmp_path):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    keys = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
+    model = gguf_files.tiny("qwen3_moe", gguf_files.SIZES | experts)
+    gguf_files.write(model, tmp_path / "m.gguf", metadata={f"qwen3moe.{key}": n for key, n in keys.items()})
+    with pytest.raises(ValueError, match="experts in blocks are multiplied on the CPU only"):
+        on_gpu(load_model(tmp_path / "m.gguf"), "cpu", torch.float32)
+
+
 def test_a_worker_builds_the_same_modules():
     model = on_gpu(quantized(make("gemma", vocab_size=VOCABULARY), "q4_0"), "cpu", torch.bfloat16)
     built = skeleton(type(model), model.config, pickle.loads(pickle.dumps(described(model))))

@@ -72,7 +72,7 @@ def experts_of(mlp: Any, routing: Callable[[Any], Routing], linear: Callable[[An
     return Experts(
         routing(router),
         linear(router),
-        **_stacked(experts),
+        **_stacked(experts, linear),
         router_bias=_detached(router, "bias"),
         choice_bias=_detached(router, "e_score_correction_bias"),
         shared=()
@@ -83,11 +83,11 @@ def experts_of(mlp: Any, routing: Callable[[Any], Routing], linear: Callable[[An
     )
 
 
-def _stacked(experts: Any) -> Mapping[str, Any]:
+def _stacked(experts: Any, linear: Callable[[Any], Any]) -> Mapping[str, Any]:
     """The matrices of all experts, ``[rows of all, inputs]``. In gpt-oss they are transposed, and gates and ups take turns: these are copied."""
     if isinstance(experts, QuantizedExperts):
         parts = {name: getattr(experts, name) for name in ("gate", "up", "down")}
-        return {name: part.matrix for name, part in parts.items()} | {
+        return {name: linear(part) for name, part in parts.items()} | {
             f"{name}_bias": _detached(part, "bias") for name, part in parts.items()
         }
     gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
