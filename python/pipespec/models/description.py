@@ -76,7 +76,7 @@ def read(model: PreTrainedModel | ModelParts, *, matrices: bool = True) -> ReadM
     """
     try:
         return _read(model if isinstance(model, ModelParts) else ModelParts.of(model), family_of(model), matrices)
-    except AttributeError as error:
+    except (AttributeError, StopIteration) as error:
         raise NotReadable(f"its modules have other attributes than expected ({error})") from error
 
 
