@@ -21,6 +21,7 @@ from pipespec.models.families import (
     attention_of,
     family_of,
     feed_forward_of,
+    is_opaque,
     windows_of,
 )
 from pipespec.models.parts import ModelParts
@@ -239,9 +240,9 @@ def _layer_sizes(parts: ModelParts, family: Family, rotations: Sequence[str | No
         for layer in parts.layers
     }
     sizes = {getattr(rotary, "inv_freq" if kind is None else f"{kind}_inv_freq").numel() for kind in rotations}
-    # Not always that of the configuration, which some models adjust. Experts have their own.
+    # Not always that of the configuration, which some models adjust. Experts have their own, and of opaque modules it is not known.
     downs = [family.matrices_of(feed_forward_of(layer), ("down",)) for layer in parts.layers]
-    inner = {down["down"].in_features for down in downs if down} or {1}
+    inner = {down["down"].in_features for down in downs if down and not is_opaque(down["down"])} or {1}
     if any(len(found) > 1 for found in (kinds, heads, sizes, inner)):
         raise NotReadable("its layers differ in more than their weights")
     (head_dim, scale), (activation, residual_scale, is_parallel) = heads.pop(), kinds.pop()
