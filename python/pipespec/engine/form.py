@@ -270,7 +270,7 @@ def check_outputs(parts: ModelParts, given: torch.Tensor, own: torch.Tensor, our
     with _experts_in_turn(parts.config):
         exact = probed(_in_wider(parts, given, wider))
     error, allowed = ((outputs.to(wider) - exact).square().mean().sqrt() for outputs in (ours, own))
-    if not bool(allowed <= OWN_ERROR[own.dtype] * exact.square().mean().sqrt()):
+    if bool(allowed > OWN_ERROR[own.dtype] * exact.square().mean().sqrt()):
         raise NotReadable(
             f"its own {_what(parts)} differ from those of its layers one after the other by {float(allowed):.2g}"
         )
