@@ -307,6 +307,58 @@ def test_the_page_lists_the_tested_families():
     assert [row for row in rows if not row.startswith(lacking)] == table()
 
 
+# ---- numbers that the configuration does not say
+
+
+CHANGED: dict[str, tuple[str, str, str, Any]] = {
+    "embedding": ("granite", "model", "embedding_multiplier", 5.0),
+    "embedding, experts": ("granitemoe", "model", "embedding_multiplier", 5.0),
+    "logits": ("cohere, norms", "", "logit_scale", 0.5),
+    "biases of experts": (SINKS, "model.layers.1.mlp.experts", "has_bias", False),
+    "activation of a delta net": ("qwen3_next, recurrent", "model.layers.0.linear_attn", "activation", "relu"),
+}
+
+
+@pytest.mark.parametrize("what", [what for what, (name, *_) in CHANGED.items() if name in TINY_MODELS])
+def test_numbers_of_modules_that_change(what):
+    """A module's own number counts, though the configuration has another one."""
+    name, place, attribute, value = CHANGED[what]
+    model, ids = make(name), prompts()[0][:1]
+    pipe = Pipeline(model, schedule="plain")
+    options = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+
+    def logits(generate: Any) -> torch.Tensor:
+        return torch.cat(generate(ids, **options).logits)
+
+    before = logits(pipe.generate)
+    setattr(model.get_submodule(place), attribute, value)
+    expected, got = logits(model.generate), logits(pipe.generate)
+    if attribute in ("has_bias", "activation") and torch.equal(expected, before):
+        pytest.skip("this version of transformers does not read it")
+    assert not torch.allclose(expected, before, rtol=1e-2)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_attention_that_ceases_to_be_causal():
+    model, ids = make(GEMMA), prompts()[0][:1]
+    pipe = Pipeline(model, schedule="plain")
+    same_text(pipe, ids, max_new_tokens=NEW)
+    model.config.use_bidirectional_attention = True
+    with pytest.warns(SpeedWarning, match="not causal"):
+        got = pipe.generate(ids, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(got, model.generate(ids, max_new_tokens=NEW, do_sample=False))
+
+
+@pytest.mark.parametrize(("name", "native"), [("qwen3_next, recurrent", "is gelu"), ("lfm2, recurrent", None)])
+def test_recurrent_layers_alone(name, native):
+    """A delta net's convolution has the activation of the configuration. A model may lack attention."""
+    if name in LACKING:
+        pytest.skip(f"{LACKING[name]} is not in this transformers")
+    kind = "linear_attention" if native else "conv"
+    reason = native_unsupported_reason(make(name, layer_types=[kind] * LAYERS, hidden_act="gelu"))
+    assert (reason is None) if native is None else (native in reason)
+
+
 @pytest.mark.parametrize("output", ["output_router_logits", "output_hidden_states", "output_attentions"])
 @pytest.mark.parametrize("name", ["mixtral, window", "llama"])
 def test_outputs_that_the_configuration_asks_for(name, output):

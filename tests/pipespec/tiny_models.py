@@ -72,7 +72,7 @@ RECURRENT = HEADS | {
 }
 SHORT_CONVOLUTION = {
     "conv_L_cache": 3,
-    "block_auto_adjust_ff_dim": False,
+    "block_multiple_of": 8,
     "layer_types": ["conv", "full_attention", "conv", "conv"],
 }
 SHARED_EXPERT = {"shared_expert_intermediate_size": 24}

@@ -232,6 +232,11 @@ ERROR_RATIO_FLOAT32 = 16.0
 1e-5 would show more than 100."""
 
 
+OWN_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.5}
+"""Largest error of the model's own outputs, relative to the exact ones: a hundred times what rounding makes in float32, and ten times in 16 bits. Where it is
+larger, the model computes something else than its parts one after the other, and its error is no measure of another form."""
+
+
 STEPS = 0.1
 """Largest deviation of what a layer with matrices in blocks adds, relative to its norm, where inputs are rounded to the next step: ten times what real models show."""
 
@@ -255,7 +260,7 @@ def check_outputs(parts: ModelParts, given: torch.Tensor, own: torch.Tensor, our
         ours: likewise, of the form.
 
     Raises:
-        NotReadable: the outputs do not agree.
+        NotReadable: the outputs do not agree, or the model's own with those of the computation in the wider dtype, see :data:`OWN_ERROR`.
     """
     if ours.dtype == own.dtype and torch.equal(ours, own):
         return
@@ -265,13 +270,20 @@ def check_outputs(parts: ModelParts, given: torch.Tensor, own: torch.Tensor, our
     with _experts_in_turn(parts.config):
         exact = probed(_in_wider(parts, given, wider))
     error, allowed = ((outputs.to(wider) - exact).square().mean().sqrt() for outputs in (ours, own))
+    if bool(allowed > OWN_ERROR[own.dtype] * exact.square().mean().sqrt()):
+        raise NotReadable(
+            f"its own {_what(parts)} differ from those of its layers one after the other by {float(allowed):.2g}"
+        )
     allowed = allowed * (ERROR_RATIO_FLOAT32 if own.dtype == torch.float32 else ERROR_RATIO_16_BITS)
     # Not a number compares false.
     if not bool(error <= allowed):
-        what = "hidden states" if parts.head is None else "logits"
         raise NotReadable(
-            f"its {what} differ from the model's own by {float(error):.2g}, more than {float(allowed):.2g}"
+            f"its {_what(parts)} differ from the model's own by {float(error):.2g}, more than {float(allowed):.2g}"
         )
+
+
+def _what(parts: ModelParts) -> str:
+    return "hidden states" if parts.head is None else "logits"
 
 
 def check_parts(form: PartsForm, given: torch.Tensor) -> None:

@@ -23,6 +23,11 @@ NUMBERS = (
     "router_jitter_noise",
     "limit",
     "alpha",
+    "has_bias",
+    "has_gate",
+    "has_post_expert_norm",
+    "is_transposed",
+    "is_concatenated",
 )
 """Attributes of the modules that count."""
 

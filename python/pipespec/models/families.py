@@ -35,10 +35,13 @@ _FOR_CPU = frozenset((Int8Linear, QuantizedLinear, QuantizedEmbedding, Quantized
 _FOR_GPU = frozenset((TiledLinear, TiledEmbedding))
 """Modules of pipespec's own, which a copy for the CPU takes, and those that the operations for a GPU take."""
 
+_OF_CONFIGURATION = ("embedding_multiplier", "logit_scale")
+"""Attributes of modules that the decoder takes from the configuration, where the modules have them from."""
+
 _NUMBERS = (
     "scaling", "variance_epsilon", "eps", "attention_scaling", "full_attention_attention_scaling", "sliding_attention_attention_scaling",
-    "use_rope", "sliding_window", "is_sliding", "attn_logit_softcapping", "use_parallel_residual", "residual_multiplier", "embedding_multiplier", "logit_scale",
-    *experts.NUMBERS,
+    "use_rope", "sliding_window", "is_sliding", "attn_logit_softcapping", "use_parallel_residual", "residual_multiplier", *_OF_CONFIGURATION,
+    *experts.NUMBERS, *recurrent.NUMBERS,
 )  # fmt: skip
 """Attributes of modules that the decoder takes over."""
 
@@ -312,11 +315,19 @@ def _identity(model: PreTrainedModel | ModelParts, packed: bool) -> tuple[Any, .
         seen += [_place(buffer) for buffer in module._buffers.values() if buffer is not None]
         if kind in own or kind is nn.LayerNorm:
             seen += map(vars(module).get, _NUMBERS)
+            _check_numbers(module, where, model.config)
     taken = DTYPES if packed else DTYPES | {torch.float16}
     if len(dtypes) != 1 or not dtypes <= taken:
         raise NotReadable(f"its weights are {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}")
     windows = windows_of(model if isinstance(model, ModelParts) else ModelParts.of(model))
     return (*dtypes, *seen, *windows, *configuration_read(model.config, own))
+
+
+def _check_numbers(module: nn.Module, where: str, config: Any) -> None:
+    for name in _OF_CONFIGURATION:
+        own = vars(module).get(name)
+        if own is not None and own != (said := getattr(config, name, own)):
+            raise NotReadable(f"{where} has a {name} of {own}, and its configuration says {said}")
 
 
 def _changed(module: nn.Module) -> str | None:

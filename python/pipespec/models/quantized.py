@@ -99,9 +99,14 @@ class QuantizedLinear(_Blocks):
         heads: see :class:`Blocks`.
     """
 
+    bias: nn.Parameter | None
+
     def __init__(self, matrix: QuantizedMatrix, bias: torch.Tensor | None = None, heads: int = 0) -> None:
         super().__init__(matrix, heads)
         self.out_features, self.in_features = matrix.shape
+        # A parameter, which moves with the module and is compared as the others are.
+        if bias is not None and not isinstance(bias, nn.Parameter):
+            bias = nn.Parameter(bias.detach(), requires_grad=False)
         self.bias = bias
         self._packed: PackedMatrix | None = None
 
