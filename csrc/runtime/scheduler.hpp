@@ -145,7 +145,8 @@ class Scheduler {
   bool target_alone_ = true;  // its next step never depends on the last one
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::atomic<bool> over_{true};
-  bool leaves_ = false;  // steps that find nothing to do are in flight; the target's thread writes it
+  bool leaves_ =
+      false;  // steps that find nothing to do are in flight; the target's thread writes it
   std::atomic<bool> ends_rows_{false};  // the caller has ended one before its time
   std::atomic<std::uint64_t> target_steps_{0};
   Doorbell caller_;

@@ -286,7 +286,8 @@ class Counting final : public Wrapped {
 // Hides the ends of the newest steps of the one stage until settle() or the next generation.
 class Hiding final : public Wrapped {
  public:
-  Hiding(std::shared_ptr<Launcher> inner, u64 hidden) : Wrapped(std::move(inner)), hidden_(hidden) {}
+  Hiding(std::shared_ptr<Launcher> inner, u64 hidden)
+      : Wrapped(std::move(inner)), hidden_(hidden) {}
 
   void begin(Notice notice) override {
     launches_ = 0, hides_ = true;
@@ -319,9 +320,13 @@ class Hiding final : public Wrapped {
 TEST(an_ended_text_does_not_wait_for_the_step_ahead) {
   for (u32 seed = 0; seed < trials(few(20), 100); ++seed) {
     Task task(1, 1, 1, seed);
-    task.truth.script = task.prompts[0];
-    for (u32 i = 0; i < 2 + seed % 7; ++i) task.truth.script.push_back(100);
-    task.truth.script.push_back(task.truth.eos[0]);
+    // The text of a hash, of which one of the first tokens ends it.
+    task.truth.eos_rate = 0;
+    Tokens text = task.prompts[0];
+    for (u32 i = 0; i < 3 + seed % 7; ++i)
+      text.push_back(
+          task.truth.next(fake::Truth::hash_of(text.data(), static_cast<u32>(text.size()))));
+    task.truth.eos = {text.back()};
     task.limits = {100};
     Chain chain(task, {1}, seed % 2 == 0);
     const u32 hidden = 1 + seed % 3 / 2;
