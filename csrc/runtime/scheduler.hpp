@@ -69,7 +69,7 @@ class Scheduler {
   // Whether a generation was started and neither stop() nor finish() has returned.
   bool started() const { return started_; }
   // While no generation runs: waits for the steps that the last one has left, whose trace follows.
-  // start() waits, too.
+  // Before the block is reset: they write to the shadow as they end.
   void settle();
   // Sleeps until the target has ended more than `steps` steps, until nothing runs, or until the
   // timeout. By one thread at a time.
