@@ -7,7 +7,10 @@ import random
 
 import pytest
 
-from pipespec.api.server.dialects import DIALECTS, PLAIN, AnswerParser, dialect_of
+for package in ("starlette", "prometheus_client"):
+    pytest.importorskip(package, reason="the extra `serve` is not installed")
+
+from pipespec.api.server.dialects import DIALECTS, PLAIN, AnswerParser, dialect_of  # noqa: E402
 
 HERMES, CODER, MISTRAL = DIALECTS["<tool_call>"], DIALECTS["<function="], DIALECTS["[TOOL_CALLS]"]
 LLAMA, GEMMA, THOUGHTS = DIALECTS['"parameters":'], DIALECTS["<|tool_call>call:"], DIALECTS["</think>"]
