@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import sys
@@ -28,12 +29,14 @@ def hidden_of(outputs: Any) -> torch.Tensor:
     return hidden
 
 
-def outer_embedding_scale(hidden_size: int, dtype: torch.dtype) -> float:
-    """By what the models of Gemma's first two generations multiply the outputs of a token embedding without a factor of its own.
+@functools.cache
+def scales_outside(source: str) -> bool:
+    """Whether ``forward()`` of a Gemma scales the outputs of its token embedding. In newer versions the module of the embedding does.
 
-    Newer versions have the factor in the embedding's module, 5.0 in the model's ``forward()``. Both round it to the dtype of the embeddings.
+    Args:
+        source: name of the module of its classes, which is imported.
     """
-    return float(torch.tensor(hidden_size**0.5, dtype=dtype))
+    return not any(name.endswith("ScaledWordEmbedding") for name in vars(sys.modules[source]))
 
 
 def counts_columns(model_type: str) -> bool:

@@ -232,12 +232,10 @@ def outer_embedding_scale(parts: ModelParts) -> float | None:
     family, embed = FAMILIES.get(parts.config.model_type), parts.embed
     if family is None or embed is None:
         return None
-    if family.scales_embedding:
+    if family.scales_embedding and compat.scales_outside(family.module):
         form = embed.form if isinstance(embed, (QuantizedEmbedding, TiledEmbedding)) else None
-        if hasattr(embed, "embed_scale") if form is None else form.scale is not None:
-            return None
         dtype = embed.weight.dtype if form is None else form.tiled or torch.float32
-        return compat.outer_embedding_scale(parts.config.hidden_size, dtype)
+        return float(torch.tensor(parts.config.hidden_size**0.5, dtype=dtype, device="cpu"))
     return family.numbers_of(parts.config).get("embedding_scale")
 
 
