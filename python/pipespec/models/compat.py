@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import transformers.cache_utils as cache_utils
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.utils.generic import maybe_autocast
 
@@ -73,6 +72,8 @@ def weightless() -> AbstractContextManager[Any]:
         with maybe_autocast("meta", enabled=False):
             return torch.device("meta")
     except RuntimeError:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
         return FakeTensorMode()
 
 
