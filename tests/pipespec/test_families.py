@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from pipespec import Pipeline, SpeedWarning
@@ -20,7 +21,9 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward, native_unsupported_reason
 from pipespec.errors import NotCapturable
 from pipespec.models import description, families
+from pipespec.models.compat import counts_columns
 from pipespec.models.layout import STATES, CacheLayout
+from pipespec.models.parts import ModelParts
 from pipespec_spd import SpeculativePipeline
 from pipespec_spd.partition import check_target
 from tests.conftest import left_pad, noisy
@@ -108,6 +111,17 @@ def test_text(name, how):
 @pytest.mark.parametrize("name", STAGED)
 def test_targets_in_stages(name):
     check_target(model_of(name))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "gemma2, mixed, caps", GEMMA, "granite"])
+def test_what_the_first_layer_reads(name):
+    """The model's own numbers, whether a module multiplies them or the model."""
+    model, ids = copy.deepcopy(model_of(name)), prompts()[0]
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype)
+        with torch.inference_mode():
+            own = model(ids, output_hidden_states=True).hidden_states[0]
+            assert torch.equal(families.embedded(ModelParts.of(model), ids), own)
 
 
 @pytest.mark.parametrize("name", SLIDING if PROFILE == "nightly" else SLIDING[::3])
@@ -267,6 +281,12 @@ def test_refusals_are_those_of_the_page(name):
     assert rows[name] == sentence(name)
 
 
+@pytest.mark.skipif(not counts_columns("ministral3"), reason="this version of transformers counts positions")
+def test_queries_that_depend_on_columns_are_refused():
+    with pytest.raises(TypeError, match=r"queries depend on the columns of the batch .* install a newer version"):
+        check_architecture("target", other("ministral3", head_dim=8))
+
+
 def fused(model: PreTrainedModel) -> str:
     """Whether captured steps have a fused form, or the parts that have no fused operation."""
     try:
@@ -299,12 +319,11 @@ def test_each_family_has_a_tiny_model():
     assert {kind for kind, _ in TINY_MODELS.values()} | set(LACKING.values()) == set(families.FAMILIES)
 
 
+@pytest.mark.skipif(bool(LACKING), reason="the page describes newer versions of transformers")
 def test_the_page_lists_the_tested_families():
     """``python -m tests.pipespec.test_families`` prints the rows."""
     section = PAGE.read_text().split("## Model families")[1].split("## ")[0]
-    lacking = tuple(f"| `{kind}`" for kind in LACKING.values())
-    rows = [line for line in section.splitlines() if line.startswith("| `")][1:]
-    assert [row for row in rows if not row.startswith(lacking)] == table()
+    assert [line for line in section.splitlines() if line.startswith("| `")][1:] == table()
 
 
 # ---- numbers that the configuration does not say
@@ -363,6 +382,8 @@ def test_recurrent_layers_alone(name, native):
 @pytest.mark.parametrize("name", ["mixtral, window", "llama"])
 def test_outputs_that_the_configuration_asks_for(name, output):
     """They change no text, in wide steps either: transformers computes a loss with router logits, from masks of the tokens alone."""
+    if transformers.__version__.startswith("5.0.") and (name, output) == ("mixtral, window", "output_router_logits"):
+        pytest.skip("transformers' own generate() fails: its loss takes the whole mask for that of one column")
     model = make(name)
     model.set_attn_implementation("eager")  # the only one that has attention weights
     setattr(model.config, output, True)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from pipespec.engine.attention import MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
 from pipespec.models import description, families
+from pipespec.models.compat import hidden_of
 from pipespec.models.families import NotReadable
 from pipespec.models.layout import FULL, SLIDING, CacheLayout, takes_mask_per_type
 from pipespec.models.parts import ModelParts
@@ -202,7 +203,7 @@ class LayerLoop(PartsForm):
         masks, positions = cache.masks(q), cache.positions(q)
         own, ropes = _OffsetCache(cache, first) if first else cache, ropes_of(self.parts, hidden, positions)
         for i, (layer, mask, rope) in enumerate(zip(self._layers, masks, ropes, strict=True), first + 1):
-            hidden = layer(
+            outputs = layer(
                 hidden,
                 attention_mask=mask,
                 position_embeddings=rope,
@@ -210,6 +211,7 @@ class LayerLoop(PartsForm):
                 past_key_values=own,
                 use_cache=True,
             )
+            hidden = hidden_of(outputs)
             if i in features:
                 streams[i] = hidden
         return hidden, streams
@@ -317,7 +319,7 @@ def check_parts(form: PartsForm, given: torch.Tensor) -> None:
         for i in {formats.index(found) for found in formats} | {count - 1}:
             before = hidden if i == 0 else streams[first + i]
             own = parts.layers[i](before, attention_mask=masks[i], position_ids=positions, position_embeddings=ropes[i])
-            _check_part(f"layer {first + i}", streams[first + i + 1] - before, own - before)
+            _check_part(f"layer {first + i}", streams[first + i + 1] - before, hidden_of(own) - before)
         hidden = last
     if parts.head is not None:
         logits = form.logits(hidden, columns)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.models import experts, recurrent
@@ -22,6 +21,7 @@ from pipespec.models.families import (
     family_of,
     feed_forward_of,
     is_opaque,
+    outer_embedding_scale,
     windows_of,
 )
 from pipespec.models.parts import ModelParts
@@ -83,13 +83,11 @@ def read(model: PreTrainedModel | ModelParts, *, matrices: bool = True) -> ReadM
 
 def _read(parts: ModelParts, family: Family, matrices: bool) -> ReadModel:
     config, head, embed = parts.config, parts.head if matrices else None, parts.embed
-    if family.scales_embedding and type(embed) is nn.Embedding:
-        # In transformers 5.0.
-        raise NotReadable("its embedding is scaled outside of the embedding's module")
     of_head = {} if head is None else _of_linear(head, "head")
     ends = [matrix_of(end) for end in (head, embed) if end is not None]
     kind, eps = _kind_of_norms(parts, family)
-    numbers: dict[str, Any] = {"embedding_scale": _embedding_scale(embed)} | family.numbers_of(config)
+    numbers: dict[str, Any] = family.numbers_of(config)
+    numbers["embedding_scale"] = _embedding_scale(embed) * (outer_embedding_scale(parts) or 1.0)
     if (divisor := numbers.pop("logit_divisor", None)) is not None:
         numbers["logit_scale"] = 1 / divisor
     rotations = _rotations(parts)

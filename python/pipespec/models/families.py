@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from pipespec.models import experts, recurrent
+from pipespec.models import compat, experts, recurrent
 from pipespec.models.devices import not_whole_reason
 from pipespec.models.layout import CacheLayout, UnsupportedLayers, configuration_read
 from pipespec.models.parts import ModelParts
@@ -83,7 +83,7 @@ class Family:
         rotates_pairs: neighbours are rotated, not the halves of a head.
         norms_rotated: the norms of queries and keys come after the rotation.
         query_factors: what queries are multiplied by, from the configuration and their positions.
-        scales_embedding: the module of the token embedding multiplies by a factor.
+        scales_embedding: the module of the token embedding multiplies by a factor, or in transformers 5.0 the model.
         numbers: constants of :class:`DecoderShape` from the configuration; ``logit_divisor`` is the inverse of a ``logit_scale``.
         routing: how experts are chosen, by their router; None: there are none.
         gates_attention: half of the rows of the queries are gates of what the attention gives. The other layers have a gated delta net.
@@ -223,8 +223,20 @@ IN_STAGES = tuple(family.model_type for family in FAMILIES.values() if family.in
 def embedded(parts: ModelParts, tokens: torch.Tensor) -> torch.Tensor:
     """What the first layer reads of ``tokens [rows, q]``: ``[rows, q, H]``. Some models multiply outside of the embedding's module."""
     hidden: torch.Tensor = parts.embed(tokens)
-    scale = _numbers(parts).get("embedding_scale")
+    scale = outer_embedding_scale(parts)
     return hidden if scale is None else hidden * scale
+
+
+def outer_embedding_scale(parts: ModelParts) -> float | None:
+    """What the model multiplies the outputs of its token embedding by; None: it has no such factor."""
+    family, embed = FAMILIES.get(parts.config.model_type), parts.embed
+    if family is None or embed is None:
+        return None
+    if family.scales_embedding and compat.scales_outside(family.module):
+        form = embed.form if isinstance(embed, (QuantizedEmbedding, TiledEmbedding)) else None
+        dtype = embed.weight.dtype if form is None else form.tiled or torch.float32
+        return float(torch.tensor(parts.config.hidden_size**0.5, dtype=dtype, device="cpu"))
+    return family.numbers_of(parts.config).get("embedding_scale")
 
 
 def scaled(parts: ModelParts, logits: torch.Tensor) -> torch.Tensor:

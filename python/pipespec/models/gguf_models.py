@@ -21,6 +21,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pipespec.errors import user_stacklevel
+from pipespec.models.compat import has_stacked_experts
 from pipespec.models.gguf import CONVERTED, FLOATS, GgufFile, GgufTensor
 from pipespec.models.gguf_architectures import ARCHITECTURES, EXPERTS, LAYER_NORM_EPS, NORM_EPS, TENSORS, Architecture
 from pipespec.models.gguf_blocks import as_blocks
@@ -95,7 +96,8 @@ def gguf_config(file: GgufFile) -> Any:
     """
     row, name = architecture_of(file), file.architecture
     assert row is not None
-    if row.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    is_there = row.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if not is_there or (f"blk.0.{EXPERTS['gate']}.weight" in file.tensors and not has_stacked_experts(row.model_type)):
         raise ValueError(
             f"{file.path}: the architecture {name!r} needs a newer version of transformers (with {row.model_type})"
         )

@@ -330,8 +330,10 @@ def filled(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     base: Any = model.model
-    # Buffers are computed, not loaded.
-    base.rotary_emb = type(base.rotary_emb)(config=config)
+    # Buffers are computed, not loaded. In transformers 5.0 some attentions have a rotary embedding of their own.
+    for module in list(model.modules()):
+        if (rotary := module._modules.get("rotary_emb")) is not None:
+            module.rotary_emb = type(rotary)(config=config)
     if (scale := getattr(base.embed_tokens, "scalar_embed_scale", None)) is not None:
         base.embed_tokens.embed_scale = torch.tensor(scale)
     for name, module in list(model.named_modules()):
