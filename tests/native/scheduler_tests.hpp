@@ -315,9 +315,9 @@ class Hiding final : public Wrapped {
 
 }  // namespace
 
-// The step launched ahead of an end-of-sequence token finds nothing to do, and nobody waits for it.
-// settle() does, before the block is reset. The caller hears of the last token even if its step has
-// not ended.
+// A step is launched ahead before the end-of-sequence token is known. It finds no work, and the
+// call returns without waiting for it. settle() waits for it before the block is reset. The caller
+// gets the last token even if the step that made it has not ended.
 TEST(an_ended_text_does_not_wait_for_the_step_ahead) {
   for (u32 seed = 0; seed < trials(few(20), 100); ++seed) {
     Task task(1, 1, 1, seed);

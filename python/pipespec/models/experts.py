@@ -19,7 +19,6 @@ NUMBERS = (
     "routed_scaling_factor",
     "num_group",
     "topk_group",
-    "topk_method",
     "router_jitter_noise",
     "limit",
     "alpha",
@@ -38,13 +37,6 @@ ALPHA = 1.702
 def softmax(router: Any) -> Routing:
     """Shares of a softmax; of the chosen ones alone where the router does not say otherwise."""
     return Routing(router.top_k, is_normalised=getattr(router, "norm_topk_prob", True))
-
-
-def in_groups(router: Any) -> Routing:
-    """DeepSeek-V2's: shares of a softmax, of the groups with the best experts."""
-    limited = router.topk_method == "group_limited_greedy"
-    groups = {"groups": router.num_group, "chosen_groups": router.topk_group} if limited else {}
-    return Routing(router.top_k, is_normalised=False, factor=router.routed_scaling_factor, **groups)
 
 
 def by_sigmoids(router: Any) -> Routing:
