@@ -21,6 +21,7 @@ from transformers.utils import cached_file
 from pipespec.errors import DoesNotFit, user_stacklevel
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.quantized import with_kv_of
+from pipespec.process.files import require_model
 from pipespec.process.threads import renew_pool
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
             f"a model must be a transformers model or a path, not {type(model).__name__}"
             + (" (wrap: give the underlying transformers model)" if isinstance(model, torch.nn.Module) else "")
         )
+    require_model(model)
     path = Path(model)
     if (file := file_in_blocks(model)) is not None:
         from pipespec.models.gguf_models import gguf_config
@@ -73,10 +75,6 @@ def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
                 f"{path} holds no safetensors weights"
                 + (f" (only {', '.join(unsafe)}, which can run code when loaded); convert them" if unsafe else "")
             )
-    elif not path.is_file() and (path.is_absolute() or str(model).startswith(".") or str(model).count("/") > 1):
-        raise FileNotFoundError(
-            f"there is no folder {model}: a model is a folder with config.json and safetensors, or a hub name"
-        )
     source, more = (path.parent, {"gguf_file": path.name}) if is_gguf(path) else (model, {})
     with readable(model):
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **more)

@@ -54,6 +54,10 @@ class ControlledDriver(LockstepDriver):
         super()._generate(request)
         self.remarks += tuple(self.controller.summary())
 
+    @property
+    def plain_step_seconds(self) -> float | None:
+        return self.controller.target.seconds(1)
+
     def advance(self) -> Action:
         """Let the chosen draft propose its tokens, then take one step of the target."""
         target, block, control = self.target, self.block, self.controller
