@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _refuse(parser: argparse.ArgumentParser, unknown: list[str], options: Sequence[str]) -> None:
     """End with an error that names the arguments which no option took, and what may have been meant."""
     option = next((text for text in unknown if text.startswith("-")), "").partition("=")[0]
-    meant = _MEANT.get(option)
+    meant = _MEANT.get(option, "")
     near = [meant] if meant in options else difflib.get_close_matches(option, options, 1)
     if not option and "--target" in options:
         near = ["--target MODEL", "--prompt TEXT"] if "--prompt" in options else ["--target MODEL"]
