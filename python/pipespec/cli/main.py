@@ -62,6 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
             # One line, except for errors that contain a table.
             message = str(error).rstrip() if getattr(error, "in_lines", False) else " ".join(str(error).split())
             message = message or type(error).__name__
+            if isinstance(error, OSError) and error.filename is not None and error.strerror:
+                message = f"{error.filename}: {error.strerror.lower()}"
             if not isinstance(error, _INPUT_ERRORS):
                 message = f"{type(error).__name__}: {message}"
             hint = " (`pipespec doctor` checks the installation)" if isinstance(error, ImportError) else ""
