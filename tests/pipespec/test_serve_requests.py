@@ -231,6 +231,31 @@ def test_prompts_in_all_forms(served: Served) -> None:
         assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
 
 
+def test_the_text_between_two_others(served: Served, pipe: Pipeline) -> None:
+    tokenizer = tokenizer_with(TEMPLATE)
+    tokenizer.init_kwargs["fim_tokens"] = tokenizer.convert_ids_to_tokens([65, 66, 67])
+    bos = served.ask("/tokenize", {"prompt": ""}).json["tokens"]
+    first, last = (served.ask("/tokenize", {"content": text}).json["tokens"] for text in ("def mean(", "return x"))
+    wanted = served.complete(prompt=[*bos, 65, *first, 66, *last, 67]).json
+    with serving(pipe, tokenizer) as filling:
+        answer = filling.complete(prompt="def mean(", suffix="return x").json
+        assert [answer[name] for name in ("choices", "usage")] == [wanted[name] for name in ("choices", "usage")]
+        two = filling.complete(prompt=["def mean(", "def mean("], suffix="return x").json["choices"]
+        assert [choice["text"] for choice in two] == [wanted["choices"][0]["text"]] * 2
+        plain = served.complete(prompt="def mean(").json["choices"]
+        assert filling.complete(prompt="def mean(", suffix="").json["choices"] == plain
+        for fields, param in (
+            ({"prompt": [1, 2]}, "prompt"),
+            ({"prompt": []}, "prompt"),
+            ({"echo": True}, "echo"),
+            ({"suffix": "value " * 9999}, "suffix"),
+            ({"suffix": 5}, "suffix"),
+        ):
+            refused = filling.complete(**{"suffix": "return x"} | fields)
+            assert (refused.status, refused.error["param"]) == (400, param)
+        assert filling.chat(suffix="return x").error["param"] == "suffix"
+
+
 def test_a_text_ends_at_given_tokens(served: Served) -> None:
     ids = served.ask("/tokenize", {"content": served.complete(max_tokens=12).json["choices"][0]["text"]}).json["tokens"]
     answer = served.complete(max_tokens=12, stop_token_ids=[ids[4]]).json["choices"][0]

@@ -33,7 +33,6 @@ _RANGES = {
 _UNSUPPORTED = {
     "functions": "use tools",
     "function_call": "use tool_choice",
-    "suffix": "the model continues a text, and does not fill a gap",
     "audio": "this model writes text only",
     "input_image": "this model reads text only",
 }
@@ -60,7 +59,7 @@ class Sampling:
         options: Arguments of ``generate()``; without lengths.
         most: Tokens of each text.
         stops: Strings before which a text ends.
-        ends: Further tokens that end a text.
+        ends: Tokens that end a text.
         choices: Texts per prompt.
         seed: Of the first one; None: a new one each time.
     """
@@ -83,7 +82,7 @@ def sampling_of(body: Fields, ends: list[int], vocabulary: int, fewest: int = 1)
     """Read the fields.
 
     Args:
-        ends: Tokens that end the model's texts.
+        ends: Tokens that end the model's texts by themselves.
         vocabulary: Tokens that it knows.
         fewest: Tokens that a text must be allowed to have.
 
@@ -108,8 +107,8 @@ def sampling_of(body: Fields, ends: list[int], vocabulary: int, fewest: int = 1)
     if (least := body.integer("min_tokens", 0)) is not None:
         options["min_new_tokens"] = least
     stop_tokens = [_token(token, f"stop_token_ids[{place}]", vocabulary) for place, token in enumerate(body.items("stop_token_ids"))]  # fmt: skip
-    if stop_tokens:
-        options["eos_token_id"] = sorted({*ends, *stop_tokens})
+    if ends := sorted({*ends, *stop_tokens}):
+        options["eos_token_id"] = ends
     seed = body.integer("seed", -(2**63), 2**64 - 1)
     limits = [body.integer(name, fewest) for name in ("max_tokens", "max_completion_tokens", "n_predict")]
     stops = tuple(body.strings("stop"))
@@ -117,7 +116,7 @@ def sampling_of(body: Fields, ends: list[int], vocabulary: int, fewest: int = 1)
         raise RequestError(f"stop has {len(stops)} strings: give {MOST_STOPS} at most", "stop")
     limits.append(Fields(further, "generation_config").integer("max_new_tokens", fewest))
     most = min([limit for limit in limits if limit is not None], default=DEFAULT_TOKENS)
-    return Sampling(options, most, stops, tuple(stop_tokens), choices, seed)
+    return Sampling(options, most, stops, tuple(ends), choices, seed)
 
 
 def _choosing(body: Fields) -> dict[str, Any]:
