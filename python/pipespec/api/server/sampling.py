@@ -21,7 +21,11 @@ MOST_LOGPROBS = 20
 
 MOST_STOPS = 128
 
-_LARGEST_BIAS = 3e38
+_LARGEST_BIAS = 1e30
+"""Divided by the lowest temperature it is still a float32."""
+
+_LOWEST_TEMPERATURE = 1e-5
+"""Below it the likeliest token is drawn, as vLLM does."""
 
 _RANGES = {
     "temperature": (0, 2),
@@ -131,8 +135,8 @@ def _choosing(body: Fields) -> dict[str, Any]:
     if options.get("top_p") == 0:
         options["top_p"] = 1e-9  # the likeliest token
     if (temperature := options.get("temperature")) is not None:
-        options["do_sample"] = temperature > 0
-        if not temperature:
+        options["do_sample"] = is_sampled = temperature >= _LOWEST_TEMPERATURE
+        if not is_sampled:
             for name in ("temperature", "top_p", "top_k", "min_p"):
                 options.pop(name, None)
     return options
@@ -161,7 +165,7 @@ def _biases(body: Fields, vocabulary: int) -> dict[int, float]:
         if bias is False:  # llama.cpp: never
             bias = -math.inf
         elif not is_number(bias) or abs(bias) > _LARGEST_BIAS:
-            raise wrong("logit_bias", "numbers of float32 by token id", bias)
+            raise wrong("logit_bias", f"numbers up to {_LARGEST_BIAS:g} by token id", bias)
         found[_token(token, "logit_bias", vocabulary)] = float(bias)
     return found
 
@@ -176,6 +180,7 @@ def _further(body: Fields) -> dict[str, Any]:
             raise RequestError(f"generation_config is no JSON: {error}", "generation_config") from error
     if given is not None and not isinstance(given, dict):
         raise wrong("generation_config", "a JSON object", given)
+    Fields(given or {}, "generation_config").number("temperature", _LOWEST_TEMPERATURE)
     known = vars(GenerationConfig())
     for name in given or ():
         if name not in known or name in _NOT_FOR_REQUESTS:
