@@ -10,6 +10,7 @@ import pytest
 from pipespec import load_tokenizer
 from pipespec.models.gguf import GgufFile
 from pipespec.models.gguf_tokenizer import SPLITS, end_ids
+from pipespec.models.tokenizers import fim_tokens
 
 gguf = pytest.importorskip("gguf")
 
@@ -186,6 +187,22 @@ def test_types_that_a_file_does_not_name_are_told_by_the_texts(tmp_path):
     known = load_tokenizer(write(tmp_path / "known.gguf", tokens, model="llama"))
     for text in ("<s>[Hi]\n", "Hi<|im_end|>\u00e9</s>"):
         assert tokenizer(text).input_ids == known(text).input_ids
+
+
+def test_tokens_for_fill_in_the_middle(tmp_path):
+    """Those that the metadata name, or else those with published names."""
+    size = len(BYTES)
+    named = [*BYTES, *((text, CONTROL) for text in ("<a>", "<b>", "<c>", "<fim_pad>"))]
+    metadata = {"fim_pre_token_id": size + 2, "fim_suf_token_id": size, "fim_mid_token_id": size + 1}
+    assert fim_tokens(load_tokenizer(write(tmp_path / "a.gguf", named, **metadata))) == (
+        size + 2,
+        size,
+        size + 1,
+        (size + 3,),
+    )
+    known = [*BYTES, *((f"<|fim_{part}|>", CONTROL) for part in ("prefix", "middle", "suffix"))]
+    assert fim_tokens(load_tokenizer(write(tmp_path / "b.gguf", known))) == (size, size + 2, size + 1, ())
+    assert fim_tokens(load_tokenizer(write(tmp_path / "c.gguf", known[:-1]))) is None
 
 
 def test_gemma_4_begins_a_text_with_bos_whatever_its_file_says(tmp_path):

@@ -82,6 +82,7 @@ def content(answer: Answered) -> str:
         {"tools": [TOOL], "tool_choice": "none"},
         {"response_format": {"type": "text"}},
         {"top_k": 40, "min_p": 0.05, "top_p": 0.9},
+        {"temperature": 1e-320},
         {"repetition_penalty": 1.0},
         {"ignore_eos": False, "min_tokens": 3},
         {"stop_token_ids": []},
@@ -150,9 +151,12 @@ def test_fields_that_leave_a_greedy_text_as_it_is(served: Served, fields: dict[s
         ({"max_tokens": 2.7}, "max_tokens", "must be an integer, not 2.7"),
         ({"top_k": 10**400}, "top_k", "must be an integer"),
         ({"repetition_penalty": 10**400}, "repetition_penalty", "must be a number"),
-        ({"logit_bias": {"5": 10**400}}, "logit_bias", "must be numbers of float32"),
+        ({"logit_bias": {"5": 10**400}}, "logit_bias", "must be numbers up to 1e+30"),
         ({"logit_bias": {"5": math.inf}}, None, "no JSON"),
-        ({"logit_bias": {"5": 1e39}}, "logit_bias", "must be numbers of float32"),
+        ({"logit_bias": {"5": 2e30}}, "logit_bias", "must be numbers up to 1e+30"),
+        ({"generation_config": {"temperature": 1e-320}}, "generation_config.temperature", "must be at least 1e-05"),
+        ({"user": "a\ud800"}, "user", "has half of a surrogate pair"),
+        ({"a\ud800": 1}, "a?", "has half of a surrogate pair"),
         ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "ignore_eos", "contradict each other"),
         ({"min_tokens": 9, "structured_outputs": {"choice": ["a"]}}, "min_tokens", "contradict each other"),
         ({"stop": ["x"] * 129}, "stop", "give 128 at most"),
@@ -229,6 +233,31 @@ def test_prompts_in_all_forms(served: Served) -> None:
         choices = [event["choices"][0] for event in streamed if event["choices"][0]["index"] == index]
         assert "".join(choice["text"] for choice in choices) == text
         assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
+
+
+def test_the_text_between_two_others(served: Served, pipe: Pipeline) -> None:
+    tokenizer = tokenizer_with(TEMPLATE)
+    tokenizer.init_kwargs["fim_tokens"] = tokenizer.convert_ids_to_tokens([65, 66, 67])
+    bos = served.ask("/tokenize", {"prompt": ""}).json["tokens"]
+    first, last = (served.ask("/tokenize", {"content": text}).json["tokens"] for text in ("def mean(", "return x"))
+    wanted = served.complete(prompt=[*bos, 65, *first, 66, *last, 67]).json
+    with serving(pipe, tokenizer) as filling:
+        answer = filling.complete(prompt="def mean(", suffix="return x").json
+        assert [answer[name] for name in ("choices", "usage")] == [wanted[name] for name in ("choices", "usage")]
+        two = filling.complete(prompt=["def mean(", "def mean("], suffix="return x").json["choices"]
+        assert [choice["text"] for choice in two] == [wanted["choices"][0]["text"]] * 2
+        plain = served.complete(prompt="def mean(").json["choices"]
+        assert filling.complete(prompt="def mean(", suffix="").json["choices"] == plain
+        for fields, param in (
+            ({"prompt": [1, 2]}, "prompt"),
+            ({"prompt": []}, "prompt"),
+            ({"echo": True}, "echo"),
+            ({"suffix": "value " * 9999}, "suffix"),
+            ({"suffix": 5}, "suffix"),
+        ):
+            refused = filling.complete(**{"suffix": "return x"} | fields)
+            assert (refused.status, refused.error["param"]) == (400, param)
+        assert filling.chat(suffix="return x").error["param"] == "suffix"
 
 
 def test_a_text_ends_at_given_tokens(served: Served) -> None:
@@ -430,6 +459,17 @@ def test_a_call_can_be_forced(with_tools: Served) -> None:
 # ---- the form of answers
 
 
+@pytest.mark.parametrize("field", ["output_config", "output_format"])
+def test_anthropics_messages_with_a_format(with_tools: Served, field: str) -> None:
+    pytest.importorskip("xgrammar", reason="needs the package xgrammar (pip install xgrammar)")
+    schema = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"], "additionalProperties": False}  # fmt: skip
+    wanted = {"type": "json_schema", "schema": schema}
+    body = {"messages": [USER], "max_tokens": 40, field: {"format": wanted} if field == "output_config" else wanted}
+    answer = with_tools.ask("/v1/messages", body).json
+    assert json.loads(answer["content"][0]["text"])["n"] in (True, False)
+    assert answer["stop_reason"] == "end_turn"
+
+
 def test_streams_have_openais_form(served: Served) -> None:
     answer = served.chat(stream=True)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -445,7 +485,7 @@ def test_streams_have_openais_form(served: Served) -> None:
 
 
 def test_bodies_that_are_no_requests(served: Served) -> None:
-    bodies = [b"", b"{", b"[]", b"null", b'"x"', b'{"prompt": "\xff"}', b'{"prompt": "a\\ud800b"}', b'{"max_tokens": NaN}', b'{"messages": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"]  # fmt: skip
+    bodies = [b"", b"{", b"[]", b"null", b'"x"', b'{"prompt": "\xff"}', b'{"max_tokens": NaN}', b'{"messages": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"]  # fmt: skip
     for raw in bodies:
         answer = served.ask("/v1/completions", raw)
         assert (answer.status, answer.error["type"]) == (400, "invalid_request_error"), raw[:40]

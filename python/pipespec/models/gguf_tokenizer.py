@@ -183,6 +183,7 @@ def gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
             raise
         raise ValueError(f"{path}: its tokenizer is damaged ({type(error).__name__}: {error})") from error
     special = {name: token_id(file, key) for name, key in _SPECIAL.items()}
+    fim = [token_id(file, f"fim_{part}") for part in ("pre", "suf", "mid")]
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=file.text("tokenizer.chat_template"),
@@ -190,6 +191,7 @@ def gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
         # Files of Gemma 4 were written with a wrong value.
         add_bos_token=kind == "gemma4" or file.flag("tokenizer.ggml.add_bos_token", adds_bos),
         add_eos_token=file.flag("tokenizer.ggml.add_eos_token", False),
+        fim_tokens=None if None in fim else [tokens[i] for i in fim if i is not None],
         **{name: tokens[i] for name, i in special.items() if i is not None},
     )
 

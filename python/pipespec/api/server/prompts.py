@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from pipespec.api.server.dialects import Dialect, dialect_of
 from pipespec.api.server.errors import RequestError
 from pipespec.api.server.fields import Fields, wrong
-from pipespec.models.tokenizers import ByteTokenizer, backend_of
+from pipespec.models.tokenizers import ByteTokenizer, FimTokens, backend_of, fim_tokens
 from pipespec.process.threads import Lock
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -131,6 +131,26 @@ class Prompts:
     def _too_long(self, count: str, name: str) -> RequestError:
         message = f"the prompt has {count} tokens; the model's limit is {self.limit} with the answer"
         return RequestError(message, name, code="context_length_exceeded")
+
+    @functools.cached_property
+    def fim(self) -> FimTokens:
+        """The tokens for fill-in-the-middle. Raises ``RequestError`` where the tokenizer has none."""
+        if (found := fim_tokens(self.tokenizer)) is None:
+            raise RequestError("suffix: this model's tokenizer has no tokens for fill-in-the-middle: leave suffix out", "suffix")  # fmt: skip
+        return found
+
+    def around_gap(self, before: str, after: str) -> list[int]:
+        """The token ids that ask for the text between two others.
+
+        Raises:
+            RequestError: The tokenizer has no tokens for it, or the texts are too long for the model.
+        """
+        begin = self._ids("", True)  # BOS, where the model expects it
+        first = self.encoded(before, "prompt", adds_special=False)
+        last = self.encoded(after, "suffix", adds_special=False)
+        ids = [*begin, self.fim.before, *first, self.fim.after, *last, self.fim.middle]
+        self.check_length(len(ids), "prompt" if len(first) > len(last) else "suffix")
+        return ids
 
     def of_ids(self, ids: list[Any], name: str) -> list[int]:
         """Token ids as a request gives them."""

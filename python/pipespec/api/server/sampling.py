@@ -21,7 +21,11 @@ MOST_LOGPROBS = 20
 
 MOST_STOPS = 128
 
-_LARGEST_BIAS = 3e38
+_LARGEST_BIAS = 1e30
+"""Divided by the lowest temperature it is still a float32."""
+
+_LOWEST_TEMPERATURE = 1e-5
+"""Below it the likeliest token is drawn, as vLLM does."""
 
 _RANGES = {
     "temperature": (0, 2),
@@ -33,7 +37,6 @@ _RANGES = {
 _UNSUPPORTED = {
     "functions": "use tools",
     "function_call": "use tool_choice",
-    "suffix": "the model continues a text, and does not fill a gap",
     "audio": "this model writes text only",
     "input_image": "this model reads text only",
 }
@@ -60,7 +63,7 @@ class Sampling:
         options: Arguments of ``generate()``; without lengths.
         most: Tokens of each text.
         stops: Strings before which a text ends.
-        ends: Further tokens that end a text.
+        ends: Tokens that end a text.
         choices: Texts per prompt.
         seed: Of the first one; None: a new one each time.
     """
@@ -83,7 +86,7 @@ def sampling_of(body: Fields, ends: list[int], vocabulary: int, fewest: int = 1)
     """Read the fields.
 
     Args:
-        ends: Tokens that end the model's texts.
+        ends: Tokens that end the model's texts by themselves.
         vocabulary: Tokens that it knows.
         fewest: Tokens that a text must be allowed to have.
 
@@ -108,8 +111,8 @@ def sampling_of(body: Fields, ends: list[int], vocabulary: int, fewest: int = 1)
     if (least := body.integer("min_tokens", 0)) is not None:
         options["min_new_tokens"] = least
     stop_tokens = [_token(token, f"stop_token_ids[{place}]", vocabulary) for place, token in enumerate(body.items("stop_token_ids"))]  # fmt: skip
-    if stop_tokens:
-        options["eos_token_id"] = sorted({*ends, *stop_tokens})
+    if ends := sorted({*ends, *stop_tokens}):
+        options["eos_token_id"] = ends
     seed = body.integer("seed", -(2**63), 2**64 - 1)
     limits = [body.integer(name, fewest) for name in ("max_tokens", "max_completion_tokens", "n_predict")]
     stops = tuple(body.strings("stop"))
@@ -117,7 +120,7 @@ def sampling_of(body: Fields, ends: list[int], vocabulary: int, fewest: int = 1)
         raise RequestError(f"stop has {len(stops)} strings: give {MOST_STOPS} at most", "stop")
     limits.append(Fields(further, "generation_config").integer("max_new_tokens", fewest))
     most = min([limit for limit in limits if limit is not None], default=DEFAULT_TOKENS)
-    return Sampling(options, most, stops, tuple(stop_tokens), choices, seed)
+    return Sampling(options, most, stops, tuple(ends), choices, seed)
 
 
 def _choosing(body: Fields) -> dict[str, Any]:
@@ -132,8 +135,8 @@ def _choosing(body: Fields) -> dict[str, Any]:
     if options.get("top_p") == 0:
         options["top_p"] = 1e-9  # the likeliest token
     if (temperature := options.get("temperature")) is not None:
-        options["do_sample"] = temperature > 0
-        if not temperature:
+        options["do_sample"] = is_sampled = temperature >= _LOWEST_TEMPERATURE
+        if not is_sampled:
             for name in ("temperature", "top_p", "top_k", "min_p"):
                 options.pop(name, None)
     return options
@@ -162,7 +165,7 @@ def _biases(body: Fields, vocabulary: int) -> dict[int, float]:
         if bias is False:  # llama.cpp: never
             bias = -math.inf
         elif not is_number(bias) or abs(bias) > _LARGEST_BIAS:
-            raise wrong("logit_bias", "numbers of float32 by token id", bias)
+            raise wrong("logit_bias", f"numbers up to {_LARGEST_BIAS:g} by token id", bias)
         found[_token(token, "logit_bias", vocabulary)] = float(bias)
     return found
 
@@ -177,6 +180,7 @@ def _further(body: Fields) -> dict[str, Any]:
             raise RequestError(f"generation_config is no JSON: {error}", "generation_config") from error
     if given is not None and not isinstance(given, dict):
         raise wrong("generation_config", "a JSON object", given)
+    Fields(given or {}, "generation_config").number("temperature", _LOWEST_TEMPERATURE)
     known = vars(GenerationConfig())
     for name in given or ():
         if name not in known or name in _NOT_FOR_REQUESTS:
