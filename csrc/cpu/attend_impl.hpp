@@ -165,9 +165,8 @@ class QueryBlock {
   }
   void weigh(int64_t base, int64_t at, int64_t n, bool fresh, const Chunk& next) {
     pack_values(base + at, n);
-    SmallProduct p{
-        weights(at), kAttendSpan, packed_, padded_, n / Steps::kStep, values_, padded_, fresh,
-        nullptr,     0};
+    SmallProduct p{weights(at), kAttendSpan, packed_, padded_, n / Steps::kStep,
+                   values_,     padded_,     fresh,   nullptr, 0};
     ask_for(next, p);
     multiply<V, Steps>(p, count_, padded_ / kLanes);
   }
@@ -200,10 +199,9 @@ class QueryBlock {
   void weigh_few(int64_t base, int64_t at, int64_t n, bool fresh, const Chunk& next) {
     const Rows rows = rows_of({task_.values, task_.value_stride, base + at}, n, next);
     for_few([&](int64_t first, int64_t count) {
-      multiply_few<V, Steps, false>(
-          {rows, task_.head_dim, weights(at) + first * kAttendSpan, kAttendSpan,
-           values_ + first * padded_, padded_, fresh},
-          count);
+      multiply_few<V, Steps, false>({rows, task_.head_dim, weights(at) + first * kAttendSpan,
+                                     kAttendSpan, values_ + first * padded_, padded_, fresh},
+                                    count);
     });
   }
   template <class Work>
@@ -220,7 +218,8 @@ class QueryBlock {
     for (int64_t l = 0; l < n; ++l) rows.at[l] = at(chunk.tokens, chunk.stride, chunk.position + l);
     const int64_t more = smaller(kAttendChunk, ends_[count_ - 1] - next.position);
     rows.next = next.begin();
-    rows.end = more > 0 && next.stride <= 2 * task_.head_dim ? rows.next + more * next.bytes() : rows.next;
+    rows.end =
+        more > 0 && next.stride <= 2 * task_.head_dim ? rows.next + more * next.bytes() : rows.next;
     return rows;
   }
 

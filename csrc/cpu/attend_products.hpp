@@ -1,5 +1,5 @@
-// The products of attend_impl.hpp: of many queries with packed keys and values, and of a few straight
-// from storage. In an unnamed namespace, see span_impl.hpp.
+// The products of attend_impl.hpp: of many queries with packed keys and values, and of a few
+// straight from storage. In an unnamed namespace, see span_impl.hpp.
 #pragma once
 
 #include <stdint.h>
@@ -186,7 +186,8 @@ void score_rows(const FewProduct& p) {
     for (int64_t at = 0; at < bytes; at += kBytes) {
       typename V::I words[kLanes];
 #pragma GCC unroll 16
-      for (int64_t l = 0; l < kLanes; ++l) words[l] = V::bits_of(Float32::load(p.rows.at[i + l] + at));
+      for (int64_t l = 0; l < kLanes; ++l)
+        words[l] = V::bits_of(Float32::load(p.rows.at[i + l] + at));
       V::transpose(words);
 #pragma GCC unroll 16
       for (int64_t l = 0; l < kLanes; ++l) {
@@ -218,8 +219,9 @@ void weigh_rows(const FewProduct& p) {
     for (int q = 0; q < kQueries; ++q)
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v)
-        sums[q][v] = p.fresh ? V::broadcast(0.0f)
-                             : Float32::load(bytes_of(p.out + q * p.out_stride + d + v * V::kLanes));
+        sums[q][v] = p.fresh
+                         ? V::broadcast(0.0f)
+                         : Float32::load(bytes_of(p.out + q * p.out_stride + d + v * V::kLanes));
     for (int64_t i = 0; i < p.rows.count / kStep; ++i) {
       p.rows.ask(kStep * kElements * Steps::Format::kBytes / 64);
       F parts[kJoins][kStep];
