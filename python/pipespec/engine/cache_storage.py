@@ -17,7 +17,6 @@ from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import kv_dtype
 from pipespec_kernels.decoder import Taps
 
-
 HUGE_PAGE = 2 << 20
 """Bytes of a huge page on Linux."""
 
