@@ -362,7 +362,8 @@ def test_storage_and_its_properties():
 def test_large_storage_on_a_cpu_lies_on_huge_pages_and_is_zero(dtype):
     # A prime number of positions, so that the size is no multiple of a page.
     kept = zeros((2, 1, 2, 4099, 128), dtype, torch.device("cpu"))
-    assert kept.shape == (2, 1, 2, 4099, 128) and kept.dtype == dtype
+    assert kept.shape == (2, 1, 2, 4099, 128)
+    assert kept.dtype == dtype
     assert kept.is_contiguous()
     assert kept.data_ptr() % HUGE_PAGE == 0
     assert not kept.any()
