@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,23 @@ from pipespec.config import WIDTH
 from pipespec.models.layout import CacheLayout
 from pipespec.models.properties import kv_dtype
 from pipespec_kernels.decoder import Taps
+
+HUGE_PAGE = 2 << 20
+"""Bytes of a huge page on Linux."""
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``torch.zeros``. On a CPU in huge pages where Linux has them: attention reads keys and values with fewer look-ups of addresses, and so sooner."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a system that was built without them uses small pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    # The tensor keeps the memory.
+    everything = torch.frombuffer(memory, dtype=torch.uint8)
+    first = -everything.data_ptr() % HUGE_PAGE
+    return everything[first : first + size].view(dtype).view(tuple(shape))
 
 
 class Features:
@@ -266,7 +286,7 @@ class RowStorage:
         with torch.inference_mode(False), torch.no_grad():
             # Zeroed, because a masked value enters a product with zero, and 0 * NaN is NaN.
             return [
-                torch.zeros((places.count(at), rows, layout.heads, capacity, dim), dtype=self.dtype, device=at)
+                zeros((places.count(at), rows, layout.heads, capacity, dim), self.dtype, at)
                 for at in dict.fromkeys(places)
                 for dim in (layout.key_dim, layout.value_dim)
             ]
