@@ -52,12 +52,10 @@ def head_for(
         tie_word_embeddings=False,
         attention_bias=False,
     )
-    config = HeadConfig(
-        block=block,
-        draft_vocabulary=given.vocab_size if vocabulary is None else len(vocabulary),
-        features=None if features is None else tuple(features),
-        target_hidden=given.hidden_size,
-    )
+    count = given.vocab_size if vocabulary is None else len(vocabulary)
+    sizes: dict[str, Any] = {"draft_vocabulary": count, "target_hidden": given.hidden_size}
+    own = None if features is None else tuple(features)
+    config = HeadConfig(block=block, features=own, where="the new draft head", **sizes)
     config = replace(config, features=config.layers_of(given.num_hidden_layers))
     config.require(target.config)
     head = DraftHead(config)
