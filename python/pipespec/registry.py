@@ -50,6 +50,9 @@ DRAFTS = (
         "the folder of an EAGLE-3 head, as the first one",
         captured="pipespec.schedules.graphs.head:GraphedHead",
     ),
+    DraftKind(
+        "pipespec.engine.mtp:MtpDraft", "mtp: the layer for it in the target's files, as the first one", name="mtp"
+    ),
     DraftKind("pipespec.engine.proposer:ProposerDraft"),
     TRANSLATED,
     DraftKind("pipespec.engine.stage:ModelDraft", captured="pipespec.schedules.graphs.stage:GraphedStage"),

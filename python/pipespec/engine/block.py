@@ -205,22 +205,10 @@ class BlockDrafter(TargetReader):
         drafter.place(target, dtype, weights["fc.weight"].dtype)
         return drafter
 
-    def borrow(self, target: PreTrainedModel) -> None:
-        super().borrow(target)
-        if self.lm_head is None:
-            if (
-                not self.drafts_all
-                or target.config.get_text_config(decoder=True).hidden_size != self.norm.weight.shape[0]
-            ):
-                raise ValueError(
-                    f"{self.config.where} has no lm_head of its own, and the target's is for another vocabulary or hidden size"
-                )
-            self._borrowed = [target.get_input_embeddings(), target.get_output_embeddings()]
-
     @property
     def step_bytes(self) -> int:
         rows = 0 if self.markov_head is None else weight_bytes(self.markov_head.markov_w1)
-        return super().step_bytes - rows + (weight_bytes(self._borrowed[1]) if self.lm_head is None else 0)
+        return super().step_bytes - rows
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         module = self.get_input_embeddings()
@@ -228,11 +216,11 @@ class BlockDrafter(TargetReader):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[..., draft_vocabulary]`` of outputs ``[..., H]``, without the bias of :class:`MarkovHead`."""
-        head, config = self._borrowed[1] if self.lm_head is None else self.lm_head, self.config
-        logits: torch.Tensor = head(hidden).to(self.dtype)
+        config, logits = self.config, self.head(hidden).to(self.dtype)
         if config.logit_scale != 1:
             logits = logits * config.logit_scale
-        return config.softcap * torch.tanh(logits / config.softcap) if config.softcap else logits
+        found: torch.Tensor = config.softcap * torch.tanh(logits / config.softcap) if config.softcap else logits
+        return found
 
     def read(self, features: torch.Tensor, cache: RowCache) -> None:
         """Append the keys and values of positions, of which all but the last may be padding in a row. Lengths grow by ``q``.

@@ -156,6 +156,7 @@ class TargetReader(nn.Module):
         block: the config of its layers.
         attention: of its layers, in transformers' registry, as they were made.
         embed_tokens: its own embedding; None: the target's.
+        lm_head: its own matrix that gives the logits; None: the target's.
         ids: int64 ``[draft_vocabulary]``, the target's id of each token that it can draft.
     """
 
@@ -207,17 +208,21 @@ class TargetReader(nn.Module):
         self.to(input_device(target)).eval()
 
     def borrow(self, target: PreTrainedModel) -> None:
-        """Use the target's embedding if it has none. Raises ``ValueError`` where that has another size."""
+        """Use the target's embedding, and its matrix that gives the logits, where it has none. Raises ``ValueError`` where they have another size."""
+        size, needed = text_config(target.config).hidden_size, self.config.block.hidden_size
+        self._borrowed = [target.get_input_embeddings(), target.get_output_embeddings()]
+        if self.lm_head is None and not (self.drafts_all and size == needed):
+            raise ValueError(
+                f"{self.config.where} has no lm_head of its own, and the target's is for another vocabulary or hidden size"
+            )
         if self.embed_tokens is not None:
             return
-        size, needed = text_config(target.config).hidden_size, self.config.block.hidden_size
         if size != needed:
             raise ValueError(
                 f"{self.config.where} has no embedding of its own, and its hidden size is {needed}, the target's {size}"
             )
         if embedding_size(target) < self.config.block.vocab_size:
             raise ValueError(f"{self.config.where} has no embedding of its own, and the target's has fewer tokens")
-        self._borrowed = [target.get_input_embeddings()]
 
     def quantize(self, name: str) -> str:
         """Put the matrices in blocks, in place. Returns the format: ``"int8"`` stands for ``"q8_0"``."""
@@ -239,7 +244,8 @@ class TargetReader(nn.Module):
     @property
     def step_bytes(self) -> int:
         """Bytes of the weights that a step reads. Of its own embedding it reads rows."""
-        return weight_bytes(self) - (0 if self.embed_tokens is None else weight_bytes(self.embed_tokens))
+        borrowed = weight_bytes(self.head) if self.lm_head is None else 0
+        return weight_bytes(self) + borrowed - (0 if self.embed_tokens is None else weight_bytes(self.embed_tokens))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -253,6 +259,11 @@ class TargetReader(nn.Module):
     def get_input_embeddings(self) -> Any:
         """The module that embeds: its own, or the target's."""
         return self._borrowed[0] if self.embed_tokens is None else self.embed_tokens
+
+    @property
+    def head(self) -> Any:
+        """The module that gives the logits: its own, or the target's."""
+        return self._borrowed[1] if self.lm_head is None else self.lm_head
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embeddings ``[rows, q, H]`` of ``tokens [rows, q]``, ids of the target."""
