@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -42,7 +42,7 @@ class Features:
     does not count. So a rollback is a lower length for them, too. With a static cache they lie at a fixed address, after :meth:`reserve`.
 
     Args:
-        layers: indices in transformers' ``hidden_states`` (0: the embedding, k: the output of layer k - 1).
+        layers: indices in transformers' ``hidden_states`` (0: the embedding, k: the output of layer k - 1; of the last layer that after the last norm).
         begin: per row, the first position whose features will be recorded: what the cache held before has none.
         dtype: in which they are kept.
     """
@@ -89,6 +89,13 @@ class Features:
         return Taps(
             self.layers, self.reserve(max(lengths) + q, len(self.layers) * hidden, torch.device("cpu")), lengths
         )
+
+    def change(self, layer: int, how: Callable[[torch.Tensor], torch.Tensor], lengths: Sequence[int], q: int) -> None:
+        """Replace the hidden states of a layer, if it is one of :attr:`layers`, in the ``q`` columns of the last forward, which began at ``lengths[r]``."""
+        if layer in self.layers:
+            stored = self.stored.unflatten(-1, (len(self.layers), -1))[:, :, self.layers.index(layer)]
+            for row, at in enumerate(lengths):
+                stored[row, at : at + q] = how(stored[row, at : at + q])
 
     def reserve(self, need: int, size: int, device: torch.device) -> torch.Tensor:
         """Room for ``need`` positions, with ``size`` numbers each."""

@@ -170,6 +170,9 @@ class NativeForm(PartsForm):
             taps = None if features is None else features.taps(storage[2], q, self.decoder.shape.hidden)
             rope, states = self._rope(cache.capacity), cache.open_states()
             outputs = self.decoder.step(tokens, *storage, *rope, keep=keep, taps=taps, states=states)
+            if isinstance(features, Features):
+                # As in transformers' hidden_states.
+                features.change(self.decoder.num_layers, self.parts.norm, storage[2], q)
             cache.close()
         else:
             outputs = super().__call__(tokens, cache, keep)

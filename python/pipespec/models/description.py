@@ -87,7 +87,7 @@ def _read(parts: ModelParts, family: Family, matrices: bool) -> ReadModel:
     ends = [matrix_of(end) for end in (head, embed) if end is not None]
     kind, eps = _kind_of_norms(parts, family)
     numbers: dict[str, Any] = family.numbers_of(config)
-    numbers["embedding_scale"] = _embedding_scale(embed) * (outer_embedding_scale(parts) or 1.0)
+    numbers["embedding_scale"] = embedding_scale(embed) * (outer_embedding_scale(parts) or 1.0)
     if (divisor := numbers.pop("logit_divisor", None)) is not None:
         numbers["logit_scale"] = 1 / divisor
     rotations = _rotations(parts)
@@ -185,7 +185,7 @@ def _kind_of_norms(parts: ModelParts, family: Family) -> tuple[str, float]:
     return kinds.pop() if kinds else ("rms", 0.0)
 
 
-def _embedding_scale(embed: Any) -> float:
+def embedding_scale(embed: Any) -> float:
     """What the module of a token embedding multiplies by, in its dtype."""
     if isinstance(embed, (QuantizedEmbedding, TiledEmbedding)):
         return 1.0 if embed.form.scale is None else embed.form.scale
