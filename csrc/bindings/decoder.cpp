@@ -124,8 +124,9 @@ cpu::ExpertWeights experts(const ExpertsAt& at) {
   return w;
 }
 
-// In the order of pipespec_kernels.recurrent: weights; heads and sizes, channels, taps.
-using RecurrentAt = std::tuple<std::array<WeightsAt, 12>, std::array<std::int64_t, 6>>;
+// In the order of pipespec_kernels.recurrent: weights; heads and sizes, channels, taps, order of
+// the outputs.
+using RecurrentAt = std::tuple<std::array<WeightsAt, 12>, std::array<std::int64_t, 7>>;
 
 cpu::RecurrentWeights recurrent(const RecurrentAt& at) {
   const auto& [tensors, sizes] = at;
@@ -134,7 +135,7 @@ cpu::RecurrentWeights recurrent(const RecurrentAt& at) {
                                   &w.out,         &w.in_bias,   &w.out_bias,   &w.kernel,
                                   &w.kernel_bias, &w.decay_log, &w.decay_bias, &w.norm};
   for (std::size_t i = 0; i < tensors.size(); ++i) *fields[i] = weights(tensors[i]);
-  w.delta = {sizes[0], sizes[1], sizes[2], sizes[3]};
+  w.delta = {sizes[0], sizes[1], sizes[2], sizes[3], sizes[6] != 0};
   w.channels = sizes[4], w.taps = sizes[5];
   return w;
 }

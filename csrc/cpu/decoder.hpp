@@ -65,10 +65,14 @@ struct ExpertWeights {
 };
 
 // Heads of queries and keys, and of values: each of the former serves several of the latter. A
-// short convolution has none.
+// short convolution has none. Tiled: what `out` reads goes by the place of a head in its group.
 struct DeltaShape {
   int64_t key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0;
+  bool is_tiled = false;
   int64_t group() const { return value_heads / key_heads; }
+  int64_t output(int64_t head) const {
+    return is_tiled ? head % group() * key_heads + head / group() : head;
+  }
 };
 
 // A recurrent part in place of the attention. The rows of `in` are the channels of the convolution:

@@ -9,12 +9,12 @@ from transformers import Gemma2PreTrainedModel
 from transformers.models.nemotron import modeling_nemotron
 
 from pipespec import Pipeline
-from pipespec.models import families, gguf_models
+from pipespec.models import families, gguf_config
 from pipespec.models.compat import counts_columns, has_stacked_experts
 from pipespec.models.gguf_architectures import ARCHITECTURES
 from pipespec.models.loading import load_config, load_model
 from pipespec.models.parts import ModelParts
-from pipespec.models.quantized import QuantizedExperts, QuantizedLinear
+from pipespec.models.quantized import JoinedLinear, QuantizedExperts, QuantizedLinear
 from tests.pipespec.gguf_files import SIZES, tiny, write
 
 pytest.importorskip("gguf")
@@ -52,6 +52,23 @@ GPT_OSS_YARN = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 COUNTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
+DELTA = PARTIAL | {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+}
+OF_DELTA = {
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 6,
+    "ssm.inner_size": 192,
+    "full_attention_interval": 4,
+}
+SECTIONS = {"rope.dimension_sections": [2, 1, 1, 0]}
 CASES = {
     "llama": ({}, {}),
     "llama with biases": ({"mlp_bias": True, "attention_bias": True}, {}),
@@ -63,6 +80,51 @@ CASES = {
     ),
     "qwen3_moe": (EXPERTS | {"norm_topk_prob": True}, COUNTS),
     "qwen3": ({}, {}),
+    "qwen3_next": (
+        DELTA | EXPERTS | {"shared_expert_intermediate_size": 64},
+        OF_DELTA | COUNTS | {"expert_shared_feed_forward_length": 64},
+    ),
+    "qwen3_5_text": (DELTA, OF_DELTA | SECTIONS),
+    "qwen3_5_text with a head of values each": (
+        DELTA | {"linear_num_key_heads": 6},
+        OF_DELTA | SECTIONS | {"ssm.group_count": 6},
+    ),
+    "qwen3_5_moe_text": (
+        DELTA | EXPERTS | {"shared_expert_intermediate_size": 64},
+        OF_DELTA | SECTIONS | COUNTS | {"expert_shared_feed_forward_length": 64},
+    ),
+    "dots1": (
+        {
+            "num_hidden_layers": 3,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "sliding_window": None,
+        },
+        {
+            "expert_count": 8,
+            "expert_used_count": 3,
+            "expert_shared_count": 2,
+            "expert_feed_forward_length": 32,
+            "leading_dense_block_count": 1,
+            "expert_weights_scale": 2.5,
+            "expert_weights_norm": True,
+            "expert_gating_func": 2,
+        },
+    ),
+    "lfm2": (
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "block_auto_adjust_ff_dim": False,
+            "norm_eps": 1e-5,
+        },
+        {"shortconv.l_cache": 3, "vocab_size": 96},
+    ),
     "phi3": (PARTIAL, {}),
     "gemma": ({"tie_word_embeddings": True}, {}),
     "gemma2": (
@@ -205,7 +267,7 @@ def test_the_page_of_models_lists_them():
 
 def test_a_version_of_transformers_without_the_model_is_named(tmp_path, monkeypatch):
     written("olmo2", tmp_path / "m.gguf", "f32")
-    monkeypatch.setattr(gguf_models, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", {})
+    monkeypatch.setattr(gguf_config, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", {})
     with pytest.raises(
         ValueError, match=r"the architecture 'olmo2' needs a newer version of transformers \(with olmo2\)"
     ):
@@ -214,7 +276,7 @@ def test_a_version_of_transformers_without_the_model_is_named(tmp_path, monkeypa
 
 def test_a_version_of_transformers_with_other_experts_is_named(tmp_path, monkeypatch):
     written("mixtral", tmp_path / "m.gguf", "f32")
-    monkeypatch.setattr(gguf_models, "has_stacked_experts", lambda model_type: False)
+    monkeypatch.setattr(gguf_config, "has_stacked_experts", lambda model_type: False)
     with pytest.raises(ValueError, match=r"'llama' needs a newer version of transformers \(with mixtral\)"):
         load_model(tmp_path / "m.gguf")
 
@@ -267,6 +329,8 @@ def test_its_matrices_stay_in_blocks(tmp_path, case):
     assert any(isinstance(module, QuantizedLinear) for module in found.modules())
     # Where two experts are nearly equal, what is rounded chooses the other one.
     bound = 0.4 if any(isinstance(module, QuantizedExperts) for module in found.modules()) else 0.1
+    # What is rounded stays in a state.
+    bound = max(bound, 0.25 if case.startswith("qwen3_5") else 0.0)
     assert (logits(found) - logits(model)).norm() < bound * logits(model).norm()
     with torch.inference_mode():
         own = found(input_ids=TEXT, output_hidden_states=True).hidden_states[0]
@@ -294,3 +358,81 @@ def test_experts_may_be_in_blocks_and_in_floats(tmp_path, case):
     with Pipeline(tmp_path / "m.gguf") as pipe:
         pipe.generate(TEXT, max_new_tokens=4, do_sample=False)
         assert pipe.report.stages[-1].forward == "native"
+
+
+@pytest.mark.parametrize(("mixed", "gates"), [("q8_0", "q4_0"), ("q5_1", "f32"), ("f16", "q8_0")])
+def test_queries_and_gates_of_a_delta_net_may_be_of_two_types(tmp_path, mixed, gates):
+    """They are one matrix in transformers' Qwen3-Next."""
+    types = {"attn_qkv": mixed, "attn_gate": gates, "": "f32"}
+    more, metadata = CASES["qwen3_next"]
+    model = tiny("qwen3_next", SIZES | more)
+    values = {f"qwen3next.{key}": value for key, value in metadata.items()}
+    stored = write(model, tmp_path / "m.gguf", types, metadata=values)
+    found = load_model(tmp_path / "m.gguf")
+    whole, x = found.model.layers[0].linear_attn.in_proj_qkvz, torch.randn(5, SIZES["hidden_size"])
+    wanted = x @ stored["model.layers.0.linear_attn.in_proj_qkvz.weight"].T
+    assert isinstance(whole, JoinedLinear)
+    # Products with blocks round their inputs to 8 bits.
+    assert (whole(x) - wanted).norm() < 0.02 * wanted.norm()
+    with Pipeline(tmp_path / "m.gguf") as pipe:
+        pipe.generate(TEXT, max_new_tokens=4, do_sample=False)
+        assert pipe.report.stages[-1].forward == "native"
+
+
+@pytest.mark.parametrize("case", ["qwen3_5_text", "qwen3_next"])
+def test_outputs_of_a_delta_net_keep_their_order_in_blocks(tmp_path, case):
+    """Each module multiplies as the one of the model does, whatever the order of its heads in the file."""
+    more, metadata = CASES[case]
+    model = tiny(case, SIZES | more)
+    name = next(row.name for row in ARCHITECTURES if row.model_type == case)
+    stored = write(
+        model, tmp_path / "m.gguf", "q8_0", metadata={f"{name}.{key}": value for key, value in metadata.items()}
+    )
+    found = load_model(tmp_path / "m.gguf")
+    for at, module in found.model.layers[0].linear_attn.named_children():
+        if at.startswith("in_proj") or at == "out_proj":
+            weight = stored[f"model.layers.0.linear_attn.{at}.weight"]
+            x = torch.randn(7, weight.shape[1])
+            assert (module(x) - x @ weight.T).norm() < 0.02 * (x @ weight.T).norm()
+
+
+def test_a_draft_with_tiled_heads_runs_in_a_worker(tmp_path):
+    """Its modules are made again in the other process."""
+    written("qwen3_5_text", tmp_path / "m.gguf", "q8_0")
+    texts = []
+    for drafts, more in ((None, {"schedule": "plain"}), (tmp_path / "m.gguf", {"schedule": "workers"})):
+        with Pipeline(tmp_path / "m.gguf", *([drafts] if drafts else []), **more) as pipe:
+            texts.append(pipe.generate(TEXT, max_new_tokens=16, do_sample=False))
+    assert torch.equal(*texts)
+
+
+def test_layers_of_a_draft_head_are_left_out(tmp_path):
+    model = tiny("qwen3_5_text", SIZES | CASES["qwen3_5_text"][0])
+    values = OF_DELTA | SECTIONS | {"nextn_predict_layers": 1, "block_count": 5}
+    write(
+        model, tmp_path / "m.gguf", "f32", metadata={f"qwen35.{key}": value for key, value in values.items()},
+        tensors={"blk.4.nextn.eh_proj.weight": torch.ones(64, 128).numpy()},
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match=r"tensors of qwen35\.nextn_predict_layers are left out"):
+        found = load_model(tmp_path / "m.gguf")
+    torch.testing.assert_close(logits(found), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value", "message"),
+    [
+        ("qwen3_5_text", "ssm.inner_size", 190, r"ssm\.inner_size is 190, with 6 heads of values and 2 of keys"),
+        ("qwen3_5_text", "ssm.group_count", 4, r"with 6 heads of values and 4 of keys"),
+        ("qwen3_5_text", "ssm.state_size", 8, r"ssm_conv1d\.weight is \[256, 4\], and .* \[224, 1, 4\]"),
+        ("qwen3_next", "ssm.conv_kernel", 3, r"ssm_conv1d\.weight is \[256, 4\], and .* \[256, 1, 3\]"),
+        ("dots1", "expert_gating_func", 1, r"dots1\.expert_gating_func is 1 \(a mixture of experts\), which is not supported"),
+        ("dots1", "leading_dense_block_count", 2, r"has no tensor blk\.1\.ffn_gate\.weight"),
+        ("lfm2", "shortconv.l_cache", 4, r"shortconv\.conv\.weight is \[64, 3\], and .* \[64, 1, 4\]"),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_fit_are_named(tmp_path, monkeypatch, case, key, value, message):
+    more, metadata = CASES[case]
+    monkeypatch.setitem(CASES, case, (more, metadata | {key: value}))
+    written(case, tmp_path / "m.gguf", "f32")
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path / "m.gguf")

@@ -23,7 +23,14 @@ from pipespec.models.devices import not_whole_reason
 from pipespec.models.layout import CacheLayout, UnsupportedLayers, configuration_read
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import has_dropout, has_hooks, has_own_forward
-from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedExperts, QuantizedLinear, StackedLinear
+from pipespec.models.quantized import (
+    Int8Linear,
+    JoinedLinear,
+    QuantizedEmbedding,
+    QuantizedExperts,
+    QuantizedLinear,
+    StackedLinear,
+)
 from pipespec.models.tiled import TiledEmbedding, TiledLinear
 from pipespec_kernels.experts import Routing
 from pipespec_kernels.tiles import BAND
@@ -31,7 +38,7 @@ from pipespec_kernels.tiles import BAND
 DTYPES = frozenset((torch.float32, torch.bfloat16))
 """Dtypes of models that the native decoder packs."""
 
-_FOR_CPU = frozenset((Int8Linear, QuantizedLinear, QuantizedEmbedding, QuantizedExperts, StackedLinear))
+_FOR_CPU = frozenset((Int8Linear, QuantizedLinear, QuantizedEmbedding, QuantizedExperts, StackedLinear, JoinedLinear))
 _FOR_GPU = frozenset((TiledLinear, TiledEmbedding))
 """Modules of pipespec's own, which a copy for the CPU takes, and those that the operations for a GPU take."""
 
