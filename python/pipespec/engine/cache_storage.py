@@ -265,10 +265,20 @@ class RowStorage:
         # Not inference tensors, which could not be written outside of inference_mode.
         with torch.inference_mode(False), torch.no_grad():
             # Zeroed, because a masked value enters a product with zero, and 0 * NaN is NaN.
+            if not layout.is_latent:
+                return [
+                    torch.zeros((places.count(at), rows, layout.heads, capacity, dim), dtype=self.dtype, device=at)
+                    for at in dict.fromkeys(places)
+                    for dim in (layout.key_dim, layout.value_dim)
+                ]
+            # The native form reads both parts of a latent as one.
+            sizes = [layout.key_dim, layout.value_dim]
             return [
-                torch.zeros((places.count(at), rows, layout.heads, capacity, dim), dtype=self.dtype, device=at)
+                part
                 for at in dict.fromkeys(places)
-                for dim in (layout.key_dim, layout.value_dim)
+                for part in torch.zeros(
+                    (places.count(at), rows, layout.heads, capacity, sum(sizes)), dtype=self.dtype, device=at
+                ).split(sizes, -1)
             ]
 
     def _use(self, rows: int, capacity: int, stores: list[torch.Tensor]) -> None:
