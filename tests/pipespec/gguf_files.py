@@ -41,6 +41,8 @@ NAMES = {
     "ministral3": "mistral3",
     "mistral": "mistral3",
     "olmo3": "olmo2",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
@@ -136,6 +138,9 @@ def write(
         has_offset = name.startswith(("gemma", "nemotron", "qwen35", "qwen3next")) and "linear_attn" not in module
         offset = 1 if has_offset and "norm" in module and leaf == "weight" else 0
         weights += offset
+        if module.endswith("kv_b_proj") and f"{name}.attention.key_length_mla" in (metadata or {}):
+            stored[full] = _add_latents(writer, config, full, weights, types)
+            continue
         if "linear_attn" in module or leaf == "e_score_correction_bias" or module.endswith(".conv.conv"):
             stored[full] = _add_recurrent(writer, config, full, weights, types, is_tiled=name.startswith("qwen35"))
             continue
@@ -263,6 +268,18 @@ def _add_recurrent(
     stored = _add(writer, f"blk.{layer}.{target}", ordered.contiguous(), kind)
     back = stored[:, order.argsort()] if at_columns else stored[order.argsort()]
     return ((-back).log() if full.endswith("A_log") else back).view(shape)
+
+
+def _add_latents(
+    writer: Any, config: Any, full: str, weights: torch.Tensor, types: str | dict[str, str]
+) -> torch.Tensor:
+    """What makes keys of latents, transposed, and what makes values, of all heads."""
+    layer, heads = full.split(".")[2], config.num_attention_heads
+    sizes = [config.qk_nope_head_dim, config.v_head_dim]
+    keys, values = weights.view(heads, sum(sizes), config.kv_lora_rank).split(sizes, 1)
+    stored_keys = _add(writer, f"blk.{layer}.attn_k_b.weight", keys.mT.contiguous(), types)
+    stored_values = _add(writer, f"blk.{layer}.attn_v_b.weight", values.contiguous(), types)
+    return torch.cat([stored_keys.mT, stored_values], 1).view_as(weights)
 
 
 def _add_qkvz(writer: Any, config: Any, layer: str, weights: torch.Tensor, types: str | dict[str, str]) -> torch.Tensor:

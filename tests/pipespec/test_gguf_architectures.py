@@ -68,6 +68,58 @@ OF_DELTA = {
     "ssm.inner_size": 192,
     "full_attention_interval": 4,
 }
+LATENTS = {
+    "head_dim": 8,
+    "num_hidden_layers": 3,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+OF_LATENTS = {
+    "attention.kv_lora_rank": 32,
+    "attention.key_length": 40,
+    "attention.value_length": 16,
+    "rope.dimension_count": 8,
+    "expert_count": 8,
+    "expert_used_count": 3,
+    "expert_shared_count": 2,
+    "expert_feed_forward_length": 32,
+    "leading_dense_block_count": 1,
+    "expert_weights_scale": 2.5,
+}
+OF_SPLIT_LATENTS = {
+    "attention.q_lora_rank": 32,
+    "attention.head_count_kv": 1,
+    "attention.key_length": 40,
+    "attention.value_length": 32,
+    "attention.key_length_mla": 40,
+    "attention.value_length_mla": 16,
+}
+LATENT_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+OF_LATENT_YARN = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 32,
+    "rope.scaling.yarn_log_multiplier": 0.0707,
+}
 SECTIONS = {"rope.dimension_sections": [2, 1, 1, 0]}
 CASES = {
     "llama": ({}, {}),
@@ -92,6 +144,25 @@ CASES = {
     "qwen3_5_moe_text": (
         DELTA | EXPERTS | {"shared_expert_intermediate_size": 64},
         OF_DELTA | SECTIONS | COUNTS | {"expert_shared_feed_forward_length": 64},
+    ),
+    "deepseek_v2": (LATENTS | {"q_lora_rank": None, "topk_method": "greedy"}, OF_LATENTS),
+    "deepseek_v2 with groups and yarn": (
+        LATENTS
+        | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "rope_parameters": LATENT_YARN},
+        OF_LATENTS
+        | OF_LATENT_YARN
+        | {"attention.q_lora_rank": 32, "expert_group_count": 4, "expert_group_used_count": 2, "expert_gating_func": 1},
+    ),
+    "deepseek_v3": (
+        LATENTS | {"n_group": 2, "topk_group": 1, "norm_topk_prob": True, "rope_parameters": LATENT_YARN},
+        OF_LATENTS
+        | OF_LATENT_YARN
+        | OF_SPLIT_LATENTS
+        | {"expert_group_count": 2, "expert_group_used_count": 1, "expert_gating_func": 2, "expert_weights_norm": True},
+    ),
+    "deepseek_v3 of an older conversion": (
+        LATENTS | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+        OF_LATENTS | {"attention.q_lora_rank": 32, "expert_gating_func": 2},
     ),
     "dots1": (
         {
@@ -323,8 +394,9 @@ def test_a_file_is_the_model_that_was_written(tmp_path, case):
 def test_its_matrices_stay_in_blocks(tmp_path, case):
     model = written(case, tmp_path / "m.gguf", "q8_0")
     found = load_model(tmp_path / "m.gguf")
-    # The router of shared experts and other routers are floats in files.
-    linear = {module for name, module in found.named_modules() if not name.endswith("expert_gate")}
+    # The router of shared experts and other routers are floats in files, and what makes keys and values of latents becomes floats.
+    floats = ("expert_gate", "kv_b_proj")
+    linear = {module for name, module in found.named_modules() if not name.endswith(floats)}
     assert not any(type(module) in (torch.nn.Linear, torch.nn.Embedding) for module in linear)
     assert any(isinstance(module, QuantizedLinear) for module in found.modules())
     # Where two experts are nearly equal, what is rounded chooses the other one.
@@ -427,6 +499,12 @@ def test_layers_of_a_draft_head_are_left_out(tmp_path):
         ("qwen3_next", "ssm.conv_kernel", 3, r"ssm_conv1d\.weight is \[256, 4\], and .* \[256, 1, 3\]"),
         ("dots1", "expert_gating_func", 1, r"dots1\.expert_gating_func is 1 \(a mixture of experts\), which is not supported"),
         ("dots1", "leading_dense_block_count", 2, r"has no tensor blk\.1\.ffn_gate\.weight"),
+        ("deepseek_v2", "attention.key_length", 8, r"damaged: 8 elements of a key of 8 are rotated"),
+        ("deepseek_v2", "expert_weights_norm", True, r"deepseek2\.expert_weights_norm is True .* not supported"),
+        ("deepseek_v3", "attention.value_length_mla", 12, r"attn_v_b\.weight is \[4, 16, 32\], and this matrix of this model \[4, 12, 32\]"),
+        ("deepseek_v3", "attention.kv_lora_rank", 24, r"attn_kv_a_mqa\.weight is \[40, 64\], and .* \[32, 64\]"),
+        ("deepseek_v3", "attention.q_lora_rank", 0, r"has no tensor blk\.0\.attn_q\.weight"),
+        ("deepseek_v3", "rope.scaling.attn_factor", 1.5, r"attn_factor is 1\.5, which is not supported with latents"),
         ("lfm2", "shortconv.l_cache", 4, r"shortconv\.conv\.weight is \[64, 3\], and .* \[64, 1, 4\]"),
     ],
 )  # fmt: skip

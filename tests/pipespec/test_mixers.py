@@ -15,6 +15,8 @@ from pipespec.engine.native import native_form
 from pipespec.models import families
 from pipespec.models.compat import caches_latents
 from pipespec.models.families import NotReadable
+from pipespec.models.quantized import QuantizedLinear
+from pipespec.models.quantizing import quantized
 from tests.kernels.implementations import VARIANTS, simd
 from tests.pipespec.tiny_models import TINY_MODELS, VOCABULARY, make, model_of
 
@@ -166,6 +168,19 @@ def test_latents_in_bfloat16_and_of_long_texts(name):
     model = make(name, max_position_embeddings=1024)
     check(model, tokens(2, 640), widths=(600, 1, 39))
     check(model.bfloat16(), tokens(2, sum(WIDTHS)))
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_latents_of_a_model_in_blocks(name):
+    """What makes keys and values of them stays floats, as the native form takes it apart."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "kv_lora_rank": 32, "q_lora_rank": 32, "v_head_dim": 16}
+    model = quantized(make(name, **sizes), "q8_0")
+    assert type(model.model.layers[0].self_attn.kv_b_proj) is torch.nn.Linear
+    assert isinstance(model.model.layers[0].self_attn.kv_a_proj_with_mqa, QuantizedLinear)
+    ids = tokens(2, sum(WIDTHS))
+    with torch.inference_mode():
+        form = native_form(model)
+        assert torch.equal(read(form, model, ids, [ids.shape[1]]), read(form, model, ids, WIDTHS))
 
 
 @pytest.mark.skipif(not LATENT, reason="this version of transformers keeps keys and values of latents")

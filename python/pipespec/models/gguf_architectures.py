@@ -32,6 +32,12 @@ TENSORS = {
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "block_sparse_moe.router": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_qkvz": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
@@ -74,13 +80,17 @@ _COUNTS = {
 }
 _LOCAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 _SHARED_SIZE = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
-_BY_SIGMOIDS = {
+_ROUTED = {
     "expert_count": "n_routed_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_shared_count": "n_shared_experts",
     "expert_feed_forward_length": "moe_intermediate_size",
     "leading_dense_block_count": "first_k_dense_replace",
 }
+_SCALED = {"expert_weights_scale": "routed_scaling_factor"}
+_GROUPS = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}
+"""As llama.cpp chooses where a file names none."""
 _DELTA = {
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.state_size": "linear_key_head_dim",
@@ -100,6 +110,7 @@ class Architecture:
         name: in the files.
         model_type: in transformers.
         with_key: only files with this key, under the name of the architecture, and not 0, are of this row.
+        with_value: the key has this value; None: any other than 0.
         tensors: names of modules that are not as in :data:`TENSORS`.
         pairs: the rows of queries and keys lie pair by pair of a rotation.
         norm_offset: what files add to the weights of norms.
@@ -116,6 +127,7 @@ class Architecture:
         constants: of the configuration, which llama.cpp's code has and files have not. ``rope.NAME`` is one of ``rope_parameters``.
         only: keys whose other values describe a model that transformers lacks, with the value that is read.
         recurrent: type of the layers that have no queries; None: all have attention.
+        has_latents: the attention has latents in place of keys and values.
         tiled: the heads of values of a gated delta net lie in the order of a repetition of the heads of keys, not by their head of keys.
         published: layers of the model whose queries are scaled by its hidden size per head, as its publisher's code does, not by the size of a head.
     """
@@ -123,6 +135,7 @@ class Architecture:
     name: str
     model_type: str
     with_key: str | None = None
+    with_value: Any = None
     tensors: Mapping[str, str] = field(default_factory=dict)
     pairs: bool = False
     norm_offset: float = 0.0
@@ -139,12 +152,16 @@ class Architecture:
     constants: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)
     recurrent: str | None = None
+    has_latents: bool = False
     tiled: bool = False
     published: int | None = None
 
     def matches(self, name: str, keys: Mapping[str, Any]) -> bool:
         """Whether files of the architecture ``name`` with the metadata ``keys`` are of this row."""
-        return self.name == name and (self.with_key is None or bool(keys.get(f"{name}.{self.with_key}")))
+        if self.name != name or self.with_key is None:
+            return self.name == name
+        found = keys.get(f"{name}.{self.with_key}")
+        return bool(found) if self.with_value is None else found == self.with_value
 
 
 ARCHITECTURES = (
@@ -184,8 +201,17 @@ ARCHITECTURES = (
         "cohere2", "cohere2", eps="layer_norm_eps", eps_key=LAYER_NORM_EPS, numbers={"logit_scale": "logit_scale"}, every=4, window=0
     ),
     Architecture(
-        "dots1", "dots1", numbers=_BY_SIGMOIDS | {"expert_weights_scale": "routed_scaling_factor"}, flags={},
-        options={"expert_weights_norm": "norm_topk_prob"}, only={"expert_gating_func": 2},
+        "deepseek2", "deepseek_v2", numbers=_ROUTED, options=_SCALED | _GROUPS, flags={}, has_latents=True,
+        constants=_ONE_GROUP | {"topk_method": "group_limited_greedy"}, only={"expert_gating_func": 1},
+    ),
+    Architecture(
+        "deepseek2", "deepseek_v3", with_key="expert_gating_func", with_value=2, numbers=_ROUTED, flags={}, has_latents=True,
+        options=_SCALED | _GROUPS | {"expert_weights_norm": "norm_topk_prob"}, only={"expert_gating_func": 2},
+        constants=_ONE_GROUP | {"norm_topk_prob": False, "routed_scaling_factor": 1.0},
+    ),
+    Architecture(
+        "dots1", "dots1", numbers=_ROUTED, flags={}, options=_SCALED | _GROUPS | {"expert_weights_norm": "norm_topk_prob"},
+        only={"expert_gating_func": 2},
     ),
     Architecture("ernie4_5", "ernie4_5", flags={"attn_output.bias": "use_bias"}),
     Architecture("exaone4", "exaone4", tensors=_AROUND, every=4, window=0),

@@ -68,6 +68,14 @@ _HARMLESS = frozenset(
 )
 """Keys under the name of the architecture that are read here, or change nothing."""
 
+_LATENT_KEYS = (
+    "attention.kv_lora_rank",
+    "attention.q_lora_rank",
+    "attention.key_length_mla",
+    "attention.value_length_mla",
+)
+"""Those of latents."""
+
 _NEUTRAL = {
     "attention.causal": True,
     "use_parallel_residual": False,
@@ -97,8 +105,9 @@ def gguf_config(file: GgufFile) -> Any:
     _check_keys(file, row)
     hidden = _size(file, f"{name}.embedding_length")
     heads = _size(file, f"{name}.attention.head_count")
-    head_dim = _size(file, f"{name}.attention.key_length", hidden // heads)
-    if (other := _size(file, f"{name}.attention.value_length", head_dim)) != head_dim:
+    latents = _latents(file, row, heads)
+    head_dim = latents.get("qk_rope_head_dim") or _size(file, f"{name}.attention.key_length", hidden // heads)
+    if not latents and (other := _size(file, f"{name}.attention.value_length", head_dim)) != head_dim:
         raise ValueError(
             f"{file.path}: {name}.attention.value_length is {other}, and its keys have {head_dim}, which is not supported"
         )
@@ -123,6 +132,7 @@ def gguf_config(file: GgufFile) -> Any:
         "rope_parameters": _rope(file, row, head_dim),
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[row.model_type]],
     }
+    config |= latents
     for to, value in row.constants.items():
         (config["rope_parameters"] if to.startswith("rope.") else config)[to.removeprefix("rope.")] = value
     config |= {flag: f"blk.0.{tensor}" in file.tensors for tensor, flag in row.flags.items()}
@@ -187,6 +197,27 @@ def _layers(file: GgufFile) -> int:
     return layers - drafting
 
 
+def _latents(file: GgufFile, row: Architecture, heads: int) -> dict[str, Any]:
+    """The sizes of latents, if the model has them. Newer files name those of keys and values as the latents are read, and their own ones by other keys."""
+    if not row.has_latents:
+        return {}
+    at = f"{row.name}.attention"
+    rotated = _size(file, f"{row.name}.rope.dimension_count")
+    key, value = (
+        _size(file, f"{at}.{name}_length_mla", file.integer(f"{at}.{name}_length")) for name in ("key", "value")
+    )
+    if key <= rotated:
+        raise ValueError(f"{file.path} is damaged: {rotated} elements of a key of {key} are rotated")
+    return {
+        "kv_lora_rank": _size(file, f"{at}.kv_lora_rank"),
+        "q_lora_rank": _size(file, f"{at}.q_lora_rank", least=0) or None,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": key - rotated,
+        "v_head_dim": value,
+        "num_key_value_heads": heads,
+    }
+
+
 def _recurrent(file: GgufFile, row: Architecture, config: dict[str, Any]) -> dict[str, Any]:
     """The types of the layers, of which those without queries are recurrent, and the size of a head of values."""
     if row.recurrent is None:
@@ -213,6 +244,7 @@ def _check_keys(file: GgufFile, row: Architecture) -> None:
     # Which layers are recurrent, their tensors say. Positions of a text are alike in all sections.
     read |= set() if row.recurrent is None else {"ssm.inner_size", "full_attention_interval", DRAFTING}
     read |= {"rope.dimension_sections"} if row.tiled else set()
+    read |= set(_LATENT_KEYS) if row.has_latents else set()
     for key, value in file.metadata.items():
         rest = key.removeprefix(f"{name}.")
         if rest == key or rest in _HARMLESS or rest in read or value == row.only.get(rest, _NEUTRAL.get(rest, 0)):
@@ -287,7 +319,7 @@ def _rope(file: GgufFile, row: Architecture, head_dim: int) -> dict[str, Any]:
         rope |= {"rope_type": "longrope", "original_max_position_embeddings": original, **longrope}
         rope |= {} if attention == 1.0 else {"attention_factor": _shortest(attention)}
     elif kind == "yarn" and factor != 1.0:
-        rope |= _yarn(file, scaling, factor, attention)
+        rope |= (_yarn_of_latents if row.has_latents else _yarn)(file, scaling, factor, attention)
     elif attention != 1.0:
         raise ValueError(
             f"{file.path}: {scaling}.attn_factor is {attention}, which is not supported without yarn or longrope"
@@ -301,12 +333,7 @@ def _rope(file: GgufFile, row: Architecture, head_dim: int) -> dict[str, Any]:
 
 def _yarn(file: GgufFile, scaling: str, factor: float, attention: float) -> dict[str, Any]:
     """YaRN (arXiv 2309.00071). llama.cpp multiplies its default factor of attention by ``attn_factor``, and divides it by one with the multiplier."""
-    rope: dict[str, Any] = {"rope_type": "yarn", "factor": _shortest(factor)}
-    if (original := file.integer(f"{scaling}.original_context_length")) is not None:
-        rope["original_max_position_embeddings"] = original
-    for key in ("beta_fast", "beta_slow"):
-        if (found := file.number(f"{scaling}.yarn_{key}")) is not None:
-            rope[key] = _shortest(found)
+    rope = _yarn_range(file, scaling, factor)
     multiplier, grown = file.number(f"{scaling}.yarn_log_multiplier", 0.0) or 0.0, 0.1 * math.log(factor)
     own = (grown + 1.0) / (multiplier * grown + 1.0)
     # The conversion of Olmo 3 writes the whole factor, which is its own, and not a second one.
@@ -314,6 +341,27 @@ def _yarn(file: GgufFile, scaling: str, factor: float, attention: float) -> dict
         own *= attention
     if attention != 1.0 or multiplier:
         rope["attention_factor"] = _shortest(own)
+    return rope
+
+
+def _yarn_of_latents(file: GgufFile, scaling: str, factor: float, attention: float) -> dict[str, Any]:
+    """YaRN of DeepSeek's: nothing but the scores has a factor, and the multiplier is a tenth of the configuration's."""
+    if attention != 1.0:
+        raise ValueError(f"{file.path}: {scaling}.attn_factor is {attention}, which is not supported with latents")
+    rope = _yarn_range(file, scaling, factor) | {"attention_factor": 1.0}
+    if multiplier := file.number(f"{scaling}.yarn_log_multiplier", 0.0):
+        rope |= dict.fromkeys(("mscale", "mscale_all_dim"), _shortest(10 * multiplier))
+    return rope
+
+
+def _yarn_range(file: GgufFile, scaling: str, factor: float) -> dict[str, Any]:
+    """What YaRN makes frequencies of."""
+    rope: dict[str, Any] = {"rope_type": "yarn", "factor": _shortest(factor)}
+    if (original := file.integer(f"{scaling}.original_context_length")) is not None:
+        rope["original_max_position_embeddings"] = original
+    for key in ("beta_fast", "beta_slow"):
+        if (found := file.number(f"{scaling}.yarn_{key}")) is not None:
+            rope[key] = _shortest(found)
     return rope
 
 

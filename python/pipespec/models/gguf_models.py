@@ -38,7 +38,7 @@ from pipespec.models.quantized import (
     in_blocks,
 )
 from pipespec_kernels.block_layouts import LARGEST_POWER
-from pipespec_kernels.formats import QuantizedMatrix
+from pipespec_kernels.formats import QuantizedMatrix, dequantize
 
 _ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 """The names of modules in transformers and in GGUF files."""
@@ -70,6 +70,8 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
         if inner == "linear_attn.in_proj_qkvz":
             order = rows_of(row, config, inner, "weight")
             return _joined(file, f"blk.{name.split('.')[2]}", module, order, stored, used, source)
+        if inner == "self_attn.kv_b_proj":
+            return _keys_and_values(file, f"blk.{name.split('.')[2]}", module, config, stored, used)
         blocks, columns = None, columns_of(row, config, inner)
         for leaf, parameter in _weights(module):
             at = _stored_name(file, name, leaf, row)
@@ -131,6 +133,33 @@ def _joined(
         own.weight = nn.Parameter(torch.cat([part.weight for part in parts])[order], requires_grad=False)
         return own
     return JoinedLinear(parts, outputs=order)
+
+
+def _keys_and_values(
+    file: GgufFile, layer: str, own: Any, config: Any, dtype: torch.dtype, used: set[str]
+) -> nn.Module:
+    """The matrix that makes keys and values of latents. It becomes floats, as the native form applies it to queries and outputs.
+
+    Newer files have it in two parts, that of the keys transposed.
+    """
+    heads, rank = config.num_attention_heads, config.kv_lora_rank
+    plain, size = config.qk_nope_head_dim, config.v_head_dim
+
+    def floats(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        at = f"{layer}.{name}.weight"
+        used.add(at)
+        tensor = _fitting(file, at, shape, "this matrix")
+        flat = replace(tensor, shape=(math.prod(shape[:-1]), shape[-1]))
+        found = _floats(file, flat) if tensor.type in FLOATS else dequantize(_matrix(file, flat, used))
+        return found.view(shape)
+
+    if f"{layer}.attn_kv_b.weight" in file.tensors:
+        whole = floats("attn_kv_b", tuple(own.weight.shape))
+    else:
+        keys, values = floats("attn_k_b", (heads, rank, plain)), floats("attn_v_b", (heads, size, rank))
+        whole = torch.cat([keys.mT, values], 1).reshape(own.weight.shape)
+    own.weight = nn.Parameter(whole.to(dtype), requires_grad=False)
+    return own
 
 
 def _of_draft_head(file: GgufFile, layers: int) -> set[str]:

@@ -117,7 +117,8 @@ def put_in_blocks(model: nn.Module, name: str, head: nn.Module | None) -> None:
     """Replace the linear modules whose rows blocks fill. ``head``: the one that gives the logits."""
 
     def made(at: str, linear: nn.Linear) -> nn.Module:
-        if linear.in_features % _SMALLEST:
+        # What makes keys and values of latents is applied to queries and outputs, as floats.
+        if linear.in_features % _SMALLEST or at.endswith("kv_b_proj"):
             return linear
         is_end = head is not None and model.get_submodule(at) is head
         matrix = _quantized(linear.weight, name, at, is_end=is_end)
