@@ -292,10 +292,20 @@ class RowStorage:
         # Not inference tensors, which could not be written outside of inference_mode.
         with torch.inference_mode(False), torch.no_grad():
             # Zeroed, because a masked value enters a product with zero, and 0 * NaN is NaN.
+            if not layout.is_latent:
+                return [
+                    zeros((places.count(at), rows, layout.heads, capacity, dim), self.dtype, at)
+                    for at in dict.fromkeys(places)
+                    for dim in (layout.key_dim, layout.value_dim)
+                ]
+            # The native form reads both parts of a latent as one.
+            sizes = [layout.key_dim, layout.value_dim]
             return [
-                zeros((places.count(at), rows, layout.heads, capacity, dim), self.dtype, at)
+                part
                 for at in dict.fromkeys(places)
-                for dim in (layout.key_dim, layout.value_dim)
+                for part in zeros((places.count(at), rows, layout.heads, capacity, sum(sizes)), self.dtype, at).split(
+                    sizes, -1
+                )
             ]
 
     def _use(self, rows: int, capacity: int, stores: list[torch.Tensor]) -> None:

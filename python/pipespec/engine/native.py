@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -210,7 +211,7 @@ class NativeForm(PartsForm):
                 torch.arange(capacity, device="cpu")[None],
             )
             calls = [{} if kind is None else {"layer_type": kind} for kind in self._rotations]
-            found = [self._rotary(like, position_ids=positions, **more) for more in calls]
+            found = [_angles(self._rotary(like, position_ids=positions, **more)) for more in calls]
             cos, sin = (torch.stack([self._in_halves(each[i][0]) for each in found]).contiguous() for i in range(2))
             factors = None if self._query_factors is None else self._query_factors(positions[0]).float().contiguous()
             self._table = table = cos, sin, factors
@@ -223,6 +224,11 @@ class NativeForm(PartsForm):
             return angles
         angles = angles if angles.shape[1] == half else angles[:, ::2]
         return torch.cat([angles, angles], 1)
+
+
+def _angles(found: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of what a rotary embedding gives: both, or complex numbers of which they are the parts."""
+    return found if isinstance(found, tuple) else (found.real, found.imag)
 
 
 def native_form(model: PreTrainedModel | ModelParts, reserved: int = 0) -> NativeForm:

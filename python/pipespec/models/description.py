@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from pipespec.models import experts, recurrent
+from pipespec.models import compat, experts, latent, recurrent
 from pipespec.models.families import (
     BEFORE,
     Family,
@@ -148,6 +148,7 @@ def _beyond_llama(parts: ModelParts, shape: DecoderShape, family: Family) -> str
     attentions = [attention_of(layer) for layer in parts.layers]
     found += ["sinks"] if any(hasattr(attention, "sinks") for attention in attentions) else []
     found += ["recurrent layers"] if None in attentions else []
+    found += ["latents in place of keys and values"] if shape.latent else []
     return ", ".join(found) or None
 
 
@@ -228,11 +229,14 @@ def _layer_sizes(parts: ModelParts, family: Family, rotations: Sequence[str | No
         raise NotReadable("its attention is not causal")
     # A part may have recurrent layers alone.
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = {(attn.head_dim, attn.scaling) for attn in attentions} or {(size, 1.0)}
+    if any(map(latent.is_latent, attentions)) and not compat.caches_latents(config.model_type):
+        raise NotReadable("this version of transformers keeps the keys and values of its latents; install a newer one")
+    heads = {(_head_dim(attn), attn.scaling) for attn in attentions} or {(size, 1.0)}
+    ranks = {getattr(attn, "kv_lora_rank", 0) for attn in attentions} or {0}
     kinds = {
         (
             family.activation or _activation(feed_forward_of(layer)),
-            float(getattr(layer, "residual_multiplier", 1.0)),
+            float(getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0))),
             family.is_parallel and "post_norm" not in _norms_of(layer, family),
         )
         for layer in parts.layers
@@ -241,20 +245,29 @@ def _layer_sizes(parts: ModelParts, family: Family, rotations: Sequence[str | No
     # Not always that of the configuration, which some models adjust. Experts have their own, and of opaque modules it is not known.
     downs = [family.matrices_of(feed_forward_of(layer), ("down",)) for layer in parts.layers]
     inner = {down["down"].in_features for down in downs if down and not is_opaque(down["down"])} or {1}
-    if any(len(found) > 1 for found in (kinds, heads, sizes, inner)):
+    if any(len(found) > 1 for found in (kinds, heads, sizes, inner, ranks)):
         raise NotReadable("its layers differ in more than their weights")
     (head_dim, scale), (activation, residual_scale, is_parallel) = heads.pop(), kinds.pop()
+    rank = ranks.pop()
     return {
         "intermediate": inner.pop(),
         "heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
+        "kv_heads": 1 if rank else config.num_key_value_heads,
         "head_dim": head_dim,
+        "latent": rank,
         "rotary_dim": 2 * sizes.pop(),
         "scale": scale,
         "activation": activation,
         "residual_scale": residual_scale,
         "is_parallel": is_parallel,
     }
+
+
+def _head_dim(attention: Any) -> int:
+    """The size of a key. Of latents it is what a cache holds."""
+    if latent.is_latent(attention):
+        return int(attention.kv_lora_rank + attention.qk_rope_head_dim)
+    return int(attention.head_dim)
 
 
 def _activation(mlp: Any) -> str:
@@ -287,6 +300,9 @@ def _layer(layer: Any, rope: int | None, shape: DecoderShape, family: Family) ->
             weights[f"{name}_bias"] = bias
     if (sinks := getattr(attn, "sinks", None)) is not None:
         weights["sinks"] = sinks.detach()
+    if latent.is_latent(attn):
+        in_pairs = bool(getattr(attn.config, "rope_interleave", False))
+        weights |= {"latent": latent.latent_of(attn, matrix_of, in_pairs=in_pairs), "q": None, "q_bias": None}
     if attn is None:
         weights["recurrent"] = _recurrent(layer)
     elif family.gates_attention:

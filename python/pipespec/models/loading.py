@@ -63,7 +63,7 @@ def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
     require_model(model)
     path = Path(model)
     if (file := file_in_blocks(model)) is not None:
-        from pipespec.models.gguf_models import gguf_config
+        from pipespec.models.gguf_config import gguf_config
 
         return gguf_config(file)
     if path.is_dir():
@@ -286,7 +286,7 @@ def file_in_blocks(model: Any) -> GgufFile | None:
     if not is_gguf(model):
         return None
     from pipespec.models.gguf import GgufFile
-    from pipespec.models.gguf_models import architecture_of
+    from pipespec.models.gguf_config import architecture_of
 
     file = GgufFile.open(model)
     return None if architecture_of(file) is None else file
