@@ -85,6 +85,7 @@ def content(answer: Answered) -> str:
         {"temperature": 1e-320},
         {"repetition_penalty": 1.0},
         {"ignore_eos": False, "min_tokens": 3},
+        {"temperature": 0, "repetition_penalty": 1},
         {"stop_token_ids": []},
         {"cache_prompt": True, "keep_alive": "5m", "user": "u", "metadata": {"a": "b"}, "store": False},
         {"chat_template_kwargs": {"enable_thinking": False}},
@@ -158,7 +159,7 @@ def test_fields_that_leave_a_greedy_text_as_it_is(served: Served, fields: dict[s
         ({"user": "a\ud800"}, "user", "has half of a surrogate pair"),
         ({"a\ud800": 1}, "a?", "has half of a surrogate pair"),
         ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "ignore_eos", "contradict each other"),
-        ({"min_tokens": 9, "structured_outputs": {"choice": ["a"]}}, "min_tokens", "contradict each other"),
+        ({"min_tokens": 5, "structured_outputs": {"choice": ["a"]}}, "min_tokens", "contradict each other"),
         ({"stop": ["x"] * 129}, "stop", "give 128 at most"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto"}},
@@ -175,7 +176,9 @@ def test_fields_that_leave_a_greedy_text_as_it_is(served: Served, fields: dict[s
         ({"stop_token_ids": ["a"]}, "stop_token_ids[0]", "must be a token id"),
         ({"generation_config": "{"}, "generation_config", "is no JSON"),
         ({"generation_config": {"custom_generate": "x/y"}}, "generation_config.custom_generate", "is no option"),
-        ({"generation_config": {"num_beams": 2}}, None, "num_beams=2 is not supported"),
+        ({"generation_config": {"num_beams": 2}}, "generation_config", "num_beams=2 is not supported"),
+        ({"stop_token_ids": list(range(65))}, "stop_token_ids", "a text ends at 64 tokens at most"),
+        ({"min_tokens": 7}, "min_tokens", "must be at most 6, the limit of the text"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "no variable of a template"),
     ],
     ids=lambda value: str(value)[:80],
@@ -186,6 +189,10 @@ def test_what_is_wrong_is_named(served: Served, fields: dict[str, Any], param: s
         assert (answer.status, answer.error["type"], answer.error["param"]) == (400, "invalid_request_error", param)
         assert message in answer.error["message"]
         assert answer.error["message"].startswith((param or "").partition("[")[0]) or param is None
+
+
+def test_whole_numbers_are_numbers(served: Served) -> None:
+    assert served.chat(temperature=2, repetition_penalty=2, top_p=1, min_p=0, presence_penalty=1).status == 200
 
 
 def test_arguments_that_are_nested_too_deeply_stay_text(with_tools: Served) -> None:
@@ -503,7 +510,7 @@ def test_prompts_beyond_the_model(served: Served) -> None:
     largest = served.service.model.prompts.largest_body
     answer = served.ask("/v1/completions", b"x", **{"Content-Length": str(largest + 1)})
     assert (answer.status, answer.error["code"]) == (413, "request_too_large")
-    answer = served.complete(prompt=[5] * (limit - 2), max_tokens=100)
+    answer = served.complete(prompt=[5] * (limit - 2), max_tokens=100, min_tokens=50)
     assert answer.json["usage"]["completion_tokens"] == 2
 
 

@@ -90,7 +90,8 @@ def fim_tokens(tokenizer: Any) -> FimTokens | None:
     for names in (tokenizer.init_kwargs.get("fim_tokens") or (), *_FIM_TOKENS):
         if names and all(name in vocabulary for name in names):
             ends = tuple(vocabulary[name] for name in _FIM_ENDS if name in vocabulary)
-            return FimTokens(*(vocabulary[name] for name in names), ends=ends)
+            before, after, middle = (vocabulary[name] for name in names)
+            return FimTokens(before, after, middle, ends)
     return None
 
 

@@ -104,7 +104,7 @@ class Fields:
     def number(self, field: str, low: float, high: float | None = None) -> float | None:
         """A finite number from ``low`` to ``high``; None where there is none."""
         value = self._typed(field, "a number", is_number, None)
-        return None if value is None else self._ranged(field, value, low, high)
+        return None if value is None else float(self._ranged(field, value, low, high))
 
     def _ranged(self, field: str, value: Any, low: float, high: float | None) -> Any:
         if value < low or (high is not None and value > high):

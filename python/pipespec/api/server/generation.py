@@ -154,7 +154,7 @@ class Generation:
         if sampling.stops:
             options = options | {"stopping_criteria": [writer.has_stopped]}
         ids = torch.tensor([prompt], dtype=torch.long, device=self._pipe.target.device)
-        with reading_noted(pause), _errors_told(writer):
+        with reading_noted(pause), _errors_told(writer, sampling.source):
             output = self._pipe.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -175,8 +175,8 @@ class Generation:
 
 
 @contextmanager
-def _errors_told(writer: _Writer) -> Iterator[None]:
-    """What a call raises, as the error of a request: the request's own fault only before the prompt is read."""
+def _errors_told(writer: _Writer, source: str | None) -> Iterator[None]:
+    """What a call raises, as the error of a request: the request's own fault, in the field ``source``, only before the prompt is read."""
     try:
         yield
     except (DoesNotFit, MemoryError) as error:
@@ -184,7 +184,7 @@ def _errors_told(writer: _Writer) -> Iterator[None]:
     except _INPUT_ERRORS as error:
         if writer.has_begun:
             raise
-        raise RequestError(str(error)) from error
+        raise RequestError(f"{source}: {error}" if source else str(error), source) from error
 
 
 class _Writer:

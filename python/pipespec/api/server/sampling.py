@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from pipespec.api.server.errors import RequestError
 from pipespec.api.server.fields import Fields, is_number, wrong
+from pipespec_kernels.state import MAX_EOS
 
 DEFAULT_TOKENS = 1024
 """Tokens of an answer whose request gives no limit."""
@@ -66,6 +67,7 @@ class Sampling:
         ends: Tokens that end a text.
         choices: Texts per prompt.
         seed: Of the first one; None: a new one each time.
+        source: The field with options that ``generate()`` may refuse; None: there are none.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -74,6 +76,7 @@ class Sampling:
     ends: tuple[int, ...] = ()
     choices: int = 1
     seed: int | None = None
+    source: str | None = None
 
     def of_choice(self, choice: int) -> dict[str, Any]:
         """The options of the text of this number, each of which has a seed of its own."""
@@ -113,6 +116,8 @@ def sampling_of(body: Fields, ends: list[int], vocabulary: int, fewest: int = 1)
     stop_tokens = [_token(token, f"stop_token_ids[{place}]", vocabulary) for place, token in enumerate(body.items("stop_token_ids"))]  # fmt: skip
     if ends := sorted({*ends, *stop_tokens}):
         options["eos_token_id"] = ends
+    if len(ends) > MAX_EOS:
+        raise RequestError(f"stop_token_ids: a text ends at {MAX_EOS} tokens at most, with those of the model, not {len(ends)}", "stop_token_ids")  # fmt: skip
     seed = body.integer("seed", -(2**63), 2**64 - 1)
     limits = [body.integer(name, fewest) for name in ("max_tokens", "max_completion_tokens", "n_predict")]
     stops = tuple(body.strings("stop"))
@@ -120,7 +125,10 @@ def sampling_of(body: Fields, ends: list[int], vocabulary: int, fewest: int = 1)
         raise RequestError(f"stop has {len(stops)} strings: give {MOST_STOPS} at most", "stop")
     limits.append(Fields(further, "generation_config").integer("max_new_tokens", fewest))
     most = min([limit for limit in limits if limit is not None], default=DEFAULT_TOKENS)
-    return Sampling(options, most, stops, tuple(ends), choices, seed)
+    if least is not None and least > most:
+        raise RequestError(f"min_tokens={least} must be at most {most}, the limit of the text (max_tokens)", "min_tokens")  # fmt: skip
+    source = "generation_config" if further else None
+    return Sampling(options, most, stops, tuple(ends), choices, seed, source)
 
 
 def _choosing(body: Fields) -> dict[str, Any]:
@@ -202,4 +210,7 @@ def logprobs_of(body: Fields, *, is_chat: bool) -> int | None:
 
 def shortened(sampling: Sampling, room: int | None) -> Sampling:
     """The same, for a text of ``room`` tokens at most. None: the model has no limit."""
-    return sampling if room is None else replace(sampling, most=min(sampling.most, room))
+    if room is None or room >= sampling.most:
+        return sampling
+    least = {name: min(value, room) for name, value in sampling.options.items() if name == "min_new_tokens"}
+    return replace(sampling, most=room, options=sampling.options | least)
