@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -197,10 +198,13 @@ class LayerWeights:
             raise ValueError(f"{name} has latents, and the shape has none, or the reverse")
         if self.latent is not None and self.o is None:
             raise ValueError(f"{name} has no o")
-        attention = ("recurrent", self.recurrent, _ATTENTION)
+        instead: list[tuple[str, Any, tuple[str, ...]]] = [
+            ("recurrent", self.recurrent, _ATTENTION),
+            ("experts", self.experts, _FEED_FORWARD),
+        ]
         if self.latent is not None:
-            attention = ("latent", self.latent, _ATTENTION[:-1])
-        for part, other, names in (attention, ("experts", self.experts, _FEED_FORWARD)):
+            instead[0] = ("latent", self.latent, _ATTENTION[:-1])
+        for part, other, names in instead:
             lacking = [each for each in names if getattr(self, each) is None]
             if lacking and other is None:
                 raise ValueError(f"{name} has neither {lacking[0]} nor {part}")
@@ -209,9 +213,9 @@ class LayerWeights:
         if self.experts is not None and (self.gate is not None or shape.is_parallel):
             raise ValueError(f"{name} has experts, and takes no gate, and cannot be parallel")
         others = (self.side_norm, self.q_gate, self.sinks)
-        for part, other in (("is recurrent", self.recurrent), ("has latents", self.latent)):
-            if other is not None and any(weight is not None for weight in others):
-                raise ValueError(f"{name} {part}, and takes none of side_norm, q_gate and sinks")
+        for kind, own in (("is recurrent", self.recurrent), ("has latents", self.latent)):
+            if own is not None and any(weight is not None for weight in others):
+                raise ValueError(f"{name} {kind}, and takes none of side_norm, q_gate and sinks")
 
     def head_norms(self, shape: DecoderShape) -> int:
         """What the norms of queries and keys are for."""

@@ -249,6 +249,8 @@ def _add_recurrent(
 ) -> torch.Tensor:
     """Those of :data:`_RECURRENT`. Heads of values are tiled: they go by their place in a group first."""
     layer = full.split(".")[2]
+    if full.endswith("in_proj_qkvz.weight") and isinstance(types, dict) and "ssm_in" in types:
+        return _add(writer, f"blk.{layer}.ssm_in.weight", weights, types)
     if full.endswith("in_proj_qkvz.weight"):
         return _add_qkvz(writer, config, layer, weights, types)
     target = next(to for end, to in _RECURRENT.items() if full.endswith(end))

@@ -67,6 +67,9 @@ ODD = "I'LL say 12345 a1\r\n\n  x 我是3天 CamelCase !?\n"
         ("deepseek-llm", ["I", "'", "LL", " say", " ", "12345", " a", "1", "\r", "\n", "\n", " ", " x", " ", "我是", "3", "天", " CamelCase", " !?", "\n"]),
         ("deepseek-v3", ["I", "'LL", " say", " ", "123", "45", " a", "1", "\r\n\n", " ", " x", " ", "我是", "3", "天", " CamelCase", " !?\n"]),
         ("tekken", ["I", "'LL", " say", " ", *"12345", " a", "1", "\r\n\n", " ", " x", " 我是", "3", "天", " Camel", "Case", " !?\n"]),
+        ("kimi-k2", ["I'LL", " say", " ", "123", "45", " a", "1", "\r\n\n", " ", " x", " ", "我是", "3", "天", " Camel", "Case", " !?\n"]),
+        ("gpt-4o", ["I'LL", " say", " ", "123", "45", " a", "1", "\r\n\n", " ", " x", " 我是", "3", "天", " Camel", "Case", " !?\n"]),
+        ("qwen35", ["I", "'LL", " say", " ", *"12345", " a", "1", "\r\n\n", " ", " x", " 我是", "3", "天", " CamelCase", " !?\n"]),
         ("falcon", ["I", "'", "LL", " say", " ", "123", "45", " a", "1", "\r\n\n ", " x", " 我是", "3", "天", " CamelCase", " ", "!?", "\n"]),
         ("bloom", ["I'LL", " say", " 12345", " a1", "\r\n\n ", " x", " 我是3天", " CamelCase", " !?\n"]),
     ],
@@ -76,6 +79,15 @@ def test_texts_are_split_as_by_the_published_tokenizers(tmp_path, name, words):
     found = [text for text, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(ODD)]
     assert [bytes(alphabet().index(c) for c in word).decode() for word in found] == words
     assert tokenizer.decode(tokenizer(ODD, add_special_tokens=False).input_ids) == ODD
+
+
+def test_letters_of_kimi_k2_are_not_those_of_chinese(tmp_path):
+    """Its expression takes Chinese characters as words of their own, also within other letters, and marks with the letters before them."""
+    tokenizer = load_tokenizer(write(tmp_path / "m.gguf", BYTES, pre="kimi-k2"))
+    text = "ABc中文abc文xe\u0301x\u3005 ひらK仮名don't"
+    found = [text for text, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    words = [bytes(alphabet().index(c) for c in word).decode() for word in found]
+    assert words == ["ABc", "中文", "abc", "文", "xe\u0301x", "\u3005", " ひら", "K", "仮名", "don't"]
 
 
 @pytest.mark.parametrize("name", SPLITS)

@@ -25,6 +25,7 @@ from pipespec.models.families import (
     windows_of,
 )
 from pipespec.models.parts import ModelParts
+from pipespec.models.properties import rotary_changes_at
 from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear
 from pipespec.models.tiled import TiledEmbedding, TiledLinear
 from pipespec_kernels.decoder import DecoderShape, LayerWeights
@@ -140,6 +141,7 @@ def _beyond_llama(parts: ModelParts, shape: DecoderShape, family: Family) -> str
     found = [what for name, what in _BEYOND.items() if getattr(shape, name) != getattr(DecoderShape, name)]
     found += ["norms behind attention and feed-forward"] if family.norms.keys() != BEFORE.keys() else []
     found += ["layers without RoPE"] if family.rotates is not None else []
+    found += ["RoPE that depends on the length of the text"] if rotary_changes_at(parts.rotary) is not None else []
     found += ["several kinds of RoPE"] if len(_rotations(parts)) > 1 else []
     found += ["factors of queries"] if family.query_factors is not None else []
     is_gated = all(family.matrices_of(feed_forward_of(layer), ("gate", "gate_up")) for layer in parts.layers)
@@ -222,8 +224,8 @@ def _layer_sizes(parts: ModelParts, family: Family, rotations: Sequence[str | No
     config, rotary = parts.config, parts.rotary
     types = rotary.rope_type.values() if isinstance(rotary.rope_type, dict) else [rotary.rope_type]
     for kind in types:
-        if kind not in ("default", "linear", "llama3", "yarn", "proportional"):
-            raise NotReadable(f"its RoPE of type {kind} depends on the length of the text")
+        if kind not in ("default", "linear", "llama3", "yarn", "proportional", "longrope", "dynamic"):
+            raise NotReadable(f"its RoPE is of type {kind}")
     attentions = [attn for attn in map(attention_of, parts.layers) if attn is not None]
     if not all(attn.is_causal for attn in attentions):
         raise NotReadable("its attention is not causal")

@@ -22,7 +22,7 @@ from pipespec.models import compat, experts, latent, recurrent
 from pipespec.models.devices import not_whole_reason
 from pipespec.models.layout import CacheLayout, UnsupportedLayers, configuration_read
 from pipespec.models.parts import ModelParts
-from pipespec.models.properties import has_dropout, has_hooks, has_own_forward
+from pipespec.models.properties import changing_buffers, has_dropout, has_hooks, has_own_forward
 from pipespec.models.quantized import (
     Int8Linear,
     JoinedLinear,
@@ -331,7 +331,8 @@ def _identity(model: PreTrainedModel | ModelParts, packed: bool) -> tuple[Any, .
             # Inference tensors have no version.
             has_version = packed and not parameter.is_inference()
             seen.append((*_place(parameter), parameter._version if has_version else 0))
-        seen += [_place(buffer) for buffer in module._buffers.values() if buffer is not None]
+        changing = changing_buffers(module)
+        seen += [_place(buffer) for at, buffer in module._buffers.items() if buffer is not None and at not in changing]
         if kind in own or kind is nn.LayerNorm:
             seen += map(vars(module).get, _NUMBERS)
             _check_numbers(module, where, model.config)

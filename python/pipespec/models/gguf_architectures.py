@@ -39,7 +39,7 @@ TENSORS = {
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_kv_b",
     "linear_attn.in_proj_qkv": "attn_qkv",
-    "linear_attn.in_proj_qkvz": "attn_qkv",
+    "linear_attn.in_proj_qkvz": "ssm_in",
     "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_a": "ssm_alpha",
     "linear_attn.in_proj_b": "ssm_beta",

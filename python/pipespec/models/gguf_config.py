@@ -242,7 +242,7 @@ def _check_keys(file: GgufFile, row: Architecture) -> None:
     read = {*row.numbers, *row.options, *(("attention.sliding_window_pattern",) if row.every else ())}
     read |= set() if row.local_base is None else {"rope.freq_base_swa"}
     # Which layers are recurrent, their tensors say. Positions of a text are alike in all sections.
-    read |= set() if row.recurrent is None else {"ssm.inner_size", "full_attention_interval", DRAFTING}
+    read |= {DRAFTING} | (set() if row.recurrent is None else {"ssm.inner_size", "full_attention_interval"})
     read |= {"rope.dimension_sections"} if row.tiled else set()
     read |= set(_LATENT_KEYS) if row.has_latents else set()
     for key, value in file.metadata.items():

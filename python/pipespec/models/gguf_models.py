@@ -7,6 +7,7 @@ block becomes float32, or bfloat16 where all matrices of the file are bfloat16.
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from pipespec.models.gguf_architectures import (
 )
 from pipespec.models.gguf_blocks import as_blocks
 from pipespec.models.gguf_config import DRAFTING, ROPE_FACTORS, architecture_of, gguf_config, tensor_of
-from pipespec.models.gguf_order import columns_of, rows_of
+from pipespec.models.gguf_order import columns_of, rows_by_head, rows_of
 from pipespec.models.gguf_tokenizer import end_ids
 from pipespec.models.quantized import (
     JoinedLinear,
@@ -39,6 +40,8 @@ from pipespec.models.quantized import (
 )
 from pipespec_kernels.block_layouts import LARGEST_POWER
 from pipespec_kernels.formats import QuantizedMatrix, dequantize
+
+_LAYER = re.compile(r"(?:blk|model\.layers)\.(\d+)\.")
 
 _ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 """The names of modules in transformers and in GGUF files."""
@@ -61,17 +64,12 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
     source = replace(file, metadata={})  # the modules need no vocabulary
 
     def fill(name: str, module: nn.Module) -> nn.Module:
-        if "gate_up_proj" in module._parameters:
-            return _experts(file, f"blk.{name.split('.')[2]}", module, stored, used, source)
+        if (own := _special(file, name, module, config, stored, used, source)) is not None:
+            return own
         # Files of LLaMA have the two rows of a rotation next to each other.
         part, inner = name.rpartition(".")[2], name.split(".", 3)[-1]
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(part, 0)
         heads = heads if row.pairs else 0
-        if inner == "linear_attn.in_proj_qkvz":
-            order = rows_of(row, config, inner, "weight")
-            return _joined(file, f"blk.{name.split('.')[2]}", module, order, stored, used, source)
-        if inner == "self_attn.kv_b_proj":
-            return _keys_and_values(file, f"blk.{name.split('.')[2]}", module, config, stored, used)
         blocks, columns = None, columns_of(row, config, inner)
         for leaf, parameter in _weights(module):
             at = _stored_name(file, name, leaf, row)
@@ -83,9 +81,11 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
                 floats = floats if order is None else floats[order]
                 floats = floats if columns is None else floats[:, columns]
                 floats = _logarithms(file, tensor, floats) if leaf == "A_log" else floats
-                held = module._parameters if leaf in module._parameters else module._buffers
                 made = floats.to(stored).view(parameter.shape)
-                held[leaf] = nn.Parameter(made, requires_grad=False) if held is module._parameters else made
+                if leaf in module._parameters:
+                    module._parameters[leaf] = nn.Parameter(made, requires_grad=False)
+                else:
+                    module._buffers[leaf] = made
             elif len(tensor.shape) == 2:
                 blocks = _matrix(file, tensor, used)
                 blocks = blocks if order is None else blocks.rows(order)
@@ -113,13 +113,26 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
     return model
 
 
+def _special(
+    file: GgufFile, name: str, module: nn.Module, config: Any, dtype: torch.dtype, used: set[str], source: GgufFile
+) -> nn.Module | None:
+    """A module whose weights are not those of one tensor each; None: it is another one."""
+    layer = f"blk.{_layer_of(name)}"
+    if "gate_up_proj" in module._parameters:
+        return _experts(file, layer, module, dtype, used, source)
+    # The first files of Qwen3-Next have one matrix of both.
+    if name.endswith("in_proj_qkvz") and f"{layer}.ssm_in.weight" not in file.tensors:
+        return _joined(file, layer, module, rows_by_head(config), dtype, used, source)
+    return _keys_and_values(file, layer, module, config, dtype, used) if name.endswith("kv_b_proj") else None
+
+
 def _joined(
     file: GgufFile, layer: str, own: Any, order: torch.Tensor, dtype: torch.dtype, used: set[str], source: GgufFile
 ) -> nn.Module:
     """The queries, keys and values of a gated delta net and its gates, which are one matrix in transformers and two in files. ``order``: of their rows."""
     rows, columns = own.weight.shape
     gates = tensor_of(file, f"{layer}.attn_gate.weight").shape[0]
-    parts: list[nn.Module] = []
+    parts: list[Any] = []
     for name, count in (("attn_qkv", rows - gates), ("attn_gate", gates)):
         at = f"{layer}.{name}.weight"
         used.add(at)
@@ -291,11 +304,10 @@ def _weights(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(leaf, weight) for leaf, weight in found.items() if weight is not None]
 
 
-def _layer_of(tensor: str) -> int:
-    """The number of the layer of a tensor; -1: it is in none."""
-    _, _, rest = tensor.partition("blk.")
-    number = rest.partition(".")[0]
-    return int(number) if number.isdecimal() else -1
+def _layer_of(name: str) -> int:
+    """The number of the layer of a tensor or of a module; -1: it is in none."""
+    found = _LAYER.match(name)
+    return -1 if found is None else int(found[1])
 
 
 def _stored_name(file: GgufFile, module: str, leaf: str, row: Architecture) -> str:

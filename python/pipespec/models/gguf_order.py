@@ -23,11 +23,7 @@ def rows_of(row: Architecture, config: Any, module: str, leaf: str) -> Tensor | 
         int64 ``[rows]``, or None: they lie in the model's order, or pair by pair of a rotation (:class:`pipespec.models.quantized.Blocks`).
     """
     part = module.rpartition(".")[2]
-    if not module.startswith("linear_attn"):
-        return None
-    if part == "in_proj_qkvz":
-        return _by_head_of_keys(config)
-    if not row.tiled:
+    if not row.tiled or not module.startswith("linear_attn"):
         return None
     size = config.linear_value_head_dim
     if part in ("in_proj_qkv", "conv1d"):
@@ -50,8 +46,9 @@ def _by_group(config: Any, size: int) -> Tensor:
     return torch.arange(count * size).view(count // keys, keys, size).transpose(0, 1).reshape(-1)
 
 
-def _by_head_of_keys(config: Any) -> Tensor:
-    """Queries, keys, values and gates of all heads follow one another in a file, and those of each head of keys in the model."""
+def rows_by_head(config: Any) -> Tensor:
+    """:func:`rows_of` of Qwen3-Next's ``in_proj_qkvz``: queries, keys, values and gates of all heads follow one another in files, and those of each head of keys in
+    the model."""
     heads, size = config.linear_num_key_heads, config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
     numbers = torch.arange(2 * heads * size + 2 * values)

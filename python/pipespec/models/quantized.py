@@ -196,7 +196,8 @@ class JoinedLinear(nn.Module):
     def form(self) -> Joined:
         """What a module without weights needs to be built like it."""
         outputs, inputs = (None if order is None else len(order) for order in (self.outputs, self.inputs))
-        return Joined(tuple(part.form for part in self.parts), outputs, inputs)
+        parts: list[Any] = list(self.parts)
+        return Joined(tuple(part.form for part in parts), outputs, inputs)
 
     @classmethod
     def empty(cls, form: Joined) -> JoinedLinear:
