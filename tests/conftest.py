@@ -162,9 +162,6 @@ def full() -> Path:
     return device
 
 
-FRESH = re.compile(r"test_(local|forks|faults|signals|robust|damage|chain)\.py")
-"""Files whose drafts are fresh processes, as a user's are. Elsewhere they are forks of one that has imported everything."""
-
 LIMITS = ("_READY_TIMEOUT_S", "_FINISH_TIMEOUT_S", "_EXIT_TIMEOUT_S")
 """Time limits of local drafts."""
 
@@ -178,26 +175,26 @@ def worker_forks() -> WorkerForks:
 
 
 @contextmanager
-def drafts_of_tests(are_fresh: bool) -> Iterator[None]:
+def drafts_of(node: pytest.Item | pytest.Collector) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:  # not the test's own one, which it may undo
         for name in LIMITS:
             patch.setattr(local, name, SECONDS)
-        if not are_fresh:
+        if node.get_closest_marker("fresh_drafts") is None:
             patch.setattr(local, "_started", lambda fd: worker_forks().start(fd))
         yield
 
 
 @pytest.fixture(autouse=True, scope="module")
-def drafts_of_fixtures(request: pytest.FixtureRequest) -> Iterator[None]:
+def patience_of_fixtures(request: pytest.FixtureRequest) -> Iterator[None]:
     """As ``patience``, for the pipelines that all tests of a file share."""
-    with drafts_of_tests(bool(FRESH.fullmatch(request.path.name))):
+    with drafts_of(request.node):
         yield
 
 
 @pytest.fixture(autouse=True)
 def patience(request: pytest.FixtureRequest) -> Iterator[None]:
     """Long time limits, so that a worker on a busy machine does not count as hung (tests of a limit set it), and processes that start soon."""
-    with drafts_of_tests(bool(FRESH.fullmatch(request.path.name))):
+    with drafts_of(request.node):
         yield
 
 
