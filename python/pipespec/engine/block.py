@@ -18,13 +18,18 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
+from pipespec.engine.sampling import float32_copy
 from pipespec.engine.target_reader import CONFIG, ReaderConfig, TargetReader, layer_config, read_record, read_weights
 from pipespec.models.description import embedding_scale
+from pipespec.models.families import NotReadable
 from pipespec.models.loading import DAMAGE, fill
 from pipespec.models.properties import weight_bytes
+from pipespec_kernels.decoder import DecoderShape, NativeDecoder
 
 _KINDS = ("dflash", "dspark")
+_BORROWED = "the target's head"
 _MARKOV = ("vanilla", "gated", "rnn")
 _UNUSED = ("verifier_", "confidence_head.", "rotary_emb.", "t2d", "d2t")
 """Weights that no draft token depends on, the target's own ones, and tables."""
@@ -172,6 +177,38 @@ class MarkovHead(nn.Module):
         return found
 
 
+class NativeProduct(nn.Module):
+    """A linear module on the CPU that multiplies a few columns by packed weights, and more of them as it did.
+
+    Args:
+        linear: the module, without bias. Its own weights stay.
+
+    Raises:
+        NotReadable: the native product does not take its dtype or shape.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self._linear = [linear]  # not a submodule: it may be the target's
+        shape = DecoderShape(linear.in_features, 1, 1, 1, 2, linear.out_features, eps=0.0, scale=1.0)
+        try:
+            self._product = NativeDecoder(shape, (), head=linear.weight.detach())
+        except (ValueError, TypeError) as error:
+            raise NotReadable(str(error)) from error
+
+    def forward(self, columns: torch.Tensor) -> torch.Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``, in the dtype of the columns."""
+        linear = self._linear[0]
+        if columns.numel() > WIDTH * linear.in_features:
+            found: torch.Tensor = linear(columns)
+            return found
+        return (
+            self._product.logits(float32_copy(columns.reshape(1, -1, linear.in_features)))
+            .to(columns.dtype)
+            .view(*columns.shape[:-1], -1)
+        )
+
+
 class BlockDrafter(TargetReader):
     """A block drafter.
 
@@ -209,6 +246,19 @@ class BlockDrafter(TargetReader):
     def step_bytes(self) -> int:
         rows = 0 if self.markov_head is None else weight_bytes(self.markov_head.markov_w1)
         return super().step_bytes - rows
+
+    def pack(self) -> None:
+        """Use native products for the linear modules, the target's head included. Matrices in blocks have them already. Raises :class:`NotReadable` as
+        :class:`NativeProduct` does, before anything has changed."""
+        modules = dict(self.named_modules())
+        if self.lm_head is None:
+            modules[_BORROWED] = self.head
+        plain = {name: each for name, each in modules.items() if type(each) is nn.Linear and each.bias is None}
+        for name, product in {name: NativeProduct(each) for name, each in plain.items()}.items():
+            if name == _BORROWED:
+                self._borrowed[1] = product
+            else:
+                self.set_submodule(name, product)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         module = self.get_input_embeddings()

@@ -13,6 +13,7 @@ from pipespec.engine.block import BlockConfig, BlockDrafter, kind_of_block
 from pipespec.engine.cache import RowCache
 from pipespec.engine.head_stage import HeadDraft, HeadStage
 from pipespec.engine.inputs import StageInputs
+from pipespec.models.families import NotReadable
 from pipespec_kernels.state import Action
 
 
@@ -40,7 +41,17 @@ class BlockStage(HeadStage):
     """The logits of their first columns that draft, ``[rows, columns, draft_vocabulary]``."""
 
     def pack(self) -> None:
-        """Nothing: its layers run in torch's operations, since the native form has no attention over columns behind one's own."""
+        """Use native products on a CPU. The rest of a layer runs in torch's operations, since the native form has no attention over columns behind one's own."""
+        if self._packed:
+            return
+        self._packed = True
+        if self._native and self.model.device.type == "cpu":
+            try:
+                with torch.inference_mode():
+                    self.model.pack()
+                self.form = f"{BlockStage.form}, native products"
+            except NotReadable as error:
+                self.form = f"{BlockStage.form}: {error}"
 
     def _open(self, inputs: StageInputs) -> tuple[RowCache, list[int]]:
         cache, known = super()._open(inputs)
