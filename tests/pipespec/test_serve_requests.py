@@ -16,6 +16,7 @@ for package in ("starlette", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason="the extra `serve` is not installed")
 
 from pipespec import Pipeline  # noqa: E402
+from pipespec.api.server import app  # noqa: E402
 from pipespec.api.server.jobs import Turns  # noqa: E402
 from pipespec.demo import family_path  # noqa: E402
 from pipespec.models.tokenizers import load_tokenizer  # noqa: E402
@@ -258,6 +259,7 @@ def test_the_text_between_two_others(served: Served, pipe: Pipeline) -> None:
         for fields, param in (
             ({"prompt": [1, 2]}, "prompt"),
             ({"prompt": []}, "prompt"),
+            ({"prompt": ["a"] * 2049}, "prompt"),
             ({"echo": True}, "echo"),
             ({"suffix": "value " * 9999}, "suffix"),
             ({"suffix": 5}, "suffix"),
@@ -613,6 +615,19 @@ def test_half_requests_keep_nobody_out(pipe: Pipeline) -> None:
         for connection in connections:
             connection.close()
         until(lambda: served.service._unread == 0, "they have ended")
+
+
+def test_a_large_body_gives_its_memory_back(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr(app, "_give_back_memory", lambda: given.append(threading.get_ident()))
+    assert served.complete().status == 200
+    assert given == []
+    for path, fields in (
+        ("/v1/completions", {"prompt": "value " * 60_000}),
+        ("/tokenize", {"content": "value " * 60_000}),
+    ):
+        assert served.ask(path, fields).status == 400
+    assert len(given) == 2
 
 
 def test_health_while_large_bodies_are_read(served: Served) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 from pipespec.api.server.chat import DONE, line
 from pipespec.api.server.conversations import Model, new_id, now, usage_of
 from pipespec.api.server.errors import RequestError
-from pipespec.api.server.fields import Fields, wrong
+from pipespec.api.server.fields import Fields
 from pipespec.api.server.generation import Answer, Ask, Delta, Done
 from pipespec.api.server.grammars import wanted_format
-from pipespec.api.server.prompts import Prompts
 from pipespec.api.server.sampling import logprobs_of, sampling_of
 from pipespec.api.server.scoring import Likelihood
 
@@ -27,8 +26,10 @@ class CompletionExchange:
         echoes = body.flag("echo", False)
         given, suffix = body.required("prompt", "a string or token ids"), body.text("suffix", "")
         ends = model.ends
+        if suffix and echoes:
+            raise RequestError("echo and suffix: the answer is the text between both; leave echo out", "echo")
         if suffix:
-            prompts, ends = _around_gap(model.prompts, body, suffix), [*ends, *model.prompts.fim.ends]
+            prompts, ends = model.prompts.around_gap(given, suffix), [*ends, *model.prompts.fim.ends]
         else:
             prompts = model.prompts.of_prompt(given)
         sampling = sampling_of(body, ends, model.prompts.vocabulary, 0 if echoes else 1)
@@ -96,17 +97,6 @@ class CompletionExchange:
             "top_logprobs": tops,
             "text_offset": _offsets(tokens),
         }
-
-
-def _around_gap(prompts: Prompts, body: Fields, suffix: str) -> list[list[int]]:
-    """The prompts of a request for the text between ``prompt`` and ``suffix``."""
-    given = body.any("prompt")
-    texts = given if isinstance(given, list) else [given]
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise wrong("prompt", "a string or a list of strings beside suffix", given)
-    if body.flag("echo", False):
-        raise RequestError("echo and suffix: the answer is the text between both; leave echo out", "echo")
-    return [prompts.around_gap(text, suffix) for text in texts]
 
 
 def _offsets(tokens: list[str]) -> list[int]:

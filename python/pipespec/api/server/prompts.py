@@ -139,18 +139,24 @@ class Prompts:
             raise RequestError("suffix: this model's tokenizer has no tokens for fill-in-the-middle: leave suffix out", "suffix")  # fmt: skip
         return found
 
-    def around_gap(self, before: str, after: str) -> list[int]:
-        """The token ids that ask for the text between two others.
+    def around_gap(self, value: Any, suffix: str) -> list[list[int]]:
+        """The prompts that ask for the text between ``value``, a string or a list of them, and ``suffix``.
 
         Raises:
             RequestError: The tokenizer has no tokens for it, or the texts are too long for the model.
         """
-        begin = self._ids("", True)  # BOS, where the model expects it
-        first = self.encoded(before, "prompt", adds_special=False)
-        last = self.encoded(after, "suffix", adds_special=False)
-        ids = [*begin, self.fim.before, *first, self.fim.after, *last, self.fim.middle]
-        self.check_length(len(ids), "prompt" if len(first) > len(last) else "suffix")
-        return ids
+        texts = value if isinstance(value, list) else [value]
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise wrong("prompt", "a string or a list of strings beside suffix", value)
+        _check_count(texts)
+        fim, begin = self.fim, self._ids("", True)  # BOS, where the model expects it
+        last = self.encoded(suffix, "suffix", adds_special=False)
+        made = []
+        for text in texts:
+            first = self.encoded(text, "prompt", adds_special=False)
+            made.append([*begin, fim.before, *first, fim.after, *last, fim.middle])
+            self.check_length(len(made[-1]), "prompt" if len(first) > len(last) else "suffix")
+        return made
 
     def of_ids(self, ids: list[Any], name: str) -> list[int]:
         """Token ids as a request gives them."""
@@ -174,8 +180,8 @@ class Prompts:
         if isinstance(value, str):
             return [self.of_text(value)]
         if isinstance(value, list) and value:
-            if isinstance(value[0], (str, list)) and len(value) > MOST_PROMPTS:
-                raise RequestError(f"prompt has {len(value)} texts: give {MOST_PROMPTS} at most", "prompt")
+            if isinstance(value[0], (str, list)):
+                _check_count(value)
             if all(isinstance(item, str) for item in value):
                 return [self.of_text(item, f"prompt[{place}]") for place, item in enumerate(value)]
             if all(isinstance(item, list) for item in value):
@@ -215,6 +221,11 @@ class Prompts:
                 f"messages: the chat template of this model refuses them: {error}", "messages"
             ) from error
         return str(made)
+
+
+def _check_count(texts: Sequence[Any]) -> None:
+    if len(texts) > MOST_PROMPTS:
+        raise RequestError(f"prompt has {len(texts)} texts: give {MOST_PROMPTS} at most", "prompt")
 
 
 def _template_of(tokenizer: Any) -> str | None:
