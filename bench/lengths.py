@@ -49,7 +49,7 @@ def measure(generate: Generate, prompt: torch.Tensor, tokens: int) -> tuple[floa
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=tokens + 1,
-            min_new_tokens=tokens + 1,
+            eos_token_id=None,
             do_sample=False,
             streamer=stamps,
         )

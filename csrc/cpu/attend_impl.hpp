@@ -19,8 +19,6 @@ namespace pipespec::cpu {
 namespace {
 
 inline constexpr int64_t kAttendQueries = 64;
-// Queries that read keys and values where they lie. For more of them packing pays.
-inline constexpr int64_t kMostFew = 16;
 
 // limit * tanh(x / limit), with tanh(u) = sign(u) (1 - e^(-2 |u|)) / (1 + e^(-2 |u|)). That form
 // cancels where u is small; there it is x (1 + u^2 P(u^2)), with the polynomial of Cephes' tanhf.
@@ -123,7 +121,7 @@ class QueryBlock {
     const int64_t base = span * kAttendSpan;
     const int64_t begin = larger(begins_[0] / kAttendChunk * kAttendChunk - base, 0);
     const int64_t end = smaller(rounded_up(ends_[count_ - 1] - base, 2 * kLanes), kAttendSpan);
-    const bool is_few = count_ <= kMostFew && reads_storage<V, Steps>(task_.head_dim);
+    const bool is_few = count_ <= kFewQueries && reads_storage<V, Steps>(task_.head_dim);
     for (int64_t at = begin; at < end; at += kAttendChunk) {
       const int64_t n = smaller(end - at, kAttendChunk);
       const Chunk next = at + n < end ? Chunk{task_.keys, task_.key_stride, base + at + n}
@@ -190,27 +188,13 @@ class QueryBlock {
   // The same straight from storage.
   void score_few(int64_t base, int64_t at, int64_t n, const Chunk& next) {
     const Rows rows = rows_of({task_.keys, task_.key_stride, base + at}, n, next);
-    for_few([&](int64_t first, int64_t count) {
-      multiply_few<V, Steps, true>({rows, task_.head_dim, queries_ + first * padded_, padded_,
-                                    scores_ + first * kAttendSpan + at, kAttendSpan, true},
-                                   count);
-    });
+    multiply_few<V, Steps, true>(
+        {rows, task_.head_dim, queries_, padded_, scores_ + at, kAttendSpan, true}, count_);
   }
   void weigh_few(int64_t base, int64_t at, int64_t n, bool fresh, const Chunk& next) {
     const Rows rows = rows_of({task_.values, task_.value_stride, base + at}, n, next);
-    for_few([&](int64_t first, int64_t count) {
-      multiply_few<V, Steps, false>({rows, task_.head_dim, weights(at) + first * kAttendSpan,
-                                     kAttendSpan, values_ + first * padded_, padded_, fresh},
-                                    count);
-    });
-  }
-  template <class Work>
-  void for_few(const Work& work) const {
-    const int64_t tiles = (count_ + kFewQueries - 1) / kFewQueries;
-    for (int64_t i = 0; i < tiles; ++i) {
-      const int64_t first = count_ * i / tiles;
-      work(first, count_ * (i + 1) / tiles - first);
-    }
+    multiply_few<V, Steps, false>(
+        {rows, task_.head_dim, weights(at), kAttendSpan, values_, padded_, fresh}, count_);
   }
   Rows rows_of(const Chunk& chunk, int64_t n, const Chunk& next) const {
     Rows rows;

@@ -134,7 +134,7 @@ void multiply(SmallProduct p, int64_t queries, int64_t vectors) {
 
 // ---- a few queries
 
-// Queries of one product.
+// Queries that read keys and values where they lie. For more of them packing pays.
 inline constexpr int kFewQueries = 8;
 
 // Rows of storage.

@@ -11,9 +11,9 @@ class System:
     def __init__(self, width=1):
         self.width, self.prompts = width, []
 
-    def __call__(self, *, input_ids, attention_mask, max_new_tokens, min_new_tokens, do_sample, streamer):
+    def __call__(self, *, input_ids, attention_mask, max_new_tokens, eos_token_id, do_sample, streamer):
         assert attention_mask.shape == input_ids.shape
-        assert min_new_tokens == max_new_tokens
+        assert eos_token_id is None
         assert not do_sample
         self.prompts.append(input_ids)
         streamer.put(input_ids)
@@ -28,7 +28,7 @@ def test_the_first_token_ends_the_reading():
         input_ids=torch.ones(1, 9),
         attention_mask=torch.ones(1, 9),
         max_new_tokens=5,
-        min_new_tokens=5,
+        eos_token_id=None,
         do_sample=False,
         streamer=stamps,
     )
