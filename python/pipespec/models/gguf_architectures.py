@@ -202,7 +202,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         "deepseek2", "deepseek_v2", numbers=_ROUTED, options=_SCALED | _GROUPS, flags={}, has_latents=True,
-        constants=_ONE_GROUP | {"topk_method": "group_limited_greedy"}, only={"expert_gating_func": 1},
+        constants=_ONE_GROUP, only={"expert_gating_func": 1},
     ),
     Architecture(
         "deepseek2", "deepseek_v3", with_key="expert_gating_func", with_value=2, numbers=_ROUTED, flags={}, has_latents=True,

@@ -208,7 +208,10 @@ def _latents(file: GgufFile, row: Architecture, heads: int) -> dict[str, Any]:
     )
     if key <= rotated:
         raise ValueError(f"{file.path} is damaged: {rotated} elements of a key of {key} are rotated")
+    groups = file.integer(f"{row.name}.expert_group_count", 0) or 0
     return {
+        # Of DeepSeek-V2 alone.
+        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
         "kv_lora_rank": _size(file, f"{at}.kv_lora_rank"),
         "q_lora_rank": _size(file, f"{at}.q_lora_rank", least=0) or None,
         "qk_rope_head_dim": rotated,
