@@ -35,7 +35,7 @@ class WorkerForks:
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], env=environment, process_group=0, stdin=subprocess.DEVNULL
             )
-        self._lock, self._owner = threading.Lock(), os.getpid()
+        self._lock, self._owner, self._count = threading.Lock(), os.getpid(), 0
 
     def start(self, fd: int) -> subprocess.Popen[bytes]:
         if os.getpid() != self._owner:  # a fork of this process, which would not be the parent
@@ -44,20 +44,23 @@ class WorkerForks:
             directory = os.getcwd()
         except FileNotFoundError:
             directory = "/"
-        request = json.dumps([directory, dict(os.environ), sys.path]).encode()
         libc = ctypes.CDLL(None)
         with self._lock:
+            self._count += 1
+            request = json.dumps([self._count, directory, dict(os.environ), sys.path])
             # The fork's parent ends at once, and this process adopts the fork.
             libc.prctl(_SUBREAPER, 1)
             try:
-                socket.send_fds(self._own, [request], [fd, 1, 2])
-                reply = self._own.recv(_MOST)
+                socket.send_fds(self._own, [request.encode()], [fd, 1, 2])
+                number = 0
+                while number != self._count:  # an interrupted start leaves its answer
+                    if not (reply := self._own.recv(_MOST)):
+                        raise ChildProcessError("the process that forks drafts has ended, see its standard error")
+                    number, pid = map(int, reply.split())
             finally:
                 libc.prctl(_SUBREAPER, 0)
-        if not reply:
-            raise ChildProcessError("the process that forks drafts has ended, see its standard error")
         started: Any = object.__new__(subprocess.Popen)
-        started.__dict__ |= {"pid": int(reply), "returncode": None, "args": ["fork"], "_waitpid_lock": threading.Lock()}
+        started.__dict__ |= {"pid": pid, "returncode": None, "args": ["fork"], "_waitpid_lock": threading.Lock()}
         started.__dict__ |= {"stdin": None, "stdout": None, "stderr": None, "_child_created": True}
         return started
 
@@ -86,13 +89,13 @@ def _fork(requests: socket.socket, request: bytes, fds: list[int]) -> None:
         os._exit(0)
     while os.getppid() == middle:  # not yet adopted
         time.sleep(0.001)
-    requests.send(str(os.getpid()).encode())
+    number, directory, environment, path = json.loads(request)
+    requests.send(f"{number} {os.getpid()}".encode())
     requests.close()
     fd, *outputs = fds
     for number, output in enumerate(outputs, 1):
         os.dup2(output, number)
         os.close(output)
-    directory, environment, path = json.loads(request)
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
