@@ -380,3 +380,8 @@ def test_storage_on_huge_pages_grows_with_what_it_holds(ids):
     assert all(store.nbytes >= HUGE_PAGE for store in large._stores)
     expected, found = (forward(model, ids[:1, 8:12], cache, keep=4) for cache in (small, large))
     assert torch.equal(expected, found)
+
+
+def test_storage_for_which_there_is_no_room_is_a_memory_error():
+    with pytest.raises(MemoryError, match="no room for 1,152,921,504,606,846,976 bytes"):
+        zeros((1 << 60,), torch.uint8, torch.device("cpu"))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -22,13 +22,26 @@ HUGE_PAGE = 2 << 20
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``torch.zeros``. On a CPU in huge pages where Linux has them: attention reads keys and values with fewer look-ups of addresses, and so sooner."""
+    """``torch.zeros``. On a CPU in huge pages where Linux has them: attention reads keys and values with fewer look-ups of addresses, and so sooner.
+
+    Raises:
+        MemoryError: There is no room for them.
+    """
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
-    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a system that was built without them uses small pages
+    # Errors by their numbers: a signal handler's TimeoutError is an OSError, too.
+    try:
+        memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise MemoryError(f"there is no room for {size:,} bytes of keys and values") from error
+    try:
         memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a system that was built without them uses small pages
+            raise
     # The tensor keeps the memory.
     everything = torch.frombuffer(memory, dtype=torch.uint8)
     first = -everything.data_ptr() % HUGE_PAGE
