@@ -65,12 +65,12 @@ class Trial:
             change = hostile.CHANGES[name]
             # Not every family has every part; a change that fails half-way is made on both.
             done: Any = None
-            with suppress(AttributeError, NotImplementedError, IndexError, TypeError, ValueError, RuntimeError):
+            with suppress(AttributeError, NotImplementedError, LookupError, TypeError, ValueError, RuntimeError):
                 done = change(model)
             if done is not None:
                 undo.append(done)
                 continue
-            with suppress(AttributeError, NotImplementedError, IndexError, TypeError, ValueError, RuntimeError):
+            with suppress(AttributeError, NotImplementedError, LookupError, TypeError, ValueError, RuntimeError):
                 change(bare)
 
     def _arguments(self, i: int) -> tuple[torch.Tensor, dict[str, Any]]:
