@@ -1,8 +1,8 @@
 """The forward of LLaMA-like decoders on the CPU, one native call per step.
 
-:class:`NativeDecoder` copies a model's matrices into panels that a forward reads front to back: in the blocks of their format where they are
-quantised, as bfloat16 where that changes no weight, as int8 where they are given in int8, else as float32. Arithmetic is float32, whatever the dtypes
-of weights and cache; products with quantised matrices are those of :mod:`pipespec_kernels.packed`.
+:class:`NativeDecoder` reads a model's matrices where they lie: bfloat16, float32 or int8. It copies those that are quantised, into panels that a forward
+reads front to back, and where there is room float32 ones whose values are all bfloat16's, as such. Arithmetic is float32, whatever the dtypes of weights
+and cache; products with quantised matrices are those of :mod:`pipespec_kernels.packed`.
 
 Every number is computed by one sequence of operations. It depends neither on the other rows and columns of the call nor on the
 number of threads, so one forward of ``q`` columns gives the same bits as ``q`` forwards of one column. Only other instructions
@@ -23,11 +23,13 @@ from pipespec_kernels import _native
 from pipespec_kernels.formats import QuantizedMatrix
 from pipespec_kernels.packed import format_code, num_threads
 
-__all__ = ["DecoderShape", "LayerWeights", "NativeDecoder", "Taps"]
+__all__ = ["ANY", "DecoderShape", "LayerWeights", "NativeDecoder", "Taps"]
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 _CODES: Mapping[torch.dtype, int] = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16}
-_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+ANY = 1 << 62
+"""Bytes that are more than any memory has."""
+
 _TOKEN_BYTES = {torch.int32: 4, torch.int64: 8}
 
 
@@ -72,8 +74,7 @@ class LayerWeights:
     """The weights of one layer: float32 or bfloat16 on the CPU, matrices ``[out, in]`` as in ``torch.nn.Linear``.
 
     Matrices may be quantised, each in a format of its own. ``q_norm`` and ``k_norm`` ``[head_dim]`` are RMS norms of each head before its rotation. A
-    matrix with a scale, float32 ``[out]``, is int8; its weights are ``scale[:, None] * matrix``. All matrices of a decoder that are not quantised, its
-    head included, are int8 or none is.
+    matrix with a scale, float32 ``[out]``, is int8; its weights are ``scale[:, None] * matrix``.
 
     With a ``side_norm [H]`` the layer has side inputs, as that of an EAGLE-3 head: ``q``, ``k`` and ``v`` are ``[out, 2 * H]`` and read the normalised
     side inputs, and after them the normalised hidden states; with ``adds_to_norm`` the residual begins with the latter instead of the hidden states.
@@ -123,25 +124,28 @@ class Taps(NamedTuple):
 
 
 class NativeDecoder:
-    """A decoder's layers, and where given its embedding, last norm and head, packed for forwards on the CPU.
+    """A decoder's layers, and where given its embedding, last norm and head, for forwards on the CPU.
+
+    It keeps the memory of the tensors that it is given. Their values must not change during a call; those of norms, biases and copied matrices never.
 
     Args:
         shape: Sizes and constants.
-        layers: The weights of each layer. They are copied.
+        layers: The weights of each layer.
         windows: Per layer, the number of last positions that a column sees, its own included; None, or 0, or no sequence: all.
-        embedding: ``[V, H]``; may be the head's tensor. It is read where it lies, and must not change. Of a quantised matrix that is the head, too, only the
+        embedding: ``[V, H]``; may be the head's tensor. It is read where it lies. Of a quantised matrix that is the head, too, only the
             packed copy stays.
         norm: The last norm ``[H]``, in front of ``head``. Only a decoder of a head alone may lack it: a product with one matrix.
-        head: ``[V, H]``; copied. Either may be quantised.
+        head: ``[V, H]``. Either may be quantised.
         head_bias: ``[V]``.
         head_scale: float32 ``[V]``, of a head in int8.
-        threads: Upper bound while the weights are packed; default ``torch.get_num_threads()``.
+        room: Bytes that copies of float32 matrices as bfloat16 may take. None is made if all would take more.
+        threads: Upper bound while weights are copied; default ``torch.get_num_threads()``.
 
     Attributes:
         shape: As given.
         num_layers: Number of layers.
-        nbytes: Bytes of the packed weights.
-        weight_bits: Of the matrices that are not quantised: 8 in int8, 16 where bfloat16 represents every entry of every one, else 32.
+        nbytes: Bytes of the copies of matrices.
+        weight_bits: As forwards read the matrices that are not quantised, the most of any: 8 in int8, 16 in bfloat16, else 32; 0: there is none.
         logits_dtype: bfloat16 if the head's dtype is, else float32.
 
     Raises:
@@ -160,6 +164,7 @@ class NativeDecoder:
         head: Tensor | QuantizedMatrix | None = None,
         head_bias: Tensor | None = None,
         head_scale: Tensor | None = None,
+        room: int = ANY,
         threads: int | None = None,
     ) -> None:
         _check_shape(shape)
@@ -169,7 +174,6 @@ class NativeDecoder:
             raise ValueError("a head after layers or an embedding needs a norm")
         if head is None and (head_bias is not None or head_scale is not None):
             raise ValueError("head_bias needs a head, and so does head_scale")
-        _check_scales(layers, head, head_scale)
         seen = [index(window or 0) for window in windows or [0] * len(layers)]
         if len(seen) != len(layers) or any(window < 0 for window in seen):
             raise ValueError(f"windows must be positive, one per layer of {len(layers)}, got {windows}")
@@ -179,7 +183,7 @@ class NativeDecoder:
         self._embedding: Tensor | QuantizedMatrix | None = (
             embedding.detach().contiguous() if isinstance(embedding, Tensor) else embedding
         )
-        held: list[Tensor] = []  # until they are packed
+        self._held = held = list[Tensor]()  # they are read where they lie
 
         def at(
             name: str, weight: Tensor | QuantizedMatrix | None, expected: tuple[int, ...], scale: Tensor | None = None
@@ -218,6 +222,7 @@ class NativeDecoder:
                 at("head", head, (v, h), head_scale),
                 at("head_bias", head_bias, (v,)),
             ],
+            room,
             num_threads(threads),
         )
         self._has_embedding, self._has_head = embedding is not None, head is not None
@@ -508,16 +513,6 @@ def _layer_shapes(shape: DecoderShape, layer: LayerWeights) -> dict[str, tuple[i
     biases = {f"{name}_bias": size[:1] for name, size in matrices.items()}
     found = matrices | biases | norms
     return {f.name: found[f.name] for f in fields(LayerWeights) if f.name in found}
-
-
-def _check_scales(
-    layers: Sequence[LayerWeights], head: Tensor | QuantizedMatrix | None, head_scale: Tensor | None
-) -> None:
-    matrices = [(getattr(layer, name), getattr(layer, f"{name}_scale")) for layer in layers for name in _MATRICES]
-    matrices.append((head, head_scale))
-    scaled = {scale is not None for matrix, scale in matrices if isinstance(matrix, Tensor)}
-    if len(scaled) > 1:
-        raise ValueError("all matrices that are not quantised must be int8 with a scale, the head too, or none of them")
 
 
 def _check_quantized(name: str, matrix: QuantizedMatrix, expected: tuple[int, ...], scale: Tensor | None) -> None:

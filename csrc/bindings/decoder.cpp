@@ -49,7 +49,8 @@ std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 7>& sizes, flo
                                    int activation, float norm_offset,
                                    const std::vector<std::array<WeightsAt, 19>>& layers,
                                    const std::vector<std::pair<std::int64_t, bool>>& rest,
-                                   const std::array<WeightsAt, 4>& ends, int threads) {
+                                   const std::array<WeightsAt, 4>& ends, std::int64_t room,
+                                   int threads) {
   const auto [hidden, intermediate, heads, kv_heads, head_dim, vocabulary, rotary_dim] = sizes;
   std::vector<cpu::LayerWeights> all;
   for (std::size_t i = 0; i < layers.size(); ++i) {
@@ -61,7 +62,7 @@ std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 7>& sizes, flo
       cpu::DecoderShape{hidden, intermediate, heads, kv_heads, head_dim, vocabulary, rotary_dim,
                         eps, scale, cpu::Activation(activation), norm_offset},
       all, cpu::EndWeights{weights(ends[0]), weights(ends[1]), weights(ends[2]), weights(ends[3])},
-      threads);
+      room, threads);
 }
 
 // Keys, values, dtype; strides of the keys, then of the values.

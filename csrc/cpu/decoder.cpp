@@ -20,6 +20,8 @@ namespace {
 constexpr int64_t kPanel = kPanelOutputs;
 // Maximum panels of one unit of work: what they compute for a tile stays in the second-level cache.
 constexpr int64_t kMaxUnitPanels = 8;
+// Panels by which units differ in size: whole pairs of gates and ups.
+constexpr int64_t kUnitStep = 4;
 // Queries of one unit of attention.
 constexpr int64_t kAttendQueries = 64;
 // Maximum rows of a narrow forward. It spends most of its time reading the weights, so the cost of
@@ -233,7 +235,7 @@ struct Decoder::Job {
     const int64_t tiles = whole(part.count(), tile_rows);
     const int64_t wanted = threads == 1 ? 1 : kUnitsPerThread * threads;
     chunk_panels =
-        std::min(rounded(whole(matrix.panels() * tiles, wanted), kGroupPanels), kMaxUnitPanels);
+        std::min(rounded(whole(matrix.panels() * tiles, wanted), kUnitStep), kMaxUnitPanels);
     chunks = whole(matrix.panels(), chunk_panels);
     run(next, tiles * chunks);
   }
@@ -302,18 +304,21 @@ struct Decoder::Job {
     for (--run; run != m.runs.end() && run->first < panel + panels; ++run) {
       const int64_t first = std::max(panel, run->first);
       const int64_t count = std::min(panel + panels, run->first + run->panels) - first;
-      const unsigned char* const weights = run->data + (first - run->first) * run->panel_bytes;
       float* const out_at = to + (first - panel) * kPanel;
       if (run->format) {
         packed_kernels.products[int(*run->format)](
-            weights, m.inputs, count, rounded_inputs[traits(*run->format).rounds256].tile(begin),
-            rows, out_at, stride);
+            run->data + (first - run->first) * run->panel_bytes, m.inputs, count,
+            rounded_inputs[traits(*run->format).rounds256].tile(begin), rows, out_at, stride);
         continue;
       }
-      const Product multiply = run->bits == 8    ? kernels.product8
-                               : run->bits == 16 ? kernels.product16
-                                                 : kernels.product32;
-      multiply(weights, m.inputs, count, x, x_stride, rows, out_at, stride);
+      const RowProduct multiply = run->bits == 8    ? kernels.product8
+                                  : run->bits == 16 ? kernels.product16
+                                                    : kernels.product32;
+      // The other threads take the units in between.
+      const int64_t at = first - run->first;
+      const int64_t after = std::min(at + count + (threads - 1) * panels, run->panels - 1);
+      multiply(&run->rows[size_t(at)], count, run->rows[size_t(after)], m.inputs, x, x_stride, rows,
+               out_at, stride);
     }
     if (!m.scale.empty()) {
       const float* const scale = m.scale.data() + panel * kPanel;
@@ -523,9 +528,7 @@ struct Decoder::Job {
     const Matrix& m = layer->qkv;
     const Source inputs = layer->side_norm.empty() ? Source{&layer->input_norm, nullptr, 0}
                                                    : Source{nullptr, joined(), 2 * shape.hidden};
-    const bool heads_are_groups =
-        !m.reads_floats || m.runs.size() > 1 || m.group_panels % kGroupPanels == 0;
-    if (all.count() <= kNarrow && shape.kv_heads % threads == 0 && heads_are_groups) {
+    if (all.count() <= kNarrow && shape.kv_heads % threads == 0) {
       round_inputs(all, m, inputs);
       part = all;
       source = inputs;
@@ -546,11 +549,11 @@ struct Decoder::Job {
 };
 
 Decoder::Decoder(const DecoderShape& shape, const std::vector<LayerWeights>& layers,
-                 const EndWeights& ends, int threads)
+                 const EndWeights& ends, int64_t room, int threads)
     : shape_(shape),
       embedding_(ends.embedding),
       embeds_from_head_(ends.embedding.format && ends.embedding.data == ends.head.data),
-      packed_(std::make_unique<PackedWeights>(shape, layers, ends, threads)) {}
+      packed_(std::make_unique<PackedWeights>(shape, layers, ends, room, threads)) {}
 
 Decoder::~Decoder() = default;
 
