@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import torch
@@ -26,7 +26,6 @@ _NUMBERS = (
 _LAYER_NORMS = (
     "input_norm", "post_norm", "side_norm", "o_norm", "down_norm", "input_norm_bias", "post_norm_bias"
 )  # fmt: skip
-_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 @dataclass(frozen=True)
@@ -118,8 +117,7 @@ class LayerWeights:
     """The weights of one layer: float32 or bfloat16 on the CPU, matrices ``[out, in]`` as in ``torch.nn.Linear``.
 
     Matrices may be quantised, each in a format of its own. A matrix with a scale, float32 ``[out]``, is int8; its weights are ``scale[:, None] * matrix``.
-    All matrices of a decoder that are not quantised, its head included, are int8 or none is. Without a ``gate``, the activation is that of ``up``.
-    With ``experts`` there is none of ``gate``, ``up`` and ``down``, and with what is ``recurrent`` none of ``q``, ``k``, ``v`` and ``o``. What a head gives is
+    Without a ``gate``, the activation is that of ``up``. With ``experts`` there is none of ``gate``, ``up`` and ``down``, and with what is ``recurrent`` none of ``q``, ``k``, ``v`` and ``o``. What a head gives is
     multiplied by the sigmoids of ``q_gate``'s product, which has the shape of ``q``.
 
     The norms of a layer, ``[H]``, each of which may lack: ``input_norm`` in front of the attention, ``o_norm`` of what the attention adds, ``post_norm`` in front
@@ -205,7 +203,7 @@ class LayerWeights:
 
 
 class Addresses:
-    """Addresses of weights as the native code takes them, and the copies that must lie there until it has packed them."""
+    """Addresses of weights as the native code takes them, and the tensors that lie there: they are read as long as this lives."""
 
     def __init__(self) -> None:
         self._held: list[Tensor] = []
@@ -227,16 +225,6 @@ class Addresses:
     def _hold(self, tensor: Tensor) -> int:
         self._held.append(tensor.detach().contiguous())
         return self._held[-1].data_ptr()
-
-
-def check_scales(
-    layers: Sequence[LayerWeights], head: Tensor | QuantizedMatrix | None, head_scale: Tensor | None
-) -> None:
-    matrices = [(getattr(layer, name), getattr(layer, f"{name}_scale")) for layer in layers for name in _MATRICES]
-    matrices.append((head, head_scale))
-    scaled = {scale is not None for matrix, scale in matrices if isinstance(matrix, Tensor)}
-    if len(scaled) > 1:
-        raise ValueError("all matrices that are not quantised must be int8 with a scale, the head too, or none of them")
 
 
 def _check_quantized(name: str, matrix: QuantizedMatrix, expected: tuple[int, ...], scale: Tensor | None) -> None:

@@ -148,7 +148,8 @@ std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 7>& sizes,
                                    const std::array<float, 8>& numbers,
                                    const std::vector<LayerAt>& layers,
                                    const std::vector<LayerKind>& rest,
-                                   const std::array<WeightsAt, 5>& ends, int threads) {
+                                   const std::array<WeightsAt, 5>& ends, std::int64_t room,
+                                   int threads) {
   std::vector<cpu::LayerWeights> all;
   for (std::size_t i = 0; i < layers.size(); ++i) {
     all.push_back(layer(layers[i]));
@@ -166,7 +167,7 @@ std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 7>& sizes,
       shape(sizes, kinds, numbers), all,
       cpu::EndWeights{weights(ends[0]), weights(ends[1]), weights(ends[2]), weights(ends[3]),
                       weights(ends[4])},
-      threads);
+      room, threads);
 }
 
 // Keys, values, dtype; strides of the keys, then of the values.

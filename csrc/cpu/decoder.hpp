@@ -1,12 +1,13 @@
 // The forward of LLaMA-like decoders on the host: tokens or hidden states in, logits or hidden
 // states out, keys and values appended to storage with a length per row.
 //
-// The weights are copied into panels that one pass reads front to back, in the blocks that they are
-// given in (formats/), else as bfloat16 where that changes no weight, as int8 where they are given
-// so, and as float32 otherwise. Arithmetic is float32, but products with blocks are those of
-// formats/packed.hpp. Each number is computed by the same sequence of operations whatever the
-// number of rows, columns or threads: q forwards of one column and one forward of q columns give
-// the same bits. Other instructions (set_simd) may round differently outside of such products.
+// Matrices of numbers are read where they lie, int8, bfloat16 or float32, and must stay there;
+// float32 ones whose values bfloat16 represents are copied as such if there is room. Those in
+// blocks are copied into panels that one pass reads front to back (formats/). Arithmetic is
+// float32, but products with blocks are those of formats/packed.hpp. Each number is computed by the
+// same sequence of operations whatever the number of rows, columns or threads: q forwards of one
+// column and one forward of q columns give the same bits. Other instructions (set_simd) may round
+// differently outside of such products.
 //
 // Instructions and threads are those of select.hpp. A Decoder may be used by several threads at
 // once, as long as they write to different rows.
@@ -86,11 +87,11 @@ struct RecurrentWeights {
 // and each its own; all heads at once.
 enum class HeadNorms : int { kShared = 0, kOwn = 1, kJoint = 2 };
 
-// Matrices are [outputs, inputs]; those without a format are all int8, or none is. A norm that is
-// not there changes nothing; without a gate the activation is that of `up`. Norms stand in front of
-// the attention (input_norm), behind it (o_norm), in front of the feed-forward (post_norm; in a
-// parallel layer without it, input_norm) and behind that (down_norm). With a `side_norm`, q, k and
-// v read 2 * H inputs: side inputs and hidden state, each normalised.
+// Matrices are [outputs, inputs]. A norm that is not there changes nothing; without a gate the
+// activation is that of `up`. Norms stand in front of the attention (input_norm), behind it
+// (o_norm), in front of the feed-forward (post_norm; in a parallel layer without it, input_norm)
+// and behind that (down_norm). With a `side_norm`, q, k and v read 2 * H inputs: side inputs and
+// hidden state, each normalised.
 struct LayerWeights {
   Weights input_norm, q, k, v, o, post_norm, gate, up, down;
   Weights q_bias, k_bias, v_bias, o_bias, gate_bias, up_bias, down_bias;
@@ -107,7 +108,7 @@ struct LayerWeights {
 };
 
 struct EndWeights {
-  Weights embedding;  // is not copied; blocks that are those of the head are read there
+  Weights embedding;  // blocks that are those of the head are read there
   Weights norm, head, head_bias, norm_bias;
 };
 
@@ -157,12 +158,13 @@ struct PackedWeights;
 
 class Decoder {
  public:
+  // `room`: bytes that 16-bit copies of float32 matrices may take.
   Decoder(const DecoderShape& shape, const std::vector<LayerWeights>& layers,
-          const EndWeights& ends, int threads);
+          const EndWeights& ends, int64_t room, int threads);
   ~Decoder();
 
-  int64_t bytes() const;    // of the packed weights
-  int weight_bits() const;  // of those not in blocks
+  int64_t bytes() const;    // of copies of matrices
+  int weight_bits() const;  // the most of any matrix that is not in blocks; 0: there is none
 
   // hidden[count, H] of tokens. Throws std::invalid_argument for an id outside of the vocabulary.
   void embed(const Tokens& tokens, int64_t rows, int64_t columns, float* hidden) const;

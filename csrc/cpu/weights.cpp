@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <unordered_map>
+#include <unordered_set>
 
 #include "decoder_kernels.hpp"
 #include "formats/formats.hpp"
@@ -28,10 +30,13 @@ struct Rows {
   int64_t begin, end;
 };
 
+// The float32 matrices that are copied, by their data.
+using Narrow = std::unordered_map<const void*, Weights>;
+
 // Lays out one matrix after the other.
 class Layout {
  public:
-  explicit Layout(int bits) : bits_(bits) {}
+  explicit Layout(const Narrow& narrow) : narrow_(narrow) {}
 
   // Of the next matrix, the panels in their order: each part in whole panels; in `pairs`, a panel
   // of the first and a panel of the second of two parts take turns.
@@ -43,9 +48,11 @@ class Layout {
     const bool has_scale = std::any_of(parts.begin(), parts.end(),
                                        [](const Rows& r) { return r.weights.scale != nullptr; });
     const auto add_panel = [&](const Rows& part, int64_t begin) {
+      const auto narrow = narrow_.find(part.weights.data);
+      from.panels.push_back({narrow == narrow_.end() ? part.weights : narrow->second, begin,
+                             std::min(part.end - begin, kPanel)});
       for (int64_t r = begin; r < begin + kPanel; ++r) {
         const bool is_row = r < part.end;
-        from.rows.push_back(is_row ? MatrixRow{part.weights, r} : MatrixRow{});
         if (has_bias)
           m.bias.push_back(is_row && part.bias.data != nullptr ? value(part.bias, r) : 0.0f);
         if (has_scale)
@@ -60,12 +67,13 @@ class Layout {
         for (int64_t r = part.begin; r < part.end; r += kPanel) add_panel(part, r);
     }
     m.inputs = inputs, m.groups = groups;
-    m.group_panels = int64_t(from.rows.size()) / kPanel / groups;
-    from.runs = runs_of(from, bits_);
+    m.group_panels = int64_t(from.panels.size()) / groups;
+    from.runs = runs_of(from);
     for (Run& run : from.runs) {
       bytes = rounded(bytes, 64);
       offsets_.push_back(bytes);
       bytes += run.panels * run.panel_bytes;
+      weight_bits = std::max(weight_bits, run.bits);
       if (run.format)
         m.rounds[traits(*run.format).rounds256] = true;
       else
@@ -135,27 +143,53 @@ class Layout {
 
   void pack_into(unsigned char* memory, int threads) {
     size_t next = 0;
-    for (size_t i = 0; i < matrices_.size(); ++i) {
-      for (Run& run : matrices_[i].runs) run.data = memory + offsets_[next++];
-      to_[i]->runs = matrices_[i].runs;
-    }
+    for (PanelMatrix& m : matrices_)
+      for (Run& run : m.runs) run.data = memory + offsets_[next++];
     pack(matrices_, threads);
+    for (size_t i = 0; i < matrices_.size(); ++i) to_[i]->runs = std::move(matrices_[i].runs);
   }
 
   int64_t bytes = 0;
+  int weight_bits = 0;
 
  private:
-  int bits_;
+  const Narrow& narrow_;
   std::vector<PanelMatrix> matrices_;
   std::vector<Matrix*> to_;
   std::vector<int64_t> offsets_;
 };
 
-int number_bits(const std::vector<WeightSpan>& spans, int threads) {
-  const bool int8 = std::any_of(spans.begin(), spans.end(), [](const WeightSpan& span) {
-    return span.weights.scale != nullptr;
-  });
-  return int8 ? 8 : are_bfloat16(spans, threads) ? 16 : 32;
+// Copies of float32 matrices whose values bfloat16 represents, of up to `room` bytes.
+Narrow narrow_copies(const std::vector<WeightSpan>& matrices, int64_t room, Arena& arena,
+                     int64_t& bytes, int threads) {
+  std::vector<WeightSpan> wide, copied;
+  std::unordered_set<const void*> seen;  // gates and ups of experts may lie in one matrix
+  for (const WeightSpan& span : matrices) {
+    const Weights& w = span.weights;
+    const bool is_wide = w.data != nullptr && !w.format && w.scale == nullptr;
+    if (is_wide && w.dtype == DType::kFloat32 && seen.insert(w.data).second) wide.push_back(span);
+  }
+  Narrow found;
+  int64_t size = 0;
+  for (const WeightSpan& span : wide) size += span.count * int64_t(sizeof(uint16_t));
+  if (size == 0 || size > room) return found;
+  const std::vector<bool> fits = are_bfloat16(wide, threads);
+  size = 0;
+  for (size_t i = 0; i < wide.size(); ++i) {
+    if (!fits[i]) continue;
+    copied.push_back(wide[i]);
+    size += wide[i].count * int64_t(sizeof(uint16_t));
+  }
+  if (copied.empty()) return found;
+  arena.allocate(size);
+  bytes += size;
+  auto* to = reinterpret_cast<uint16_t*>(arena.begin());
+  narrow(copied, to, threads);
+  for (const WeightSpan& span : copied) {
+    found[span.weights.data] = {to, DType::kBFloat16};
+    to += span.count;
+  }
+  return found;
 }
 
 }  // namespace
@@ -166,7 +200,7 @@ float value(const Weights& w, int64_t i) {
 }
 
 PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeights>& from,
-                             const EndWeights& ends, int threads) {
+                             const EndWeights& ends, int64_t room, int threads) {
   const int64_t q_size = s.heads * s.head_dim, kv_size = s.kv_heads * s.head_dim;
   const int64_t group = s.heads / s.kv_heads, d = s.head_dim;
   const auto inputs = [&s](const LayerWeights& l) { return s.hidden * (l.side_norm.data ? 2 : 1); };
@@ -178,7 +212,7 @@ PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeigh
     const RecurrentWeights& r = l.recurrent;
     const int64_t outputs = r.delta.value_heads * r.delta.value_dim;
     const bool is_delta = outputs > 0;
-    spans.insert(spans.end(), {{l.q_gate, q_size * s.hidden},
+    spans.insert(spans.end(), {{l.q_gate, q_size * inputs(l)},
                                {r.in, r.channels * s.hidden * (is_delta ? 1 : 3)},
                                {r.gates, outputs * s.hidden},
                                {r.beta, r.delta.value_heads * s.hidden},
@@ -193,10 +227,10 @@ PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeigh
     for (const Weights& w : {e.shared_gate, e.shared_up, e.shared_down})
       spans.push_back({w, e.shared_intermediate * s.hidden});
   }
-  weight_bits = number_bits(spans, threads);
+  const Narrow copies = narrow_copies(spans, room, narrow, bytes, threads);
   layers.resize(from.size());
   int64_t stores[2] = {0, 0};
-  Layout layout(weight_bits);
+  Layout layout(copies);
   for (size_t i = 0; i < from.size(); ++i) {
     const LayerWeights& w = from[i];
     Layer& l = layers[i];
@@ -245,9 +279,10 @@ PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeigh
   if (ends.head.data != nullptr)
     layout.add(head, s.hidden, 1, {{ends.head, ends.head_bias, 0, s.vocabulary}});
   norm = {floats(ends.norm, s.hidden, s.norm_offset), floats(ends.norm_bias, s.hidden)};
-  bytes = layout.bytes;
-  arena.allocate(bytes);
-  layout.pack_into(arena.begin(), threads);
+  weight_bits = layout.weight_bits;
+  bytes += layout.bytes;
+  if (layout.bytes > 0) panels.allocate(layout.bytes);
+  layout.pack_into(panels.begin(), threads);
 }
 
 }  // namespace pipespec::cpu
