@@ -68,7 +68,6 @@ void multiply_rows(const RowTile& tile) {
       sums[o][c] = tile.is_first ? V::broadcast(0.0f)
                                  : Float32::load(bytes_of(tile.sums + (o * kColumns + c) * kLanes));
   }
-#pragma GCC unroll 2
   for (int64_t k = 0; k < whole; k += kLanes) {
     if (k % kLine == 0) {
 #pragma GCC unroll 8
