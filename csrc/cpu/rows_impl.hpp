@@ -68,7 +68,10 @@ void multiply_rows(const RowTile& tile) {
       sums[o][c] = tile.is_first ? V::broadcast(0.0f)
                                  : Float32::load(bytes_of(tile.sums + (o * kColumns + c) * kLanes));
   }
+// With 16 registers, that would move sums to the stack.
+#ifdef __AVX512F__
 #pragma GCC unroll 2
+#endif
   for (int64_t k = 0; k < whole; k += kLanes) {
     if (k % kLine == 0) {
 #pragma GCC unroll 8
