@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from bench.compile_products import (
+    BYTES,
+    PRODUCT_KERNELS,
+    CompileCase,
+    bytes_per_weight,
+    product_cases,
+    product_faults,
+)
 from bench.harness import save
-from pipespec_kernels.products import MAX_ROWS
 from pipespec_kernels.triton.activation import BLOCK as ACTIVATION_BLOCK
 from pipespec_kernels.triton.activation import silu_mul_kernel
 from pipespec_kernels.triton.attention import (
@@ -60,8 +67,6 @@ from pipespec_kernels.triton.cutoff import (
 )
 from pipespec_kernels.triton.kv import append_kernel
 from pipespec_kernels.triton.launch import MIN_WIDTH_BLOCK, Config, choose_config, cut
-from pipespec_kernels.triton.linear import PARTS, linear_kernel, qkv_append_kernel
-from pipespec_kernels.triton.linear import tile_of as product_tile
 from pipespec_kernels.triton.logprobs import BLOCK as LOGPROBS_BLOCK
 from pipespec_kernels.triton.logprobs import WARPS as LOGPROBS_WARPS
 from pipespec_kernels.triton.logprobs import logprobs_kernel
@@ -81,6 +86,7 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10} | dict.fromkeys(SM
 # What is compiled for the architectures with less shared memory; the rest has at most 81 KiB.
 LARGEST = (("verify, greedy", "fp32"), ("rejection_sample, test", "fp32"), ("attention, D=128, M=128, parts", "bf16"))
 LARGEST += (("attention, D=256, M=32", "bf16"), ("qkv_append, D=128, M=16", "bf16"))
+LARGEST += tuple((f"linear_small, gate_up, {name}, M=16", "bf16") for name in ("q4_k", "q6_k", "q8_0"))
 # What a quick run compiles for the architectures other than sm_90, in bf16: one or two variants of each kind of kernel.
 IN_QUICK = ("verify, greedy", "verify, coupled, cutoff", "rejection_sample, test", "rejection_sample, choose")
 IN_QUICK += (
@@ -99,15 +105,17 @@ IN_QUICK += (
     "linear_small, O",
     "linear_small, gate_up",
     "qkv_append, D=128",
+    "linear_small, O, q4_k",
+    "linear_small, O, q6_k",
+    "linear_small, O, q8_0",
+    "decode_rows, all",
+    "decode_rows, of tokens",
 )
 LAYER_KERNELS = (add_rms_norm_kernel, silu_mul_kernel, rope_append_kernel)
-PRODUCT_KERNELS = (linear_kernel, qkv_append_kernel)
-PRODUCT_REGISTERS = {8: 128, 16: 200}  # by columns: four blocks of four warps on a multiprocessor, and two
 SPILLED_BYTES = 24 if triton.__version__.startswith("3.5.") else 0
 """Triton 3.5 spills so much in three forms of attention, 3.6 nothing."""
 LAYER_REGISTERS = 128  # with 16 warps a block of threads: as many as a multiprocessor has for them
 VOCAB, ROWS, MULTIPROCESSORS = 128256, 16 * 5, 132
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 # Types of the kernels' arguments. The case defines the type of the logits; other arguments are int32.
 _BY_TYPE = {
@@ -128,25 +136,6 @@ ALIGNED_STRIDES = tuple(f"{name}_stride" for name in ("queries", "keys", "values
 ALIGNED_STRIDES += tuple(
     f"{name}_stride" for name in ("x", "residual", "residual_out", "weight", "gate_up", "cos", "sin")
 )
-
-
-@dataclass(frozen=True)
-class CompileCase:
-    """One compilation. ``per_logit``: budget of the loop (None: no budget). ``config`` None: the kernel has no rows of logits.
-    ``instructions``: budget of the whole kernel (None: no budget). ``fused``: products and sums are, as in the launch. ``types``: of
-    arguments that are not as usual."""
-
-    name: str
-    kernel: Any
-    dtype: str
-    config: Config | None
-    constants: dict[str, Any]
-    per_logit: float | None
-    warps: int = 4
-    stages: int = 3
-    instructions: int | None = None
-    fused: bool = True
-    types: dict[str, str] = field(default_factory=dict)
 
 
 def cases() -> Iterator[CompileCase]:
@@ -276,51 +265,6 @@ def layer_cases() -> Iterator[CompileCase]:
     yield replace(with_float32, name=f"{with_float32.name}, fp32 tables", types={"cos": "*fp32", "sin": "*fp32"})
 
 
-def product_cases() -> Iterator[CompileCase]:
-    """The products of Llama-3-8B, and those of smaller models with biases and with rows that a step does not divide."""
-
-    def product(
-        name: str, kernel: Any, dtype: str, n: int, k: int, most: int, columns: int = 8, **own: Any
-    ) -> CompileCase:
-        tile = product_tile(n, BYTES[dtype])
-        constants = {
-            "K": k,
-            "NORM": False,
-            "HAS_BIAS": False,
-            "ONE_PLUS": False,
-            "PARTS": PARTS,
-            "ROWS": tile.rows,
-            "COLUMNS": columns,
-        }
-        constants |= {"HAS_COUNTS": True, "ROWS_OF_X": MAX_ROWS}
-        constants |= {"EVEN": k % (PARTS * tile.block) == 0, "BLOCK": tile.block, "BLOCK_NORM": tile.norm} | own
-        name = f"{name}, M={columns}" if columns > 8 else name
-        return CompileCase(name, kernel, dtype, None, constants, None, PARTS, tile.stages, most, False)
-
-    def linear(name: str, dtype: str, n: int, k: int, most: int, columns: int = 8, **own: Any) -> CompileCase:
-        own = {"KIND": -1, "HAS_RESIDUAL": False, "N": n} | own
-        return product(f"linear_small, {name}", linear_kernel, dtype, n, k, most, columns, **own)
-
-    def qkv(dtype: str, dim: int, rotary: int, k: int, most: int, columns: int = 8, **own: Any) -> CompileCase:
-        own = {"HEADS_Q": 32, "HEADS": 8, "DIM": dim, "ROTARY": rotary, "NORM": True} | own
-        name = f"qkv_append, D={dim}{'' if rotary == dim else f', R={rotary}'}"
-        return product(name, qkv_append_kernel, dtype, 48 * dim, k, most, columns, **own)
-
-    for columns, more in ((8, 1.0), (16, 1.6)):
-        yield linear("O", "bf16", 4096, 4096, int(900 * more), columns, HAS_RESIDUAL=True)
-        yield linear("gate_up", "bf16", 28672, 4096, int(1900 * more), columns, KIND=0, NORM=True)
-        yield qkv("bf16", 128, 128, 4096, int(2200 * more), columns)
-    yield linear("down", "bf16", 4096, 14336, 900, HAS_RESIDUAL=True)
-    yield linear("head", "bf16", 128256, 4096, 1900, NORM=True)
-    yield linear("gate_up, gelu", "fp16", 9728, 896, 2400, KIND=1, NORM=True, ONE_PLUS=True)
-    yield linear("O", "fp32", 2048, 2048, 1500, HAS_RESIDUAL=True)
-    yield linear("gate_up", "fp32", 16384, 2048, 2000, KIND=0, NORM=True)
-    yield qkv("bf16", 64, 64, 896, 2700, HAS_BIAS=True)
-    yield qkv("fp16", 96, 48, 3072, 2400, HAS_BIAS=True)
-    with_float32 = qkv("bf16", 128, 128, 4096, 2300)
-    yield replace(with_float32, name=f"{with_float32.name}, fp32 tables", types={"cos": "*fp32", "sin": "*fp32"})
-
-
 def dependent_cases() -> Iterator[CompileCase]:
     """Those of a quick run, as dependent launches."""
     for case in cases():
@@ -358,7 +302,7 @@ def compile_case(case: CompileCase, arch: int, tighten: float = 1.0) -> dict[str
         "name": case.name,
         "arch": arch,
         "dtype": case.dtype,
-        "block": next(constants[key] for key in ("BLOCK", "BLOCK_N", "BLOCK_D") if key in constants),
+        "block": next(constants[key] for key in ("BLOCK", "BLOCK_N", "BLOCK_D", "TILES") if key in constants),
         "warps": warps,
         "registers": usage["REG"],
         "spilled": usage["LOCAL"] + usage["STACK"],
@@ -366,6 +310,7 @@ def compile_case(case: CompileCase, arch: int, tighten: float = 1.0) -> dict[str
         "instructions": len(sass),
         "loop_per_logit": loop_per_logit,
         "all_per_logit": all_per_logit,
+        "bytes_per_weight": bytes_per_weight(constants, case.dtype) if case.kernel in PRODUCT_KERNELS else None,
         "tickets": compiled.asm["ptx"].count(".acq_rel."),
         "before_wait": before_wait(sass) if constants["PDL"] else None,
     }
@@ -459,31 +404,6 @@ def before_wait(sass: list[tuple[int, str]]) -> int:
     code = [text for _, text in sass]
     wait = next((i for i, text in enumerate(code) if re.search(r"\bACQBULK\b", text)), 0)
     return sum(bool(re.search(r"\bLDG\S*\.128\b", text)) for text in code[:wait])
-
-
-def product_faults(
-    report: dict[str, Any], sass: list[tuple[int, str]], ttgir: str, constants: dict[str, Any]
-) -> list[str]:
-    """What is wrong with a product of few rows."""
-    half, found = report["dtype"] != "fp32", []
-    most = PRODUCT_REGISTERS[constants["COLUMNS"]]
-    if report["registers"] > most:
-        found.append(f"{report['registers']} registers, budget {most}")
-    if constants["PDL"] and report["before_wait"] < 4:
-        found.append(f"{report['before_wait']} loads of weights before the wait, 4 needed")
-    steps = constants["K"] // (PARTS * constants["BLOCK"])
-    if steps > 2 and not any(re.search(r"\bLDGSTS\S*\.128\b", text) for _, text in sass):
-        found.append("weights do not come 16 bytes at a time while others are multiplied")
-    # Products of m16n8k16 for any number of columns, one warp for each part of a step.
-    tiles = re.findall(r"nvidia_mma<\{.*?warpsPerCTA = \[([\d, ]+)\], instrShape = \[([\d, ]+)\]", ttgir)
-    if half and tiles != [(f"{PARTS}, 1, 1", "1, 16, 8")]:
-        found.append(f"products on tensor cores are divided otherwise: {tiles}")
-    # A norm's sum: all threads along the row.
-    layouts = dict(re.findall(r"(?m)^(#blocked\d*) = #ttg.blocked<\{(.*?), order", ttgir))
-    for layout in re.findall(r"-> tensor<\d+xf32, #ttg.slice<\{dim = 1, parent = (#blocked\d*)\}>>", ttgir):
-        if not layouts[layout].endswith(f"threadsPerWarp = [1, 32], warpsPerCTA = [1, {PARTS}]"):
-            found.append(f"the sum of a norm is divided by rows: {layouts[layout]}")
-    return found
 
 
 def disassemble(cubin: bytes) -> tuple[list[tuple[int, str]], dict[str, int]]:

@@ -133,6 +133,13 @@ def parts_of(dry: bool) -> tuple[Part, ...]:
             _generations("compiled", ("tiny-small",), ("static",), 120, *sizes, "--no-calibrated", "--seconds", "inf"),
             _kernels(120, "--threads", "1", "--only", "kv_append"),
             _profile(300, "--dry-run"),
+            Part(
+                "more",
+                ("-m", "bench.gpu_more", "--json", "{file}", "--dry-run", "--only", "formats"),
+                120,
+                required=False,
+                call="figures",
+            ),
         )
     sizes = ("--new-tokens", "256", "--repeats", "2", "--device", "cuda")
     tuning = ("--agreement", "0.8", "--tuning", "3", "--tuning-tokens", "48")

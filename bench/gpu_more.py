@@ -1,7 +1,7 @@
 """Figures of one GPU in addition to the table of whole generations: ``python -m bench.gpu_more --json FILE``
 
-With planted models of 1B and 8B: the first token by the prompt's length, a batch of eight, sampled texts, a round with a draft head, and the quantised
-linear modules of torchao where it is installed. Ours in captured steps, medians of three calls. ``--dry-run``: small models on a CPU.
+With planted models of 1B and 8B: the first token by the prompt's length, a batch of eight, sampled texts, a round with a draft head, weights in the formats of
+GGUF files, and the quantised linear modules of torchao where it is installed. Ours in captured steps, medians of three calls. ``--dry-run``: small models on a CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from bench.harness import save
 from bench.machine import provenance
 from bench.planted import plant, random_prompts
 from pipespec import Pipeline
+from pipespec.models.tiled import TiledLinear
 from pipespec.schedules import base
+from pipespec_kernels.block_layouts import half_bytes
+from pipespec_kernels.formats import FORMATS, QuantizedMatrix
+from pipespec_kernels.tiles import in_tiles
 from pipespec_train.heads import head_for
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
@@ -83,6 +87,27 @@ class More:
                     found[f"{tokens} draft tokens"] = 1e3 * seconds / pipe.report.stages[-1].steps  # type: ignore[union-attr]
         return found
 
+    def formats(self) -> dict[str, Any]:
+        """Tokens per second with weights in formats of GGUF files: of plain decoding with random ones, whose text means nothing, and of rounds of a target and a draft
+        in 4 bits. And the bytes of the target's weights."""
+        ids, found = self.prompt(64), dict[str, Any]()
+        for name in ("q4_0",) if self.dry else ("q8_0", "q4_k", "q6_k", "mxfp4"):
+            model = plant(self.names[1:], texts=0, **self.place).models[0]
+            for at, linear in list(model.named_modules()):
+                if isinstance(linear, torch.nn.Linear):
+                    tiles = in_tiles(random_blocks(name, *linear.weight.shape), self.place["device"])
+                    model.set_submodule(at, TiledLinear(tiles, self.place["dtype"]))
+            with Pipeline(model, [], graphs=True, prefix_cache=0) as pipe:
+                _, seconds = self.timed(pipe.generate, ids, self.tokens, **GREEDY)
+                found[name] = {"plain": self.tokens / seconds, "forward": pipe.report.stages[0].forward}  # type: ignore[union-attr]
+            found[name]["bytes"] = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+        if not self.dry:  # weights= brings them into tiles on a GPU alone
+            with Pipeline(self.target, [self.small], weights="q4_0", graphs=True, lookahead=4, prefix_cache=0) as pipe:
+                _, seconds = self.timed(pipe.generate, ids, self.tokens, **GREEDY)
+                report: Any = pipe.report
+                found["q4_0, rounds"] = {"rounds": self.tokens / seconds, "steps": report.stages[-1].steps}
+        return found
+
     def quantised(self) -> dict[str, Any]:
         from torchao import quantization as ao
 
@@ -92,6 +117,16 @@ class More:
             ao.quantize_(model, kind, filter_fn=lambda m, at: isinstance(m, torch.nn.Linear) and "lm_head" not in at)
             found[name] = self.rates(model, 1, 48, **GREEDY)
         return found
+
+
+def random_blocks(name: str, rows: int, columns: int) -> QuantizedMatrix:
+    """A matrix of random codes, whose scales are small numbers."""
+    form, noise = FORMATS[name], torch.Generator().manual_seed(0)
+    data = torch.randint(0, 127, (rows, form.row_bytes(columns)), generator=noise, dtype=torch.uint8, device="cpu")
+    blocks = data.view(-1, form.block_bytes)
+    for at in form.halves:
+        blocks[:, at : at + 2] = half_bytes(torch.full((1, 1), 1e-5))
+    return QuantizedMatrix(form, data, (rows, columns))
 
 
 def main() -> None:
@@ -107,6 +142,7 @@ def main() -> None:
         "batch of 8": lambda: more.rates(more.target, 8, more.tokens, **GREEDY),
         "sampled": lambda: more.rates(more.target, 1, more.tokens, **SAMPLED),
         "draft head": more.head,
+        "formats": more.formats,
         "quantised": more.quantised,
     }
     if not set(options.only or ()) <= parts.keys():

@@ -145,7 +145,7 @@ def _affine_groups(x: Tensor, bits: int, size: int, first: float, steps: int) ->
         head.append(largest / levels)
     scale, offset = ((as_stored(h) * s).view(-1, 1) for h, s in zip(head, stored, strict=True))
     numbers = ((groups + offset) * _inverse(scale)).round().clamp(0, top).to(torch.uint8)
-    return torch.cat([half_bytes(part) for part in head], 1), *stored, numbers.view(len(x), 256)
+    return torch.cat([half_bytes(part) for part in head], 1), stored[0], stored[1], numbers.view(len(x), 256)
 
 
 def encode_q2_k(x: Tensor) -> Tensor:

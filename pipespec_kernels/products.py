@@ -5,6 +5,9 @@ keys and values; attention; output and residual sum; norm, gate and up; down and
 sum depends on the shape and the dtype of the weights alone, so a row has the same bits alone and among others: a verification of several columns gives what decoding
 token by token gives.
 
+Weights may be quantised, in tiles: :class:`pipespec_kernels.tiles.TiledMatrix`. A product then has the weights of :func:`decode_rows`, rounded to the dtype of ``x``, so
+a matrix in 4 bits gives what its copy in 16 bits gives, up to the order of the sums. For products of more rows :func:`decode_rows` writes that copy out.
+
 Tensors on a GPU go to the Triton kernels; the rest goes to torch, a row at a time. ``PIPESPEC_OPS`` works as for :mod:`pipespec_kernels.ops`, which exports
 these functions, too. None has a backward pass.
 """
@@ -13,12 +16,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipespec_kernels import arguments, dispatch, reference
 from pipespec_kernels.kv import check_fits, refuse_gradients
 from pipespec_kernels.layers import ACTIVATIONS, as_rows, check_eps, check_like, check_rows, check_tables, in_tables
 from pipespec_kernels.specs import INTEGERS, check, check_contiguous, check_distinct, check_last, check_tensor
+from pipespec_kernels.tiles import BAND, TiledMatrix
 
 MAX_ROWS = 16
 """Rows of a product. More of them are the library's: its products read the weights once for all of them."""
@@ -26,7 +31,7 @@ MAX_ROWS = 16
 
 def linear_small(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | TiledMatrix,
     bias: Tensor | None = None,
     *,
     norm: Tensor | None = None,
@@ -44,7 +49,7 @@ def linear_small(
 
     Args:
         x: ``[M, K]`` with ``M <= 16``, float32, bfloat16, float16 or float64; rows contiguous.
-        weight: ``[N, K]``, likewise; with an activation ``[2 * I, K]``, the gate's rows first. A dependent launch (``PIPESPEC_PDL=1``) reads it before the launch
+        weight: ``[N, K]``, likewise, or in tiles; with an activation ``[2 * I, K]``, the gate's rows first, in tiles with ``I`` a multiple of 8. A dependent launch (``PIPESPEC_PDL=1``) reads it before the launch
             ahead of it has ended: no kernel that lets the next launch begin early may write it.
         bias: ``[N]``, contiguous, the dtype of ``x``. None: nothing is added.
         norm: ``[K]``, likewise: weights of an RMS norm of the rows of ``x``. None: they are multiplied as they are.
@@ -80,8 +85,10 @@ def linear_small(
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)} or None, is {activation!r}")
         if residual is not None:
             raise ValueError("activation and residual do not go together")
-        if columns % 2:
-            raise ValueError(f"with an activation weight must have an even number of rows, got {columns}")
+        if not can_halve(weight):
+            raise ValueError(
+                f"with an activation weight must have an even number of rows, in tiles of whole bands of {BAND}, got {columns}"
+            )
         columns //= 2
     for name, tensor in (("residual", residual), ("out", out)):
         if tensor is not None:
@@ -91,7 +98,7 @@ def linear_small(
     if query_lens is not None:
         _check_counts(query_lens, len(query_lens), x)
     kernels = dispatch.kernels(x)
-    given = x, weight, bias, norm, float(eps), one_plus_weight, activation, residual, query_lens
+    given = x, _taken(weight, kernels, x), bias, norm, float(eps), one_plus_weight, activation, residual, query_lens
     if out is None:
         out = x.new_empty((len(x), columns))
     if kernels is None:
@@ -103,7 +110,7 @@ def linear_small(
 
 def qkv_append(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | TiledMatrix,
     bias: Tensor | None,
     cos: Tensor,
     sin: Tensor,
@@ -122,7 +129,8 @@ def qkv_append(
 
     Args:
         x: ``[B, Q, K]`` with ``B * Q <= 16``, as for :func:`linear_small`, and one distance between all rows.
-        weight: ``[(Hq + 2 * Hkv) * D, K]``, as for :func:`linear_small`: the heads of queries, then of keys, then of values.
+        weight: ``[(Hq + 2 * Hkv) * D, K]``, as for :func:`linear_small`: the heads of queries, then of keys, then of values. In tiles ``D`` and the half of the
+            rotated dimensions are multiples of 8.
         bias: likewise.
         cos: as for :func:`rope_append`.
         sin: likewise.
@@ -171,6 +179,10 @@ def qkv_append(
         raise ValueError(
             f"weight must have rows for {heads} heads of keys, as many of values, and some of queries, each of {dim}, got shape {tuple(weight.shape)}"
         )
+    if not can_append(weight, dim, cos.shape[1]):
+        raise ValueError(
+            f"weight in tiles of {BAND} rows needs heads and halves of rotations in multiples of {BAND} rows, got {dim} and {cos.shape[1] / 2:g}"
+        )
     arguments.check_flag("check_counts", check_counts)
     if out is None:
         out = x.new_empty((batch, width, heads_q, dim)).transpose(1, 2)
@@ -182,12 +194,81 @@ def qkv_append(
     if check_counts or kernels is None:
         check_fits(lengths, query_lens, width, capacity, "query_lens")
         in_tables(lengths, query_lens, None, width, cos.shape[0])
-    given = weight, bias, norm, float(eps), one_plus_weight, cos, sin, k_cache, v_cache, lengths, query_lens
+    given = (
+        _taken(weight, kernels, x),
+        bias,
+        norm,
+        float(eps),
+        one_plus_weight,
+        cos,
+        sin,
+        k_cache,
+        v_cache,
+        lengths,
+        query_lens,
+    )
     if kernels is None:
         reference.qkv_append(x, *given, out)
     elif out.numel():
         kernels.qkv_append(rows, *given, out)
     return out
+
+
+def can_halve(weight: Tensor | TiledMatrix) -> bool:
+    """Whether :func:`linear_small` takes weights together with an activation: each half of the rows is whole, and in tiles they come 8 by 8."""
+    return len(weight) % (2 * BAND if isinstance(weight, TiledMatrix) else 2) == 0
+
+
+def can_append(weight: Tensor | TiledMatrix, dim: int, rotary: int) -> bool:
+    """Whether :func:`qkv_append` takes weights for heads of these dimensions: a rotation has two rows of weights, and in tiles they come 8 by 8."""
+    return not isinstance(weight, TiledMatrix) or (dim % BAND == 0 and rotary % (2 * BAND) == 0)
+
+
+def decode_rows(
+    matrix: TiledMatrix, index: Tensor | None = None, *, dtype: torch.dtype | None = None, out: Tensor | None = None
+) -> Tensor:
+    """The weights of a quantised matrix, or of some of its rows: embeddings of tokens, or all rows for a product of more rows than :func:`linear_small` takes.
+
+    Args:
+        matrix: ``[N, K]``.
+        index: int32 or int64 ``[n]``, on the device of the matrix: its rows. Not checked on a GPU, where a row that is not there is NaN. None: all.
+        dtype: of the result: float32, bfloat16, float16 or float64. None: float32, or that of ``out``.
+        out: ``[n, K]`` or ``[N, K]``, rows contiguous, to write to; must overlap no other argument.
+
+    Returns:
+        ``[n, K]`` or ``[N, K]``: the weights of :func:`pipespec_kernels.formats.dequantize`, rounded to the dtype.
+
+    Raises:
+        TypeError: not a matrix in tiles, or a dtype that is not supported.
+        ValueError: a shape or device that does not fit, or an index beyond the rows. Nothing has been written then.
+    """
+    if not isinstance(matrix, TiledMatrix):
+        raise TypeError(f"matrix must be a TiledMatrix, got {type(matrix).__name__}")
+    rows, columns = matrix.shape
+    if index is not None:
+        if not isinstance(index, Tensor) or index.dim() != 1:
+            raise TypeError("index must be a tensor of one dimension, or None")
+        check_tensor(index, "index", INTEGERS, tuple(index.shape), matrix.data.device, "matrix")
+        rows = len(index)
+    if out is None:
+        out = torch.empty((rows, columns), dtype=dtype or torch.float32, device=matrix.data.device)
+    elif dtype not in (None, out.dtype):
+        raise ValueError(f"dtype={dtype} and out of {out.dtype} do not go together")
+    check_rows(out, "out")
+    check_tensor(out, "out", (out.dtype,), (rows, columns), matrix.data.device, "matrix")
+    kernels = dispatch.kernels(out)
+    if kernels is not None:
+        if out.numel():
+            kernels.decode_rows(matrix, index, out)
+        return out
+    if index is not None and out.is_cpu and rows and not 0 <= int(index.min()) <= int(index.max()) < matrix.shape[0]:
+        raise ValueError(f"index must be 0 .. {matrix.shape[0] - 1}")
+    return out.copy_(matrix.decoded() if index is None else matrix.rows(index.long()))
+
+
+def _taken(weight: Tensor | TiledMatrix, kernels: Any, x: Tensor) -> Any:
+    """The weights as an implementation takes them: the reference has no tiles."""
+    return decode_rows(weight, dtype=x.dtype) if kernels is None and isinstance(weight, TiledMatrix) else weight
 
 
 def _check_counts(query_lens: Any, rows: int, x: Tensor) -> None:
@@ -201,13 +282,22 @@ def _check_product(x: Any, weight: Any, bias: Any, norm: Any, eps: float, one_pl
     check_rows(x, "x")
     if x.dim() != 2 or len(x) > MAX_ROWS:
         raise ValueError(f"x must have at most {MAX_ROWS} rows [M, K], got shape {tuple(x.shape)}")
-    check_rows(weight, "weight")
-    if weight.dim() != 2 or weight.shape[1] != x.shape[1] or not len(weight):
-        raise ValueError(f"weight must be [N, {x.shape[1]}] with N > 0, got shape {tuple(weight.shape)}")
-    check_tensor(weight, "weight", (x.dtype,), tuple(weight.shape), x.device, "x")
+    if isinstance(weight, TiledMatrix):
+        if weight.shape[1] != x.shape[1] or not len(weight):
+            raise ValueError(f"weight must be [N, {x.shape[1]}] with N > 0, got shape {weight.shape}")
+        check_tensor(weight.data, "weight", (torch.uint8,), tuple(weight.data.shape), x.device, "x")
+    else:
+        _check_weight(x, weight)
     for name, tensor, size in (("bias", bias, len(weight)), ("norm", norm, x.shape[1])):
         if tensor is not None:
             check_tensor(tensor, name, (x.dtype,), (size,), x.device, "x")
             check_last(tensor, name)
     check_eps(eps)
     arguments.check_flag("one_plus_weight", one_plus_weight)
+
+
+def _check_weight(x: Tensor, weight: Any) -> None:
+    check_rows(weight, "weight")
+    if weight.dim() != 2 or weight.shape[1] != x.shape[1] or not len(weight):
+        raise ValueError(f"weight must be [N, {x.shape[1]}] with N > 0, got shape {tuple(weight.shape)}")
+    check_tensor(weight, "weight", (x.dtype,), tuple(weight.shape), x.device, "x")

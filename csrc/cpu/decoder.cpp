@@ -61,20 +61,22 @@ Workspace& workspace() {
 
 std::atomic<uint64_t> g_round{0};
 
-// x[0 .. dim), rotated by the angles of its position: transformers' rotate_half, or with `pairs`
-// the elements 2 i and 2 i + 1 by angle i.
-void rotate(float* x, const float* cos, const float* sin, int64_t dim, bool pairs) {
+// x[0 .. dim), rotated by the angles of its position: transformers' rotate_half.
+void rotate(float* x, const float* cos, const float* sin, int64_t dim) {
   const int64_t half = dim / 2;
-  for (int64_t i = 0; pairs && i < half; ++i) {
-    const float a = x[2 * i], b = x[2 * i + 1];
-    x[2 * i] = a * cos[i] - b * sin[i];
-    x[2 * i + 1] = b * cos[i] + a * sin[i];
-  }
-  if (pairs) return;
   for (int64_t i = 0; i < half; ++i) {
     const float a = x[i], b = x[i + half];
     x[i] = a * cos[i] - b * sin[i];
     x[i + half] = b * cos[i + half] + a * sin[i + half];
+  }
+}
+
+// The same where neighbours make a pair: elements 2 i and 2 i + 1 turn by angle i.
+void rotate_neighbours(float* x, const float* cos, const float* sin, int64_t dim) {
+  for (int64_t i = 0; i < dim / 2; ++i) {
+    const float a = x[2 * i], b = x[2 * i + 1];
+    x[2 * i] = a * cos[i] - b * sin[i];
+    x[2 * i + 1] = b * cos[i] + a * sin[i];
   }
 }
 
@@ -379,7 +381,8 @@ struct Decoder::Job {
     if (has_norm && !shape.norms_rotated) normalize_head();
     if (layer->rope >= 0) {
       const int64_t at = (layer->rope * columns->positions + position) * r;
-      rotate(x, columns->cos + at, columns->sin + at, r, shape.rotates_pairs);
+      (shape.rotates_pairs ? rotate_neighbours : rotate)(x, columns->cos + at, columns->sin + at,
+                                                         r);
     }
     if (has_norm && shape.norms_rotated) normalize_head();
   }

@@ -2,7 +2,8 @@
 
 ``verify`` (greedy and coupled) and ``select`` (the choice of every column), ``rejection_sample`` (Leviathan's and Chen's test), ``cutoff``
 (top-k, top-p and min-p as one logit per row), ``penalize`` (penalties, biases, bitmasks), ``logprobs``; over keys and values with lengths on the device ``kv_append`` and its like, and
-``verify_attention``; of a layer ``add_rms_norm``, ``silu_mul`` and ``rope_append``, and products of few rows with them: ``linear_small`` and ``qkv_append``. No call waits for the device, allocates memory that a graph
+``verify_attention``; of a layer ``add_rms_norm``, ``silu_mul`` and ``rope_append``, and products of few rows with them: ``linear_small`` and ``qkv_append``, also of quantised
+weights, whose rows ``decode_rows`` writes out. No call waits for the device, allocates memory that a graph
 could not replay, or depends on earlier calls, so all can be captured in a CUDA graph.
 
 With ``TRITON_INTERPRET=1`` in the environment before the first import of triton, the same kernels run in triton's
@@ -21,6 +22,7 @@ from pipespec_kernels.triton.norm import add_rms_norm
 from pipespec_kernels.triton.penalize import penalize
 from pipespec_kernels.triton.rejection_sample import rejection_sample
 from pipespec_kernels.triton.rope import rope_append
+from pipespec_kernels.triton.tiles import decode_rows
 from pipespec_kernels.triton.verify import select, verify
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "Workspace",
     "add_rms_norm",
     "cutoff",
+    "decode_rows",
     "kv_append",
     "linear_small",
     "logprobs",

@@ -22,12 +22,14 @@ import triton.language as tl
 from torch import Tensor
 
 from pipespec_kernels.products import MAX_ROWS
+from pipespec_kernels.tiles import WIDTH, TiledMatrix, TileLayout
 from pipespec_kernels.triton import launch
 from pipespec_kernels.triton.activation import ACTIVATIONS, activated
 from pipespec_kernels.triton.launch import begin_dependent, dependent, on
 from pipespec_kernels.triton.norm import inverse_rms, rounded, weighted
 from pipespec_kernels.triton.philox import IS_INTERPRETED
 from pipespec_kernels.triton.rope import turn
+from pipespec_kernels.triton.tiles import decode, load_codes
 
 PARTS = 4  # of a step along K, one for each warp
 MANY = 8192  # rows of weights from which on a block takes more of them: each block reads x once more
@@ -71,6 +73,32 @@ def load_weights(
 
 
 @triton.jit
+def load_step(
+    weight, weight_stride, row, there, bands, start,
+    LAYOUT: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A step's weights, or their codes. ``bands``: the bands of the rows, and which are there."""
+    if LAYOUT is None:
+        return load_weights(weight, weight_stride, row, there, start, K, EVEN, PARTS, BLOCK)
+    else:
+        return load_codes(weight, weight_stride, bands[0], bands[1], start // BLOCK, LAYOUT, K, EVEN, PARTS)
+
+
+@triton.jit
+def operand_of(
+    w, weight, weight_stride, bands, start, dtype: tl.constexpr,
+    LAYOUT: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What a step multiplies, of what :func:`load_step` has loaded."""
+    if LAYOUT is None:
+        return operand(w)
+    else:
+        at = start // BLOCK
+        w = decode(w, weight, weight_stride, bands[0], bands[1], at, dtype, LAYOUT, K, EVEN, PARTS, ROWS // 8)
+        return operand(w)
+
+
+@triton.jit
 def load_x(
     x, x_stride, rows, factor, norm, start,
     NORM: tl.constexpr, ONE_PLUS: tl.constexpr, K: tl.constexpr,
@@ -110,26 +138,29 @@ def sum_of_parts(sums, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.cons
 
 @triton.jit
 def multiply(
-    w, x, x_stride, rows, weight, weight_stride, bias, norm, eps, row, there,
+    w, x, x_stride, rows, weight, weight_stride, bias, norm, eps, row, there, bands, LAYOUT: tl.constexpr,
     HAS_BIAS: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_NORM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``row [ROWS]`` of the weights (those that are ``there``) times the rows of ``x``: float32 ``[ROWS, COLUMNS]``, rounded to the dtype. ``w``: the weights
-    of the first step."""
+    """Rows ``row [ROWS]`` of the weights (those that are ``there``) times the rows of ``x``: float32 ``[ROWS, COLUMNS]``, rounded to the dtype. ``w``: what
+    :func:`load_step` has loaded for the first step."""
+    dtype: tl.constexpr = x.dtype.element_ty
     factor = tl.full([COLUMNS], 1.0, tl.float32)
     if NORM:
         factor = norm_factors(x, x_stride, rows, eps, K, BLOCK_NORM, COLUMNS)
     y = load_x(x, x_stride, rows, factor, norm, 0, NORM, ONE_PLUS, K, PARTS, BLOCK, COLUMNS)
     sums = tl.zeros([PARTS, ROWS, COLUMNS], tl.float32)
-    sums = tl.dot(operand(w), operand(y), sums, input_precision="ieee")
+    a = operand_of(w, weight, weight_stride, bands, 0, dtype, LAYOUT, K, EVEN, PARTS, ROWS, BLOCK)
+    sums = tl.dot(a, operand(y), sums, input_precision="ieee")
     for start in range(PARTS * BLOCK, K, PARTS * BLOCK):
-        w = load_weights(weight, weight_stride, row, there, start, K, EVEN, PARTS, BLOCK)
+        w = load_step(weight, weight_stride, row, there, bands, start, LAYOUT, K, EVEN, PARTS, BLOCK)
+        a = operand_of(w, weight, weight_stride, bands, start, dtype, LAYOUT, K, EVEN, PARTS, ROWS, BLOCK)
         y = load_x(x, x_stride, rows, factor, norm, start, NORM, ONE_PLUS, K, PARTS, BLOCK, COLUMNS)
-        sums = tl.dot(operand(w), operand(y), sums, input_precision="ieee")
+        sums = tl.dot(a, operand(y), sums, input_precision="ieee")
     found = sum_of_parts(sums, PARTS, ROWS, COLUMNS)
     if HAS_BIAS:
         found += tl.load(bias + row, mask=there, other=0.0).to(tl.float32)[:, None]
-    return rounded(found, x.dtype.element_ty)
+    return rounded(found, dtype)
 
 
 @triton.jit
@@ -157,6 +188,7 @@ def linear_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     KIND: tl.constexpr,
+    LAYOUT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
@@ -171,27 +203,32 @@ def linear_kernel(
     ROWS_OF_X: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``KIND``: of the activation, whose gates are the first half of the rows of the weights; -1: there is none."""
+    """``KIND``: of the activation, whose gates are the first half of the rows of the weights; -1: there is none. ``LAYOUT``: of the tiles of the weights;
+    None: they are numbers of the dtype of ``x``."""
     dtype: tl.constexpr = output.dtype.element_ty
     OUT: tl.constexpr = N // 2 if KIND >= 0 else N
-    r = tl.arange(0, ROWS)
+    r, b = tl.arange(0, ROWS), tl.arange(0, ROWS // 8) * 8
     if KIND >= 0:
         HALF: tl.constexpr = ROWS // 2
         at = tl.program_id(0) * HALF + r % HALF
         row = at + r // HALF * OUT
+        begin = tl.program_id(0) * HALF + b % HALF
+        bands = (begin + b // HALF * OUT) // 8, begin < OUT
     else:
         at = tl.program_id(0) * ROWS + r
         row = at
+        begin = tl.program_id(0) * ROWS + b
+        bands = begin // 8, begin < OUT
     if HAS_COUNTS and not PDL:
         if is_idle(query_lens, batch, ROWS_OF_X):
             return
-    w = load_weights(weight, weight_stride, row, at < OUT, 0, K, EVEN, PARTS, BLOCK)
+    w = load_step(weight, weight_stride, row, at < OUT, bands, 0, LAYOUT, K, EVEN, PARTS, BLOCK)
     begin_dependent(PDL)
     if HAS_COUNTS and PDL:
         if is_idle(query_lens, batch, ROWS_OF_X):
             return
     y = multiply(
-        w, x, x_stride, rows, weight, weight_stride, bias, norm, eps, row, at < OUT,
+        w, x, x_stride, rows, weight, weight_stride, bias, norm, eps, row, at < OUT, bands, LAYOUT,
         HAS_BIAS, NORM, ONE_PLUS, K, EVEN, PARTS, ROWS, BLOCK, BLOCK_NORM, COLUMNS,
     )  # fmt: skip
     if KIND >= 0:
@@ -247,6 +284,7 @@ def qkv_append_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     ROTARY: tl.constexpr,
+    LAYOUT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
     NORM: tl.constexpr,
@@ -275,16 +313,19 @@ def qkv_append_kernel(
     r = tl.arange(0, ROWS)
     d = first + r % PAIRS + r // PAIRS * gap
     there = tl.where(turns, first + r % PAIRS < HALF, d < DIM)
+    b = tl.arange(0, ROWS // 8) * 8
+    begin = first + b % PAIRS + b // PAIRS * gap
+    bands = (head * DIM + begin) // 8, tl.where(turns, first + b % PAIRS < HALF, begin < DIM)
     if HAS_COUNTS and not PDL:
         if is_idle(query_lens, batch, ROWS_OF_X):
             return
-    w = load_weights(weight, weight_stride, head * DIM + d, there, 0, K, EVEN, PARTS, BLOCK)
+    w = load_step(weight, weight_stride, head * DIM + d, there, bands, 0, LAYOUT, K, EVEN, PARTS, BLOCK)
     begin_dependent(PDL)
     if HAS_COUNTS and PDL:
         if is_idle(query_lens, batch, ROWS_OF_X):
             return
     y = multiply(
-        w, x, x_stride, rows, weight, weight_stride, bias, norm, eps, head * DIM + d, there,
+        w, x, x_stride, rows, weight, weight_stride, bias, norm, eps, head * DIM + d, there, bands, LAYOUT,
         HAS_BIAS, NORM, ONE_PLUS, K, EVEN, PARTS, ROWS, BLOCK, BLOCK_NORM, COLUMNS,
     )  # fmt: skip
     low, high = halves(y, ROWS, COLUMNS)
@@ -353,13 +394,20 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_of(weights: int, itemsize: int) -> Tile:
+def tile_of(weights: int, itemsize: int, in_tiles: bool = False) -> Tile:
     """The tile for a number of rows of weights: 16 KiB of weights in a step. Two or three blocks on a multiprocessor then keep more bytes on their way than
-    the latency of memory needs. Not tuned on a device."""
+    the latency of memory needs. Those of quantised weights are as wide as the tiles in which they lie. Not tuned on a device."""
+    rows = 32 if weights >= MANY else 16
+    if in_tiles:
+        return Tile(rows, WIDTH, 512 if itemsize == 4 else 1024, 3)
     if itemsize == 4:  # no tensor cores
         return Tile(16, 32, 512, 2)
-    rows = 32 if weights >= MANY else 16
     return Tile(rows, 2048 // rows, 1024, 3)
+
+
+def matrix_of(weight: Tensor | TiledMatrix) -> tuple[Tensor, TileLayout | None]:
+    """The memory of a matrix, and the layout of its tiles if it lies in some."""
+    return (weight.data, weight.layout) if isinstance(weight, TiledMatrix) else (weight, None)
 
 
 def constants_of(
@@ -385,7 +433,7 @@ def constants_of(
 
 def linear_small(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | TiledMatrix,
     bias: Tensor | None,
     norm: Tensor | None,
     eps: float,
@@ -397,7 +445,8 @@ def linear_small(
 ) -> None:
     """See :func:`pipespec_kernels.ops.linear_small`, which checks the arguments."""
     launch.check_device(x.device, "x")
-    tile = tile_of(len(weight), x.element_size())
+    matrix, layout = matrix_of(weight)
+    tile = tile_of(len(weight), x.element_size(), layout is not None)
     step = tile.rows if activation is None else tile.rows // 2
     even = out.shape[1] % step == 0
     flags = norm is not None, one_plus_weight, bias is not None, query_lens is not None
@@ -407,10 +456,10 @@ def linear_small(
         linear_kernel[(triton.cdiv(out.shape[1], step),)](
             x,
             x.stride(0),
-            weight,
-            weight.stride(0),
-            weight if bias is None else bias,
-            weight if norm is None else norm,
+            matrix,
+            matrix.stride(0),
+            x if bias is None else bias,
+            x if norm is None else norm,
             before,
             before.stride(0),
             out,
@@ -420,6 +469,7 @@ def linear_small(
             len(x),
             0 if query_lens is None else len(query_lens),
             N=len(weight),
+            LAYOUT=layout,
             KIND=-1 if activation is None else ACTIVATIONS.index(activation),
             HAS_RESIDUAL=residual is not None,
             **constants,
@@ -432,7 +482,7 @@ def linear_small(
 
 def qkv_append(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | TiledMatrix,
     bias: Tensor | None,
     norm: Tensor | None,
     eps: float,
@@ -448,7 +498,8 @@ def qkv_append(
     """See :func:`pipespec_kernels.ops.qkv_append`, which checks the arguments and makes ``out``."""
     launch.check_device(x.device, "x")
     heads_q, heads, dim, rotary = out.shape[1], k_cache.shape[1], k_cache.shape[3], cos.shape[1]
-    tile = tile_of(len(weight), x.element_size())
+    matrix, layout = matrix_of(weight)
+    tile = tile_of(len(weight), x.element_size(), layout is not None)
     pairs, rest = rotary // 2, dim - rotary
     even = pairs % (tile.rows // 2) == 0 and rest % tile.rows == 0
     flags = norm is not None, one_plus_weight, bias is not None, query_lens is not None
@@ -458,10 +509,10 @@ def qkv_append(
         qkv_append_kernel[(blocks * (heads_q + 2 * heads),)](
             x,
             x.stride(0),
-            weight,
-            weight.stride(0),
-            weight if bias is None else bias,
-            weight if norm is None else norm,
+            matrix,
+            matrix.stride(0),
+            x if bias is None else bias,
+            x if norm is None else norm,
             cos,
             cos.stride(0),
             sin,
@@ -480,6 +531,7 @@ def qkv_append(
             len(out),
             out.shape[2],
             k_cache.shape[2],
+            LAYOUT=layout,
             HEADS_Q=heads_q,
             HEADS=heads,
             DIM=dim,

@@ -39,6 +39,8 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
     storage = ("attention, D=128, M=32", "attention, D=128, M=16, invariant", "attention, combine, D=128", "kv_append")
     layers = ("add_rms_norm, H=4096", "silu_mul, silu", "rope_append, D=128")
     layers += ("linear_small, O", "linear_small, gate_up", "qkv_append, D=128")
+    layers += ("linear_small, O, q4_k", "linear_small, O, q6_k", "linear_small, O, q8_0")
+    layers += ("decode_rows, all", "decode_rows, of tokens")
     for kernel in selection + storage + layers:
         assert {r["arch"] for r in reports if r["name"] == kernel} >= {80, 90, 100}
     # Every kernel is compiled as a dependent launch, too.
@@ -65,7 +67,17 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
 
     # Where a block of threads has less shared memory, the kernels with most of it are compiled; the others have as much as elsewhere, or less.
     small = [r for r in reports if r["arch"] not in (80, 90, 100)]
-    assert {r["name"].split(",")[0] for r in small} == {"verify", "rejection_sample", "attention", "qkv_append"}
+    assert {r["name"].split(",")[0] for r in small} == {
+        "verify",
+        "rejection_sample",
+        "attention",
+        "qkv_append",
+        "linear_small",
+    }
+    # What a product reads: with quantised weights hardly more than their blocks have.
+    read = {r["name"]: r["bytes_per_weight"] for r in reports if r["bytes_per_weight"] is not None}
+    assert read["linear_small, O"] == 2
+    assert [read[f"linear_small, O, {name}"] for name in ("q8_0", "q6_k", "q4_k")] == [1.0625, 0.84375, 0.59375]
     assert {r["arch"] for r in small} >= {89}
     for r in reports:
         if r["arch"] == 80 and r["shared"] > 81 << 10:

@@ -167,7 +167,7 @@ TEST(inputs_are_rounded_to_the_nearest) {
       sums[i / 32] += found.codes[i];
     }
     const int order[8] = {0, 2, 1, 3, 4, 6, 5, 7};
-    for (int i = 0; i < 8; ++i) CHECK_EQ(int(found.sums[i]), sums[order[i]]);
+    for (int i = 0; i < 8; ++i) CHECK_EQ(int(found.sums32[i]), sums[order[i]]);
     for (float bad : {INFINITY, -INFINITY, NAN, 1e-31f}) {
       std::vector<float> block(32, 0.0f);
       block[3] = bad;

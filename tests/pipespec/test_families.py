@@ -19,7 +19,7 @@ from pipespec.checks.support import check_streams
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward, native_unsupported_reason
 from pipespec.errors import NotCapturable
-from pipespec.models import families
+from pipespec.models import description, families
 from pipespec.models.layout import STATES, CacheLayout
 from pipespec_spd import SpeculativePipeline
 from pipespec_spd.partition import check_target
@@ -267,6 +267,15 @@ def test_refusals_are_those_of_the_page(name):
     assert rows[name] == sentence(name)
 
 
+def fused(model: PreTrainedModel) -> str:
+    """Whether captured steps have a fused form, or the parts that have no fused operation."""
+    try:
+        lacking = description.read(model, matrices=False).beyond_llama
+    except families.NotReadable:
+        return "-"
+    return lacking or "yes"
+
+
 def table() -> list[str]:
     """The rows of the page, by what the code says of the tiny models."""
     rows: dict[str, list[str]] = {}
@@ -281,7 +290,7 @@ def table() -> list[str]:
         native = native_unsupported_reason(model) is None
         static = is_static(model)
         marks = ["yes" if mark else "-" for mark in (native, static, families.FAMILIES[kind].in_stages)]
-        rows.setdefault(kind, [what, *marks])[1:] = marks
+        rows.setdefault(kind, [what])[1:] = [*marks, fused(model)]
         rows[kind][0] = max(rows[kind][0], what, key=len)
     return [" | ".join([f"| `{kind}`", *row]) + " |" for kind, row in sorted(rows.items())]
 

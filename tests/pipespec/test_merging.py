@@ -73,9 +73,10 @@ def test_parameters_stay(name):
     assert bytes_of(now.values()) == size
     assert objects["model.norm.weight"].grad is not None
     for layer in choose_fused(model)._layers:
-        for matrix in (layer.qkv, layer.gate_up):
-            assert len(matrix.weight) == 1
-            assert len(matrix.bias) <= 1
+        for product in (layer.qkv, layer.gate_up):
+            (run,) = product.runs
+            assert len(run.weight) == 1
+            assert len(run.bias) <= 1
 
 
 def test_matrices_that_are_fused_stay_where_they_are():
@@ -84,7 +85,7 @@ def test_matrices_that_are_fused_stay_where_they_are():
     assert choose_fused(model) is not None
     assert places(model) == before
     attn = model.model.layers[0].self_attn
-    assert choose_fused(model)._layers[0].qkv.weight[0].data_ptr() == attn.qkv_proj.weight.data_ptr()
+    assert choose_fused(model)._layers[0].qkv.runs[0].weight[0].data_ptr() == attn.qkv_proj.weight.data_ptr()
 
 
 def test_extra_memory_is_that_of_one_group(monkeypatch):

@@ -309,6 +309,23 @@ def test_a_full_queue_refuses(pipe: Pipeline, tokenizer: Any) -> None:
         assert ask() == sent[0].result()
 
 
+def test_a_client_that_goes_while_it_waits_gives_back_its_place(pipe: Pipeline, tokenizer: Any) -> None:
+    release = threading.Event()
+    with serving(Held(pipe, lambda _: release.is_set()), tokenizer, queue=1) as served, ThreadPoolExecutor(2) as pool:
+        try:
+            first = pool.submit(served.complete)
+            until(lambda: served.metrics()["vllm:num_requests_running"] == 1, "the first request runs")
+            with served.begin({"prompt": PROMPT, "stream": True}):
+                until(lambda: served.metrics()["vllm:num_requests_waiting"] == 1, "the second request waits")
+            until(lambda: served.metrics()["vllm:num_requests_waiting"] == 0, "its client has gone")
+            third = pool.submit(served.complete)
+            until(lambda: served.metrics()["vllm:num_requests_waiting"] == 1, "the third request waits")
+        finally:
+            release.set()
+        assert first.result().text
+        assert third.result().status == 200
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("is_reading", [False, True])
 def test_a_client_that_goes_ends_its_request(pipe: Pipeline, tokenizer: Any, stream: bool, is_reading: bool) -> None:

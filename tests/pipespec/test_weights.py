@@ -10,7 +10,8 @@ from pipespec import Pipeline
 from pipespec.checks.devices import weights_of_each
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import described, forward, native_unsupported_reason
-from pipespec.models.quantized import NAMES, Int8Linear, QuantizedEmbedding, QuantizedLinear, with_kv_of
+from pipespec.models import quantizing
+from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear, has_blocks, with_kv_of
 from pipespec.models.quantizing import quantized
 from pipespec_kernels.decoder import NativeDecoder
 from pipespec_kernels.formats import FORMATS, QUANTIZERS, dequantize
@@ -164,12 +165,16 @@ def test_a_draft_out_of_a_file_runs_in_a_worker(model, tmp_path):
         assert pipe.report.stages[0].forward == "native"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_formats_are_refused_on_a_gpu(model, monkeypatch, name):
-    """There each step would be slower than in 16 bits."""
+@pytest.mark.parametrize("name", ["q4_0", "int8"])
+def test_a_model_on_a_gpu_is_put_in_tiles_there(model, monkeypatch, name):
+    """In its own dtype, see test_tiled.py; the model that was given stays as it is."""
+    asked = []
     monkeypatch.setattr(type(model), "device", torch.device("cuda", 0))
-    with pytest.raises(ValueError, match=f"weights='{name}': these formats are for the CPU, .* is on cuda:0"):
-        quantized(model, name)
+    monkeypatch.setattr(quantizing, "on_gpu", lambda made, *where: asked.append((made, *where)) or made)
+    made = quantized(model, name)
+    assert asked == [(made, torch.device("cuda", 0), torch.float32)]
+    assert has_blocks(made) == (name == "q4_0")
+    assert not has_blocks(model)
 
 
 def test_weights_by_stage():

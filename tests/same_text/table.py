@@ -305,7 +305,7 @@ class Way:
         if not self.row.has_drafts:
             return chain in (CHAINS["alone"], CHAINS["right"])
         if DEVICE != "cpu" and "weights" in chain.options:
-            return False  # blocks are for the CPU
+            return False  # 16 bits, in which sums of forwards without a graph depend on the width
         if self.fixed and chain.kinds == INDEX + HEAD:
             return False  # the controller chooses between them
         if DEVICE != "cpu" and "exact" in chain.options and not self.captured:

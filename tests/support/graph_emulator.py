@@ -25,14 +25,25 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import register_dataclass, tree_flatten, tree_map
+from torch.utils._pytree import register_dataclass, register_pytree_node, tree_flatten, tree_map
 
 from pipespec.engine import known
 from pipespec_kernels import ops
 from pipespec_kernels.state import Action
+from pipespec_kernels.tiles import TiledMatrix
 from tests.pipespec.fake_gpu import FakeGpu, Graph, Stream
 
 register_dataclass(ops.Penalties)
+
+
+def _matrix_around(leaves: Any, fields: dict[str, Any]) -> TiledMatrix:
+    """Without a check: a graph has an address in the place of the memory."""
+    made = object.__new__(TiledMatrix)
+    made.__dict__.update(fields, data=next(iter(leaves)))
+    return made
+
+
+register_pytree_node(TiledMatrix, lambda m: ([m.data], {"format": m.format, "shape": m.shape}), _matrix_around)
 
 _JUNK = 0x7F
 """Each byte of junk: an id that no vocabulary has, and the largest numbers of bfloat16 and float32."""

@@ -6,8 +6,6 @@ import argparse
 import json
 from typing import Any
 
-from pipespec.models.properties import end_tokens
-
 
 def prompt_of(line: str, number: int) -> dict[str, Any]:
     """A line of the input as an object with ``prompt``: a JSON object has it, a JSON string or any other line is it.
@@ -35,6 +33,7 @@ def write_lines(args: argparse.Namespace, pipe: Any, tokenizer: Any, lines: list
         args: The options of ``pipespec generate``.
     """
     from pipespec.cli.generate import encode, sampling_options
+    from pipespec.models.properties import end_tokens
 
     given = [prompt_of(line, number) for number, line in enumerate(lines, 1) if line.strip()]
     options = sampling_options(args, tokenizer)

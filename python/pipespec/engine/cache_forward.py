@@ -211,8 +211,11 @@ class ForwardCache(RowStorage):
         if not self._stores:
             # All layers are recurrent.
             layout = self._layout
-            sizes = ((0, self.rows, layout.heads, self.capacity, size) for size in (layout.key_dim, layout.value_dim))
-            return *(torch.empty(size, dtype=self.dtype, device=self.device) for size in sizes), self._lengths
+            keys, values = (
+                torch.empty((0, self.rows, layout.heads, self.capacity, size), dtype=self.dtype, device=self.device)
+                for size in (layout.key_dim, layout.value_dim)
+            )
+            return keys, values, self._lengths
         keys, values = self._stores
         return keys, values, self._lengths
 

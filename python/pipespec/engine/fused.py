@@ -22,50 +22,72 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import Form, WholeModel, check_outputs, probe, probe_cache, probe_inputs, probed
 from pipespec.engine.known import FUSED, moving
-from pipespec.models import description, families
+from pipespec.models import description, families, tiled
 from pipespec.models.families import NotReadable
 from pipespec.models.merging import check_separate, merge, merged
 from pipespec.models.parts import ModelParts
 from pipespec_kernels import ops
 from pipespec_kernels.kv import attention_tickets
-from pipespec_kernels.products import MAX_ROWS
+from pipespec_kernels.products import MAX_ROWS, can_append, can_halve
+from pipespec_kernels.tiles import TiledMatrix
 
 _numbers = itertools.count(1)
 
 
-class _Product(NamedTuple):
-    """Products of one input. Their matrices and biases, each in one part, or in several that :meth:`whole` copies into one: before the merge, for the
-    check alone. Where one is opaque: the modules."""
+class _Run(NamedTuple):
+    """A product of one or several matrices of one input. Each in one part, or in several that :meth:`whole` copies into one: before the merge, for the check
+    alone. ``format``: of the tiles of the matrices, whose shape is ``shape`` in all; None: they are numbers."""
 
-    weight: tuple[torch.Tensor, ...] = ()
-    bias: tuple[torch.Tensor, ...] = ()
+    weight: tuple[torch.Tensor, ...]
+    bias: tuple[torch.Tensor, ...]
+    format: str | None
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, linears: list[Any]) -> _Run:
+        matrices: list[Any] = [description.matrix_of(linear) for linear in linears]
+        weights = [matrix.data if isinstance(matrix, TiledMatrix) else matrix for matrix in matrices]
+        given = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        if given and len(given) < len(linears):
+            raise NotReadable("of the matrices of one input some have biases and some have none")
+        whole, whole_bias = merged(weights), merged(given) if given else None
+        return cls(
+            tuple(weights) if whole is None else (whole,),
+            tuple(given) if whole_bias is None else (whole_bias,),
+            next((matrix.format for matrix in matrices if isinstance(matrix, TiledMatrix)), None),
+            (sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]),
+        )
+
+    def whole(self) -> tuple[Any, torch.Tensor | None]:
+        """Weight, a tensor or a :class:`TiledMatrix`, and bias, each in one part."""
+        weight, bias = (
+            parts[0] if len(parts) == 1 else torch.cat(parts) if parts else None for parts in (self.weight, self.bias)
+        )
+        assert weight is not None
+        return weight if self.format is None else TiledMatrix(self.format, weight, self.shape), bias
+
+
+class _Product(NamedTuple):
+    """Products of one input: one for each run of matrices in one format. Where one is opaque: the modules."""
+
+    runs: tuple[_Run, ...] = ()
     modules: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, linears: tuple[Any, ...]) -> _Product:
         if any(map(families.is_opaque, linears)):
             return cls(modules=linears)
-        weights = [linear.weight.detach() for linear in linears]
-        given = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        if given and len(given) < len(linears):
-            raise NotReadable("of the matrices of one input some have biases and some have none")
-        whole, whole_bias = merged(weights), merged(given) if given else None
-        return cls(tuple(weights) if whole is None else (whole,), tuple(given) if whole_bias is None else (whole_bias,))
+        return cls(tuple(map(_Run.of, families.runs(linears))))
 
-    def whole(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias, each in one part."""
-        weight, bias = (
-            parts[0] if len(parts) == 1 else torch.cat(parts) if parts else None for parts in (self.weight, self.bias)
-        )
-        assert weight is not None
-        return weight, bias
+    def whole(self) -> tuple[Any, torch.Tensor | None] | None:
+        """Weight and bias of all in one part; None where they have several formats."""
+        return self.runs[0].whole() if len(self.runs) == 1 else None
 
 
 class _Layer(NamedTuple):
@@ -219,19 +241,25 @@ class FusedForm(Form):
             columns = x.view(rows, q, x.shape[1])
             x = (columns[:, q - keep :] if last is None else columns.index_select(1, last)).flatten(0, 1)
         if narrow:
-            logits = _small(x, self._head, step, norm=self._last_norm, **self._norm)
+            logits = _small(x, self._head.runs[0], step, norm=self._last_norm, **self._norm)
         else:
             logits = _joined(x, self._head)
         return logits.view(rows, keep, logits.shape[1])
 
     def _run_narrow(self, hidden: torch.Tensor, step: _Step) -> torch.Tensor:
         """The layers in products of few rows. Returns the last hidden states."""
+        kind = self._read.shape.activation
         for i, layer in enumerate(self._layers):
             mixed = self._attend(self._queries(hidden, i, step), i, step)
-            hidden = _small(mixed, layer.o, step, residual=hidden)
-            kind = self._read.shape.activation
-            x = _small(hidden, layer.gate_up, step, norm=layer.norms[1], activation=kind, **self._norm)
-            hidden = _small(x, layer.down, step, residual=hidden)
+            hidden = _small(mixed, layer.o.runs[0], step, residual=hidden)
+            norm: dict[str, Any] = {"norm": layer.norms[1], **self._norm}
+            gate_up = layer.gate_up.whole()
+            if gate_up is None or not can_halve(gate_up[0]):
+                both = [_small(hidden, run, step, **norm) for run in layer.gate_up.runs]
+                x = ops.silu_mul(both[0] if len(both) == 1 else torch.cat(both, -1), activation=kind)
+            else:
+                x = _small(hidden, layer.gate_up.runs[0], step, activation=kind, **norm)
+            hidden = _small(x, layer.down.runs[0], step, residual=hidden)
             step.note(i + 1, hidden)
         return hidden
 
@@ -239,11 +267,11 @@ class FusedForm(Form):
         """The rotated queries of layer ``i``, from products of few rows; its keys and values go to the cache."""
         layer = self._layers[i]
         norm: dict[str, Any] = {"norm": layer.norms[0], **self._norm}
-        if layer.head_norms:
-            return self._rotated([_small(hidden, layer.qkv, step, **norm)], i, step)
-        shape, (rows, q) = self._read.shape, step.shape
+        shape, (rows, q), product = self._read.shape, step.shape, layer.qkv.whole()
+        if layer.head_norms or product is None or not can_append(product[0], shape.head_dim, step.tables[0].shape[1]):
+            return self._rotated([_small(hidden, run, step, **norm) for run in layer.qkv.runs], i, step)
         queries = hidden.new_empty((rows, q, shape.heads, shape.head_dim)).transpose(1, 2)
-        columns, product = hidden.view(rows, q, -1), layer.qkv.whole()
+        columns = hidden.view(rows, q, -1)
         for part in step.parts:
             storage = [stored[part.rows] for stored in self._storage(i, step)]
             given = columns[part.rows, part.columns], *product, *step.tables, *storage, part.lengths, part.new
@@ -265,11 +293,17 @@ class FusedForm(Form):
         return step.stored[i], step.stored[len(self._layers) + i]
 
     def _rotated(self, products: list[torch.Tensor], i: int, step: _Step) -> torch.Tensor:
-        """The rotated queries of layer ``i``; its keys and values go to the cache. ``products``: one of all heads, or three."""
+        """The rotated queries of layer ``i``; its keys and values go to the cache. ``products``: of all heads, each with heads of one kind or
+        of several."""
         shape, (rows, q) = self._read.shape, step.shape
         parts = [part.view(rows, q, -1, shape.head_dim).transpose(1, 2) for part in products]
-        kinds = shape.heads, shape.kv_heads, shape.kv_heads
-        queries, keys, values = parts if len(parts) == 3 else parts[0].split(kinds, 1)
+        kinds, heads = iter((shape.heads, shape.kv_heads, shape.kv_heads)), list[torch.Tensor]()
+        for part in parts:
+            while part.shape[1]:
+                n = next(kinds)
+                heads.append(part[:, :n])
+                part = part[:, n:]
+        queries, keys, values = heads
         norms: dict[str, Any] = {**self._layers[i].head_norms, **self._norm}
         storage = self._storage(i, step)
         return ops.rope_append(queries, keys, values, *step.tables, *storage, step.lengths, step.new, **norms)
@@ -297,10 +331,10 @@ def _parts(rows: int, q: int, lengths: torch.Tensor, new: torch.Tensor | None) -
 
 
 def _small(
-    x: torch.Tensor, product: _Product, step: _Step, *, residual: torch.Tensor | None = None, **options: Any
+    x: torch.Tensor, run: _Run, step: _Step, *, residual: torch.Tensor | None = None, **options: Any
 ) -> torch.Tensor:
     """:func:`ops.linear_small` of any number of rows, 16 at a time."""
-    whole, outputs = product.whole(), []
+    whole, outputs = run.whole(), []
     for begin in range(0, max(len(x), 1), MAX_ROWS):
         some = slice(begin, begin + MAX_ROWS)
         before = None if residual is None else residual[some]
@@ -309,10 +343,10 @@ def _small(
 
 
 def _multiply(x: torch.Tensor, product: _Product) -> list[torch.Tensor]:
-    """Products of rows ``x [n, K]``: one, or of opaque modules one each."""
+    """Products of rows ``x [n, K]``: one per run, or of opaque modules one each."""
     if product.modules:
         return [module(x) for module in product.modules]
-    return [F.linear(x, *product.whole())]
+    return [tiled.product(x, *run.whole()) for run in product.runs]
 
 
 def _joined(x: torch.Tensor, product: _Product) -> torch.Tensor:

@@ -30,7 +30,8 @@ from pipespec.models.loading import DAMAGE, fill, read_stored
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import compute_dtype, embedding_size, text_config, weight_bytes
 from pipespec.models.quantized import INT8
-from pipespec.models.quantizing import check_place, put_in_blocks, rest_in_float32
+from pipespec.models.quantizing import put_in_blocks, rest_in_float32
+from pipespec.models.tiled import put_in_tiles
 from pipespec.process.records import parse_json
 from pipespec_kernels.decoder import NativeDecoder
 
@@ -320,12 +321,15 @@ class DraftHead(nn.Module):
         (folder / CONFIG).write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
 
     def quantize(self, name: str) -> str:
-        """Put the matrices in blocks, in place. Returns the format: ``"int8"`` stands for ``"q8_0"``. Raises ``ValueError`` on a GPU."""
-        check_place(self, name)
+        """Put the matrices in blocks, in place. Returns the format: ``"int8"`` stands for ``"q8_0"``."""
         name = "q8_0" if name == INT8 else name
+        device, dtype = self.device, self.dtype
         with torch.no_grad():
             put_in_blocks(self, name, self.lm_head)
-            rest_in_float32(self)
+            if device.type in ("cpu", "meta"):
+                rest_in_float32(self)
+            else:
+                put_in_tiles(self, device, dtype, lambda: self)
         return name
 
     def parts(self) -> ModelParts:
@@ -365,10 +369,9 @@ class DraftHead(nn.Module):
         """The product with ``fc``, on packed copies of its weights. Raises :class:`NotReadable` as :meth:`parts` does."""
         shape, inputs = description.read(self.parts()).shape, self.config.count * self.config.target_hidden
         outputs = self.config.block.hidden_size
+        matrix: Any = description.matrix_of(self.fc)
         try:
-            return NativeDecoder(
-                replace(shape, hidden=inputs, vocabulary=outputs), (), head=description.matrix_of(self.fc)
-            )
+            return NativeDecoder(replace(shape, hidden=inputs, vocabulary=outputs), (), head=matrix)
         except (ValueError, TypeError) as error:
             raise NotReadable(f"the decoder does not take its fc: {error}") from error
 

@@ -25,8 +25,10 @@ from pipespec.models.families import (
 )
 from pipespec.models.parts import ModelParts
 from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear
+from pipespec.models.tiled import TiledEmbedding, TiledLinear
 from pipespec_kernels.decoder import DecoderShape, LayerWeights
 from pipespec_kernels.formats import QuantizedMatrix
+from pipespec_kernels.tiles import TiledMatrix
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,9 @@ def _read(parts: ModelParts, family: Family, matrices: bool) -> ReadModel:
     of_head = {} if head is None else _of_linear(head, "head")
     ends = [matrix_of(end) for end in (head, embed) if end is not None]
     kind, eps = _kind_of_norms(parts, family)
-    numbers = {"embedding_scale": _embedding_scale(embed)} | family.numbers_of(config)
+    numbers: dict[str, Any] = {"embedding_scale": _embedding_scale(embed)} | family.numbers_of(config)
+    if (divisor := numbers.pop("logit_divisor", None)) is not None:
+        numbers["logit_scale"] = 1 / divisor
     rotations = _rotations(parts)
     shape = DecoderShape(
         hidden=config.hidden_size,
@@ -141,6 +145,9 @@ def _beyond_llama(parts: ModelParts, shape: DecoderShape, family: Family) -> str
     is_gated = all(family.matrices_of(feed_forward_of(layer), ("gate", "gate_up")) for layer in parts.layers)
     found += ["experts"] if family.routing is not None else [] if is_gated else ["a feed-forward without a gate"]
     found += ["gates of the attention"] if family.gates_attention else []
+    attentions = [attention_of(layer) for layer in parts.layers]
+    found += ["sinks"] if any(hasattr(attention, "sinks") for attention in attentions) else []
+    found += ["recurrent layers"] if None in attentions else []
     return ", ".join(found) or None
 
 
@@ -180,7 +187,7 @@ def _kind_of_norms(parts: ModelParts, family: Family) -> tuple[str, float]:
 
 def _embedding_scale(embed: Any) -> float:
     """What the module of a token embedding multiplies by, in its dtype."""
-    if isinstance(embed, QuantizedEmbedding):
+    if isinstance(embed, (QuantizedEmbedding, TiledEmbedding)):
         return 1.0 if embed.form.scale is None else embed.form.scale
     scale = getattr(embed, "embed_scale", None)
     return 1.0 if scale is None else float(scale.to(embed.weight.dtype))
@@ -309,9 +316,9 @@ def _of_rows(linear: Any, names: Sequence[str], sizes: Sequence[int]) -> dict[st
     return found
 
 
-def matrix_of(module: Any) -> torch.Tensor | QuantizedMatrix:
+def matrix_of(module: Any) -> torch.Tensor | QuantizedMatrix | TiledMatrix:
     """The matrix of a linear module or an embedding."""
-    if isinstance(module, (QuantizedLinear, QuantizedEmbedding)):
+    if isinstance(module, (QuantizedLinear, QuantizedEmbedding, TiledLinear, TiledEmbedding)):
         return module.matrix
     found: torch.Tensor = module.weight.detach()
     return found

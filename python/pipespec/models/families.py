@@ -24,10 +24,16 @@ from pipespec.models.layout import CacheLayout, UnsupportedLayers, configuration
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import has_dropout, has_hooks, has_own_forward
 from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedExperts, QuantizedLinear
+from pipespec.models.tiled import TiledEmbedding, TiledLinear
 from pipespec_kernels.experts import Routing
+from pipespec_kernels.tiles import BAND
 
 DTYPES = frozenset((torch.float32, torch.bfloat16))
 """Dtypes of models that the native decoder packs."""
+
+_FOR_CPU = frozenset((Int8Linear, QuantizedLinear, QuantizedEmbedding, QuantizedExperts))
+_FOR_GPU = frozenset((TiledLinear, TiledEmbedding))
+"""Modules of pipespec's own, which a copy for the CPU takes, and those that the operations for a GPU take."""
 
 _NUMBERS = (
     "scaling", "variance_epsilon", "eps", "attention_scaling", "full_attention_attention_scaling", "sliding_attention_attention_scaling",
@@ -75,7 +81,7 @@ class Family:
         norms_rotated: the norms of queries and keys come after the rotation.
         query_factors: what queries are multiplied by, from the configuration and their positions.
         scales_embedding: the module of the token embedding multiplies by a factor.
-        numbers: constants of :class:`DecoderShape` from the configuration.
+        numbers: constants of :class:`DecoderShape` from the configuration; ``logit_divisor`` is the inverse of a ``logit_scale``.
         routing: how experts are chosen, by their router; None: there are none.
         gates_attention: half of the rows of the queries are gates of what the attention gives. The other layers have a gated delta net.
     """
@@ -112,9 +118,7 @@ class Family:
         own = frozenset(vars(source)[name] for part in _CLASSES if (name := f"{self.prefix}{part}") in vars(source))
         # Dropout that does something is excluded.
         common = (nn.Linear, nn.Conv1d, nn.Embedding, nn.LayerNorm, nn.ModuleList, nn.Dropout)
-        return own, own.union(
-            common, (Int8Linear, QuantizedLinear, QuantizedEmbedding, QuantizedExperts), activations()
-        )
+        return own, own.union(common, _FOR_CPU, activations())
 
     def numbers_of(self, config: Any) -> dict[str, float]:
         """The constants of :attr:`numbers` for a configuration; None there stands for 0."""
@@ -177,7 +181,7 @@ FAMILIES = {
         ),
         Family(
             "granite", "Granite",
-            numbers={"embedding_scale": lambda c: c.embedding_multiplier, "logit_scale": lambda c: 1 / c.logits_scaling},
+            numbers={"embedding_scale": lambda c: c.embedding_multiplier, "logit_divisor": lambda c: c.logits_scaling},
         ),
         Family("mixtral", "Mixtral", routing=experts.softmax),
         Family("phimoe", "Phimoe", routing=experts.sparse_mixer),
@@ -186,7 +190,7 @@ FAMILIES = {
         Family("gpt_oss", "GptOss", routing=experts.softmax),
         Family(
             "granitemoe", "GraniteMoe", routing=experts.softmax,
-            numbers={"embedding_scale": lambda c: c.embedding_multiplier, "logit_scale": lambda c: 1 / c.logits_scaling},
+            numbers={"embedding_scale": lambda c: c.embedding_multiplier, "logit_divisor": lambda c: c.logits_scaling},
         ),
         Family("deepseek_v3"),
         Family("dots1", "Dots1", routing=experts.by_sigmoids),
@@ -223,7 +227,10 @@ def embedded(parts: ModelParts, tokens: torch.Tensor) -> torch.Tensor:
 def scaled(parts: ModelParts, logits: torch.Tensor) -> torch.Tensor:
     """The model's logits of what its head gives."""
     numbers = _numbers(parts)
-    logits = logits * numbers.get("logit_scale", 1.0)
+    if (scale := numbers.get("logit_scale")) is not None:
+        logits = logits * scale
+    if (divisor := numbers.get("logit_divisor")) is not None:
+        logits = logits / divisor
     cap = numbers.get("logit_softcap")
     return cap * torch.tanh(logits / cap) if cap else logits
 
@@ -288,7 +295,7 @@ def _identity(model: PreTrainedModel | ModelParts, packed: bool) -> tuple[Any, .
         seen.append((name, kind))
         if id(module) in inside:
             seen += state_of(module)
-        elif kind not in classes or (not packed and kind in (Int8Linear, QuantizedLinear, QuantizedEmbedding)):
+        elif kind not in (classes - _FOR_CPU | _FOR_GPU if not packed else classes):
             raise NotReadable(f"{where} is of class {kind.__name__}")
         if (why := _changed(module)) is not None:
             raise NotReadable(f"{where} {why}")
@@ -371,7 +378,7 @@ def products_of(model: PreTrainedModel | ModelParts) -> Iterator[tuple[Any, ...]
 
 def is_opaque(linear: Any) -> bool:
     """Whether a module in the place of a linear one multiplies in a way of its own: quantised, or with an adapter."""
-    own = type(linear) in (nn.Linear, Int8Linear, QuantizedLinear)
+    own = type(linear) in (nn.Linear, Int8Linear, QuantizedLinear, TiledLinear)
     return not own or any(type(p) is not nn.Parameter for p in linear._parameters.values() if p is not None)
 
 
@@ -393,16 +400,34 @@ def windows_of(parts: ModelParts) -> tuple[int | None, ...]:
         raise NotReadable(str(error)) from error
 
 
-def of_one_input(model: PreTrainedModel) -> list[tuple[nn.Parameter, ...]]:
-    """Parameters whose rows may be those of one matrix, or of one bias: of queries, keys and values, and of gate and up.
+def runs(linears: tuple[Any, ...]) -> list[list[Any]]:
+    """Linear modules of one input, cut into runs whose matrices one product can take as one: all in numbers, or all in tiles of one format, of which none has a
+    part of a band at its end."""
+    found: list[list[Any]] = []
+    for linear in linears:
+        before = found[-1][-1] if found else None
+        if before is None or _kind(before) != _kind(linear) or (_kind(linear) and before.out_features % BAND):
+            found.append([])
+        found[-1].append(linear)
+    return found
+
+
+def _kind(linear: Any) -> str | None:
+    """The format of tiles; None: it has numbers."""
+    return linear.form.format if isinstance(linear, TiledLinear) else None
+
+
+def of_one_input(model: PreTrainedModel) -> list[tuple[torch.Tensor, ...]]:
+    """Tensors whose rows may be those of one matrix, or of one bias: of queries, keys and values, and of gate and up.
 
     Args:
         model: one that :func:`read` accepts. Phi-3 has such matrices by itself, so it has no groups. Nor have opaque modules.
     """
-    groups = []
+    groups: list[tuple[torch.Tensor, ...]] = []
     for linears in products_of(model):
-        if len(linears) > 1 and not any(map(is_opaque, linears)):
-            groups.append(tuple(linear.weight for linear in linears))
-            if linears[0].bias is not None:
-                groups.append(tuple(linear.bias for linear in linears))
+        for run in () if any(map(is_opaque, linears)) else runs(linears):
+            if len(run) > 1:
+                groups.append(tuple(linear.weight if _kind(linear) is None else linear.tiles for linear in run))
+                if run[0].bias is not None:
+                    groups.append(tuple(linear.bias for linear in run))
     return groups

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import cached_file
 
-from pipespec.errors import DoesNotFit
+from pipespec.errors import DoesNotFit, user_stacklevel
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.quantized import with_kv_of
 from pipespec.process.threads import renew_pool
@@ -144,7 +145,7 @@ def load_model(
     package accelerate. So are those of a model that is split over devices.
 
     Args:
-        model: a folder, a hub name, or a GGUF file. The matrices of a GGUF file, and on a CPU those of GPTQ, AWQ and compressed-tensors, are in blocks where the family is known. A loaded model is returned as it is, in its mode, and of a ``PeftModel`` the model within.
+        model: a folder, a hub name, or a GGUF file. The matrices of a GGUF file, and those of GPTQ, AWQ and compressed-tensors, are in blocks where the family is known, and on a GPU in tiles. A loaded model is returned as it is, in its mode, and of a ``PeftModel`` the model within.
         dtype: as ``from_pretrained`` takes it.
         device: where to, or the devices by names of modules; None: the CPU.
         trust_remote_code: as ``from_pretrained`` takes it.
@@ -161,12 +162,14 @@ def load_model(
         return model
     source, more = model, dict[str, Any](use_safetensors=True)
     is_split = isinstance(device, dict)
+    on_cpu = not isinstance(device, dict) and torch.device(device or "cpu").type == "cpu"
     if (file := file_in_blocks(model)) is not None:
         from pipespec.models.gguf_models import model_of
 
         if is_split:
             raise ValueError(f"{model}: a model out of a GGUF file is not split over devices: name one")
-        return with_kv_of(dtype, model_of(file, dtype).to(device))
+        made = model_of(file, dtype)
+        return with_kv_of(dtype, made) if on_cpu else _on_gpu(made, device, dtype, torch.bfloat16)
     if is_gguf(model):
         from pipespec.models.gguf_models import warn_of_memory
 
@@ -175,15 +178,13 @@ def load_model(
     config = load_config(model, trust_remote_code=trust_remote_code)
     # Packed weights cannot be moved (GPTQ, bitsandbytes 8-bit), or are packed on the way there.
     in_place = device is not None and (is_split or getattr(config, "quantization_config", None) is not None)
-    on_cpu = not isinstance(device, dict) and torch.device(device or "cpu").type == "cpu"
     renew_pool()  # transformers reads weights with several threads
     with readable(model), _logged() as logged:
         try:
-            if on_cpu and not trust_remote_code:
-                from pipespec.models.group_checkpoints import repacked, settings_of
-
-                if (settings := settings_of(config)) is not None:
-                    return with_kv_of(dtype, repacked(model, weight_files(model), config, settings))
+            if not is_split and not trust_remote_code:
+                made = _repacked(model, config, None if on_cpu else device)
+                if made is not None:
+                    return with_kv_of(dtype, made) if on_cpu else _on_gpu(made, device, dtype, config.dtype)
             loaded, found = AutoModelForCausalLM.from_pretrained(
                 source,
                 config=config,
@@ -209,6 +210,37 @@ def load_model(
             f"({len(missing)} in all); get the complete weights"
         )
     return loaded.eval() if in_place or device is None else loaded.to(device).eval()
+
+
+def _repacked(model: str | Path, config: Any, gpu: Any) -> PreTrainedModel | None:
+    """A checkpoint of integers with its matrices in blocks, on the CPU; None: of a kind that only transformers reads. Where no block holds it, transformers' own
+    kernels may serve for a GPU, and a warning says so."""
+    from pipespec.models.group_checkpoints import repacked, settings_of
+
+    try:
+        settings = settings_of(config)
+        return None if settings is None else repacked(model, weight_files(model), config, settings)
+    except ValueError as error:
+        if gpu is None:
+            raise
+        warnings.warn(
+            f"{error}. So on {gpu} transformers' own modules multiply with the weights of {model}: each takes launches of its own, and a step may take longer than with "
+            "weights in 16 bits",
+            stacklevel=user_stacklevel(),
+        )
+        return None
+
+
+def _on_gpu(
+    model: PreTrainedModel, device: Any, dtype: torch.dtype | str, own: torch.dtype | str | None
+) -> PreTrainedModel:
+    """A model of blocks, moved to a GPU. ``own``: the dtype of its file, which ``"auto"`` stands for where it has 16 bits."""
+    from pipespec.models.tiled import on_gpu
+
+    given: Any = own if dtype == "auto" else dtype
+    wanted: Any = getattr(torch, given) if isinstance(given, str) else given
+    is_wide = dtype == "auto" and wanted not in (torch.bfloat16, torch.float16)
+    return on_gpu(model, device, torch.bfloat16 if is_wide else wanted)
 
 
 def is_gguf(model: Any) -> bool:

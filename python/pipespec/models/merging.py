@@ -31,8 +31,8 @@ def merged(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided(shape, (*shape[1:], 1))
 
 
-def merge(groups: Iterable[Sequence[nn.Parameter]]) -> None:
-    """Give the parameters of each group one memory. The extra memory is that of one group.
+def merge(groups: Iterable[Sequence[torch.Tensor]]) -> None:
+    """Give the tensors of each group one memory. The extra memory is that of one group.
 
     Raises:
         NotReadable: there is no memory for a group. Those before it are merged.
@@ -52,7 +52,7 @@ def merge(groups: Iterable[Sequence[nn.Parameter]]) -> None:
             raise NotReadable("there is no memory to merge its matrices") from error
 
 
-def check_separate(model: nn.Module, groups: Iterable[Sequence[nn.Parameter]]) -> None:
+def check_separate(model: nn.Module, groups: Iterable[Sequence[torch.Tensor]]) -> None:
     """Check that no memory of the groups belongs to another parameter, too: a merge would end what they share.
 
     Raises:

@@ -74,11 +74,12 @@ def step_bytes(model: nn.Module, columns: int = 1) -> float:
     expected to choose together."""
     total = float(weight_bytes(model))
     config = getattr(model, "config", None)
-    chosen = None if config is None else getattr(text_config(config), "num_experts_per_tok", None)
+    chosen = 0 if config is None else getattr(text_config(config), "num_experts_per_tok", None) or 0
     for module in model.modules() if chosen else ():
         # Routers have the number, too.
-        if type(module).__name__.endswith("Experts"):
-            total -= (1 - chosen / module.num_experts) ** columns * weight_bytes(module)
+        count = getattr(module, "num_experts", 0) if type(module).__name__.endswith("Experts") else 0
+        if count:
+            total -= (1 - chosen / count) ** columns * weight_bytes(module)
     return total
 
 

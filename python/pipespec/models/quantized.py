@@ -45,6 +45,7 @@ class Blocks:
         columns: of the matrix.
         heads: the rows of each head lie as GGUF files of LLaMA have them, pair by pair of a rotation; 0: in the model's order.
         scale: of an embedding.
+        tiled: the matrix is in tiles, for a GPU, see :mod:`pipespec.models.tiled`, and is multiplied in this dtype; None: it is in blocks.
     """
 
     format: str
@@ -52,6 +53,7 @@ class Blocks:
     columns: int
     heads: int = 0
     scale: float | None = None
+    tiled: torch.dtype | None = None
 
 
 class _Blocks(nn.Module):
@@ -88,8 +90,8 @@ class QuantizedLinear(_Blocks):
     """A linear module whose weights are in blocks.
 
     On the CPU it multiplies with the bits of the native decoder, see :class:`pipespec_kernels.packed.PackedMatrix`: inputs are rounded to 8 bits. It
-    makes a packed copy of the matrix for the first call and keeps it, but within :func:`packed_copies_dropped`. On other devices it multiplies with the
-    weights as floats.
+    makes a packed copy of the matrix for the first call and keeps it, but within :func:`packed_copies_dropped`. On other devices
+    :class:`pipespec.models.tiled.TiledLinear` takes its place.
 
     Args:
         matrix: ``[outputs, inputs]``.
@@ -104,14 +106,15 @@ class QuantizedLinear(_Blocks):
         self._packed: PackedMatrix | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., outputs]`` of ``x [..., inputs]``, in the dtype of ``x``."""
-        if x.device.type == "cpu":
-            packed = self._packed or PackedMatrix(self.matrix)
-            self._packed = None if _drops.get() else packed
-            out = packed.matmul(x.detach().float())
-        else:
-            out = F.linear(x.float(), dequantize(self.matrix))
-        out = out.to(x.dtype)
+        """``[..., outputs]`` of ``x [..., inputs]``, in the dtype of ``x``. Raises ``ValueError`` where they are not on the CPU."""
+        if not self.blocks.is_cpu or not x.is_cpu:
+            raise ValueError(
+                f"a matrix in blocks on {self.blocks.device}, inputs on {x.device}: blocks are multiplied on the CPU; load the model for its device "
+                "(device=, or --device), which brings them into tiles"
+            )
+        packed = self._packed or PackedMatrix(self.matrix)
+        self._packed = None if _drops.get() else packed
+        out = packed.matmul(x.detach().float()).to(x.dtype)
         return out if self.bias is None else out + self.bias
 
     def __getstate__(self) -> dict[str, Any]:
@@ -130,7 +133,8 @@ class QuantizedExperts(nn.Module):
 
     def __init__(self, own: Any, gate: QuantizedLinear, up: QuantizedLinear, down: QuantizedLinear) -> None:
         super().__init__()
-        self.num_experts, self.act_fn = own.num_experts, getattr(own, "act_fn", None)
+        self.num_experts: int = own.num_experts
+        self.act_fn: Any = getattr(own, "act_fn", None)
         self.limit, self.alpha = getattr(own, "limit", 0.0), getattr(own, "alpha", 0.0)
         self.gate, self.up, self.down = gate, up, down
 

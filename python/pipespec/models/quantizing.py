@@ -18,6 +18,7 @@ from pipespec.models.adapters import base_layer, is_adapted
 from pipespec.models.devices import not_whole_reason
 from pipespec.models.properties import quantisation
 from pipespec.models.quantized import INT8, Blocks, Int8Linear, QuantizedEmbedding, QuantizedLinear, has_blocks, untie
+from pipespec.models.tiled import TiledEmbedding, TiledLinear, empty_of, on_gpu
 from pipespec_kernels.formats import FORMATS, QuantizedMatrix, format_of, quantize
 
 _SMALLEST = min(form.block for form in FORMATS.values())
@@ -43,40 +44,31 @@ def sharing(model: PreTrainedModel) -> PreTrainedModel:
     return draft.eval()
 
 
-def check_place(model: Any, name: str) -> None:
-    """Raises ``ValueError`` for a model or draft head on a GPU, which takes no blocks."""
-    if model.device.type not in ("cpu", "meta"):
-        raise ValueError(
-            f"weights={name!r}: these formats are for the CPU, and the {type(model).__name__} is on {model.device}, where each step would write its "
-            "matrices out in 16 bits: leave weights= out, or load a model that is quantised for GPUs"
-        )
-
-
 def quantized(model: PreTrainedModel, name: str) -> PreTrainedModel:
     """A model with the matrices of another one in blocks, adapters merged; what is in blocks already stays so. Head and embedding are in 6 bits at least, as llama.cpp has them.
 
-    All else becomes float32, in which the model then computes; so do matrices whose rows no blocks fill.
+    On the CPU all else becomes float32, in which the model then computes; so do matrices whose rows no blocks fill. On a GPU all else keeps the model's dtype, see
+    :func:`pipespec.models.tiled.on_gpu`.
 
     Args:
-        model: whole, on the CPU; is not changed.
+        model: whole; is not changed.
         name: one of :data:`pipespec.models.quantized.NAMES`.
 
     Raises:
-        ValueError: it is on a GPU, quantised already or split, blocks fill the rows of none of its matrices, or one has weights that no block holds.
+        ValueError: it is quantised already or split, blocks fill the rows of none of its matrices, or one has weights that no block holds.
     """
-    check_place(model, name)
     is_whole = not any(type(module) in (nn.Linear, nn.Embedding) for module in model.modules())
     in_blocks = has_blocks(model) and (is_whole or name == INT8)
     has_int8 = any(type(module) is Int8Linear for module in model.modules())
     method = "in blocks" if in_blocks else INT8 if has_int8 else quantisation(model)
     if method is not None:
         raise ValueError(f"weights={name!r}: the {type(model).__name__} is quantised already ({method})")
-    made = sharing(model)
+    made, is_on_cpu = sharing(model), model.device.type in ("cpu", "meta")
     if name == INT8:
         with torch.no_grad():
             replace_linear(made, lambda _, linear: Int8Linear.of(linear))
         untie(made)
-        return made.eval()
+        return made.eval() if is_on_cpu else on_gpu(made.eval(), model.device, model.dtype)
     head, embedding = made.get_output_embeddings(), made.get_input_embeddings()
     tied = head is not None and getattr(head, "weight", None) is embedding.weight
     with torch.no_grad():
@@ -89,10 +81,12 @@ def quantized(model: PreTrainedModel, name: str) -> PreTrainedModel:
             new: Any = made.get_output_embeddings()
             matrix = new.matrix if tied else _quantized(embedding.weight, name, "the embedding", is_end=True)
             made.set_input_embeddings(QuantizedEmbedding(matrix, getattr(embedding, "scalar_embed_scale", None)))
-        rest_in_float32(made)
-    made.config.dtype = torch.float32
+        if is_on_cpu:
+            rest_in_float32(made)
+    if is_on_cpu:
+        made.config.dtype = torch.float32
     untie(made)
-    return made.eval()
+    return made.eval() if is_on_cpu else on_gpu(made.eval(), model.device, model.dtype)
 
 
 def replace_linear(model: nn.Module, make: Callable[[str, nn.Linear], nn.Module]) -> None:
@@ -149,7 +143,7 @@ def described(model: PreTrainedModel) -> dict[str, tuple[Blocks, bool]]:
     return {
         name: (module.form, getattr(module, "bias", None) is not None)
         for name, module in model.named_modules()
-        if isinstance(module, (Int8Linear, QuantizedLinear, QuantizedEmbedding))
+        if isinstance(module, (Int8Linear, QuantizedLinear, QuantizedEmbedding, TiledLinear, TiledEmbedding))
     }
 
 
@@ -162,6 +156,8 @@ def skeleton(kind: type[PreTrainedModel], config: Any, blocks: Mapping[str, tupl
             if form.format == INT8:
                 weight = torch.empty((form.rows, form.columns), dtype=torch.int8)
                 made: nn.Module = Int8Linear(weight, torch.empty(form.rows), bias)
+            elif form.tiled is not None:
+                made = empty_of(form, model.get_submodule(name), bias)
             else:
                 of = FORMATS[form.format]
                 data = torch.empty((form.rows, of.row_bytes(form.columns)), dtype=torch.uint8)

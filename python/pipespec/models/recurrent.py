@@ -27,15 +27,10 @@ def recurrent_of(layer: Any, matrix: Callable[[Any], Matrix]) -> Recurrent | Non
     group = heads // key_heads
     if hasattr(own, "in_proj_qkvz"):
         # Head by head: query, key, the values and gates of its group; the betas and decays of that.
-        query, key, value, gates = _by_head(
-            matrix(own.in_proj_qkvz), (key_dim, key_dim, group * value_dim, group * value_dim)
-        )
-        beta, decay = _by_head(matrix(own.in_proj_ba), (group, group))
-        inputs = _rows(matrix(own.in_proj_qkvz), torch.cat([query, key, value]))
-        gates, beta, decay = (
-            _rows(matrix(own.in_proj_qkvz), gates),
-            *(_rows(matrix(own.in_proj_ba), x) for x in (beta, decay)),
-        )
+        whole, rest = matrix(own.in_proj_qkvz), matrix(own.in_proj_ba)
+        *mixed, z = _by_head(whole, (key_dim, key_dim, group * value_dim, group * value_dim))
+        inputs, gates = _rows(whole, torch.cat(mixed)), _rows(whole, z)
+        beta, decay = (_rows(rest, order) for order in _by_head(rest, (group, group)))
     else:
         inputs, gates, beta, decay = (matrix(getattr(own, f"in_proj_{name}")) for name in ("qkv", "z", "b", "a"))
     bias = own.conv1d.bias
@@ -55,10 +50,17 @@ def recurrent_of(layer: Any, matrix: Callable[[Any], Matrix]) -> Recurrent | Non
 
 
 def _short_convolution(own: Any, matrix: Callable[[Any], Matrix]) -> Recurrent:
-    biases = [None if part.bias is None else part.bias.detach() for part in (own.in_proj, own.out_proj, own.conv)]
-    names = ("inputs_bias", "out_bias", "kernel_bias")
-    kernel = own.conv.weight.detach()[:, 0]
-    return Recurrent(matrix(own.in_proj), matrix(own.out_proj), kernel, **dict(zip(names, biases, strict=True)))
+    inputs, out, kernel = (
+        None if part.bias is None else part.bias.detach() for part in (own.in_proj, own.out_proj, own.conv)
+    )
+    return Recurrent(
+        matrix(own.in_proj),
+        matrix(own.out_proj),
+        own.conv.weight.detach()[:, 0],
+        inputs_bias=inputs,
+        out_bias=out,
+        kernel_bias=kernel,
+    )
 
 
 def halves_of_heads(whole: Matrix, head_dim: int) -> list[Matrix]:

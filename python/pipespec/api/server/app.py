@@ -111,8 +111,6 @@ class Service:
             try:
                 count = len(exchange.ask.prompts) * exchange.ask.sampling.choices
                 answers = await collected(job.events(), count)
-                if _is_gone(job):
-                    return Response(status_code=_CLIENT_GONE)
                 return JSONResponse(await asyncio.to_thread(exchange.whole, answers))
             finally:
                 watch.cancel()
@@ -215,17 +213,6 @@ _HARMLESS = {
 """Fields that say nothing about the text."""
 
 _MOST_TOLD = 64
-
-
-def _is_gone(job: Job) -> bool:
-    """Whether a job has ended since its client has gone."""
-    try:
-        job.check()
-    except Gone:
-        return True
-    except RequestError:
-        return False
-    return False
 
 
 async def _stop_when_gone(request: Request, job: Job) -> None:

@@ -8,10 +8,11 @@ beside long ones waits for little more than one step.
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -103,11 +104,15 @@ class Job:
         self.since = time.monotonic()
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[Any]()
         self._stopped_by: Exception | None = None
+        self.waits: Future[None] | None = None
+        """Until its thread begins: what can be cancelled."""
 
     def stop(self, error: Exception | None = None) -> None:
         """End the job with its next step, or before it begins: by ``error``, or since its client has gone."""
         if self._stopped_by is None:
             self._stopped_by = error or Gone()
+            if self.waits is not None:
+                self.waits.cancel()
 
     def check(self) -> None:
         """Raise what has stopped the job."""
@@ -160,7 +165,14 @@ class Jobs:
 
     def start(self, job: Job, work: Callable[[Job], None]) -> None:
         """Run ``work`` in a thread as soon as one is free."""
-        self._pool.submit(self._run, job, work)
+        job.waits = self._pool.submit(self._run, job, work)
+        job.waits.add_done_callback(functools.partial(self._skipped, job))
+
+    def _skipped(self, job: Job, future: Future[None]) -> None:
+        """Give back the place of a job that was stopped before it began."""
+        if future.cancelled():
+            self._metrics.waiting.dec()
+            self._end(job, job._stopped_by)
 
     def close(self) -> None:
         """End all jobs with an error, and take no further ones. From any thread."""
@@ -174,9 +186,7 @@ class Jobs:
         try:
             job.check()
             work(job)
-        except Gone:
-            pass
-        except RequestError as error:
+        except (Gone, RequestError) as error:
             event = error
         except Exception as error:
             say(f"a request has failed: {type(error).__name__}: {error}")

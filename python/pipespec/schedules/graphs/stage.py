@@ -24,7 +24,8 @@ from pipespec.engine.prefixes import KeptText, Origin, Source
 from pipespec.engine.sampling import ScoreRecord, Step
 from pipespec.engine.stage import Stage
 from pipespec.errors import NotCapturable
-from pipespec.models.properties import text_config
+from pipespec.models.properties import quantisation, text_config
+from pipespec.models.tiled import weights_in
 from pipespec.schedules.base import warn_of_speed
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep, StaticBuffers, StaticSampler
 from pipespec_kernels import _native
@@ -49,7 +50,7 @@ _versions = itertools.count()
 
 def graphed_columns(model: Any) -> int:
     """The maximum number of columns for a model: as many as take as much work as those of a model of 8B parameters, up to eight times as many."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = weights_in(model)
     return int(MAX_GRAPHED_COLUMNS * min(max(8e9 / max(parameters, 1), 1.0), 8.0))
 
 
@@ -102,8 +103,14 @@ class GraphedStage(Stage):
         return self._cache
 
     def by_modules_reason(self) -> str | None:
-        """Why its graphs run its model's own modules; None if they run the fused form, which has an eighth of the launches."""
+        """Why its graphs run its model's own modules, or quantised ones of others within the fused form; None if they run the fused form alone, which has an eighth
+        of the launches."""
         _, own, reason = described(self.model, self.buffers.cache).partition("transformers: ")
+        if not own and not self._may_pad and (method := quantisation(self.model)) is not None:
+            return (
+                f"the graphs of {self.name} call the modules of {method} for its products, with some 13 launches per layer beside theirs instead of 5, and may take "
+                "longer than with weights in 16 bits; the unquantised model with weights=, or a GGUF file, has kernels of pipespec's own"
+            )
         launches = "with some 40 launches per layer instead of 5"
         return f"the graphs of {self.name} run transformers' modules, {launches}: {reason}" if own else None
 

@@ -1,0 +1,138 @@
+"""The compile gate's cases of products of few rows and of quantised weights, and what is wrong with their machine code; see :mod:`bench.compile_gate`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pipespec_kernels.products import MAX_ROWS
+from pipespec_kernels.tiles import BAND, LAYOUTS, WIDTH
+from pipespec_kernels.triton.launch import Config
+from pipespec_kernels.triton.linear import PARTS, linear_kernel, qkv_append_kernel
+from pipespec_kernels.triton.linear import tile_of as product_tile
+from pipespec_kernels.triton.tiles import TILES, decode_kernel
+
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+PRODUCT_KERNELS = (linear_kernel, qkv_append_kernel)
+PRODUCT_REGISTERS = {8: 128, 16: 200}  # by columns: four blocks of four warps on a multiprocessor, and two
+TILES_REGISTERS = {8: 184, 16: 255}  # with quantised weights: nearly three, and two
+
+
+@dataclass(frozen=True)
+class CompileCase:
+    """One compilation. ``per_logit``: budget of the loop (None: no budget). ``config`` None: the kernel has no rows of logits.
+    ``instructions``: budget of the whole kernel (None: no budget). ``fused``: products and sums are, as in the launch. ``types``: of
+    arguments that are not as usual."""
+
+    name: str
+    kernel: Any
+    dtype: str
+    config: Config | None
+    constants: dict[str, Any]
+    per_logit: float | None
+    warps: int = 4
+    stages: int = 3
+    instructions: int | None = None
+    fused: bool = True
+    types: dict[str, str] = field(default_factory=dict)
+
+
+def product_cases() -> Iterator[CompileCase]:
+    """The products of Llama-3-8B, and those of smaller models with biases and with rows that a step does not divide."""
+
+    def product(
+        name: str, kernel: Any, dtype: str, n: int, k: int, most: int, columns: int = 8, **own: Any
+    ) -> CompileCase:
+        layout = own.get("LAYOUT")
+        tile = product_tile(n, BYTES[dtype], layout is not None)
+        types = {} if layout is None else {"weight": "*u8"}
+        constants = {
+            "LAYOUT": None,
+            "K": k,
+            "NORM": False,
+            "HAS_BIAS": False,
+            "ONE_PLUS": False,
+            "PARTS": PARTS,
+            "ROWS": tile.rows,
+            "COLUMNS": columns,
+        }
+        constants |= {"HAS_COUNTS": True, "ROWS_OF_X": MAX_ROWS}
+        constants |= {"EVEN": k % (PARTS * tile.block) == 0, "BLOCK": tile.block, "BLOCK_NORM": tile.norm} | own
+        name = f"{name}, M={columns}" if columns > 8 else name
+        return CompileCase(name, kernel, dtype, None, constants, None, PARTS, tile.stages, most, False, types)
+
+    def linear(name: str, dtype: str, n: int, k: int, most: int, columns: int = 8, **own: Any) -> CompileCase:
+        own = {"KIND": -1, "HAS_RESIDUAL": False, "N": n} | own
+        return product(f"linear_small, {name}", linear_kernel, dtype, n, k, most, columns, **own)
+
+    def qkv(dtype: str, dim: int, rotary: int, k: int, most: int, columns: int = 8, **own: Any) -> CompileCase:
+        own = {"HEADS_Q": 32, "HEADS": 8, "DIM": dim, "ROTARY": rotary, "NORM": True} | own
+        name = f"qkv_append, D={dim}{'' if rotary == dim else f', R={rotary}'}"
+        return product(name, qkv_append_kernel, dtype, 48 * dim, k, most, columns, **own)
+
+    for columns, more in ((8, 1.0), (16, 1.6)):
+        yield linear("O", "bf16", 4096, 4096, int(900 * more), columns, HAS_RESIDUAL=True)
+        yield linear("gate_up", "bf16", 28672, 4096, int(1900 * more), columns, KIND=0, NORM=True)
+        yield qkv("bf16", 128, 128, 4096, int(2200 * more), columns)
+    yield linear("down", "bf16", 4096, 14336, 900, HAS_RESIDUAL=True)
+    yield linear("head", "bf16", 128256, 4096, 1900, NORM=True)
+    yield linear("gate_up, gelu", "fp16", 9728, 896, 2400, KIND=1, NORM=True, ONE_PLUS=True)
+    yield linear("O", "fp32", 2048, 2048, 1500, HAS_RESIDUAL=True)
+    yield linear("gate_up", "fp32", 16384, 2048, 2000, KIND=0, NORM=True)
+    yield qkv("bf16", 64, 64, 896, 2700, HAS_BIAS=True)
+    yield qkv("fp16", 96, 48, 3072, 2400, HAS_BIAS=True)
+    with_float32 = qkv("bf16", 128, 128, 4096, 2300)
+    yield replace(with_float32, name=f"{with_float32.name}, fp32 tables", types={"cos": "*fp32", "sin": "*fp32"})
+    for name, layout in LAYOUTS.items():
+        yield linear(f"O, {name}", "bf16", 4096, 4096, 2600 if layout.words else 1900, HAS_RESIDUAL=True, LAYOUT=layout)
+    for name in ("q4_k", "q6_k"):
+        for columns, more in ((8, 1.0), (16, 1.6)):
+            own = {"NORM": True, "LAYOUT": LAYOUTS[name]}
+            yield linear(f"gate_up, {name}", "bf16", 28672, 4096, int(4600 * more), columns, KIND=0, **own)
+            case = qkv("bf16", 128, 128, 4096, int(3600 * more), columns, LAYOUT=LAYOUTS[name])
+            yield replace(case, name=f"{case.name}, {name}")
+    yield linear("down, q8_0", "fp16", 2048, 5632, 2200, LAYOUT=LAYOUTS["q8_0"])
+    yield linear("gate_up, q8_0", "bf16", 28672, 4096, 7600, 16, KIND=0, NORM=True, LAYOUT=LAYOUTS["q8_0"])
+    rows = {"LAYOUT": LAYOUTS["q4_k"], "HAS_INDEX": False, "N": 4096, "K": 4096, "TILES": TILES}
+    for name, index in (("all", False), ("of tokens", True)):
+        yield CompileCase(
+            f"decode_rows, {name}", decode_kernel, "bf16", None, rows | {"HAS_INDEX": index}, None, TILES, 3, 900, False,
+            {"weight": "*u8", "index": "*i64"},
+        )  # fmt: skip
+
+
+def bytes_per_weight(constants: dict[str, Any], dtype: str) -> float:
+    """What a product reads for each of its weights."""
+    layout = constants["LAYOUT"]
+    return BYTES[dtype] if layout is None else layout.nbytes / (BAND * WIDTH)
+
+
+def product_faults(
+    report: dict[str, Any], sass: list[tuple[int, str]], ttgir: str, constants: dict[str, Any]
+) -> list[str]:
+    """What is wrong with a product of few rows."""
+    half, found = report["dtype"] != "fp32", []
+    in_tiles = constants["LAYOUT"] is not None
+    most = (TILES_REGISTERS if in_tiles else PRODUCT_REGISTERS)[constants["COLUMNS"]]
+    if report["registers"] > most:
+        found.append(f"{report['registers']} registers, budget {most}")
+    needed = 2 if in_tiles else 4
+    if constants["PDL"] and report["before_wait"] < needed:
+        found.append(f"{report['before_wait']} loads of weights before the wait, {needed} needed")
+    if in_tiles and half and re.search(r"(local_load|convert_layout)\b.*-> .*dot_op<\{opIdx = 0", ttgir):
+        found.append("decoded weights go from thread to thread")
+    steps = constants["K"] // (PARTS * constants["BLOCK"])
+    if steps > 2 and not any(re.search(r"\bLDGSTS\S*\.128\b", text) for _, text in sass):
+        found.append("weights do not come 16 bytes at a time while others are multiplied")
+    # Products of m16n8k16 for any number of columns, one warp for each part of a step.
+    tiles = re.findall(r"nvidia_mma<\{.*?warpsPerCTA = \[([\d, ]+)\], instrShape = \[([\d, ]+)\]", ttgir)
+    if half and tiles != [(f"{PARTS}, 1, 1", "1, 16, 8")]:
+        found.append(f"products on tensor cores are divided otherwise: {tiles}")
+    # A norm's sum: all threads along the row.
+    layouts = dict(re.findall(r"(?m)^(#blocked\d*) = #ttg.blocked<\{(.*?), order", ttgir))
+    for layout in re.findall(r"-> tensor<\d+xf32, #ttg.slice<\{dim = 1, parent = (#blocked\d*)\}>>", ttgir):
+        if not layouts[layout].endswith(f"threadsPerWarp = [1, 32], warpsPerCTA = [1, {PARTS}]"):
+            found.append(f"the sum of a norm is divided by rows: {layouts[layout]}")
+    return found
