@@ -13,6 +13,7 @@ from pipespec_kernels.experts import Experts
 from pipespec_kernels.formats import QuantizedMatrix
 from pipespec_kernels.packed import format_code
 from pipespec_kernels.recurrent import Recurrent
+from pipespec_kernels.rows import OrderedRows
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3, "quick_gelu": 4}
 _NORMS = {"rms": 0, "layer": 1}
@@ -133,7 +134,7 @@ class LayerWeights:
     """
 
     input_norm: Tensor | None
-    q: Tensor | QuantizedMatrix | None
+    q: Tensor | QuantizedMatrix | OrderedRows | None
     k: Tensor | QuantizedMatrix | None
     v: Tensor | QuantizedMatrix | None
     o: Tensor | QuantizedMatrix | None
@@ -156,7 +157,7 @@ class LayerWeights:
     input_norm_bias: Tensor | None = None
     post_norm_bias: Tensor | None = None
     sinks: Tensor | None = None
-    q_gate: Tensor | QuantizedMatrix | None = None
+    q_gate: Tensor | QuantizedMatrix | OrderedRows | None = None
     q_gate_bias: Tensor | None = None
     q_scale: Tensor | None = None
     k_scale: Tensor | None = None
@@ -202,6 +203,10 @@ class LayerWeights:
         return {f.name: found[f.name] for f in fields(LayerWeights) if f.name in found}
 
 
+Address = tuple[int, int, int, int, int]
+"""Of a weight: its address, its type, the addresses of its scales and of the order of its rows, and how many rows there are to choose from."""
+
+
 class Addresses:
     """Addresses of weights as the native code takes them, and the tensors that lie there: they are read as long as this lives."""
 
@@ -209,18 +214,28 @@ class Addresses:
         self._held: list[Tensor] = []
 
     def __call__(
-        self, name: str, weight: Tensor | QuantizedMatrix | None, expected: tuple[int, ...], scale: Tensor | None = None
-    ) -> tuple[int, int, int]:
-        """Address, type, and address of the scales of a weight that must have the shape ``expected``; zeros for None."""
+        self,
+        name: str,
+        weight: Tensor | QuantizedMatrix | OrderedRows | None,
+        expected: tuple[int, ...],
+        scale: Tensor | None = None,
+    ) -> Address:
+        """The address of a weight that must have the shape ``expected``; zeros for None."""
         if weight is None:
-            return 0, 0, 0
+            return 0, 0, 0, 0, 0
         if isinstance(weight, QuantizedMatrix):
             _check_quantized(name, weight, expected, scale)
-            return weight.data.data_ptr(), _native.FIRST_FORMAT + format_code(weight), 0
+            return weight.data.data_ptr(), _native.FIRST_FORMAT + format_code(weight), 0, 0, 0
+        if isinstance(weight, OrderedRows):
+            matrix, stored = weight.matrix, len(weight.matrix)
+            if weight.shape != expected or scale is not None:
+                raise ValueError(f"{name} must be {expected} without a scale, got rows {weight.shape}")
+            _check_weight(name, matrix, (stored, *expected[1:]))
+            return self._hold(matrix), CODES[matrix.dtype], 0, self._hold(weight.order), stored
         _check_weight(name, weight, expected, scale)
         if scale is None:
-            return self._hold(weight), CODES[weight.dtype], 0
-        return self._hold(weight), 0, self._hold(scale)
+            return self._hold(weight), CODES[weight.dtype], 0, 0, 0
+        return self._hold(weight), 0, self._hold(scale), 0, 0
 
     def _hold(self, tensor: Tensor) -> int:
         self._held.append(tensor.detach().contiguous())

@@ -74,7 +74,7 @@ class Experts:
     shared_router: Tensor | QuantizedMatrix | None = None
     limit: float = 0.0
 
-    def native(self, name: str, at: Callable[..., tuple[int, int, int]]) -> tuple[Any, ...]:
+    def native(self, name: str, at: Callable[..., tuple[int, ...]]) -> tuple[Any, ...]:
         """What the native code takes. ``at``: the address of a weight, by its name and the shape that it must have."""
         routing, (count, hidden), size = self.routing, self.router.shape, self.down.shape[1]
         rows = self.gate.shape[0] // count

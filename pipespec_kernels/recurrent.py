@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipespec_kernels import _native
 from pipespec_kernels.formats import QuantizedMatrix
+from pipespec_kernels.rows import OrderedRows
 
 __all__ = ["Recurrent", "States"]
 
@@ -38,13 +39,13 @@ class Recurrent:
         kernel_bias: ``[C]``.
     """
 
-    inputs: Tensor | QuantizedMatrix
+    inputs: Tensor | QuantizedMatrix | OrderedRows
     out: Tensor | QuantizedMatrix
     kernel: Tensor
     heads: tuple[int, int, int, int] = (0, 0, 0, 0)
-    gates: Tensor | QuantizedMatrix | None = None
-    beta: Tensor | QuantizedMatrix | None = None
-    decay: Tensor | QuantizedMatrix | None = None
+    gates: Tensor | QuantizedMatrix | OrderedRows | None = None
+    beta: Tensor | QuantizedMatrix | OrderedRows | None = None
+    decay: Tensor | QuantizedMatrix | OrderedRows | None = None
     decay_log: Tensor | None = None
     decay_bias: Tensor | None = None
     norm: Tensor | None = None
@@ -52,7 +53,7 @@ class Recurrent:
     out_bias: Tensor | None = None
     kernel_bias: Tensor | None = None
 
-    def native(self, name: str, hidden: int, at: Callable[..., tuple[int, int, int]]) -> tuple[Any, ...]:
+    def native(self, name: str, hidden: int, at: Callable[..., tuple[int, ...]]) -> tuple[Any, ...]:
         """What the native code takes. ``at``: the address of a weight, by its name and the shape that it must have."""
         (channels, taps), (key_heads, heads, key_dim, value_dim) = self.kernel.shape, self.heads
         values, rows = heads * value_dim, channels if heads else 3 * channels

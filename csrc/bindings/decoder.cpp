@@ -17,17 +17,16 @@ namespace py = pybind11;
 namespace pipespec {
 namespace {
 
-// Address, dtype, and address of the scales; address 0: there are none. Of a matrix in blocks the
-// dtype is kFirstFormat plus its format.
-using WeightsAt = std::tuple<std::uintptr_t, int, std::uintptr_t>;
+// Address, dtype, and addresses of the scales and of the order, with the number of its rows;
+// address 0: there are none. Of a matrix in blocks the dtype is kFirstFormat plus its format.
+using WeightsAt = std::tuple<std::uintptr_t, int, std::uintptr_t, std::uintptr_t, std::int64_t>;
 constexpr int kFirstFormat = 16;
 
 cpu::Weights weights(const WeightsAt& at) {
-  const auto& [data, dtype, scale] = at;
-  cpu::Weights found{reinterpret_cast<const void*>(data),
-                     cpu::DType::kFloat32,
-                     reinterpret_cast<const float*>(scale),
-                     {}};
+  const auto& [data, dtype, scale, order, stored] = at;
+  cpu::Weights found{reinterpret_cast<const void*>(data),          cpu::DType::kFloat32,
+                     reinterpret_cast<const float*>(scale),        {},
+                     reinterpret_cast<const std::int64_t*>(order), stored};
   if (dtype >= kFirstFormat)
     found.format = cpu::Format(dtype - kFirstFormat);
   else

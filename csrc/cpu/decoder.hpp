@@ -44,12 +44,16 @@ struct DecoderShape {
 };
 
 // Contiguous, float32 or bfloat16; null data: there is none. With a format the data of a matrix are
-// its blocks, with a scale per output they are int8, whatever the dtype says.
+// its blocks, with a scale per output they are int8, whatever the dtype says. With an `order` the
+// rows of a matrix are those of these numbers among `stored` rows; the 16 of a panel are
+// neighbours.
 struct Weights {
   const void* data = nullptr;
   DType dtype = DType::kFloat32;
   const float* scale = nullptr;
   std::optional<Format> format = {};
+  const int64_t* order = nullptr;
+  int64_t stored = 0;
 };
 
 // The experts of a feed-forward, in place of its gate, up and down. Those of all experts lie one

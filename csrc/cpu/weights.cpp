@@ -49,7 +49,9 @@ class Layout {
                                        [](const Rows& r) { return r.weights.scale != nullptr; });
     const auto add_panel = [&](const Rows& part, int64_t begin) {
       const auto narrow = narrow_.find(part.weights.data);
-      from.panels.push_back({narrow == narrow_.end() ? part.weights : narrow->second, begin,
+      const int64_t* const order = part.weights.order;
+      from.panels.push_back({narrow == narrow_.end() ? part.weights : narrow->second,
+                             order == nullptr ? begin : order[begin],
                              std::min(part.end - begin, kPanel)});
       for (int64_t r = begin; r < begin + kPanel; ++r) {
         const bool is_row = r < part.end;
@@ -159,11 +161,50 @@ class Layout {
   std::vector<int64_t> offsets_;
 };
 
+// What queries, keys and values read.
+int64_t inputs_of(const LayerWeights& layer, const DecoderShape& s) {
+  return s.hidden * (layer.side_norm.data == nullptr ? 1 : 2);
+}
+
+// All matrices as they are stored.
+std::vector<WeightSpan> matrices_of(const DecoderShape& s, const std::vector<LayerWeights>& layers,
+                                    const EndWeights& ends) {
+  std::vector<WeightSpan> found;
+  const auto add = [&found](const Weights& w, int64_t rows, int64_t inputs) {
+    found.push_back({w, (w.order == nullptr ? rows : w.stored) * inputs});
+  };
+  const int64_t q_size = s.heads * s.head_dim, kv_size = s.kv_heads * s.head_dim, h = s.hidden;
+  add(ends.head, s.vocabulary, h);
+  for (const LayerWeights& l : layers) {
+    for (const Weights& w : {l.k, l.v}) add(w, kv_size, inputs_of(l, s));
+    for (const Weights& w : {l.q, l.q_gate}) add(w, q_size, inputs_of(l, s));
+    add(l.o, h, q_size);
+    for (const Weights& w : {l.gate, l.up}) add(w, s.intermediate, h);
+    add(l.down, h, s.intermediate);
+    const RecurrentWeights& r = l.recurrent;
+    const int64_t heads = r.delta.value_heads, outputs = heads * r.delta.value_dim;
+    add(r.in, outputs > 0 ? r.channels : 3 * r.channels, h);
+    add(r.gates, outputs, h);
+    for (const Weights& w : {r.beta, r.decay}) add(w, heads, h);
+    add(r.out, h, outputs > 0 ? outputs : r.channels);
+    const ExpertWeights& e = l.experts;
+    const int64_t count = e.routing.experts;
+    // Of gates and ups in one matrix, the rows of both lie from its beginning on.
+    for (const Weights& w : {e.gate, e.up}) add(w, count * e.stride, h);
+    add(e.router, count, h);
+    add(e.down, count * h, e.intermediate);
+    for (const Weights& w : {e.shared_gate, e.shared_up}) add(w, e.shared_intermediate, h);
+    add(e.shared_down, h, e.shared_intermediate);
+    add(e.shared_router, 1, h);
+  }
+  return found;
+}
+
 // Copies of float32 matrices whose values bfloat16 represents, of up to `room` bytes.
 Narrow narrow_copies(const std::vector<WeightSpan>& matrices, int64_t room, Arena& arena,
                      int64_t& bytes, int threads) {
   std::vector<WeightSpan> wide, copied;
-  std::unordered_set<const void*> seen;  // gates and ups of experts may lie in one matrix
+  std::unordered_set<const void*> seen;  // parts may lie in one matrix
   for (const WeightSpan& span : matrices) {
     const Weights& w = span.weights;
     const bool is_wide = w.data != nullptr && !w.format && w.scale == nullptr;
@@ -203,31 +244,7 @@ PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeigh
                              const EndWeights& ends, int64_t room, int threads) {
   const int64_t q_size = s.heads * s.head_dim, kv_size = s.kv_heads * s.head_dim;
   const int64_t group = s.heads / s.kv_heads, d = s.head_dim;
-  const auto inputs = [&s](const LayerWeights& l) { return s.hidden * (l.side_norm.data ? 2 : 1); };
-  std::vector<WeightSpan> spans{{ends.head, s.vocabulary * s.hidden}};
-  for (const LayerWeights& l : from) {
-    for (const Weights& w : {l.k, l.v}) spans.push_back({w, kv_size * inputs(l)});
-    spans.insert(spans.end(), {{l.q, q_size * inputs(l)}, {l.o, q_size * s.hidden}});
-    for (const Weights& w : {l.gate, l.up, l.down}) spans.push_back({w, s.intermediate * s.hidden});
-    const RecurrentWeights& r = l.recurrent;
-    const int64_t outputs = r.delta.value_heads * r.delta.value_dim;
-    const bool is_delta = outputs > 0;
-    spans.insert(spans.end(), {{l.q_gate, q_size * inputs(l)},
-                               {r.in, r.channels * s.hidden * (is_delta ? 1 : 3)},
-                               {r.gates, outputs * s.hidden},
-                               {r.beta, r.delta.value_heads * s.hidden},
-                               {r.decay, r.delta.value_heads * s.hidden},
-                               {r.out, (is_delta ? outputs : r.channels) * s.hidden}});
-    const ExpertWeights& e = l.experts;
-    const int64_t rows = e.routing.experts * s.hidden;
-    // Of gates and ups in one matrix, the rows of both lie from its beginning on.
-    spans.insert(spans.end(),
-                 {{e.router, rows}, {e.gate, rows * e.stride}, {e.up, rows * e.stride}});
-    spans.insert(spans.end(), {{e.down, rows * e.intermediate}, {e.shared_router, s.hidden}});
-    for (const Weights& w : {e.shared_gate, e.shared_up, e.shared_down})
-      spans.push_back({w, e.shared_intermediate * s.hidden});
-  }
-  const Narrow copies = narrow_copies(spans, room, narrow, bytes, threads);
+  const Narrow copies = narrow_copies(matrices_of(s, from, ends), room, narrow, bytes, threads);
   layers.resize(from.size());
   int64_t stores[2] = {0, 0};
   Layout layout(copies);
@@ -248,7 +265,7 @@ PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeigh
     if (is_recurrent) {
       layout.add(l.recurrent, w.recurrent, s);
     } else {
-      layout.add(l.qkv, inputs(w), s.kv_heads, parts);
+      layout.add(l.qkv, inputs_of(w, s), s.kv_heads, parts);
       layout.add(l.o, q_size, 1, {{w.o, w.o_bias, 0, s.hidden}});
     }
     const Rows up{w.up, w.up_bias, 0, s.intermediate};

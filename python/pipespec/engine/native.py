@@ -108,14 +108,14 @@ class NativeForm(PartsForm):
     def __init__(self, model: PreTrainedModel | ModelParts, reserved: int, *, watches: bool = True) -> None:
         parts = model if isinstance(model, ModelParts) else ModelParts.of(model)
         super().__init__(parts, torch.float32)
-        read = description.read(model)
-        blocks, (total, free) = description.packed_bytes(parts), host_memory()
+        packed, (total, free) = description.packed_bytes(parts), host_memory()
         # The other half is for caches that grow, and for the rest of the machine.
-        room = free // 2 - blocks - reserved if total else ANY
-        if blocks and room < 0:
+        room = free // 2 - packed - reserved if total else ANY
+        if packed and room < 0:
             raise NotReadable(
-                f"there is no room for a packed copy ({blocks + reserved >> 20} MiB with its cache, {free >> 20} are free)"
+                f"there is no room for a packed copy ({packed + reserved >> 20} MiB with its cache, {free >> 20} are free)"
             )
+        read = description.read(model)
         try:
             with pages_released(parts):
                 self.decoder = NativeDecoder(

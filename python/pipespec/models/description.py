@@ -325,6 +325,9 @@ def matrix_of(module: Any) -> torch.Tensor | QuantizedMatrix | TiledMatrix:
 
 
 def packed_bytes(model: PreTrainedModel | ModelParts) -> int:
-    """Bytes that the packed copy of matrices in blocks takes. Others are read where they lie."""
+    """Bytes that the packed copies of matrices in blocks take, and those of transposed experts. Other matrices are read where they lie."""
     parts = model if isinstance(model, ModelParts) else ModelParts.of(model)
-    return sum(m.blocks.nbytes for _, m in parts.named_modules() if isinstance(m, QuantizedLinear))
+    modules = [module for _, module in parts.named_modules()]
+    return sum(m.blocks.nbytes for m in modules if isinstance(m, QuantizedLinear)) + sum(
+        map(experts.copied_bytes, modules)
+    )
