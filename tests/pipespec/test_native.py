@@ -588,6 +588,16 @@ def test_a_form_that_computes_something_else_is_not_used(monkeypatch, fault, dty
         assert torch.equal(logits, model(ids(1, 9)).logits)
 
 
+@pytest.mark.parametrize(("limit", "layers"), [(0.5, [1]), (0.0, [1, 3])])
+def test_the_whole_model_is_compared_closely_where_it_differs_roughly(monkeypatch, limit, layers):
+    compared, check = [], native._check
+    monkeypatch.setattr(native, "ROUGHLY", {torch.bfloat16: limit})
+    monkeypatch.setattr(native, "_check", lambda *of: (compared.append(of[1].decoder.num_layers), check(*of)))
+    model = make(num_hidden_layers=3, dtype=torch.bfloat16)
+    assert form_of(model) == "native"
+    assert compared == layers
+
+
 def test_sections_are_packed_only_where_there_is_room_for_all(monkeypatch):
     model = in_q8()
     size = description.packed_bytes(model)
