@@ -118,7 +118,8 @@ class LayerWeights:
     """The weights of one layer: float32 or bfloat16 on the CPU, matrices ``[out, in]`` as in ``torch.nn.Linear``.
 
     Matrices may be quantised, each in a format of its own. A matrix with a scale, float32 ``[out]``, is int8; its weights are ``scale[:, None] * matrix``.
-    Without a ``gate``, the activation is that of ``up``. With ``experts`` there is none of ``gate``, ``up`` and ``down``, and with what is ``recurrent`` none of ``q``, ``k``, ``v`` and ``o``. What a head gives is
+    Without a ``gate``, the activation is that of ``up``.
+    With ``experts`` there is none of ``gate``, ``up`` and ``down``, and with what is ``recurrent`` none of ``q``, ``k``, ``v`` and ``o``. What a head gives is
     multiplied by the sigmoids of ``q_gate``'s product, which has the shape of ``q``.
 
     The norms of a layer, ``[H]``, each of which may lack: ``input_norm`` in front of the attention, ``o_norm`` of what the attention adds, ``post_norm`` in front
